@@ -1,0 +1,32 @@
+# Every target works on a fresh machine: it needs Python 3.11 or newer with venv, and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint bench system clean
+
+demo: $(VENV)/.ready          ## The main job, end to end, against the built-in simulator
+	$(BIN)/scheduled-events-agent demo
+
+test: $(VENV)/.ready          ## Unit, integration and end-to-end tests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.ready          ## Style and types, for Linux and for Windows
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --platform linux
+	$(BIN)/mypy --platform win32
+
+bench: $(VENV)/.ready         ## Speed and size, as a table
+	$(BIN)/python -m benchmarks
+
+system: $(VENV)/.ready        ## Tests under a real Windows Python (needs root to install Wine once)
+	$(BIN)/python -m pytest tests/system
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache build dist

@@ -1,0 +1,34 @@
+"""scheduled-events-agent: prepares this VM for Azure Scheduled Events, approves and recovers.
+
+Decisions are values; someone else carries them out.
+
+    events.py     PURE   what Azure says: bytes -> Document, ScheduledEvent
+    policy.py     PURE   what the operator wants: (rules, event, facts) -> Decision with a reason
+    workflow.py   PURE   what happens next: (workflow, signal, context) -> Step
+    config.py            the policy file: YAML -> frozen Settings, every error with its line
+    imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name
+    hooks.py      EDGE   run one hook: environment, time limit, whole process tree, output
+    store.py      EDGE   SQLite: workflows, journal, operator requests
+    web.py        EDGE   /metrics /healthz /readyz /status
+    metrics.py    EDGE   every metric in one table
+    log.py        EDGE   structlog set-up; event fields; failures logged on change
+    host/         SEAM   what differs between Linux and Windows, and nothing else
+    simulator/           the service itself, for demos, users' tests and ours
+    daemon.py     SHELL  the loop and its threads; decides nothing
+    cli/          SHELL  the command line; the only place that wires parts together
+
+Imports point downwards only; tests/unit/test_layering.py checks it.
+"""
+
+__version__ = "0.1.0"
+
+
+class AgentError(Exception):
+    """What went wrong, told so that the reader knows the way out.
+
+    ``kind`` is a word from a small closed set, safe as a metric label.
+    """
+
+    def __init__(self, message: str, *, kind: str = "error") -> None:
+        super().__init__(message)
+        self.kind = kind

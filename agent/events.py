@@ -1,0 +1,272 @@
+"""What Azure says: the Scheduled Events document as frozen values, with every quirk of its text.
+
+Owns the reading of a document and of one event, and the words of the protocol. Does no I/O and knows
+neither the policy nor the time. The one invariant: a text that is not a whole document is an error and
+never "no events", for an event that is missing counts as over.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from agent import AgentError
+
+ApiVersion = Literal[
+    "2017-03-01", "2017-08-01", "2017-11-01", "2019-01-01", "2019-04-01", "2019-08-01", "2020-07-01"
+]
+EventTypeName = Literal["Freeze", "Reboot", "Redeploy", "Preempt", "Terminate"]
+StatusName = Literal["Scheduled", "Started"]
+SourceName = Literal["Platform", "User"]
+Affects = Literal["self", "shared", "others", "unknown"]
+
+EVENT_TYPES: tuple[str, ...] = get_args(EventTypeName)
+
+_BOM = b"\xef\xbb\xbf"
+# Azure documents neither limit; a text longer than this helps nobody in a log or an environment.
+_MAX_TEXT = 4096
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
+# Event Grid has these two; the endpoint has never been seen to send them. Either one means: over.
+_ENDED = ("Completed", "Canceled")
+_CANONICAL = {
+    word.casefold(): word for word in (*EVENT_TYPES, "Scheduled", "Started", *_ENDED, "Platform", "User")
+}
+
+
+class DocumentError(AgentError):
+    """The text is not a Scheduled Events document; it says nothing about any event."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, kind="document")
+
+
+class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a document. Names are the service's; texts are trimmed and free of control characters."""
+
+    id: str
+    """As received, for sending back; compare by ``key``. Empty if the document gave none."""
+    type: str
+    """One of EVENT_TYPES in their spelling, else the word received, "" if there was none."""
+    status: str
+    source: str = ""
+    """``Platform`` or ``User``; "" before api-version 2019-08-01."""
+    resources: tuple[str, ...] = ()
+    not_before: datetime | None = None
+    """Aware, UTC. None (blank, missing, unreadable) means: may start now."""
+    duration_seconds: float | None = None
+    """Azure's estimate of the interruption; None when unknown (-1 or missing)."""
+    description: str = ""
+    resource_type: str = ""
+
+    @property
+    def key(self) -> str:
+        """Identity of the event: its id without regard to case."""
+        # An event without an id can be followed but never approved.
+        return self.id.casefold() or "-".join(["no-id", self.type, *self.resources]).casefold()
+
+    @property
+    def is_started(self) -> bool:
+        return self.status == "Started"
+
+    @property
+    def is_ended(self) -> bool:
+        return self.status in _ENDED
+
+    def affects(self, names: Iterable[str]) -> Affects:
+        """Whom the event touches, seen from the VM that goes by any of ``names``."""
+        mine = {_plain_name(name) for name in names}
+        if not mine or not self.resources:
+            return "unknown"
+        hits = sum(_plain_name(resource) in mine for resource in self.resources)
+        if hits == 0:
+            return "others"
+        return "self" if hits == len(self.resources) else "shared"
+
+    def is_first_resource(self, names: Iterable[str]) -> bool:
+        """Whether the VM that goes by any of ``names`` stands first in Resources."""
+        return bool(self.resources) and _plain_name(self.resources[0]) in {_plain_name(name) for name in names}
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """What one successful request returned."""
+
+    incarnation: str
+    """For logs and for the 2017-03-01 form of the approval; never a gate. "" if missing."""
+    events: tuple[ScheduledEvent, ...]
+    """Events that are pending or under way, in document order, one per key."""
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """The event stands in the document: for the first time, changed, or (if ``renamed_from``) under a new id."""
+
+    event: ScheduledEvent
+    renamed_from: str | None = None
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """The event that was known by ``key`` stands in the document no more."""
+
+    key: str
+
+
+def parse_document(body: bytes) -> Document:
+    """Read an answer of the endpoint. Raises DocumentError, which says what was found instead."""
+    data = _decode(body)
+    if not isinstance(data, dict) or not isinstance(data.get("Events"), list):
+        raise DocumentError(f'expected an object with a list "Events"; got {_excerpt(body)}')
+    events: dict[str, ScheduledEvent] = {}
+    for index, item in enumerate(data["Events"]):
+        event = _to_event(item, f"Events[{index}]")
+        if event.is_ended:
+            continue
+        twin = events.get(event.key)
+        events[event.key] = event if twin is None else _merge(twin, event)
+    incarnation = data.get("DocumentIncarnation")
+    return Document(incarnation="" if incarnation is None else _text(incarnation), events=tuple(events.values()))
+
+
+def parse_event(body: bytes) -> ScheduledEvent:
+    """Read one bare event object, as logs and articles quote them. Raises DocumentError."""
+    data = _decode(body)
+    if not isinstance(data, dict) or "EventType" not in data:
+        raise DocumentError(f'expected an object with "EventType"; got {_excerpt(body)}')
+    return _to_event(data, "event")
+
+
+def compare(known: Mapping[str, ScheduledEvent], document: Document) -> list[Seen | Gone]:
+    """What ``document`` says that differs from the ``known`` events (by key).
+
+    Microsoft's mock server gives an event a new id when it starts: an event that is missing in the very
+    document in which one with the same type, source, resources and description first appears as Started
+    is the same one, renamed.
+    """
+    present = {event.key: event for event in document.events}
+    missing = {key: event for key, event in known.items() if key not in present}
+    changes: list[Seen | Gone] = []
+    for key, event in present.items():
+        if key not in known:
+            old_key = _same_under_other_id(event, missing)
+            if old_key is not None:
+                del missing[old_key]
+            changes.append(Seen(event, old_key))
+        elif known[key] != event:
+            changes.append(Seen(event))
+    changes.extend(Gone(key) for key in missing)
+    return changes
+
+
+def to_azure_json(event: ScheduledEvent) -> bytes:
+    """The event as an object in Azure's names, as hooks get it on standard input."""
+    fields: dict[str, Any] = {
+        "EventId": event.id,
+        "EventStatus": event.status,
+        "EventType": event.type,
+        "ResourceType": event.resource_type,
+        "Resources": event.resources,
+        "NotBefore": "" if event.not_before is None else event.not_before.isoformat().replace("+00:00", "Z"),
+        "Description": event.description,
+        "EventSource": event.source,
+        "DurationInSeconds": -1 if event.duration_seconds is None else event.duration_seconds,
+    }
+    return msgspec.json.encode(fields)
+
+
+def _same_under_other_id(event: ScheduledEvent, missing: Mapping[str, ScheduledEvent]) -> str | None:
+    if not event.is_started:
+        return None
+    for key, old in missing.items():
+        if (
+            not old.is_started
+            and (old.type, old.source, old.description) == (event.type, event.source, event.description)
+            and old.resources == event.resources
+        ):
+            return key
+    return None
+
+
+def _merge(first: ScheduledEvent, second: ScheduledEvent) -> ScheduledEvent:
+    """One event listed twice: an approval of the id would cover the resources of both."""
+    more = tuple(resource for resource in second.resources if resource not in first.resources)
+    status = "Started" if second.is_started else first.status
+    return msgspec.structs.replace(first, resources=first.resources + more, status=status)
+
+
+def _decode(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body.removeprefix(_BOM))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DocumentError(f"not JSON ({error}): {_excerpt(body)}") from error
+
+
+def _to_event(item: Any, where: str) -> ScheduledEvent:
+    if not isinstance(item, dict):
+        # Skipping it could make a known event look as if it were over.
+        raise DocumentError(f"{where}: expected an object; got {_text(item)[:80]!r}")
+    get = item.get
+    return ScheduledEvent(
+        id=_text(get("EventId")),
+        type=_word(get("EventType")),
+        # 46-minimal in tests/payloads: no status at all. Only a plain "Scheduled" may be approved.
+        status=_word(get("EventStatus")),
+        source=_word(get("EventSource")),
+        resources=_names(get("Resources")),
+        not_before=_parse_time(_text(get("NotBefore"))),
+        duration_seconds=_duration(get("DurationInSeconds")),
+        description=_text(get("Description")),
+        resource_type=_text(get("ResourceType")),
+    )
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else str(value)
+    if not text.isprintable():
+        text = _CONTROL.sub(" ", text)
+    return text[:_MAX_TEXT].strip()
+
+
+def _word(value: Any) -> str:
+    text = _text(value)
+    return _CANONICAL.get(text.casefold(), text)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        return ()
+    return tuple([_text(name) for name in value])
+
+
+def _duration(value: Any) -> float | None:
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return seconds if 0 <= seconds < float("inf") and not isinstance(value, bool) else None
+
+
+@lru_cache(maxsize=1024)
+def _parse_time(text: str) -> datetime | None:
+    try:
+        # RFC 1123 as the endpoint sends it (the weekday is often wrong and is not looked at), or ISO 8601
+        # as Microsoft's pages and mock server write it. A bare "20170702" is neither.
+        time = datetime.fromisoformat(text) if "T" in text and "-" in text else parsedate_to_datetime(text)
+        return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
+    except (ValueError, OverflowError, TypeError, IndexError):
+        return None
+
+
+def _plain_name(name: str) -> str:
+    """A VM's name for comparison; old api-versions and Azure Batch put one ``_`` before it."""
+    return name.casefold().removeprefix("_")
+
+
+def _excerpt(body: bytes) -> str:
+    shown = body[:120].decode("utf-8", "replace")
+    return repr(shown) + ("..." if len(body) > 120 else "")

@@ -1,0 +1,334 @@
+"""What the operator wants: rules, and which of them takes an event.
+
+Owns the vocabulary of the policy file's rules, hooks and windows, and ``decide``. Does no I/O and keeps no
+state. The one invariant: whatever is not clearly allowed is observed and never approved.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, time, timedelta
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Annotated, Any, Literal
+from zoneinfo import ZoneInfo
+
+import msgspec
+from msgspec import Meta
+
+from agent.events import EVENT_TYPES, Affects, EventTypeName, ScheduledEvent, SourceName, StatusName
+
+ApproveMode = Literal["immediately", "when-prepared", "manual", "never"]
+FailureMode = Literal["hold", "approve"]
+SharedMode = Literal["hold", "first", "any"]
+EarlyStartMode = Literal["cancel", "finish"]
+RuleAffects = Literal["self", "shared", "others"]
+Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+_DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+# A rule with a window and no lead starts this long before NotBefore if no window comes first: Azure's usual
+# notice, so that an event of ordinary notice is handled as if the rule had no window.
+DEFAULT_WINDOW_LEAD_SECONDS = 15 * 60.0
+
+Duration = Annotated[
+    float,
+    Meta(
+        description="A duration such as 9s, 5m, 1h30m or 2d.",
+        extra={"kind": "duration"},
+        extra_json_schema={"type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(ms|s|m|h|d))+$"},
+    ),
+]
+"""Seconds; in the policy file a text such as 1h30m."""
+
+_ONE_OR_MANY: dict[str, Any] = {"kind": "one-or-many"}
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="Letters, digits, . _ -")]
+
+
+class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Conditions of a rule: all that are given must hold; of a list, any one."""
+
+    type: Annotated[tuple[EventTypeName, ...], Meta(description="Type of the event.", extra=_ONE_OR_MANY)] = ()
+    source: Annotated[
+        tuple[SourceName, ...],
+        Meta(description="Who caused the event (known from api-version 2019-08-01 on).", extra=_ONE_OR_MANY),
+    ] = ()
+    status: Annotated[tuple[StatusName, ...], Meta(description="Status of the event.", extra=_ONE_OR_MANY)] = ()
+    affects: Annotated[
+        tuple[RuleAffects, ...],
+        Meta(
+            description="self: names this VM, alone or with others; shared: names this VM and others; "
+            "others: does not name this VM.",
+            extra=_ONE_OR_MANY,
+        ),
+    ] = ("self",)
+    resource: Annotated[
+        tuple[str, ...],
+        Meta(description="A glob such as web_*; any resource of the event may match.", extra=_ONE_OR_MANY),
+    ] = ()
+    description: Annotated[
+        tuple[str, ...],
+        Meta(description="A regular expression searched in the description, ignoring case.", extra=_ONE_OR_MANY),
+    ] = ()
+    duration_below: Annotated[
+        Duration | None, Meta(description="The estimated interruption is known and shorter than this.")
+    ] = None
+    duration_at_least: Annotated[
+        Duration | None, Meta(description="The estimated interruption is known and at least this long.")
+    ] = None
+    notice_below: Annotated[
+        Duration | None, Meta(description="When its NotBefore was first seen, it was nearer than this.")
+    ] = None
+    notice_at_least: Annotated[
+        Duration | None, Meta(description="When its NotBefore was first seen, it was at least this far away.")
+    ] = None
+
+
+class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One rule of the policy; the first whose conditions hold takes the event."""
+
+    name: Annotated[Name, Meta(description="Name for logs and metrics.")]
+    when: Annotated[When, Meta(description="Conditions; without any, every event that names this VM.")] = When()
+    prepare: Annotated[
+        tuple[Name, ...],
+        Meta(description="Hooks to run, in order, before the event; the first failure ends them."),
+    ] = ()
+    on_start: Annotated[
+        tuple[Name, ...], Meta(description="Hooks to run, in order, once the event has started.")
+    ] = ()
+    recover: Annotated[
+        tuple[Name, ...],
+        Meta(description="Hooks to run, in order, when an event that was prepared for is over."),
+    ] = ()
+    drain_for: Annotated[
+        Duration, Meta(description="How long /readyz answers 503 before the hooks of prepare run.")
+    ] = 0.0
+    approve: Annotated[ApproveMode, Meta(description="When to let Azure start the event early.")] = "never"
+    on_failure: Annotated[FailureMode, Meta(description="What to do when a hook of prepare failed.")] = "hold"
+    shared: Annotated[
+        SharedMode | None,
+        Meta(
+            description="Who approves an event that names other VMs too. Default: first if immediately, else hold."
+        ),
+    ] = None
+    on_early_start: Annotated[
+        EarlyStartMode, Meta(description="What becomes of running prepare hooks when the event starts meanwhile.")
+    ] = "cancel"
+    lead: Annotated[
+        Duration | None, Meta(description="Do nothing earlier than this long before NotBefore. Default: at once.")
+    ] = None
+    window: Annotated[
+        Name | None,
+        Meta(description="Maintenance window in which an event announced long ahead is handled early."),
+    ] = None
+
+
+class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One program to run. Exactly one of ``run`` and ``shell`` is set."""
+
+    run: Annotated[tuple[str, ...] | None, Meta(description="Program and arguments; no shell is involved.")] = None
+    shell: Annotated[str | None, Meta(description="A command line for /bin/sh (Linux) or cmd (Windows).")] = None
+    timeout: Annotated[Duration, Meta(description="Time limit of one attempt.")] = 300.0
+    attempts: Annotated[int, Meta(ge=1, le=100, description="How often to try.")] = 1
+    retry_delay: Annotated[Duration, Meta(description="Pause between attempts.")] = 1.0
+    user: Annotated[str | None, Meta(description="Account to run as (Linux only). Default: the agent's.")] = None
+    cwd: Annotated[str | None, Meta(description="Working directory. Default: the root directory.")] = None
+    env: Annotated[dict[str, str], Meta(description="Additional environment variables.")] = {}
+    serialize: Annotated[bool, Meta(description="Never run this hook for two events at the same time.")] = False
+
+
+class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A time of the week in which an interruption suits the operator."""
+
+    start: Annotated[time, Meta(description="Wall-clock time of the opening, such as 02:00.")]
+    length: Annotated[Duration, Meta(description="How long the window stays open; at most seven days.")]
+    days: Annotated[
+        tuple[Day, ...], Meta(description="Days on which it opens. Default: every day.", extra=_ONE_OR_MANY)
+    ] = _DAYS
+    timezone: Annotated[str, Meta(description="IANA name such as Europe/Berlin.")] = "UTC"
+
+    def opening(self, at: datetime, before: datetime) -> datetime | None:
+        """When this window is next open, from ``at`` (if open then) until ``before``; None if not at all.
+
+        Both times are aware; so is the result, in UTC.
+        """
+        zone = ZoneInfo(self.timezone)
+        first = at.astimezone(zone).date() - timedelta(days=8)  # a window may be seven days long
+        last = before.astimezone(zone).date()
+        for offset in range(max(0, min((last - first).days, 16)) + 1):
+            day = first + timedelta(days=offset)
+            if _DAYS[day.weekday()] not in self.days:
+                continue
+            # Through UTC, so that an hour that daylight saving skips or repeats counts as it is lived.
+            opens = datetime.combine(day, self.start, tzinfo=zone).astimezone(UTC)
+            if at < opens + timedelta(seconds=self.length) and max(opens, at) < before:
+                return max(opens, at)
+        return None
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decision rests on besides the rules and the event."""
+
+    names: tuple[str, ...]
+    """Names by which Resources may call this VM; empty when none is known yet."""
+    noticed_at: datetime
+    """When the event was first seen with its present NotBefore."""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be done about one event, and why. Kept with the event's workflow."""
+
+    rule: str | None
+    """Name of the rule that took the event; None means: observe."""
+    reason: str
+    affects: Affects
+    prepare: tuple[str, ...] = ()
+    on_start: tuple[str, ...] = ()
+    recover: tuple[str, ...] = ()
+    drain_for: float = 0.0
+    approve: ApproveMode = "never"
+    on_failure: FailureMode = "hold"
+    shared: SharedMode = "hold"
+    may_speak: bool = False
+    """Whether this VM may approve for every VM the event names."""
+    on_early_start: EarlyStartMode = "cancel"
+    lead: float | None = None
+    window_name: str | None = None
+    window: MaintenanceWindow | None = None
+
+    @property
+    def has_preparation(self) -> bool:
+        return bool(self.prepare or self.recover or self.drain_for)
+
+    def begins_at(self, event: ScheduledEvent, now: datetime) -> datetime:
+        """The time from which the event is handled: prepared for, or approved. Never before ``now``."""
+        if event.not_before is None or (self.lead is None and self.window is None):
+            return now
+        lead_seconds = DEFAULT_WINDOW_LEAD_SECONDS if self.lead is None else self.lead
+        latest = max(now, event.not_before - timedelta(seconds=lead_seconds))
+        opening = self.window.opening(now, before=latest) if self.window else None
+        return opening or latest
+
+
+def decide(
+    rules: Iterable[Rule], windows: Mapping[str, MaintenanceWindow], event: ScheduledEvent, facts: Facts
+) -> Decision:
+    """The decision of the first rule that matches, or to observe."""
+    affects = event.affects(facts.names)
+    for rule in rules:
+        if mismatch(rule.when, event, facts) is None:
+            return _decision_of(rule, windows, event, affects, facts)
+    reasons = {
+        "unknown": "this VM's name is not known, or the event names no VM: observe",
+        "others": "it does not name this VM and no rule takes it: observe",
+    }
+    return Decision(rule=None, reason=reasons.get(affects, "no rule takes it: observe"), affects=affects)
+
+
+def mismatch(when: When, event: ScheduledEvent, facts: Facts) -> str | None:
+    """Why the conditions do not hold, as a phrase; None if they do."""
+    affects = event.affects(facts.names)
+    seconds = event.duration_seconds
+    if when.type and event.type not in when.type:
+        return f"type is {event.type or 'missing'}, not {_either(when.type)}"
+    if when.source and event.source not in when.source:
+        return f"source is {event.source or 'not known'}, not {_either(when.source)}"
+    if when.status and event.status not in when.status:
+        return f"status is {event.status or 'missing'}, not {_either(when.status)}"
+    if affects not in when.affects and not (affects == "shared" and "self" in when.affects):
+        return f"it affects {affects}, not {_either(when.affects)}"
+    if when.resource and not any(_glob(name, when.resource) for name in event.resources):
+        return f"no resource matches {_either(when.resource)}"
+    if when.description and not any(_regex(text).search(event.description) for text in when.description):
+        return f"the description does not match {_either(when.description)}"
+    if when.duration_below is not None and (seconds is None or seconds >= when.duration_below):
+        return f"duration is {_seconds(seconds)}, not below {_seconds(when.duration_below)}"
+    if when.duration_at_least is not None and (seconds is None or seconds < when.duration_at_least):
+        return f"duration is {_seconds(seconds)}, not at least {_seconds(when.duration_at_least)}"
+    notice = notice_seconds(event, facts)
+    if when.notice_below is not None and notice >= when.notice_below:
+        return f"notice was {_seconds(notice)}, not below {_seconds(when.notice_below)}"
+    if when.notice_at_least is not None and notice < when.notice_at_least:
+        return f"notice was {_seconds(notice)}, not at least {_seconds(when.notice_at_least)}"
+    return None
+
+
+def notice_seconds(event: ScheduledEvent, facts: Facts) -> float:
+    """How long before NotBefore the event was first seen with it; 0 if it may start at any moment."""
+    if event.not_before is None or event.is_started:
+        return 0.0
+    return max(0.0, (event.not_before - facts.noticed_at).total_seconds())
+
+
+def _decision_of(
+    rule: Rule, windows: Mapping[str, MaintenanceWindow], event: ScheduledEvent, affects: Affects, facts: Facts
+) -> Decision:
+    shared = rule.shared or ("first" if rule.approve == "immediately" else "hold")
+    approve = rule.approve
+    reason = f"rule {rule.name} takes it: {_summary(rule.when, event, affects)}"
+    if approve != "never" and affects not in ("self", "shared"):
+        approve, reason = "never", f"{reason}; it does not name this VM, so it is not approved from here"
+    elif approve != "never" and event.type not in EVENT_TYPES:
+        approve, reason = "never", f"{reason}; {event.type or 'a missing type'} is unknown, so it is not approved"
+    elif approve != "never" and not event.id:
+        approve, reason = "never", f"{reason}; it has no id to approve"
+    return Decision(
+        rule=rule.name,
+        reason=reason,
+        affects=affects,
+        prepare=rule.prepare,
+        on_start=rule.on_start,
+        recover=rule.recover,
+        drain_for=rule.drain_for,
+        approve=approve,
+        on_failure=rule.on_failure,
+        shared=shared,
+        may_speak=affects == "self"
+        or (
+            affects == "shared"
+            and (shared == "any" or (shared == "first" and event.is_first_resource(facts.names)))
+        ),
+        on_early_start=rule.on_early_start,
+        lead=rule.lead,
+        window_name=rule.window,
+        window=windows[rule.window] if rule.window else None,
+    )
+
+
+def _summary(when: When, event: ScheduledEvent, affects: Affects) -> str:
+    """The conditions that were given, with the values that met them."""
+    parts = [f"affects {affects}"]
+    if when.type:
+        parts.append(f"type {event.type}")
+    if when.source:
+        parts.append(f"source {event.source}")
+    if when.status:
+        parts.append(f"status {event.status}")
+    if when.duration_below is not None or when.duration_at_least is not None:
+        parts.append(f"duration {_seconds(event.duration_seconds)}")
+    parts.extend(
+        name
+        for name in ("resource", "description", "notice_below", "notice_at_least")
+        if getattr(when, name) not in ((), None)
+    )
+    return ", ".join(parts)
+
+
+def _glob(name: str, patterns: Iterable[str]) -> bool:
+    """Glob match ignoring case and one leading ``_`` of the name, as names are compared everywhere."""
+    low = name.casefold()
+    return any(
+        fnmatchcase(low, pattern.casefold()) or fnmatchcase(low.removeprefix("_"), pattern.casefold())
+        for pattern in patterns
+    )
+
+
+@lru_cache(maxsize=256)
+def _regex(text: str) -> re.Pattern[str]:
+    return re.compile(text, re.IGNORECASE)
+
+
+def _either(words: Iterable[str]) -> str:
+    return " or ".join(words)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds:g}s"
