@@ -1,0 +1,73 @@
+"""``run``: the daemon, in the foreground, as a service manager starts it."""
+
+import argparse
+import signal
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from agent.cli import add_config_option
+
+
+def add_parsers(commands: Any) -> None:
+    """Register ``run``."""
+    parser = commands.add_parser(
+        "run",
+        help="run the agent until it is told to stop",
+        description="Runs the agent in the foreground: polls, decides, prepares, approves, recovers. "
+        "SIGTERM or Ctrl-C stops it within five seconds: running hooks have two seconds to end by themselves, are "
+        "then terminated, and run again at the next start. SIGHUP reads the policy file again.",
+    )
+    add_config_option(parser)
+    parser.add_argument(
+        "--observe", action="store_true", help="decide and report, but run no hooks, approve nothing"
+    )
+    parser.add_argument(
+        "--state-dir", metavar="DIR", help="where the state file is kept (overrides agent.state_dir)"
+    )
+    parser.set_defaults(handler=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from msgspec.structs import replace  # noqa: PLC0415 - as are the imports below: only this command needs them
+
+    from agent import host  # noqa: PLC0415
+    from agent.config import Settings, check_files, find_config, load_policy  # noqa: PLC0415
+    from agent.daemon import Daemon  # noqa: PLC0415
+    from agent.log import get_logger, set_up  # noqa: PLC0415
+    from agent.store import Store  # noqa: PLC0415
+
+    path = find_config(arguments.config, host.default_config_path())
+
+    def load_settings() -> Settings:
+        loaded = load_policy(path)
+        settings = loaded.settings
+        options = {"state_dir": arguments.state_dir} if arguments.state_dir else {}
+        if arguments.observe:
+            options["mode"] = "observe"
+        set_up(settings.agent.log.level, settings.agent.log.format)
+        for warning in (*loaded.warnings, *check_files(loaded)):
+            get_logger().warning("the policy file deserves a look", problem=str(warning))
+        return replace(settings, agent=replace(settings.agent, **options))
+
+    settings = load_settings()
+    state_dir = Path(settings.agent.state_dir) if settings.agent.state_dir else host.default_state_dir()
+    host.create_private_dir(state_dir)
+    lock = host.hold_lock(state_dir / "lock")
+    store = Store.open(state_dir, datetime.now(UTC))
+    try:
+        get_logger().info(
+            "policy", file=str(path) if path else "built in: no policy file", state_dir=str(state_dir)
+        )
+        daemon = Daemon(settings, load_settings, store)
+        signal.signal(signal.SIGINT, lambda *_: daemon.stop())
+        signal.signal(signal.SIGTERM, lambda *_: daemon.stop())
+        if hasattr(signal, "SIGHUP"):
+            signal.signal(signal.SIGHUP, lambda *_: daemon.reload())
+        daemon.run()
+    finally:
+        store.close()
+        lock.close()
+    sys.stderr.flush()
+    return 0

@@ -1,0 +1,823 @@
+"""The loop and its threads: polls, lets the pure modules decide, commits, then has it done.
+
+Owns every thread, the inbox and the board of workflows; decides nothing about events. The one invariant:
+only the engine's thread changes the board, what it decides is on disk before any of it is done, and nothing
+that others wait for (a poll, a hook, an approval, a client) can keep it from its next turn.
+
+    engine      takes the inbox, proceeds, commits, performs (the thread that calls ``run``)
+    poller      fetches, compares bytes, parses            -> inbox
+    approver    posts approvals                            -> inbox
+    hook runs   one thread for each hook that runs         -> inbox
+    web         answers from the published board
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from http import HTTPStatus
+from typing import Literal
+
+import msgspec
+
+from agent import AgentError, __version__, host
+from agent.config import Settings
+from agent.events import Document, DocumentError, compare, parse_document, to_azure_json
+from agent.hooks import HookResult, HookRun, end_leftovers, hook_environment
+from agent.imds import Identity, ImdsClient, ImdsError, backoff_seconds, resolve_endpoint
+from agent.log import FailureLog, Logger, get_logger, set_up
+from agent.metrics import Metrics
+from agent.policy import Hook
+from agent.store import Request, Store, StoreError
+from agent.web import Page, WebServer
+from agent.workflow import (
+    AgentRestarted,
+    ApprovalAnswered,
+    Approve,
+    Board,
+    CancelHook,
+    Context,
+    HookFinished,
+    MoveDeadline,
+    Note,
+    OperatorSpoke,
+    Reconsider,
+    RunHook,
+    Signal,
+    Stage,
+    Step,
+    Tick,
+    Workflow,
+    hook_deadline_at,
+    is_ready,
+    known_events,
+    next_wake_at,
+    proceed,
+)
+
+# The engine's own pace: how soon an operator's word is taken up, and how often /healthz hears of it.
+_TICK_SECONDS = 1.0
+# A loop that has not turned for this long hangs; a slow disk alone is given two seconds by the store.
+_STALL_SECONDS = 15.0
+# A tick later than asked for by more than this is a pause of the machine, not the scheduler's noise.
+_PAUSE_SECONDS = 1.0
+# On stop, running hooks have this long to end by themselves, and this long after they were told to.
+_STOP_PATIENCE_SECONDS = 2.0
+_STOP_GRACE_SECONDS = 1.5
+_IDENTITY_RETRY_SECONDS = 60.0
+_COMMIT_RETRY_SECONDS = 1.0
+_KEEP_JOURNAL = timedelta(days=90)
+_PRUNE_SECONDS = 86400.0
+_LOUD_NOTES = ("held", "approval_failed", "recovery_waits")
+
+
+@dataclass(frozen=True)
+class _Paused:
+    """The machine stood still."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _HookEnded:
+    """A hook of a workflow has ended."""
+
+    signal: HookFinished
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Command:
+    """Somebody wants the daemon to stop or to read its policy again."""
+
+    word: Literal["stop", "reload"]
+
+
+_Item = Document | Identity | ApprovalAnswered | _HookEnded | _Paused | _Command
+_Put = Callable[[_Item], None]
+
+
+class Daemon:
+    """The agent as a process. ``stop`` and ``reload`` may be called from any thread and from signal handlers."""
+
+    def __init__(self, settings: Settings, load_settings: Callable[[], Settings], store: Store) -> None:
+        self._settings = settings
+        self._load_settings = load_settings
+        self._store = store
+        self._log = get_logger()
+        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._board: Board = {}  # replaced whole after each commit, never changed: others may read it at any time
+        self._metrics = Metrics(self._load_pending)
+        self._crash: BaseException | None = None
+        self._boot_id = host.boot_id()
+        self._identity = Identity(name=store.load_fact("vm_name"), vm_id=store.load_fact("vm_id"))
+        self._is_state_lost = bool(store.load_fact("state_lost"))
+        self._poller = _Poller(lambda: self._settings, self._inbox.put, self._metrics)
+        self._approver = _Approver(lambda: self._settings, self._inbox.put)
+        self._hooks = _HookThreads(self._inbox.put, self._metrics, instance=str(store.path))
+        # What the next turn has to take in: a document, and signals, that no commit has held yet.
+        self._document: Document | None = None
+        self._signals: list[Signal] = []
+        self._requests: list[Request] = []
+        self._document_at: datetime | None = None
+        self._incarnation = ""
+        self._turned_at = time.monotonic()
+        self._started_at = self._turned_at
+        self._store_failures = FailureLog("writing the state file")
+        self._fault_logs: dict[str, FailureLog] = {}
+        self.web: WebServer | None = None
+        """The web server while ``run`` runs; None if the policy has it off."""
+
+    def _load_pending(self) -> Iterable[Workflow]:
+        return self._board.values()
+
+    def stop(self) -> None:
+        """Have ``run`` return within five seconds."""
+        self._inbox.put(_Command("stop"))
+
+    def reload(self) -> None:
+        """Read the policy file again; a bad one is refused, and the old one stays in force."""
+        self._inbox.put(_Command("reload"))
+
+    def run(self) -> None:
+        """Work until ``stop`` is called. Blocks. Raises what ended a thread that must not end."""
+        self._start()
+        try:
+            while self._turn():
+                pass
+        finally:
+            self._shut_down()
+        if self._crash is not None:
+            raise self._crash
+
+    # --- start and stop
+
+    def _start(self) -> None:
+        settings, now = self._settings, datetime.now(UTC)
+        workflows = self._store.load_workflows()
+        # A boot id that is a rounded time may come out a little different within one boot.
+        self._boot_id = next(
+            (w.boot_id for w in workflows if host.is_same_boot(w.boot_id, self._boot_id)), self._boot_id
+        )
+        self._board = {workflow.id: workflow for workflow in workflows}
+        if settings.agent.listen != "off":
+            self.web = WebServer(settings.agent.listen, self._pages())
+        self._log.info(
+            "agent started",
+            version=__version__,
+            mode=settings.agent.mode,
+            rules=[rule.name for rule in settings.rules],
+            endpoint=settings.imds.endpoint,
+            vm=self._identity.name or "not known yet",
+            pending=len(workflows),
+            listen=settings.agent.listen,
+        )
+        if self._store.set_aside is not None:
+            self._log.error(
+                "the state file was damaged and has been set aside; what was done before is not known, so "
+                "no event that is pending now will be approved unless an operator does",
+                set_aside=str(self._store.set_aside),
+            )
+            self._store.record("state_lost", f"the damaged state file is now {self._store.set_aside}", now)
+        self._store.record("agent_started", f"version {__version__}, mode {settings.agent.mode}", now)
+        self._show_settings(settings)
+        if any(p.current for w in workflows for p in (w.prepare, w.on_start, w.recover)):
+            ended = end_leftovers(str(self._store.path))
+            if ended:
+                self._log.warning("ended what hooks of an agent that was killed had left running", processes=ended)
+        if workflows:
+            self._signals.append(AgentRestarted())
+        self._pruned = time.monotonic() - _PRUNE_SECONDS
+        self._start_thread("poller", self._poller.run)
+        self._start_thread("approver", self._approver.run)
+
+    def _start_thread(self, name: str, target: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                target()
+            except BaseException as error:  # noqa: BLE001 - a thread that dies unseen would leave a daemon that only looks alive
+                self._crash = error
+                self.stop()
+
+        threading.Thread(target=guarded, name=name, daemon=True).start()
+
+    def _shut_down(self) -> None:
+        """Stop within five seconds: running hooks may end by themselves first, then are made to."""
+        self._poller.stop()
+        self._approver.stop()
+        deadline = time.monotonic() + _STOP_PATIENCE_SECONDS
+        ended = self._collect_hooks(deadline)
+        self._hooks.cancel_all(_STOP_GRACE_SECONDS)
+        # A hook that was made to end has not failed: it is left open, and runs again after the restart.
+        self._collect_hooks(time.monotonic() + _STOP_GRACE_SECONDS + 0.5)
+        try:
+            signals = [*self._signals, *(item.signal for item in ended)]
+            # Without a document nothing moves: results are kept; what follows from them is left to the next start.
+            progression = proceed(self._board, signals, self._context(datetime.now(UTC), document_at=None))
+            self._store.commit(progression.steps, datetime.now(UTC))
+            self._store.record("agent_stopped", f"pending: {len(progression.board)}", datetime.now(UTC))
+        except StoreError as error:
+            self._log.error("could not write the state file while stopping", reason=str(error))
+        if self.web is not None:
+            self.web.close()
+        self._log.info("agent stopped")
+
+    def _collect_hooks(self, deadline: float) -> list[_HookEnded]:
+        """Results of hooks that end until the deadline."""
+        ended: list[_HookEnded] = []
+        while self._hooks.are_running() and time.monotonic() < deadline:
+            try:
+                item = self._inbox.get(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if isinstance(item, _HookEnded):
+                self._hooks.forget(item.signal)
+                ended.append(item)
+        return ended
+
+    # --- a turn of the engine
+
+    def _turn(self) -> bool:
+        """Take what has come, decide, commit, perform. False when it is time to stop."""
+        document_at = self._poller.succeeded_at  # before the inbox is emptied: nothing later is in it
+        timeout = self._seconds_to_next_turn()
+        may_go_on = True
+        for item in self._take_items(timeout):
+            may_go_on = self._take(item) and may_go_on
+        self._turned_at = time.monotonic()
+        now = datetime.now(UTC)
+        if not may_go_on:
+            return False
+        try:
+            self._take_requests(now)
+            is_first = self._document is not None and self._document_at is None
+            if self._document_at is not None or self._document is not None:
+                self._document_at = document_at or now
+            self._decide_and_do(now)
+            if is_first:
+                self._greet_first_document(now)
+            self._prune(now)
+            self._store_failures.succeeded(self._turned_at)
+        except StoreError as error:
+            # Nothing was done. What was taken in waits, and is decided on again.
+            self._metrics.store_errors.labels(error.kind).inc()
+            self._store_failures.failed(error.kind, str(error), self._turned_at)
+            self._poller.stop_requested.wait(_COMMIT_RETRY_SECONDS)
+        return True
+
+    def _seconds_to_next_turn(self) -> float:
+        if not self._board:
+            return _TICK_SECONDS
+        now = datetime.now(UTC)
+        wake_at = next_wake_at(self._board, self._context(now, self._document_at))
+        return min(_TICK_SECONDS, (wake_at - now).total_seconds()) if wake_at else _TICK_SECONDS
+
+    def _take_items(self, timeout: float) -> list[_Item]:
+        items: list[_Item] = []
+        try:
+            items.append(self._inbox.get(timeout=max(0.0, timeout)))
+            while True:
+                items.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return items
+
+    def _take(self, item: _Item) -> bool:
+        match item:
+            case Document():
+                self._document = item
+            case Identity():
+                self._learn_identity(item)
+            case ApprovalAnswered():
+                if item.error_kind:
+                    self._metrics.approvals.labels(item.error_kind).inc()
+                self._signals.append(item)
+            case _HookEnded(signal=signal, seconds=seconds):
+                self._hooks.forget(signal)
+                labels = (signal.hook, signal.stage, signal.outcome)
+                self._metrics.hook_seconds.labels(*labels).observe(seconds)
+                self._signals.append(signal)
+            case _Paused(seconds=seconds):
+                self._tell_pause(seconds)
+            case _Command(word="reload"):
+                self._reload()
+            case _Command(word="stop"):
+                return False
+        return True
+
+    def _context(self, now: datetime, document_at: datetime | None) -> Context:
+        settings = self._settings
+        return Context(
+            now=now,
+            names=self._names(),
+            rules=settings.rules,
+            windows=settings.maintenance_windows,
+            boot_id=self._boot_id,
+            is_acting=settings.agent.mode == "act",
+            document_at=document_at,
+            is_state_lost=self._is_state_lost,
+        )
+
+    def _names(self) -> tuple[str, ...]:
+        vm = self._settings.vm
+        return tuple(name for name in (vm.name or self._identity.name, *vm.aliases) if name)
+
+    def _decide_and_do(self, now: datetime) -> None:
+        if not self._board and not self._signals and self._document is None:
+            return
+        seen = compare(known_events(self._board), self._document) if self._document is not None else []
+        signals = [*self._signals, *seen] or [Tick()]
+        progression = proceed(self._board, signals, self._context(now, self._document_at))
+        self._store.commit(progression.steps, now)
+        if self._document is not None:
+            self._incarnation = self._document.incarnation
+        self._board, self._document, self._signals = progression.board, None, []
+        for step in progression.steps:
+            for note in step.notes:
+                self._tell(step.workflow, note, now)
+        for workflow_id, fault in progression.faults:
+            self._tell_fault(workflow_id, fault)
+        self._perform(progression.steps, now)
+        self._answer_requests({step.workflow.id: step.workflow for step in progression.steps})
+
+    def _perform(self, steps: Iterable[Step], now: datetime) -> None:
+        together: list[Approve] = []
+        for step in steps:
+            for effect in step.effects:
+                match effect:
+                    case RunHook():
+                        self._run_hook(step.workflow, effect, now)
+                    case CancelHook():
+                        self._hooks.cancel(effect.workflow_id, effect.stage)
+                    case MoveDeadline():
+                        deadline = self._deadline(step.workflow, "prepare", now)
+                        self._hooks.set_deadline(effect.workflow_id, "prepare", deadline)
+                    case Approve(is_alone=True):
+                        self._approver.send([effect], self._incarnation)
+                    case Approve():
+                        together.append(effect)
+        if together:
+            self._approver.send(together, self._incarnation)
+
+    def _run_hook(self, workflow: Workflow, effect: RunHook, now: datetime) -> None:
+        event = workflow.event
+        seconds_left = (event.not_before - now).total_seconds() if event.not_before else None
+        environment = hook_environment(
+            event,
+            stage=effect.stage,
+            rule=workflow.decision.rule,
+            vm=next(iter(self._names()), ""),
+            outcome=workflow.outcome,
+            seconds_left=seconds_left,
+        )
+        self._hooks.start(
+            effect,
+            self._settings.hooks.get(effect.hook),
+            environment=environment,
+            stdin=to_azure_json(event),
+            deadline=self._deadline(workflow, effect.stage, now),
+            event_id=event.id,
+        )
+
+    def _deadline(self, workflow: Workflow, stage: Stage, now: datetime) -> float | None:
+        deadline_at = hook_deadline_at(workflow, stage, self._settings.agent.reserve, now)
+        return None if deadline_at is None else time.monotonic() + (deadline_at - now).total_seconds()
+
+    def _greet_first_document(self, now: datetime) -> None:
+        """What is done once, when the agent first knows what is pending."""
+        if self._is_state_lost:
+            self._store.save_facts({"state_lost": ""})
+            self._is_state_lost = False
+        is_clear = all(workflow.decision.affects == "others" for workflow in self._board.values())
+        if is_clear and self._settings.on_clear and self._settings.agent.mode == "act":
+            self._store.record("on_clear", f"nothing is pending: {', '.join(self._settings.on_clear)}", now)
+            runs = [(name, self._settings.hooks[name]) for name in self._settings.on_clear]
+            self._hooks.start_on_clear(runs, vm=next(iter(self._names()), ""))
+
+    def _prune(self, now: datetime) -> None:
+        if self._turned_at - self._pruned >= _PRUNE_SECONDS:
+            self._pruned = self._turned_at
+            self._store.prune(now - _KEEP_JOURNAL)
+
+    # --- operators, identity, policy
+
+    def _take_requests(self, now: datetime) -> None:
+        for request in self._store.load_requests(now):
+            if request.workflow_id not in self._board:
+                self._store.answer_request(request.id, "refused: the event is not pending any more")
+            elif request.word == "approved" and self._settings.agent.mode == "observe":
+                self._store.answer_request(request.id, "refused: the agent only observes (agent.mode, --observe)")
+            else:
+                self._requests.append(request)
+                word = OperatorSpoke(workflow_id=request.workflow_id, word=request.word, user=request.user)
+                self._signals.append(word)
+
+    def _answer_requests(self, changed: dict[str, Workflow]) -> None:
+        requests, self._requests = self._requests, []
+        for request in requests:
+            workflow = changed.get(request.workflow_id) or self._board.get(request.workflow_id)
+            if workflow is None:
+                continue
+            state = f"approval {workflow.approval.state}" if workflow.approval.state != "none" else workflow.phase
+            waits_for = f", waits for: {workflow.waits_for}" if workflow.waits_for else ""
+            self._store.answer_request(request.id, f"taken: {state}{waits_for}")
+
+    def _learn_identity(self, identity: Identity) -> None:
+        known = self._identity
+        if known.vm_id and identity.vm_id and known.vm_id.casefold() != identity.vm_id.casefold():
+            text = (
+                f"the state is that of VM {known.vm_id}, and this is {identity.vm_id}: nothing of it is acted on"
+            )
+            self._log.warning(text)
+            self._store.disown_workflows(datetime.now(UTC), text)
+            self._board = {}
+        if identity != known:
+            self._identity = Identity(name=identity.name or known.name, vm_id=identity.vm_id or known.vm_id)
+            self._log.info("this VM is known", vm=self._identity.name, vm_id=self._identity.vm_id)
+            self._store.save_facts({"vm_name": self._identity.name, "vm_id": self._identity.vm_id})
+            self._signals.append(Reconsider())
+
+    def _reload(self) -> None:
+        now = datetime.now(UTC)
+        try:
+            settings = self._load_settings()
+        except AgentError as error:
+            self._metrics.reload_ok.set(0)
+            self._log.error("the policy file is refused; the old policy stays in force", reason=str(error))
+            self._record("reload_refused", str(error), now)
+            return
+        old, self._settings = self._settings, settings
+        for name in ("listen", "state_dir"):
+            if getattr(old.agent, name) != getattr(settings.agent, name):
+                self._log.warning(f"agent.{name} takes effect at the next start of the agent")
+        self._log.info("the policy file was read again", rules=[rule.name for rule in settings.rules])
+        self._record("reloaded", f"rules: {', '.join(rule.name for rule in settings.rules)}", now)
+        self._show_settings(settings)
+        self._signals.append(Reconsider())
+
+    def _show_settings(self, settings: Settings) -> None:
+        set_up(settings.agent.log.level, settings.agent.log.format)
+        self._metrics.is_acting.set(settings.agent.mode == "act")
+        self._metrics.reload_ok.set(1)
+        self._metrics.reloaded_at.set_to_current_time()
+
+    # --- telling
+
+    def _tell(self, workflow: Workflow, note: Note, now: datetime) -> None:
+        event = workflow.event
+        is_bad = note.kind in _LOUD_NOTES or (note.kind == "closed" and bool(workflow.recover.failure))
+        is_bad = is_bad or (
+            note.kind == "hook_finished" and "succeeded" not in note.text and "once for" not in note.text
+        )
+        fields = {
+            "event_id": event.id,
+            "type": event.type,
+            "rule": workflow.decision.rule,
+            "phase": workflow.phase,
+        }
+        if note.hook:
+            fields |= {"hook": note.hook, "stage": note.stage}
+        level = "warning" if is_bad else "info"
+        getattr(self._log, level)(note.kind.replace("_", " "), reason=note.text, **fields)
+        self._metrics.record_note(workflow, note, now.timestamp())
+
+    def _tell_pause(self, seconds: float) -> None:
+        self._metrics.pause_seconds.observe(seconds)
+        self._metrics.last_pause_seconds.set(seconds)
+        self._log.warning("this machine stood still", seconds=round(seconds, 1))
+        self._record("pause", f"stood still for {seconds:.1f}s", datetime.now(UTC))
+
+    def _tell_fault(self, workflow_id: str, fault: Exception) -> None:
+        self._metrics.faults.inc()
+        log = self._fault_logs.setdefault(workflow_id, FailureLog(f"handling event {workflow_id}"))
+        log.failed(type(fault).__name__, repr(fault), self._turned_at)
+
+    def _record(self, kind: str, text: str, now: datetime) -> None:
+        """Into the journal if that can be written; the log has it in any case."""
+        try:
+            self._store.record(kind, text, now)
+        except StoreError as error:
+            self._metrics.store_errors.labels(error.kind).inc()
+
+    # --- pages
+
+    def _pages(self) -> dict[str, Callable[[], Page]]:
+        return {
+            "/healthz": self._health_page,
+            "/readyz": self._ready_page,
+            "/metrics": self._metrics_page,
+            "/status": self._status_page,
+        }
+
+    def _health_problems(self) -> list[str]:
+        now = time.monotonic()
+        problems = []
+        if now - self._turned_at > _STALL_SECONDS:
+            problems.append(f"the engine has not turned for {now - self._turned_at:.0f}s")
+        since_poll = now - (self._poller.succeeded or self._started_at)
+        if since_poll > self._settings.agent.healthy_within:
+            problems.append(f"no poll has succeeded for {since_poll:.0f}s: {self._poller.failure or 'it hangs'}")
+        return problems
+
+    def _health_page(self) -> Page:
+        problems = self._health_problems()
+        if problems:
+            return Page(HTTPStatus.SERVICE_UNAVAILABLE, ("\n".join(problems) + "\n").encode())
+        return Page(HTTPStatus.OK, b"ok\n")
+
+    def _ready_page(self) -> Page:
+        busy = [workflow for workflow in self._board.values() if workflow.is_prepared_for]
+        if not busy:
+            return Page(HTTPStatus.OK, b"ready\n")
+        lines = [f"not ready: {w.event.type} {w.event.id} is {w.phase}\n" for w in busy]
+        return Page(HTTPStatus.SERVICE_UNAVAILABLE, "".join(lines).encode())
+
+    def _metrics_page(self) -> Page:
+        self._metrics.is_ready.set(is_ready(self._board))
+        return Page(HTTPStatus.OK, self._metrics.expose(), "text/plain; version=0.0.4; charset=utf-8")
+
+    def _status_page(self) -> Page:
+        status = {
+            "version": __version__,
+            "vm": {"names": self._names(), "vm_id": self._identity.vm_id},
+            "mode": self._settings.agent.mode,
+            "ready": is_ready(self._board),
+            "health": self._health_problems() or "ok",
+            "rules": [rule.name for rule in self._settings.rules],
+            "last_poll_at": self._poller.succeeded_at,
+            "poll_failure": self._poller.failure,
+            "incarnation": self._incarnation,
+            "pending": list(self._board.values()),
+        }
+        return Page(HTTPStatus.OK, msgspec.json.format(msgspec.json.encode(status)) + b"\n", "application/json")
+
+
+class _Poller:
+    """Fetches the document at the policy's pace. Never waits for anything but the service."""
+
+    def __init__(self, load_settings: Callable[[], Settings], put: _Put, metrics: Metrics) -> None:
+        self._load_settings = load_settings
+        self._put = put
+        self._metrics = metrics
+        self._failures = 0
+        self._failure_log = FailureLog("polling the metadata service")
+        self._identity_failures = FailureLog("asking for this VM's name")
+        self.stop_requested = threading.Event()
+        self.succeeded: float | None = None
+        """When a poll last succeeded, monotonic."""
+        self.succeeded_at: datetime | None = None
+        self.failure = ""
+        """Why the last poll failed; "" if it did not."""
+
+    def stop(self) -> None:
+        self.stop_requested.set()
+
+    def run(self) -> None:
+        imds = self._load_settings().imds
+        client = self._connect()
+        body = b""
+        identity_due: float | None = time.monotonic()
+        while not self.stop_requested.is_set():
+            if self._load_settings().imds != imds:
+                imds, body = self._load_settings().imds, b""
+                client.close()
+                client = self._connect()
+            if identity_due is not None and time.monotonic() >= identity_due:
+                identity_due = self._fetch_identity(client)
+            began = time.monotonic()
+            delay = imds.poll_interval
+            try:
+                new_body = client.fetch()
+                if new_body != body:
+                    self._put(parse_document(new_body))
+                    self._metrics.documents.inc()
+                    body = new_body
+                self._succeed(began)
+            except (ImdsError, DocumentError) as error:
+                delay = max(delay, self._fail(error))
+            due = max(time.monotonic(), began + delay)  # missed ticks are dropped, not made up for
+            self.stop_requested.wait(due - time.monotonic())
+            late = time.monotonic() - due
+            if late > _PAUSE_SECONDS:
+                self._put(_Paused(late))
+        client.close()
+
+    def _connect(self) -> ImdsClient:
+        return _connect(self._load_settings())
+
+    def _succeed(self, began: float) -> None:
+        now = time.monotonic()
+        self._metrics.polls.labels("ok").inc()
+        self._metrics.poll_seconds.observe(now - began)
+        self._metrics.last_poll_at.set_to_current_time()
+        self._failure_log.succeeded(now)
+        self._failures, self.failure = 0, ""
+        self.succeeded, self.succeeded_at = now, datetime.now(UTC)
+
+    def _fail(self, error: ImdsError | DocumentError) -> float:
+        """Count and tell; returns how long to wait."""
+        self._failures += 1
+        self.failure = str(error)
+        self._metrics.polls.labels(error.kind).inc()
+        self._failure_log.failed(error.kind, str(error), time.monotonic())
+        return backoff_seconds(error.kind if isinstance(error, ImdsError) else "malformed", self._failures)
+
+    def _fetch_identity(self, client: ImdsClient) -> float | None:
+        """Ask who this VM is; returns when to ask again, None if it is known."""
+        try:
+            identity = client.fetch_identity()
+        except ImdsError as error:
+            self._identity_failures.failed(error.kind, str(error), time.monotonic())
+            return time.monotonic() + _IDENTITY_RETRY_SECONDS
+        self._identity_failures.succeeded(time.monotonic())
+        self._put(identity)
+        return None
+
+
+class _Approver:
+    """Posts approvals, one request after the other."""
+
+    def __init__(self, load_settings: Callable[[], Settings], put: _Put) -> None:
+        self._load_settings = load_settings
+        self._put = put
+        self._queue: queue.SimpleQueue[tuple[list[Approve], str] | None] = queue.SimpleQueue()
+
+    def send(self, approvals: list[Approve], incarnation: str) -> None:
+        """Send all of them in one request; each is answered through the inbox."""
+        self._queue.put((approvals, incarnation))
+
+    def stop(self) -> None:
+        self._queue.put(None)
+
+    def run(self) -> None:
+        client: ImdsClient | None = None
+        imds = self._load_settings().imds
+        while (work := self._queue.get()) is not None:
+            approvals, incarnation = work
+            if client is None or self._load_settings().imds != imds:
+                if client is not None:
+                    client.close()
+                imds = self._load_settings().imds
+                client = _connect(self._load_settings())
+            kind, detail = "", ""
+            try:
+                client.approve([approve.event_id for approve in approvals], incarnation)
+            except ImdsError as error:
+                kind, detail = error.kind, str(error)
+            for approve in approvals:
+                self._put(ApprovalAnswered(workflow_id=approve.workflow_id, error_kind=kind, detail=detail))
+        if client is not None:
+            client.close()
+
+
+def _connect(settings: Settings) -> ImdsClient:
+    imds = settings.imds
+    return ImdsClient(
+        resolve_endpoint(imds.endpoint),
+        api_version=imds.api_version,
+        request_timeout=imds.request_timeout,
+        first_request_timeout=imds.first_request_timeout,
+    )
+
+
+class _HookThreads:
+    """The hooks that run now, each in a thread of its own. For the engine's thread."""
+
+    def __init__(self, put: _Put, metrics: Metrics, instance: str) -> None:
+        self._put = put
+        self._metrics = metrics
+        self._instance = instance
+        self._runs: dict[tuple[str, str], HookRun] = {}
+        self._on_clear: HookRun | None = None
+        self._on_clear_ended = threading.Event()
+        self._is_on_clear_canceled = False
+
+    def start(
+        self,
+        effect: RunHook,
+        hook: Hook | None,
+        *,
+        environment: dict[str, str],
+        stdin: bytes,
+        deadline: float | None,
+        event_id: str,
+    ) -> None:
+        """Run the hook of a workflow; its end comes through the inbox. Never raises."""
+        if hook is None:
+            self._finish(effect, _not_started(effect.hook, "there is no such hook in the policy any more"))
+            return
+        log = get_logger().bind(hook=effect.hook, stage=effect.stage, event_id=event_id)
+        run = HookRun(
+            effect.hook,
+            hook,
+            environment=environment,
+            stdin=stdin,
+            deadline=deadline,
+            on_line=partial(_log_output, log),
+            instance=self._instance,
+        )
+        self._runs[effect.workflow_id, effect.stage] = run
+        self._cancel_on_clear()
+
+        def work() -> None:
+            if self._on_clear is not None:
+                self._on_clear_ended.wait()  # what on_clear does must not happen beside what undoes it
+            try:
+                result = run.run()
+            except BaseException as error:  # or the workflow would wait for its hook for ever
+                result = _not_started(effect.hook, f"a bug in the agent: {error!r}")
+                log.exception("a bug in the agent")
+            self._finish(effect, result)
+
+        try:
+            threading.Thread(target=work, name=f"hook-{effect.hook}", daemon=True).start()
+        except RuntimeError as error:  # no memory for a thread
+            self._finish(effect, _not_started(effect.hook, str(error)))
+
+    def start_on_clear(self, hooks: list[tuple[str, Hook]], vm: str) -> None:
+        """Run these one after the other, until one is started for an event."""
+        log = get_logger().bind(stage="on_clear")
+        environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": vm}
+        runs = [
+            HookRun(
+                name,
+                hook,
+                environment=environment,
+                on_line=partial(_log_output, log.bind(hook=name)),
+                instance=self._instance,
+            )
+            for name, hook in hooks
+        ]
+        self._on_clear = runs[0]
+
+        def work() -> None:
+            for run in runs:
+                self._on_clear = run
+                if self._is_on_clear_canceled:
+                    break
+                result = run.run()
+                self._metrics.hook_seconds.labels(run.name, "on_clear", result.outcome).observe(
+                    result.duration_seconds
+                )
+                tell = log.info if result.outcome == "succeeded" else log.warning
+                tell("on_clear hook ended", hook=run.name, outcome=result.outcome, reason=result.detail)
+            self._on_clear_ended.set()
+
+        threading.Thread(target=work, name="on_clear", daemon=True).start()
+
+    def cancel(self, workflow_id: str, stage: str) -> None:
+        """Have the hook in flight ended; its result says canceled."""
+        run = self._runs.get((workflow_id, stage))
+        if run is not None:
+            run.cancel()
+
+    def set_deadline(self, workflow_id: str, stage: str, deadline: float | None) -> None:
+        """NotBefore has moved."""
+        run = self._runs.get((workflow_id, stage))
+        if run is not None:
+            run.set_deadline(deadline)
+
+    def forget(self, signal: HookFinished) -> None:
+        """The end of this hook has been taken from the inbox."""
+        self._runs.pop((signal.workflow_id, signal.stage), None)
+
+    def are_running(self) -> bool:
+        return bool(self._runs)
+
+    def cancel_all(self, grace_seconds: float) -> None:
+        """End everything within the grace."""
+        self._cancel_on_clear()
+        for run in self._runs.values():
+            run.cancel()
+            run.set_deadline(time.monotonic() + grace_seconds)
+
+    def _cancel_on_clear(self) -> None:
+        self._is_on_clear_canceled = True
+        if self._on_clear is not None and not self._on_clear_ended.is_set():
+            self._on_clear.cancel()
+            self._on_clear.set_deadline(time.monotonic() + _STOP_GRACE_SECONDS)
+
+    def _finish(self, effect: RunHook, result: HookResult) -> None:
+        attempts = f" after {result.attempts} attempts" if result.attempts > 1 else ""
+        signal = HookFinished(
+            workflow_id=effect.workflow_id,
+            stage=effect.stage,
+            hook=effect.hook,
+            run=effect.run,
+            outcome=result.outcome,
+            detail=f"{result.detail}{attempts}",
+            tail=result.tail,
+        )
+        self._put(_HookEnded(signal, result.duration_seconds))
+
+
+def _log_output(log: Logger, line: str) -> None:
+    log.info("hook output", line=line)
+
+
+def _not_started(hook: str, detail: str) -> HookResult:
+    return HookResult(
+        hook=hook, outcome="not_started", exit_code=None, attempts=0, duration_seconds=0.0, tail="", detail=detail
+    )

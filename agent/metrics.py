@@ -1,0 +1,137 @@
+"""Every metric the agent shows, in one table.
+
+Owns names, types and labels. Must not read the engine's state: what is pending now comes from the snapshot
+that the engine publishes. The one invariant: labels come from closed sets (types, sources, rules, hooks,
+stages, outcomes, kinds), never from an event's id or a resource's name; only the gauge that lists what is
+pending now carries ids, and its series go when the event goes.
+"""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from agent import __version__
+from agent.events import EVENT_TYPES
+from agent.workflow import Note, Workflow
+
+_PREFIX = "scheduled_events_"
+_FAST_SECONDS = (0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60)
+_SLOW_SECONDS = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600)
+
+
+class Metrics:
+    """The table. Safe to use from any thread."""
+
+    def __init__(self, load_pending: Callable[[], Iterable[Workflow]]) -> None:
+        registry = CollectorRegistry()
+        self._registry = registry
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(_PREFIX + name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(_PREFIX + name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=registry)
+
+        gauge("agent_info", "Which version runs; always 1.", "version").labels(__version__).set(1)
+        self.is_acting = gauge("acting", "1 if the agent acts, 0 if it only observes.")
+        self.is_ready = gauge("ready", "1 unless an event is prepared for or being recovered from: as /readyz.")
+        self.polls = counter("polls_total", "Requests for the document, by how they ended.", "outcome")
+        self.poll_seconds = histogram(
+            "poll_duration_seconds", "Time of a successful request.", buckets=_FAST_SECONDS
+        )
+        self.last_poll_at = gauge(
+            "last_successful_poll_timestamp_seconds", "Unix time of the last successful poll; 0 if there was none."
+        )
+        self.documents = counter("documents_total", "Documents that differed from the one before.")
+        self.events = counter("events_total", "Events seen for the first time.", "type", "source", "affects")
+        self.decisions = counter("decisions_total", "Decisions, by rule; none means: observe.", "rule", "approve")
+        self.approvals = counter(
+            "approvals_total", "Answers to approvals: confirmed, or how they failed.", "outcome"
+        )
+        self.approval_seconds = histogram(
+            "approval_delay_seconds", "From first sight of an event to its confirmed approval.", "rule",
+            buckets=_SLOW_SECONDS,
+        )  # fmt: skip
+        self.hook_seconds = histogram(
+            "hook_duration_seconds", "Run time of hooks, by how they ended.", "hook", "stage", "outcome",
+            buckets=_SLOW_SECONDS,
+        )  # fmt: skip
+        self.hooks_running = gauge("hooks_running", "Hooks that run now.")
+        self.closed = counter("closed_total", "Events that are over, by how they ended.", "type", "outcome")
+        self.recovery_failures = counter(
+            "recovery_failures_total", "Events whose recovery failed, at least in part."
+        )
+        self.pause_seconds = histogram(
+            "pause_seconds", "Times in which this machine stood still, as measured by the agent.",
+            buckets=(1, 2, 5, 10, 15, 30, 60, 300),
+        )  # fmt: skip
+        self.last_pause_seconds = gauge("last_pause_seconds", "Length of the last measured pause.")
+        self.reload_ok = gauge("config_last_reload_successful", "1 if the policy file was good when last read.")
+        self.reloaded_at = gauge(
+            "config_last_reload_success_timestamp_seconds", "Unix time when the policy in force was read."
+        )
+        self.store_errors = counter("store_errors_total", "Failed accesses to the state file.", "kind")
+        self.faults = counter("faults_total", "Bugs met while handling an event; the log has the details.")
+        registry.register(_Pending(load_pending))
+        ProcessCollector(registry=registry)
+
+    def record_note(self, workflow: Workflow, note: Note, now: float) -> None:
+        """Count what happened; ``now`` is Unix time."""
+        event, rule = workflow.event, workflow.decision.rule or "none"
+        if note.kind == "seen":
+            self.events.labels(event_type(event.type), _source(event.source), workflow.decision.affects).inc()
+        elif note.kind == "decided":
+            self.decisions.labels(rule, workflow.decision.approve).inc()
+        elif note.kind == "approved":
+            self.approvals.labels("confirmed").inc()
+            self.approval_seconds.labels(rule).observe(max(0.0, now - workflow.first_seen_at.timestamp()))
+        elif note.kind == "closed":
+            self.closed.labels(event_type(event.type), workflow.outcome).inc()
+            if workflow.recover.failure:
+                self.recovery_failures.inc()
+
+    def expose(self) -> bytes:
+        """The table in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+def event_type(word: str) -> str:
+    """The type as a label: a closed set, whatever Azure may send one day."""
+    return word if word in EVENT_TYPES else "other"
+
+
+def _source(word: str) -> str:
+    return word if word in ("Platform", "User") else "unknown"
+
+
+class _Pending(Collector):
+    """Made anew at each scrape from what is pending, so that no series outlives its event."""
+
+    def __init__(self, load_pending: Callable[[], Iterable[Workflow]]) -> None:
+        self._load_pending = load_pending
+
+    def collect(self) -> Iterable[Metric]:
+        not_before = GaugeMetricFamily(
+            f"{_PREFIX}pending_not_before_timestamp_seconds",
+            "One series for each pending event: Unix time of NotBefore, 0 if it may start at any moment.",
+            labels=("event_id", "type", "status", "affects", "phase", "rule"),
+        )
+        counts: dict[tuple[str, str], int] = {}
+        for workflow in self._load_pending():
+            event, decision = workflow.event, workflow.decision
+            labels = (event.id, event_type(event.type), event.status, decision.affects, workflow.phase)
+            time = event.not_before.timestamp() if event.not_before else 0.0
+            not_before.add_metric((*labels, decision.rule or "none"), time)
+            key: tuple[str, str] = (workflow.phase, decision.affects)
+            counts[key] = counts.get(key, 0) + 1
+        pending = GaugeMetricFamily(
+            f"{_PREFIX}pending", "Events that are not over yet, by phase.", labels=("phase", "affects")
+        )
+        for key, count in counts.items():
+            pending.add_metric(key, count)
+        return (not_before, pending)

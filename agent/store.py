@@ -1,0 +1,331 @@
+"""What must survive: workflows, the journal and operators' requests, in one SQLite file.
+
+Owns the file's schema, its durability and what is done when it is damaged. Decides nothing about events.
+The one invariant: when ``commit`` returns, the steps are on the disk (WAL with synchronous=FULL), all of
+them or none.
+
+A Store belongs to one thread at a time. Other processes (``approve``, ``hold``) open their own on the same
+file; its permissions are the authorization.
+"""
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from agent import AgentError
+from agent.workflow import Note, Step, Workflow
+
+FILE_NAME = "state.db"
+
+# Each entry brings the schema one version further; what is released is never edited, only added to.
+_MIGRATIONS = (
+    """
+    CREATE TABLE workflow (
+        id TEXT PRIMARY KEY, event_id TEXT NOT NULL, is_open INTEGER NOT NULL,
+        updated_at TEXT NOT NULL, body TEXT NOT NULL
+    ) STRICT;
+    CREATE INDEX workflow_open ON workflow (is_open) WHERE is_open;
+    CREATE TABLE journal (
+        id INTEGER PRIMARY KEY, at TEXT NOT NULL, workflow_id TEXT NOT NULL, event_id TEXT NOT NULL,
+        kind TEXT NOT NULL, stage TEXT NOT NULL, hook TEXT NOT NULL, text TEXT NOT NULL, detail TEXT NOT NULL
+    ) STRICT;
+    CREATE INDEX journal_workflow ON journal (workflow_id, id);
+    CREATE INDEX journal_at ON journal (at);
+    CREATE TABLE request (
+        id INTEGER PRIMARY KEY, at TEXT NOT NULL, workflow_id TEXT NOT NULL, word TEXT NOT NULL,
+        user TEXT NOT NULL, answer TEXT
+    ) STRICT;
+    CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+    """,
+)
+# Another process holds the write lock for a few milliseconds at a time. Longer than this is a fault, and the
+# engine has other things to do than to wait.
+_BUSY_SECONDS = 2.0
+# A request that no agent has taken up by then is void: whoever made it has been told so.
+_REQUEST_VALID_SECONDS = 30.0
+
+FactName = Literal["vm_name", "vm_id", "state_lost"]
+
+
+class StoreError(AgentError):
+    """The state file cannot be read or written now. Kinds: unusable, newer, write, read."""
+
+
+class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the journal."""
+
+    at: datetime
+    workflow_id: str
+    event_id: str
+    kind: str
+    stage: str
+    hook: str
+    text: str
+    detail: str
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator asks for."""
+
+    id: int
+    workflow_id: str
+    word: Literal["", "approved", "held"]
+    user: str
+
+
+class Store:
+    """The state file, open."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path, set_aside: Path | None) -> None:
+        self._connection = connection
+        self._data_version = -1
+        self.path = path
+        self.set_aside = set_aside
+        """Where a damaged file was moved to when this one was opened; None if all was well."""
+
+    @classmethod
+    def open(cls, directory: Path, now: datetime) -> "Store":
+        """Open or create the state file in ``directory``.
+
+        A damaged file is set aside, under a name with the time, and a new one begun that remembers that
+        state was lost. Raises StoreError if there is no way to have a file here at all, or if a newer
+        version of the agent wrote it.
+        """
+        path = directory / FILE_NAME
+        try:
+            return cls(_connect(path), path, None)
+        except _DamagedError as error:
+            aside = path.with_name(f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}")
+            reason = error
+        try:
+            for suffix in ("", "-wal", "-shm"):
+                with contextlib.suppress(FileNotFoundError):
+                    path.with_name(path.name + suffix).replace(aside.with_name(aside.name + suffix))
+            store = cls(_connect(path), path, aside)
+        except (OSError, _DamagedError) as error:
+            raise StoreError(
+                f"{path} is damaged ({reason}) and cannot be set aside ({error}): move it away, then start again",
+                kind="unusable",
+            ) from error
+        store.save_facts({"state_lost": str(reason)})
+        return store
+
+    def close(self) -> None:
+        """Close the file; the store cannot be used any more."""
+        self._connection.close()
+
+    def load_workflows(self) -> list[Workflow]:
+        """The open workflows, oldest first."""
+        with self._reading():
+            rows = self._connection.execute("SELECT body FROM workflow WHERE is_open ORDER BY rowid").fetchall()
+        return [msgspec.json.decode(body, type=Workflow) for (body,) in rows]
+
+    def commit(self, steps: Sequence[Step], at: datetime) -> None:
+        """Put the workflows and what there is to tell of them on disk. Raises StoreError; then nothing is."""
+        if not steps:
+            return
+        latest = {step.workflow.id: step.workflow for step in steps}
+        stamp = _stamp(at)
+        with self._transaction():
+            self._connection.executemany(
+                "INSERT INTO workflow (id, event_id, is_open, updated_at, body) VALUES (?, ?, ?, ?, ?)"
+                " ON CONFLICT (id) DO UPDATE SET event_id = excluded.event_id, is_open = excluded.is_open,"
+                " updated_at = excluded.updated_at, body = excluded.body",
+                [
+                    (w.id, w.event.id, int(w.is_open), stamp, msgspec.json.encode(w).decode())
+                    for w in latest.values()
+                ],
+            )
+            self._write_journal([(stamp, step.workflow, note) for step in steps for note in step.notes])
+
+    def record(self, kind: str, text: str, at: datetime) -> None:
+        """Put what concerns the agent and no single event into the journal."""
+        with self._transaction():
+            self._connection.execute(
+                "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, text, detail)"
+                " VALUES (?, '', '', ?, '', '', ?, '')",
+                (_stamp(at), kind, text),
+            )
+
+    def disown_workflows(self, at: datetime, reason: str) -> None:
+        """Close all open workflows without recovery: they belong to another machine."""
+        note = Note(kind="closed", text=reason)
+        with self._transaction():
+            rows = self._connection.execute("SELECT body FROM workflow WHERE is_open").fetchall()
+            workflows = [msgspec.json.decode(body, type=Workflow) for (body,) in rows]
+            self._write_journal([(_stamp(at), workflow, note) for workflow in workflows])
+            self._connection.execute("UPDATE workflow SET is_open = 0 WHERE is_open")
+
+    def load_journal(self) -> list[JournalEntry]:
+        """All entries, oldest first."""
+        with self._reading():
+            rows = self._connection.execute(
+                "SELECT at, workflow_id, event_id, kind, stage, hook, text, detail FROM journal ORDER BY id"
+            ).fetchall()
+        return [
+            JournalEntry(
+                at=datetime.fromisoformat(at),
+                workflow_id=workflow_id,
+                event_id=event_id,
+                kind=kind,
+                stage=stage,
+                hook=hook,
+                text=text,
+                detail=detail,
+            )
+            for at, workflow_id, event_id, kind, stage, hook, text, detail in rows
+        ]
+
+    def load_fact(self, name: FactName) -> str:
+        """A remembered fact; "" if there is none."""
+        with self._reading():
+            row = self._connection.execute("SELECT value FROM fact WHERE name = ?", (name,)).fetchone()
+        return str(row[0]) if row else ""
+
+    def save_facts(self, facts: dict[FactName, str]) -> None:
+        """Remember facts, each under its name."""
+        with self._transaction():
+            self._connection.executemany(
+                "INSERT INTO fact (name, value) VALUES (?, ?)"
+                " ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                list(facts.items()),
+            )
+
+    def add_request(self, workflow_id: str, word: str, user: str, at: datetime) -> int:
+        """Ask the running agent for something; returns the request's number."""
+        with self._transaction():
+            cursor = self._connection.execute(
+                "INSERT INTO request (at, workflow_id, word, user) VALUES (?, ?, ?, ?)",
+                (_stamp(at), workflow_id, word, user),
+            )
+        return cursor.lastrowid or 0
+
+    def load_answer(self, request_id: int) -> str | None:
+        """The agent's answer to a request; None as long as there is none."""
+        with self._reading():
+            row = self._connection.execute("SELECT answer FROM request WHERE id = ?", (request_id,)).fetchone()
+        return row[0] if row else None
+
+    def withdraw_request(self, request_id: int) -> None:
+        """Take back a request that nobody has answered."""
+        with self._transaction():
+            self._connection.execute("DELETE FROM request WHERE id = ? AND answer IS NULL", (request_id,))
+
+    def load_requests(self, now: datetime) -> list[Request]:
+        """Requests that wait for an answer. Costs a few microseconds while no other process has written."""
+        with self._reading():
+            (version,) = self._connection.execute("PRAGMA data_version").fetchone()
+            if version == self._data_version:
+                return []
+            rows = self._connection.execute(
+                "SELECT id, workflow_id, word, user FROM request WHERE answer IS NULL AND at > ? ORDER BY id",
+                (_stamp(now - timedelta(seconds=_REQUEST_VALID_SECONDS)),),
+            ).fetchall()
+            self._data_version = version
+        return [Request(id=id_, workflow_id=workflow, word=word, user=user) for id_, workflow, word, user in rows]
+
+    def answer_request(self, request_id: int, answer: str) -> None:
+        """Tell whoever asked what became of it."""
+        with self._transaction():
+            self._connection.execute("UPDATE request SET answer = ? WHERE id = ?", (answer, request_id))
+
+    def prune(self, before: datetime) -> None:
+        """Forget what ended before that time; open workflows and their journal stay."""
+        stamp = _stamp(before)
+        with self._transaction():
+            self._connection.execute("DELETE FROM workflow WHERE NOT is_open AND updated_at < ?", (stamp,))
+            self._connection.execute(
+                "DELETE FROM journal WHERE at < ? AND workflow_id NOT IN (SELECT id FROM workflow)", (stamp,)
+            )
+            self._connection.execute("DELETE FROM request WHERE at < ?", (stamp,))
+
+    def _write_journal(self, entries: Iterable[tuple[str, Workflow, Note]]) -> None:
+        self._connection.executemany(
+            "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, text, detail)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            [
+                (at, w.id, w.event.id, note.kind, note.stage, note.hook, note.text, note.detail)
+                for at, w, note in entries
+            ],
+        )
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    self._connection.execute("ROLLBACK")
+                raise
+        except sqlite3.Error as error:
+            raise StoreError(f"cannot write {self.path}: {error}", kind="write") from error
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(f"cannot read {self.path}: {error}", kind="read") from error
+
+
+class _DamagedError(Exception):
+    """The file is there and is not what this agent wrote."""
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    try:
+        # Created by hand for its mode: SQLite would follow the umask.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    except OSError as error:
+        raise StoreError(
+            f"cannot open the state file {path}: {error.strerror or error}; "
+            "run as the agent's user, or set agent.state_dir to a directory that is writable",
+            kind="unusable",
+        ) from error
+    connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    try:
+        _prepare(connection, path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        (result,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        if result != "ok":
+            raise _DamagedError(result)
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version > len(_MIGRATIONS):
+            raise StoreError(
+                f"{path} was written by a newer version of the agent (schema {version}, "
+                f"known {len(_MIGRATIONS)}): install that version again, or move the file away",
+                kind="newer",
+            )
+        for number, script in enumerate(_MIGRATIONS[version:], start=version + 1):
+            connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
+        for (body,) in connection.execute("SELECT body FROM workflow WHERE is_open"):
+            msgspec.json.decode(body, type=Workflow)
+    except msgspec.MsgspecError as error:
+        raise _DamagedError(f"a workflow in it cannot be read: {error}") from error
+    except sqlite3.OperationalError as error:  # busy, disk full, no permission: not the file's fault
+        raise StoreError(f"cannot open the state file {path}: {error}", kind="unusable") from error
+    except sqlite3.DatabaseError as error:
+        raise _DamagedError(str(error)) from error
+
+
+def _stamp(at: datetime) -> str:
+    """UTC, so that stamps sort as texts."""
+    return at.astimezone(UTC).isoformat(timespec="microseconds")

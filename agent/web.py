@@ -1,0 +1,145 @@
+"""The agent's web server: a handful of pages that others have prepared.
+
+Owns the sockets and HTTP. Reads nothing of the engine: each page is a function that returns a finished
+answer from published values. The one invariant: nothing that a client does can change anything, or keep the
+agent from its work: only GET and HEAD, bounded requests, a few connections at a time, each with a time limit.
+"""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from agent import AgentError, __version__
+
+# A scrape and a probe at a time is what there is; a fleet of slow clients waits outside.
+_MAX_CONNECTIONS = 16
+_TIMEOUT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Page:
+    """A finished answer."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+
+
+Pages = Mapping[str, Callable[[], Page]]
+
+
+class WebError(AgentError):
+    """The server cannot listen."""
+
+
+class WebServer:
+    """Serves ``pages`` on ADDRESS:PORT from threads of its own until it is closed."""
+
+    def __init__(self, listen: str, pages: Pages) -> None:
+        host, _, port = listen.rpartition(":")
+        host = host.strip("[]")
+        server_class = _Server6 if ":" in host else _Server
+        try:
+            self._server = server_class((host, int(port)), _handler_for(pages))
+        except (OSError, OverflowError) as error:
+            raise WebError(
+                f"cannot listen on {listen}: {error}; set agent.listen to a free ADDRESS:PORT, or to off",
+                kind="listen",
+            ) from error
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._serve, name="web", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port, also when it was given as 0."""
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        """Stop serving; returns when the socket is closed."""
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            socket.create_connection(self._server.socket.getsockname()[:2], timeout=1.0).close()
+        self._thread.join(timeout=_TIMEOUT_SECONDS)
+        self._server.server_close()
+
+    def _serve(self) -> None:
+        # Not serve_forever: it wakes twice a second for ever, to look whether it should stop.
+        while not self._is_closing:
+            self._server.handle_request()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def server_bind(self) -> None:
+        # Not the parent's: it asks the name service for the host's name, which may hang for long.
+        socket.socket.setsockopt(self.socket, socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._slots.acquire(timeout=_TIMEOUT_SECONDS):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._slots.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away in the middle is no news."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+def _handler_for(pages: Pages) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        server_version = f"scheduled-events-agent/{__version__}"
+        sys_version = ""
+        timeout = _TIMEOUT_SECONDS
+
+        def do_GET(self) -> None:  # the library's name
+            path = self.path.partition("?")[0]
+            page = pages.get(path)
+            if page is None:
+                known = " ".join(sorted(pages))
+                self._answer(Page(HTTPStatus.NOT_FOUND, f"no such page; there are: {known}\n".encode()))
+                return
+            self._answer(page())
+
+        do_HEAD = do_GET  # noqa: N815 - the library's name
+
+        def _answer(self, page: Page) -> None:
+            self.send_response(page.status)
+            self.send_header("Content-Type", page.content_type)
+            self.send_header("Content-Length", str(len(page.body)))
+            self.send_header("Cache-Control", "no-store")
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(page.body)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
+            """Probes come every few seconds; they are not logged."""
+
+    return Handler

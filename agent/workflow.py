@@ -1,0 +1,938 @@
+"""What happens next: the life of one event, from first sight to recovery, as a pure state machine.
+
+Owns every decision about when to run hooks, when to approve and when to recover. Does no I/O, reads no
+clock and keeps no state: ``proceed`` takes the board of open workflows and signals, and returns the new
+board with the steps that led to it; the caller commits the steps to disk and then performs their effects.
+The one invariant: what a step does follows from what is in the workflow, so that after a crash at any
+moment the same workflow leads to the same next step.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timedelta
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from agent import AgentError
+from agent.events import Gone, ScheduledEvent, Seen
+from agent.policy import Decision, Facts, MaintenanceWindow, Rule, decide
+
+Phase = Literal["waiting", "preparing", "prepared", "held", "approved", "started", "recovering", "closed"]
+Outcome = Literal["", "completed", "canceled", "unknown"]
+Stage = Literal["prepare", "on_start", "recover"]
+HookOutcome = Literal["succeeded", "failed", "timed_out", "canceled", "not_started"]
+NoteKind = Literal[
+    "seen", "changed", "renamed", "gone", "decided", "preparing", "hook_started", "hook_finished", "hook_canceled",
+    "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering", "recovery_waits",
+    "closed", "operator", "restarted",
+]  # fmt: skip
+
+# Every arrow of the life of an event. A step along any other one is a bug and raises.
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    "waiting": frozenset({"preparing", "prepared", "started", "closed"}),
+    "preparing": frozenset({"prepared", "held", "started", "recovering"}),
+    "prepared": frozenset({"preparing", "held", "approved", "started", "recovering", "closed"}),
+    "held": frozenset({"preparing", "prepared", "approved", "started", "recovering", "closed"}),
+    "approved": frozenset({"started", "recovering", "closed"}),
+    "started": frozenset({"recovering", "closed"}),
+    "recovering": frozenset({"closed"}),
+    "closed": frozenset(),
+}
+
+# A failed approval is repeated after 1, 2, 4, ... seconds, but at least this often: it is all that stands
+# between the machine and the end of its maintenance.
+_MAX_RETRY_SECONDS = 30.0
+
+
+class WorkflowError(AgentError):
+    """A step that the table of transitions does not allow: a bug, never a circumstance."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one stage (a list of hooks, run in order) has come."""
+
+    state: Literal["idle", "running", "succeeded", "failed", "canceled"] = "idle"
+    done: tuple[str, ...] = ()
+    """Hooks that need not run (again): they succeeded, or, when recovering, ended in any way."""
+    current: str | None = None
+    """The hook in flight; None between two hooks."""
+    run: int = 0
+    """Counts the hooks started in this stage; tells the end of this run from the end of an earlier one."""
+    is_canceling: bool = False
+    failure: str = ""
+    """The last failure, as a phrase."""
+
+
+class Approval(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the approval has come."""
+
+    state: Literal["none", "requested", "confirmed"] = "none"
+    failures: int = 0
+    retry_at: datetime | None = None
+    failed_at: datetime | None = None
+    """The next try also waits for a document that was read later than this: it may say that the event is over."""
+    is_alone: bool = False
+    """The service refused a request that held this id: send it by itself, so that no other id suffers."""
+
+
+class Workflow(msgspec.Struct, frozen=True, kw_only=True):
+    """One event and all that has been done about it. Kept on disk as it is."""
+
+    id: str
+    """Unique to this appearance of the event: an event may vanish, and come back under the same id."""
+    event: ScheduledEvent
+    decision: Decision
+    first_seen_at: datetime
+    noticed_at: datetime
+    """When the event was first seen with its present NotBefore."""
+    boot_id: str
+    """The boot during which the event was first seen."""
+    phase: Phase = "waiting"
+    prepare: Progress = Progress()
+    on_start: Progress = Progress()
+    recover: Progress = Progress()
+    drain_until: datetime | None = None
+    approval: Approval = Approval()
+    operator: Literal["", "approved", "held"] = ""
+    is_gone: bool = False
+    was_started: bool = False
+    is_doubtful: bool = False
+    """First seen when the state file had been lost: what was done about it before is not known."""
+    waits_for: str = ""
+    """Why the workflow does not move, as a phrase; for people."""
+    outcome: Outcome = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self.phase != "closed"
+
+    @property
+    def is_prepared_for(self) -> bool:
+        """Preparation has begun and is not yet undone."""
+        return self.is_open and self.prepare.state != "idle"
+
+
+class HookFinished(msgspec.Struct, frozen=True, kw_only=True):
+    """The hook in flight has ended."""
+
+    workflow_id: str
+    stage: Stage
+    hook: str
+    run: int
+    outcome: HookOutcome
+    detail: str = ""
+    tail: str = ""
+    """The last output, for the journal."""
+
+
+class ApprovalAnswered(msgspec.Struct, frozen=True, kw_only=True):
+    """The service has answered the request to start, or has not been reached (``error_kind``)."""
+
+    workflow_id: str
+    error_kind: str = ""
+    detail: str = ""
+
+
+class OperatorSpoke(msgspec.Struct, frozen=True, kw_only=True):
+    """Somebody approved the event, held it, or took the word back ("")."""
+
+    workflow_id: str
+    word: Literal["", "approved", "held"]
+    user: str
+
+
+class AgentRestarted(msgspec.Struct, frozen=True):
+    """The agent begins anew with workflows from disk: nothing that was in flight is any more."""
+
+
+class Reconsider(msgspec.Struct, frozen=True):
+    """The rules or this VM's names have changed: decide anew."""
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+Signal = Seen | Gone | HookFinished | ApprovalAnswered | OperatorSpoke | AgentRestarted | Reconsider | Tick
+
+
+class RunHook(msgspec.Struct, frozen=True, kw_only=True):
+    """Start the hook; its end comes back as HookFinished."""
+
+    workflow_id: str
+    stage: Stage
+    hook: str
+    run: int
+
+
+class CancelHook(msgspec.Struct, frozen=True, kw_only=True):
+    """End the hook in flight; its end comes back as HookFinished."""
+
+    workflow_id: str
+    stage: Stage
+
+
+class MoveDeadline(msgspec.Struct, frozen=True, kw_only=True):
+    """NotBefore has changed while a prepare hook runs."""
+
+    workflow_id: str
+
+
+class Approve(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask Azure to start the event; the answer comes back as ApprovalAnswered."""
+
+    workflow_id: str
+    event_id: str
+    is_alone: bool
+
+
+Effect = RunHook | CancelHook | MoveDeadline | Approve
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that happened, for the journal, the log and the metrics."""
+
+    kind: NoteKind
+    text: str
+    stage: str = ""
+    hook: str = ""
+    detail: str = ""
+    """What else there is to keep, such as the last output of a hook."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """The workflow after one move, what is to be done, and what there is to tell."""
+
+    workflow: Workflow
+    effects: tuple[Effect, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+class Context(msgspec.Struct, frozen=True, kw_only=True):
+    """What a move rests on besides the workflows."""
+
+    now: datetime
+    names: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    windows: Mapping[str, MaintenanceWindow]
+    boot_id: str
+    is_acting: bool = True
+    """False in observe mode: neither hooks nor approvals."""
+    document_at: datetime | None
+    """When the last document was read; None since the agent started. Before, nothing on disk is acted on."""
+    is_state_lost: bool = False
+    """The state file was found damaged and this is the first document since."""
+
+
+Board = Mapping[str, Workflow]
+"""Open workflows by their id, oldest first."""
+
+
+class Progression(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``proceed`` returns."""
+
+    board: dict[str, Workflow]
+    """The new board, without closed workflows."""
+    steps: tuple[Step, ...]
+    """In the order in which they were made."""
+    faults: tuple[tuple[str, Exception], ...]
+    """Bugs met on the way, with the workflow's id: that workflow rests where it was, the others went on."""
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """A gate's answer to the question whether the event may be approved now."""
+
+    answer: Literal["yes", "not yet", "no"]
+    reason: str = ""
+
+
+def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progression:
+    """Take in ``signals``, then move every workflow as far as it goes."""
+    workflows = dict(board)
+    by_key = {workflow.event.key: key for key, workflow in board.items() if not workflow.is_gone}
+    steps: list[Step] = []
+    faults: dict[str, Exception] = {}
+
+    def apply(step: Step) -> None:
+        new, old = step.workflow, workflows.get(step.workflow.id)
+        if old is not None and new.phase != old.phase and new.phase not in TRANSITIONS[old.phase]:
+            raise WorkflowError(f"{old.phase} -> {new.phase} is no step in the life of an event", kind="bug")
+        if old == new and not step.effects and not step.notes:
+            return
+        workflows[new.id] = new
+        # An event that is over may share its key with its own next appearance.
+        if old is not None and by_key.get(old.event.key) == old.id:
+            del by_key[old.event.key]
+        if not new.is_gone:
+            by_key[new.event.key] = new.id
+        steps.append(step)
+
+    for signal in signals:
+        for target in _targets(signal, workflows, by_key):
+            try:
+                step = _take_in(workflows.get(target), signal, context)
+                if step is not None:
+                    apply(step)
+            except Exception as error:  # noqa: BLE001 - a bug in one event must not stop the others
+                faults[target] = error
+    # Workflows wait for each other, so each move may let another one move. Every move brings its workflow
+    # nearer to the end or to waiting for a signal; the bound only guards against a bug.
+    moving = [key for key in workflows if key not in faults]
+    for _ in range(1000):
+        before = len(steps)
+        for key in moving:
+            try:
+                step = _move(workflows[key], workflows, context)
+                if step is not None:
+                    apply(step)
+            except Exception as error:  # noqa: BLE001 - as above
+                faults[key] = error
+        moving = [key for key in moving if key not in faults]
+        if len(steps) == before:
+            break
+    else:
+        faults[""] = WorkflowError(f"workflows do not come to rest: {moving}", kind="bug")
+    open_ = {key: workflow for key, workflow in workflows.items() if workflow.is_open}
+    return Progression(board=open_, steps=tuple(steps), faults=tuple(faults.items()))
+
+
+def known_events(board: Board) -> dict[str, ScheduledEvent]:
+    """The events that stood in the last document, by key; what the next document is compared with."""
+    return {workflow.event.key: workflow.event for workflow in board.values() if not workflow.is_gone}
+
+
+def is_ready(board: Board) -> bool:
+    """Whether this VM may get work: nothing is prepared for, and all recovery is done."""
+    return not any(workflow.is_prepared_for for workflow in board.values())
+
+
+def next_wake_at(board: Board, context: Context) -> datetime | None:
+    """When time alone will next let a workflow move."""
+    times = []
+    for workflow in board.values():
+        if workflow.drain_until and workflow.prepare.state == "running" and workflow.prepare.current is None:
+            times.append(workflow.drain_until)
+        if workflow.approval.state == "none" and workflow.approval.retry_at:
+            times.append(workflow.approval.retry_at)
+        if _may_begin(workflow) and workflow.decision.rule and not workflow.is_gone:
+            times.append(workflow.decision.begins_at(workflow.event, context.now))
+    return min((time for time in times if time > context.now), default=None)
+
+
+def hook_deadline_at(workflow: Workflow, stage: Stage, reserve_seconds: float, now: datetime) -> datetime | None:
+    """When a hook that is started now must have ended; None if only its own time limit counts.
+
+    Prepare hooks end the reserve before NotBefore. With less than the reserve and a second left they get
+    what there is until NotBefore; past it the event may start at any moment, and trying is all one can do.
+    """
+    not_before = workflow.event.not_before
+    if stage != "prepare" or not_before is None:
+        return None
+    for deadline_at in (not_before - timedelta(seconds=reserve_seconds), not_before):
+        if deadline_at - now > timedelta(seconds=1):
+            return deadline_at
+    return None
+
+
+# --- Gates: each answers whether the event may be approved now. A further one (all VMs of the event have
+# reported ready to a coordination service) would be one more function in this list.
+
+
+def ask_gates(workflow: Workflow, context: Context) -> Leave:
+    """The strictest of all gates' answers."""
+    answers = [gate(workflow, context) for gate in GATES]
+    for word in ("no", "not yet"):
+        reasons = [leave.reason for leave in answers if leave.answer == word]
+        if reasons:
+            return Leave("no" if word == "no" else "not yet", reasons[0])
+    return Leave("yes")
+
+
+def _service_gate(workflow: Workflow, context: Context) -> Leave:
+    """What nobody may overrule: only a scheduled event of this VM can be approved, and only by an acting agent."""
+    event = workflow.event
+    if workflow.is_gone or workflow.was_started or event.status != "Scheduled":
+        return Leave(
+            "no", f"only a scheduled event can be approved, and its status is {event.status or 'missing'}"
+        )
+    if event.affects(context.names) not in ("self", "shared"):
+        return Leave("no", "it does not name this VM")
+    if not event.id:
+        return Leave("no", "it has no id to approve")
+    if not context.is_acting or context.document_at is None:
+        return Leave("not yet", "the agent only observes")
+    return Leave("yes")
+
+
+def _rule_gate(workflow: Workflow, context: Context) -> Leave:
+    del context
+    decision, prepare = workflow.decision, workflow.prepare
+    is_overruled = workflow.operator == "approved"
+    if decision.approve == "never" and not is_overruled:
+        return Leave("no", f"approve is never ({decision.reason})" if decision.rule else decision.reason)
+    if decision.approve == "immediately" or prepare.state == "succeeded" or not decision.has_preparation:
+        return Leave("yes")
+    if prepare.state == "failed":
+        if decision.on_failure == "approve" or is_overruled:
+            return Leave("yes")
+        return Leave("no", f"preparation failed ({prepare.failure})")
+    if prepare.state == "canceled":
+        return Leave("yes") if is_overruled else Leave("no", "preparation was canceled")
+    return Leave("not yet", "preparation is not done")
+
+
+def _operator_gate(workflow: Workflow, context: Context) -> Leave:
+    del context
+    if workflow.operator == "held":
+        return Leave("no", "an operator holds it")
+    if workflow.decision.approve == "manual" and workflow.operator != "approved":
+        return Leave("not yet", "an operator must approve it")
+    return Leave("yes")
+
+
+def _time_gate(workflow: Workflow, context: Context) -> Leave:
+    del context
+    return Leave("not yet", "its time has not come") if workflow.phase == "waiting" else Leave("yes")
+
+
+def _spokesman_gate(workflow: Workflow, context: Context) -> Leave:
+    """An approval covers every VM that the event names; not every VM may speak for all."""
+    del context
+    if workflow.decision.may_speak or workflow.operator == "approved":
+        return Leave("yes")
+    others = ", ".join(workflow.event.resources[:3])
+    return Leave("no", f"it names other VMs too ({others}) and shared is {workflow.decision.shared}")
+
+
+def _doubt_gate(workflow: Workflow, context: Context) -> Leave:
+    del context
+    if workflow.is_doubtful and workflow.operator != "approved":
+        return Leave("no", "the state file was lost, and what was done before is not known")
+    return Leave("yes")
+
+
+GATES: tuple[Callable[[Workflow, Context], Leave], ...] = (
+    _service_gate, _rule_gate, _operator_gate, _time_gate, _spokesman_gate, _doubt_gate,
+)  # fmt: skip
+
+
+# --- Taking in a signal: only facts change here.
+
+
+def _targets(signal: Signal, workflows: Mapping[str, Workflow], by_key: Mapping[str, str]) -> list[str]:
+    """The ids of the workflows that the signal is for; "" stands for one that is not there yet."""
+    match signal:
+        case Seen(event, renamed_from):
+            return [by_key.get(renamed_from or event.key, "")]
+        case Gone(key):
+            return [by_key[key]] if key in by_key else []
+        case HookFinished():
+            return _who_awaits(signal, workflows)
+        case ApprovalAnswered() | OperatorSpoke():
+            return [signal.workflow_id] if signal.workflow_id in workflows else []
+        case AgentRestarted() | Reconsider():
+            return list(workflows)
+        case Tick():
+            return []
+
+
+def _who_awaits(signal: HookFinished, workflows: Mapping[str, Workflow]) -> list[str]:
+    """The workflow whose hook has ended, and those that are recovering too and want the same hook run."""
+    owner = workflows.get(signal.workflow_id)
+    if owner is None:
+        return []
+    progress = _progress(owner, signal.stage)
+    if (progress.current, progress.run) != (signal.hook, signal.run):
+        return []  # the end of a run that a restart has already written off
+    if signal.stage != "recover" or (signal.outcome == "canceled" and progress.is_canceling):
+        return [owner.id]
+    return [owner.id, *(peer.id for peer in _peers(owner, workflows) if _is_next_to_recover(peer, signal.hook))]
+
+
+def _take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Step | None:
+    if workflow is None:
+        return _admit(signal.event, context) if isinstance(signal, Seen) else None
+    match signal:
+        case Seen(event):
+            return _see(workflow, event, context)
+        case Gone():
+            return _lose(workflow, context)
+        case HookFinished():
+            return (
+                _finish_hook(workflow, signal)
+                if workflow.id == signal.workflow_id
+                else _share_finished_hook(workflow, signal)
+            )
+        case ApprovalAnswered():
+            return _answer(workflow, signal, context)
+        case OperatorSpoke(word=word, user=user):
+            note = Note(kind="operator", text=f"{user or 'an operator'} says: {word or 'released'}")
+            return Step(workflow=replace(workflow, operator=word), notes=(note,))
+        case AgentRestarted():
+            return _restart(workflow, context)
+        case Reconsider():
+            return None if workflow.is_gone else _decide_anew(workflow, context)
+        case Tick():
+            return None
+
+
+def _admit(event: ScheduledEvent, context: Context) -> Step:
+    facts = Facts(names=context.names, noticed_at=context.now)
+    decision = decide(context.rules, context.windows, event, facts)
+    workflow = Workflow(
+        id=f"{event.key}@{context.now:%Y%m%dT%H%M%S.%fZ}",
+        event=event,
+        decision=decision,
+        first_seen_at=context.now,
+        noticed_at=context.now,
+        boot_id=context.boot_id,
+        is_doubtful=context.is_state_lost,
+    )
+    notes = (Note(kind="seen", text=_describe(event, context.now)), Note(kind="decided", text=decision.reason))
+    return Step(workflow=workflow, notes=notes)
+
+
+def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
+    old = workflow.event
+    notes = []
+    if event.key != old.key:
+        notes.append(Note(kind="renamed", text=f"goes on under the id {event.id} (was {old.id})"))
+    fields = ("status", "type", "not_before", "resources", "source", "duration_seconds", "description")
+    changed = [name for name in fields if getattr(event, name) != getattr(old, name)]
+    # NotBefore goes blank when the event starts; that is no news of its own.
+    told = [name for name in changed if not (name == "not_before" and event.is_started)]
+    if told:
+        text = "; ".join(f"{name} {_show(getattr(old, name))} -> {_show(getattr(event, name))}" for name in told)
+        notes.append(Note(kind="changed", text=text))
+    noticed_at = context.now if event.not_before != old.not_before else workflow.noticed_at
+    drain_until = workflow.drain_until
+    if drain_until is not None and "not_before" in changed:
+        drain_until = min(drain_until, _drain_until(workflow.decision, event, context.now))
+    workflow = replace(workflow, event=event, noticed_at=noticed_at, drain_until=drain_until)
+    step = _decide_anew(workflow, context)
+    effects: tuple[Effect, ...] = ()
+    if "not_before" in changed and not event.is_started and workflow.prepare.current is not None:
+        effects = (MoveDeadline(workflow_id=workflow.id),)
+    return Step(workflow=step.workflow, effects=effects, notes=(*notes, *step.notes))
+
+
+def _decide_anew(workflow: Workflow, context: Context) -> Step:
+    facts = Facts(names=context.names, noticed_at=workflow.noticed_at)
+    old, new = workflow.decision, decide(context.rules, context.windows, workflow.event, facts)
+    has_begun = workflow.prepare.state != "idle" or workflow.on_start.state != "idle"
+    if has_begun or (workflow.event.is_started and old.rule is not None):
+        # What has begun is carried through, and undone, by the rule that began it. What the new rule wants
+        # prepared besides is added: it must not be approved without.
+        more = tuple(hook for hook in new.prepare if hook not in old.prepare)
+        if more and _may_prepare_more(workflow):
+            workflow = replace(workflow, prepare=replace(workflow.prepare, state="running"))
+            more_recover = tuple(hook for hook in new.recover if hook not in old.recover)
+        else:
+            more, more_recover = (), ()
+        new = replace(
+            new,
+            rule=old.rule,
+            prepare=old.prepare + more,
+            recover=old.recover + more_recover,
+            drain_for=old.drain_for,
+            on_start=old.on_start,
+            on_early_start=old.on_early_start,
+        )
+    if new == old:
+        return Step(workflow=workflow)
+    # The conditions' values are part of the reason: a changed status alone is not a new decision to tell.
+    is_news = replace(new, reason=old.reason) != old
+    notes = (Note(kind="decided", text=new.reason),) if is_news else ()
+    return Step(workflow=replace(workflow, decision=new), notes=notes)
+
+
+def _may_prepare_more(workflow: Workflow) -> bool:
+    is_in_time = workflow.phase in ("preparing", "prepared", "held") and not workflow.event.is_started
+    return is_in_time and workflow.prepare.state in ("running", "succeeded")
+
+
+def _lose(workflow: Workflow, context: Context) -> Step:
+    outcome: Outcome = "unknown"
+    not_before = workflow.event.not_before
+    if workflow.was_started or workflow.event.is_started:
+        outcome = "completed"
+    elif workflow.boot_id != context.boot_id and workflow.event.type in ("Reboot", "Redeploy"):
+        outcome = "completed"  # nobody saw it Started because this machine was away for it
+    elif workflow.approval.state == "none" and not_before is not None and context.now < not_before:
+        outcome = "canceled"
+    note = Note(kind="gone", text=f"stands in the document no more: {outcome}")
+    return Step(workflow=replace(workflow, is_gone=True, outcome=outcome), notes=(note,))
+
+
+def _finish_hook(workflow: Workflow, signal: HookFinished) -> Step:
+    progress = _progress(workflow, signal.stage)
+    phrase = f"hook {signal.hook}: {signal.detail or signal.outcome}"
+    is_success = signal.outcome == "succeeded"
+    was_cut_short = signal.outcome == "canceled" and progress.is_canceling
+    progress = replace(progress, current=None, is_canceling=False)
+    if is_success or (signal.stage != "prepare" and not was_cut_short):
+        # Recovery, and hooks that run beside the event, go on after a failure: the rest is needed all the more.
+        progress = replace(progress, done=(*progress.done, signal.hook))
+    if not is_success and not was_cut_short:
+        progress = replace(progress, failure=phrase)
+        if signal.stage == "prepare":
+            progress = replace(progress, state="failed")
+    note = Note(
+        kind="hook_canceled" if was_cut_short else "hook_finished",
+        text=f"{phrase} ({signal.outcome})" if signal.detail else phrase,
+        stage=signal.stage,
+        hook=signal.hook,
+        detail=signal.tail,
+    )
+    return Step(workflow=_with_progress(workflow, signal.stage, progress), notes=(note,))
+
+
+def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step:
+    """What one recovery has run need not run again for another one that has begun as well."""
+    failure = "" if signal.outcome == "succeeded" else f"hook {signal.hook}: {signal.detail or signal.outcome}"
+    progress = replace(
+        workflow.recover, done=(*workflow.recover.done, signal.hook), failure=failure or workflow.recover.failure
+    )
+    text = f"hook {signal.hook}: has run for another event, once for both"
+    note = Note(kind="hook_finished", text=text, stage=signal.stage, hook=signal.hook)
+    return Step(workflow=replace(workflow, recover=progress), notes=(note,))
+
+
+def _answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Step | None:
+    if workflow.approval.state != "requested":
+        return None
+    if not signal.error_kind:
+        approval = Approval(state="confirmed")
+        note = Note(kind="approved", text="Azure has taken the approval")
+        return Step(workflow=replace(workflow, approval=approval), notes=(note,))
+    failures = workflow.approval.failures + 1
+    delay = min(_MAX_RETRY_SECONDS, 2.0 ** min(failures - 1, 10))
+    approval = Approval(
+        failures=failures,
+        retry_at=context.now + timedelta(seconds=delay),
+        failed_at=context.now,
+        is_alone=workflow.approval.is_alone or signal.error_kind == "bad_request",
+    )
+    text = f"approval failed ({signal.error_kind}), next try in {delay:g}s: {signal.detail}"
+    note = Note(kind="approval_failed", text=text)
+    return Step(workflow=replace(workflow, approval=approval), notes=(note,))
+
+
+def _restart(workflow: Workflow, context: Context) -> Step:
+    """Nothing is in flight any more: a hook that was runs again, an approval without an answer is sent again."""
+    for stage in _STAGES:
+        progress = _progress(workflow, stage)
+        if progress.current is not None:
+            state = "canceled" if progress.is_canceling and stage == "prepare" else progress.state
+            progress = replace(progress, current=None, is_canceling=False, state=state)
+            workflow = _with_progress(workflow, stage, progress)
+    if workflow.approval.state == "requested":
+        workflow = replace(workflow, approval=replace(workflow.approval, state="none", retry_at=None))
+    where = "the same boot" if workflow.boot_id == context.boot_id else "after a reboot"
+    note = Note(kind="restarted", text=f"the agent restarted ({where}) in phase {workflow.phase}")
+    return Step(workflow=workflow, notes=(note,))
+
+
+# --- Moving: what follows from the facts.
+
+
+def _move(workflow: Workflow, workflows: Mapping[str, Workflow], context: Context) -> Step | None:
+    """The next step that is due; None if the workflow waits for a signal or for time."""
+    if not workflow.is_open or context.document_at is None:
+        return None
+    if workflow.is_gone:
+        return _move_gone(workflow, workflows, context)
+    if workflow.event.is_started:
+        return _move_started(workflow, workflows, context)
+    return _move_scheduled(workflow, workflows, context)
+
+
+def _move_scheduled(workflow: Workflow, workflows: Mapping[str, Workflow], context: Context) -> Step | None:
+    if workflow.was_started:
+        return None  # it cannot start twice; only its end is awaited
+    decision = workflow.decision
+    is_wanted = decision.rule is not None and (decision.has_preparation or decision.approve != "never")
+    if _may_begin(workflow):
+        if not context.is_acting or not (is_wanted or workflow.operator == "approved"):
+            return None
+        begins_at = decision.begins_at(workflow.event, context.now)
+        if begins_at > context.now and workflow.operator != "approved":
+            return _wait(workflow, f"its time, {_show(begins_at)}")
+        return _begin(workflow, context)
+    if not context.is_acting:
+        return None
+    if workflow.prepare.state == "running" and workflow.phase in ("prepared", "held"):
+        more = ", ".join(hook for hook in decision.prepare if hook not in workflow.prepare.done)
+        return _to(workflow, "preparing", Note(kind="preparing", text=f"preparation goes on: {more}"))
+    if workflow.phase == "preparing" and workflow.prepare.state == "running":
+        step = _run_next(workflow, "prepare", workflows, context)
+        if step is not None:
+            return step
+    elif workflow.phase == "preparing":
+        return _end_preparation(workflow)
+    return _ask_for_approval(workflow, context)
+
+
+def _may_begin(workflow: Workflow) -> bool:
+    """Whether nothing has been done yet; a new decision may want something done where the old one did not."""
+    return workflow.phase == "waiting" or (
+        workflow.phase in ("prepared", "held")
+        and workflow.prepare.state == "idle"
+        and workflow.decision.has_preparation
+    )
+
+
+def _begin(workflow: Workflow, context: Context) -> Step:
+    decision = workflow.decision
+    if not decision.has_preparation:
+        return _to(workflow, "prepared", Note(kind="prepared", text="there is nothing to prepare"))
+    drain_until = _drain_until(decision, workflow.event, context.now) if decision.drain_for else None
+    drained = f"not ready for {decision.drain_for:g}s" if decision.drain_for else ""
+    plan = ", ".join(filter(None, [drained, *decision.prepare])) or "nothing to run"
+    workflow = replace(workflow, prepare=Progress(state="running"), drain_until=drain_until)
+    return _to(workflow, "preparing", Note(kind="preparing", text=f"preparation begins: {plan}"))
+
+
+def _drain_until(decision: Decision, event: ScheduledEvent, now: datetime) -> datetime:
+    """When a drain that begins now ends."""
+    drain = timedelta(seconds=decision.drain_for)
+    if event.not_before is not None:
+        # With little notice, half of what there is: the hooks want their time as well.
+        drain = min(drain, (event.not_before - now) / (2 if decision.prepare else 1))
+    return now + max(timedelta(0), drain)
+
+
+def _is_due(at: datetime, now: datetime, longest_seconds: float) -> bool:
+    """Whether the time has come. One that is farther away than it can have been set: the clock was set back."""
+    return not now < at <= now + timedelta(seconds=longest_seconds)
+
+
+def _end_preparation(workflow: Workflow) -> Step:
+    if workflow.prepare.state == "succeeded":
+        return _to(workflow, "prepared", Note(kind="prepared", text="preparation is done"))
+    if workflow.prepare.state == "failed" and workflow.decision.on_failure == "approve":
+        text = f"preparation failed ({workflow.prepare.failure}), and the rule goes on all the same"
+        return _to(workflow, "prepared", Note(kind="prepared", text=text))
+    return _hold(workflow, f"preparation {workflow.prepare.state} ({workflow.prepare.failure})")
+
+
+def _ask_for_approval(workflow: Workflow, context: Context) -> Step | None:
+    approval = workflow.approval
+    if approval.state == "confirmed":
+        return None if workflow.phase in ("approved", "preparing") else _to(workflow, "approved")
+    leave = ask_gates(workflow, context)
+    if leave.answer == "no" and workflow.phase == "prepared":
+        return _hold(workflow, leave.reason)
+    if leave.answer != "no" and workflow.phase == "held":
+        return _to(workflow, "prepared")
+    if approval.state == "requested":
+        return None
+    if leave.answer != "yes":
+        return _wait(workflow, leave.reason) if workflow.phase != "preparing" else None
+    if approval.retry_at is not None and not _is_due(approval.retry_at, context.now, _MAX_RETRY_SECONDS):
+        return None
+    if (
+        approval.failed_at is not None
+        and context.document_at is not None
+        and context.document_at <= approval.failed_at <= context.now
+    ):
+        return None
+    return Step(
+        workflow=replace(workflow, approval=replace(approval, state="requested", retry_at=None), waits_for=""),
+        effects=(Approve(workflow_id=workflow.id, event_id=workflow.event.id, is_alone=approval.is_alone),),
+        notes=(Note(kind="approving", text=_approval_reason(workflow)),),
+    )
+
+
+def _approval_reason(workflow: Workflow) -> str:
+    if workflow.operator == "approved":
+        return "an operator approved it"
+    decision = workflow.decision
+    if decision.approve == "immediately":
+        return f"rule {decision.rule} approves immediately"
+    state = (
+        "its preparation is done"
+        if workflow.prepare.state != "failed"
+        else "its rule approves despite the failure"
+    )
+    return f"rule {decision.rule}: {state}"
+
+
+def _move_started(workflow: Workflow, workflows: Mapping[str, Workflow], context: Context) -> Step | None:
+    if workflow.phase != "started":
+        how = "approved" if workflow.approval.state == "confirmed" else f"not approved by us, {workflow.phase}"
+        text = f"has started ({how})"
+        return _to(replace(workflow, was_started=True), "started", Note(kind="started", text=text))
+    if workflow.prepare.state == "running":
+        # What a reboot has interrupted is not done again after it: the event is what it was to come before.
+        may_finish = workflow.decision.on_early_start == "finish" and workflow.boot_id == context.boot_id
+        step = (
+            _run_next(workflow, "prepare", workflows, context) if may_finish else _cut_short(workflow, "prepare")
+        )
+        if step is not None:
+            return step
+    if not context.is_acting or workflow.on_start.state not in ("idle", "running"):
+        return None
+    if workflow.on_start.state == "idle":
+        if not workflow.decision.on_start:
+            return None
+        workflow = replace(workflow, on_start=Progress(state="running"))
+    return _run_next(workflow, "on_start", workflows, context)
+
+
+def _move_gone(workflow: Workflow, workflows: Mapping[str, Workflow], context: Context) -> Step | None:
+    for stage in ("prepare", "on_start"):
+        if _progress(workflow, stage).state == "running":
+            return _cut_short(workflow, stage)
+    if workflow.prepare.state == "idle":
+        return _close(workflow)
+    if workflow.phase != "recovering":
+        plan = ", ".join(workflow.decision.recover) or "nothing to run"
+        recovering = replace(workflow, recover=Progress(state="running"))
+        return _to(recovering, "recovering", Note(kind="recovering", text=f"recovery begins: {plan}"))
+    peers = _peers(workflow, workflows)
+    needed_by = next((peer for peer in peers if _is_preparing(peer) and _share_hooks(peer, workflow)), None)
+    if needed_by is not None:
+        if workflow.recover.current is not None:
+            return _cut_short(workflow, "recover")
+        # What has been recovered so far may be prepared anew by now: all of it is to be done again.
+        afresh = replace(workflow, recover=Progress(state="running", run=workflow.recover.run))
+        step = _wait(afresh, f"event {needed_by.event.id}, which needs it prepared", kind="recovery_waits")
+        return step or (None if afresh == workflow else Step(workflow=afresh))
+    if workflow.recover.state == "running":
+        return _run_next(workflow, "recover", workflows, context)
+    return _close(workflow)
+
+
+def _run_next(
+    workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow], context: Context
+) -> Step | None:
+    """Start the stage's next hook, or end the stage; None while a hook is in flight or must wait."""
+    progress = _progress(workflow, stage)
+    if progress.current is not None:
+        return None
+    peers = _peers(workflow, workflows)
+    recoveries = [peer for peer in peers if peer.is_gone and peer.recover.current is not None]
+    if stage == "prepare":
+        drain_for = workflow.decision.drain_for
+        if workflow.drain_until is not None and not _is_due(workflow.drain_until, context.now, drain_for):
+            return None
+        if any(_share_hooks(peer, workflow) for peer in recoveries):
+            return None  # that recovery is being cut short; undoing beside doing would leave anything behind
+    hooks = {"prepare": workflow.decision.prepare, "on_start": workflow.decision.on_start}.get(
+        stage, workflow.decision.recover
+    )
+    hook = next((name for name in hooks if name not in progress.done), None)
+    if hook is None:
+        return Step(workflow=_with_progress(workflow, stage, replace(progress, state="succeeded")))
+    if stage == "recover" and any(peer.recover.current == hook for peer in recoveries):
+        return None  # it runs for another event at this moment, once for both
+    if not context.is_acting:
+        return _wait(workflow, "leave to act: the agent only observes")
+    progress = replace(progress, state="running", current=hook, run=progress.run + 1)
+    return Step(
+        workflow=replace(_with_progress(workflow, stage, progress), waits_for=""),
+        effects=(RunHook(workflow_id=workflow.id, stage=stage, hook=hook, run=progress.run),),
+        notes=(Note(kind="hook_started", text=f"hook {hook} starts", stage=stage, hook=hook),),
+    )
+
+
+def _cut_short(workflow: Workflow, stage: Stage) -> Step | None:
+    """End a running stage: its hook in flight first, then the stage itself."""
+    progress = _progress(workflow, stage)
+    if progress.current is None:
+        return Step(workflow=_with_progress(workflow, stage, replace(progress, state="canceled")))
+    if progress.is_canceling:
+        return None
+    note = Note(
+        kind="hook_canceled", text=f"hook {progress.current} is told to end", stage=stage, hook=progress.current
+    )
+    return Step(
+        workflow=_with_progress(workflow, stage, replace(progress, is_canceling=True)),
+        effects=(CancelHook(workflow_id=workflow.id, stage=stage),),
+        notes=(note,),
+    )
+
+
+def _close(workflow: Workflow) -> Step:
+    failure = f", recovery failed ({workflow.recover.failure})" if workflow.recover.failure else ""
+    return _to(workflow, "closed", Note(kind="closed", text=f"is over: {workflow.outcome}{failure}"))
+
+
+def _hold(workflow: Workflow, reason: str) -> Step:
+    note = Note(kind="held", text=f"held, NotBefore decides: {reason}")
+    return _to(replace(workflow, waits_for=reason), "held", note)
+
+
+def _wait(workflow: Workflow, reason: str, kind: NoteKind | None = None) -> Step | None:
+    """Note down why nothing moves, once."""
+    if workflow.waits_for == reason:
+        return None
+    notes = (Note(kind=kind, text=f"waits for {reason}"),) if kind else ()
+    return Step(workflow=replace(workflow, waits_for=reason), notes=notes)
+
+
+def _to(workflow: Workflow, phase: Phase, *notes: Note) -> Step:
+    waits_for = workflow.waits_for if phase == "held" else ""
+    return Step(workflow=replace(workflow, phase=phase, waits_for=waits_for), notes=notes)
+
+
+def _peers(workflow: Workflow, workflows: Mapping[str, Workflow]) -> list[Workflow]:
+    """The other events that something is prepared for."""
+    return [other for other in workflows.values() if other.id != workflow.id and other.is_prepared_for]
+
+
+def _is_preparing(workflow: Workflow) -> bool:
+    """Whether what was prepared for it must stay so: until it is over and its last prepare hook has ended."""
+    return not workflow.is_gone or workflow.prepare.current is not None
+
+
+def _is_next_to_recover(workflow: Workflow, hook: str) -> bool:
+    hooks = workflow.decision.recover
+    return workflow.phase == "recovering" and hook in hooks and hook not in workflow.recover.done
+
+
+def _share_hooks(one: Workflow, other: Workflow) -> bool:
+    """Whether what one event needs prepared is what the other's recovery would undo."""
+    mine = {*one.decision.prepare, *one.decision.recover}
+    return not mine.isdisjoint((*other.decision.prepare, *other.decision.recover))
+
+
+_STAGES: tuple[Stage, ...] = ("prepare", "on_start", "recover")
+
+
+def _progress(workflow: Workflow, stage: Stage) -> Progress:
+    return {"prepare": workflow.prepare, "on_start": workflow.on_start, "recover": workflow.recover}[stage]
+
+
+def _with_progress(workflow: Workflow, stage: Stage, progress: Progress) -> Workflow:
+    if stage == "prepare":
+        return replace(workflow, prepare=progress)
+    if stage == "on_start":
+        return replace(workflow, on_start=progress)
+    return replace(workflow, recover=progress)
+
+
+def _describe(event: ScheduledEvent, now: datetime) -> str:
+    parts = [
+        f"{event.type or 'an event without a type'} {event.status or '(no status)'}",
+        f"from {event.source}" if event.source else "",
+        f"for {', '.join(event.resources[:5])}{', ...' if len(event.resources) > 5 else ''}",
+        f"not before {_show(event.not_before)} ({(event.not_before - now).total_seconds():.0f}s)"
+        if event.not_before
+        else "",
+        f"about {event.duration_seconds:g}s long" if event.duration_seconds is not None else "",
+        f'"{event.description}"' if event.description else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, datetime):
+        return f"{value:%Y-%m-%dT%H:%M:%SZ}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value[:10])) + "]"
+    return str(value) or '""'
