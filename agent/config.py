@@ -1,13 +1,45 @@
-"""The policy file: YAML to frozen Settings, every error at once with its line."""
+"""The policy file: YAML to frozen Settings, every error at once with its line.
 
-from typing import Annotated, Literal
+Owns the settings, where the file is found, and what must hold between its keys. Decides nothing about events.
+The one invariant: Settings exist only if every check has passed, so nobody after this checks them again.
+"""
+
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from agent import AgentError
-from agent.events import ApiVersion
+from agent.events import EVENT_TYPES, ApiVersion
 from agent.policy import Duration, Hook, MaintenanceWindow, Name, Rule, When
+from agent.typed_yaml import Parsed, Problem, format_duration, json_schema, nearest, parse
+
+CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"
+BUILT_IN_NAME = "built-in policy"
+
+_MAX_FILE_BYTES = 1024 * 1024
+_MIN_POLL_SECONDS = 0.2  # the service allows five requests a second to the whole VM
+_MAX_POLL_SECONDS = 60.0  # a Spot VM may be gone 30 s after its notice; longer makes no sense at all
+_MAX_WINDOW_SECONDS = 7 * 86400.0
+_ENDPOINT = re.compile(r"http://[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:(?P<port>[0-9]{1,5}))?/?")
+_LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
+
+# The notice Azure promises; a Terminate has what its scale set says, at least this.
+_NOTICE_SECONDS = {"Freeze": 900.0, "Reboot": 900.0, "Redeploy": 600.0, "Preempt": 30.0, "Terminate": 300.0}
+# The api-version from which on a condition can be met, and a type occurs.
+_KNOWN_SINCE = {
+    "description": "2019-04-01",
+    "source": "2019-08-01",
+    "duration_below": "2020-07-01",
+    "duration_at_least": "2020-07-01",
+}
+_TYPE_SINCE = {"Preempt": "2017-11-01", "Terminate": "2019-01-01"}
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "console"]
@@ -106,3 +138,338 @@ class ConfigError(AgentError):
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__("\n".join(problems), kind="config")
         self.problems = problems
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that passed every check, and what is worth saying about them all the same."""
+
+    settings: Settings
+    warnings: tuple[Problem, ...]
+    parsed: Parsed[Settings]
+
+    @property
+    def name(self) -> str:
+        """How messages call the file."""
+        return self.parsed.name
+
+
+def find_config(argument: str | None, system_path: Path) -> Path | None:
+    """The policy file to use: --config, else the environment's, else the system's if there is one."""
+    chosen = argument or os.environ.get(CONFIG_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    try:
+        system_path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        return system_path  # it is there but out of reach: reading it will say so
+    return system_path
+
+
+def load_settings(path: Path | None) -> Settings:
+    """The settings of a policy file, or the built-in ones. Raises ConfigError."""
+    return load_policy(path).settings
+
+
+def load_policy(path: Path | None) -> Loaded:
+    """Settings and warnings of a policy file, or the built-in ones. Raises ConfigError."""
+    if path is None:
+        return parse_settings("", BUILT_IN_NAME)
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        way_out = f"without --config and ${CONFIG_VARIABLE} the built-in policy is used"
+        raise ConfigError((f"{path}: there is no such file; {way_out}",)) from None
+    except OSError as error:
+        raise ConfigError((f"{path}: cannot be read: {error.strerror}",)) from error
+    if len(text) > _MAX_FILE_BYTES:
+        raise ConfigError((f"{path}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger",))
+    return parse_settings(text, str(path))
+
+
+def parse_settings(text: str | bytes, name: str, *, is_windows: bool = sys.platform == "win32") -> Loaded:
+    """Settings and warnings of a policy's text; ``name`` is how problems call it. Raises ConfigError."""
+    parsed = parse(text, Settings, name)
+    problems: Iterable[Problem] = parsed.problems
+    if parsed.value is not None:
+        problems = _in_order(parsed, _faults(parsed.value, parsed, is_windows=is_windows))
+    if parsed.value is None or problems:
+        raise ConfigError(tuple(str(problem) for problem in problems))
+    warnings = _in_order(parsed, _doubts(parsed.value))
+    return Loaded(settings=parsed.value, warnings=warnings, parsed=parsed)
+
+
+def check_files(loaded: Loaded) -> tuple[Problem, ...]:
+    """Warnings about programs, directories and accounts that hooks name and this machine lacks."""
+    return _in_order(loaded.parsed, _missing(loaded.settings))
+
+
+def policy_schema() -> dict[str, Any]:
+    """The JSON schema of the policy file, for editors."""
+    schema = json_schema(Settings)
+    hook = schema["$defs"]["Hook"]
+    hook["oneOf"] = [{"required": ["run"]}, {"required": ["shell"]}]
+    return {"title": "Policy of scheduled-events-agent", **schema}
+
+
+_Finding = tuple[str, str]
+"""Path and message."""
+
+
+def _in_order(parsed: Parsed[Settings], findings: Iterable[_Finding]) -> tuple[Problem, ...]:
+    problems = [parsed.problem(path, message) for path, message in findings]
+    return tuple(sorted(problems, key=lambda problem: problem.line))
+
+
+def _faults(settings: Settings, parsed: Parsed[Settings], *, is_windows: bool) -> Iterator[_Finding]:
+    """What makes a policy unusable though each of its values is right by itself."""
+    yield from _setting_faults(settings)
+    names = Counter(rule.name for rule in settings.rules)
+    for index, rule in enumerate(settings.rules):
+        path = f"rules[{index}]"
+        if names[rule.name] > 1:
+            first = next(i for i, other in enumerate(settings.rules) if other.name == rule.name)
+            if first != index:
+                line = parsed.line_of(f"rules[{first}].name")
+                yield f"{path}.name", f'the rule in line {line} is called "{rule.name}" already'
+        for stage in ("prepare", "on_start", "recover"):
+            yield from _hook_list_faults(f"{path}.{stage}", getattr(rule, stage), settings)
+        if rule.window is not None and rule.window not in settings.maintenance_windows:
+            yield f"{path}.window", _unknown("maintenance window", rule.window, settings.maintenance_windows)
+        yield from _when_faults(f"{path}.when", rule.when, parsed)
+    yield from _hook_list_faults("on_clear", settings.on_clear, settings)
+    for name, hook in settings.hooks.items():
+        yield from _hook_faults(f"hooks.{name}", hook, is_windows=is_windows)
+    for name, window in settings.maintenance_windows.items():
+        yield from _window_faults(f"maintenance_windows.{name}", window)
+
+
+def _setting_faults(settings: Settings) -> Iterator[_Finding]:
+    imds, agent = settings.imds, settings.agent
+    if not _MIN_POLL_SECONDS <= imds.poll_interval <= _MAX_POLL_SECONDS:
+        expected = f"{format_duration(_MIN_POLL_SECONDS)} to {format_duration(_MAX_POLL_SECONDS)}"
+        yield "imds.poll_interval", f"expected {expected}; got {format_duration(imds.poll_interval)}"
+    for key in ("request_timeout", "first_request_timeout"):
+        if getattr(imds, key) <= 0:
+            yield f"imds.{key}", "expected more than 0s; got 0s"
+    match = _ENDPOINT.fullmatch(imds.endpoint)
+    if imds.endpoint != "auto" and (match is None or not 0 < int(match["port"] or 80) < 65536):
+        yield "imds.endpoint", f'expected auto or http://HOST[:PORT]; got "{imds.endpoint}"'
+    match = _LISTEN.fullmatch(agent.listen)
+    if agent.listen != "off" and (match is None or int(match["port"]) > 65535):
+        yield "agent.listen", f'expected ADDRESS:PORT or off; got "{agent.listen}"'
+    if agent.healthy_within <= imds.poll_interval:
+        expected = f"more than imds.poll_interval ({format_duration(imds.poll_interval)})"
+        yield "agent.healthy_within", f"expected {expected}; got {format_duration(agent.healthy_within)}"
+    texts = {"vm.name": settings.vm.name, "agent.state_dir": agent.state_dir}
+    texts |= {f"vm.aliases[{index}]": alias for index, alias in enumerate(settings.vm.aliases)}
+    yield from _blank_faults(texts)
+
+
+def _hook_list_faults(path: str, names: tuple[str, ...], settings: Settings) -> Iterator[_Finding]:
+    for index, name in enumerate(names):
+        if name not in settings.hooks:
+            yield f"{path}[{index}]", _unknown("hook", name, settings.hooks)
+        elif name in names[:index]:
+            yield f"{path}[{index}]", f'hook "{name}" stands in this list already'
+
+
+def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[_Finding]:
+    for key in ("type", "source", "status", "affects", "resource", "description"):
+        if not getattr(when, key) and f"{path}.{key}" in parsed.lines:
+            way_out = "" if key == "affects" else ": remove the key if any will do"
+            yield f"{path}.{key}", f"expected at least one; got an empty list{way_out}"
+    for index, text in enumerate(when.description):
+        try:
+            re.compile(text, re.IGNORECASE)
+        except (re.error, RecursionError, OverflowError) as error:
+            where = f"{path}.description[{index}]"
+            where = where if where in parsed.lines else f"{path}.description"
+            yield where, f'expected a regular expression; got "{text}": {error}'
+    for kind in ("duration", "notice"):
+        below, at_least = getattr(when, f"{kind}_below"), getattr(when, f"{kind}_at_least")
+        if below == 0:
+            yield f"{path}.{kind}_below", "expected more than 0s; got 0s"
+        elif below is not None and at_least is not None and below <= at_least:
+            limit = f"more than {kind}_at_least ({format_duration(at_least)})"
+            yield f"{path}.{kind}_below", f"expected {limit}; got {format_duration(below)}"
+
+
+def _hook_faults(path: str, hook: Hook, *, is_windows: bool) -> Iterator[_Finding]:
+    if hook.run is None and hook.shell is None:
+        yield path, "expected run (a program and its arguments) or shell (a command line); got neither"
+    elif hook.run is not None and hook.shell is not None:
+        yield path, "expected either run or shell; got both"
+    elif hook.run == ():
+        yield f"{path}.run", "expected a program and its arguments; got an empty list"
+    if hook.timeout <= 0:
+        yield f"{path}.timeout", "expected more than 0s; got 0s"
+    if is_windows and hook.user is not None:
+        yield f"{path}.user", "cannot be used on Windows: remove it, hooks run as the service's account"
+    texts = {"run[0]": hook.run[0] if hook.run else None, "shell": hook.shell, "user": hook.user, "cwd": hook.cwd}
+    yield from _blank_faults({f"{path}.{key}": text for key, text in texts.items()})
+    texts |= {f"run[{index}]": text for index, text in enumerate(hook.run or ())}
+    texts |= {f"env.{variable}": text for variable, text in hook.env.items()}
+    for key, text in texts.items():
+        if "\0" in (text or ""):
+            yield f"{path}.{key}", "the character U+0000 cannot be passed to a program"
+    for variable in hook.env:
+        if not variable or "=" in variable or "\0" in variable:
+            yield f"{path}.env", f'expected a variable\'s name; got "{variable}"'
+
+
+def _window_faults(path: str, window: MaintenanceWindow) -> Iterator[_Finding]:
+    if not 0 < window.length <= _MAX_WINDOW_SECONDS:
+        expected = f"more than 0s and at most {format_duration(_MAX_WINDOW_SECONDS)}"
+        yield f"{path}.length", f"expected {expected}; got {format_duration(window.length)}"
+    if not window.days:
+        yield f"{path}.days", "expected at least one; got an empty list: remove the key if it opens every day"
+    if window.timezone != "UTC":
+        from zoneinfo import ZoneInfo, available_timezones  # noqa: PLC0415  # an agent without windows never needs it
+
+        try:
+            ZoneInfo(window.timezone)
+        except (KeyError, ValueError, OSError):
+            zones = available_timezones()
+            hint = (
+                _hint(window.timezone, zones) if zones else "; this machine has no time zone data: install tzdata"
+            )
+            expected = "an IANA time zone such as Europe/Berlin"
+            yield f"{path}.timezone", f'expected {expected}; got "{window.timezone}"{hint}'
+
+
+def _blank_faults(texts: dict[str, str | None]) -> Iterator[_Finding]:
+    for path, text in texts.items():
+        if text is not None and not text.strip():
+            yield path, "expected a text; got an empty one"
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> str:
+    known = tuple(known)
+    hint = _hint(name, known) or (f"; known are: {', '.join(known)}" if known else f"; there is no {what} yet")
+    return f'there is no {what} "{name}"{hint}'
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    guess = nearest(name, known)
+    return f'; did you mean "{guess}"?' if guess else ""
+
+
+def _doubts(settings: Settings) -> Iterator[_Finding]:
+    """What is allowed but hardly meant."""
+    used = set(settings.on_clear)
+    for index, rule in enumerate(settings.rules):
+        path = f"rules[{index}]"
+        used.update(rule.prepare, rule.on_start, rule.recover)
+        earlier = next((other for other in settings.rules[:index] if _covers(other.when, rule.when)), None)
+        if earlier is not None:
+            yield path, f"never matches: rule {earlier.name} above takes every event that it could take"
+        yield from _rule_doubts(path, rule)
+        yield from _version_doubts(path, rule.when, settings.imds.api_version)
+    for name in settings.hooks:
+        if name not in used:
+            yield f"hooks.{name}", "no rule names this hook"
+    windows = {rule.window for rule in settings.rules}
+    for name in settings.maintenance_windows:
+        if name not in windows:
+            yield f"maintenance_windows.{name}", "no rule names this maintenance window"
+
+
+def _rule_doubts(path: str, rule: Rule) -> Iterator[_Finding]:
+    when, prepares = rule.when, bool(rule.prepare or rule.drain_for)
+    if rule.approve != "never" and set(when.affects) == {"others"}:
+        yield f"{path}.approve", "never approves: an event that does not name this VM is not approved from here"
+    if set(when.status) == {"Started"} and (prepares or rule.approve != "never"):
+        yield path, "an event that has started can neither be prepared for nor approved: only on_start runs"
+    if rule.recover and not prepares:
+        yield f"{path}.recover", "recovers, but the rule prepares nothing"
+    if rule.prepare and rule.approve == "immediately":
+        yield f"{path}.approve", "does not wait for the hooks of prepare: write when-prepared if it should"
+    is_early = when.notice_below is None and rule.lead is None and rule.window is None
+    if prepares and rule.approve == "never" and is_early:
+        text = "prepares as soon as an event is announced, perhaps days ahead, and never approves it"
+        yield path, f"{text}: add a lead such as 15m, or approve: when-prepared"
+    if rule.drain_for:
+        types = when.type or EVENT_TYPES
+        short = [name for name in types if _NOTICE_SECONDS[name] <= rule.drain_for]
+        if short and (when.type or len(short) == len(types)):
+            notices = ", ".join(f"{name} {format_duration(_NOTICE_SECONDS[name])}" for name in short)
+            yield f"{path}.drain_for", f"is as long as the usual notice ({notices}): it will be cut short"
+
+
+def _version_doubts(path: str, when: When, api_version: str) -> Iterator[_Finding]:
+    for key, since in _KNOWN_SINCE.items():
+        if getattr(when, key) not in ((), None) and api_version < since:
+            yield (
+                f"{path}.when.{key}",
+                f"never holds: it needs imds.api_version {since} or newer, not {api_version}",
+            )
+    missing = [name for name in when.type if api_version < _TYPE_SINCE.get(name, "")]
+    if missing:
+        since = max(_TYPE_SINCE[name] for name in missing)
+        yield (
+            f"{path}.when.type",
+            f"{', '.join(missing)}: only with imds.api_version {since} or newer, not {api_version}",
+        )
+
+
+def _covers(wide: When, narrow: When) -> bool:
+    """Whether ``wide`` certainly takes every event that ``narrow`` takes."""
+    for key in ("type", "source", "status", "resource", "description"):
+        limits, inner = getattr(wide, key), getattr(narrow, key)
+        if limits and not (inner and set(inner) <= set(limits)):
+            return False
+    if not _affected(narrow) <= _affected(wide):
+        return False
+    for kind in ("duration", "notice"):
+        below, inner_below = getattr(wide, f"{kind}_below"), getattr(narrow, f"{kind}_below")
+        if below is not None and (inner_below is None or inner_below > below):
+            return False
+        at_least, inner_at_least = getattr(wide, f"{kind}_at_least"), getattr(narrow, f"{kind}_at_least")
+        if at_least is not None and (inner_at_least is None or inner_at_least < at_least):
+            return False
+    return True
+
+
+def _affected(when: When) -> set[str]:
+    return {*when.affects, *(("shared",) if "self" in when.affects else ())}
+
+
+def _missing(settings: Settings) -> Iterator[_Finding]:
+    for name, hook in settings.hooks.items():
+        path = f"hooks.{name}"
+        if hook.cwd is not None and not Path(hook.cwd).is_dir():
+            yield f"{path}.cwd", f"{hook.cwd} is not a directory on this machine"
+        if hook.run:
+            fault = _program_fault(hook.run[0], hook.cwd)
+            if fault:
+                yield f"{path}.run", fault
+        if hook.user is not None and not _has_account(hook.user):
+            yield f"{path}.user", f'this machine has no account "{hook.user}"'
+
+
+def _program_fault(program: str, cwd: str | None) -> str | None:
+    import shutil  # noqa: PLC0415  # needed when a policy is loaded, not afterwards
+
+    if os.sep not in program and "/" not in program:
+        return None if shutil.which(program) else f"{program} is not found in PATH"
+    file = Path(cwd or os.sep) / program
+    if file.is_dir():
+        return f"{file} is a directory"
+    if not file.exists():
+        return f"{file} does not exist"
+    return None if os.access(file, os.X_OK) else f"{file} is not executable: chmod +x {file}"
+
+
+def _has_account(name: str) -> bool:
+    if sys.platform == "win32":
+        return True
+    import pwd  # noqa: PLC0415  # Linux only
+
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        return False
+    return True

@@ -173,7 +173,7 @@ class Daemon:
             endpoint=settings.imds.endpoint,
             vm=self._identity.name or "not known yet",
             pending=len(workflows),
-            listen=settings.agent.listen,
+            listen=self.web.address if self.web else "off",
         )
         if self._store.set_aside is not None:
             self._log.error(
@@ -468,9 +468,7 @@ class Daemon:
     def _tell(self, workflow: Workflow, note: Note, now: datetime) -> None:
         event = workflow.event
         is_bad = note.kind in _LOUD_NOTES or (note.kind == "closed" and bool(workflow.recover.failure))
-        is_bad = is_bad or (
-            note.kind == "hook_finished" and "succeeded" not in note.text and "once for" not in note.text
-        )
+        is_bad = is_bad or (note.kind == "hook_finished" and note.outcome != "succeeded")
         fields = {
             "event_id": event.id,
             "type": event.type,

@@ -5,7 +5,6 @@ neither the policy nor the time. The one invariant: a text that is not a whole d
 never "no events", for an event that is missing counts as over.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -29,7 +28,6 @@ EVENT_TYPES: tuple[str, ...] = get_args(EventTypeName)
 _BOM = b"\xef\xbb\xbf"
 # Azure documents neither limit; a text longer than this helps nobody in a log or an environment.
 _MAX_TEXT = 4096
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]+")
 # Event Grid has these two; the endpoint has never been seen to send them. Either one means: over.
 _ENDED = ("Completed", "Canceled")
 _CANONICAL = {
@@ -45,7 +43,7 @@ class DocumentError(AgentError):
 
 
 class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a document. Names are the service's; texts are trimmed and free of control characters."""
+    """One event of a document. Names are the service's; texts are trimmed and printable."""
 
     id: str
     """As received, for sending back; compare by ``key``. Empty if the document gave none."""
@@ -78,7 +76,7 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True):
 
     def affects(self, names: Iterable[str]) -> Affects:
         """Whom the event touches, seen from the VM that goes by any of ``names``."""
-        mine = {_plain_name(name) for name in names}
+        mine = _plain_names(names)
         if not mine or not self.resources:
             return "unknown"
         hits = sum(_plain_name(resource) in mine for resource in self.resources)
@@ -88,7 +86,7 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_first_resource(self, names: Iterable[str]) -> bool:
         """Whether the VM that goes by any of ``names`` stands first in Resources."""
-        return bool(self.resources) and _plain_name(self.resources[0]) in {_plain_name(name) for name in names}
+        return bool(self.resources) and _plain_name(self.resources[0]) in _plain_names(names)
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,6 +159,7 @@ def compare(known: Mapping[str, ScheduledEvent], document: Document) -> list[See
 
 def to_azure_json(event: ScheduledEvent) -> bytes:
     """The event as an object in Azure's names, as hooks get it on standard input."""
+    seconds = event.duration_seconds
     fields: dict[str, Any] = {
         "EventId": event.id,
         "EventStatus": event.status,
@@ -170,7 +169,7 @@ def to_azure_json(event: ScheduledEvent) -> bytes:
         "NotBefore": "" if event.not_before is None else event.not_before.isoformat().replace("+00:00", "Z"),
         "Description": event.description,
         "EventSource": event.source,
-        "DurationInSeconds": -1 if event.duration_seconds is None else event.duration_seconds,
+        "DurationInSeconds": -1 if seconds is None else int(seconds) if seconds.is_integer() else seconds,
     }
     return msgspec.json.encode(fields)
 
@@ -190,7 +189,8 @@ def _same_under_other_id(event: ScheduledEvent, missing: Mapping[str, ScheduledE
 
 def _merge(first: ScheduledEvent, second: ScheduledEvent) -> ScheduledEvent:
     """One event listed twice: an approval of the id would cover the resources of both."""
-    more = tuple(resource for resource in second.resources if resource not in first.resources)
+    # Without an id the resources are the key, and the key must stay.
+    more = tuple(resource for resource in second.resources if first.id and resource not in first.resources)
     status = "Started" if second.is_started else first.status
     return msgspec.structs.replace(first, resources=first.resources + more, status=status)
 
@@ -205,7 +205,7 @@ def _decode(body: bytes) -> Any:
 def _to_event(item: Any, where: str) -> ScheduledEvent:
     if not isinstance(item, dict):
         # Skipping it could make a known event look as if it were over.
-        raise DocumentError(f"{where}: expected an object; got {_text(item)[:80]!r}")
+        raise DocumentError(f"{where}: expected an object; got {_shown(item)}")
     get = item.get
     return ScheduledEvent(
         id=_text(get("EventId")),
@@ -222,12 +222,16 @@ def _to_event(item: Any, where: str) -> ScheduledEvent:
 
 
 def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    text = value if isinstance(value, str) else str(value)
+    # An object or a list where a text belongs says nothing, and may be nested too deep to be written out.
+    text = value if isinstance(value, str) else str(value) if isinstance(value, int | float) else ""
+    text = text[:_MAX_TEXT]
     if not text.isprintable():
-        text = _CONTROL.sub(" ", text)
-    return text[:_MAX_TEXT].strip()
+        text = "".join([character if character.isprintable() else " " for character in text])
+    return text.strip()
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else "a list" if isinstance(value, list) else repr(_text(value)[:80])
 
 
 def _word(value: Any) -> str:
@@ -256,10 +260,15 @@ def _parse_time(text: str) -> datetime | None:
     try:
         # RFC 1123 as the endpoint sends it (the weekday is often wrong and is not looked at), or ISO 8601
         # as Microsoft's pages and mock server write it. A bare "20170702" is neither.
-        time = datetime.fromisoformat(text) if "T" in text and "-" in text else parsedate_to_datetime(text)
+        time = datetime.fromisoformat(text) if text[4:5] == "-" else parsedate_to_datetime(text)
         return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
     except (ValueError, OverflowError, TypeError, IndexError):
         return None
+
+
+def _plain_names(names: Iterable[str]) -> set[str]:
+    # A name we do not know must not match a resource that is blank.
+    return {_plain_name(name) for name in names} - {""}
 
 
 def _plain_name(name: str) -> str:
@@ -268,5 +277,6 @@ def _plain_name(name: str) -> str:
 
 
 def _excerpt(body: bytes) -> str:
-    shown = body[:120].decode("utf-8", "replace")
-    return repr(shown) + ("..." if len(body) > 120 else "")
+    """The beginning of ``body`` in one line."""
+    shown = " ".join(body[:160].removeprefix(_BOM).decode("utf-8", "replace").split())
+    return repr(shown[:80]) + ("..." if len(body) > 160 or len(shown) > 80 else "")

@@ -6,11 +6,10 @@ state. The one invariant: whatever is not clearly allowed is observed and never 
 
 import re
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime, time, timedelta
+from datetime import UTC, datetime, time, timedelta, tzinfo
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Annotated, Any, Literal
-from zoneinfo import ZoneInfo
 
 import msgspec
 from msgspec import Meta
@@ -25,17 +24,13 @@ RuleAffects = Literal["self", "shared", "others"]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 _DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
-# A rule with a window and no lead starts this long before NotBefore if no window comes first: Azure's usual
-# notice, so that an event of ordinary notice is handled as if the rule had no window.
-DEFAULT_WINDOW_LEAD_SECONDS = 15 * 60.0
+# Azure's usual notice. A rule without a lead begins this long before NotBefore where it cannot end the waiting
+# by an approval: if its window does not come, or if the event names other VMs and this one may not speak for them.
+DEFAULT_LEAD_SECONDS = 15 * 60.0
 
 Duration = Annotated[
     float,
-    Meta(
-        description="A duration such as 9s, 5m, 1h30m or 2d.",
-        extra={"kind": "duration"},
-        extra_json_schema={"type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(ms|s|m|h|d))+$"},
-    ),
+    Meta(description="A duration such as 9s, 5m, 1h30m or 2d.", extra={"kind": "duration"}),
 ]
 """Seconds; in the policy file a text such as 1h30m."""
 
@@ -150,10 +145,10 @@ class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
         Both times are aware; so is the result, in UTC.
         """
-        zone = ZoneInfo(self.timezone)
+        zone = _zone(self.timezone)
         first = at.astimezone(zone).date() - timedelta(days=8)  # a window may be seven days long
-        last = before.astimezone(zone).date()
-        for offset in range(max(0, min((last - first).days, 16)) + 1):
+        # Every window opens once a week, so that the seventeenth day is later than the next opening.
+        for offset in range(17):
             day = first + timedelta(days=offset)
             if _DAYS[day.weekday()] not in self.days:
                 continue
@@ -200,12 +195,16 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     def begins_at(self, event: ScheduledEvent, now: datetime) -> datetime:
         """The time from which the event is handled: prepared for, or approved. Never before ``now``."""
-        if event.not_before is None or (self.lead is None and self.window is None):
+        is_at_once = self.lead is None and self.window is None and (self.may_speak or self.affects != "shared")
+        if event.not_before is None or is_at_once:
             return now
-        lead_seconds = DEFAULT_WINDOW_LEAD_SECONDS if self.lead is None else self.lead
-        latest = max(now, event.not_before - timedelta(seconds=lead_seconds))
-        opening = self.window.opening(now, before=latest) if self.window else None
-        return opening or latest
+        lead = timedelta(seconds=DEFAULT_LEAD_SECONDS if self.lead is None else self.lead)
+        if event.not_before - now <= lead:
+            return now
+        latest = event.not_before - lead
+        if self.window is None or not self.may_speak or self.approve == "never":
+            return latest  # not approved from here, it would stay prepared from the window until NotBefore
+        return self.window.opening(now, before=latest) or latest
 
 
 def decide(
@@ -319,6 +318,15 @@ def _glob(name: str, patterns: Iterable[str]) -> bool:
         fnmatchcase(low, pattern.casefold()) or fnmatchcase(low.removeprefix("_"), pattern.casefold())
         for pattern in patterns
     )
+
+
+@lru_cache(maxsize=16)
+def _zone(name: str) -> tzinfo:
+    if name == "UTC":
+        return UTC  # also where there is no time zone data
+    from zoneinfo import ZoneInfo  # noqa: PLC0415  # an agent without windows never needs it
+
+    return ZoneInfo(name)
 
 
 @lru_cache(maxsize=256)

@@ -33,7 +33,8 @@ _MIGRATIONS = (
     CREATE INDEX workflow_open ON workflow (is_open) WHERE is_open;
     CREATE TABLE journal (
         id INTEGER PRIMARY KEY, at TEXT NOT NULL, workflow_id TEXT NOT NULL, event_id TEXT NOT NULL,
-        kind TEXT NOT NULL, stage TEXT NOT NULL, hook TEXT NOT NULL, text TEXT NOT NULL, detail TEXT NOT NULL
+        kind TEXT NOT NULL, stage TEXT NOT NULL, hook TEXT NOT NULL, outcome TEXT NOT NULL,
+        text TEXT NOT NULL, detail TEXT NOT NULL
     ) STRICT;
     CREATE INDEX journal_workflow ON journal (workflow_id, id);
     CREATE INDEX journal_at ON journal (at);
@@ -66,6 +67,7 @@ class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     stage: str
     hook: str
+    outcome: str
     text: str
     detail: str
 
@@ -148,8 +150,8 @@ class Store:
         """Put what concerns the agent and no single event into the journal."""
         with self._transaction():
             self._connection.execute(
-                "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, text, detail)"
-                " VALUES (?, '', '', ?, '', '', ?, '')",
+                "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, outcome, text, detail)"
+                " VALUES (?, '', '', ?, '', '', '', ?, '')",
                 (_stamp(at), kind, text),
             )
 
@@ -166,7 +168,8 @@ class Store:
         """All entries, oldest first."""
         with self._reading():
             rows = self._connection.execute(
-                "SELECT at, workflow_id, event_id, kind, stage, hook, text, detail FROM journal ORDER BY id"
+                "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail"
+                " FROM journal ORDER BY id"
             ).fetchall()
         return [
             JournalEntry(
@@ -176,10 +179,11 @@ class Store:
                 kind=kind,
                 stage=stage,
                 hook=hook,
+                outcome=outcome,
                 text=text,
                 detail=detail,
             )
-            for at, workflow_id, event_id, kind, stage, hook, text, detail in rows
+            for at, workflow_id, event_id, kind, stage, hook, outcome, text, detail in rows
         ]
 
     def load_fact(self, name: FactName) -> str:
@@ -247,10 +251,10 @@ class Store:
 
     def _write_journal(self, entries: Iterable[tuple[str, Workflow, Note]]) -> None:
         self._connection.executemany(
-            "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, text, detail)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, outcome, text, detail)"
+            " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [
-                (at, w.id, w.event.id, note.kind, note.stage, note.hook, note.text, note.detail)
+                (at, w.id, w.event.id, note.kind, note.stage, note.hook, note.outcome, note.text, note.detail)
                 for at, w, note in entries
             ],
         )

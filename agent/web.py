@@ -41,6 +41,7 @@ class WebServer:
     """Serves ``pages`` on ADDRESS:PORT from threads of its own until it is closed."""
 
     def __init__(self, listen: str, pages: Pages) -> None:
+        self._listen = listen
         host, _, port = listen.rpartition(":")
         host = host.strip("[]")
         server_class = _Server6 if ":" in host else _Server
@@ -59,6 +60,11 @@ class WebServer:
     def port(self) -> int:
         """The port, also when it was given as 0."""
         return int(self._server.server_address[1])
+
+    @property
+    def address(self) -> str:
+        """ADDRESS:PORT as it was given, with the real port."""
+        return f"{self._listen.rpartition(':')[0]}:{self.port}"
 
     def close(self) -> None:
         """Stop serving; returns when the socket is closed."""

@@ -197,6 +197,8 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     stage: str = ""
     hook: str = ""
+    outcome: str = ""
+    """How the hook ended; "" in other notes."""
     detail: str = ""
     """What else there is to keep, such as the last output of a hook."""
 
@@ -329,9 +331,10 @@ def hook_deadline_at(workflow: Workflow, stage: Stage, reserve_seconds: float, n
     not_before = workflow.event.not_before
     if stage != "prepare" or not_before is None:
         return None
-    for deadline_at in (not_before - timedelta(seconds=reserve_seconds), not_before):
-        if deadline_at - now > timedelta(seconds=1):
-            return deadline_at
+    for seconds in (reserve_seconds, 0.0):
+        left = not_before - now - timedelta(seconds=seconds)
+        if left > timedelta(seconds=1):
+            return now + left
     return None
 
 
@@ -583,6 +586,7 @@ def _finish_hook(workflow: Workflow, signal: HookFinished) -> Step:
         text=f"{phrase} ({signal.outcome})" if signal.detail else phrase,
         stage=signal.stage,
         hook=signal.hook,
+        outcome=signal.outcome,
         detail=signal.tail,
     )
     return Step(workflow=_with_progress(workflow, signal.stage, progress), notes=(note,))
@@ -595,7 +599,9 @@ def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step:
         workflow.recover, done=(*workflow.recover.done, signal.hook), failure=failure or workflow.recover.failure
     )
     text = f"hook {signal.hook}: has run for another event, once for both"
-    note = Note(kind="hook_finished", text=text, stage=signal.stage, hook=signal.hook)
+    note = Note(
+        kind="hook_finished", text=text, stage=signal.stage, hook=signal.hook, outcome=signal.outcome
+    )
     return Step(workflow=replace(workflow, recover=progress), notes=(note,))
 
 

@@ -61,10 +61,15 @@ def _run(arguments: argparse.Namespace) -> int:
             "policy", file=str(path) if path else "built in: no policy file", state_dir=str(state_dir)
         )
         daemon = Daemon(settings, load_settings, store)
-        signal.signal(signal.SIGINT, lambda *_: daemon.stop())
-        signal.signal(signal.SIGTERM, lambda *_: daemon.stop())
-        if hasattr(signal, "SIGHUP"):
-            signal.signal(signal.SIGHUP, lambda *_: daemon.reload())
+        # SIGBREAK is Ctrl-Break on Windows, SIGHUP is Linux's alone.
+        for name, respond in (
+            ("SIGINT", daemon.stop),
+            ("SIGTERM", daemon.stop),
+            ("SIGBREAK", daemon.stop),
+            ("SIGHUP", daemon.reload),
+        ):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), lambda *_, respond=respond: respond())
         daemon.run()
     finally:
         store.close()

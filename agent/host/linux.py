@@ -1,0 +1,463 @@
+"""Linux behind the seam: paths, the boot's identity, locks, and process trees that can be ended whole.
+
+The functions and signatures are those of ``windows.py``, and nothing else is public. Knows nothing of events,
+policy or hooks. The one invariant: ``ProcessTree.kill`` never signals a process that was not started, directly
+or through others, by the tree it belongs to.
+
+How a tree is kept together: its first process leads a session of its own; this process makes itself the
+"child subreaper", so that whatever loses its parent becomes a child of ours and not of init; and every process
+carries a marker in its environment. A process that leaves the session, loses its parent and clears its
+environment can then only be told from those of other trees when no other tree is alive: so it is ended with
+the last of them.
+"""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from operator import itemgetter
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from agent import AgentError
+
+if sys.platform == "win32":
+    raise ImportError("agent.host.linux is for Linux; import agent.host instead")
+
+_MARKER = "SCHEDULED_EVENTS_AGENT_HOOK_RUN"
+_DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR")
+# Where systemd-networkd, NetworkManager and dhclient (in Debian's and Red Hat's places) keep their leases.
+_LEASES = (
+    "run/systemd/netif/leases/*",
+    "run/NetworkManager/devices/*",
+    "var/lib/NetworkManager/*.lease",
+    "var/lib/dhcp/*.lease*",
+    "var/lib/dhclient/*.lease*",
+)
+_MAX_LEASE_CHARACTERS = 1 << 20
+_PR_SET_CHILD_SUBREAPER = 36
+_LEFTOVER_GRACE_SECONDS = 1.0
+
+
+class HostError(AgentError):
+    """The system refused something, or something it was expected to have is missing."""
+
+
+def default_config_path() -> Path:
+    """Where the policy file is looked for when nobody says otherwise."""
+    return Path("/etc/scheduled-events-agent/policy.yaml")
+
+
+def default_state_dir() -> Path:
+    """Where the state is kept when the policy file does not say otherwise."""
+    return Path("/var/lib/scheduled-events-agent")
+
+
+def boot_id() -> str:
+    """A text that differs from one start of the system to the next; compare with ``is_same_boot``."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise HostError(f"cannot tell which boot this is: {error}", kind="boot_id") from None
+
+
+def is_same_boot(one: str, other: str) -> bool:
+    """Whether two values of ``boot_id`` name the same start of the system."""
+    return one == other
+
+
+def dhcp_option_245() -> str | None:
+    """The address in DHCP option 245 of the newest lease that tells it; None if none does."""
+    return _option_245_of(Path("/"))
+
+
+def create_private_dir(path: Path) -> None:
+    """Make sure that the directory exists and that nobody but this account (and root) can look inside."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o700)
+    except OSError as error:
+        raise HostError(
+            f"{path}: expected a directory for this account alone; {error.strerror or error}", kind="state_dir"
+        ) from None
+
+
+class HeldLock:
+    """A lock that ends with ``close`` or with the process, whichever comes first."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def hold_lock(path: Path) -> HeldLock:
+    """Take the lock that ``path`` stands for. Raises HostError, naming the holder, if another process has it."""
+    import fcntl  # noqa: PLC0415 - Linux only, as is all of this file
+
+    try:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
+    except OSError as error:
+        raise HostError(f"{path}: cannot be opened for locking; {error.strerror}", kind="lock") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = file.read(20).decode("ascii", "replace").strip() or "unknown"
+        file.close()
+        raise HostError(
+            f"{path}: another agent (pid {holder}) is at work here; stop it, or give this one another state_dir",
+            kind="locked",
+        ) from None
+    file.truncate(0)
+    file.write(b"%d\n" % os.getpid())
+    file.flush()
+    return HeldLock(file)
+
+
+def base_environment(user: str | None) -> dict[str, str]:
+    """What a hook that runs as ``user`` (None: as the agent) inherits: nothing that only concerns the agent."""
+    environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    environment.update((name, value) for name, value in os.environ.items() if name.startswith("LC_"))
+    environment.setdefault("PATH", _DEFAULT_PATH)
+    return environment | _account_environment(user)
+
+
+def decode_output(data: bytes) -> str:
+    """What a program wrote, as text."""
+    return data.decode("utf-8", "replace")
+
+
+class ProcessTree:
+    """A program and everything it started. Made by ``start_tree``; end with ``close``."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", token: str) -> None:
+        self._process = process
+        self._token = token
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self) -> int | None:
+        """Block until the program ended. Returns its exit code, less than 0 for a signal, None if it was lost."""
+        try:
+            # WNOWAIT: it stays a zombie until close(), so that neither its pid nor its group is given away.
+            result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # SIGCHLD is ignored in this process, or somebody else took the exit code
+            return None
+        if result is None:
+            return None
+        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+    def is_empty(self) -> bool:
+        """Whether nothing of the tree runs any more."""
+        program = _read_process(self.pid)
+        if program is not None and not program.is_zombie:
+            return False
+        if _is_subreaper and _reap_orphans() == []:
+            return True  # what outlives the program becomes our child, and there is none
+        # A zombie counts: what it started in its last moment may have been missed, and is found the next time.
+        return self._all_members() == []
+
+    def terminate(self) -> None:
+        """Ask every process of the tree to end."""
+        for member in self._members():
+            _ask_to_end(member.pid)
+
+    def kill(self) -> None:
+        """End every process of the tree. Call it again until ``is_empty``: one may just have been forking."""
+        members = self._members()
+        # A group dies in one go, and no fork escapes from that.
+        for group in {member.group for member in members} - {os.getpgrp()}:
+            with suppress(OSError):
+                os.killpg(group, signal.SIGKILL)
+        for member in members:
+            with suppress(OSError):
+                os.kill(member.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let go of it. The program must have ended."""
+        self._process.wait()
+        with _trees_lock:
+            _trees.pop(self._token, None)
+        reap_orphans()
+
+    def _members(self) -> "list[_Process]":
+        return [process for process in self._all_members() if not process.is_zombie]
+
+    def _all_members(self) -> "list[_Process]":
+        with _trees_lock:
+            trees = dict(_trees)
+        may_take_strays = trees.keys() <= {self._token}
+        return [
+            process
+            for process, token in _owned_processes(trees)
+            if (token == self._token or (token == "" and may_take_strays))
+            and not (process.is_zombie and process.pid == self.pid)
+        ]
+
+
+def start_tree(
+    *,
+    run: Sequence[str] | None,
+    shell: str | None,
+    env: Mapping[str, str],
+    cwd: str | None,
+    user: str | None,
+    stdin: bytes,
+    output: int,
+    token: str,
+) -> ProcessTree:
+    """Start the program ``run``, or the command line ``shell``, with its output on the descriptor ``output``.
+
+    ``token`` is a text that no other tree has. Raises HostError, its message a phrase, if it cannot be started.
+    """
+    argv = ["/bin/sh", "-c", shell] if shell is not None else list(run or ())
+    if not argv or not argv[0]:
+        raise HostError("nothing to run", kind="hook")
+    uid, gid, groups = _identity(user)
+    _become_subreaper()
+    directory = cwd or "/"
+    with _trees_lock:
+        _trees[token] = None  # from here on, a stray may be ours and a new child is no orphan
+    try:
+        with os.fdopen(os.memfd_create("stdin"), "r+b") as source:
+            source.write(stdin)
+            source.seek(0)
+            process = subprocess.Popen(
+                argv,
+                stdin=source,
+                stdout=output,
+                stderr=output,
+                env={**env, _MARKER: token},
+                cwd=directory,
+                user=uid,
+                group=gid,
+                extra_groups=groups,
+                start_new_session=True,
+            )
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        with _trees_lock:
+            del _trees[token]
+        raise HostError(_why_not_started(argv[0], directory, user, env, error), kind="hook") from None
+    tree = ProcessTree(process, token)
+    with _trees_lock:
+        _trees[token] = tree
+    return tree
+
+
+def reap_orphans() -> None:
+    """Release processes that lost their parent and ended; to be called now and then while trees run."""
+    _reap_orphans()
+
+
+def end_marked(prefix: str) -> int:
+    """End what the trees of a killed agent left running; returns how many processes that were.
+
+    These are the trees whose token begins with ``prefix``.
+    """
+    kill_at = time.monotonic() + _LEFTOVER_GRACE_SECONDS
+    give_up_at = kill_at + _LEFTOVER_GRACE_SECONDS
+    marked = _marked_processes(prefix)
+    found = set(marked)
+    for pid in marked:
+        _ask_to_end(pid)
+    while marked and time.monotonic() < give_up_at:
+        if time.monotonic() >= kill_at:
+            for pid in marked:
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+        marked = _marked_processes(prefix)
+        found |= marked
+    return len(found)
+
+
+def _account_environment(user: str | None) -> dict[str, str]:
+    import pwd  # noqa: PLC0415 - not on Windows
+
+    try:
+        entry = pwd.getpwuid(os.geteuid()) if user is None else pwd.getpwnam(user)
+    except KeyError:  # an unknown user is refused by start_tree
+        return {"HOME": "/"}
+    return {"HOME": entry.pw_dir, "USER": entry.pw_name, "LOGNAME": entry.pw_name, "SHELL": entry.pw_shell}
+
+
+def _identity(user: str | None) -> tuple[int | None, int | None, list[int] | None]:
+    if user is None:
+        return None, None, None
+    import pwd  # noqa: PLC0415 - not on Windows
+
+    try:
+        entry = pwd.getpwnam(user)
+    except KeyError:
+        raise HostError(f"no such user: {user}", kind="hook") from None
+    if entry.pw_uid == os.geteuid():
+        return None, None, None
+    if os.geteuid() != 0:
+        raise HostError(f"cannot run as {user}: only an agent that runs as root can", kind="hook")
+    return entry.pw_uid, entry.pw_gid, os.getgrouplist(user, entry.pw_gid)
+
+
+def _why_not_started(program: str, cwd: str, user: str | None, env: Mapping[str, str], error: Exception) -> str:
+    if not isinstance(error, OSError):
+        return f"cannot be started: {error}"
+    if not Path(cwd).is_dir():
+        return f"no such directory to run in: {cwd}"
+    path = Path(program)
+    if isinstance(error, FileNotFoundError):
+        if "/" not in program:
+            return f"no such program on the PATH {env.get('PATH')}: {program}"
+        if path.exists():
+            return f"the interpreter in the first line does not exist: {program}"
+        return f"no such file: {program}"
+    if path.is_dir():
+        return f"a directory, not a program: {program}"
+    if isinstance(error, PermissionError):
+        return f"not executable{f' for {user}' if user else ''}: {program}"
+    if error.errno == errno.ENOEXEC:
+        return f"neither a program nor a script that begins with #!: {program}"
+    return f"cannot be started ({error.strerror}): {program}"
+
+
+class _Process(NamedTuple):
+    pid: int
+    parent: int
+    group: int
+    session: int
+    is_zombie: bool
+
+
+_trees: dict[str, ProcessTree | None] = {}  # by token; None while it is being started
+_trees_lock = threading.Lock()
+_is_subreaper: bool | None = None  # None: not tried yet
+
+
+def _become_subreaper() -> None:
+    global _is_subreaper  # noqa: PLW0603 - a property of this process
+    if _is_subreaper is None:
+        import ctypes  # noqa: PLC0415 - of no use before the first hook
+
+        _is_subreaper = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+
+
+def _read_process(pid: int) -> _Process | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - read by the hundred; a Path costs more
+            text = file.read()
+    except OSError:
+        return None
+    state, parent, group, session, _ = text[text.rindex(b")") + 2 :].split(b" ", 4)
+    return _Process(pid, int(parent), int(group), int(session), state in (b"Z", b"X"))
+
+
+def _process_table() -> list[_Process]:
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]  # noqa: PTH208 - names are enough
+    return [process for pid in pids if (process := _read_process(pid)) is not None]
+
+
+def _orphans() -> list[_Process]:
+    """Our children that we did not start: those outside our session that lead no tree."""
+    me, session = os.getpid(), os.getsid(0)
+    leaders = {tree.pid for tree in list(_trees.values()) if tree is not None}
+    try:
+        pids = [
+            int(pid)
+            for thread in os.listdir("/proc/self/task")  # noqa: PTH208 - names are enough
+            for pid in Path(f"/proc/self/task/{thread}/children").read_bytes().split()
+        ]
+        children = [process for pid in pids if (process := _read_process(pid)) is not None]
+    except OSError:  # a kernel without these files, or a thread that just ended
+        children = [process for process in _process_table() if process.parent == me]
+    return [child for child in children if child.session != session and child.pid not in leaders]
+
+
+def _reap_orphans() -> list[_Process] | None:
+    """Release those that ended; returns those that were there, None if that cannot be told now."""
+    with _trees_lock:
+        if None in _trees.values():
+            return None  # the child that is being started is not yet known, and its exit code is not ours to take
+        orphans = _orphans()
+        for process in orphans:
+            with suppress(OSError):
+                os.waitpid(process.pid, os.WNOHANG)
+        return orphans
+
+
+def _owned_processes(trees: Mapping[str, ProcessTree | None]) -> Iterator[tuple[_Process, str]]:
+    """Every process that some tree started, with the tree's token, or "" for a stray that shows no owner."""
+    me, session = os.getpid(), os.getsid(0)
+    tokens_by_session = {tree.pid: token for token, tree in trees.items() if tree is not None}
+    table = _process_table()
+    children: dict[int, list[_Process]] = {}
+    for process in table:
+        children.setdefault(process.parent, []).append(process)
+
+    def find_owner(process: _Process) -> str:
+        return tokens_by_session.get(process.session) or _owner_in_environment(process.pid, trees)
+
+    found = [(child, find_owner(child)) for child in children.get(me, ()) if child.session != session]
+    if not _is_subreaper:  # orphans are no children of ours, and may be anywhere
+        found += [(process, owner) for process in table if process.pid != me and (owner := find_owner(process))]
+    seen = set()
+    while found:
+        process, token = found.pop()
+        if process.pid in seen:
+            continue
+        seen.add(process.pid)
+        yield process, token
+        found.extend((child, token or find_owner(child)) for child in children.get(process.pid, ()))
+
+
+def _owner_in_environment(pid: int, tokens: Container[str]) -> str:
+    token = _token_of(pid)
+    return token if token in tokens else ""
+
+
+def _token_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - as above
+            environment = b"\0" + file.read()
+    except OSError:
+        return ""
+    _, _, rest = environment.partition(b"\0" + _MARKER.encode() + b"=")
+    return os.fsdecode(rest.partition(b"\0")[0])
+
+
+def _marked_processes(prefix: str) -> set[int]:
+    table = _process_table()
+    marked = {process.pid for process in table if _token_of(process.pid).startswith(prefix)}
+    size = 0
+    while size != len(marked):  # their descendants, one generation at a time
+        size = len(marked)
+        marked |= {process.pid for process in table if process.parent in marked}
+    zombies = {process.pid for process in table if process.is_zombie}
+    return marked - zombies - {os.getpid()}
+
+
+def _ask_to_end(pid: int) -> None:
+    with suppress(OSError):
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGCONT)  # a stopped process would not hear it
+
+
+def _option_245_of(root: Path) -> str | None:
+    from agent.host import dhcp  # noqa: PLC0415 - read at most once, and mostly never
+
+    texts = []
+    for pattern in _LEASES:
+        for path in root.glob(pattern):
+            with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+                texts.append((os.fstat(file.fileno()).st_mtime, file.read(_MAX_LEASE_CHARACTERS)))
+    now = datetime.now(UTC)
+    texts.sort(key=itemgetter(0), reverse=True)
+    return next((address for _, text in texts if (address := dhcp.parse_lease(text, now))), None)

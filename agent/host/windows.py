@@ -1,0 +1,409 @@
+"""Windows behind the seam: paths, the boot's identity, locks, and process trees that can be ended whole.
+
+The functions and signatures are those of ``linux.py``, and nothing else is public. Knows nothing of events,
+policy or hooks. The one invariant: no text reaches ``cmd`` in a form that it would read as more than one argument.
+
+A tree is a Job object from which no process can break away, and which ends with its last handle: so with the
+agent, however that ends. Windows has no way to ask a program without a window to end: to terminate is to kill.
+
+The module can be imported everywhere, for the tests of its command lines; its functions need Windows.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from agent import AgentError
+
+_MARKER = "SCHEDULED_EVENTS_AGENT_HOOK_RUN"
+_PASSED_ON = (
+    "ALLUSERSPROFILE",
+    "APPDATA",
+    "COMMONPROGRAMFILES",
+    "COMMONPROGRAMFILES(X86)",
+    "COMMONPROGRAMW6432",
+    "COMPUTERNAME",
+    "COMSPEC",
+    "HOMEDRIVE",
+    "HOMEPATH",
+    "LOCALAPPDATA",
+    "NUMBER_OF_PROCESSORS",
+    "OS",
+    "PATH",
+    "PATHEXT",
+    "PROCESSOR_ARCHITECTURE",
+    "PROGRAMDATA",
+    "PROGRAMFILES",
+    "PROGRAMFILES(X86)",
+    "PROGRAMW6432",
+    "PSMODULEPATH",
+    "PUBLIC",
+    "SYSTEMDRIVE",
+    "SYSTEMROOT",
+    "TEMP",
+    "TMP",
+    "USERDOMAIN",
+    "USERNAME",
+    "USERPROFILE",
+    "WINDIR",
+)
+# A clock that is set right moves the boot's computed time; no machine boots twice within this.
+_SAME_BOOT_SECONDS = 120.0
+# For the system, administrators and this account; not inherited from the parent, which lets everybody in.
+_PRIVATE = "D:P(A;OICI;FA;;;SY)(A;OICI;FA;;;BA)(A;OICI;FA;;;{account})"
+_CREATE_SUSPENDED = 0x4
+_CREATE_NO_WINDOW = 0x08000000
+_SHARING_VIOLATION = 32
+_SEPARATORS = "\\/"
+_INTERFACES = r"SYSTEM\CurrentControlSet\Services\Tcpip\Parameters\Interfaces"
+_NEEDS_INTERPRETER = {
+    ".py": "python.exe",
+    ".pyw": "python.exe",
+    ".vbs": "cscript.exe",
+    ".js": "cscript.exe",
+    ".sh": "bash.exe",
+    ".pl": "perl.exe",
+}
+
+
+class HostError(AgentError):
+    """The system refused something, or something it was expected to have is missing."""
+
+
+def default_config_path() -> Path:
+    """Where the policy file is looked for when nobody says otherwise."""
+    return _program_data() / "policy.yaml"
+
+
+def default_state_dir() -> Path:
+    """Where the state is kept when the policy file does not say otherwise."""
+    return _program_data() / "state"
+
+
+def boot_id() -> str:
+    """A text that differs from one start of the system to the next; compare with ``is_same_boot``."""
+    import psutil  # noqa: PLC0415 - of no use but here
+
+    return f"boot-time {psutil.boot_time():.0f}"
+
+
+def is_same_boot(one: str, other: str) -> bool:
+    """Whether two values of ``boot_id`` name the same start of the system."""
+    try:
+        return abs(float(one.removeprefix("boot-time ")) - float(other.removeprefix("boot-time "))) < (
+            _SAME_BOOT_SECONDS
+        )
+    except ValueError:
+        return False
+
+
+def dhcp_option_245() -> str | None:
+    """The address in DHCP option 245 of any interface that was told it; None if none was."""
+    if sys.platform != "win32":  # for the type checker, which knows winreg only there
+        return None
+    import winreg  # noqa: PLC0415 - Windows only
+
+    from agent.host import dhcp  # noqa: PLC0415 - read at most once, and mostly never
+
+    now = datetime.now(UTC)
+    with contextlib.suppress(OSError), winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, _INTERFACES) as interfaces:
+        for index in range(winreg.QueryInfoKey(interfaces)[0]):
+            with (
+                contextlib.suppress(OSError),
+                winreg.OpenKey(interfaces, winreg.EnumKey(interfaces, index)) as interface,
+            ):
+                value, kind = winreg.QueryValueEx(interface, "DhcpInterfaceOptions")
+                if kind == winreg.REG_BINARY and (address := dhcp.parse_windows_options(value or b"", now)):
+                    return address
+    return None
+
+
+def create_private_dir(path: Path) -> None:
+    """Make sure that the directory exists and that nobody but this account (and the system's) can look inside."""
+    import pywintypes  # noqa: PLC0415 - Windows only
+    import win32security  # noqa: PLC0415 - Windows only
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        account = win32security.ConvertSidToStringSid(_own_sid())
+        descriptor = win32security.ConvertStringSecurityDescriptorToSecurityDescriptor(
+            _PRIVATE.format(account=account), win32security.SDDL_REVISION_1
+        )
+        win32security.SetNamedSecurityInfo(
+            str(path),
+            win32security.SE_FILE_OBJECT,
+            win32security.DACL_SECURITY_INFORMATION | win32security.PROTECTED_DACL_SECURITY_INFORMATION,
+            None,
+            None,
+            descriptor.GetSecurityDescriptorDacl(),
+            None,
+        )
+    except (OSError, pywintypes.error) as error:
+        raise HostError(
+            f"{path}: expected a directory for this account alone; {_reason(error)}", kind="state_dir"
+        ) from None
+
+
+class HeldLock:
+    """A lock that ends with ``close`` or with the process, whichever comes first."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def close(self) -> None:
+        self._handle.Close()
+
+
+def hold_lock(path: Path) -> HeldLock:
+    """Take the lock that ``path`` stands for. Raises HostError, naming the holder, if another process has it."""
+    import pywintypes  # noqa: PLC0415 - Windows only
+    import win32con  # noqa: PLC0415 - Windows only
+    import win32file  # noqa: PLC0415 - Windows only
+
+    try:
+        # Others may read who we are; nobody else may open it for writing.
+        handle: Any = win32file.CreateFile(
+            str(path), win32con.GENERIC_WRITE, win32con.FILE_SHARE_READ, None, win32con.CREATE_ALWAYS, 0, None
+        )
+    except pywintypes.error as error:
+        if error.winerror != _SHARING_VIOLATION:
+            raise HostError(f"{path}: cannot be opened for locking; {_reason(error)}", kind="lock") from None
+        holder = "unknown"
+        with contextlib.suppress(OSError):
+            holder = path.read_text(encoding="ascii").strip() or holder
+        raise HostError(
+            f"{path}: another agent (pid {holder}) is at work here; stop it, or give this one another state_dir",
+            kind="locked",
+        ) from None
+    win32file.WriteFile(handle, b"%d\n" % os.getpid())
+    return HeldLock(handle)
+
+
+def base_environment(user: str | None) -> dict[str, str]:
+    """What a hook that runs as ``user`` (None: as the agent) inherits: nothing that only concerns the agent."""
+    del user  # start_tree refuses one
+    inherited = {name.upper(): value for name, value in os.environ.items()}
+    return {name: inherited[name] for name in _PASSED_ON if name in inherited}
+
+
+def decode_output(data: bytes) -> str:
+    """What a program wrote, as text: UTF-8, else in the code page of the console."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return data.decode("oem", "replace")
+
+
+class ProcessTree:
+    """A program and everything it started. Made by ``start_tree``; end with ``close``."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", job: Any) -> None:
+        self._process = process
+        self._job = job
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self) -> int | None:
+        """Block until the program ended. Returns its exit code; elsewhere None if it was lost."""
+        return self._process.wait()
+
+    def is_empty(self) -> bool:
+        """Whether nothing of the tree runs any more."""
+        import win32job  # noqa: PLC0415 - Windows only
+
+        facts = win32job.QueryInformationJobObject(self._job, win32job.JobObjectBasicAccountingInformation)
+        return bool(facts["ActiveProcesses"] == 0)
+
+    def terminate(self) -> None:
+        """End every process of the tree, for none can be asked to."""
+        self.kill()
+
+    def kill(self) -> None:
+        """End every process of the tree."""
+        import pywintypes  # noqa: PLC0415 - Windows only
+        import win32job  # noqa: PLC0415 - Windows only
+
+        with contextlib.suppress(pywintypes.error):
+            win32job.TerminateJobObject(self._job, 1)
+
+    def close(self) -> None:
+        """Let go of it. The program must have ended."""
+        self._process.wait()
+        self._job.Close()
+
+
+def start_tree(
+    *,
+    run: Sequence[str] | None,
+    shell: str | None,
+    env: Mapping[str, str],
+    cwd: str | None,
+    user: str | None,
+    stdin: bytes,
+    output: int,
+    token: str,
+) -> ProcessTree:
+    """Start the program ``run``, or the command line ``shell``, with its output on the descriptor ``output``.
+
+    ``token`` is a text that no other tree has. Raises HostError, its message a phrase, if it cannot be started.
+    """
+    if user is not None:
+        raise HostError(f"cannot run as {user}: on Windows a hook runs as the agent's account", kind="hook")
+    # Names of variables differ in more than case here; what was given last counts.
+    env = {name.upper(): value for name, value in env.items()} | {_MARKER: token}
+    command = shell_command(shell, env) if shell is not None else program_command(run or (), env)
+    directory = cwd or env.get("SYSTEMDRIVE", "C:") + "\\"
+    try:
+        with tempfile.TemporaryFile() as source:
+            source.write(stdin)
+            source.seek(0)
+            process = subprocess.Popen(
+                command,
+                stdin=source,
+                stdout=output,
+                stderr=output,
+                env=env,
+                cwd=directory,
+                creationflags=_CREATE_NO_WINDOW | _CREATE_SUSPENDED,
+            )
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise HostError(_why_not_started(run, directory, error), kind="hook") from None
+    return ProcessTree(process, _put_into_job(process))
+
+
+def reap_orphans() -> None:
+    """Release processes that lost their parent and ended; here the system does."""
+
+
+def end_marked(prefix: str) -> int:
+    """End what the trees of a killed agent left running; here the system did, when their jobs' handles closed."""
+    del prefix
+    return 0
+
+
+def shell_command(text: str, env: Mapping[str, str]) -> str:
+    """The command line that has ``cmd`` run ``text``."""
+    text = text.strip()
+    if not text:
+        raise HostError("nothing to run", kind="hook")
+    if "\n" in text or "\r" in text:
+        raise HostError(
+            "cmd would run only the first of several lines: join them with && or put them into a .cmd file",
+            kind="hook",
+        )
+    return f'"{_cmd(env)}" /d /s /c "{text}"'
+
+
+def program_command(run: Sequence[str], env: Mapping[str, str]) -> str:
+    """The command line that runs a program or script with its arguments."""
+    if not run or not run[0]:
+        raise HostError("nothing to run", kind="hook")
+    program = _find_program(run[0], env)
+    suffix = os.path.splitext(program)[1].lower()  # noqa: PTH122 - a Windows path, also where this is tested
+    if suffix in (".cmd", ".bat"):
+        # cmd expands %NAME% even within quotes, ends an argument at a quote, and the line at a line break.
+        for argument in (program, *run[1:]):
+            if found := set(argument) & set('"%\r\n\0'):
+                raise HostError(
+                    f"cannot pass {argument!r} safely to a {suffix} file: it contains {min(found)!r}; "
+                    "use environment variables (env), or a program or PowerShell script",
+                    kind="hook",
+                )
+        quoted = " ".join(f'"{argument}"' for argument in (program, *run[1:]))
+        return f'"{_cmd(env)}" /d /v:off /s /c "{quoted}"'
+    if suffix == ".ps1":
+        powershell = rf"{_system_root(env)}\System32\WindowsPowerShell\v1.0\powershell.exe"
+        options = ("-NoLogo", "-NoProfile", "-NonInteractive", "-ExecutionPolicy", "Bypass", "-File")
+        return subprocess.list2cmdline([powershell, *options, program, *run[1:]])
+    if suffix in _NEEDS_INTERPRETER:
+        raise HostError(
+            f"{program} is no program on Windows: name its interpreter first, "
+            f"as in run: [{_NEEDS_INTERPRETER[suffix]}, {program}]",
+            kind="hook",
+        )
+    return subprocess.list2cmdline([program, *run[1:]])
+
+
+def _find_program(name: str, env: Mapping[str, str]) -> str:
+    """The file that ``name`` means: as it stands, or from PATH, but never from the current directory."""
+    suffixes = env.get("PATHEXT", ".COM;.EXE;.BAT;.CMD").lower().split(";")
+    suffixes = ["", *suffixes] if os.path.splitext(name)[1] else [*suffixes, ""]  # noqa: PTH122 - a Windows path
+    has_directory = any(mark in name for mark in "\\/:")
+    folders = (
+        [""] if has_directory else [f"{part.rstrip(_SEPARATORS)}\\" for part in env.get("PATH", "").split(";")]
+    )
+    for folder in folders:
+        for suffix in suffixes:
+            if os.path.isfile(f"{folder}{name}{suffix}"):  # noqa: PTH113 - a Windows path
+                return os.path.normpath(f"{folder}{name}{suffix}")  # cmd takes a / for the start of an option
+    if has_directory:
+        if os.path.isdir(name):  # noqa: PTH112 - a Windows path
+            raise HostError(f"a directory, not a program: {name}", kind="hook")
+        raise HostError(f"no such file: {name}", kind="hook")
+    raise HostError(f"no such program on the PATH {env.get('PATH')}: {name}", kind="hook")
+
+
+def _put_into_job(process: "subprocess.Popen[bytes]") -> Any:
+    """Let the suspended process go on as the first member of a job of its own."""
+    import psutil  # noqa: PLC0415 - heavy, and of no use before the first hook
+    import pywintypes  # noqa: PLC0415 - Windows only
+    import win32api  # noqa: PLC0415 - Windows only
+    import win32con  # noqa: PLC0415 - Windows only
+    import win32job  # noqa: PLC0415 - Windows only
+
+    try:
+        job: Any = win32job.CreateJobObject(None, "")  # type: ignore[func-returns-value] # the stub is wrong
+        limits = win32job.QueryInformationJobObject(job, win32job.JobObjectExtendedLimitInformation)
+        limits["BasicLimitInformation"]["LimitFlags"] = win32job.JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE
+        win32job.SetInformationJobObject(job, win32job.JobObjectExtendedLimitInformation, limits)
+        handle: Any = win32api.OpenProcess(win32con.PROCESS_ALL_ACCESS, False, process.pid)
+        win32job.AssignProcessToJobObject(job, handle)
+        handle.Close()
+        psutil.Process(process.pid).resume()
+    except (pywintypes.error, psutil.Error, OSError) as error:
+        process.kill()
+        process.wait()
+        raise HostError(f"cannot be put into a job object: {_reason(error)}", kind="hook") from None
+    return job
+
+
+def _why_not_started(run: Sequence[str] | None, cwd: str, error: Exception) -> str:
+    if not os.path.isdir(cwd):  # noqa: PTH112 - as given
+        return f"no such directory to run in: {cwd}"
+    what = f": {run[0]}" if run else ""
+    if getattr(error, "winerror", None) == 193:  # ERROR_BAD_EXE_FORMAT
+        return f"neither a program nor a .cmd, .bat or .ps1 script{what}"
+    return f"cannot be started ({_reason(error)}){what}"
+
+
+def _own_sid() -> Any:
+    import win32api  # noqa: PLC0415 - Windows only
+    import win32con  # noqa: PLC0415 - Windows only
+    import win32security  # noqa: PLC0415 - Windows only
+
+    token = win32security.OpenProcessToken(win32api.GetCurrentProcess(), win32con.TOKEN_QUERY)
+    return win32security.GetTokenInformation(token, win32security.TokenUser)[0]
+
+
+def _program_data() -> Path:
+    return Path(os.environ.get("PROGRAMDATA", r"C:\ProgramData"), "ScheduledEventsAgent")
+
+
+def _system_root(env: Mapping[str, str]) -> str:
+    return env.get("SYSTEMROOT", r"C:\Windows")
+
+
+def _cmd(env: Mapping[str, str]) -> str:
+    return rf"{_system_root(env)}\System32\cmd.exe"
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error).strip()

@@ -1,0 +1,33 @@
+"""The Scheduled Events endpoint itself, faithfully, for demos, users' tests and ours.
+
+    azure.py       PURE   the events and their lives: plans and the time in, documents out
+    protocol.py    PURE   what the metadata service answers: headers, api-versions, error bodies
+    faults.py      PURE   how it misbehaves, and the request limit
+    scenario.py           scenario files: YAML -> frozen values
+    server.py      EDGE   one HTTP port per VM
+    simulation.py  SHELL  all of it under one lock and one clock; the record of what clients sent
+
+It shares no code with the agent's own reading of the protocol, so that each checks the other.
+"""
+
+from agent.simulator.azure import Happening, Plan, SimulatedEvent, SimulatorError
+from agent.simulator.faults import Fault
+from agent.simulator.protocol import VirtualMachine
+from agent.simulator.scenario import Scenario, list_scenarios, load_scenario, parse_scenario, rename_vms
+from agent.simulator.simulation import RequestRecord, Simulator
+
+__all__ = [
+    "Fault",
+    "Happening",
+    "Plan",
+    "RequestRecord",
+    "Scenario",
+    "SimulatedEvent",
+    "Simulator",
+    "SimulatorError",
+    "VirtualMachine",
+    "list_scenarios",
+    "load_scenario",
+    "parse_scenario",
+    "rename_vms",
+]

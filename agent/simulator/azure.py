@@ -1,0 +1,390 @@
+"""Azure's side of Scheduled Events as a model: plans of events and a number for the time in, documents out.
+
+Owns the life of every simulated event and the text of the document in each api-version. Does no I/O, starts
+no thread and reads no clock. The one invariant: what a document shows changes only together with its
+DocumentIncarnation, and an event that has gone never comes back.
+
+Written from Azure's documentation alone and sharing no code with the agent's parser, so that each checks
+the other.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from typing import Any, Literal
+
+import msgspec
+
+from agent import AgentError
+
+EventType = Literal["Freeze", "Reboot", "Redeploy", "Preempt", "Terminate"]
+Source = Literal["Platform", "User"]
+Status = Literal["Scheduled", "Started", "Gone"]
+Outcome = Literal["", "completed", "canceled"]
+HappeningKind = Literal[
+    "began", "scheduled", "polled", "approved", "started", "renamed", "gone", "reset", "fault", "skipped"
+]
+
+EVENTS_VERSIONS = (
+    "2017-03-01",
+    "2017-08-01",
+    "2017-11-01",
+    "2019-01-01",
+    "2019-04-01",
+    "2019-08-01",
+    "2020-07-01",
+)
+# The first api-version that shows each of these; dates in this form compare as texts.
+_TYPE_SINCE = {"Preempt": "2017-11-01", "Terminate": "2019-01-01"}
+_FIELD_SINCE = {
+    "Description": "2019-04-01",
+    "EventSource": "2019-08-01",
+    "DurationInSeconds": "2020-07-01",
+}
+_UNDERSCORE_VERSION = "2017-03-01"
+
+# What Microsoft promises as the least notice of each type; a Terminate's is set on the scale set.
+NOTICE_SECONDS: dict[EventType, float] = {
+    "Freeze": 900.0,
+    "Reboot": 900.0,
+    "Redeploy": 600.0,
+    "Preempt": 30.0,
+    "Terminate": 300.0,
+}
+# Texts that the real service has been seen to send.
+_DESCRIPTIONS: dict[tuple[EventType, Source], str] = {
+    ("Freeze", "Platform"): (
+        "Virtual machine is being paused because of a memory-preserving Live Migration operation."
+    ),
+    ("Reboot", "Platform"): "Host server is undergoing maintenance.",
+    ("Redeploy", "Platform"): "Virtual machine has encountered a failure.",
+    ("Reboot", "User"): "Virtual machine is going to be restarted as requested by authorized user.",
+    ("Redeploy", "User"): "Virtual machine is going to be redeployed as requested by authorized user.",
+}
+
+
+class SimulatorError(AgentError):
+    """The simulator was asked for something that cannot be, or waited for in vain (kind ``timeout``)."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to become of one event. Seconds are real ones."""
+
+    type: EventType
+    vms: tuple[str, ...]
+    source: Source = "Platform"
+    notice_seconds: float
+    """From now to NotBefore, which is rounded up to the next whole second as documents have no fractions."""
+    duration_seconds: int = -1
+    """DurationInSeconds as shown; it has no effect on the simulated life."""
+    description: str = ""
+    lasts_seconds: float | None = 10.0
+    """From Started until it is gone; None: until told."""
+    start_delay_seconds: float = 0.5
+    """From the approval to Started."""
+    starts_when_approved: bool = True
+    """False: something else on the host holds the start up until NotBefore, approval or not."""
+    begins_started: bool = False
+    """Straight to Started, as after a hardware failure."""
+    shows_started: bool = True
+    """False: it is over before any document has shown it Started."""
+    new_id_at_start: bool = False
+    """It goes on under another id once Started, as in Microsoft's mock server."""
+    id: str = ""
+    """Its EventId; by default a new one."""
+
+
+class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One event as it stands at one moment; it is kept after it has gone."""
+
+    id: str
+    ids: tuple[str, ...]
+    """Every id it has had, the first one first."""
+    plan: Plan
+    status: Status
+    outcome: Outcome = ""
+    scheduled_at: datetime
+    not_before_at: datetime
+    approved_at: datetime | None = None
+    approved_by: str = ""
+    """The VM that was first to approve it."""
+    started_at: datetime | None = None
+    gone_at: datetime | None = None
+    seen_by: tuple[str, ...] = ()
+    """VMs that have been served a document with it."""
+
+
+class Happening(msgspec.Struct, frozen=True, kw_only=True):
+    """Something worth telling: what became of an event, or what was done to the endpoint."""
+
+    kind: HappeningKind
+    at: datetime
+    event: SimulatedEvent | None = None
+    vm: str = ""
+    text: str = ""
+
+
+def describe(type_: EventType, source: Source) -> str:
+    """The description that the real service gives to such events, often none."""
+    return _DESCRIPTIONS.get((type_, source), "")
+
+
+class Azure:
+    """The events of one set of VMs, which all of them see. Times are seconds since the Unix epoch.
+
+    Not safe for use by several threads at once; its owner holds a lock.
+    """
+
+    def __init__(
+        self,
+        vms: Iterable[str],
+        *,
+        new_id: Callable[[], str],
+        incarnation: int = 1,
+        incarnation_step: int = 1,
+    ) -> None:
+        self.vms = tuple(vms)
+        self.incarnation = incarnation
+        self.history: list[Happening] = []
+        self.next_due = math.inf
+        """When ``advance`` will next have something to do."""
+        self._reached = -math.inf
+        self._incarnation_step = incarnation_step
+        self._new_id = new_id
+        self._events: dict[str, SimulatedEvent] = {}  # by first id, folded
+        self._first_id: dict[str, str] = {}  # folded id, first or later -> key of _events
+        self._live: dict[str, SimulatedEvent] = {}  # the part of _events that has not gone
+        self._texts: dict[str, bytes] = {}  # by api-version, until the document changes
+        self._up_to_date: set[tuple[str, str]] = set()  # (VM, api-version) served with the present document
+
+    # What happens
+
+    def schedule(self, now: float, plan: Plan) -> str:
+        """Announce an event; returns its id."""
+        self.advance(now)
+        for vm in plan.vms:
+            if vm not in self.vms:
+                raise SimulatorError(f"no VM {vm!r} here; expected one of {', '.join(self.vms)}", kind="usage")
+        if not plan.vms:
+            raise SimulatorError("an event needs at least one VM", kind="usage")
+        event_id = plan.id or self._new_id()
+        key = event_id.casefold()
+        if key in self._first_id:
+            raise SimulatorError(f"there has been an event {event_id} before; give another id", kind="usage")
+        self._first_id[key] = key
+        event = SimulatedEvent(
+            id=event_id,
+            ids=(event_id,),
+            plan=plan,
+            status="Scheduled",
+            scheduled_at=_time(now),
+            # Rounding up and starting at the rounded time: nobody gets less notice than was planned, and
+            # nothing starts before the NotBefore that the document shows.
+            not_before_at=_time(math.ceil(now + plan.notice_seconds)),
+        )
+        self._keep(key, event)
+        if plan.begins_started:
+            self._start(now, key)
+        else:
+            self._tell("scheduled", now, event)
+            self._document_changed()
+        return event_id
+
+    def approve(self, now: float, event_id: str, by: str) -> None:
+        """Count a start request, for every VM of the event. One that is not the first changes nothing."""
+        self.advance(now)
+        key = self._known(event_id)
+        event = self._events[key]
+        if event.status != "Scheduled" or event.approved_at is not None:
+            return
+        self._keep(key, _replace(event, approved_at=_time(now), approved_by=by))
+        self._tell("approved", now, self._events[key], by)
+
+    def cancel(self, now: float, event_id: str) -> None:
+        """Take the event back before it has started."""
+        self.advance(now)
+        key = self._known(event_id)
+        if self._events[key].status != "Scheduled":
+            raise SimulatorError(
+                f"event {event_id} is {self._events[key].status}; only a Scheduled one can be canceled",
+                kind="usage",
+            )
+        self._leave(now, key, "canceled")
+
+    def start(self, now: float, event_id: str) -> None:
+        """Start the event at once, approved or not."""
+        self.advance(now)
+        key = self._known(event_id)
+        if self._events[key].status != "Scheduled":
+            raise SimulatorError(
+                f"event {event_id} is {self._events[key].status}; only a Scheduled one can be started",
+                kind="usage",
+            )
+        self._start(now, key)
+
+    def end(self, now: float, event_id: str) -> None:
+        """Let the event be over, also if no document has shown it Started."""
+        self.advance(now)
+        key = self._known(event_id)
+        if self._events[key].status == "Gone":
+            raise SimulatorError(f"event {event_id} is gone already", kind="usage")
+        self._leave(now, key, "completed")
+
+    def reset_incarnation(self, now: float, incarnation: int = 1) -> None:
+        """Let the numbering begin anew, as after a day without a request."""
+        self.advance(now)
+        self._document_changed()
+        self.incarnation = incarnation
+        self._tell("reset", now, text=f"DocumentIncarnation is {incarnation}")
+
+    def advance(self, now: float) -> None:
+        """Do whatever is due until ``now``, each thing at its own time."""
+        while self.next_due <= now:
+            due, key = min((self._due(event), key) for key, event in self._live.items())
+            at = max(due, self._reached)  # what has waited for another event is due since before that one
+            if self._live[key].status == "Scheduled":
+                self._start(at, key)
+            else:
+                self._leave(at, key, "completed")
+        self._reached = max(self._reached, now)
+
+    # What it looks like
+
+    def event(self, event_id: str) -> SimulatedEvent:
+        """The event that has, or once had, this id."""
+        return self._events[self._known(event_id)]
+
+    def events(self) -> tuple[SimulatedEvent, ...]:
+        """Every event there has been, oldest first."""
+        return tuple(self._events.values())
+
+    def is_pending(self, event_id: str) -> bool:
+        """Whether a start request may name this id: the present id of an event that is not gone."""
+        key = self._first_id.get(event_id.casefold())
+        return key in self._live and self._live[key].id.casefold() == event_id.casefold()
+
+    def document(self, version: str) -> bytes:
+        """The document of one api-version. The same bytes object until something changes."""
+        text = self._texts.get(version)
+        if text is None:
+            events = [_shown(event, version) for event in self._live.values() if _is_shown(event, version)]
+            content = {"DocumentIncarnation": self.incarnation, "Events": events}
+            text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+            self._texts[version] = text
+        return text
+
+    def mark_served(self, now: float, vm: str, version: str) -> None:
+        """Note that a VM has been given the present document of this api-version."""
+        if (vm, version) in self._up_to_date:
+            return
+        self._up_to_date.add((vm, version))
+        for key, event in self._live.items():
+            if vm not in event.seen_by and _is_shown(event, version):
+                seen = _replace(event, seen_by=(*event.seen_by, vm))
+                self._events[key] = self._live[key] = seen
+                self._tell("polled", now, seen, vm)
+
+    # How
+
+    def _start(self, now: float, key: str) -> None:
+        event = self._events[key]
+        if not event.plan.shows_started:
+            self._keep(key, _replace(event, started_at=_time(now)))
+            self._leave(now, key, "completed")
+            return
+        started = _replace(event, status="Started", started_at=_time(now))
+        if event.plan.new_id_at_start:
+            new_id = self._new_id()
+            self._first_id[new_id.casefold()] = key
+            started = _replace(started, id=new_id, ids=(*event.ids, new_id))
+            self._tell("renamed", now, started, text=f"{event.id} goes on as {new_id}")
+        self._keep(key, started)
+        self._tell("started", now, started)
+        self._document_changed()
+
+    def _leave(self, now: float, key: str, outcome: Outcome) -> None:
+        gone = _replace(self._events[key], status="Gone", outcome=outcome, gone_at=_time(now))
+        self._keep(key, gone)
+        self._tell("gone", now, gone)
+        self._document_changed()
+
+    def _keep(self, key: str, event: SimulatedEvent) -> None:
+        self._events[key] = event
+        if event.status == "Gone":
+            self._live.pop(key, None)
+        else:
+            self._live[key] = event
+        self.next_due = min(map(self._due, self._live.values()), default=math.inf)
+
+    def _due(self, event: SimulatedEvent) -> float:
+        plan = event.plan
+        if event.started_at is not None:
+            return math.inf if plan.lasts_seconds is None else event.started_at.timestamp() + plan.lasts_seconds
+        not_before = event.not_before_at.timestamp()
+        if event.approved_at is None or not plan.starts_when_approved or self._waits_for_others(event):
+            return not_before
+        return min(not_before, event.approved_at.timestamp() + plan.start_delay_seconds)
+
+    def _waits_for_others(self, event: SimulatedEvent) -> bool:
+        """A scale set deletes its VMs in the order of NotBefore, those with the same one together."""
+        return event.plan.type == "Terminate" and any(
+            other.plan.type == "Terminate"
+            and other.status == "Scheduled"
+            and other.approved_at is None
+            and other.not_before_at <= event.not_before_at
+            for other in self._live.values()
+        )
+
+    def _document_changed(self) -> None:
+        self.incarnation += self._incarnation_step
+        self._texts.clear()
+        self._up_to_date.clear()
+
+    def _known(self, event_id: str) -> str:
+        key = self._first_id.get(event_id.casefold())
+        if key is None:
+            raise SimulatorError(f"there has never been an event {event_id!r}", kind="usage")
+        return key
+
+    def _tell(
+        self,
+        kind: HappeningKind,
+        now: float,
+        event: SimulatedEvent | None = None,
+        vm: str = "",
+        text: str = "",
+    ) -> None:
+        self.history.append(Happening(kind=kind, at=_time(now), event=event, vm=vm, text=text))
+
+
+def _is_shown(event: SimulatedEvent, version: str) -> bool:
+    return version >= _TYPE_SINCE.get(event.plan.type, "")
+
+
+def _shown(event: SimulatedEvent, version: str) -> dict[str, Any]:
+    plan = event.plan
+    resources: Sequence[str] = plan.vms
+    if version == _UNDERSCORE_VERSION:
+        resources = [f"_{name}" for name in resources]
+    is_started = event.status == "Started"
+    fields: dict[str, Any] = {
+        "EventId": event.id,
+        "EventStatus": event.status,
+        "EventType": plan.type,
+        "ResourceType": "VirtualMachine",
+        "Resources": resources,
+        "NotBefore": "" if is_started else format_datetime(event.not_before_at, usegmt=True),
+        "Description": plan.description,
+        "EventSource": plan.source,
+        "DurationInSeconds": plan.duration_seconds,
+    }
+    return {name: value for name, value in fields.items() if version >= _FIELD_SINCE.get(name, "")}
+
+
+def _time(now: float) -> datetime:
+    return datetime.fromtimestamp(now, UTC)
+
+
+_replace = msgspec.structs.replace

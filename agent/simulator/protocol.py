@@ -1,0 +1,294 @@
+"""What the metadata service answers to one request: the checks, the error bodies, the instance's data.
+
+Owns the paths, headers, api-versions and status codes. Does no I/O and reads no clock. The one invariant: a
+request that the real service would refuse never reaches the model of the events.
+"""
+
+import json
+from functools import lru_cache
+from typing import Any, Literal
+from urllib.parse import parse_qs, urlsplit
+from uuid import UUID, uuid5
+
+import msgspec
+
+from agent.simulator.azure import EVENTS_VERSIONS, Azure
+
+Purpose = Literal["poll", "approve", "instance", "other"]
+
+# /metadata/instance has versions of its own; the newest three are what the service names in a refusal.
+INSTANCE_VERSIONS = (
+    "2017-04-02",
+    "2017-08-01",
+    "2017-12-01",
+    "2018-02-01",
+    "2018-04-02",
+    "2018-10-01",
+    "2019-02-01",
+    "2019-03-11",
+    "2019-04-30",
+    "2019-06-01",
+    "2019-06-04",
+    "2019-08-01",
+    "2019-08-15",
+    "2019-11-01",
+    "2020-06-01",
+    "2020-07-15",
+    "2020-09-01",
+    "2020-10-01",
+    "2020-12-01",
+    "2021-01-01",
+    "2021-02-01",
+    "2021-03-01",
+    "2021-05-01",
+    "2021-10-01",
+    "2021-11-01",
+    "2021-11-15",
+    "2021-12-13",
+    "2023-07-01",
+    "2023-11-15",
+    "2024-03-15",
+    "2024-07-17",
+    "2025-04-07",
+)
+_BAD_VERSION = (
+    "Bad request. api-version is invalid or was not specified in the request. "
+    "For more information refer to aka.ms/azureimds"
+)
+_NO_HEADER = "Bad request. Required metadata header not specified"
+_REASONS = {
+    200: "OK",
+    302: "Found",
+    400: "Bad Request",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    410: "Gone",
+    411: "Length Required",
+    413: "Content Too Large",
+    429: "Too Many Requests",
+    500: "Internal Server Error",
+    502: "Bad Gateway",
+    503: "Service Unavailable",
+    504: "Gateway Timeout",
+}
+_JSON = "application/json; charset=utf-8"
+_VM_ID_SPACE = UUID("6f1f5c3e-3a4e-4c1e-9a53-6d6d0f1a3c11")
+
+
+class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulated VM, as /metadata/instance describes it."""
+
+    name: str
+    """As in Resources and instance/compute/name."""
+    vm_id: str = ""
+    """By default made from the name, so that it stays the same from run to run."""
+    scale_set: str = ""
+    location: str = "westeurope"
+    size: str = "Standard_D2s_v5"
+    resource_group: str = "simulated"
+
+    @property
+    def id(self) -> str:
+        return self.vm_id or str(uuid5(_VM_ID_SPACE, self.name))
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One request as read from the wire; header names are in lower case."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    body: bytes = b""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What to send back, and the ids of the events that the request has approved."""
+
+    status: int
+    body: bytes = b""
+    wire: bytes
+    """Status line, headers and body, ready to be sent."""
+    approved: tuple[str, ...] = ()
+
+
+def make_answer(
+    status: int,
+    body: bytes = b"",
+    *,
+    content_type: str = _JSON,
+    headers: tuple[tuple[str, str], ...] = (),
+    approved: tuple[str, ...] = (),
+) -> Answer:
+    """An answer with its bytes made up."""
+    lines = [f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}", "Server: IMDS/simulator"]
+    lines += [f"Content-Type: {content_type}"] if body else []
+    lines += [f"{name}: {value}" for name, value in headers]
+    lines.append(f"Content-Length: {len(body)}")
+    head = "\r\n".join(lines) + "\r\n\r\n"
+    return Answer(status=status, body=body, wire=head.encode("latin-1") + body, approved=approved)
+
+
+def make_error(status: int, message: str = "", **more: Any) -> Answer:
+    """An error as the service words it: a JSON object with ``error``."""
+    return make_answer(status, _encode({"error": message or _REASONS.get(status, "Unknown"), **more}))
+
+
+class Imds:
+    """The metadata service of one set of VMs. Not safe for use by several threads at once."""
+
+    def __init__(self, azure: Azure, vms: dict[str, VirtualMachine]) -> None:
+        self._azure = azure
+        self._vms = vms
+        self._instances = {name: _instance(vm) for name, vm in vms.items()}
+        self._documents: dict[str, Answer] = {}
+
+    def answer(self, now: float, vm: str, request: Request) -> Answer:
+        """Answer a request that came in on a VM's port."""
+        headers = request.headers
+        if "x-forwarded-for" in headers:
+            return make_error(400, "Bad request. Requests must not carry an X-Forwarded-For header")
+        if headers.get("metadata", "").strip().lower() != "true":
+            return make_error(400, _NO_HEADER)
+        path, query = _parse_target(request.target)
+        version = query.get("api-version", "")
+        match path:
+            case ["metadata", "scheduledevents"]:
+                if version not in EVENTS_VERSIONS:
+                    return _bad_version(EVENTS_VERSIONS)
+                if request.method == "GET":
+                    return self._document(now, vm, version)
+                if request.method == "POST":
+                    return self._approve(now, vm, version, request.body)
+                return make_error(405)
+            case ["metadata", "instance", *rest]:
+                if version not in INSTANCE_VERSIONS:
+                    return _bad_version(INSTANCE_VERSIONS)
+                if request.method != "GET":
+                    return make_error(405)
+                return _part_of(self._instances[vm], rest, query.get("format", "json"))
+            case ["metadata", _, "scheduledevents"]:  # the preview of 2016 had its version in the path
+                return _bad_version(EVENTS_VERSIONS)
+        return make_error(404)
+
+    def _document(self, now: float, vm: str, version: str) -> Answer:
+        body = self._azure.document(version)
+        answer = self._documents.get(version)
+        if answer is None or answer.body is not body:
+            answer = self._documents[version] = make_answer(200, body)
+        self._azure.mark_served(now, vm, version)
+        return answer
+
+    def _approve(self, now: float, vm: str, version: str, body: bytes) -> Answer:
+        """All ids of a request or none: what the real service does with a mixture is not documented."""
+        try:
+            content = json.loads(body)
+            ids = [item["EventId"] for item in content["StartRequests"]]
+        except (ValueError, TypeError, KeyError):
+            return make_error(400, 'Bad request. Expected {"StartRequests": [{"EventId": "..."}]}')
+        if not ids or not all(isinstance(event_id, str) for event_id in ids):
+            return make_error(400, "Bad request. StartRequests must name events by their EventId")
+        if version == EVENTS_VERSIONS[0] and not isinstance(content.get("DocumentIncarnation"), str):
+            return make_error(400, "Bad request. DocumentIncarnation must be given, as a string")
+        for event_id in ids:
+            if not self._azure.is_pending(event_id):
+                return make_error(400, f"Bad request. There is no event {event_id}")
+        for event_id in ids:
+            self._azure.approve(now, event_id, vm)
+        return make_answer(200, approved=tuple(ids))
+
+
+def purpose_of(request: Request) -> Purpose:
+    """What the client is after, well-formed or not."""
+    path = _parse_target(request.target)[0]
+    if path[-1:] == ("scheduledevents",):
+        return "approve" if request.method == "POST" else "poll"
+    return "instance" if path[:2] == ("metadata", "instance") else "other"
+
+
+@lru_cache(maxsize=256)
+def _parse_target(target: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    try:
+        parts = urlsplit(target)
+    except ValueError:
+        return (), {}
+    path = tuple(part for part in parts.path.lower().split("/") if part)
+    return path, {name.lower(): values[-1] for name, values in parse_qs(parts.query).items()}
+
+
+def _bad_version(versions: tuple[str, ...]) -> Answer:
+    return make_error(400, _BAD_VERSION, **{"newest-versions": list(reversed(versions[-3:]))})
+
+
+def _instance(vm: VirtualMachine) -> dict[str, Any]:
+    """The instance's data; as with the real service every value is a string."""
+    number = sum(vm.name.encode()) % 200 + 4
+    host_name = vm.name.split(".")[0].replace("_", "")[:9] + "000000"
+    subscription = str(uuid5(_VM_ID_SPACE, "subscription"))
+    return {
+        "compute": {
+            "azEnvironment": "AzurePublicCloud",
+            "evictionPolicy": "",
+            "location": vm.location,
+            "name": vm.name,
+            "offer": "debian-12",
+            "osProfile": {
+                "adminUsername": "azureuser",
+                # Never the name that Resources uses: whoever takes it for that is found out.
+                "computerName": host_name,
+                "disablePasswordAuthentication": "true",
+            },
+            "osType": "Linux",
+            "placementGroupId": str(uuid5(_VM_ID_SPACE, vm.scale_set)) if vm.scale_set else "",
+            "platformFaultDomain": "0",
+            "platformUpdateDomain": "0",
+            "priority": "Regular",
+            "provider": "Microsoft.Compute",
+            "publisher": "Debian",
+            "resourceGroupName": vm.resource_group,
+            "resourceId": (
+                f"/subscriptions/{subscription}/resourceGroups/{vm.resource_group}"
+                f"/providers/Microsoft.Compute/virtualMachines/{vm.name}"
+            ),
+            "sku": "12-gen2",
+            "subscriptionId": subscription,
+            "tags": "",
+            "tagsList": [],
+            "version": "0.20240717.1811",
+            "vmId": vm.id,
+            "vmScaleSetName": vm.scale_set,
+            "vmSize": vm.size,
+            "zone": "",
+        },
+        "network": {
+            "interface": [
+                {
+                    "ipv4": {
+                        "ipAddress": [{"privateIpAddress": f"10.0.0.{number}", "publicIpAddress": ""}],
+                        "subnet": [{"address": "10.0.0.0", "prefix": "24"}],
+                    },
+                    "ipv6": {"ipAddress": []},
+                    "macAddress": f"000D3A{number:06X}",
+                }
+            ]
+        },
+    }
+
+
+def _part_of(instance: dict[str, Any], path: list[str], format_: str) -> Answer:
+    part: Any = instance
+    for step in path:
+        names = {name.lower(): name for name in part} if isinstance(part, dict) else {}
+        if step not in names:
+            return make_error(404)
+        part = part[names[step]]
+    if not isinstance(part, str):
+        return make_answer(200, _encode(part))
+    if format_ != "text":
+        return make_error(400, "Bad request. A single value is available as format=text only")
+    return make_answer(200, part.encode(), content_type="text/plain; charset=utf-8")
+
+
+def _encode(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()

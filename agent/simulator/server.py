@@ -1,0 +1,223 @@
+"""HTTP/1.1 on one loopback port per VM: reads requests, sends answers, carries faults out.
+
+Owns the sockets and their threads: one that accepts, one for each connection. Decides nothing: what to answer
+comes from a ``Responder``. The one invariant: after ``close`` no thread and no socket is left.
+
+Written on sockets instead of http.server, for faults need the bare connection and an idle poll should
+cost next to nothing.
+"""
+
+import contextlib
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Iterable
+from io import BufferedReader
+from itertools import count
+from typing import Protocol
+
+from agent.simulator.azure import SimulatorError
+from agent.simulator.faults import Fault
+from agent.simulator.protocol import Answer, Request
+
+_MAX_LINE = 65536
+_MAX_HEADERS = 100
+_MAX_BODY = 1024 * 1024
+_CHUNK = b" " * 65536
+
+
+class _BadRequestError(Exception):
+    """The bytes are not a request that this server understands."""
+
+
+class Responder(Protocol):
+    """Who decides what a request gets. Called from connection threads, several at once."""
+
+    def choose_fault(self, vm: str, request: Request) -> Fault | None:
+        """The fault that befalls this request."""
+
+    def answer(self, vm: str, connection: int, request: Request, fault: Fault | None, *, is_heard: bool) -> Answer:
+        """What to send; called when it is about to be sent, or (if not ``is_heard``) nobody waits for it."""
+
+
+class Server:
+    """One listening socket per VM, on 127.0.0.1."""
+
+    def __init__(self, vms: Iterable[str], responder: Responder, first_port: int = 0) -> None:
+        self.ports: dict[str, int] = {}
+        self._responder = responder
+        self._closing = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._listeners: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._numbers = count(1)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._acceptor = threading.Thread(target=self._accept, name="simulator-accept", daemon=True)
+        try:
+            for index, vm in enumerate(vms):
+                self._listen(vm, first_port + index if first_port else 0)
+        except BaseException:
+            self._close_sockets()
+            raise
+
+    def start(self) -> None:
+        """Begin to accept; does not block."""
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """End every connection and wait for the threads."""
+        self._closing.set()
+        if self._acceptor.is_alive():
+            self._wake_sender.send(b"x")
+            self._acceptor.join()
+        self._close_sockets()
+        with self._lock:
+            open_connections = dict(self._connections)
+            for connection in open_connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+        for thread in open_connections.values():
+            thread.join()
+
+    def _listen(self, vm: str, port: int) -> None:
+        try:
+            listener = socket.create_server(("127.0.0.1", port), backlog=64)
+        except (OSError, OverflowError) as error:
+            raise SimulatorError(
+                f"cannot listen on 127.0.0.1:{port} for {vm}: {error}; choose another port, or 0 for a free one",
+                kind="usage",
+            ) from error
+        listener.setblocking(False)
+        self._listeners.append(listener)
+        self._selector.register(listener, selectors.EVENT_READ, vm)
+        self.ports[vm] = listener.getsockname()[1]
+
+    def _close_sockets(self) -> None:
+        self._selector.close()
+        for item in (self._wake_sender, self._wake_receiver, *self._listeners):
+            item.close()
+
+    def _accept(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if self._closing.is_set():
+                    return
+                listener = key.fileobj
+                if not isinstance(listener, socket.socket) or listener is self._wake_receiver:
+                    continue
+                try:
+                    connection, _ = listener.accept()
+                except OSError:  # the client has gone again
+                    continue
+                connection.setblocking(True)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                number = next(self._numbers)
+                thread = threading.Thread(
+                    target=self._serve,
+                    args=(connection, key.data, number),
+                    name=f"simulator-{key.data}-{number}",
+                    daemon=True,
+                )
+                with self._lock:
+                    self._connections[connection] = thread
+                thread.start()
+
+    def _serve(self, connection: socket.socket, vm: str, number: int) -> None:
+        try:
+            with connection, connection.makefile("rb") as stream:
+                try:
+                    while self._serve_one(connection, stream, vm, number):
+                        pass
+                except _BadRequestError as error:
+                    text = str(error).encode()
+                    connection.sendall(
+                        b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
+                        % (len(text), text)
+                    )
+                finally:
+                    with self._lock:  # before it is closed: close() must not touch a number used again
+                        self._connections.pop(connection, None)
+        except OSError:  # the client has gone, or close() has cut the connection
+            pass
+
+    def _serve_one(self, connection: socket.socket, stream: BufferedReader, vm: str, number: int) -> bool:
+        """Serve one request; False if the connection is not to be used again."""
+        read = _read_request(connection, stream)
+        if read is None:
+            return False
+        request, keep_alive = read
+        fault = self._responder.choose_fault(vm, request)
+        kind = fault.kind if fault else ""
+        if fault and kind == "slow" and self._closing.wait(fault.delay_seconds):
+            return False
+        is_heard = kind != "slow" or not _has_gone(connection)
+        wire = self._responder.answer(vm, number, request, fault, is_heard=is_heard).wire
+        if not is_heard:
+            return False
+        if fault is None:
+            connection.sendall(wire)
+        elif kind == "stall":
+            while connection.recv(4096):  # until the client gives up, or close()
+                pass
+            return False
+        elif kind == "reset":
+            # Lingering for no time makes close() send a reset.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return False
+        elif kind == "drip":
+            for index in range(len(wire)):
+                connection.sendall(wire[index : index + 1])
+                if self._closing.wait(fault.delay_seconds):
+                    return False
+        elif kind == "oversized":
+            connection.sendall(wire)  # the head only
+            for _ in range(fault.size_bytes // len(_CHUNK)):
+                connection.sendall(_CHUNK)
+            connection.sendall(_CHUNK[: fault.size_bytes % len(_CHUNK)])
+        elif kind == "endless":
+            connection.sendall(wire)
+            while not self._closing.is_set():
+                connection.sendall(_CHUNK)
+            return False
+        else:
+            connection.sendall(wire)
+            return keep_alive and kind not in ("not-http", "truncated")
+        return keep_alive
+
+
+def _has_gone(connection: socket.socket) -> bool:
+    """Whether the client has closed its side; it sends nothing else while it waits for an answer."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        return bool(selector.select(0)) and not connection.recv(1, socket.MSG_PEEK)
+
+
+def _read_request(connection: socket.socket, stream: BufferedReader) -> tuple[Request, bool] | None:
+    """The next request and whether the connection stays open; None at the end of the stream."""
+    line = stream.readline(_MAX_LINE)
+    if not line:
+        return None
+    words = line.decode("latin-1").split()
+    if len(words) != 3 or not words[2].startswith("HTTP/1."):
+        raise _BadRequestError("not an HTTP/1 request line")
+    headers: dict[str, str] = {}
+    while (line := stream.readline(_MAX_LINE)) not in (b"\r\n", b"\n"):
+        name, colon, value = line.decode("latin-1").partition(":")
+        if not colon or len(headers) > _MAX_HEADERS:
+            raise _BadRequestError("not a header, or too many of them")
+        headers[name.strip().lower()] = value.strip()
+    if "transfer-encoding" in headers:
+        raise _BadRequestError("only bodies with a Content-Length are understood")
+    length = headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit()) or int(length) > _MAX_BODY:
+        raise _BadRequestError("a Content-Length that cannot be, or is too large")
+    if headers.get("expect", "").lower() == "100-continue":
+        connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+    body = stream.read(int(length))
+    if len(body) < int(length):
+        return None
+    keeps = headers.get("connection", "").lower() != "close" and words[2] != "HTTP/1.0"
+    return Request(method=words[0], target=words[1], headers=headers, body=body), keeps

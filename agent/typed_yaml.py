@@ -1,0 +1,551 @@
+"""YAML text to frozen typed values, with every fault at once and its line.
+
+Owns the reading of the files people write by hand: the policy, and the simulator's scenarios. Does no I/O and
+knows neither file. The one invariant: a value comes out only if nothing was wrong; what the text says in the
+operator's own letters (``02:00``, ``2020-07-01``, ``off``) is what the types are given to judge.
+"""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from datetime import time
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+
+import msgspec
+from msgspec import NODEFAULT, Meta
+
+if TYPE_CHECKING:
+    from yaml import MarkedYAMLError
+
+T = TypeVar("T")
+_Node = Any  # a yaml.Node, whose published types lack ``id``
+
+# Far more than a file written by hand holds; it ends aliases that double at every step.
+_MAX_VALUES = 100_000
+_MAX_DEPTH = 50
+# Keeps NotBefore less a duration inside the calendar.
+_MAX_DURATION_SECONDS = 3650 * 86400.0
+# What YAML allows in a text; anything else (NUL above all) would be reported without a line.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
+_KNOWN_TAGS = frozenset(
+    f"tag:yaml.org,2002:{word}"
+    for word in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq", "merge", "value")
+)
+_INTEGER = re.compile(r"[-+]?[0-9]+")
+_NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_TIME = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])(?::([0-5][0-9]))?")
+_SCALARS = {
+    str: "a text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    time: "a time of day such as 02:00",
+}
+_UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
+_DURATION = re.compile("".join(rf"(?:(?P<{unit}>[0-9]+(?:\.[0-9]+)?){unit}(?![a-z]))?" for unit in _UNITS_MS))
+_BARE_KEY = re.compile(r"[A-Za-z0-9_.-]+")
+_LAST_STEP = re.compile(r"[.\[]?[^.\[]*$")
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One thing wrong with a text; its str() is the line to show."""
+
+    name: str
+    line: int
+    """Counted from 1."""
+    path: str
+    """Such as ``rules[2].approve``; "" for the whole text."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.line}: {f'{self.path}: ' if self.path else ''}{self.message}"
+
+
+class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+    """What a text said: a value, or problems in the order of their lines (the first hundred)."""
+
+    name: str
+    value: T | None
+    problems: tuple[Problem, ...]
+    lines: Mapping[str, int] = {}
+
+    def line_of(self, path: str) -> int:
+        """The line of a value, or of the nearest one around it that the text has."""
+        while path and path not in self.lines:
+            path = _LAST_STEP.sub("", path)
+        return self.lines.get(path, 1)
+
+    def problem(self, path: str, message: str) -> Problem:
+        """A problem found by a later check, at the line of ``path``."""
+        return Problem(self.name, self.line_of(path), path, message)
+
+
+def parse(text: str | bytes, type_: type[T], name: str) -> Parsed[T]:
+    """Read a YAML text as a ``type_`` (a msgspec.Struct); ``name`` is how problems call the file.
+
+    Bytes are UTF-8, with or without a byte order mark. Annotations may use Struct, str, int, float, bool, None,
+    Literal, tuple, list, dict, datetime.time and msgspec.Meta, whose ``extra`` may say ``{"kind": "duration"}``
+    (a float of seconds, written 1h30m) or ``{"kind": "one-or-many"}`` (a tuple that may be written as its only
+    item). A ValueError from a Struct's ``__post_init__`` becomes a problem.
+    """
+    reader = _Reader(name)
+    value = reader.read_text(text, type_)
+    problems = tuple(sorted(reader.problems, key=lambda problem: problem.line)[:100])
+    return Parsed(name=name, value=None if problems else value, problems=problems, lines=reader.lines)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a duration such as 9s, 1h30m or 500ms. Raises ValueError, which says how to write one."""
+    match = _DURATION.fullmatch(text) if text else None
+    if match is None:
+        way_out = f": write {text}s if seconds are meant" if _NUMBER.fullmatch(text) else ""
+        raise ValueError(f"expected a duration such as 9s, 5m, 1h30m or 2d; got {_quote(text)}{way_out}")
+    seconds = sum(float(match[unit] or 0) * size for unit, size in _UNITS_MS.items()) / 1000
+    if seconds > _MAX_DURATION_SECONDS:
+        raise ValueError(f"expected at most {format_duration(_MAX_DURATION_SECONDS)}; got {_quote(text)}")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """The shortest text that ``parse_duration`` reads as ``seconds``, to the millisecond."""
+    left = round(seconds * 1000)
+    if 0 < left < 1000:
+        return f"{left}ms"
+    parts = []
+    for unit in ("d", "h", "m"):
+        count, left = divmod(left, _UNITS_MS[unit])
+        if count:
+            parts.append(f"{count}{unit}")
+    if left or not parts:
+        parts.append(f"{left / 1000:g}s")
+    return "".join(parts)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that ``word`` was probably meant to be."""
+    from difflib import get_close_matches  # noqa: PLC0415  # only a faulty file needs it
+
+    by_folded = {name.casefold(): name for name in known}
+    found = get_close_matches(word.casefold(), by_folded, n=1)
+    return by_folded[found[0]] if found else None
+
+
+def json_schema(type_: type[msgspec.Struct]) -> dict[str, Any]:
+    """The JSON schema of what ``parse`` accepts for a type, for editors; defaults as the YAML writes them."""
+    definitions: dict[str, Any] = {}
+    schema = _schema(type_, definitions)
+    root = definitions.pop(schema["$ref"].rpartition("/")[2])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
+
+
+def plain(value: Any, annotation: Any) -> Any:
+    """A value as the YAML writes it: durations and times as text, no keys that have their defaults."""
+    type_, metas = _peel(annotation)
+    if value is None:
+        return None
+    if get_origin(type_) in (Union, UnionType):
+        inner = next(member for member in get_args(type_) if member is not NoneType)
+        return plain(value, Annotated[inner, Meta(), *metas])
+    if isinstance(value, msgspec.Struct):
+        return {
+            item.encode_name: plain(getattr(value, item.name), item.type)
+            for item in msgspec.structs.fields(value)
+            if getattr(value, item.name) != default_of(item)
+        }
+    if isinstance(value, dict):
+        return {key: plain(item, get_args(type_)[1]) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item, get_args(type_)[0]) for item in value]
+    if isinstance(value, time):
+        return value.isoformat("seconds" if value.second else "minutes")
+    return format_duration(value) if "duration" in _kinds(metas) else value
+
+
+def default_of(item: msgspec.structs.FieldInfo) -> Any:
+    """The default of a Struct's field; NODEFAULT if it must be given."""
+    return item.default if item.default_factory is NODEFAULT else item.default_factory()
+
+
+class _ValueProblemError(Exception):
+    """A value that is not what its type says; the message says what was expected and found."""
+
+
+class _Bad:
+    """Stands where a value was wrong, so that the rest is still read."""
+
+
+_BAD = _Bad()
+
+
+class _Reader:
+    """One walk through the node tree along the types; gathers problems and the line of every value."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.problems: list[Problem] = []
+        self.lines: dict[str, int] = {}
+        self._open: set[int] = set()
+        self._count = 0
+
+    def read_text(self, text: str | bytes, type_: Any) -> Any:
+        import yaml  # noqa: PLC0415  # a daemon without a policy file never needs it
+
+        if isinstance(text, bytes):
+            try:
+                text = text.decode()
+            except UnicodeDecodeError as error:
+                line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+                return self._problem(
+                    line, "", f"expected UTF-8; got the byte 0x{byte:02x}: save the file as UTF-8"
+                )
+        text = text.removeprefix("\ufeff")
+        odd = _CONTROL.search(text)
+        if odd:
+            line = text.count("\n", 0, odd.start()) + 1
+            return self._problem(line, "", f"the character U+{ord(odd[0]):04X} is not allowed in YAML: remove it")
+        try:
+            root = yaml.compose(text, _bounded(getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+        except yaml.MarkedYAMLError as error:
+            return self._problem(*_syntax_problem(error, text.splitlines()))
+        except yaml.YAMLError as error:
+            return self._problem(1, "", f"not YAML: {error}")
+        if root is None or _is_null(root):
+            root = yaml.MappingNode("tag:yaml.org,2002:map", [], yaml.Mark(self.name, 0, 0, 0, "", 0))
+        return self._read(root, type_, "")
+
+    def _problem(self, line: int, path: str, message: str) -> _Bad:
+        self.problems.append(Problem(self.name, line, path, message))
+        return _BAD
+
+    def _read(self, node: _Node, annotation: Any, path: str) -> Any:
+        """The value of a node as its annotation wants it, or _BAD after a problem was noted."""
+        line = node.start_mark.line + 1
+        self._count += 1
+        if self._count > _MAX_VALUES:
+            is_first = self._count == _MAX_VALUES + 1
+            return self._problem(line, path, f"more than {_MAX_VALUES} values") if is_first else _BAD
+        if id(node) in self._open:
+            return self._problem(line, path, "an alias cannot stand inside the value it repeats")
+        if node.tag not in _KNOWN_TAGS:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            return self._problem(line, path, f"the tag {tag} means nothing here: remove it")
+        self._open.add(id(node))
+        try:
+            return self._convert(node, annotation, path)
+        except _ValueProblemError as error:
+            return self._problem(line, path, str(error))
+        finally:
+            self._open.discard(id(node))
+
+    def _convert(self, node: _Node, annotation: Any, path: str) -> Any:
+        type_, metas = _peel(annotation)
+        origin = get_origin(type_)
+        if origin in (Union, UnionType):
+            return self._optional(node, type_, metas, path)
+        if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+            return self._struct(node, type_, path)
+        if origin in (tuple, list):
+            return self._sequence(node, origin, get_args(type_)[0], metas, path)
+        if origin is dict:
+            return self._mapping(node, get_args(type_), metas, path)
+        return _check(_scalar(node, type_, metas), metas)
+
+    def _optional(self, node: _Node, type_: Any, metas: tuple[Meta, ...], path: str) -> Any:
+        others = [member for member in get_args(type_) if member is not NoneType]
+        if len(others) != 1 or len(others) == len(get_args(type_)):
+            raise TypeError(f"{type_}: of unions, only a type or None can be read")
+        return None if _is_null(node) else self._convert(node, Annotated[others[0], Meta(), *metas], path)
+
+    def _struct(self, node: _Node, type_: type[msgspec.Struct], path: str) -> Any:
+        fields = {item.encode_name: item for item in msgspec.structs.fields(type_)}
+        values: dict[str, Any] = {}
+        before = len(self.problems)
+        for key, value in self._items(node, path):
+            if key not in fields:
+                guess = nearest(key, fields)
+                hint = f'did you mean "{guess}"?' if guess else f"known here: {', '.join(fields)}"
+                self._problem(self.lines[_join(path, key)], path, f"unknown key {_quote(key)}; {hint}")
+                continue
+            values[fields[key].name] = self._read(value, fields[key].type, _join(path, key))
+        for item in fields.values():
+            if default_of(item) is NODEFAULT and _join(path, item.encode_name) not in self.lines:
+                self._problem(node.start_mark.line + 1, path, f'the key "{item.encode_name}" is missing')
+        if len(self.problems) > before:
+            return _BAD
+        try:
+            return type_(**values)
+        except ValueError as error:
+            raise _ValueProblemError(str(error)) from error
+
+    def _sequence(
+        self, node: _Node, origin: Callable[..., Any], item_type: Any, metas: tuple[Meta, ...], path: str
+    ) -> Any:
+        if isinstance(node.value, list) and node.id == "sequence":
+            items = []
+            for index, item in enumerate(node.value):
+                self.lines[f"{path}[{index}]"] = item.start_mark.line + 1
+                items.append(self._read(item, item_type, f"{path}[{index}]"))
+        elif "one-or-many" in _kinds(metas) and not _is_null(node):
+            items = [self._convert(node, item_type, path)]
+        else:
+            way_out = f": write [{node.value}]" if node.id == "scalar" and node.value else ""
+            raise _ValueProblemError(f"expected a list; got {_found(node, '[]')}{way_out}")
+        return _BAD if any(item is _BAD for item in items) else _check(origin(items), metas)
+
+    def _mapping(self, node: _Node, types: tuple[Any, ...], metas: tuple[Meta, ...], path: str) -> Any:
+        values: dict[Any, Any] = {}
+        before = len(self.problems)
+        key_type, key_metas = _peel(types[0])
+        if key_type is not str:
+            raise TypeError(f"{key_type}: keys can only be read as str")
+        for key, value in self._items(node, path):
+            try:
+                _check(key, key_metas)
+            except _ValueProblemError as error:
+                self._problem(self.lines[_join(path, key)], path, f"the key {_quote(key)}: {error}")
+            values[key] = self._read(value, types[1], _join(path, key))
+        return _BAD if len(self.problems) > before else _check(values, metas)
+
+    def _items(self, node: _Node, path: str) -> list[tuple[str, _Node]]:
+        """Keys and their nodes; notes the line of each key, and the keys that cannot be."""
+        if node.id != "mapping":
+            raise _ValueProblemError(f"expected keys with values; got {_found(node, '{}')}")
+        items: dict[str, _Node] = {}
+        for key_node, value in node.value:
+            line = key_node.start_mark.line + 1
+            if key_node.id != "scalar":
+                self._problem(line, path, f"expected a key; got {_found(key_node)}")
+            elif key_node.tag.endswith(":merge"):
+                self._problem(line, path, "merge keys (<<) cannot be used: write the keys out")
+            elif key_node.value in items:
+                first = self.lines[_join(path, key_node.value)]
+                self._problem(line, path, f"the key {_quote(key_node.value)} stands in line {first} already")
+            else:
+                items[key_node.value] = value
+                self.lines[_join(path, key_node.value)] = line
+        return list(items.items())
+
+
+def _bounded(loader: Any) -> Any:
+    """The loader, refusing what is nested so deeply that the C code would run out of stack."""
+    from yaml import MarkedYAMLError  # noqa: PLC0415  # as above
+
+    class Bounded(loader):  # type: ignore[misc]
+        depth = 0
+
+        def descend_resolver(self, parent: Any, index: Any) -> None:
+            self.depth += 1
+            if self.depth > _MAX_DEPTH:
+                raise MarkedYAMLError(problem="nesting", problem_mark=parent.start_mark)
+            super().descend_resolver(parent, index)
+
+        def ascend_resolver(self) -> None:
+            self.depth -= 1
+            super().ascend_resolver()
+
+    return Bounded
+
+
+def _scalar(node: _Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
+    if type_ not in _SCALARS and get_origin(type_) is not Literal:
+        raise TypeError(f"{type_}: a type that cannot be read")
+    text: str = node.value
+    if node.id != "scalar" or _is_null(node):
+        empty = '""' if type_ is str else ""
+        raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {_found(node, empty)}")
+    if type_ is str:
+        return text
+    if get_origin(type_) is Literal:
+        if text in get_args(type_):
+            return text
+    elif type_ is float and "duration" in _kinds(metas):
+        try:
+            return parse_duration(text)
+        except ValueError as error:
+            raise _ValueProblemError(str(error)) from error
+    elif type_ is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+    elif type_ is int:
+        if _INTEGER.fullmatch(text) and len(text) < 20:
+            return int(text)
+    elif type_ is float:
+        if _NUMBER.fullmatch(text) and math.isfinite(float(text)):
+            return float(text)
+    elif type_ is time:
+        match = _TIME.fullmatch(text)
+        if match:
+            return time(int(match[1]), int(match[2]), int(match[3] or 0))
+    raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {_quote(text)}")
+
+
+def _expected(type_: Any, metas: tuple[Meta, ...]) -> str:
+    if get_origin(type_) is Literal:
+        words = get_args(type_)
+        return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
+    if type_ is float and "duration" in _kinds(metas):
+        return "a duration such as 9s, 5m, 1h30m or 2d"
+    return _SCALARS[type_]
+
+
+def _check(value: Any, metas: tuple[Meta, ...]) -> Any:
+    """The value, if it keeps the limits of its annotations."""
+    found = _quote(value) if isinstance(value, str) else value
+    for meta in metas:
+        # Python's $ also matches before a line break at the end.
+        if meta.pattern is not None and (not re.search(meta.pattern, value) or value.endswith("\n")):
+            what = f" ({meta.description})" if meta.description else ""
+            raise _ValueProblemError(f"expected a text that matches {meta.pattern}{what}; got {found}")
+        for limit, words, is_kept in (
+            (meta.ge, "at least", operator.ge),
+            (meta.gt, "more than", operator.gt),
+            (meta.le, "at most", operator.le),
+            (meta.lt, "less than", operator.lt),
+        ):
+            if limit is not None and not is_kept(value, limit):
+                show = format_duration if "duration" in _kinds(metas) else str
+                raise _ValueProblemError(f"expected {words} {show(limit)}; got {show(value)}")
+        unit = "characters" if isinstance(value, str) else "items"
+        if meta.min_length is not None and len(value) < meta.min_length:
+            raise _ValueProblemError(f"expected at least {meta.min_length} {unit}; got {len(value)}")
+        if meta.max_length is not None and len(value) > meta.max_length:
+            raise _ValueProblemError(f"expected at most {meta.max_length} {unit}; got {len(value)}")
+    return value
+
+
+def _peel(annotation: Any) -> tuple[Any, tuple[Meta, ...]]:
+    if get_origin(annotation) is Annotated:
+        inner, *extras = get_args(annotation)
+        return inner, tuple(extra for extra in extras if isinstance(extra, Meta))
+    return annotation, ()
+
+
+def _kinds(metas: tuple[Meta, ...]) -> list[Any]:
+    return [meta.extra.get("kind") for meta in metas if meta.extra]
+
+
+def _is_null(node: _Node) -> bool:
+    return node.id == "scalar" and node.tag.endswith(":null") and node.value.lower() in ("", "~", "null")
+
+
+def _found(node: _Node, empty: str = "") -> str:
+    if node.id == "sequence":
+        return "a list"
+    if node.id == "mapping":
+        return "keys with values"
+    if _is_null(node):
+        return "nothing: remove the key" + (f", or write {empty}" if empty else "")
+    return _quote(node.value)
+
+
+def _quote(text: str) -> str:
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    return '"' + shown.replace("\n", "\\n") + '"'
+
+
+def _join(path: str, key: str) -> str:
+    if not _BARE_KEY.fullmatch(key):
+        return f"{path}[{_quote(key)}]"
+    return f"{path}.{key}" if path else key
+
+
+def _syntax_problem(error: "MarkedYAMLError", lines: list[str]) -> tuple[int, str, str]:
+    """Line, path and message of a text that is not YAML, in the words of somebody who edits it."""
+    mark = error.problem_mark or error.context_mark
+    line = mark.line + 1 if mark else 1
+    column = mark.column if mark else 0
+    # The end of the text is told as a line of its own that no editor shows.
+    content = lines[line - 1] if line <= len(lines) else ""
+    line = max(1, min(line, len(lines)))
+    character = content[column : column + 1]
+    begun = f"that begins in line {error.context_mark.line + 1}" if error.context_mark else "around it"
+    problem = error.problem or ""
+    if "\t" in content[: column + 1] and not content[:column].strip():
+        message = "a tab cannot indent: use spaces"
+    elif "cannot start any token" in problem:
+        message = f"a value cannot begin with {character}: put it in quotes"
+    elif "mapping values are not allowed" in problem:
+        message = 'unexpected ":": check the indentation, or put a text that has ": " in it in quotes'
+    elif "',' or '" in problem:
+        opening, closing = "[]" if "]" in problem else "{}"
+        message = f'the "{opening}" {begun} is not closed: a "," or "{closing}" is missing'
+    elif "end of stream" in problem and "quoted" in (error.context or ""):
+        message = f"the quoted text {begun} is not closed"
+    elif "escape character" in problem:
+        message = "unknown escape in double quotes: write a backslash twice, or use single quotes"
+    elif "undefined alias" in problem:
+        message = "the alias has no anchor above it"
+    elif problem == "nesting":
+        message = f"nested more than {_MAX_DEPTH} deep"
+    elif "another document" in problem:
+        message = "only one document is allowed: remove what follows ---"
+    elif "expected ':'" in problem:
+        message = 'a ":" is missing after the key'
+    elif "expected key" in problem or "<block end>" in problem or "'-' indicator" in problem:
+        message = f"does not continue the block {begun}: check the indentation"
+    else:
+        message = f"not YAML: {' '.join(filter(None, (error.context, problem)))}"
+    return line, "", message
+
+
+def _schema(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    type_, metas = _peel(annotation)
+    origin, arguments = get_origin(type_), get_args(type_)
+    schema: dict[str, Any]
+    if origin in (Union, UnionType):
+        inner = next(member for member in arguments if member is not NoneType)
+        schema = {"anyOf": [_schema(Annotated[inner, Meta(), *metas], definitions), {"type": "null"}]}
+        description = schema["anyOf"][0].pop("description", None)
+        return schema | ({"description": description} if description else {})
+    if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+        schema = {"$ref": f"#/$defs/{type_.__name__}"}
+        if type_.__name__ not in definitions:
+            definitions[type_.__name__] = {}
+            definitions[type_.__name__] = _struct_schema(type_, definitions)
+    elif origin is Literal:
+        schema = {"enum": list(arguments)}
+    elif origin in (tuple, list):
+        schema = {"type": "array", "items": _schema(arguments[0], definitions)}
+    elif origin is dict:
+        schema = {"type": "object", "additionalProperties": _schema(arguments[1], definitions)}
+        names = _schema(arguments[0], definitions)
+        if names != {"type": "string"}:
+            schema["propertyNames"] = names
+    elif type_ is time:
+        schema = {"type": "string", "pattern": f"^({_TIME.pattern})$"}
+    elif type_ is float and "duration" in _kinds(metas):
+        schema = {"type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(d|h|m|s|ms))+$"}
+    else:
+        schema = {"type": {str: "string", bool: "boolean", int: "integer", float: "number"}[type_]}
+    if "one-or-many" in _kinds(metas):
+        schema = {"anyOf": [schema["items"], schema]}
+    for meta in metas:
+        limits = {
+            "description": meta.description,
+            "pattern": meta.pattern,
+            "minimum": meta.ge,
+            "exclusiveMinimum": meta.gt,
+            "maximum": meta.le,
+            "exclusiveMaximum": meta.lt,
+            "minLength" if type_ is str else "minItems": meta.min_length,
+            "maxLength" if type_ is str else "maxItems": meta.max_length,
+        }
+        schema.update({word: limit for word, limit in limits.items() if limit is not None})
+    return schema
+
+
+def _struct_schema(type_: type[msgspec.Struct], definitions: dict[str, Any]) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+    if type_.__doc__:
+        schema["description"] = type_.__doc__.partition("\n")[0]
+    for item in msgspec.structs.fields(type_):
+        entry = _schema(item.type, definitions)
+        default = default_of(item)
+        if default is NODEFAULT:
+            schema.setdefault("required", []).append(item.encode_name)
+        elif not isinstance(default, msgspec.Struct) and default not in (None, (), {}):
+            entry["default"] = plain(default, item.type)
+        schema["properties"][item.encode_name] = entry
+    return schema

@@ -1,0 +1,352 @@
+"""check and explain as commands, with files, standard input and a live endpoint."""
+
+import io
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import cli
+from agent.config import CONFIG_VARIABLE, ConfigError, find_config, load_policy
+
+ROOT = Path(__file__).parents[2]
+PAYLOADS = ROOT / "tests/payloads"
+POLICY = """\
+rules:
+  - {name: user-initiated, when: {source: User}, approve: immediately}
+  - {name: short-freeze, when: {type: Freeze, duration_below: 9s}, approve: immediately}
+  - name: impactful
+    when: {type: [Freeze, Reboot, Redeploy, Terminate, Preempt]}
+    lead: 15m
+    drain_for: 5s
+    prepare: [drain, checkpoint]
+    recover: [resume]
+    approve: when-prepared
+hooks:
+  drain: {shell: drain}
+  checkpoint: {shell: checkpoint}
+  resume: {shell: resume}
+"""
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """The command line with only this group of commands; returns exit code, output and errors."""
+    monkeypatch.setattr(cli, "_GROUPS", ("policy",))
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def run_command(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_command
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> str:
+    path = tmp_path / "policy.yaml"
+    path.write_text(POLICY)
+    return str(path)
+
+
+def test_check_of_a_valid_policy_tells_what_it_says(run: Run, policy: str) -> None:
+    assert run("check", "--config", policy) == (
+        0,
+        f"""\
+{policy}: valid
+
+The first rule that matches takes the event:
+  user-initiated  Any event from User: approve at once
+  short-freeze    Freeze lasting less than 9s: approve at once
+  impactful       Freeze, Reboot, Redeploy, Terminate or Preempt: from 15m before NotBefore, not ready for 5s,
+                  then run drain, checkpoint, then approve; afterwards run resume
+  (none)          observed: logged and counted, nothing more
+
+The agent asks http://169.254.169.254 every 1s (api-version 2020-07-01); serves its pages on 127.0.0.1:9769.
+""",
+        "",
+    )
+
+
+def test_check_without_a_file_checks_the_built_in_policy(run: Run) -> None:
+    code, out, _ = run("check")
+    assert code == 0
+    assert out.startswith("built-in policy: valid\n\nThe first rule")
+
+
+def test_check_of_a_faulty_policy_tells_every_fault_and_exits_2(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("rules:\n  - {name: a, aprove: never}\nhooks: {x: {}}\n")
+    assert run("check", "--config", "p.yaml") == (
+        2,
+        'p.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?\nnot valid: 1 problem\n',
+        "",
+    )
+    code, out, _ = run("check", "--config", "p.yaml", "--json")
+    assert code == 2
+    assert json.loads(out) == {
+        "valid": False,
+        "problems": ['p.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?'],
+        "warnings": [],
+    }
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no execute permission")
+def test_check_warns_of_what_hooks_need_and_this_machine_lacks(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    (tmp_path / "good").write_text("")
+    (tmp_path / "good").chmod(0o755)
+    text = f"""\
+on_clear: [a, b, c, d, e, f, g]
+hooks:
+  a: {{run: [{tmp_path}/absent]}}
+  b: {{run: [{tmp_path}/plain]}}
+  c: {{run: [{tmp_path}]}}
+  d: {{run: [no-such-program-anywhere]}}
+  e: {{run: [sh], user: no-such-account}}
+  f: {{shell: x, cwd: {tmp_path}/absent}}
+  g: {{run: [./good], cwd: {tmp_path}}}
+"""
+    (tmp_path / "p.yaml").write_text(text)
+    code, out, _ = run("check", "--config", "p.yaml", "--json")
+    assert code == 0
+    assert json.loads(out) == {
+        "file": "p.yaml",
+        "valid": True,
+        "problems": [],
+        "warnings": [
+            f"p.yaml:3: hooks.a.run: {tmp_path}/absent does not exist",
+            f"p.yaml:4: hooks.b.run: {tmp_path}/plain is not executable: chmod +x {tmp_path}/plain",
+            f"p.yaml:5: hooks.c.run: {tmp_path} is a directory",
+            "p.yaml:6: hooks.d.run: no-such-program-anywhere is not found in PATH",
+            'p.yaml:7: hooks.e.user: this machine has no account "no-such-account"',
+            f"p.yaml:8: hooks.f.cwd: {tmp_path}/absent is not a directory on this machine",
+        ],
+    }
+
+
+def test_check_prints_the_schema(run: Run) -> None:
+    assert run("check", "--schema") == (0, (ROOT / "config/policy.schema.json").read_text(), "")
+
+
+def test_the_file_is_the_given_one_else_the_environments_else_the_systems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = tmp_path / "system.yaml"
+    monkeypatch.setenv(CONFIG_VARIABLE, "from-environment.yaml")
+    assert find_config("given.yaml", system) == Path("given.yaml")
+    assert find_config(None, system) == Path("from-environment.yaml")
+    monkeypatch.setenv(CONFIG_VARIABLE, "")
+    assert find_config(None, system) is None
+    system.write_text("")
+    assert find_config(None, system) == system
+
+
+@pytest.mark.parametrize("name", ["absent.yaml", "absent/policy.yaml"])
+def test_a_file_that_was_asked_for_must_exist(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    with pytest.raises(ConfigError) as caught:
+        load_policy(path)
+    way_out = "without --config and $SCHEDULED_EVENTS_AGENT_CONFIG the built-in policy is used"
+    assert str(caught.value) == f"{path}: there is no such file; {way_out}"
+
+
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_policy(tmp_path)
+    reason = "Is a directory" if os.name == "posix" else "Permission denied"
+    assert str(caught.value) == f"{tmp_path}: cannot be read: {reason}"
+
+
+def test_a_file_of_unreasonable_size_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_bytes(b"#" * (1024 * 1024 + 1))
+    with pytest.raises(ConfigError, match=r"p\.yaml: expected at most 1024 KiB; it is larger$"):
+        load_policy(tmp_path / "p.yaml")
+
+
+# --- explain
+
+
+def explain(run: Run, policy: str, payload: str, *arguments: str) -> str:
+    file = str(PAYLOADS / payload)
+    code, out, err = run("explain", file, "--config", policy, "--at", "2022-04-11T22:10:00Z", *arguments)
+    assert (code, err) == (0, "")
+    return out
+
+
+def test_explain_tells_the_rule_the_reasons_the_plan_and_the_approval(run: Run, policy: str) -> None:
+    payload = "33-docs-seed000-freeze-duration-minus1.json"
+    assert explain(run, policy, payload, "--vm", "westno_1") == (
+        """\
+This VM: westno_1. Time: 2022-04-11 22:10:00Z.
+
+Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123, Scheduled, from Platform
+  names      WestNO_0, WestNO_1 (this VM and others)
+  NotBefore  22:26:58Z (in 16m58s)
+  says       Virtual machine is being paused because of a memory-preserving Live Migration operation.
+  rule       not user-initiated: source is Platform, not User
+             not short-freeze: duration is unknown, not below 9s
+             rule impactful takes it: affects shared, type Freeze
+  prepare    at 22:11:58Z: not ready for 5s, then run drain, checkpoint
+  recover    once it is over: run resume
+  approval   not approved: it names other VMs too (WestNO_0, WestNO_1) and shared is hold; NotBefore 22:26:58Z
+             decides
+"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("payload", "approval"),
+    [
+        ("02-reboot-user-scheduled.json", "approved at once"),
+        (
+            "04-freeze-started-duration6-a.json",
+            "not approved: only a scheduled event can be approved, and its status is Started",
+        ),
+        (
+            "08-freeze-scheduled-short-notice.json",
+            "approved as soon as its 2 hooks have succeeded; a failed hook holds it",
+        ),
+        (
+            "15-preempt-spot-vm.json",
+            (
+                "approved as soon as its 2 hooks have succeeded, at 2022-08-09 16:52:37Z at the earliest; "
+                "a failed hook holds it"
+            ),
+        ),
+        ("28-docs-flow-2-freeze-scheduled.json", "approved at once"),
+        ("34-docs-maintenance-iso8601-bare-event.json", "not approved: it has no id to approve; NotBefore"),
+    ],
+)
+def test_explain_tells_whether_and_when_an_event_would_be_approved(
+    run: Run, policy: str, payload: str, approval: str
+) -> None:
+    (event,) = json.loads(explain(run, policy, payload, "--json"))["events"]
+    assert event["approval"]["text"].startswith(approval)
+
+
+def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> None:
+    report = json.loads(explain(run, policy, "15-preempt-spot-vm.json", "--json"))
+    (event,) = report.pop("events")
+    assert report == {"vm": ["vm-spot"], "at": "2022-04-11T22:10:00Z", "mode": "act"}
+    assert event.pop("event")["EventType"] == "Preempt"
+    assert event == {
+        "affects": "self",
+        "rule": "impactful",
+        "reason": "rule impactful takes it: affects self, type Preempt",
+        "passed_over": [
+            {"rule": "user-initiated", "reason": "source is Platform, not User"},
+            {"rule": "short-freeze", "reason": "type is Preempt, not Freeze"},
+        ],
+        "begins_at": "2022-08-09T16:52:32Z",
+        "drain_for_seconds": 5.0,
+        "prepare": ["drain", "checkpoint"],
+        "on_start": [],
+        "recover": ["resume"],
+        "moments": event["moments"],
+        "approval": {
+            "answer": "yes",
+            "at": "2022-08-09T16:52:37Z",
+            "text": "approved as soon as its 2 hooks have succeeded, at 2022-08-09 16:52:37Z at the earliest; "
+            "a failed hook holds it",
+        },
+    }
+    assert [moment["at"] for moment in event["moments"]] == sorted(moment["at"] for moment in event["moments"])
+
+
+@pytest.mark.parametrize("path", sorted(PAYLOADS.glob("*.json")), ids=lambda path: path.name[:2])
+def test_explain_of_every_captured_document_reads_or_says_why_not(run: Run, policy: str, path: Path) -> None:
+    code, out, err = run("explain", str(path), "--config", policy)
+    if code == 0:
+        assert out.startswith("This VM: ")
+        assert err == ""
+    else:
+        assert (code, out) == (1, "")
+        assert err.startswith(f"scheduled-events-agent: {path}: ")
+
+
+def test_explain_reads_standard_input(run: Run, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = (PAYLOADS / "27-docs-flow-1-empty.json").read_bytes()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(body)))
+    code, out, _ = run("explain", "-", "--config", policy, "--vm", "a", "--at", "2022-04-11T22:10:00")
+    assert (code, out) == (0, "This VM: a. Time: 2022-04-11 22:10:00Z.\nNo event is pending.\n")
+
+
+def test_explain_says_when_the_agent_only_observes(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("agent: {mode: observe}\nvm: {name: a, aliases: [b]}")
+    out = explain(run, "p.yaml", "27-docs-flow-1-empty.json")
+    assert out == (
+        "This VM: a, also known as b. Time: 2022-04-11 22:10:00Z.\n"
+        "The agent's mode is observe: nothing of what follows would be done.\n"
+        "No event is pending.\n"
+    )
+
+
+def test_explain_of_a_missing_file_is_wrong_usage(run: Run) -> None:
+    error = "scheduled-events-agent: absent.json: cannot be read: No such file or directory\n"
+    assert run("explain", "absent.json") == (2, "", error)
+
+
+def test_explain_with_a_faulty_policy_is_wrong_configuration(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("x: 1")
+    code, out, err = run("explain", "--config", "p.yaml")
+    assert (code, out) == (2, "")
+    assert err.startswith('scheduled-events-agent: p.yaml:1: unknown key "x"; known here: vm, imds')
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    """A metadata service with one event for this VM."""
+    document = (PAYLOADS / "02-reboot-user-scheduled.json").read_bytes()
+    instance = json.dumps({"compute": {"name": "flatcar-vm1", "vmId": "1"}}).encode()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = document if self.path.startswith("/metadata/scheduledevents?") else instance
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_explain_without_a_document_asks_the_metadata_service(run: Run, tmp_path: Path, endpoint: str) -> None:
+    (tmp_path / "p.yaml").write_text(f"imds: {{endpoint: '{endpoint}'}}")
+    code, out, _ = run("explain", "--config", "p.yaml", "--at", "2021-07-22T04:36:08Z")
+    assert code == 0
+    assert out == (
+        """\
+This VM: flatcar-vm1. Time: 2021-07-22 04:36:08Z.
+
+Reboot 4CAEA225-A741-474D-A72E-428C86FCD853, Scheduled, from User
+  names      flatcar-vm1 (this VM only)
+  NotBefore  04:50:17Z (in 14m9s)
+  rule       rule user-initiated takes it: affects self, source User
+  approval   approved at once
+"""
+    )
+
+
+def test_explain_without_a_metadata_service_fails_with_its_reason(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("imds: {endpoint: 'http://127.0.0.1:1'}")
+    code, out, err = run("explain", "--config", "p.yaml")
+    assert (code, out) == (1, "")
+    assert err.startswith("scheduled-events-agent: GET http://127.0.0.1:1/metadata/scheduledevents")

@@ -1,0 +1,359 @@
+"""Hooks as real processes: what holds on every system. The programs are Python's own."""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agent import hooks
+from agent.hooks import HookResult, HookRun
+from agent.policy import Hook
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """Whatever a test does to a hook: no thread, child process or descriptor of ours outlives it."""
+    process = psutil.Process()
+    _run("pass")  # what is loaded or made at the first hook stays
+    threads = threading.active_count()
+    descriptors = process.num_fds() if sys.platform != "win32" else 0
+    yield
+    assert threading.active_count() == threads
+    assert process.children(recursive=True) == []
+    if sys.platform != "win32":
+        assert process.num_fds() == descriptors
+
+
+def _python(code: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-S", "-c", code, *arguments)
+
+
+def _hook(code: str, *arguments: str, **options: Any) -> Hook:
+    return Hook(run=_python(code, *arguments), **options)
+
+
+def _run(code: str, *arguments: str, **options: Any) -> HookResult:
+    return HookRun("test", _hook(code, *arguments, **options), environment={}).run()
+
+
+class _Background:
+    """A run on a thread of its own, and the lines it wrote."""
+
+    def __init__(self, hook: Hook, **options: Any) -> None:
+        self.lines: list[str] = []
+        self.result: HookResult | None = None
+        self._first_line = threading.Event()
+        self.run = HookRun("test", hook, environment={}, on_line=self._take, **options)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _take(self, line: str) -> None:
+        self.lines.append(line)
+        self._first_line.set()
+
+    def _run(self) -> None:
+        self.result = self.run.run()
+
+    def wait_for_line(self) -> None:
+        assert self._first_line.wait(20)
+
+    def finish(self) -> HookResult:
+        self._thread.join(30)
+        assert self.result is not None
+        return self.result
+
+
+_READY_AND_SLEEP = "import time; print('ready', flush=True); time.sleep(60)"
+
+
+def test_exit_code_0_is_success_and_any_other_is_not() -> None:
+    good, bad = _run("pass"), _run("raise SystemExit(3)")
+    assert (good.outcome, good.exit_code, good.attempts, good.detail) == ("succeeded", 0, 1, "exit code 0")
+    assert (bad.outcome, bad.exit_code, bad.attempts, bad.detail) == ("failed", 3, 1, "exit code 3")
+
+
+def test_arguments_arrive_as_they_were_written() -> None:
+    arguments = ["", "a b", "$HOME %PATH%", 'say "hi"', "back\\slash\\", "*", "ä€", "a&b|c>d"]
+    result = _run("import sys; print(ascii(sys.argv[1:]))", *arguments)
+    assert result.tail == f"{ascii(arguments)}\n"
+
+
+def test_a_shell_line_goes_through_the_shell() -> None:
+    result = HookRun("test", Hook(shell="echo one&& echo two&& exit 4"), environment={}).run()
+    assert (result.outcome, result.exit_code, result.tail) == ("failed", 4, "one\ntwo\n")
+
+
+def test_the_event_arrives_on_standard_input() -> None:
+    code = "import sys; data = sys.stdin.buffer.read(); print(len(data), data[:7])"
+    for data in (b"", b'{"a":1}', b"x" * 3_000_000):
+        result = HookRun("test", _hook(code), environment={}, stdin=data).run()
+        assert result.tail == f"{len(data)} {data[:7]}\n"
+
+
+def test_a_hook_that_does_not_read_its_input_is_not_held_up() -> None:
+    assert HookRun("test", _hook("pass"), environment={}, stdin=b"x" * 3_000_000).run().outcome == "succeeded"
+
+
+def test_every_attempt_gets_the_whole_input(tmp_path: Path) -> None:
+    code = "import sys; print(sys.stdin.read()); raise SystemExit(1)"
+    lines: list[str] = []
+    hook = _hook(code, attempts=2, retry_delay=0.01)
+    HookRun("test", hook, environment={}, stdin=b"whole", on_line=lines.append).run()
+    assert lines == ["whole", "whole"]
+
+
+def test_variables_of_the_event_of_the_policy_and_of_the_system_arrive() -> None:
+    code = "import os, json; print(json.dumps(dict(os.environ)))"
+    hook = _hook(code, env={"COLOUR": "blue", "SCHEDULED_EVENT_ID": "not this"})
+    result = HookRun("test", hook, environment={"SCHEDULED_EVENT_ID": "A", "SCHEDULED_EVENT_TYPE": "Fr ä"}).run()
+    seen = json.loads(result.tail)
+    assert (seen["COLOUR"], seen["SCHEDULED_EVENT_ID"], seen["SCHEDULED_EVENT_TYPE"]) == ("blue", "A", "Fr ä")
+    assert "PATH" in seen
+
+
+def test_output_and_errors_are_passed_on_line_by_line_while_the_hook_runs() -> None:
+    code = (
+        "import sys, time; print('ready', flush=True); print('error', file=sys.stderr, flush=True); time.sleep(60)"
+    )
+    background = _Background(_hook(code))
+    background.wait_for_line()
+    background.run.cancel()
+    assert background.finish().outcome == "canceled"
+    assert background.lines[0] == "ready"
+    assert set(background.lines) <= {"ready", "error"}
+
+
+def test_a_last_line_without_an_end_is_passed_on_too() -> None:
+    lines: list[str] = []
+    code = "import sys; sys.stdout.write('one\\ntwo')"
+    result = HookRun("test", _hook(code), environment={}, on_line=lines.append).run()
+    assert (lines, result.tail) == (["one", "two"], "one\ntwo")
+
+
+def test_a_long_line_is_cut_and_its_end_is_kept_with_the_result() -> None:
+    lines: list[str] = []
+    code = "import sys; sys.stdout.write('x' * 1_000_000 + 'end\\nnext\\n')"
+    result = HookRun("test", _hook(code), environment={}, on_line=lines.append).run()
+    assert lines == ["x" * 2000 + " (cut)", "next"]
+    assert result.tail.endswith("xend\nnext\n")
+    assert len(result.tail.encode()) <= 4096
+
+
+def test_of_many_lines_the_first_thousand_are_passed_on_and_a_note() -> None:
+    lines: list[str] = []
+    code = "print('\\n'.join(map(str, range(5000))))"
+    result = HookRun("test", _hook(code), environment={}, on_line=lines.append).run()
+    assert lines[:1000] == [str(number) for number in range(1000)]
+    assert lines[1000:] == ["(more than 1000 lines: of the rest, only the end is kept with the result)"]
+    assert result.tail.endswith("4998\n4999\n")
+
+
+def test_text_that_colours_or_garbles_a_terminal_is_taken_out() -> None:
+    lines: list[str] = []
+    code = r"import sys; sys.stdout.buffer.write(b'\x1b[31mred\x1b[0m\ta\x07b\x00c\r\nnext\n')"
+    result = HookRun("test", _hook(code), environment={}, on_line=lines.append).run()
+    assert lines == ["red\ta b c", "next"]
+    assert result.tail == "red\ta b c\nnext\n"
+
+
+def test_a_listener_that_fails_does_not_stop_the_hook() -> None:
+    def fail(line: str) -> None:
+        raise OSError(line)
+
+    code = "print('x' * 300_000)"
+    assert HookRun("test", _hook(code), environment={}, on_line=fail).run().outcome == "succeeded"
+
+
+def test_a_hook_that_hangs_is_killed_at_its_time_limit() -> None:
+    begun = time.monotonic()
+    result = _run("import time; time.sleep(60)", timeout=0.5)
+    assert (result.outcome, result.attempts, result.detail) == (
+        "timed_out",
+        1,
+        "killed after 0.5s, its time limit",
+    )
+    assert time.monotonic() - begun < 5
+    assert result.duration_seconds == pytest.approx(time.monotonic() - begun, abs=0.1)
+
+
+def test_a_hook_that_hangs_is_gone_before_the_deadline() -> None:
+    deadline = time.monotonic() + 1
+    result = HookRun("test", _hook("import time; time.sleep(60)"), environment={}, deadline=deadline).run()
+    assert result.outcome == "timed_out"
+    assert result.detail.endswith(", no time was left")
+    assert time.monotonic() < deadline + 0.1
+
+
+def test_with_its_deadline_past_a_hook_is_not_started() -> None:
+    result = HookRun("test", _hook("pass"), environment={}, deadline=time.monotonic() - 1).run()
+    assert (result.outcome, result.attempts, result.detail) == ("not_started", 0, "no time was left")
+
+
+def test_a_deadline_that_moves_nearer_ends_the_hook_sooner() -> None:
+    background = _Background(_hook(_READY_AND_SLEEP), deadline=time.monotonic() + 60)
+    background.wait_for_line()
+    background.run.set_deadline(time.monotonic() + 0.2)
+    assert background.finish().outcome == "timed_out"
+
+
+def test_a_deadline_that_moves_away_lets_the_hook_finish() -> None:
+    code = "import sys, time; print('ready', flush=True); time.sleep(2.5)"
+    background = _Background(_hook(code), deadline=time.monotonic() + 2)
+    background.wait_for_line()
+    background.run.set_deadline(None)
+    assert background.finish().outcome == "succeeded"
+
+
+def test_a_failed_attempt_is_followed_by_another_until_one_succeeds(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys; p = pathlib.Path(sys.argv[1]); n = len(p.read_text()) if p.exists() else 0;"
+        "p.write_text('x' * (n + 1)); print('attempt', n + 1); raise SystemExit(0 if n == 2 else 1)"
+    )
+    lines: list[str] = []
+    hook = _hook(code, str(tmp_path / "count"), attempts=5, retry_delay=0.05)
+    result = HookRun("test", hook, environment={}, on_line=lines.append).run()
+    assert (result.outcome, result.attempts, result.tail) == ("succeeded", 3, "attempt 3\n")
+    assert lines == ["attempt 1", "attempt 2", "attempt 3"]
+    assert result.duration_seconds > 0.1
+
+
+def test_the_last_attempt_decides() -> None:
+    result = _run("raise SystemExit(7)", attempts=3, retry_delay=0.01)
+    assert (result.outcome, result.exit_code, result.attempts) == ("failed", 7, 3)
+
+
+def test_a_time_limit_holds_for_each_attempt() -> None:
+    result = _run("import time; time.sleep(60)", timeout=0.3, attempts=2, retry_delay=0.01)
+    assert (result.outcome, result.attempts) == ("timed_out", 2)
+    assert result.duration_seconds > 0.6
+
+
+def test_no_attempt_is_made_that_could_not_begin_in_time() -> None:
+    hook = _hook("raise SystemExit(1)", attempts=3, retry_delay=60.0)
+    result = HookRun("test", hook, environment={}, deadline=time.monotonic() + 20).run()
+    assert (result.outcome, result.attempts) == ("failed", 1)
+    assert result.detail == "exit code 1; no time was left to try again"
+    assert result.duration_seconds < 15
+
+
+def test_a_running_hook_can_be_canceled() -> None:
+    background = _Background(_hook(_READY_AND_SLEEP, attempts=3))
+    background.wait_for_line()
+    background.run.cancel()
+    result = background.finish()
+    assert (result.outcome, result.attempts) == ("canceled", 1)
+    assert result.detail.startswith("canceled after ")
+    assert result.tail == "ready\n"
+
+
+def test_a_hook_can_be_canceled_between_attempts() -> None:
+    background = _Background(_hook("print('ready'); raise SystemExit(1)", attempts=3, retry_delay=60.0))
+    background.wait_for_line()
+    time.sleep(0.3)  # the first attempt ends; canceled while it still does, the outcome is the same
+    background.run.cancel()
+    result = background.finish()
+    assert (result.outcome, result.attempts) == ("canceled", 1)
+    assert result.detail == "canceled before attempt 2; exit code 1"
+
+
+def test_a_hook_that_was_canceled_before_it_ran_is_not_started() -> None:
+    run = HookRun("test", _hook("pass"), environment={})
+    run.cancel()
+    result = run.run()
+    assert (result.outcome, result.attempts, result.detail) == ("canceled", 0, "canceled before it started")
+
+
+def test_a_serialized_hook_waits_for_the_other_run_of_it(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time; name = sys.argv[1]; handle = os.open(name, os.O_CREAT | os.O_EXCL);"
+        "print('in', flush=True); time.sleep(0.1); os.close(handle); os.unlink(name)"
+    )
+    runs = [_Background(_hook(code, str(tmp_path / "inside"), serialize=True)) for _ in range(4)]
+    assert [run.finish().outcome for run in runs] == ["succeeded"] * 4
+    assert hooks._queues == {}
+
+
+def test_a_hook_that_is_not_serialized_runs_for_two_events_at_once() -> None:
+    both = [_Background(_hook(_READY_AND_SLEEP)) for _ in range(2)]
+    for background in both:
+        background.wait_for_line()
+    for background in both:
+        background.run.cancel()
+    assert [background.finish().outcome for background in both] == ["canceled", "canceled"]
+
+
+def test_a_hook_that_waits_for_its_turn_can_be_canceled_or_run_out_of_time() -> None:
+    first = _Background(_hook(_READY_AND_SLEEP, serialize=True))
+    first.wait_for_line()
+    second = _Background(_hook(_READY_AND_SLEEP, serialize=True))
+    third = _Background(_hook(_READY_AND_SLEEP, serialize=True), deadline=time.monotonic() + 0.2)
+    late = third.finish()
+    assert (late.outcome, late.attempts) == ("not_started", 0)
+    assert late.detail == "no time was left after other runs of this hook"
+    second.run.cancel()
+    canceled = second.finish()
+    assert (canceled.outcome, canceled.attempts) == ("canceled", 0)
+    first.run.cancel()
+    assert first.finish().outcome == "canceled"
+    assert hooks._queues == {}
+
+
+def test_a_program_that_is_missing_or_a_directory_is_not_started(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    for program, detail in (
+        (str(missing), f"no such file: {missing}"),
+        (str(tmp_path), f"a directory, not a program: {tmp_path}"),
+    ):
+        result = HookRun("test", Hook(run=(program,)), environment={}).run()
+        assert (result.outcome, result.exit_code, result.detail) == ("not_started", None, detail)
+    unknown = HookRun("test", Hook(run=("no-such-program",)), environment={}).run()
+    assert unknown.outcome == "not_started"
+    assert unknown.detail.startswith("no such program on the PATH ")
+    assert unknown.detail.endswith(": no-such-program")
+
+
+def test_a_hook_runs_in_the_root_directory_or_where_it_is_told_to(tmp_path: Path) -> None:
+    code = "import os; print(os.getcwd())"
+    assert _run(code).tail.strip() == Path(
+        Path.cwd().anchor if sys.platform != "win32" else "C:\\"
+    ).as_posix().replace("/", "\\" if sys.platform == "win32" else "/")
+    assert Path(_run(code, cwd=str(tmp_path)).tail.strip()) == tmp_path
+    result = _run(code, cwd=str(tmp_path / "missing"))
+    assert (result.outcome, result.detail) == (
+        "not_started",
+        f"no such directory to run in: {tmp_path / 'missing'}",
+    )
+
+
+def test_what_a_policy_should_not_hold_does_not_raise() -> None:
+    for hook in (
+        Hook(run=()),
+        Hook(shell=""),
+        Hook(run=("a\0b",)),
+        _hook("pass", env={"A": "x\0y"}),
+        _hook("pass", env={"A=B": "x"}),
+    ):
+        result = HookRun("test", hook, environment={}).run()
+        assert result.outcome in ("not_started", "succeeded"), hook
+
+
+def test_what_a_hook_leaves_running_ends_with_it(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(60)'],"
+        "stdin=subprocess.DEVNULL); print(p.pid)"
+    )
+    result = _run(code)
+    assert result.outcome == "succeeded"
+    assert not psutil.pid_exists(int(result.tail))
+
+
+def test_hooks_of_different_events_run_side_by_side() -> None:
+    runs = [_Background(_hook(f"print({number}); raise SystemExit({number})")) for number in range(8)]
+    assert [run.finish().exit_code for run in runs] == list(range(8))
+    assert [run.lines for run in runs] == [[str(number)] for number in range(8)]

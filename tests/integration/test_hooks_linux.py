@@ -1,0 +1,409 @@
+"""Hooks as real processes on Linux: the ones that try to get away, and what they inherit."""
+
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agent import hooks
+from agent.hooks import HookResult, HookRun, end_leftovers
+from agent.policy import Hook
+
+if sys.platform == "win32":
+    pytest.skip("process groups and sessions are Linux's", allow_module_level=True)
+
+from agent.host import linux
+
+_IS_ROOT = os.geteuid() == 0
+_INSTANCE = f"test-{os.getpid()}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(hooks, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(hooks, "_LEFTOVER_GRACE_SECONDS", 0.3)
+    process = psutil.Process()
+    _shell("true")
+    threads, descriptors = threading.active_count(), process.num_fds()
+    yield
+    assert threading.active_count() == threads
+    assert process.num_fds() == descriptors
+    assert process.children(recursive=True) == []
+    assert linux._marked_processes(_INSTANCE) == set()
+    assert linux._trees == {}
+
+
+def _shell(text: str, **options: Any) -> HookResult:
+    return HookRun("test", Hook(shell=text, **options), environment={}, instance=_INSTANCE).run()
+
+
+def _pids(folder: Path) -> list[int]:
+    """The processes that noted themselves in the folder."""
+    return [int(path.name) for path in folder.iterdir()]
+
+
+def test_a_hook_is_asked_to_end_before_it_is_killed() -> None:
+    result = _shell("trap 'echo bye; exit 0' TERM; while :; do sleep 0.01; done", timeout=0.3)
+    assert (result.outcome, result.exit_code) == ("timed_out", 0)
+    assert result.tail.endswith("bye\n")
+
+
+def test_a_hook_that_ignores_the_request_is_killed() -> None:
+    result = _shell("trap '' TERM; while :; do sleep 0.01; done", timeout=0.3)
+    assert (result.outcome, result.exit_code) == ("timed_out", -signal.SIGKILL)
+    assert result.duration_seconds > 0.6
+
+
+def test_the_grace_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_GRACE_SECONDS", 30.0)
+    hook = Hook(shell="trap '' TERM; while :; do sleep 0.01; done")
+    deadline = time.monotonic() + 1.0
+    result = HookRun("test", hook, environment={}, deadline=deadline).run()
+    assert (result.outcome, result.exit_code) == ("timed_out", -signal.SIGKILL)
+    assert deadline - 0.05 < time.monotonic() < deadline + 0.2
+
+
+def test_a_stopped_hook_is_ended_too() -> None:
+    assert _shell("kill -STOP $$", timeout=0.2).outcome == "timed_out"
+
+
+def test_a_hook_that_dies_of_a_signal_has_failed() -> None:
+    result = _shell("kill -SEGV $$")
+    assert (result.outcome, result.exit_code, result.detail) == ("failed", -11, "ended by SIGSEGV")
+
+
+_ESCAPES = {
+    "in the background": "sleep 60 &",
+    "own session": "setsid sleep 60 &",
+    "own session, no parent": "setsid -f sleep 60",
+    "own session, no parent, no environment": "env -i setsid -f sleep 60",
+    "twice over": "env -i setsid -f setsid -f sleep 60",
+    "ignores SIGTERM": "setsid -f sh -c 'trap \"\" TERM; while :; do sleep 0.01; done'",
+    "closed its pipes": "setsid -f sleep 60 </dev/null >/dev/null 2>&1",
+    "stopped": "setsid -f sh -c 'kill -STOP $$'",
+}
+
+
+@pytest.mark.parametrize("escape", _ESCAPES.values(), ids=_ESCAPES)
+def test_a_process_that_a_hook_left_running_is_ended(escape: str) -> None:
+    begun = time.monotonic()
+    assert _shell(f"{escape}\nexit 0").outcome == "succeeded"
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("escape", _ESCAPES.values(), ids=_ESCAPES)
+def test_a_process_that_got_away_is_ended_with_a_hook_that_hangs(escape: str) -> None:
+    result = _shell(f"{escape}\nsleep 60", timeout=0.2)
+    assert result.outcome == "timed_out"
+    assert result.duration_seconds < 5
+
+
+def test_a_process_that_got_away_from_one_of_two_hooks_ends_with_the_last(tmp_path: Path) -> None:
+    stray = f"env -i setsid -f sh -c 'echo > {tmp_path}/$$; exec sleep 60'"
+    ready = threading.Event()
+    other = HookRun("other", Hook(shell="echo ready; sleep 60"), environment={}, on_line=lambda _: ready.set())
+    thread = threading.Thread(target=other.run)
+    thread.start()
+    assert ready.wait(10)
+    assert _shell(f"{stray}; sleep 0.1").outcome == "succeeded"
+    other.cancel()
+    thread.join(10)
+    (pid,) = _pids(tmp_path)
+    assert not psutil.pid_exists(pid)
+
+
+def test_one_hook_does_not_end_the_processes_of_another() -> None:
+    seen = threading.Event()
+    lines: list[str] = []
+
+    def take(line: str) -> None:
+        lines.append(line)
+        seen.set()
+
+    survivor = "sleep 60 & setsid -f sleep 60; setsid sleep 60 & echo ready; read line <&0; sleep 0.3; exit 5"
+    results: list[HookResult] = []
+    run = HookRun("other", Hook(shell=survivor), environment={}, on_line=take, instance=_INSTANCE)
+    thread = threading.Thread(target=lambda: results.append(run.run()))
+    thread.start()
+    assert seen.wait(10)
+    before = linux._marked_processes(_INSTANCE)
+    for _ in range(3):
+        _shell("setsid -f sleep 60; sleep 60", timeout=0.05)
+    assert len(before) >= 3
+    thread.join(10)
+    assert [result.exit_code for result in results] == [5]
+
+
+def test_children_that_multiply_are_all_ended(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder, born = sys.argv[1], 0
+while True:
+    if len(os.listdir(folder)) < 150:
+        if os.fork() == 0:
+            os.setsid()
+            open(f"{folder}/{os.getpid()}", "w").close()
+    else:
+        time.sleep(0.01)
+"""
+    hook = Hook(run=(sys.executable, "-S", "-c", code, str(tmp_path)), timeout=1.0)
+    result = HookRun("test", hook, environment={}, instance=_INSTANCE).run()
+    assert result.outcome == "timed_out"
+    assert len(_pids(tmp_path)) >= 150
+    assert not any(psutil.pid_exists(pid) for pid in _pids(tmp_path))
+
+
+def test_processes_that_start_each_other_anew_are_all_ended(tmp_path: Path) -> None:
+    """Each waits for its child's end and then starts another, in a session of its own, at most 200 in all."""
+    code = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+folder = sys.argv[1]
+def live(depth):
+    while len(os.listdir(folder)) < 200:
+        child = os.fork()
+        if child == 0:
+            os.setsid()
+            open(f"{folder}/{os.getpid()}", "w").close()
+            if depth:
+                live(depth - 1)
+            signal.pause()
+        os.waitpid(child, 0)
+live(5)
+signal.pause()
+"""
+    hook = Hook(run=(sys.executable, "-S", "-c", code, str(tmp_path)), timeout=0.5)
+    assert HookRun("test", hook, environment={}, instance=_INSTANCE).run().outcome == "timed_out"
+    assert not any(psutil.pid_exists(pid) for pid in _pids(tmp_path))
+
+
+def test_orphans_that_end_while_a_hook_runs_do_not_stay_as_zombies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_SWEEP_SECONDS", 0.05)
+    ready = threading.Event()
+    text = "for i in 1 2 3 4 5; do setsid -f true; done; sleep 0.2; echo ready; sleep 60"
+    run = HookRun("test", Hook(shell=text), environment={}, on_line=lambda _: ready.set())
+    thread = threading.Thread(target=run.run)
+    thread.start()
+    assert ready.wait(10)
+    deadline = time.monotonic() + 10
+    while len(psutil.Process().children()) > 1:  # the hook itself
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    run.cancel()
+    thread.join(10)
+
+
+def test_exit_codes_of_other_children_are_left_to_those_who_started_them() -> None:
+    other = subprocess.Popen(["sh", "-c", "exit 9"])
+    for _ in range(5):
+        _shell("setsid -f true; true")
+    assert other.wait() == 9
+
+
+def test_a_hook_that_closes_its_output_early_is_waited_for() -> None:
+    result = _shell("echo before; exec >/dev/null 2>&1; sleep 0.2; exit 6")
+    assert (result.exit_code, result.tail) == (6, "before\n")
+
+
+def test_a_flood_is_read_slowed_down_and_does_not_starve_the_agent() -> None:
+    lines: list[str] = []
+    run = HookRun("test", Hook(shell="yes flood", timeout=1.0), environment={}, on_line=lines.append)
+    results: list[HookResult] = []
+    thread = threading.Thread(target=lambda: results.append(run.run()))
+    thread.start()
+    gaps = []
+    while thread.is_alive():
+        begun = time.monotonic()
+        time.sleep(0.001)
+        gaps.append(time.monotonic() - begun)
+    assert results[0].outcome == "timed_out"
+    assert len(lines) == 1001
+    assert results[0].tail.endswith("flood\nflood\n")
+    assert statistics.median(gaps) < 0.02
+    assert max(gaps) < 0.5
+
+
+def test_output_that_is_not_utf_8_is_passed_on_with_marks() -> None:
+    lines: list[str] = []
+    hook = Hook(shell=r"printf 'caf\351 \377\n'; printf 'gr\303\274n\n'")
+    result = HookRun("test", hook, environment={}, on_line=lines.append).run()
+    assert lines == ["caf\N{REPLACEMENT CHARACTER} \N{REPLACEMENT CHARACTER}", "grün"]
+    assert result.tail == "\n".join(lines) + "\n"
+
+
+def test_a_long_line_is_not_cut_within_a_character() -> None:
+    lines: list[str] = []
+    hook = Hook(shell="i=0; printf x; while [ $i -lt 3000 ]; do printf €; i=$((i+1)); done; echo")
+    HookRun("test", hook, environment={}, on_line=lines.append).run()
+    assert lines == ["x" + "€" * 666 + " (cut)"]
+
+
+def test_the_environment_is_exactly_what_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pwd
+
+    for name in list(os.environ):
+        monkeypatch.delenv(name)
+    for name, value in {
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "LC_TIME": "de_DE.UTF-8",
+        "TZ": "UTC",
+        "NOTIFY_SOCKET": "/run/notify",
+        "SECRET": "x",
+        "PYTHONPATH": "/tmp",
+        "HOME": "/somewhere",
+        "SCHEDULED_EVENTS_AGENT_CONFIG": "/etc/x",
+    }.items():
+        monkeypatch.setenv(name, value)
+    hook = Hook(run=("env",), env={"COLOUR": "blue"})
+    run = HookRun("test", hook, environment={"SCHEDULED_EVENT_ID": "A"}, instance="here")
+    seen = dict(line.split("=", 1) for line in run.run().tail.splitlines())
+    marker = seen.pop("SCHEDULED_EVENTS_AGENT_HOOK_RUN")
+    account = pwd.getpwuid(os.geteuid())
+    assert marker.startswith("here:")
+    assert seen == {
+        "PATH": "/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "LC_TIME": "de_DE.UTF-8",
+        "TZ": "UTC",
+        "HOME": account.pw_dir,
+        "USER": account.pw_name,
+        "LOGNAME": account.pw_name,
+        "SHELL": account.pw_shell,
+        "COLOUR": "blue",
+        "SCHEDULED_EVENT_ID": "A",
+    }
+
+
+def test_a_hook_inherits_no_descriptor_of_the_agent(tmp_path: Path) -> None:
+    with (tmp_path / "secret").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        result = _shell("ls -l /proc/self/fd")
+    assert "secret" not in result.tail
+
+
+def test_a_file_that_is_no_program_is_not_started(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("#!/bin/sh\n")
+    empty = tmp_path / "empty"
+    empty.write_text("no first line")
+    empty.chmod(0o755)
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    for path, detail in (
+        (plain, f"not executable: {plain}"),
+        (empty, f"neither a program nor a script that begins with #!: {empty}"),
+        (script, f"the interpreter in the first line does not exist: {script}"),
+    ):
+        result = HookRun("test", Hook(run=(str(path),)), environment={}).run()
+        assert (result.outcome, result.exit_code, result.detail) == ("not_started", None, detail)
+
+
+def test_an_unknown_user_is_refused() -> None:
+    result = HookRun("test", Hook(run=("true",), user="no-such-user"), environment={}).run()
+    assert (result.outcome, result.detail) == ("not_started", "no such user: no-such-user")
+
+
+@pytest.mark.skipif(not _IS_ROOT, reason="only root can run a hook as another user")
+def test_a_hook_runs_as_the_user_it_names_with_its_groups_and_home() -> None:
+    hook = Hook(shell="id -un; id -Gn; echo $HOME $USER $LOGNAME; cat", user="nobody")
+    run = HookRun("test", hook, environment={}, stdin=b"{}\n")
+    assert run.run().tail == "nobody\nnogroup\n/nonexistent nobody nobody\n{}\n"
+
+
+@pytest.mark.skipif(not _IS_ROOT, reason="only root can run a hook as another user")
+def test_a_hook_of_another_user_is_ended_whole() -> None:
+    assert _shell(
+        "env -i setsid -f sleep 60; setsid -f sleep 60; sleep 60", user="nobody", timeout=0.2
+    ).outcome == ("timed_out")
+
+
+def test_an_agent_that_is_not_root_says_so_when_a_hook_names_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    result = HookRun("test", Hook(run=("true",), user="root"), environment={}).run()
+    assert (result.outcome, result.detail) == (
+        "not_started",
+        "cannot run as root: only an agent that runs as root can",
+    )
+
+
+def test_what_a_killed_agent_left_running_is_ended_by_the_next(tmp_path: Path) -> None:
+    code = (
+        "import sys; from agent.hooks import HookRun; from agent.policy import Hook;"
+        "hook = Hook(shell=f'setsid -f sleep 60; sleep 61 & trap \"\" TERM; echo ready; sleep 62; sleep 63');"
+        "HookRun('test', hook, environment={}, instance=sys.argv[1],"
+        "on_line=lambda line: print(line, flush=True)).run()"
+    )
+    agents = [
+        subprocess.Popen([sys.executable, "-c", code, instance], stdout=subprocess.PIPE)
+        for instance in (_INSTANCE + "-one", _INSTANCE + "-two")
+    ]
+    for agent in agents:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == b"ready\n"
+        agent.kill()
+        agent.wait()
+        agent.stdout.close()
+    assert len(linux._marked_processes(_INSTANCE)) >= 6
+    assert end_leftovers(_INSTANCE + "-one") >= 3
+    assert linux._marked_processes(_INSTANCE + "-one") == set()
+    assert len(linux._marked_processes(_INSTANCE + "-two")) >= 3
+    assert end_leftovers(_INSTANCE + "-two") >= 3
+    assert end_leftovers(_INSTANCE + "-two") == 0
+    linux.reap_orphans()
+
+
+def test_without_a_subreaper_the_marker_finds_what_got_away(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a process of its own, for that property of a process cannot be given back for certain."""
+    code = (
+        "import sys; from agent.host import linux; from agent.hooks import HookRun; from agent.policy import Hook;"
+        "linux._is_subreaper = False;"
+        "hook = Hook(shell='setsid -f sleep 60; exit 0');"
+        "print(HookRun('test', hook, environment={}, instance=sys.argv[1]).run().detail)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, _INSTANCE], capture_output=True, text=True, check=True, timeout=20
+    )
+    assert done.stdout == "exit code 0\n"
+    assert linux._marked_processes(_INSTANCE) == set()
+    linux.reap_orphans()
+
+
+def test_a_lost_exit_code_is_no_success() -> None:
+    code = (
+        "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN);"
+        "from agent.hooks import HookRun; from agent.policy import Hook;"
+        "r = HookRun('test', Hook(shell='exit 3'), environment={}).run(); print(r.outcome, r.exit_code, r.detail)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20)
+    assert done.stdout == "failed None its exit code was lost\n"
+
+
+def test_the_end_of_a_hook_is_noticed_at_once() -> None:
+    true = shutil.which("true")
+    assert true is not None
+    durations = [HookRun("test", Hook(run=(true,)), environment={}).run().duration_seconds for _ in range(50)]
+    assert statistics.median(durations) < 0.02  # 2 ms on an idle machine; polling at 50 ms would show
+
+
+def test_fifty_hooks_leave_no_descriptor_thread_or_process() -> None:
+    process = psutil.Process()
+    descriptors, threads = process.num_fds(), threading.active_count()
+    for number in range(50):
+        _shell(("true", "exit 1", "setsid -f sleep 60", "sleep 60", "nosuch")[number % 5], timeout=0.02)
+    assert (process.num_fds(), threading.active_count()) == (descriptors, threads)
+    assert process.children(recursive=True) == []

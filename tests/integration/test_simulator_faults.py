@@ -1,0 +1,231 @@
+"""How the simulated endpoint misbehaves, seen by a bare http.client."""
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from agent.simulator import Simulator
+
+EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+INSTANCE = "/metadata/instance?api-version=2021-12-13"
+METADATA = {"Metadata": "true"}
+
+
+@pytest.fixture
+def simulator() -> Iterator[Simulator]:
+    with Simulator(vms=("vm-1", "vm-2"), rate_limit=None) as simulator:
+        yield simulator
+
+
+def ask(
+    simulator: Simulator,
+    path: str = EVENTS,
+    *,
+    vm: str = "",
+    method: str = "GET",
+    body: str | None = None,
+    timeout_seconds: float = 10.0,
+) -> tuple[int, bytes]:
+    """Status and body of one request on a connection of its own."""
+    connection = http.client.HTTPConnection(
+        simulator.endpoint(vm).removeprefix("http://"), timeout=timeout_seconds
+    )
+    try:
+        connection.request(method, path, body=body, headers=METADATA)
+        response = connection.getresponse()
+        try:
+            return response.status, response.read()
+        finally:
+            response.close()
+    finally:
+        connection.close()
+
+
+def approval_of(event_id: str) -> str:
+    return json.dumps({"StartRequests": [{"EventId": event_id}]})
+
+
+EMPTY_DOCUMENT = (200, b'{"DocumentIncarnation":1,"Events":[]}')
+
+
+@pytest.mark.parametrize("status", [400, 403, 404, 410, 429, 500, 503])
+def test_an_error_status_has_a_json_body(simulator: Simulator, status: int) -> None:
+    simulator.fault("vm-1", "status", status=status, count=1)
+    answer, body = ask(simulator)
+
+    assert answer == status
+    assert list(json.loads(body)) == ["error"]
+    assert ask(simulator) == EMPTY_DOCUMENT
+
+
+def test_a_fault_befalls_as_many_requests_as_it_was_made_for(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "empty", count=2)
+
+    assert [ask(simulator)[1] for _ in range(3)] == [b"", b"", EMPTY_DOCUMENT[1]]
+    assert [record.fault for record in simulator.requests()] == ["empty", "empty", ""]
+
+
+def test_a_fault_lasts_as_long_as_it_was_made_for(simulator: Simulator) -> None:
+    began = time.monotonic()
+    simulator.fault("vm-1", "empty", seconds=0.3)
+    while ask(simulator)[1] == b"":
+        assert time.monotonic() - began < 5
+    assert time.monotonic() - began >= 0.3
+
+
+def test_a_fault_can_be_cleared(simulator: Simulator) -> None:
+    simulator.fault(None, "empty")
+    assert [ask(simulator, vm=vm)[1] for vm in ("vm-1", "vm-2")] == [b"", b""]
+
+    simulator.clear_faults("vm-1")
+    assert [ask(simulator, vm=vm)[1] for vm in ("vm-1", "vm-2")] == [EMPTY_DOCUMENT[1], b""]
+
+
+def test_a_fault_befalls_only_its_vm_and_only_its_kind_of_request(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "status", status=500, on="approve")
+    event_id = simulator.schedule("Reboot")
+
+    assert ask(simulator)[0] == 200
+    assert ask(simulator, INSTANCE)[0] == 200
+    assert ask(simulator, method="POST", body=approval_of(event_id))[0] == 500
+    assert simulator.event(event_id).approved_at is None
+    assert ask(simulator, method="POST", body=approval_of(event_id), vm="vm-2")[0] == 200
+
+
+def test_an_approval_can_take_effect_although_its_answer_is_lost(simulator: Simulator) -> None:
+    event_id = simulator.schedule("Reboot")
+    simulator.fault("vm-1", "reset", on="approve", count=1, takes_effect=True)
+
+    with pytest.raises(ConnectionError):
+        ask(simulator, method="POST", body=approval_of(event_id))
+    assert simulator.wait_approved(event_id).approved_by == "vm-1"
+    assert [(record.status, record.approved) for record in simulator.requests()] == [(0, (event_id,))]
+
+
+def test_a_slow_answer_is_the_right_one_as_of_when_it_is_sent(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "slow", count=1, delay_seconds=0.3)
+    simulator.schedule("Reboot", notice_seconds=60, lasts_seconds=None)
+    began = time.monotonic()
+    status, body = ask(simulator)
+
+    assert time.monotonic() - began >= 0.3
+    assert (status, len(json.loads(body)["Events"])) == (200, 1)
+
+
+def test_a_client_that_did_not_wait_for_a_slow_answer_has_not_seen_the_event(simulator: Simulator) -> None:
+    event_id = simulator.schedule("Reboot")
+    simulator.fault("vm-1", "slow", count=1, delay_seconds=0.3)
+
+    with pytest.raises(TimeoutError):
+        ask(simulator, timeout_seconds=0.1)
+    (record,) = simulator.wait_requests(1)
+    assert (record.status, record.fault) == (0, "slow")
+    assert simulator.event(event_id).seen_by == ()
+
+
+def test_a_stalled_request_is_read_and_never_answered(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "stall", count=1)
+
+    with pytest.raises(TimeoutError):
+        ask(simulator, timeout_seconds=0.2)
+    assert [(record.status, record.fault) for record in simulator.requests()] == [(0, "stall")]
+
+
+def test_closing_does_not_wait_for_what_is_slow_or_stalled() -> None:
+    with Simulator() as simulator, socket.socket() as slow, socket.socket() as stalled:
+        simulator.fault("vm-1", "stall", count=1)
+        simulator.fault("vm-1", "slow", count=1, delay_seconds=600)
+        port = int(simulator.endpoint().rpartition(":")[2])
+        for connection in (stalled, slow):
+            connection.connect(("127.0.0.1", port))
+            connection.sendall(f"GET {EVENTS} HTTP/1.1\r\nMetadata: true\r\n\r\n".encode())
+        simulator.wait_requests(1)
+        began = time.monotonic()
+        simulator.close()
+        assert time.monotonic() - began < 5
+
+
+def test_a_connection_can_be_reset(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "reset", count=1)
+    with pytest.raises(ConnectionResetError):
+        ask(simulator)
+
+
+def test_a_redirect_names_a_path_that_shows_who_followed_it(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "redirect", count=1)
+    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=10)
+    connection.request("GET", EVENTS, headers=METADATA)
+    response = connection.getresponse()
+    response.read()
+    connection.close()
+
+    assert (response.status, response.headers["Location"]) == (302, f"{simulator.endpoint()}/redirected")
+
+
+def test_a_web_page_and_garbage_come_with_status_200(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "html", count=1)
+    simulator.fault("vm-1", "garbage", count=1)
+    page, garbage = ask(simulator), ask(simulator)
+
+    assert page[0] == 200
+    assert page[1].startswith(b"<!DOCTYPE html>")
+    assert garbage[0] == 200
+    with pytest.raises(ValueError, match="codec can't decode"):
+        json.loads(garbage[1])
+
+
+def test_an_answer_can_be_something_else_than_http(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "not-http", count=1)
+    with pytest.raises(http.client.BadStatusLine):
+        ask(simulator)
+
+
+def test_a_body_can_end_in_the_middle(simulator: Simulator) -> None:
+    simulator.schedule("Reboot")
+    simulator.fault("vm-1", "truncated", count=1)
+    with pytest.raises(http.client.IncompleteRead) as caught:
+        ask(simulator)
+    assert caught.value.partial.startswith(b'{"DocumentIncarnation":2,"Events":[{"EventId":')
+
+
+def test_a_huge_body_has_the_size_it_announces(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "oversized", size_bytes=1_000_001, count=1)
+    status, body = ask(simulator)
+    assert (status, len(body)) == (200, 1_000_001)
+
+
+def test_an_endless_body_goes_on_until_the_client_has_enough(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "endless", count=1)
+    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=10)
+    connection.request("GET", EVENTS, headers=METADATA)
+    response = connection.getresponse()
+
+    assert response.headers.get("Content-Length") is None
+    assert len(response.read(5_000_000)) == 5_000_000
+    response.close()
+    connection.close()
+
+
+def test_an_answer_can_come_a_byte_at_a_time(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "drip", count=1, delay_seconds=0.001)
+    began = time.monotonic()
+
+    assert ask(simulator) == EMPTY_DOCUMENT
+    assert time.monotonic() - began > 0.1
+
+
+def test_more_than_five_requests_a_second_to_one_vm_are_too_many_on_whatever_path() -> None:
+    now = [1_782_648_000.0]
+    with Simulator(vms=("vm-1", "vm-2"), clock=lambda: now[0]) as simulator:
+        statuses = [ask(simulator, path)[0] for path in [EVENTS, INSTANCE, "/nowhere"] * 3]
+        assert statuses == [200, 200, 404, 200, 200, 429, 429, 429, 429]
+        assert ask(simulator, vm="vm-2")[0] == 200
+
+        now[0] += 0.9
+        assert ask(simulator)[0] == 429
+        now[0] += 0.1
+        assert [ask(simulator)[0] for _ in range(6)] == [200, 200, 200, 200, 200, 429]

@@ -1,0 +1,195 @@
+"""The policy file: what must hold between its keys, and what is said about doubtful ones."""
+
+# ruff: noqa: E501  # one case, one line
+
+from collections.abc import Sequence
+
+import pytest
+
+from agent.config import ConfigError, Settings, parse_settings
+
+
+def faults(text: str, *, is_windows: bool = False) -> Sequence[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse_settings(text, "policy.yaml", is_windows=is_windows)
+    assert caught.value.kind == "config"
+    assert str(caught.value) == "\n".join(caught.value.problems)
+    return caught.value.problems
+
+
+def warnings(text: str) -> list[str]:
+    return [str(warning) for warning in parse_settings(text, "policy.yaml").warnings]
+
+
+HOOKS = "hooks: {drain: {run: [/d]}, resume: {run: [/r]}}\n"
+
+
+def test_an_empty_file_is_the_built_in_policy() -> None:
+    loaded = parse_settings("", "policy.yaml")
+    assert loaded.settings == Settings()
+    assert loaded.warnings == ()
+
+
+def test_the_fault_form_is_the_documented_one() -> None:
+    text = "rules:\n  - {name: a}\n  - {name: b}\n  - name: c\n    approve: yes\n"
+    assert faults(text) == (
+        'policy.yaml:5: rules[2].approve: expected one of immediately, when-prepared, manual, never; got "yes"',
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (HOOKS + "rules: [{name: a, prepare: [drian]}]", 'rules[0].prepare[0]: there is no hook "drian"; did you mean "drain"?'),
+        (HOOKS + "rules: [{name: a, on_start: [x]}]", 'rules[0].on_start[0]: there is no hook "x"; known are: drain, resume'),
+        ("\nrules: [{name: a, recover: [x]}]", 'rules[0].recover[0]: there is no hook "x"; there is no hook yet'),
+        (HOOKS + "on_clear: [resum]", 'on_clear[0]: there is no hook "resum"; did you mean "resume"?'),
+        (HOOKS + "rules: [{name: a, prepare: [drain, drain]}]", 'rules[0].prepare[1]: hook "drain" stands in this list already'),
+        ("\nrules: [{name: a}, {name: a}]", 'rules[1].name: the rule in line 2 is called "a" already'),
+        ("\nhooks: {a: {}}", "hooks.a: expected run (a program and its arguments) or shell (a command line); got neither"),
+        ("\nhooks: {a: {run: [x], shell: x}}", "hooks.a: expected either run or shell; got both"),
+        ("\nhooks: {a: {run: []}}", "hooks.a.run: expected a program and its arguments; got an empty list"),
+        ("\nhooks: {a: {run: ['']}}", "hooks.a.run[0]: expected a text; got an empty one"),
+        ("\nhooks: {a: {shell: ' '}}", "hooks.a.shell: expected a text; got an empty one"),
+        ("\nhooks: {a: {shell: x, timeout: 0s}}", "hooks.a.timeout: expected more than 0s; got 0s"),
+        ('\nhooks: {a: {run: [x, "\\0"]}}', "hooks.a.run[1]: the character U+0000 cannot be passed to a program"),
+        ("\nhooks: {a: {shell: x, env: {A=B: c}}}", 'hooks.a.env: expected a variable\'s name; got "A=B"'),
+        ("\nrules: [{name: a, window: w}]", 'rules[0].window: there is no maintenance window "w"; there is no maintenance window yet'),
+        ("\nmaintenance_windows: {w: {start: 02:00, length: 0s}}", "maintenance_windows.w.length: expected more than 0s and at most 7d; got 0s"),
+        ("\nmaintenance_windows: {w: {start: 02:00, length: 7d1s}}", "maintenance_windows.w.length: expected more than 0s and at most 7d; got 7d1s"),
+        ("\nmaintenance_windows: {w: {start: 02:00, length: 1h, days: []}}", "maintenance_windows.w.days: expected at least one; got an empty list: remove the key if it opens every day"),
+        ("\nmaintenance_windows: {w: {start: 02:00, length: 1h, timezone: Europe/Berln}}", 'maintenance_windows.w.timezone: expected an IANA time zone such as Europe/Berlin; got "Europe/Berln"; did you mean "Europe/Berlin"?'),
+        ("\nmaintenance_windows: {w: {start: 02:00, length: 1h, timezone: ../x}}", 'maintenance_windows.w.timezone: expected an IANA time zone such as Europe/Berlin; got "../x"'),
+        ("\nrules: [{name: a, when: {description: '('}}]", 'rules[0].when.description: expected a regular expression; got "(": missing ), unterminated subpattern at position 0'),
+        ("\nrules: [{name: a, when: {type: []}}]", "rules[0].when.type: expected at least one; got an empty list: remove the key if any will do"),
+        ("\nrules: [{name: a, when: {affects: []}}]", "rules[0].when.affects: expected at least one; got an empty list"),
+        ("\nrules: [{name: a, when: {duration_below: 9s, duration_at_least: 9s}}]", "rules[0].when.duration_below: expected more than duration_at_least (9s); got 9s"),
+        ("\nrules: [{name: a, when: {notice_below: 0s}}]", "rules[0].when.notice_below: expected more than 0s; got 0s"),
+        ("\nimds: {poll_interval: 199ms}", "imds.poll_interval: expected 200ms to 1m; got 199ms"),
+        ("\nimds: {poll_interval: 61s}", "imds.poll_interval: expected 200ms to 1m; got 1m1s"),
+        ("\nimds: {first_request_timeout: 0s}", "imds.first_request_timeout: expected more than 0s; got 0s"),
+        ("\nimds: {endpoint: 'https://x'}", 'imds.endpoint: expected auto or http://HOST[:PORT]; got "https://x"'),
+        ("\nimds: {endpoint: 'http://x:0'}", 'imds.endpoint: expected auto or http://HOST[:PORT]; got "http://x:0"'),
+        ("\nimds: {endpoint: 'http://x/metadata'}", 'imds.endpoint: expected auto or http://HOST[:PORT]; got "http://x/metadata"'),
+        ("\nagent: {listen: 9769}", 'agent.listen: expected ADDRESS:PORT or off; got "9769"'),
+        ("\nagent: {listen: 'x:65536'}", 'agent.listen: expected ADDRESS:PORT or off; got "x:65536"'),
+        ("\nagent: {healthy_within: 1s}", "agent.healthy_within: expected more than imds.poll_interval (1s); got 1s"),
+        ("\nvm: {name: ''}", "vm.name: expected a text; got an empty one"),
+        ("\nvm: {aliases: [a, '']}", "vm.aliases[1]: expected a text; got an empty one"),
+    ],
+)  # fmt: skip
+def test_a_fault_between_keys_names_its_line_and_the_way_out(text: str, fault: str) -> None:
+    assert faults(text) == (f"policy.yaml:2: {fault}",)
+
+
+@pytest.mark.parametrize("listen", ["off", "127.0.0.1:0", "0.0.0.0:9769", "'[::1]:9769'", "localhost:80"])
+def test_pages_are_served_on_an_address_or_not_at_all(listen: str) -> None:
+    assert parse_settings(f"agent: {{listen: {listen}}}", "p").settings.agent.listen == listen.strip("'")
+
+
+@pytest.mark.parametrize("endpoint", ["auto", "http://169.254.169.254", "http://127.0.0.1:8080", "http://host/"])
+def test_the_endpoint_is_an_http_address_or_auto(endpoint: str) -> None:
+    assert parse_settings(f"imds: {{endpoint: '{endpoint}'}}", "p").settings.imds.endpoint == endpoint
+
+
+def test_a_hook_cannot_choose_its_user_on_windows() -> None:
+    text = "hooks: {a: {shell: x, user: app}}"
+    assert faults(text, is_windows=True) == (
+        "policy.yaml:1: hooks.a.user: cannot be used on Windows: remove it, hooks run as the service's account",
+    )
+    assert parse_settings(text, "p", is_windows=False).settings.hooks["a"].user == "app"
+
+
+def test_faults_of_all_parts_come_at_once_in_the_order_of_their_lines() -> None:
+    text = "on_clear: [x]\nhooks:\n  a: {}\nimds: {poll_interval: 1ms}\n"
+    assert [fault.split(": ")[0] for fault in faults(text)] == ["policy.yaml:1", "policy.yaml:3", "policy.yaml:4"]
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow"),
+    [
+        ("{}", "{}"),
+        ("{}", "{type: Freeze, duration_below: 9s}"),
+        ("{}", "{affects: shared}"),
+        ("{affects: [self, others]}", "{affects: [shared, others]}"),
+        ("{type: [Freeze, Reboot]}", "{type: Freeze, source: User}"),
+        ("{duration_below: 9s}", "{duration_below: 9s}"),
+        ("{duration_below: 9s}", "{duration_below: 5s, duration_at_least: 1s}"),
+        ("{duration_at_least: 5s}", "{duration_at_least: 5s}"),
+        ("{notice_below: 1h}", "{notice_below: 30s}"),
+        ("{resource: ['a*', 'b*']}", "{resource: 'a*'}"),
+        ("{description: x}", "{description: x, type: Freeze}"),
+    ],
+)
+def test_a_rule_that_can_never_match_is_a_warning(wide: str, narrow: str) -> None:
+    text = f"rules:\n  - {{name: a, when: {wide}}}\n  - {{name: b, when: {narrow}}}\n"
+    assert warnings(text) == [
+        "policy.yaml:3: rules[1]: never matches: rule a above takes every event that it could take"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("{type: Freeze}", "{}"),
+        ("{type: Freeze}", "{type: [Freeze, Reboot]}"),
+        ("{source: User}", "{type: Freeze}"),
+        ("{}", "{affects: others}"),
+        ("{affects: shared}", "{affects: self}"),
+        ("{duration_below: 9s}", "{duration_below: 10s}"),
+        ("{duration_below: 9s}", "{duration_at_least: 1s}"),
+        ("{duration_at_least: 0s}", "{}"),
+        ("{notice_at_least: 1h}", "{notice_at_least: 30m}"),
+        ("{resource: 'a*'}", "{resource: 'ab*'}"),
+        ("{status: Scheduled}", "{status: Started}"),
+    ],
+)
+def test_a_rule_that_may_still_match_is_no_warning(one: str, other: str) -> None:
+    text = f"rules:\n  - {{name: a, when: {one}}}\n  - {{name: b, when: {other}}}\n"
+    assert warnings(text) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "warning"),
+    [
+        ("prepare: [drain], recover: [resume]", "rules[0]: prepares as soon as an event is announced, perhaps days ahead, and never approves it: add a lead such as 15m, or approve: when-prepared"),
+        ("prepare: [drain], recover: [resume], approve: immediately", "rules[0].approve: does not wait for the hooks of prepare: write when-prepared if it should"),
+        ("on_start: [drain], recover: [resume]", "rules[0].recover: recovers, but the rule prepares nothing"),
+        ("on_start: [drain, resume], approve: immediately, when: {affects: others}", "rules[0].approve: never approves: an event that does not name this VM is not approved from here"),
+        ("on_start: [drain, resume], approve: immediately, when: {status: Started}", "rules[0]: an event that has started can neither be prepared for nor approved: only on_start runs"),
+        ("on_start: [drain, resume], approve: when-prepared, drain_for: 1m, when: {type: Preempt}", "rules[0].drain_for: is as long as the usual notice (Preempt 30s): it will be cut short"),
+        ("prepare: [drain], approve: when-prepared", "hooks.resume: no rule names this hook"),
+    ],
+)  # fmt: skip
+def test_what_is_hardly_meant_is_a_warning(rule: str, warning: str) -> None:
+    line = 2 if warning.startswith("hooks") else 1
+    text = f"rules: [{{name: a, {rule}}}]\n{HOOKS}"
+    assert warnings(text) == [f"policy.yaml:{line}: {warning}"]
+
+
+@pytest.mark.parametrize(
+    "more", ["lead: 15m", "approve: manual", "approve: when-prepared", "when: {notice_below: 1h}"]
+)
+def test_a_rule_that_prepares_and_bounds_it_is_no_warning(more: str) -> None:
+    assert warnings(f"rules: [{{name: a, prepare: [drain], recover: [resume], {more}}}]\n{HOOKS}") == []
+
+
+def test_a_window_nobody_uses_is_a_warning() -> None:
+    text = "maintenance_windows: {night: {start: 02:00, length: 4h}}"
+    assert warnings(text) == ["policy.yaml:1: maintenance_windows.night: no rule names this maintenance window"]
+
+
+def test_conditions_that_the_api_version_never_meets_are_warnings() -> None:
+    text = (
+        "imds: {api_version: 2017-08-01}\nrules:\n  - {name: a, when: {source: User, type: [Reboot, Preempt]}}\n"
+    )
+    assert warnings(text) == [
+        (
+            "policy.yaml:3: rules[0].when.source: never holds: it needs imds.api_version 2019-08-01 or newer, "
+            "not 2017-08-01"
+        ),
+        (
+            "policy.yaml:3: rules[0].when.type: Preempt: only with imds.api_version 2017-11-01 or newer, "
+            "not 2017-08-01"
+        ),
+    ]

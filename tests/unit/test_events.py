@@ -1,0 +1,554 @@
+"""What Azure says: every quirk of the document's text."""
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.events import (
+    Affects,
+    Document,
+    DocumentError,
+    Gone,
+    ScheduledEvent,
+    Seen,
+    compare,
+    parse_document,
+    parse_event,
+    to_azure_json,
+)
+
+FULL: dict[str, Any] = {
+    "EventId": "C7061BAC-AFDC-4513-B24B-AA5F13A16123",
+    "EventStatus": "Scheduled",
+    "EventType": "Freeze",
+    "ResourceType": "VirtualMachine",
+    "Resources": ["vm_1"],
+    "NotBefore": "Mon, 11 Apr 2022 22:26:58 GMT",
+    "Description": "maintenance",
+    "EventSource": "Platform",
+    "DurationInSeconds": 5,
+}
+NOON = datetime(2026, 4, 29, 12, 0, tzinfo=UTC)
+
+
+def body(*events: object, incarnation: object = 1) -> bytes:
+    return json.dumps({"DocumentIncarnation": incarnation, "Events": list(events)}).encode()
+
+
+def parse(**changes: object) -> ScheduledEvent:
+    """The full event with some keys changed; a key set to ... is left out."""
+    fields = {key: value for key, value in {**FULL, **changes}.items() if value is not ...}
+    (event,) = parse_document(body(fields)).events
+    return event
+
+
+def make_event(event_id: str = "A", **changes: Any) -> ScheduledEvent:
+    fields: dict[str, Any] = {"type": "Freeze", "status": "Scheduled", "resources": ("vm",), **changes}
+    return ScheduledEvent(id=event_id, **fields)
+
+
+def make_document(*events: ScheduledEvent) -> Document:
+    return Document(incarnation="1", events=events)
+
+
+def message_of(text: bytes) -> str:
+    with pytest.raises(DocumentError) as caught:
+        parse_document(text)
+    return str(caught.value)
+
+
+# --- times ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Wed, 29 Apr 2026 12:00:00 GMT", NOON),
+        ("Mon, 29 Apr 2026 12:00:00 GMT", NOON),  # the weekday is wrong
+        ("29 Apr 2026 12:00:00 GMT", NOON),
+        ("Wed, 29 Apr 2026 14:00:00 +0200", NOON),
+        ("Wed, 29 Apr 2026 12:00:00", NOON),
+        ("  Wed, 29 Apr 2026 12:00:00 GMT ", NOON),
+        ("2026-04-29T12:00:00Z", NOON),
+        ("2026-04-29T12:00:00.0000000Z", NOON),
+        ("2026-04-29T14:00:00+02:00", NOON),
+        ("2026-04-29T12:00:00", NOON),
+        ("2026-04-29T12:00", NOON),
+        ("2026-04-29 12:00:00Z", NOON),
+        ("Thu, 29 Feb 2024 00:00:00 GMT", datetime(2024, 2, 29, tzinfo=UTC)),
+        ("2024-02-29T00:00:00Z", datetime(2024, 2, 29, tzinfo=UTC)),
+        ("Sun, 29 Feb 2026 00:00:00 GMT", None),  # no leap year
+        ("2026-02-29T00:00:00Z", None),
+        ("Sat, 31 Dec 2016 23:59:60 GMT", None),  # a leap second
+        ("2016-12-31T23:59:60Z", None),
+        ("9999-12-31T23:59:59-12:00", None),  # overflows in UTC
+        ("0001-01-01T00:00:00+14:00", None),
+        ("Fri, 99 Zzz 2026 12:00:00 GMT", None),
+        ("Wed, 29 Apr 99999999999999999999 12:00:00 GMT", None),
+        ("20170702", None),
+        ("soon", None),
+        ("", None),
+        ("   ", None),
+        (None, None),
+        (..., None),
+        (0, None),
+        (1777464000, None),
+        (True, None),
+        ([], None),
+        ({"at": "2026-04-29T12:00:00Z"}, None),
+    ],
+)
+def test_not_before_is_read_in_both_forms_and_means_now_when_it_cannot_be_read(
+    text: object, expected: datetime | None
+) -> None:
+    assert parse(NotBefore=text).not_before == expected
+
+
+# --- durations, words, texts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (0, 0.0),
+        (5, 5.0),
+        (6.5, 6.5),
+        ("9", 9.0),
+        (-1, None),
+        (-1.0, None),
+        ("-1", None),
+        ("", None),
+        ("unknown", None),
+        ("inf", None),
+        ("nan", None),
+        (None, None),
+        (..., None),
+        (True, None),
+        ([5], None),
+        (10**400, None),
+    ],
+)
+def test_a_duration_that_is_no_number_of_seconds_is_unknown(value: object, expected: float | None) -> None:
+    assert parse(DurationInSeconds=value).duration_seconds == expected
+
+
+@pytest.mark.parametrize("word", ["Freeze", "freeze", "FREEZE", " Freeze "])
+def test_known_words_are_known_in_any_case(word: str) -> None:
+    assert parse(EventType=word).type == "Freeze"
+
+
+def test_unknown_words_and_unknown_keys_pass() -> None:
+    event = parse(EventType="Hibernate", EventStatus="Paused", EventSource="Robot", Extra={"a": [1]})
+
+    assert (event.type, event.status, event.source) == ("Hibernate", "Paused", "Robot")
+
+
+@pytest.mark.parametrize("nothing", [None, ..., "", "  ", [], {}, {"a": 1}])
+def test_a_field_that_says_nothing_is_empty(nothing: object) -> None:
+    names = ("EventStatus", "EventType", "ResourceType", "Resources", "Description", "EventSource")
+
+    assert parse(**dict.fromkeys(names, nothing)) == ScheduledEvent(
+        id=FULL["EventId"],
+        type="",
+        status="",
+        resources=("",) if isinstance(nothing, str) else (),
+        not_before=datetime(2022, 4, 11, 22, 26, 58, tzinfo=UTC),
+        duration_seconds=5.0,
+    )
+
+
+def test_texts_are_one_printable_line_of_bounded_length() -> None:
+    event = parse(Description=" one\r\ntwo\x1b[31m\u2028three\u200b\x00", Resources=["vm\n1", "v" * 5000, 7])
+
+    assert event.description == "one  two [31m three"
+    assert event.resources == ("vm 1", "v" * 4096, "7")
+
+
+def test_a_single_resource_may_stand_without_its_list() -> None:
+    assert parse(Resources="vm_1").resources == ("vm_1",)
+
+
+# --- api-versions --------------------------------------------------------------------------------------------
+
+LACKS = {
+    "2020-07-01": (),
+    "2019-08-01": ("DurationInSeconds",),
+    "2019-04-01": ("DurationInSeconds", "EventSource"),
+    "2019-01-01": ("DurationInSeconds", "EventSource", "Description"),
+    "2017-11-01": ("DurationInSeconds", "EventSource", "Description"),
+    "2017-08-01": ("DurationInSeconds", "EventSource", "Description"),
+    "2017-03-01": ("DurationInSeconds", "EventSource", "Description"),
+}
+
+
+@pytest.mark.parametrize("version", LACKS)
+def test_every_api_version_is_read_and_what_it_lacks_is_not_known(version: str) -> None:
+    lacks = LACKS[version]
+    name = "_vm_1" if version == "2017-03-01" else "vm_1"
+
+    event = parse(Resources=[name], **dict.fromkeys(lacks, ...))
+
+    assert event.duration_seconds == (None if "DurationInSeconds" in lacks else 5.0)
+    assert event.source == ("" if "EventSource" in lacks else "Platform")
+    assert event.description == ("" if "Description" in lacks else "maintenance")
+    assert event.affects(["vm_1"]) == "self"
+
+
+# --- who is affected -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("resources", "names", "expected"),
+    [
+        (["vm_1"], ["vm_1"], "self"),
+        (["vm_10"], ["vm_1"], "others"),
+        (["vm_1"], ["vm_10"], "others"),
+        (["my-vm_1"], ["vm_1"], "others"),
+        (["VM_1"], ["vm_1"], "self"),
+        (["_vm_1"], ["vm_1"], "self"),
+        (["vm_1"], ["_vm_1"], "self"),
+        (["__vm_1"], ["vm_1"], "others"),
+        (["vm_1_"], ["vm_1"], "others"),
+        (["issue_0"], ["issue000000"], "others"),  # a host name is not the VM's name
+        (["issue_0"], ["issue000000", "issue_0"], "self"),  # unless both were given
+        (["vm1"], ["vm1.internal.cloudapp.net"], "others"),
+        (["vmss_abcd1234"], ["vmss_ABCD1234"], "self"),
+        (["FrontEnd_IN_0", "BackEnd_IN_0"], ["frontend_in_0"], "shared"),
+        (["a", "b"], ["a", "b"], "self"),
+        (["a", "b"], ["c"], "others"),
+        ([], ["vm"], "unknown"),
+        (["vm"], [], "unknown"),
+        (["vm"], [""], "unknown"),
+        (["", "_"], ["", "_"], "unknown"),
+        ([""], ["vm"], "others"),
+    ],
+)
+def test_whole_names_decide_whom_an_event_affects(
+    resources: list[str], names: list[str], expected: Affects
+) -> None:
+    assert parse(Resources=resources).affects(names) == expected
+
+
+@pytest.mark.parametrize(
+    ("resources", "expected"),
+    [
+        (["vm_1", "vm_2"], True),
+        (["_VM_1", "vm_2"], True),
+        (["vm_10", "vm_1"], False),
+        (["", "vm_1"], False),
+        ([], False),
+    ],
+)
+def test_the_first_resource_is_told_by_its_whole_name(resources: list[str], expected: bool) -> None:
+    assert parse(Resources=resources).is_first_resource(["vm_1", ""]) is expected
+
+
+# --- ids -----------------------------------------------------------------------------------------------------
+
+
+def test_ids_are_compared_without_case_and_kept_as_received() -> None:
+    event = parse(EventId="AbC-1")
+
+    assert (event.id, event.key) == ("AbC-1", "abc-1")
+
+
+def test_one_id_listed_twice_is_one_event_with_the_resources_of_both() -> None:
+    document = parse_document(
+        body(
+            {**FULL, "EventId": "a", "Resources": ["vm_1"]},
+            {**FULL, "EventId": "A", "Resources": ["vm_2", "vm_1"], "EventStatus": "Started"},
+        )
+    )
+
+    (event,) = document.events
+    assert (event.id, event.resources, event.status) == ("a", ("vm_1", "vm_2"), "Started")
+    assert event.affects(["vm_1"]) == "shared"
+
+
+def test_events_without_an_id_are_told_apart_by_type_and_resources() -> None:
+    first, second = parse_document(
+        body({"EventType": "Freeze"}, {"EventType": "Reboot", "Resources": ["b"]})
+    ).events
+
+    assert (first.key, second.key) == ("no-id-freeze", "no-id-reboot-b")
+
+
+def test_events_without_an_id_whose_keys_fall_together_stay_under_one_key() -> None:
+    document = parse_document(
+        body(
+            {"EventType": "Freeze", "Resources": ["a-b"]},
+            {"EventType": "Freeze", "Resources": ["a", "b"]},
+            {"EventType": "Freeze", "Resources": ["a-b-a-b"]},
+        )
+    )
+
+    assert [event.key for event in document.events] == ["no-id-freeze-a-b", "no-id-freeze-a-b-a-b"]
+
+
+@pytest.mark.parametrize("status", ["Completed", "Canceled", "completed"])
+def test_an_event_that_says_it_is_over_is_as_good_as_gone(status: str) -> None:
+    assert parse_document(body({**FULL, "EventStatus": status})).events == ()
+
+
+# --- documents -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(0, "0"), (7, "7"), ("7", "7"), ("abc", "abc"), (None, ""), (10**30, "1" + "0" * 30)]
+)
+def test_the_incarnation_is_kept_as_text_whatever_it_is(value: object, expected: str) -> None:
+    assert parse_document(body(incarnation=value)).incarnation == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "not JSON (Input data was truncated): ''"),
+        (b"{}", "expected an object with a list \"Events\"; got '{}'"),
+        (b"null", "expected an object with a list \"Events\"; got 'null'"),
+        (b'{"Events": null}', 'expected an object with a list "Events"; got \'{"Events": null}\''),
+        (b'{"Events": {}}', 'expected an object with a list "Events"; got \'{"Events": {}}\''),
+        (b'{"Events": [null]}', "Events[0]: expected an object; got null"),
+        (b'{"Events": [{}, "x"]}', "Events[1]: expected an object; got 'x'"),
+        (b'{"Events": [[{}]]}', "Events[0]: expected an object; got a list"),
+    ],
+)
+def test_what_is_not_a_whole_document_is_told_and_never_read_as_no_events(text: bytes, message: str) -> None:
+    assert message_of(text) == message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        body(FULL)[:-1],
+        body(FULL) + b"x",
+        b"<html>502 Bad Gateway</html>",
+        b"\xff\xfe{\x00}\x00",
+        b'{"Events": [], "Description": "\\ud800"}',
+        b'{"Events": [], "Description": "\xed\xa0\x80"}',
+        b'{"Events": [], "n": 1e999}',
+        b'{"Events": [], "n": ' + b"9" * 5000 + b"}",
+        b'{"Events": [], "n": NaN}',
+        b"[" * 100_000,
+        b'{"Events":' * 100_000,
+    ],
+    ids=[
+        "cut",
+        "longer",
+        "html",
+        "utf-16",
+        "surrogate",
+        "raw-surrogate",
+        "1e999",
+        "digits",
+        "nan",
+        "deep",
+        "deep-object",
+    ],
+)
+def test_a_broken_text_is_a_document_error(text: bytes) -> None:
+    assert message_of(text).startswith("not JSON (")
+
+
+@pytest.mark.parametrize("depth", [1, 100, 500, 900, 980, 2000])
+def test_values_nested_deep_are_empty_or_an_error(depth: int) -> None:
+    text = b'{"Events":[{"EventId":"a","Description":' + b"[" * depth + b"]" * depth + b"}]}"
+    try:
+        (event,) = parse_document(text).events
+    except DocumentError:
+        return
+    assert event.description == ""
+
+
+def test_an_excerpt_in_a_message_is_one_short_line() -> None:
+    assert message_of(b'\xef\xbb\xbf{\r\n  "error": "' + b"x" * 500 + b'"\r\n}') == (
+        'expected an object with a list "Events"; got ' + repr('{ "error": "' + "x" * 68) + "..."
+    )
+
+
+# --- one event alone -----------------------------------------------------------------------------------------
+
+
+def test_a_bare_event_needs_a_type() -> None:
+    with pytest.raises(DocumentError) as caught:
+        parse_event(b'{"Events": []}')
+
+    assert str(caught.value) == 'expected an object with "EventType"; got \'{"Events": []}\''
+
+
+def test_the_event_is_written_in_azures_names() -> None:
+    event = make_event(
+        source="Platform", not_before=NOON, duration_seconds=5.0, description="d", resource_type="VM"
+    )
+
+    assert json.loads(to_azure_json(event)) == {
+        "EventId": "A",
+        "EventStatus": "Scheduled",
+        "EventType": "Freeze",
+        "ResourceType": "VM",
+        "Resources": ["vm"],
+        "NotBefore": "2026-04-29T12:00:00Z",
+        "Description": "d",
+        "EventSource": "Platform",
+        "DurationInSeconds": 5,
+    }
+    assert b'"DurationInSeconds":5}' in to_azure_json(event)
+
+
+# --- what changed --------------------------------------------------------------------------------------------
+
+
+def test_a_new_event_is_seen() -> None:
+    assert compare({}, make_document(make_event())) == [Seen(make_event())]
+
+
+def test_an_event_that_did_not_change_is_no_news() -> None:
+    assert compare({"a": make_event()}, make_document(make_event())) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"status": "Started"},
+        {"type": "Reboot"},
+        {"not_before": NOON},
+        {"resources": ("vm", "other")},
+        {"duration_seconds": 9.0},
+        {"description": "new"},
+    ],
+)
+def test_any_change_of_an_event_is_seen(change: dict[str, Any]) -> None:
+    changed = make_event(**change)
+
+    assert compare({"a": make_event()}, make_document(changed)) == [Seen(changed)]
+
+
+def test_an_event_that_is_missing_is_gone() -> None:
+    assert compare({"a": make_event(), "b": make_event("B")}, make_document(make_event("B"))) == [Gone("a")]
+
+
+def test_an_id_that_comes_back_in_another_case_is_the_same_event() -> None:
+    assert compare({"a": make_event("A")}, make_document(make_event("a"))) == [Seen(make_event("a"))]
+
+
+def test_an_event_that_starts_under_a_new_id_is_the_old_one_renamed() -> None:
+    started = make_event("B", status="Started")
+
+    assert compare({"a": make_event("A")}, make_document(started)) == [Seen(started, renamed_from="a")]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"status": "Scheduled"},
+        {"type": "Reboot"},
+        {"source": "User"},
+        {"resources": ("other",)},
+        {"description": "other"},
+    ],
+)
+def test_an_event_that_differs_is_not_taken_for_one_that_vanished(change: dict[str, Any]) -> None:
+    new = make_event("B", **{"status": "Started", **change})
+
+    assert compare({"a": make_event("A")}, make_document(new)) == [Seen(new), Gone("a")]
+
+
+def test_an_event_that_had_started_is_not_renamed_by_another_that_starts() -> None:
+    started = make_event("B", status="Started")
+
+    assert compare({"a": make_event("A", status="Started")}, make_document(started)) == [Seen(started), Gone("a")]
+
+
+def test_an_event_still_in_the_document_is_not_renamed() -> None:
+    started = make_event("B", status="Started")
+
+    assert compare({"a": make_event("A")}, make_document(make_event("A"), started)) == [Seen(started)]
+
+
+def test_two_events_that_start_under_new_ids_take_one_old_id_each() -> None:
+    known = {"a": make_event("A"), "b": make_event("B")}
+    first, second = make_event("C", status="Started"), make_event("D", status="Started")
+
+    assert compare(known, make_document(first, second)) == [Seen(first, "a"), Seen(second, "b")]
+
+
+# --- whatever comes ------------------------------------------------------------------------------------------
+
+FIELD_NAMES = st.sampled_from([*FULL, "Extra"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda children: st.lists(children) | st.dictionaries(st.text() | FIELD_NAMES, children),
+    max_leaves=15,
+)
+TEXTS = st.text() | st.sampled_from(
+    ["Freeze", "Started", "Completed", "User", "vm_1", "a", "A", "no-id-freeze", "Mon, 11 Apr 2022 22:26:58 GMT"]
+)
+EVENTS = st.dictionaries(FIELD_NAMES, JSON | TEXTS | st.lists(TEXTS, max_size=3))
+DOCUMENTS = st.fixed_dictionaries({"Events": st.lists(EVENTS, max_size=4)}, optional={"DocumentIncarnation": JSON})
+
+
+def check(text: bytes) -> None:
+    try:
+        document = parse_document(text)
+    except DocumentError as error:
+        assert str(error).isprintable()  # noqa: PT017 - either outcome is right
+        return
+    keys = [event.key for event in document.events]
+    assert len(keys) == len(set(keys))
+    assert document.incarnation.isprintable()
+    for event in document.events:
+        texts = (event.id, event.type, event.status, event.source, event.description, event.resource_type)
+        assert all(text.isprintable() and text == text.strip() for text in (*texts, *event.resources))
+        assert event.not_before is None or event.not_before.tzinfo is UTC
+        assert event.duration_seconds is None or event.duration_seconds >= 0
+        assert event.affects(["vm_1"]) in {"self", "shared", "others", "unknown"}
+        assert parse_event(to_azure_json(event)) == event
+    assert compare({event.key: event for event in document.events}, document) == []
+    assert compare({}, document) == [Seen(event) for event in document.events]
+
+
+@settings(deadline=None)
+@given(st.binary())
+def test_any_bytes_are_a_document_or_a_document_error(text: bytes) -> None:
+    check(text)
+
+
+@settings(deadline=None)
+@given(JSON)
+def test_any_json_is_a_document_or_a_document_error(value: object) -> None:
+    check(json.dumps(value).encode())
+
+
+@settings(deadline=None)
+@given(DOCUMENTS)
+def test_any_events_are_read_into_unique_printable_values(value: object) -> None:
+    check(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+
+
+@settings(deadline=None)
+@given(st.text() | st.from_regex(r"[A-Z][a-z]{2}, \d{1,3} [A-Z][a-z]{2} \d{1,5} \d\d:\d\d:\d\d [A-Z+-]\w{0,5}"))
+def test_any_text_for_not_before_is_a_time_or_none(text: str) -> None:
+    check(body({**FULL, "NotBefore": text}))
+
+
+@settings(deadline=None)
+@given(st.datetimes(min_value=datetime(1900, 1, 1), timezones=st.just(UTC)))  # noqa: DTZ001 - as the strategy wants
+def test_every_time_is_read_back_from_both_forms(time: datetime) -> None:
+    time = time.replace(microsecond=0)
+
+    assert parse(NotBefore=time.isoformat()).not_before == time
+    assert parse(NotBefore=time.strftime("%a, %d %b %Y %H:%M:%S GMT")).not_before == time
+
+
+def test_events_are_values() -> None:
+    event = make_event()
+
+    assert hash(event) == hash(make_event())
+    with pytest.raises(AttributeError):
+        event.status = "Started"  # type: ignore[misc]
+    assert msgspec.structs.replace(event, status="Started").is_started

@@ -1,0 +1,1271 @@
+"""The life of an event, one behaviour at a time; test_workflow_walk.py tries all orders of things."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, time, timedelta
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from agent import workflow as machine
+from agent.events import Document, ScheduledEvent, compare
+from agent.policy import MaintenanceWindow, Rule, When
+from agent.workflow import (
+    TRANSITIONS,
+    AgentRestarted,
+    ApprovalAnswered,
+    Approve,
+    CancelHook,
+    Context,
+    Effect,
+    HookFinished,
+    HookOutcome,
+    MoveDeadline,
+    OperatorSpoke,
+    Progression,
+    Reconsider,
+    RunHook,
+    Signal,
+    Stage,
+    Tick,
+    Workflow,
+    ask_gates,
+    hook_deadline_at,
+    is_ready,
+    known_events,
+    next_wake_at,
+    proceed,
+)
+
+START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)  # a Monday
+NOTICE = timedelta(minutes=15)
+
+
+def an_event(**changes: Any) -> ScheduledEvent:
+    fields: dict[str, Any] = {
+        "id": "A",
+        "type": "Reboot",
+        "status": "Scheduled",
+        "source": "Platform",
+        "resources": ("vm_1",),
+        "not_before": START + NOTICE,
+    }
+    return ScheduledEvent(**{**fields, **changes})
+
+
+def started(event: ScheduledEvent) -> ScheduledEvent:
+    return replace(event, status="Started", not_before=None)
+
+
+def a_rule(**changes: Any) -> Rule:
+    fields: dict[str, Any] = {
+        "name": "impactful",
+        "prepare": ("drain", "checkpoint"),
+        "recover": ("resume",),
+        "approve": "when-prepared",
+    }
+    return Rule(**{**fields, **changes})
+
+
+class Agent:
+    """The loop around the workflows without threads, disk and clock; methods return the effects, in words."""
+
+    def __init__(self, *rules: Rule, **context: Any) -> None:
+        self.context = Context(
+            now=START, names=("vm_1",), rules=rules, windows={}, boot_id="boot 1", document_at=None
+        )
+        self.context = replace(self.context, **context)
+        self.board: dict[str, Workflow] = {}
+        self.last: Progression = Progression(board={}, steps=(), faults=())
+        self.journal: list[str] = []
+        self.may_fail = False
+
+    def send(self, *signals: Signal) -> list[str]:
+        self.last = proceed(self.board, signals, self.context)
+        if not self.may_fail:
+            assert self.last.faults == ()
+        self.board = self.last.board
+        self.journal += [f"{note.kind}: {note.text}" for step in self.last.steps for note in step.notes]
+        return [in_words(effect) for step in self.last.steps for effect in step.effects]
+
+    def document(self, *events: ScheduledEvent, after: float = 1) -> list[str]:
+        """A document is read, ``after`` so many seconds."""
+        self.wait(after)
+        self.context = replace(self.context, document_at=self.context.now)
+        return self.send(*compare(known_events(self.board), Document(incarnation="1", events=events)))
+
+    def ends(self, hook: str, outcome: HookOutcome = "succeeded", event: str = "A", after: float = 1) -> list[str]:
+        """The hook in flight for ``event`` ends."""
+        self.wait(after)
+        for workflow in self.all_of(event):
+            for stage in stages():
+                progress = getattr(workflow, stage)
+                if progress.current == hook:
+                    detail = "exit code 1" if outcome == "failed" else ""
+                    return self.send(
+                        HookFinished(
+                            workflow_id=workflow.id,
+                            stage=stage,
+                            hook=hook,
+                            run=progress.run,
+                            outcome=outcome,
+                            detail=detail,
+                        )
+                    )
+        raise AssertionError(f"hook {hook} is not in flight for {event}")
+
+    def answer(self, error_kind: str = "", event: str = "A") -> list[str]:
+        return self.send(
+            ApprovalAnswered(
+                workflow_id=self.of(event).id, error_kind=error_kind, detail=error_kind and "went wrong"
+            )
+        )
+
+    def operator(self, word: Any, event: str = "A") -> list[str]:
+        return self.send(OperatorSpoke(workflow_id=self.of(event).id, word=word, user="kim"))
+
+    def tick(self, seconds: float = 1) -> list[str]:
+        self.wait(seconds)
+        return self.send(Tick())
+
+    def restart(self, boot_id: str = "boot 1", *events: ScheduledEvent, document: bool = True) -> list[str]:
+        """The agent dies and comes back with what is on disk; then, normally, a document is read."""
+        stored = msgspec.json.encode(list(self.board.values()))
+        self.board = {workflow.id: workflow for workflow in msgspec.json.decode(stored, type=list[Workflow])}
+        self.context = replace(self.context, boot_id=boot_id, document_at=None)
+        assert self.send(AgentRestarted()) == []
+        return self.document(*events) if document else []
+
+    def reload(self, *rules: Rule, **context: Any) -> list[str]:
+        self.context = replace(self.context, rules=rules, **context)
+        return self.send(Reconsider())
+
+    def wait(self, seconds: float) -> None:
+        self.context = replace(self.context, now=self.context.now + timedelta(seconds=seconds))
+
+    def all_of(self, event: str) -> list[Workflow]:
+        return [workflow for workflow in self.board.values() if workflow.event.id == event]
+
+    def of(self, event: str = "A") -> Workflow:
+        (workflow,) = self.all_of(event)
+        return workflow
+
+    @property
+    def phase(self) -> str:
+        return self.of().phase
+
+
+def stages() -> Iterator[Stage]:
+    yield from ("prepare", "on_start", "recover")
+
+
+def in_words(effect: Effect) -> str:
+    event = effect.workflow_id.split("@")[0].upper()
+    match effect:
+        case RunHook(stage=stage, hook=hook):
+            return f"{event}: {stage} {hook}"
+        case CancelHook(stage=stage):
+            return f"{event}: cancel {stage}"
+        case MoveDeadline():
+            return f"{event}: move deadline"
+        case Approve(event_id=event_id, is_alone=is_alone):
+            return f"{event}: approve {event_id}" + (" alone" if is_alone else "")
+
+
+# --- From first sight to the end.
+
+
+def test_an_event_is_prepared_for_approved_and_recovered() -> None:
+    agent, event = Agent(a_rule()), an_event()
+    assert agent.document(event) == ["A: prepare drain"]
+    assert not is_ready(agent.board)
+    assert agent.ends("drain") == ["A: prepare checkpoint"]
+    assert agent.ends("checkpoint") == ["A: approve A"]
+    assert agent.phase == "prepared"
+    assert agent.answer() == []
+    assert agent.phase == "approved"
+    assert agent.document(started(event)) == []
+    assert agent.phase == "started"
+    assert agent.document() == ["A: recover resume"]
+    assert not is_ready(agent.board)
+    assert agent.ends("resume") == []
+    assert agent.board == {}
+    assert is_ready(agent.board)
+    assert agent.journal == [
+        "seen: Reboot Scheduled, from Platform, for vm_1, not before 2026-03-02T12:15:00Z (899s)",
+        "decided: rule impactful takes it: affects self",
+        "preparing: preparation begins: drain, checkpoint",
+        "hook_started: hook drain starts",
+        "hook_finished: hook drain: succeeded",
+        "hook_started: hook checkpoint starts",
+        "hook_finished: hook checkpoint: succeeded",
+        "prepared: preparation is done",
+        "approving: rule impactful: its preparation is done",
+        "approved: Azure has taken the approval",
+        "changed: status Scheduled -> Started",
+        "started: has started (approved)",
+        "gone: stands in the document no more: completed",
+        "recovering: recovery begins: resume",
+        "hook_started: hook resume starts",
+        "hook_finished: hook resume: succeeded",
+        "closed: is over: completed",
+    ]
+
+
+def test_an_event_without_hooks_is_approved_at_once_and_forgotten_when_it_is_over() -> None:
+    agent, event = Agent(Rule(name="user", approve="immediately")), an_event()
+    assert agent.document(event) == ["A: approve A"]
+    assert is_ready(agent.board)
+    agent.answer()
+    agent.document(started(event))
+    assert agent.document() == []
+    assert agent.board == {}
+
+
+def test_immediate_approval_does_not_wait_for_the_hooks_it_has() -> None:
+    agent = Agent(a_rule(approve="immediately"))
+    assert agent.document(an_event()) == ["A: prepare drain", "A: approve A"]
+    agent.answer()
+    assert agent.phase == "preparing"
+    assert agent.ends("drain") == ["A: prepare checkpoint"]
+    assert agent.ends("checkpoint") == []
+    assert agent.phase == "approved"
+
+
+def test_a_manual_rule_prepares_and_waits_for_an_operator() -> None:
+    agent = Agent(a_rule(approve="manual", prepare=("drain",)))
+    agent.document(an_event())
+    assert agent.ends("drain") == []
+    assert (agent.phase, agent.of().waits_for) == ("prepared", "an operator must approve it")
+    assert agent.operator("approved") == ["A: approve A"]
+    assert agent.journal[-1] == "approving: an operator approved it"
+
+
+def test_a_rule_that_never_approves_prepares_and_leaves_the_rest_to_not_before() -> None:
+    agent = Agent(a_rule(approve="never", prepare=("drain",)))
+    agent.document(an_event())
+    assert agent.ends("drain") == []
+    assert agent.phase == "held"
+    assert agent.journal[-1] == (
+        "held: held, NotBefore decides: approve is never (rule impactful takes it: affects self)"
+    )
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_an_event_that_no_rule_takes_is_only_observed() -> None:
+    agent = Agent(a_rule(when=When(type=("Freeze",))))
+    assert agent.document(an_event()) == []
+    assert (agent.phase, is_ready(agent.board)) == ("waiting", True)
+    assert agent.document(started(an_event())) == []
+    assert agent.document() == []
+    assert agent.board == {}
+
+
+def test_a_rule_with_nothing_but_recovery_still_recovers() -> None:
+    agent = Agent(a_rule(prepare=()))
+    assert agent.document(an_event()) == ["A: approve A"]
+    assert not is_ready(agent.board)
+    agent.answer()
+    assert agent.document() == ["A: recover resume"]
+
+
+# --- Failing preparation.
+
+
+@pytest.mark.parametrize("outcome", ["failed", "timed_out", "not_started", "canceled"])
+def test_an_event_whose_preparation_fails_is_held(outcome: HookOutcome) -> None:
+    agent = Agent(a_rule())
+    agent.document(an_event())
+    assert agent.ends("drain", outcome) == []
+    assert agent.phase == "held"
+    assert agent.tick(3600) == []
+
+
+def test_a_held_event_says_which_hook_failed_and_how() -> None:
+    agent = Agent(a_rule())
+    agent.document(an_event())
+    agent.ends("drain", "failed")
+    assert agent.journal[-2:] == [
+        "hook_finished: hook drain: exit code 1 (failed)",
+        "held: held, NotBefore decides: preparation failed (hook drain: exit code 1)",
+    ]
+
+
+def test_a_rule_may_approve_in_spite_of_a_failure() -> None:
+    agent = Agent(a_rule(on_failure="approve"))
+    agent.document(an_event())
+    assert agent.ends("drain", "timed_out") == ["A: approve A"]
+    assert agent.journal[-2:] == [
+        "prepared: preparation failed (hook drain: timed_out), and the rule goes on all the same",
+        "approving: rule impactful: its rule approves despite the failure",
+    ]
+
+
+def test_a_failed_preparation_is_recovered_as_well() -> None:
+    agent = Agent(a_rule())
+    agent.document(an_event())
+    agent.ends("drain", "failed")
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_recovery_goes_on_after_a_hook_that_failed() -> None:
+    agent = Agent(a_rule(prepare=("drain",), recover=("resume", "tell")))
+    agent.document(an_event())
+    agent.document()
+    agent.ends("drain", "canceled")
+    assert agent.ends("resume", "failed") == ["A: recover tell"]
+    agent.ends("tell")
+    assert agent.board == {}
+    assert agent.journal[-1] == "closed: is over: canceled, recovery failed (hook resume: exit code 1)"
+
+
+# --- Events that name other VMs.
+
+
+def shared_event(**changes: Any) -> ScheduledEvent:
+    return an_event(**{"resources": ("vm_0", "vm_1"), **changes})
+
+
+def test_a_shared_event_is_prepared_for_and_held_by_default() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    assert agent.document(shared_event()) == ["A: prepare drain"]
+    assert agent.ends("drain") == []
+    assert (agent.phase, agent.of().waits_for) == (
+        "held",
+        "it names other VMs too (vm_0, vm_1) and shared is hold",
+    )
+
+
+def test_only_the_first_vm_of_a_shared_event_approves_where_the_rule_says_first() -> None:
+    rule = Rule(name="user", approve="immediately", shared="first")
+    assert Agent(rule).document(shared_event()) == []
+    assert Agent(rule).document(shared_event(resources=("VM_1", "vm_0"))) == ["A: approve A"]
+
+
+def test_any_vm_of_a_shared_event_approves_where_the_rule_says_any() -> None:
+    assert Agent(Rule(name="user", approve="immediately", shared="any")).document(shared_event()) == [
+        "A: approve A"
+    ]
+
+
+def test_an_event_of_another_vm_is_never_approved_not_even_by_an_operator() -> None:
+    agent = Agent(a_rule(when=When(affects=("others",)), prepare=("tell",), approve="immediately", shared="any"))
+    assert agent.document(an_event(resources=("vm_10",))) == ["A: prepare tell"]
+    assert agent.ends("tell") == []
+    assert agent.operator("approved") == []
+    assert (agent.phase, agent.of().waits_for) == ("held", "it does not name this VM")
+
+
+def test_a_name_learned_later_brings_the_event_under_its_rule() -> None:
+    agent = Agent(a_rule(), names=())
+    assert agent.document(an_event()) == []
+    assert agent.reload(a_rule(), names=("vm_1",)) == ["A: prepare drain"]
+
+
+def test_a_name_learned_when_the_event_has_started_brings_its_on_start_hooks() -> None:
+    agent = Agent(a_rule(on_start=("tell",)), names=())
+    assert agent.document(started(an_event())) == []
+    assert agent.reload(a_rule(on_start=("tell",)), names=("vm_1",)) == ["A: on_start tell"]
+
+
+# --- Time: lead, window, drain, NotBefore.
+
+
+def test_an_event_announced_days_ahead_waits_until_its_lead() -> None:
+    agent = Agent(a_rule(lead=900.0))
+    not_before = START + timedelta(days=7)
+    assert agent.document(an_event(not_before=not_before)) == []
+    assert (agent.phase, is_ready(agent.board)) == ("waiting", True)
+    assert agent.of().waits_for == "its time, 2026-03-09T11:45:00Z"
+    assert next_wake_at(agent.board, agent.context) == not_before - timedelta(minutes=15)
+    agent.context = replace(agent.context, now=not_before - timedelta(seconds=901))
+    assert agent.tick(0) == []
+    assert agent.tick(1) == ["A: prepare drain"]
+
+
+def test_the_lead_is_not_awaited_when_an_operator_approves() -> None:
+    agent = Agent(a_rule(lead=900.0, prepare=("drain",)))
+    agent.document(an_event(not_before=START + timedelta(days=7)))
+    assert agent.operator("approved") == ["A: prepare drain"]
+    assert agent.ends("drain") == ["A: approve A"]
+
+
+def test_an_immediate_rule_with_a_lead_does_not_approve_before_its_time() -> None:
+    agent = Agent(Rule(name="early", approve="immediately", lead=900.0))
+    assert agent.document(an_event(not_before=START + timedelta(hours=1))) == []
+    assert agent.tick(3600 - 901 - 1) == []
+    assert agent.tick(1) == ["A: approve A"]
+
+
+def test_an_event_announced_long_ahead_is_handled_in_the_maintenance_window() -> None:
+    night = MaintenanceWindow(start=time(2, 0), length=7200.0)
+    agent = Agent(a_rule(window="night", prepare=("drain",)), windows={"night": night})
+    assert agent.document(an_event(not_before=START + timedelta(days=3))) == []
+    opening = datetime(2026, 3, 3, 2, 0, tzinfo=UTC)
+    assert next_wake_at(agent.board, agent.context) == opening
+    agent.context = replace(agent.context, now=opening)
+    assert agent.tick(0) == ["A: prepare drain"]
+    assert agent.ends("drain") == ["A: approve A"]
+    restored = Agent()
+    restored.board = agent.board
+    restored.restart(document=False)
+    assert restored.of().decision.window == night
+
+
+def test_an_event_that_comes_before_the_next_window_is_handled_at_its_usual_notice() -> None:
+    night = MaintenanceWindow(start=time(2, 0), length=7200.0)
+    agent = Agent(a_rule(window="night"), windows={"night": night})
+    assert agent.document(an_event(not_before=START + timedelta(hours=2))) == []
+    assert agent.tick(7200 - 901) == ["A: prepare drain"]
+
+
+def test_the_vm_is_not_ready_for_the_time_of_the_drain_before_its_hooks_run() -> None:
+    agent = Agent(a_rule(drain_for=30.0, prepare=("stop",)))
+    assert agent.document(an_event()) == []
+    assert (agent.phase, is_ready(agent.board)) == ("preparing", False)
+    assert next_wake_at(agent.board, agent.context) == agent.context.now + timedelta(seconds=30)
+    assert agent.tick(29) == []
+    assert agent.tick(1) == ["A: prepare stop"]
+    assert agent.ends("stop") == ["A: approve A"]
+
+
+def test_a_drain_alone_is_a_preparation_and_ends_with_the_event() -> None:
+    agent = Agent(Rule(name="drain", drain_for=30.0, approve="when-prepared"))
+    agent.document(an_event())
+    assert agent.tick(30) == ["A: approve A"]
+    agent.answer()
+    assert not is_ready(agent.board)
+    agent.document()
+    assert is_ready(agent.board)
+
+
+def test_with_little_notice_the_drain_leaves_half_of_it_to_the_hooks() -> None:
+    agent = Agent(a_rule(drain_for=300.0))
+    agent.document(an_event(not_before=START + timedelta(seconds=31)))
+    assert agent.of().drain_until == START + timedelta(seconds=16)
+    without_hooks = Agent(Rule(name="drain", drain_for=300.0, approve="when-prepared"))
+    without_hooks.document(an_event(not_before=START + timedelta(seconds=31)))
+    assert without_hooks.of().drain_until == START + timedelta(seconds=31)
+
+
+@pytest.mark.parametrize("not_before", [START, datetime(1, 1, 1, tzinfo=UTC)])
+def test_an_event_that_may_start_now_is_not_drained_for_but_prepared(not_before: datetime) -> None:
+    assert Agent(a_rule(drain_for=300.0)).document(an_event(not_before=not_before)) == ["A: prepare drain"]
+
+
+def test_a_drain_is_cut_short_when_not_before_comes_nearer() -> None:
+    agent = Agent(a_rule(drain_for=300.0))
+    agent.document(an_event())
+    assert agent.document(an_event(not_before=START + timedelta(seconds=22))) == []
+    assert agent.tick(9) == []
+    assert agent.tick(1) == ["A: prepare drain"]
+
+
+def test_a_drain_is_not_prolonged_when_not_before_goes_away() -> None:
+    agent = Agent(a_rule(drain_for=300.0))
+    agent.document(an_event())
+    until = agent.of().drain_until
+    agent.document(an_event(not_before=START + timedelta(days=1)))
+    assert agent.of().drain_until == until
+
+
+def test_a_clock_set_back_neither_prolongs_a_drain_nor_delays_an_approval() -> None:
+    agent = Agent(a_rule(drain_for=30.0, prepare=()))
+    agent.document(an_event())
+    agent.wait(-7200)
+    assert agent.tick() == ["A: approve A"]
+    agent.answer("server")
+    agent.wait(-7200)
+    assert agent.document(an_event()) == ["A: approve A"]
+
+
+def test_a_hook_in_flight_gets_a_new_deadline_when_not_before_moves() -> None:
+    agent = Agent(a_rule())
+    agent.document(an_event())
+    later = an_event(not_before=START + timedelta(minutes=5))
+    assert agent.document(later) == ["A: move deadline"]
+    assert agent.journal[-1] == "changed: not_before 2026-03-02T12:15:00Z -> 2026-03-02T12:05:00Z"
+    agent.ends("drain", "failed")
+    assert agent.document(an_event()) == []
+
+
+def test_not_before_moved_towards_a_waiting_event_wakes_it() -> None:
+    agent = Agent(a_rule(lead=900.0))
+    agent.document(an_event(not_before=START + timedelta(days=7)))
+    assert agent.document(an_event()) == ["A: prepare drain"]
+
+
+# --- Started and gone, in every phase.
+
+
+def test_preparation_is_canceled_when_the_event_starts() -> None:
+    agent, event = Agent(a_rule()), an_event()
+    agent.document(event)
+    assert agent.document(started(event)) == ["A: cancel prepare"]
+    assert agent.document(started(event)) == []
+    assert agent.ends("drain", "canceled") == []
+    assert agent.of().prepare.state == "canceled"
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_a_hook_that_succeeds_although_it_was_told_to_end_is_the_last_one() -> None:
+    agent, event = Agent(a_rule()), an_event()
+    agent.document(event)
+    agent.document(started(event))
+    assert agent.ends("drain") == []
+    assert agent.of().prepare.state == "canceled"
+
+
+def test_preparation_finishes_after_an_early_start_where_the_rule_says_so_but_nothing_is_approved() -> None:
+    agent, event = Agent(a_rule(on_early_start="finish")), an_event()
+    agent.document(event)
+    assert agent.document(started(event)) == []
+    assert agent.ends("drain") == ["A: prepare checkpoint"]
+    assert agent.ends("checkpoint") == []
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_an_event_that_starts_before_its_time_is_not_prepared_for() -> None:
+    agent, event = Agent(a_rule(lead=900.0)), an_event(not_before=START + timedelta(days=7))
+    agent.document(event)
+    assert agent.document(started(event)) == []
+    assert agent.document() == []
+    assert agent.board == {}
+
+
+def test_an_event_first_seen_started_gets_its_on_start_hooks_and_nothing_else() -> None:
+    agent, event = Agent(a_rule(on_start=("tell", "log"))), started(an_event())
+    assert agent.document(event) == ["A: on_start tell"]
+    assert is_ready(agent.board)
+    assert agent.ends("tell", "failed") == ["A: on_start log"]
+    assert agent.ends("log") == []
+    assert agent.operator("approved") == []
+    assert agent.document() == []
+    assert agent.board == {}
+    assert agent.journal[-1] == "closed: is over: completed"
+
+
+def test_on_start_hooks_run_when_a_prepared_event_starts() -> None:
+    agent, event = Agent(a_rule(prepare=("drain",), on_start=("tell",))), an_event()
+    agent.document(event)
+    agent.ends("drain")
+    assert agent.document(started(event)) == ["A: on_start tell"]
+    assert agent.document() == ["A: cancel on_start"]
+    assert agent.ends("tell", "canceled") == ["A: recover resume"]
+
+
+def test_a_rule_for_started_events_takes_one_that_no_rule_took_before() -> None:
+    rule = Rule(name="late", when=When(status=("Started",)), on_start=("tell",))
+    agent, event = Agent(rule), an_event()
+    assert agent.document(event) == []
+    assert agent.document(started(event)) == ["A: on_start tell"]
+
+
+def test_an_event_that_vanishes_while_it_is_prepared_for_is_recovered_after_its_hook_has_ended() -> None:
+    agent = Agent(a_rule())
+    agent.document(an_event())
+    assert agent.document() == ["A: cancel prepare"]
+    assert agent.ends("drain", "canceled") == ["A: recover resume"]
+    agent.ends("resume")
+    assert agent.board == {}
+
+
+def test_a_drain_is_over_when_its_event_vanishes() -> None:
+    agent = Agent(a_rule(drain_for=60.0, recover=()))
+    agent.document(an_event())
+    agent.document()
+    assert agent.board == {}
+
+
+@pytest.mark.parametrize(
+    ("approval", "after", "outcome"),
+    [("none", 1, "canceled"), ("none", 901, "unknown"), ("confirmed", 1, "unknown"), ("requested", 1, "unknown")],
+)
+def test_an_event_gone_without_a_start_was_canceled_only_if_it_could_not_have_started(
+    approval: str, after: float, outcome: str
+) -> None:
+    agent = Agent(Rule(name="any", approve="manual" if approval == "none" else "immediately"))
+    agent.document(an_event())
+    if approval == "confirmed":
+        agent.answer()
+    agent.document(after=after)
+    assert agent.journal[-2:] == [
+        f"gone: stands in the document no more: {outcome}",
+        f"closed: is over: {outcome}",
+    ]
+
+
+def test_an_event_that_goes_back_to_scheduled_is_neither_prepared_for_nor_approved_again() -> None:
+    agent, event = Agent(a_rule()), an_event()
+    agent.document(event)
+    agent.document(started(event))
+    agent.ends("drain", "canceled")
+    assert agent.document(event) == []
+    assert agent.operator("approved") == []
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_an_event_renamed_at_its_start_is_the_same_event() -> None:
+    agent, event = Agent(a_rule(prepare=("drain",))), an_event()
+    agent.document(event)
+    agent.ends("drain")
+    agent.answer()
+    assert agent.document(started(replace(event, id="B"))) == []
+    assert len(agent.board) == 1
+    assert "renamed: goes on under the id B (was A)" in agent.journal
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_an_event_that_comes_back_is_prepared_for_again_and_its_recovery_ends_first() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.answer()
+    assert agent.document() == ["A: recover resume"]
+    assert agent.document(an_event()) == ["A: cancel recover"]
+    assert agent.ends("resume", "canceled") == ["A: prepare drain"]
+    assert agent.ends("drain") == ["A: approve A"]
+    assert agent.document() == ["A: recover resume"]
+    agent.ends("resume")
+    assert agent.board == {}
+
+
+def test_the_end_of_an_old_appearance_does_not_hide_the_new_one() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.document()
+    agent.document(an_event())
+    old, _new = agent.all_of("A")
+    # In one go: the old appearance moves, and the document says something about the new one.
+    changed = an_event(description="changed")
+    finished = HookFinished(workflow_id=old.id, stage="recover", hook="resume", run=1, outcome="canceled")
+    agent.send(finished, *compare(known_events(agent.board), Document(incarnation="2", events=(changed,))))
+    assert [workflow.event.description for workflow in agent.all_of("A")] == ["", "changed"]
+
+
+# --- Deciding anew.
+
+
+def test_a_change_that_brings_another_rule_is_decided_anew() -> None:
+    rules = (Rule(name="short", when=When(duration_below=9.0), approve="immediately"), a_rule())
+    agent = Agent(*rules)
+    agent.document(an_event())
+    assert agent.document(an_event(duration_seconds=5.0)) == ["A: approve A"]
+    assert agent.of().decision.prepare == ("drain", "checkpoint")
+
+
+def test_a_changed_text_that_changes_nothing_else_is_no_new_decision_to_tell() -> None:
+    agent = Agent(a_rule(lead=60.0))
+    agent.document(an_event())
+    agent.document(an_event(description="Virtual machine is being rebooted"))
+    assert agent.journal[-1] == 'changed: description "" -> Virtual machine is being rebooted'
+
+
+def test_an_event_that_turns_out_to_name_others_is_not_approved_any_more() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.document(shared_event())
+    assert agent.ends("drain") == []
+    assert agent.phase == "held"
+
+
+def test_a_reload_that_forbids_approval_is_obeyed_at_once() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.reload(a_rule(prepare=("drain",), approve="never"))
+    assert agent.ends("drain") == []
+    assert agent.phase == "held"
+    assert agent.reload(a_rule(prepare=("drain",))) == ["A: approve A"]
+
+
+def test_what_was_prepared_is_undone_by_the_rule_that_prepared_it() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    assert agent.reload() == []
+    assert agent.ends("drain") == []
+    assert (agent.phase, agent.of().waits_for) == ("held", "approve is never (no rule takes it: observe)")
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_a_hook_that_the_new_rule_wants_besides_runs_before_the_approval() -> None:
+    escalated = a_rule(name="worse", prepare=("drain", "save"), recover=("load",))
+    agent = Agent(a_rule(when=When(type=("Freeze",)), prepare=("drain",)), escalated)
+    agent.document(an_event(type="Freeze"))
+    agent.document(an_event(type="Reboot"))
+    assert agent.ends("drain") == ["A: prepare save"]
+    assert agent.ends("save") == ["A: approve A"]
+    agent.answer()
+    assert agent.document() == ["A: recover resume"]
+    assert agent.ends("resume") == ["A: recover load"]
+
+
+def test_a_hook_that_the_new_rule_wants_besides_runs_though_preparation_was_done() -> None:
+    agent = Agent(a_rule(approve="manual", prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    assert agent.reload(a_rule(prepare=("drain", "save"))) == ["A: prepare save"]
+    assert "preparing: preparation goes on: save" in agent.journal
+    assert agent.ends("save") == ["A: approve A"]
+
+
+def test_preparation_begins_where_the_old_decision_wanted_none_and_the_new_one_does() -> None:
+    agent = Agent(Rule(name="ask", approve="manual"))
+    agent.document(an_event())
+    assert agent.phase == "prepared"
+    assert agent.reload(a_rule(prepare=("drain",))) == ["A: prepare drain"]
+    assert agent.ends("drain") == ["A: approve A"]
+
+
+def test_a_reload_does_not_touch_an_event_that_is_over() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.document()
+    assert agent.reload() == []
+    assert agent.of().decision.recover == ("resume",)
+
+
+# --- Two events.
+
+
+def test_recovery_waits_for_the_last_event_and_each_hook_runs_once() -> None:
+    agent = Agent(a_rule(prepare=("drain",), recover=("resume", "tell")))
+    one, other = an_event(), an_event(id="B", type="Redeploy")
+    assert agent.document(one, other) == ["A: prepare drain", "B: prepare drain"]
+    agent.ends("drain")
+    agent.ends("drain", event="B")
+    agent.answer()
+    assert agent.document(other) == []
+    assert agent.journal[-1] == "recovery_waits: waits for event B, which needs it prepared"
+    assert agent.document() == ["A: recover resume"]
+    assert agent.ends("resume") == ["A: recover tell"]
+    assert not is_ready(agent.board)
+    assert agent.ends("tell") == []
+    assert agent.board == {}
+
+
+def test_recovery_does_not_wait_for_an_event_that_shares_no_hook() -> None:
+    agent = Agent(
+        a_rule(name="quick", when=When(type=("Freeze",)), prepare=("pause",), recover=("go",)),
+        a_rule(prepare=("drain",)),
+    )
+    agent.document(an_event(), an_event(id="B", type="Freeze"))
+    agent.ends("drain")
+    agent.ends("pause", event="B")
+    assert agent.document(an_event(id="B", type="Freeze")) == ["A: recover resume"]
+
+
+def test_recovery_does_not_wait_for_an_event_that_nothing_is_prepared_for() -> None:
+    agent = Agent(a_rule(prepare=("drain",), lead=3600.0))
+    far = an_event(id="B", not_before=START + timedelta(days=7))
+    agent.document(an_event(), far)
+    agent.ends("drain")
+    assert agent.document(far) == ["A: recover resume"]
+
+
+def test_recovery_waits_until_the_last_hook_of_another_canceled_event_has_ended() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event(), an_event(id="B"))
+    agent.ends("drain")
+    assert agent.document() == ["B: cancel prepare"]
+    assert agent.ends("drain", "canceled", event="B") == ["A: recover resume"]
+    assert agent.ends("resume") == []
+    assert agent.board == {}
+
+
+def test_a_recovery_is_cut_short_by_another_event_and_done_once_for_both_later() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    assert agent.document() == ["A: recover resume"]
+    assert agent.document(an_event(id="B")) == ["A: cancel recover"]
+    assert agent.ends("resume", "canceled") == ["B: prepare drain"]
+    assert agent.ends("drain", event="B") == ["B: approve B"]
+    assert agent.document() == ["A: recover resume"]
+    agent.ends("resume")
+    assert agent.board == {}
+
+
+@pytest.mark.parametrize("outcome", ["succeeded", "canceled"])
+def test_what_was_recovered_before_another_event_came_is_recovered_again_after_it(outcome: HookOutcome) -> None:
+    no_recovery = a_rule(name="short", when=When(type=("Freeze",)), prepare=("drain",), recover=())
+    agent = Agent(no_recovery, a_rule(prepare=("drain",), recover=("uncordon", "resume")))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.document()
+    assert agent.ends("uncordon") == ["A: recover resume"]
+    assert agent.document(an_event(id="B", type="Freeze")) == ["A: cancel recover"]
+    assert agent.ends("resume", outcome) == ["B: prepare drain"]
+    agent.ends("drain", event="B")
+    assert agent.document() == ["A: recover uncordon"]
+    assert agent.ends("uncordon") == ["A: recover resume"]
+    agent.ends("resume")
+    assert agent.board == {}
+
+
+def test_two_recoveries_with_the_same_hooks_in_other_order_run_each_once_and_in_their_order() -> None:
+    agent = Agent(
+        a_rule(name="other", when=When(type=("Freeze",)), prepare=("drain",), recover=("tell", "resume")),
+        a_rule(prepare=("drain",), recover=("resume", "tell")),
+    )
+    agent.document(an_event(), an_event(id="B", type="Freeze"))
+    agent.ends("drain")
+    agent.ends("drain", event="B")
+    assert agent.document() == ["A: recover resume", "B: recover tell"]
+    assert agent.ends("resume") == []
+    assert agent.ends("tell", event="B") == []
+    assert agent.board == {}
+    assert "hook_finished: hook resume: has run for another event, once for both" in agent.journal
+
+
+def test_a_more_urgent_event_is_prepared_for_beside_a_long_preparation() -> None:
+    agent = Agent(
+        a_rule(name="spot", when=When(type=("Preempt",)), prepare=("save",), recover=()),
+        a_rule(prepare=("drain",)),
+    )
+    agent.document(an_event())
+    assert agent.document(an_event(), an_event(id="B", type="Preempt")) == ["B: prepare save"]
+    assert agent.ends("save", event="B") == ["B: approve B"]
+
+
+# --- Approval.
+
+
+def prepared_agent() -> Agent:
+    agent = Agent(Rule(name="user", approve="immediately"))
+    assert agent.document(an_event()) == ["A: approve A"]
+    return agent
+
+
+def test_a_failed_approval_is_repeated_with_growing_pauses() -> None:
+    agent, event = prepared_agent(), an_event()
+    pauses = []
+    for _ in range(7):
+        agent.answer("server")
+        asked_at = agent.context.now
+        while agent.document(event) == []:
+            pass
+        pauses.append((agent.context.now - asked_at).total_seconds())
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+    assert agent.journal[-2:] == [
+        "approval_failed: approval failed (server), next try in 30s: went wrong",
+        "approving: rule user approves immediately",
+    ]
+    agent.answer()
+    assert agent.phase == "approved"
+    assert agent.tick(3600) == []
+
+
+def test_a_failed_approval_is_repeated_only_after_a_fresh_document() -> None:
+    agent = prepared_agent()
+    agent.answer("timeout")
+    assert next_wake_at(agent.board, agent.context) == agent.context.now + timedelta(seconds=1)
+    assert agent.tick(60) == []
+    assert agent.document(an_event()) == ["A: approve A"]
+
+
+def test_an_event_that_started_after_a_failed_approval_is_not_approved_again() -> None:
+    agent = prepared_agent()
+    agent.answer("timeout")
+    assert agent.document(started(an_event()), after=60) == []
+
+
+def test_an_approval_that_was_refused_is_repeated_alone_from_then_on() -> None:
+    agent = prepared_agent()
+    agent.answer("bad_request")
+    assert agent.document(an_event()) == ["A: approve A alone"]
+    agent.answer("server")
+    assert agent.document(an_event(), after=2) == ["A: approve A alone"]
+
+
+def test_an_approval_in_flight_is_not_sent_twice() -> None:
+    agent = prepared_agent()
+    assert agent.tick(60) == []
+    assert agent.document(an_event(description="changed")) == []
+
+
+def test_an_answer_that_nobody_waits_for_is_ignored() -> None:
+    agent = prepared_agent()
+    agent.answer()
+    before = agent.board
+    assert agent.answer("server") == []
+    assert agent.board == before
+
+
+# --- The operator.
+
+
+def test_a_word_for_an_unknown_event_is_ignored() -> None:
+    assert Agent(a_rule()).send(OperatorSpoke(workflow_id="nobody", word="approved", user="kim")) == []
+
+
+def test_an_operator_approves_an_event_that_no_rule_takes() -> None:
+    agent = Agent()
+    agent.document(an_event())
+    assert agent.operator("approved") == ["A: approve A"]
+    assert "operator: kim says: approved" in agent.journal
+
+
+def test_an_operator_who_approves_during_preparation_gets_it_finished_first() -> None:
+    agent = Agent(a_rule(approve="manual", prepare=("drain",)))
+    agent.document(an_event())
+    assert agent.operator("approved") == []
+    assert agent.ends("drain") == ["A: approve A"]
+
+
+def test_an_operator_approves_a_held_event() -> None:
+    agent = Agent(a_rule())
+    agent.document(an_event())
+    agent.ends("drain", "failed")
+    assert agent.operator("approved") == ["A: approve A"]
+
+
+def test_an_operator_approves_for_other_vms() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(shared_event())
+    agent.ends("drain")
+    assert agent.operator("approved") == ["A: approve A"]
+
+
+@pytest.mark.parametrize("when", ["waiting", "preparing"])
+def test_an_operator_holds_an_event_which_is_prepared_for_all_the_same(when: str) -> None:
+    agent = Agent(a_rule(prepare=("drain",), lead=60.0 if when == "waiting" else None))
+    agent.document(an_event())
+    assert agent.operator("held") == []
+    if when == "waiting":
+        assert agent.tick(870) == ["A: prepare drain"]
+    assert agent.ends("drain") == []
+    assert (agent.phase, agent.of().waits_for) == ("held", "an operator holds it")
+    assert agent.operator("") == ["A: approve A"]
+
+
+def test_an_operator_holds_an_event_whose_approval_failed() -> None:
+    agent = prepared_agent()
+    agent.answer("server")
+    agent.operator("held")
+    assert agent.document(an_event(), after=60) == []
+    assert agent.phase == "held"
+    assert agent.operator("") == ["A: approve A"]
+
+
+def test_holding_cannot_withdraw_an_approval_that_azure_has_taken() -> None:
+    agent = prepared_agent()
+    agent.operator("held")
+    assert agent.phase == "held"
+    assert agent.answer() == []
+    assert agent.phase == "approved"
+
+
+@pytest.mark.parametrize("word", ["approved", "held", ""])
+def test_an_operator_changes_nothing_once_the_event_has_started_or_is_over(word: str) -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.answer()
+    agent.document(started(an_event()))
+    assert agent.operator(word) == []
+    agent.document()
+    assert agent.operator(word) == []
+    agent.ends("resume")
+    assert agent.board == {}
+
+
+# --- Doubt.
+
+
+@pytest.mark.parametrize("kind", ["LiveMigration", ""])
+def test_an_event_of_unknown_type_is_prepared_for_but_not_approved(kind: str) -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    assert agent.document(an_event(type=kind)) == ["A: prepare drain"]
+    assert agent.ends("drain") == []
+    assert agent.phase == "held"
+    assert agent.operator("approved") == ["A: approve A"]
+
+
+@pytest.mark.parametrize("status", ["", "Paused"])
+def test_an_event_that_is_not_plainly_scheduled_is_not_approved_even_by_an_operator(status: str) -> None:
+    agent = Agent(Rule(name="user", approve="immediately"))
+    assert agent.document(an_event(status=status)) == []
+    assert agent.operator("approved") == []
+    assert agent.of().waits_for == (
+        f"only a scheduled event can be approved, and its status is {status or 'missing'}"
+    )
+    assert agent.document(an_event()) == ["A: approve A"]
+
+
+def test_an_event_without_an_id_is_not_approved_even_by_an_operator() -> None:
+    agent = Agent(Rule(name="user", approve="immediately"))
+    assert agent.document(an_event(id="")) == []
+    assert agent.operator("approved", event="") == []
+    assert agent.of("").waits_for == "it has no id to approve"
+
+
+def test_events_found_after_the_state_was_lost_are_not_approved_without_an_operator() -> None:
+    agent = Agent(a_rule(prepare=("drain",)), is_state_lost=True)
+    assert agent.document(an_event()) == ["A: prepare drain"]
+    assert agent.ends("drain") == []
+    assert agent.of().waits_for == "the state file was lost, and what was done before is not known"
+    agent.context = replace(agent.context, is_state_lost=False)
+    assert agent.document(an_event(), an_event(id="B")) == ["B: prepare drain"]
+    assert agent.restart("boot 1", an_event(), an_event(id="B")) == ["B: prepare drain"]
+    assert agent.ends("drain", event="B") == ["B: approve B"]
+    assert agent.operator("approved") == ["A: approve A"]
+
+
+def test_an_observing_agent_runs_nothing_and_approves_nothing() -> None:
+    agent, event = Agent(a_rule(on_start=("tell",)), is_acting=False), an_event()
+    assert agent.document(event) == []
+    assert agent.operator("approved") == []
+    assert ask_gates(agent.of(), agent.context).answer == "not yet"
+    assert is_ready(agent.board)
+    assert agent.document(started(event)) == []
+    assert agent.document() == []
+    assert agent.board == {}
+
+
+@pytest.mark.parametrize("early_start", ["cancel", "finish"])
+def test_an_agent_set_to_observe_in_mid_life_starts_no_hook_and_owes_the_recovery(early_start: Any) -> None:
+    agent, event = Agent(a_rule(on_early_start=early_start)), an_event()
+    agent.document(event)
+    agent.reload(*agent.context.rules, is_acting=False)
+    agent.ends("drain")
+    assert agent.document(started(event)) == []
+    assert agent.document() == []
+    assert (agent.phase, agent.of().waits_for) == ("recovering", "leave to act: the agent only observes")
+    assert not is_ready(agent.board)
+    assert agent.reload(*agent.context.rules, is_acting=True) == ["A: recover resume"]
+
+
+# --- Restarts.
+
+
+def test_nothing_acts_after_a_restart_before_the_first_document() -> None:
+    agent = Agent(a_rule())
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.restart(document=False)
+    assert agent.tick(60) == []
+    assert agent.operator("approved") == []
+    assert agent.reload(a_rule(approve="immediately")) == []
+    assert not is_ready(agent.board)
+    assert agent.document(an_event()) == ["A: prepare checkpoint", "A: approve A"]
+
+
+def test_a_hook_that_was_in_flight_runs_again_after_a_restart_and_those_before_it_do_not() -> None:
+    agent = Agent(a_rule())
+    agent.document(an_event())
+    agent.ends("drain")
+    assert agent.restart("boot 1", an_event()) == ["A: prepare checkpoint"]
+    assert agent.journal[-2:] == [
+        "restarted: the agent restarted (the same boot) in phase preparing",
+        "hook_started: hook checkpoint starts",
+    ]
+    assert agent.ends("checkpoint") == ["A: approve A"]
+
+
+def test_the_late_end_of_a_hook_that_ran_before_the_restart_is_ignored() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    late = HookFinished(workflow_id=agent.of().id, stage="prepare", hook="drain", run=1, outcome="failed")
+    agent.restart(document=False)
+    assert agent.send(late) == []
+    assert agent.document(an_event()) == ["A: prepare drain"]
+    assert agent.send(late) == []
+    assert agent.ends("drain") == ["A: approve A"]
+
+
+def test_an_approval_without_an_answer_is_sent_again_after_a_restart() -> None:
+    agent = prepared_agent()
+    assert agent.restart("boot 1", an_event()) == ["A: approve A"]
+
+
+def test_a_confirmed_approval_is_not_sent_again_after_a_restart() -> None:
+    agent = prepared_agent()
+    agent.answer()
+    assert agent.restart("boot 1", an_event()) == []
+    assert agent.phase == "approved"
+
+
+def test_a_held_event_is_still_held_after_a_restart() -> None:
+    agent = Agent(a_rule())
+    agent.document(an_event())
+    agent.ends("drain", "failed")
+    assert agent.restart("boot 1", an_event()) == []
+    assert agent.phase == "held"
+
+
+def test_an_operators_word_outlives_a_restart() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.operator("held")
+    agent.restart("boot 1", an_event())
+    assert agent.ends("drain") == []
+    assert agent.phase == "held"
+
+
+def test_after_its_own_reboot_the_agent_neither_prepares_again_nor_approves() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.answer()
+    assert agent.restart("boot 2", started(an_event())) == []
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_an_event_that_is_over_after_the_reboot_it_brought_is_recovered_as_completed() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.answer()
+    assert agent.restart("boot 2") == ["A: recover resume"]
+    assert agent.of().outcome == "completed"
+    assert "restarted: the agent restarted (after a reboot) in phase approved" in agent.journal
+
+
+def test_a_preparation_that_a_reboot_interrupted_is_not_gone_on_with_once_the_event_has_started() -> None:
+    agent = Agent(a_rule(on_early_start="finish"))
+    agent.document(an_event())
+    assert agent.restart("boot 2", started(an_event())) == []
+    assert agent.of().prepare.state == "canceled"
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_a_preparation_that_may_finish_does_so_after_a_restart_of_the_agent_alone() -> None:
+    agent = Agent(a_rule(on_early_start="finish"))
+    agent.document(an_event())
+    assert agent.restart("boot 1", started(an_event())) == ["A: prepare drain"]
+
+
+def test_a_cancellation_outlives_a_restart() -> None:
+    agent = Agent(a_rule())
+    agent.document(an_event())
+    agent.document(started(an_event()))
+    assert agent.restart("boot 1", started(an_event())) == []
+    assert agent.of().prepare.state == "canceled"
+
+
+def test_an_interrupted_recovery_goes_on_after_a_restart() -> None:
+    agent = Agent(a_rule(prepare=("drain",), recover=("resume", "tell")))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.document()
+    agent.ends("resume")
+    assert agent.restart("boot 2") == ["A: recover tell"]
+    agent.ends("tell")
+    assert agent.board == {}
+
+
+def test_a_waiting_event_still_waits_after_a_restart() -> None:
+    agent = Agent(a_rule(lead=60.0))
+    agent.document(an_event())
+    assert agent.restart("boot 1", an_event()) == []
+    assert agent.phase == "waiting"
+
+
+def test_a_drain_is_not_begun_again_by_a_restart() -> None:
+    agent = Agent(a_rule(drain_for=30.0))
+    agent.document(an_event())
+    until = agent.of().drain_until
+    agent.restart("boot 1", an_event())
+    assert agent.of().drain_until == until
+
+
+def test_on_start_hooks_that_were_interrupted_run_again() -> None:
+    agent, event = Agent(a_rule(on_start=("tell",))), started(an_event())
+    agent.document(event)
+    assert agent.restart("boot 1", event) == ["A: on_start tell"]
+
+
+# --- Everything else.
+
+
+def test_a_bug_in_one_workflow_leaves_it_where_it_was_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.may_fail = True
+    agent.document(an_event(), an_event(id="B"))
+    real = machine._end_preparation
+
+    def broken(workflow: Workflow) -> machine.Step:
+        if workflow.event.id == "A":
+            raise ZeroDivisionError("a bug")
+        return real(workflow)
+
+    monkeypatch.setattr(machine, "_end_preparation", broken)
+    assert agent.ends("drain") == []
+    ((workflow_id, fault),) = agent.last.faults
+    assert (workflow_id, str(fault)) == (agent.of("A").id, "a bug")
+    assert agent.ends("drain", event="B") == ["B: approve B"]
+    monkeypatch.undo()
+    assert agent.tick() == ["A: approve A"]
+
+
+def test_a_step_that_the_table_does_not_allow_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRANSITIONS, "waiting", frozenset({"closed"}))
+    agent = Agent(a_rule())
+    agent.may_fail = True
+    assert agent.document(an_event()) == []
+    ((_, fault),) = agent.last.faults
+    assert str(fault) == "waiting -> preparing is no step in the life of an event"
+    assert agent.phase == "waiting"
+
+
+def test_workflows_that_do_not_come_to_rest_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def restless(workflow: Workflow, *_: Any) -> machine.Step:
+        return machine.Step(workflow=replace(workflow, waits_for=workflow.waits_for + "."))
+
+    monkeypatch.setattr(machine, "_move", restless)
+    agent = Agent(a_rule())
+    agent.may_fail = True
+    agent.document(an_event())
+    ((_, fault),) = agent.last.faults
+    assert str(fault) == "workflows do not come to rest: ['a@20260302T120001.000000Z']"
+
+
+@pytest.mark.parametrize(
+    ("left", "expected"),
+    [(900, 895), (7, 2), (6, 6), (2, 2), (1, None), (0, None), (-100, None)],
+)
+def test_prepare_hooks_end_before_not_before_less_the_reserve(left: int, expected: int | None) -> None:
+    agent = Agent(a_rule())
+    agent.document(an_event(not_before=START + timedelta(seconds=left)), after=0)
+    deadline_at = hook_deadline_at(agent.of(), "prepare", 5.0, START)
+    assert deadline_at == (None if expected is None else START + timedelta(seconds=expected))
+
+
+def test_only_prepare_hooks_of_an_event_with_a_time_have_a_deadline() -> None:
+    agent = Agent(a_rule())
+    agent.document(an_event())
+    assert hook_deadline_at(agent.of(), "recover", 5.0, START) is None
+    assert hook_deadline_at(agent.of(), "on_start", 5.0, START) is None
+    for not_before in (None, datetime(1, 1, 1, tzinfo=UTC)):
+        agent.document(an_event(not_before=not_before))
+        assert hook_deadline_at(agent.of(), "prepare", 5.0, START) is None
+
+
+def test_time_wakes_nothing_that_waits_for_something_else() -> None:
+    agent = Agent(a_rule())
+    assert next_wake_at({}, agent.context) is None
+    agent.document(an_event())
+    assert next_wake_at(agent.board, agent.context) is None
+
+
+def test_a_thousand_events_of_other_vms_cost_a_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves = 0
+    real = machine._move
+
+    def counted(*arguments: Any) -> machine.Step | None:
+        nonlocal moves
+        moves += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(machine, "_move", counted)
+    agent = Agent(a_rule())
+    foreign = tuple(an_event(id=f"F{number}", resources=(f"vm_{number + 2}",)) for number in range(1000))
+    assert agent.document(*foreign) == []
+    assert moves == 1000
+    assert agent.document(*foreign, an_event()) == ["A: prepare drain"]
+    assert moves <= 1000 + 4 * 1001

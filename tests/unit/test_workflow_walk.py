@@ -1,0 +1,522 @@
+"""Every order of things: a walk through all sequences of signals, judged from the outside.
+
+The world below knows what the document says, which hooks run and which approvals are under way. It performs
+the effects of ``proceed``, chooses what happens next in every possible way, and holds each effect against the
+invariants, which it works out for itself and not from the fields of a workflow:
+
+1. no approval before every prepare hook has succeeded, unless the rule or an operator says otherwise
+2. no approval for an event of another VM, one that has started, is over, or is held
+3. a prepare or on_start hook starts once for each appearance of the event, and once more after each crash
+   that found it running
+4. a recover hook starts only when something is owed to it, never beside or before the preparation that
+   another event still needs, and in the end nothing is owed
+5. all of this holds for canceled and completed events and over restarts, with and without a reboot
+6. an approval that was confirmed is not sent again, one that was not is
+7. nothing is approved when the state was lost, unless an operator says so
+8. a new event is prepared for in the very step in which it is seen
+9. a run with a crash ends as it would have ended without
+
+From every state a fair world (hooks succeed, Azure answers, events end) must lead to an empty board.
+
+A crash is a step of its own and loses whatever is in flight. For the agent that is one and the same: whether
+the effects of the last step were never performed, or were, without their end being told; and a crash before
+the step was on disk is a crash in the state before it. What is on disk goes through JSON, as in the store.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace as replaced
+
+from agent import workflow as machine
+from agent.events import Document, ScheduledEvent, compare
+from agent.policy import Rule, When
+from agent.workflow import (
+    AgentRestarted,
+    ApprovalAnswered,
+    Approve,
+    CancelHook,
+    Context,
+    HookFinished,
+    HookOutcome,
+    OperatorSpoke,
+    RunHook,
+    Signal,
+    Stage,
+    Step,
+    Tick,
+    Workflow,
+    is_ready,
+    known_events,
+    proceed,
+)
+
+START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
+TYPES = {"A": "Reboot", "B": "Redeploy"}
+BOOTS = ("first boot", "second boot")
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the world may do, and the rule for each event."""
+
+    rules: dict[str, Rule]
+    crashes: int = 2
+    appearances: int = 2
+    has_operator: bool = False
+    may_flap: bool = False
+    """A started event may become scheduled again."""
+    resources: tuple[str, ...] = ("vm_1",)
+    is_state_lost: bool = False
+    depth: int = 1000
+
+    def rule(self, event: str) -> Rule:
+        return self.rules[event]
+
+    def share_hooks(self, one: str, other: str) -> bool:
+        mine, theirs = self.rules[one], self.rules[other]
+        return not {*mine.prepare, *mine.recover}.isdisjoint((*theirs.prepare, *theirs.recover))
+
+
+class BrokenError(AssertionError):
+    """An invariant does not hold; the story leads there."""
+
+
+@dataclass
+class Flight:
+    """A hook that runs."""
+
+    workflow_id: str
+    hook: str
+    run: int
+    is_told_to_end: bool = False
+
+
+@dataclass
+class World:
+    """Everything outside the state machine, and the board that the machine has returned last."""
+
+    script: Script
+    board: dict[str, Workflow] = field(default_factory=dict)
+    now: datetime = START
+    document_at: datetime | None = START
+    boot: int = 0
+    is_blind: bool = False
+    """The agent has restarted and read no document since."""
+    truth: dict[str, str] = field(default_factory=dict)
+    """Event -> status in the document."""
+    read: dict[str, str] = field(default_factory=dict)
+    """The same, as the agent has read it."""
+    counts: dict[str, int] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
+    """Workflow id -> appearance, such as A1: event A for the first time."""
+    flights: dict[tuple[str, Stage], Flight] = field(default_factory=dict)
+    posts: dict[str, str] = field(default_factory=dict)
+    """Appearance -> workflow id of approvals under way."""
+    used: frozenset[tuple[str, Stage, str]] = frozenset()
+    """Prepare and on_start hooks that must not start again."""
+    succeeded: frozenset[tuple[str, str]] = frozenset()
+    failed: frozenset[str] = frozenset()
+    owed: frozenset[tuple[str, str]] = frozenset()
+    """(appearance, recover hook): has to run before the VM is what it was."""
+    words: dict[str, str] = field(default_factory=dict)
+    started: frozenset[str] = frozenset()
+    first_boot: dict[str, int] = field(default_factory=dict)
+    record: frozenset[tuple[str, ...]] = frozenset()
+    """What has come of it all."""
+    crashes: int = 0
+    story: tuple[str, ...] = ()
+
+    # --- What the world knows.
+
+    def present(self, event: str) -> str:
+        return f"{event}{self.counts[event]}"
+
+    def is_gone(self, appearance: str) -> bool:
+        event = appearance[0]
+        return event not in self.read or self.present(event) != appearance
+
+    def key(self) -> tuple[Any, ...]:
+        """All that the future depends on: the same key, the same future."""
+        return (
+            *(self._workflow_key(workflow) for workflow in self.board.values()),
+            *sorted(self.truth.items()), "/", *sorted(self.read.items()), "/", *sorted(self.counts.items()),
+            *((name, stage, flight.hook, flight.is_told_to_end) for (name, stage), flight in self.flights.items()),
+            *self.posts, self.used, self.succeeded, self.failed, self.owed, *self.words.items(), self.started,
+            self.record, self.crashes, self.is_blind, self.boot, *self.first_boot.items(),
+        )  # fmt: skip
+
+    def _workflow_key(self, workflow: Workflow) -> tuple[Any, ...]:
+        approval = workflow.approval
+        retry = max((approval.retry_at - self.now).total_seconds(), 0) if approval.retry_at else None
+        drain = max((workflow.drain_until - self.now).total_seconds(), 0) if workflow.drain_until else None
+        is_stale = approval.failed_at is not None and approval.failed_at >= (self.document_at or START)
+        return (
+            self.names[workflow.id], workflow.event.status, workflow.phase,
+            *((p.state, p.done, p.current, p.is_canceling, p.failure)
+              for p in (workflow.prepare, workflow.on_start, workflow.recover)),
+            approval.state, min(approval.failures, 2), retry, is_stale, drain, workflow.operator, workflow.is_gone,
+            workflow.was_started, workflow.is_doubtful, workflow.waits_for, workflow.outcome,
+        )  # fmt: skip
+
+    def expect(self, holds: bool, text: str) -> None:
+        if not holds:
+            raise BrokenError(f"{text}\n  after: {'; '.join(self.story)}\n  with: {self.script}")
+
+    # --- What the world does.
+
+    def choices(self) -> Iterator[str]:
+        """Everything that can happen next, in words that ``after`` understands."""
+        for event in self.script.rules:
+            status = self.truth.get(event)
+            if status is None:
+                if self.counts.get(event, 0) < self.script.appearances and not self.is_blind:
+                    yield from (f"{event} appears Scheduled", f"{event} appears Started")
+                continue
+            if status == "Scheduled":
+                yield f"{event} becomes Started"
+            elif self.script.may_flap:
+                yield f"{event} becomes Scheduled"
+            yield f"{event} vanishes"
+        if self.is_blind:
+            yield "first document"
+            return
+        for (name, stage), flight in self.flights.items():
+            yield f"{name} {stage} succeeded"
+            yield f"{name} {stage} {'canceled' if flight.is_told_to_end else 'failed'}"
+        for name in self.posts:
+            yield from (f"{name} approval ok", f"{name} approval error")
+        if any(w.drain_until or w.approval.failures for w in self.board.values()):
+            yield "time passes"
+        if self.script.has_operator:
+            for event in self.read:
+                word = self.words.get(self.present(event), "")
+                yield from (f"{event} operator {new}" for new in ("approved", "held") if new != word)
+        if self.crashes < self.script.crashes:
+            yield "crash"
+            if self.boot == 0:
+                yield "crash with reboot"
+
+    def after(self, choice: str) -> "World":
+        """The world after ``choice``; raises BrokenError if the agent does something that it must not."""
+        world = replace(
+            self,
+            board=dict(self.board), truth=dict(self.truth), read=dict(self.read), counts=dict(self.counts),
+            names=dict(self.names), flights={key: replace(flight) for key, flight in self.flights.items()},
+            posts=dict(self.posts), words=dict(self.words), first_boot=dict(self.first_boot),
+            story=(*self.story, choice), now=self.now + timedelta(seconds=1),
+        )  # fmt: skip
+        world._do(choice.split())
+        return world
+
+    def _do(self, words: list[str]) -> None:
+        match words:
+            case [event, "appears", status]:
+                self.counts[event] = self.counts.get(event, 0) + 1
+                self.truth[event] = status
+                self._read_document()
+            case [event, "becomes", status]:
+                self.truth[event] = status
+                if not self.is_blind:
+                    self._read_document()
+            case [event, "vanishes"]:
+                del self.truth[event]
+                if not self.is_blind:
+                    self._read_document()
+            case ["first", "document"]:
+                self.is_blind = False
+                self._read_document()
+            case [name, "approval", how]:
+                workflow_id = self.posts.pop(name)
+                if how == "ok":
+                    self.record |= {(name, "approved")}
+                self._send(ApprovalAnswered(workflow_id=workflow_id, error_kind="" if how == "ok" else "server"))
+            case ["time", "passes"]:
+                self.now += timedelta(seconds=60)
+                self.document_at = self.now
+                self._send(Tick())
+            case [event, "operator", word]:
+                name = self.present(event)
+                self.words[name] = word
+                workflow_id = next(key for key, value in self.names.items() if value == name)
+                self._send(OperatorSpoke(workflow_id=workflow_id, word=word, user="kim"))  # type: ignore[arg-type]
+            case ["crash", *reboot]:
+                self._crash(bool(reboot))
+            case [name, ("prepare" | "on_start" | "recover") as stage, outcome]:
+                self._end_hook(name, stage, outcome)  # type: ignore[arg-type]
+
+    def _read_document(self) -> None:
+        self.document_at = self.now
+        new = [event for event in self.truth if event not in self.read]
+        self.read = dict(self.truth)
+        for event, status in self.read.items():
+            if status == "Started":
+                self.started |= {self.present(event)}
+        events = tuple(
+            ScheduledEvent(
+                id=event, type=TYPES[event], status=status, source="Platform", resources=self.script.resources,
+                not_before=START + timedelta(days=1) if status == "Scheduled" else None,
+            )
+            for event, status in self.truth.items()
+        )  # fmt: skip
+        for event in new:
+            self.first_boot[self.present(event)] = self.boot
+            if self.read[event] == "Scheduled" and not self.script.rule(event).prepare:
+                self._owe(self.present(event))
+        self._send(*compare(known_events(self.board), Document(incarnation="1", events=events)))
+        for event in new:
+            self._expect_prompt_preparation(event)
+
+    def _expect_prompt_preparation(self, event: str) -> None:
+        rule = self.script.rule(event)
+        if self.read[event] == "Scheduled" and rule.prepare and not rule.drain_for:
+            is_delayed = any(
+                stage == "recover" and self.script.share_hooks(name[0], event) for name, stage in self.flights
+            )
+            is_begun = (self.present(event), "prepare") in self.flights
+            self.expect(is_begun or is_delayed, f"(8) {event} is not prepared for at once")
+
+    def _end_hook(self, name: str, stage: Stage, outcome: HookOutcome) -> None:
+        flight = self.flights.pop((name, stage))
+        if stage == "recover" and outcome != "canceled":
+            self.owed -= {(other, flight.hook) for other, _ in self.owed if self.is_gone(other)}
+            self.record |= {("recover", flight.hook)}
+        elif outcome == "succeeded":
+            self.record |= {(name, stage, flight.hook)}
+            self.succeeded |= {(name, flight.hook)}
+        elif outcome == "failed" and stage == "prepare":
+            self.failed |= {name}
+        self._send(
+            HookFinished(
+                workflow_id=flight.workflow_id, stage=stage, hook=flight.hook, run=flight.run, outcome=outcome
+            )
+        )
+
+    def _crash(self, is_reboot: bool) -> None:
+        self.crashes += 1
+        self.boot += is_reboot
+        self.used -= {(name, stage, flight.hook) for (name, stage), flight in self.flights.items()}
+        self.flights, self.posts = {}, {}
+        stored = msgspec.json.encode(list(self.board.values()))
+        self.board = {workflow.id: workflow for workflow in msgspec.json.decode(stored, type=list[Workflow])}
+        self.document_at, self.is_blind = None, True
+        was_ready = is_ready(self.board)
+        self._send(AgentRestarted())
+        self.expect(not self.flights and not self.posts, "(7) something is done before the first document")
+        self.expect(was_ready == is_ready(self.board), "(9) a restart has made the VM ready, or not ready")
+
+    # --- What the agent does.
+
+    def _send(self, *signals: Signal) -> None:
+        context = Context(
+            now=self.now,
+            names=("vm_1",),
+            rules=tuple(self.script.rules.values()),
+            windows={},
+            boot_id=BOOTS[self.boot],
+            document_at=self.document_at,
+            is_state_lost=self.script.is_state_lost,
+        )
+        progression = proceed(self.board, signals, context)
+        self.expect(progression.faults == (), f"faults: {progression.faults}")
+        self.board = progression.board
+        for step in progression.steps:
+            workflow = step.workflow
+            event = workflow.event.id
+            if workflow.id not in self.names:
+                self.expect(self.present(event) not in self.names.values(), f"{event} has two workflows")
+            name = self.names.setdefault(workflow.id, self.present(event))
+            if not workflow.is_open:
+                self.record |= {(name, "closed", workflow.outcome)}
+            for effect in step.effects:
+                match effect:
+                    case RunHook(stage="recover"):
+                        self._check_recover(name, effect.hook)
+                    case RunHook():
+                        self._check_run(name, effect.stage, effect.hook)
+                    case Approve():
+                        self._check_approve(name, effect.event_id)
+                        self.posts[name] = workflow.id
+                    case CancelHook():
+                        flight = self.flights.get((name, effect.stage))
+                        self.expect(flight is not None, f"{name} {effect.stage} is canceled and does not run")
+                        assert flight
+                        flight.is_told_to_end = True
+                        if effect.stage == "recover":
+                            self.owed |= {(name, hook) for hook in self.script.rule(event).recover}
+                if isinstance(effect, RunHook):
+                    self.flights[name, effect.stage] = Flight(workflow.id, effect.hook, effect.run)
+
+    def _owe(self, name: str) -> None:
+        """Something is prepared for ``name``: its recovery is owed, and once more any that is not over yet."""
+        others = {other for other, _ in self.owed} | {other for other, stage in self.flights if stage == "recover"}
+        for other in {name, *(other for other in others if self.script.share_hooks(other[0], name[0]))}:
+            self.owed |= {(other, hook) for hook in self.script.rule(other[0]).recover}
+
+    def _check_run(self, name: str, stage: Stage, hook: str) -> None:
+        event, rule = name[0], self.script.rule(name[0])
+        text = f"{name} {stage} {hook} starts"
+        self.expect((name, stage) not in self.flights, f"(3) {text} while another hook of the stage runs")
+        self.expect((name, stage, hook) not in self.used, f"(3) {text} again")
+        self.used |= {(name, stage, hook)}
+        self.expect(not self.is_gone(name), f"(4) {text} though {event} is over")
+        if stage == "on_start":
+            self.expect(self.read[event] == "Started", f"{text} though {event} has not started")
+            return
+        self._owe(name)
+        may_finish = rule.on_early_start == "finish" and self.first_boot[name] == self.boot
+        self.expect(name not in self.started or may_finish, f"(5) {text} though {event} has started")
+        self.expect(("seen Started", name) not in self.record, f"(5) {text} though first seen Started")
+        before = rule.prepare[: rule.prepare.index(hook)]
+        self.expect(all((name, other) in self.succeeded for other in before), f"(3) {text} out of order")
+        for other, other_stage in self.flights:
+            if other_stage == "recover" and self.script.share_hooks(other[0], event):
+                self.expect(False, f"(4) {text} while {other} recovers")
+
+    def _check_recover(self, name: str, hook: str) -> None:
+        event = name[0]
+        text = f"{name} recover {hook} starts"
+        self.expect((name, "recover") not in self.flights, f"(4) {text} while another hook of the stage runs")
+        self.expect(self.is_gone(name), f"(4) {text} though {event} is not over")
+        is_owed = any(what == hook and self.is_gone(other) for other, what in self.owed)
+        self.expect(is_owed, f"(4) {text}, which nothing asks for")
+        for (other, stage), flight in self.flights.items():
+            if self.script.share_hooks(other[0], event):
+                self.expect(stage != "prepare", f"(4) {text} while {other} prepares")
+                self.expect((stage, flight.hook) != ("recover", hook), f"(4) {text} while it runs for {other}")
+        for other, stage, _ in self.used:
+            if stage == "prepare" and not self.is_gone(other) and self.script.share_hooks(other[0], event):
+                self.expect(False, f"(4) {text} though {other} needs it prepared")
+        recover = self.script.rule(event).recover
+        before = recover[: recover.index(hook)]
+        self.expect(not any((name, what) in self.owed for what in before), f"(4) {text} out of order")
+
+    def _check_approve(self, name: str, event_id: str) -> None:
+        event, rule, word = name[0], self.script.rule(name[0]), self.words.get(name, "")
+        text = f"{name} is approved"
+        self.expect(event_id == event, f"{text} as {event_id}")
+        self.expect("vm_1" in self.script.resources, f"(2) {text}, an event of another VM")
+        self.expect(not self.is_gone(name), f"(2) {text} though it is over")
+        self.expect(self.read.get(event) == "Scheduled" and name not in self.started, f"(2) {text} after its start")
+        self.expect(word != "held", f"(2) {text} against the operator")
+        self.expect((name, "approved") not in self.record, f"(6) {text} again")
+        self.expect(name not in self.posts, f"(6) {text} while an approval is under way")
+        self.expect(self._may_approve(name), f"(1, 2, 7) {text} without leave")
+        has_ended = name in self.failed or all((name, hook) in self.succeeded for hook in rule.prepare)
+        self.expect(rule.approve == "immediately" or has_ended, f"(1) {text} before its preparation has ended")
+
+    def _may_approve(self, name: str) -> bool:
+        """Whether the rule and the operator would have a scheduled event approved once its hooks have ended."""
+        rule, word = self.script.rule(name[0]), self.words.get(name, "")
+        is_shared = set(self.script.resources) != {"vm_1"}
+        if "vm_1" not in self.script.resources or word == "held":
+            return False
+        if word == "approved":
+            return True
+        if rule.approve in ("manual", "never") or self.script.is_state_lost:
+            return False
+        if is_shared and rule.shared != "any":
+            return False
+        return rule.approve == "immediately" or name not in self.failed or rule.on_failure == "approve"
+
+    # --- The end.
+
+    def fair_choice(self) -> str | None:
+        """What a world without mishaps does next; None when all is over."""
+        if self.is_blind:
+            return "first document"
+        for (name, stage), flight in self.flights.items():
+            return f"{name} {stage} {'canceled' if flight.is_told_to_end else 'succeeded'}"
+        for name in self.posts:
+            return f"{name} approval ok"
+        may_wait = {w.id for w in self.board.values() if w.drain_until or w.approval.failures}
+        if may_wait and self.story[-2:] != ("time passes", "time passes"):
+            return "time passes"
+        for event, status in self.truth.items():
+            name = self.present(event)
+            if status == "Scheduled":
+                if name not in self.started and self._may_approve(name):
+                    self.expect((name, "approved") in self.record, f"(6) {name} is never approved")
+                return f"{event} becomes Started"
+            return f"{event} vanishes"
+        return None
+
+    def expect_rest(self) -> None:
+        self.expect(self.board == {}, f"never over: {[*self.board.values()]}")
+        self.expect(is_ready(self.board), "never ready again")
+        self.expect(not self.owed, f"(4) never recovered: {set(self.owed)}")
+
+
+Endings = dict[tuple[Any, ...], frozenset[tuple[str, ...]]]
+
+
+def ending(world: World, endings: Endings) -> frozenset[tuple[str, ...]]:
+    """What comes of it all in a fair world; a state that was driven to its end before is not driven again."""
+    path: list[tuple[Any, ...]] = []
+    while True:
+        key = (*world.key(), world.story[-2:].count("time passes"))
+        if key in endings:
+            result = endings[key]
+            break
+        path.append(key)
+        world.expect(len(path) < 200, "no end in sight")
+        choice = world.fair_choice()
+        if choice is None:
+            world.expect_rest()
+            result = world.record
+            break
+        world = world.after(choice)
+    endings.update(dict.fromkeys(path, result))
+    return result
+
+
+def walk(script: Script) -> int:
+    """All that can happen by ``script``, shortest stories first; returns the number of states."""
+    first = World(script)
+    seen, endings = {first.key()}, Endings()
+    frontier = [first]
+    while frontier:
+        following = []
+        for world in frontier:
+            for choice in world.choices():
+                new = world.after(choice)
+                key = new.key()
+                if key in seen:
+                    continue
+                seen.add(key)
+                record = ending(new, endings)
+                if choice == "crash":
+                    undisturbed = ending(world, endings)
+                    new.expect(record == undisturbed, f"(9) {set(record ^ undisturbed)} differs without the crash")
+                if len(new.story) < script.depth:
+                    following.append(new)
+        frontier = following
+    return len(seen)
+
+
+def tell(script: Script, *story: str) -> World:
+    """Replay a story, as a failure prints it."""
+    world = World(script)
+    for choice in story:
+        world = world.after(choice)
+    return world
+
+
+def a_rule(event: str = "A", **changes: Any) -> Rule:
+    fields: dict[str, Any] = {
+        "name": f"rule-{event}",
+        "when": When(type=(TYPES[event],), affects=("self", "others")),  # type: ignore[arg-type]
+        "prepare": ("drain", "save"),
+        "recover": ("load", "resume"),
+        "approve": "when-prepared",
+    }
+    return Rule(**{**fields, **changes})
+
+
+APPROVE = ("immediately", "when-prepared", "manual", "never")
