@@ -6,8 +6,8 @@ that others wait for (a poll, a hook, an approval, a client) can keep it from it
 
     engine      takes the inbox, proceeds, commits, performs (the thread that calls ``run``)
     poller      fetches, compares bytes, parses            -> inbox
-    approver    posts approvals                            -> inbox
-    hook runs   one thread for each hook that runs         -> inbox
+    approvals   one thread for each request to approve     -> inbox
+    hooks       one thread for each hook that runs         -> inbox
     web         answers from the published board
 """
 
@@ -113,6 +113,7 @@ class Daemon:
         self._metrics = Metrics(self._load_pending)
         self._crash: BaseException | None = None
         self._boot_id = host.boot_id()
+        self._new_identity: Identity | None = None
         self._identity = Identity(name=store.load_fact("vm_name"), vm_id=store.load_fact("vm_id"))
         self._is_state_lost = bool(store.load_fact("state_lost"))
         self._poller = _Poller(lambda: self._settings, self._inbox.put, self._metrics)
@@ -123,6 +124,7 @@ class Daemon:
         self._signals: list[Signal] = []
         self._requests: list[Request] = []
         self._document_at: datetime | None = None
+        self._is_greeted = False
         self._incarnation = ""
         self._turned_at = time.monotonic()
         self._started_at = self._turned_at
@@ -192,13 +194,13 @@ class Daemon:
             self._signals.append(AgentRestarted())
         self._pruned = time.monotonic() - _PRUNE_SECONDS
         self._start_thread("poller", self._poller.run)
-        self._start_thread("approver", self._approver.run)
 
     def _start_thread(self, name: str, target: Callable[[], None]) -> None:
         def guarded() -> None:
             try:
                 target()
-            except BaseException as error:  # noqa: BLE001 - a thread that dies unseen would leave a daemon that only looks alive
+            except BaseException as error:  # noqa: BLE001 - dying unseen, it would leave a daemon that only looks alive
+                get_logger().exception(f"the {name} thread has ended by a bug; the agent stops")
                 self._crash = error
                 self.stop()
 
@@ -207,7 +209,6 @@ class Daemon:
     def _shut_down(self) -> None:
         """Stop within five seconds: running hooks may end by themselves first, then are made to."""
         self._poller.stop()
-        self._approver.stop()
         deadline = time.monotonic() + _STOP_PATIENCE_SECONDS
         ended = self._collect_hooks(deadline)
         self._hooks.cancel_all(_STOP_GRACE_SECONDS)
@@ -252,13 +253,12 @@ class Daemon:
         if not may_go_on:
             return False
         try:
+            self._learn_identity(now)
             self._take_requests(now)
-            is_first = self._document is not None and self._document_at is None
             if self._document_at is not None or self._document is not None:
                 self._document_at = document_at or now
             self._decide_and_do(now)
-            if is_first:
-                self._greet_first_document(now)
+            self._greet_first_document(now)
             self._prune(now)
             self._store_failures.succeeded(self._turned_at)
         except StoreError as error:
@@ -289,7 +289,7 @@ class Daemon:
             case Document():
                 self._document = item
             case Identity():
-                self._learn_identity(item)
+                self._new_identity = item
             case ApprovalAnswered():
                 if item.error_kind:
                     self._metrics.approvals.labels(item.error_kind).inc()
@@ -355,11 +355,11 @@ class Daemon:
                         deadline = self._deadline(step.workflow, "prepare", now)
                         self._hooks.set_deadline(effect.workflow_id, "prepare", deadline)
                     case Approve(is_alone=True):
-                        self._approver.send([effect], self._incarnation)
+                        self._approver.start([effect], self._incarnation)
                     case Approve():
                         together.append(effect)
         if together:
-            self._approver.send(together, self._incarnation)
+            self._approver.start(together, self._incarnation)
 
     def _run_hook(self, workflow: Workflow, effect: RunHook, now: datetime) -> None:
         event = workflow.event
@@ -386,10 +386,13 @@ class Daemon:
         return None if deadline_at is None else time.monotonic() + (deadline_at - now).total_seconds()
 
     def _greet_first_document(self, now: datetime) -> None:
-        """What is done once, when the agent first knows what is pending."""
+        """What is done once, when the agent has first decided on what is pending."""
+        if self._is_greeted or self._document_at is None:
+            return
         if self._is_state_lost:
             self._store.save_facts({"state_lost": ""})
             self._is_state_lost = False
+        self._is_greeted = True
         is_clear = all(workflow.decision.affects == "others" for workflow in self._board.values())
         if is_clear and self._settings.on_clear and self._settings.agent.mode == "act":
             self._store.record("on_clear", f"nothing is pending: {', '.join(self._settings.on_clear)}", now)
@@ -424,20 +427,23 @@ class Daemon:
             waits_for = f", waits for: {workflow.waits_for}" if workflow.waits_for else ""
             self._store.answer_request(request.id, f"taken: {state}{waits_for}")
 
-    def _learn_identity(self, identity: Identity) -> None:
-        known = self._identity
+    def _learn_identity(self, now: datetime) -> None:
+        identity, known = self._new_identity, self._identity
+        if identity is None:
+            return
         if known.vm_id and identity.vm_id and known.vm_id.casefold() != identity.vm_id.casefold():
             text = (
                 f"the state is that of VM {known.vm_id}, and this is {identity.vm_id}: nothing of it is acted on"
             )
-            self._log.warning(text)
-            self._store.disown_workflows(datetime.now(UTC), text)
+            self._store.disown_workflows(now, text)
             self._board = {}
-        if identity != known:
-            self._identity = Identity(name=identity.name or known.name, vm_id=identity.vm_id or known.vm_id)
-            self._log.info("this VM is known", vm=self._identity.name, vm_id=self._identity.vm_id)
-            self._store.save_facts({"vm_name": self._identity.name, "vm_id": self._identity.vm_id})
+            self._log.warning(text)
+        learned = Identity(name=identity.name or known.name, vm_id=identity.vm_id or known.vm_id)
+        if learned != known:
+            self._store.save_facts({"vm_name": learned.name, "vm_id": learned.vm_id})
+            self._log.info("this VM is known", vm=learned.name, vm_id=learned.vm_id)
             self._signals.append(Reconsider())
+        self._identity, self._new_identity = learned, None
 
     def _reload(self) -> None:
         now = datetime.now(UTC)
@@ -635,39 +641,36 @@ class _Poller:
 
 
 class _Approver:
-    """Posts approvals, one request after the other."""
+    """Posts approvals, each request in a thread of its own: one without an answer must not keep another waiting."""
 
     def __init__(self, load_settings: Callable[[], Settings], put: _Put) -> None:
         self._load_settings = load_settings
         self._put = put
-        self._queue: queue.SimpleQueue[tuple[list[Approve], str] | None] = queue.SimpleQueue()
 
-    def send(self, approvals: list[Approve], incarnation: str) -> None:
+    def start(self, approvals: list[Approve], incarnation: str) -> None:
         """Send all of them in one request; each is answered through the inbox."""
-        self._queue.put((approvals, incarnation))
 
-    def stop(self) -> None:
-        self._queue.put(None)
-
-    def run(self) -> None:
-        client: ImdsClient | None = None
-        imds = self._load_settings().imds
-        while (work := self._queue.get()) is not None:
-            approvals, incarnation = work
-            if client is None or self._load_settings().imds != imds:
-                if client is not None:
-                    client.close()
-                imds = self._load_settings().imds
-                client = _connect(self._load_settings())
-            kind, detail = "", ""
+        def work() -> None:
+            client = _connect(self._load_settings())
             try:
                 client.approve([approve.event_id for approve in approvals], incarnation)
+                self._answer(approvals, "", "")
             except ImdsError as error:
-                kind, detail = error.kind, str(error)
-            for approve in approvals:
-                self._put(ApprovalAnswered(workflow_id=approve.workflow_id, error_kind=kind, detail=detail))
-        if client is not None:
-            client.close()
+                self._answer(approvals, error.kind, str(error))
+            except BaseException as error:  # noqa: BLE001 - or the workflows would wait for an answer for ever
+                get_logger().exception("a bug in the agent")
+                self._answer(approvals, "bug", repr(error))
+            finally:
+                client.close()
+
+        try:
+            threading.Thread(target=work, name="approval", daemon=True).start()
+        except RuntimeError as error:  # no memory for a thread
+            self._answer(approvals, "no_thread", str(error))
+
+    def _answer(self, approvals: list[Approve], kind: str, detail: str) -> None:
+        for approve in approvals:
+            self._put(ApprovalAnswered(workflow_id=approve.workflow_id, error_kind=kind, detail=detail))
 
 
 def _connect(settings: Settings) -> ImdsClient:
