@@ -192,9 +192,13 @@ def load_policy(path: Path | None) -> Loaded:
 def parse_settings(text: str | bytes, name: str, *, is_windows: bool = sys.platform == "win32") -> Loaded:
     """Settings and warnings of a policy's text; ``name`` is how problems call it. Raises ConfigError."""
     parsed = parse(text, Settings, name)
-    problems: Iterable[Problem] = parsed.problems
-    if parsed.value is not None:
-        problems = _in_order(parsed, _faults(parsed.value, parsed, is_windows=is_windows))
+    problems = parsed.problems
+    if parsed.draft is not None:
+        known = [problem.path for problem in problems]
+        faults = _in_order(parsed, _faults(parsed.draft, parsed, is_windows=is_windows))
+        # Where a value was wrong already, what is missing because of it is no news.
+        news = [fault for fault in faults if not any(path.startswith(fault.path) for path in known)]
+        problems = tuple(sorted((*problems, *news), key=lambda problem: problem.line))
     if parsed.value is None or problems:
         raise ConfigError(tuple(str(problem) for problem in problems))
     warnings = _in_order(parsed, _doubts(parsed.value))
@@ -235,11 +239,14 @@ def _faults(settings: Settings, parsed: Parsed[Settings], *, is_windows: bool) -
                 line = parsed.line_of(f"rules[{first}].name")
                 yield f"{path}.name", f'the rule in line {line} is called "{rule.name}" already'
         for stage in ("prepare", "on_start", "recover"):
-            yield from _hook_list_faults(f"{path}.{stage}", getattr(rule, stage), settings)
-        if rule.window is not None and rule.window not in settings.maintenance_windows:
+            yield from _hook_list_faults(f"{path}.{stage}", getattr(rule, stage), settings, parsed)
+        is_known = (
+            rule.window in settings.maintenance_windows or f"maintenance_windows.{rule.window}" in parsed.lines
+        )
+        if rule.window is not None and not is_known:
             yield f"{path}.window", _unknown("maintenance window", rule.window, settings.maintenance_windows)
         yield from _when_faults(f"{path}.when", rule.when, parsed)
-    yield from _hook_list_faults("on_clear", settings.on_clear, settings)
+    yield from _hook_list_faults("on_clear", settings.on_clear, settings, parsed)
     for name, hook in settings.hooks.items():
         yield from _hook_faults(f"hooks.{name}", hook, is_windows=is_windows)
     for name, window in settings.maintenance_windows.items():
@@ -268,9 +275,11 @@ def _setting_faults(settings: Settings) -> Iterator[_Finding]:
     yield from _blank_faults(texts)
 
 
-def _hook_list_faults(path: str, names: tuple[str, ...], settings: Settings) -> Iterator[_Finding]:
+def _hook_list_faults(
+    path: str, names: tuple[str, ...], settings: Settings, parsed: Parsed[Settings]
+) -> Iterator[_Finding]:
     for index, name in enumerate(names):
-        if name not in settings.hooks:
+        if name not in settings.hooks and f"hooks.{name}" not in parsed.lines:
             yield f"{path}[{index}]", _unknown("hook", name, settings.hooks)
         elif name in names[:index]:
             yield f"{path}[{index}]", f'hook "{name}" stands in this list already'

@@ -67,7 +67,7 @@ _PAUSE_SECONDS = 1.0
 # On stop, running hooks have this long to end by themselves, and this long after they were told to.
 _STOP_PATIENCE_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 1.5
-_IDENTITY_RETRY_SECONDS = 60.0
+_MAX_IDENTITY_RETRY_SECONDS = 60.0
 _COMMIT_RETRY_SECONDS = 1.0
 _KEEP_JOURNAL = timedelta(days=90)
 _PRUNE_SECONDS = 86400.0
@@ -568,6 +568,7 @@ class _Poller:
         self._failures = 0
         self._failure_log = FailureLog("polling the metadata service")
         self._identity_failures = FailureLog("asking for this VM's name")
+        self._identity_tries = 0
         self.stop_requested = threading.Event()
         self.succeeded: float | None = None
         """When a poll last succeeded, monotonic."""
@@ -598,6 +599,8 @@ class _Poller:
                     self._put(parse_document(new_body))
                     self._metrics.documents.inc()
                     body = new_body
+                if self._failures and identity_due is not None:
+                    identity_due = began  # the service is back: without a name no event can be told to be ours
                 self._succeed(began)
             except (ImdsError, DocumentError) as error:
                 delay = max(delay, self._fail(error))
@@ -634,14 +637,15 @@ class _Poller:
             identity = client.fetch_identity()
         except ImdsError as error:
             self._identity_failures.failed(error.kind, str(error), time.monotonic())
-            return time.monotonic() + _IDENTITY_RETRY_SECONDS
+            self._identity_tries += 1
+            return time.monotonic() + min(_MAX_IDENTITY_RETRY_SECONDS, 2.0 ** min(self._identity_tries - 1, 10))
         self._identity_failures.succeeded(time.monotonic())
         self._put(identity)
         return None
 
 
 class _Approver:
-    """Posts approvals, each request in a thread of its own: one without an answer must not keep another waiting."""
+    """Posts approvals, each request in a thread of its own: one without an answer must not hold up another."""
 
     def __init__(self, load_settings: Callable[[], Settings], put: _Put) -> None:
         self._load_settings = load_settings

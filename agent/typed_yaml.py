@@ -69,6 +69,8 @@ class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     name: str
     value: T | None
     problems: tuple[Problem, ...]
+    draft: T | None = None
+    """The value, or what it would be without its wrong parts, for checks that look for further problems."""
     lines: Mapping[str, int] = {}
 
     def line_of(self, path: str) -> int:
@@ -91,9 +93,11 @@ def parse(text: str | bytes, type_: type[T], name: str) -> Parsed[T]:
     item). A ValueError from a Struct's ``__post_init__`` becomes a problem.
     """
     reader = _Reader(name)
-    value = reader.read_text(text, type_)
+    draft = reader.read_text(text, type_)
+    draft = None if draft is _BAD else draft
     problems = tuple(sorted(reader.problems, key=lambda problem: problem.line)[:100])
-    return Parsed(name=name, value=None if problems else value, problems=problems, lines=reader.lines)
+    value = None if problems else draft
+    return Parsed(name=name, value=value, problems=problems, draft=draft, lines=reader.lines)
 
 
 def parse_duration(text: str) -> float:
@@ -173,7 +177,7 @@ class _ValueProblemError(Exception):
 
 
 class _Bad:
-    """Stands where a value was wrong, so that the rest is still read."""
+    """Stands where there is nothing to go on with: a wrong value, or a Struct without a key it must have."""
 
 
 _BAD = _Bad()
@@ -272,11 +276,14 @@ class _Reader:
         for item in fields.values():
             if default_of(item) is NODEFAULT and _join(path, item.encode_name) not in self.lines:
                 self._problem(node.start_mark.line + 1, path, f'the key "{item.encode_name}" is missing')
-        if len(self.problems) > before:
+        good = {key: value for key, value in values.items() if value is not _BAD}
+        if any(default_of(item) is NODEFAULT and item.name not in good for item in fields.values()):
             return _BAD
         try:
-            return type_(**values)
+            return type_(**good)
         except ValueError as error:
+            if len(self.problems) > before:
+                return _BAD
             raise _ValueProblemError(str(error)) from error
 
     def _sequence(
@@ -292,7 +299,9 @@ class _Reader:
         else:
             way_out = f": write [{node.value}]" if node.id == "scalar" and node.value else ""
             raise _ValueProblemError(f"expected a list; got {_found(node, '[]')}{way_out}")
-        return _BAD if any(item is _BAD for item in items) else _check(origin(items), metas)
+        if _BAD in items:
+            return origin(items[: items.index(_BAD)])  # what follows would stand at another index
+        return _check(origin(items), metas)
 
     def _mapping(self, node: _Node, types: tuple[Any, ...], metas: tuple[Meta, ...], path: str) -> Any:
         values: dict[Any, Any] = {}
@@ -306,7 +315,9 @@ class _Reader:
             except _ValueProblemError as error:
                 self._problem(self.lines[_join(path, key)], path, f"the key {_quote(key)}: {error}")
             values[key] = self._read(value, types[1], _join(path, key))
-        return _BAD if len(self.problems) > before else _check(values, metas)
+        if len(self.problems) > before:
+            return {key: value for key, value in values.items() if value is not _BAD}
+        return _check(values, metas)
 
     def _items(self, node: _Node, path: str) -> list[tuple[str, _Node]]:
         """Keys and their nodes; notes the line of each key, and the keys that cannot be."""

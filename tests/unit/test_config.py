@@ -105,6 +105,22 @@ def test_faults_of_all_parts_come_at_once_in_the_order_of_their_lines() -> None:
     assert [fault.split(": ")[0] for fault in faults(text)] == ["policy.yaml:1", "policy.yaml:3", "policy.yaml:4"]
 
 
+def test_a_wrong_value_does_not_hide_faults_between_other_keys() -> None:
+    text = """\
+rules:
+  - {name: a, aprove: never, prepare: [drian, sync]}
+hooks:
+  drain: {run: [/bin/true], timeout: soon}
+  sync: {run: /bin/sync}
+"""
+    assert faults(text) == [
+        'policy.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?',
+        'policy.yaml:2: rules[0].prepare[0]: there is no hook "drian"; did you mean "drain"?',
+        'policy.yaml:4: hooks.drain.timeout: expected a duration such as 9s, 5m, 1h30m or 2d; got "soon"',
+        'policy.yaml:5: hooks.sync.run: expected a list; got "/bin/sync": write [/bin/sync]',
+    ]
+
+
 @pytest.mark.parametrize(
     ("wide", "narrow"),
     [
