@@ -32,7 +32,7 @@ _LEFTOVER_GRACE_SECONDS = 1.0
 # A deadline is when everything must be gone, so the grace comes before it; never more than this part of the time.
 _GRACE_SHARE = 0.1
 # What even SIGKILL does not end within this (a process stuck in the kernel) is left to itself.
-_KILL_SECONDS = 5.0
+_KILL_SECONDS = 10.0
 _CHECK_SECONDS = (0.002, 0.05)  # first and longest pause between two looks at processes that are ending
 _SWEEP_SECONDS = 1.0
 

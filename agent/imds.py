@@ -91,7 +91,7 @@ class ImdsError(AgentError):
     kind: ImdsErrorKind
 
     def __init__(self, message: str, *, kind: ImdsErrorKind) -> None:
-        super().__init__(message + _WAY_OUT.get(kind, ""), kind=kind)
+        super().__init__(message, kind=kind)
 
 
 class EndpointError(AgentError):
@@ -151,7 +151,7 @@ class ImdsClient:
         """The scheduled events document as it came. Raises ImdsError."""
         body = self._request("GET", self._path, self._fetch_request, self._fetch_timeout)
         if not body:
-            raise ImdsError(f"GET {self._base}{self._path}: 200 with an empty body", kind="empty")
+            raise self._error("GET", self._path, "200 with an empty body", "empty")
         self._fetch_timeout = self._request_timeout
         return body
 
@@ -175,13 +175,15 @@ class ImdsClient:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             document = None
         if not isinstance(document, dict):
-            raise ImdsError(
-                f"GET {self._base}{_INSTANCE_PATH}: expected a JSON object; got {_excerpt(body) or 'nothing'}",
-                kind="malformed",
-            )
+            what = f"expected a JSON object; got {_excerpt(body) or 'nothing'}"
+            raise self._error("GET", _INSTANCE_PATH, what, "malformed")
         compute = document.get("compute")
         known: dict[str, Any] = compute if isinstance(compute, dict) else {}
-        return Identity(name=str(known.get("name") or ""), vm_id=str(known.get("vmId") or ""))
+        name, vm_id = known.get("name"), known.get("vmId")
+        return Identity(
+            name=name if isinstance(name, str) else "",
+            vm_id=vm_id if isinstance(vm_id, str) else "",
+        )
 
     def close(self) -> None:
         """Give the connection up for good; a request that waits in another thread ends with an error."""
@@ -208,7 +210,12 @@ class ImdsClient:
             kind, what = "refused", "connection refused"
         except OSError as error:
             kind, what = "unreachable", error.strerror or str(error)
-        raise ImdsError(f"{method} {self._base}{path}: {what}", kind=kind)
+        raise self._error(method, path, what, kind)
+
+    def _error(self, method: str, path: str, what: str, kind: ImdsErrorKind) -> ImdsError:
+        # An approval that is refused says more about the event than about the version.
+        way_out = "" if method == "POST" and kind == "bad_request" else _WAY_OUT.get(kind, "")
+        return ImdsError(f"{method} {self._base}{path}: {what}{way_out}", kind=kind)
 
 
 class _AnswerError(Exception):

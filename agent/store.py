@@ -4,8 +4,8 @@ Owns the file's schema, its durability and what is done when it is damaged. Deci
 The one invariant: when ``commit`` returns, the steps are on the disk (WAL with synchronous=FULL), all of
 them or none.
 
-A Store belongs to one thread at a time. Other processes (``approve``, ``hold``) open their own on the same
-file; its permissions are the authorization.
+A Store belongs to one thread at a time. The agent opens the file; other processes (``approve``, ``hold``) join
+it. Its permissions are the authorization.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ FactName = Literal["vm_name", "vm_id", "state_lost"]
 
 
 class StoreError(AgentError):
-    """The state file cannot be read or written now. Kinds: unusable, newer, write, read."""
+    """The state file cannot be read or written now. Kinds: unusable, newer, older, write, read."""
 
 
 class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class Store:
         """
         path = directory / FILE_NAME
         try:
-            return cls(_connect(path), path, None)
+            return cls(_connect(path, is_owner=True), path, None)
         except _DamagedError as error:
             aside = path.with_name(f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}")
             reason = error
@@ -109,7 +109,7 @@ class Store:
             for suffix in ("", "-wal", "-shm"):
                 with contextlib.suppress(FileNotFoundError):
                     path.with_name(path.name + suffix).replace(aside.with_name(aside.name + suffix))
-            store = cls(_connect(path), path, aside)
+            store = cls(_connect(path, is_owner=True), path, aside)
         except (OSError, _DamagedError) as error:
             raise StoreError(
                 f"{path} is damaged ({reason}) and cannot be set aside ({error}): move it away, then start again",
@@ -117,6 +117,20 @@ class Store:
             ) from error
         store.save_facts({"state_lost": str(reason)})
         return store
+
+    @classmethod
+    def join(cls, directory: Path) -> "Store":
+        """Open the file of an agent that may be running: nothing is created, migrated or set aside.
+
+        Raises StoreError, also for a damaged file.
+        """
+        path = directory / FILE_NAME
+        try:
+            return cls(_connect(path, is_owner=False), path, None)
+        except _DamagedError as error:
+            raise StoreError(
+                f"{path} is damaged ({error}): the agent sets it aside when it is started again", kind="unusable"
+            ) from error
 
     def close(self) -> None:
         """Close the file; the store cannot be used any more."""
@@ -126,7 +140,7 @@ class Store:
         """The open workflows, oldest first."""
         with self._reading():
             rows = self._connection.execute("SELECT body FROM workflow WHERE is_open ORDER BY rowid").fetchall()
-        return [msgspec.json.decode(body, type=Workflow) for (body,) in rows]
+            return [msgspec.json.decode(body, type=Workflow) for (body,) in rows]
 
     def commit(self, steps: Sequence[Step], at: datetime) -> None:
         """Put the workflows and what there is to tell of them on disk. Raises StoreError; then nothing is."""
@@ -171,20 +185,20 @@ class Store:
                 "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail"
                 " FROM journal ORDER BY id"
             ).fetchall()
-        return [
-            JournalEntry(
-                at=datetime.fromisoformat(at),
-                workflow_id=workflow_id,
-                event_id=event_id,
-                kind=kind,
-                stage=stage,
-                hook=hook,
-                outcome=outcome,
-                text=text,
-                detail=detail,
-            )
-            for at, workflow_id, event_id, kind, stage, hook, outcome, text, detail in rows
-        ]
+            return [
+                JournalEntry(
+                    at=datetime.fromisoformat(at),
+                    workflow_id=workflow_id,
+                    event_id=event_id,
+                    kind=kind,
+                    stage=stage,
+                    hook=hook,
+                    outcome=outcome,
+                    text=text,
+                    detail=detail,
+                )
+                for at, workflow_id, event_id, kind, stage, hook, outcome, text, detail in rows
+            ]
 
     def load_fact(self, name: FactName) -> str:
         """A remembered fact; "" if there is none."""
@@ -277,7 +291,7 @@ class Store:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
             raise StoreError(f"cannot read {self.path}: {error}", kind="read") from error
 
 
@@ -285,10 +299,10 @@ class _DamagedError(Exception):
     """The file is there and is not what this agent wrote."""
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect(path: Path, *, is_owner: bool) -> sqlite3.Connection:
     try:
-        # Created by hand for its mode: SQLite would follow the umask.
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        is_new = is_owner and _create(path)
+        os.close(os.open(path, os.O_RDWR))  # SQLite's own message would not say why not
     except OSError as error:
         raise StoreError(
             f"cannot open the state file {path}: {error.strerror or error}; "
@@ -297,20 +311,29 @@ def _connect(path: Path) -> sqlite3.Connection:
         ) from error
     connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     try:
-        _prepare(connection, path)
+        _prepare(connection, path, is_new=is_new, is_owner=is_owner)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+def _create(path: Path) -> bool:
+    """Whether the file was not there before. Created by hand for its mode: SQLite would follow the umask."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _prepare(connection: sqlite3.Connection, path: Path, *, is_new: bool, is_owner: bool) -> None:
     try:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
-        (result,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+        (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
         if result != "ok":
-            raise _DamagedError(result)
+            raise _DamagedError(" ".join(result.split()))
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version > len(_MIGRATIONS):
             raise StoreError(
@@ -318,15 +341,25 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
                 f"known {len(_MIGRATIONS)}): install that version again, or move the file away",
                 kind="newer",
             )
+        if version == 0 and not is_new:  # cut to nothing, or its write-ahead log is lost
+            raise _DamagedError("there is nothing in it")
+        if version < len(_MIGRATIONS) and not is_owner:
+            raise StoreError(
+                f"{path} was written by an older version of the agent (schema {version}, "
+                f"known {len(_MIGRATIONS)}): restart the agent, which brings it up to date",
+                kind="older",
+            )
         for number, script in enumerate(_MIGRATIONS[version:], start=version + 1):
             connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
         for (body,) in connection.execute("SELECT body FROM workflow WHERE is_open"):
             msgspec.json.decode(body, type=Workflow)
     except msgspec.MsgspecError as error:
         raise _DamagedError(f"a workflow in it cannot be read: {error}") from error
-    except sqlite3.OperationalError as error:  # busy, disk full, no permission: not the file's fault
-        raise StoreError(f"cannot open the state file {path}: {error}", kind="unusable") from error
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+        # Busy, disk full, no permission are not the file's fault; that our SQL does not fit it is.
+        if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
+            raise StoreError(f"cannot open the state file {path}: {error}", kind="unusable") from error
         raise _DamagedError(str(error)) from error
 
 

@@ -31,7 +31,7 @@ NoteKind = Literal[
 # Every arrow of the life of an event. A step along any other one is a bug and raises.
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     "waiting": frozenset({"preparing", "prepared", "started", "closed"}),
-    "preparing": frozenset({"prepared", "held", "started", "recovering"}),
+    "preparing": frozenset({"prepared", "held", "started", "recovering", "closed"}),
     "prepared": frozenset({"preparing", "held", "approved", "started", "recovering", "closed"}),
     "held": frozenset({"preparing", "prepared", "approved", "started", "recovering", "closed"}),
     "approved": frozenset({"started", "recovering", "closed"}),
@@ -441,7 +441,7 @@ def _targets(signal: Signal, workflows: Mapping[str, Workflow], by_key: Mapping[
 
 
 def _who_awaits(signal: HookFinished, workflows: Mapping[str, Workflow]) -> list[str]:
-    """The workflow whose hook has ended, and those that are recovering too and want the same hook run."""
+    """The workflow whose hook has ended, and those that want the same hook run to recover."""
     owner = workflows.get(signal.workflow_id)
     if owner is None:
         return []
@@ -450,7 +450,7 @@ def _who_awaits(signal: HookFinished, workflows: Mapping[str, Workflow]) -> list
         return []  # the end of a run that a restart has already written off
     if signal.stage != "recover" or (signal.outcome == "canceled" and progress.is_canceling):
         return [owner.id]
-    return [owner.id, *(peer.id for peer in _peers(owner, workflows) if _is_next_to_recover(peer, signal.hook))]
+    return [owner.id, *(peer.id for peer in _peers(owner, workflows) if _is_to_recover(peer, signal.hook))]
 
 
 def _take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Step | None:
@@ -593,7 +593,7 @@ def _finish_hook(workflow: Workflow, signal: HookFinished) -> Step:
 
 
 def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step:
-    """What one recovery has run need not run again for another one that has begun as well."""
+    """What the recovery of one event has run need not run again for another one that is over as well."""
     failure = "" if signal.outcome == "succeeded" else f"hook {signal.hook}: {signal.detail or signal.outcome}"
     progress = replace(
         workflow.recover, done=(*workflow.recover.done, signal.hook), failure=failure or workflow.recover.failure
@@ -795,7 +795,7 @@ def _move_gone(workflow: Workflow, workflows: Mapping[str, Workflow], context: C
         return _close(workflow)
     if workflow.phase != "recovering":
         plan = ", ".join(workflow.decision.recover) or "nothing to run"
-        recovering = replace(workflow, recover=Progress(state="running"))
+        recovering = replace(workflow, recover=replace(workflow.recover, state="running"))
         return _to(recovering, "recovering", Note(kind="recovering", text=f"recovery begins: {plan}"))
     peers = _peers(workflow, workflows)
     needed_by = next((peer for peer in peers if _is_preparing(peer) and _share_hooks(peer, workflow)), None)
@@ -848,7 +848,10 @@ def _cut_short(workflow: Workflow, stage: Stage) -> Step | None:
     """End a running stage: its hook in flight first, then the stage itself."""
     progress = _progress(workflow, stage)
     if progress.current is None:
-        return Step(workflow=_with_progress(workflow, stage, replace(progress, state="canceled")))
+        # Where no hook has run and the VM has not been drained there is nothing to undo either.
+        is_untouched = stage == "prepare" and progress.run == 0 and workflow.drain_until is None
+        ended = replace(progress, state="idle" if is_untouched else "canceled")
+        return Step(workflow=_with_progress(workflow, stage, ended))
     if progress.is_canceling:
         return None
     note = Note(
@@ -894,9 +897,10 @@ def _is_preparing(workflow: Workflow) -> bool:
     return not workflow.is_gone or workflow.prepare.current is not None
 
 
-def _is_next_to_recover(workflow: Workflow, hook: str) -> bool:
-    hooks = workflow.decision.recover
-    return workflow.phase == "recovering" and hook in hooks and hook not in workflow.recover.done
+def _is_to_recover(workflow: Workflow, hook: str) -> bool:
+    """Whether the hook is still to run, now that the event is over and none of its prepare hooks runs any more."""
+    is_waiting = hook in workflow.decision.recover and hook not in workflow.recover.done
+    return is_waiting and not _is_preparing(workflow)
 
 
 def _share_hooks(one: Workflow, other: Workflow) -> bool:

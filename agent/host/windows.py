@@ -259,7 +259,7 @@ def start_tree(
         raise HostError(f"cannot run as {user}: on Windows a hook runs as the agent's account", kind="hook")
     # Names of variables differ in more than case here; what was given last counts.
     env = {name.upper(): value for name, value in env.items()} | {_MARKER: token}
-    command = shell_command(shell, env) if shell is not None else program_command(run or (), env)
+    command = _shell_command(shell, env) if shell is not None else _program_command(run or (), env)
     directory = cwd or env.get("SYSTEMDRIVE", "C:") + "\\"
     try:
         with tempfile.TemporaryFile() as source:
@@ -289,7 +289,7 @@ def end_marked(prefix: str) -> int:
     return 0
 
 
-def shell_command(text: str, env: Mapping[str, str]) -> str:
+def _shell_command(text: str, env: Mapping[str, str]) -> str:
     """The command line that has ``cmd`` run ``text``."""
     text = text.strip()
     if not text:
@@ -302,7 +302,7 @@ def shell_command(text: str, env: Mapping[str, str]) -> str:
     return f'"{_cmd(env)}" /d /s /c "{text}"'
 
 
-def program_command(run: Sequence[str], env: Mapping[str, str]) -> str:
+def _program_command(run: Sequence[str], env: Mapping[str, str]) -> str:
     """The command line that runs a program or script with its arguments."""
     if not run or not run[0]:
         raise HostError("nothing to run", kind="hook")

@@ -339,7 +339,7 @@ def test_an_agent_that_is_not_root_says_so_when_a_hook_names_another_user(monkey
     )
 
 
-def test_what_a_killed_agent_left_running_is_ended_by_the_next(tmp_path: Path) -> None:
+def test_what_a_killed_agent_left_running_is_ended_by_the_next() -> None:
     code = (
         "import sys; from agent.hooks import HookRun; from agent.policy import Hook;"
         "hook = Hook(shell=f'setsid -f sleep 60; sleep 61 & trap \"\" TERM; echo ready; sleep 62; sleep 63');"
@@ -365,9 +365,7 @@ def test_what_a_killed_agent_left_running_is_ended_by_the_next(tmp_path: Path) -
     linux.reap_orphans()
 
 
-def test_without_a_subreaper_the_marker_finds_what_got_away(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_without_a_subreaper_the_marker_finds_what_got_away() -> None:
     """In a process of its own, for that property of a process cannot be given back for certain."""
     code = (
         "import sys; from agent.host import linux; from agent.hooks import HookRun; from agent.policy import Hook;"

@@ -268,14 +268,17 @@ def test_several_events_are_approved_in_one_request(serve: Serve) -> None:
     assert json.loads(body) == {"StartRequests": [{"EventId": "A-1"}, {"EventId": "b-2"}]}
 
 
-def test_a_failed_approval_is_told_with_its_answer(serve: Serve) -> None:
-    server = serve(always(answer(b'{"error": "no such event"}', "404 Not Found")))
+@pytest.mark.parametrize(
+    ("status", "kind"), [("400 Bad Request", "bad_request"), ("404 Not Found", "not_found"), ("410 Gone", "gone")]
+)
+def test_a_refused_approval_is_told_with_its_answer(serve: Serve, status: str, kind: ImdsErrorKind) -> None:
+    server = serve(always(answer(b'{"error": "no such event"}', status)))
 
     with client_of(server) as client:
         error = error_of(lambda: client.approve(["a"], "1"))
 
-    assert error.kind == "not_found"
-    assert str(error) == f'POST {server.endpoint}{PATH}: 404 Not Found: {{"error": "no such event"}}'
+    assert error.kind == kind
+    assert str(error) == f'POST {server.endpoint}{PATH}: {status}: {{"error": "no such event"}}'
 
 
 # --- who am I ------------------------------------------------------------------------------------------------

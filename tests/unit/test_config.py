@@ -113,12 +113,12 @@ hooks:
   drain: {run: [/bin/true], timeout: soon}
   sync: {run: /bin/sync}
 """
-    assert faults(text) == [
+    assert faults(text) == (
         'policy.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?',
         'policy.yaml:2: rules[0].prepare[0]: there is no hook "drian"; did you mean "drain"?',
         'policy.yaml:4: hooks.drain.timeout: expected a duration such as 9s, 5m, 1h30m or 2d; got "soon"',
         'policy.yaml:5: hooks.sync.run: expected a list; got "/bin/sync": write [/bin/sync]',
-    ]
+    )
 
 
 @pytest.mark.parametrize(

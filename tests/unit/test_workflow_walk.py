@@ -128,8 +128,9 @@ class World:
     words: dict[str, str] = field(default_factory=dict)
     started: frozenset[str] = frozenset()
     first_boot: dict[str, int] = field(default_factory=dict)
-    record: frozenset[tuple[str, ...]] = frozenset()
-    """What has come of it all."""
+    confirmed: frozenset[str] = frozenset()
+    news: frozenset[tuple[str, ...]] = frozenset()
+    """What the last step has brought."""
     crashes: int = 0
     story: tuple[str, ...] = ()
 
@@ -147,9 +148,9 @@ class World:
         return (
             *(self._workflow_key(workflow) for workflow in self.board.values()),
             *sorted(self.truth.items()), "/", *sorted(self.read.items()), "/", *sorted(self.counts.items()),
-            *((name, stage, flight.hook, flight.is_told_to_end) for (name, stage), flight in self.flights.items()),
-            *self.posts, self.used, self.succeeded, self.failed, self.owed, *self.words.items(), self.started,
-            self.record, self.crashes, self.is_blind, self.boot, *self.first_boot.items(),
+            *sorted((*key, flight.hook, flight.is_told_to_end) for key, flight in self.flights.items()),
+            *sorted(self.posts), self.used, self.succeeded, self.failed, self.owed, *sorted(self.words.items()),
+            self.started, self.confirmed, self.crashes, self.is_blind, self.boot, *sorted(self.first_boot.items()),
         )  # fmt: skip
 
     def _workflow_key(self, workflow: Workflow) -> tuple[Any, ...]:
@@ -167,7 +168,7 @@ class World:
 
     def expect(self, holds: bool, text: str) -> None:
         if not holds:
-            raise BrokenError(f"{text}\n  after: {'; '.join(self.story)}\n  with: {self.script}")
+            raise BrokenError(f"{text}\n  after: {'; '.join(self.story)}\n  by: {self.script.rules}")
 
     # --- What the world does.
 
@@ -211,6 +212,7 @@ class World:
             names=dict(self.names), flights={key: replace(flight) for key, flight in self.flights.items()},
             posts=dict(self.posts), words=dict(self.words), first_boot=dict(self.first_boot),
             story=(*self.story, choice), now=self.now + timedelta(seconds=1),
+            news=frozenset(),
         )  # fmt: skip
         world._do(choice.split())
         return world
@@ -234,8 +236,8 @@ class World:
                 self._read_document()
             case [name, "approval", how]:
                 workflow_id = self.posts.pop(name)
-                if how == "ok":
-                    self.record |= {(name, "approved")}
+                if how == "ok" and name in self.names.values():
+                    self.confirmed |= {name}
                 self._send(ApprovalAnswered(workflow_id=workflow_id, error_kind="" if how == "ok" else "server"))
             case ["time", "passes"]:
                 self.now += timedelta(seconds=60)
@@ -286,9 +288,9 @@ class World:
         flight = self.flights.pop((name, stage))
         if stage == "recover" and outcome != "canceled":
             self.owed -= {(other, flight.hook) for other, _ in self.owed if self.is_gone(other)}
-            self.record |= {("recover", flight.hook)}
+            self.news |= {("recover", flight.hook)}
         elif outcome == "succeeded":
-            self.record |= {(name, stage, flight.hook)}
+            self.news |= {(name, stage, flight.hook)}
             self.succeeded |= {(name, flight.hook)}
         elif outcome == "failed" and stage == "prepare":
             self.failed |= {name}
@@ -332,8 +334,6 @@ class World:
             if workflow.id not in self.names:
                 self.expect(self.present(event) not in self.names.values(), f"{event} has two workflows")
             name = self.names.setdefault(workflow.id, self.present(event))
-            if not workflow.is_open:
-                self.record |= {(name, "closed", workflow.outcome)}
             for effect in step.effects:
                 match effect:
                     case RunHook(stage="recover"):
@@ -352,6 +352,20 @@ class World:
                             self.owed |= {(name, hook) for hook in self.script.rule(event).recover}
                 if isinstance(effect, RunHook):
                     self.flights[name, effect.stage] = Flight(workflow.id, effect.hook, effect.run)
+            if not workflow.is_open:
+                self._forget(name, workflow.outcome)
+
+    def _forget(self, name: str, outcome: str) -> None:
+        """The workflow is closed: nothing may be left of it."""
+        self.expect(not any(other == name for other, _ in self.flights), f"{name} is closed while its hooks run")
+        self.expect(not any(other == name for other, _ in self.owed), f"(4) {name} is closed and not recovered")
+        self.news |= {(name, "closed", outcome, "approved" if name in self.confirmed else "")}
+        self.used = frozenset(item for item in self.used if item[0] != name)
+        self.succeeded = frozenset(item for item in self.succeeded if item[0] != name)
+        self.failed, self.started, self.confirmed = self.failed - {name}, self.started - {name}, self.confirmed - {name}
+        self.posts.pop(name, None)  # its answer finds nobody any more
+        self.words.pop(name, None)
+        self.first_boot.pop(name, None)
 
     def _owe(self, name: str) -> None:
         """Something is prepared for ``name``: its recovery is owed, and once more any that is not over yet."""
@@ -372,7 +386,6 @@ class World:
         self._owe(name)
         may_finish = rule.on_early_start == "finish" and self.first_boot[name] == self.boot
         self.expect(name not in self.started or may_finish, f"(5) {text} though {event} has started")
-        self.expect(("seen Started", name) not in self.record, f"(5) {text} though first seen Started")
         before = rule.prepare[: rule.prepare.index(hook)]
         self.expect(all((name, other) in self.succeeded for other in before), f"(3) {text} out of order")
         for other, other_stage in self.flights:
@@ -405,7 +418,7 @@ class World:
         self.expect(not self.is_gone(name), f"(2) {text} though it is over")
         self.expect(self.read.get(event) == "Scheduled" and name not in self.started, f"(2) {text} after its start")
         self.expect(word != "held", f"(2) {text} against the operator")
-        self.expect((name, "approved") not in self.record, f"(6) {text} again")
+        self.expect(name not in self.confirmed, f"(6) {text} again")
         self.expect(name not in self.posts, f"(6) {text} while an approval is under way")
         self.expect(self._may_approve(name), f"(1, 2, 7) {text} without leave")
         has_ended = name in self.failed or all((name, hook) in self.succeeded for hook in rule.prepare)
@@ -442,7 +455,7 @@ class World:
             name = self.present(event)
             if status == "Scheduled":
                 if name not in self.started and self._may_approve(name):
-                    self.expect((name, "approved") in self.record, f"(6) {name} is never approved")
+                    self.expect(name in self.confirmed, f"(6) {name} is never approved")
                 return f"{event} becomes Started"
             return f"{event} vanishes"
         return None
@@ -453,26 +466,28 @@ class World:
         self.expect(not self.owed, f"(4) never recovered: {set(self.owed)}")
 
 
-Endings = dict[tuple[Any, ...], frozenset[tuple[str, ...]]]
+Ending = frozenset[tuple[str, ...]]
+Endings = dict[tuple[Any, ...], Ending]
 
 
-def ending(world: World, endings: Endings) -> frozenset[tuple[str, ...]]:
-    """What comes of it all in a fair world; a state that was driven to its end before is not driven again."""
-    path: list[tuple[Any, ...]] = []
+def ending(world: World, endings: Endings) -> Ending:
+    """What comes of ``world`` if all is fair; a state that was driven to its end before is not driven again."""
+    path: list[tuple[tuple[Any, ...], Ending]] = []
     while True:
         key = (*world.key(), world.story[-2:].count("time passes"))
         if key in endings:
-            result = endings[key]
             break
-        path.append(key)
         world.expect(len(path) < 200, "no end in sight")
         choice = world.fair_choice()
         if choice is None:
             world.expect_rest()
-            result = world.record
+            endings[key] = frozenset()
             break
         world = world.after(choice)
-    endings.update(dict.fromkeys(path, result))
+        path.append((key, world.news))
+    result = endings[key]
+    for earlier, news in reversed(path):
+        result = endings[earlier] = result | news
     return result
 
 
@@ -490,10 +505,12 @@ def walk(script: Script) -> int:
                 if key in seen:
                     continue
                 seen.add(key)
-                record = ending(new, endings)
-                if choice == "crash":
+                end = ending(new, endings)
+                # The answer to an approval that comes after the start changes nothing but what we know.
+                is_late = any(world.is_gone(name) or name in world.started for name in world.posts)
+                if choice == "crash" and not is_late:
                     undisturbed = ending(world, endings)
-                    new.expect(record == undisturbed, f"(9) {set(record ^ undisturbed)} differs without the crash")
+                    new.expect(end == undisturbed, f"(9) {set(end ^ undisturbed)} differs without the crash")
                 if len(new.story) < script.depth:
                     following.append(new)
         frontier = following

@@ -1,0 +1,177 @@
+"""Hooks as real processes on Windows: cmd, scripts, Job objects. Runs inside a Windows Python, Wine's included."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agent.hooks import HookResult, HookRun
+from agent.policy import Hook
+
+if sys.platform != "win32":
+    pytest.skip("Job objects and cmd are Windows'", allow_module_level=True)
+
+pytestmark = pytest.mark.wine
+_ON_WINE = hasattr(ctypes.windll.ntdll, "wine_get_version")
+
+
+def _run(*run: str, **options: Any) -> HookResult:
+    return HookRun("test", Hook(run=run, **options), environment={}).run()
+
+
+def _wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_shell_line_may_quote_paths_and_variables(tmp_path: Path) -> None:
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    (folder / "file.txt").write_text("content\n")
+    result = HookRun(
+        "test", Hook(shell=f'type "{folder}\\file.txt" && echo %COLOUR%', env={"Colour": "blue"}), environment={}
+    ).run()
+    assert (result.outcome, result.tail.split()) == ("succeeded", ["content", "blue"])
+
+
+def test_a_shell_line_gives_its_exit_code() -> None:
+    result = HookRun("test", Hook(shell="exit 7"), environment={}).run()
+    assert (result.outcome, result.exit_code, result.detail) == ("failed", 7, "exit code 7")
+
+
+def test_a_large_exit_code_is_shown_as_windows_writes_it() -> None:
+    result = _run(sys.executable, "-S", "-c", "import os; os._exit(-1073741819)")
+    assert (result.exit_code, result.detail) == (3221225477, "exit code 3221225477 (0xc0000005)")
+
+
+@pytest.mark.parametrize("suffix", [".cmd", ".bat"])
+def test_a_batch_file_gets_its_arguments_and_gives_its_exit_code(tmp_path: Path, suffix: str) -> None:
+    script = tmp_path / f"my hook{suffix}"
+    script.write_text("@echo off\r\necho [%~1] [%~2] [%SCHEDULED_EVENT_ID%]\r\nexit /b 5\r\n")
+    hook = Hook(run=(str(script), "a b", "c&d"))
+    result = HookRun("test", hook, environment={"SCHEDULED_EVENT_ID": "A-1"}).run()
+    assert (result.outcome, result.exit_code) == ("failed", 5)
+    if not _ON_WINE:  # its cmd reads the & of an argument again when it echoes it
+        assert result.tail == "[a b] [c&d] [A-1]\n"
+    assert "[a b]" in result.tail
+
+
+def test_a_batch_file_is_not_given_what_cmd_would_expand(tmp_path: Path) -> None:
+    script = tmp_path / "hook.cmd"
+    script.write_text("@exit /b 0\r\n")
+    for argument in ("%PATH%", 'a" & calc "', "a\nb"):
+        result = _run(str(script), argument)
+        assert result.outcome == "not_started"
+        assert result.detail.startswith(f"cannot pass {argument!r} safely to a .cmd file: it contains ")
+
+
+def test_a_program_is_found_on_the_path_with_its_suffix_left_out(tmp_path: Path) -> None:
+    (tmp_path / "drain.cmd").write_text("@echo drained\r\n")
+    result = _run("drain", env={"Path": f"C:\\nowhere;{tmp_path}"})
+    assert (result.outcome, result.tail.strip()) == ("succeeded", "drained")
+
+
+def test_slashes_in_the_path_of_a_program_may_lean_either_way(tmp_path: Path) -> None:
+    (tmp_path / "drain.cmd").write_text("@echo drained\r\n")
+    assert _run((tmp_path / "drain.cmd").as_posix()).tail.strip() == "drained"
+
+
+def test_a_python_script_needs_its_interpreter_named(tmp_path: Path) -> None:
+    script = tmp_path / "drain.py"
+    script.write_text("print('drained')")
+    result = _run(str(script))
+    assert (result.outcome, result.detail) == (
+        "not_started",
+        f"{script} is no program on Windows: name its interpreter first, as in run: [python.exe, {script}]",
+    )
+    assert _run(sys.executable, str(script)).tail.strip() == "drained"
+
+
+def test_a_file_that_is_no_program_is_not_started(tmp_path: Path) -> None:
+    file = tmp_path / "hook.exe"
+    file.write_text("not a program")
+    result = _run(str(file))
+    assert result.outcome == "not_started"
+    assert result.detail == f"neither a program nor a .cmd, .bat or .ps1 script: {file}" or _ON_WINE
+
+
+def test_a_user_is_refused() -> None:
+    result = _run("cmd.exe", user="Administrator")
+    assert (result.outcome, result.detail) == (
+        "not_started",
+        "cannot run as Administrator: on Windows a hook runs as the agent's account",
+    )
+
+
+def test_the_environment_is_what_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "x")
+    monkeypatch.setenv("SCHEDULED_EVENTS_AGENT_CONFIG", "x")
+    code = "import os; print('\\n'.join(sorted(os.environ)))"
+    hook = Hook(run=(sys.executable, "-S", "-c", code), env={"Colour": "blue"})
+    names = HookRun("test", hook, environment={"SCHEDULED_EVENT_ID": "A"}).run().tail.split()
+    assert {"SYSTEMROOT", "COMSPEC", "PATH", "TEMP", "COLOUR", "SCHEDULED_EVENT_ID"} <= set(names)
+    assert not {"SECRET", "SCHEDULED_EVENTS_AGENT_CONFIG", "PYTHONPATH"} & set(names)
+
+
+def test_output_in_the_code_page_of_the_console_is_read() -> None:
+    text = "grün"
+    code = "import sys; sys.stdout.buffer.write(sys.argv[1].encode('oem'))"
+    assert _run(sys.executable, "-S", "-c", code, text).tail == text
+
+
+_TREE = """
+import subprocess, sys, time
+depth = int(sys.argv[1])
+print('pid', __import__('os').getpid(), flush=True)
+if depth:
+    flags = subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.DETACHED_PROCESS
+    subprocess.Popen([sys.executable, '-S', '-c', sys.argv[2], str(depth - 1), sys.argv[2]],
+                     creationflags=flags, stdin=subprocess.DEVNULL, stdout=sys.stdout, stderr=sys.stdout)
+time.sleep(60)
+"""
+
+
+def test_a_hook_that_hangs_is_killed_with_its_whole_tree() -> None:
+    result = _run(sys.executable, "-S", "-c", _TREE, "2", _TREE, timeout=4.0)
+    assert (result.outcome, result.detail) == ("timed_out", "killed after 4s, its time limit")
+    pids = [int(line.split()[1]) for line in result.tail.splitlines()]
+    assert len(pids) == 3
+    for pid in pids:
+        _wait_until_gone(pid)
+
+
+def test_the_trees_of_an_agent_end_with_it() -> None:
+    code = (
+        "import sys; from agent.hooks import HookRun; from agent.policy import Hook;"
+        "HookRun('test', Hook(run=(sys.executable, '-S', '-c', sys.argv[1], '1', sys.argv[1])), environment={},"
+        "on_line=lambda line: print(line, flush=True)).run()"
+    )
+    agent = subprocess.Popen(
+        [sys.executable, "-c", code, _TREE], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    )
+    assert agent.stdout is not None
+    pids = [int(agent.stdout.readline().split()[1]) for _ in range(2)]
+    agent.kill()
+    agent.wait()
+    agent.stdout.close()
+    for pid in pids:
+        _wait_until_gone(pid)
+
+
+def test_hooks_leave_no_handles_open() -> None:
+    process = psutil.Process()
+    _run("cmd.exe", "/c", "exit")
+    before = process.num_handles()
+    for _ in range(10):
+        _run("cmd.exe", "/c", "exit")
+        _run("no-such-program")
+    assert process.num_handles() <= before + 3
+    assert os.environ["SYSTEMROOT"]

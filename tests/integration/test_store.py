@@ -1,0 +1,451 @@
+"""The state file in its normal life: durable, all or nothing, shared with other processes, brought up to date."""
+
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from agent import store as store_module
+from agent.events import ScheduledEvent
+from agent.policy import Decision
+from agent.store import FILE_NAME, JournalEntry, Store, StoreError
+from agent.workflow import Note, Phase, Step, Workflow
+
+NOW = datetime(2026, 5, 4, 12, 0, 0, 123456, tzinfo=UTC)
+
+
+def make_workflow(name: str, phase: Phase = "waiting") -> Workflow:
+    return Workflow(
+        id=name,
+        event=ScheduledEvent(id=name.upper(), type="Reboot", status="Scheduled", resources=("vm-1",)),
+        decision=Decision(rule="reboots", reason="type is Reboot", affects="self"),
+        first_seen_at=NOW,
+        noticed_at=NOW,
+        boot_id="boot-1",
+        phase=phase,
+    )
+
+
+def make_step(name: str, *texts: str, phase: Phase = "waiting") -> Step:
+    return Step(
+        workflow=make_workflow(name, phase), notes=tuple(Note(kind="seen", text=text) for text in texts)
+    )
+
+
+def run_python(program: str, *arguments: str) -> str:
+    """Run a program in a process of its own; what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(tmp_path, NOW)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def second(store: Store) -> Iterator[Store]:
+    """The same file, as another process opens it."""
+    second = Store.join(store.path.parent)
+    yield second
+    second.close()
+
+
+def test_a_new_file_is_empty_and_nothing_was_set_aside(store: Store) -> None:
+    assert store.set_aside is None
+    assert store.load_workflows() == []
+    assert store.load_journal() == []
+    assert store.load_fact("state_lost") == ""
+
+
+def test_what_was_committed_is_there_when_the_file_is_opened_again(tmp_path: Path) -> None:
+    store = Store.open(tmp_path, NOW)
+    store.commit([make_step("one", "seen"), make_step("two", "seen")], NOW)
+    store.close()
+    store = Store.open(tmp_path, NOW)
+    assert store.load_workflows() == [make_workflow("one"), make_workflow("two")]
+    assert store.set_aside is None
+    store.close()
+
+
+def test_what_was_committed_survives_a_process_that_is_killed(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from datetime import UTC, datetime
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_store import make_step
+from agent.store import Store
+Store.open(Path(sys.argv[1]), datetime.now(UTC)).commit([make_step("one", "seen")], datetime.now(UTC))
+print("committed", flush=True)
+os.kill(os.getpid(), 9)
+"""
+    arguments = [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout == "committed\n", done.stderr
+    store = Store.open(tmp_path, NOW)
+    assert [workflow.id for workflow in store.load_workflows()] == ["one"]
+    store.close()
+
+
+def test_a_later_step_of_a_workflow_replaces_the_earlier_one_and_keeps_its_place(store: Store) -> None:
+    store.commit([make_step("one"), make_step("two")], NOW)
+    store.commit([make_step("one", phase="preparing")], NOW)
+    store.commit([make_step("three", phase="preparing"), make_step("three", phase="prepared")], NOW)
+    assert [(w.id, w.phase) for w in store.load_workflows()] == [
+        ("one", "preparing"),
+        ("two", "waiting"),
+        ("three", "prepared"),
+    ]
+
+
+def test_a_closed_workflow_is_not_loaded_and_its_journal_stays(store: Store) -> None:
+    store.commit([make_step("one", "seen")], NOW)
+    store.commit([make_step("one", "over", phase="closed")], NOW)
+    assert store.load_workflows() == []
+    assert [entry.text for entry in store.load_journal()] == ["seen", "over"]
+
+
+def test_the_journal_is_in_the_order_of_what_happened(store: Store) -> None:
+    store.record("agent_started", "version 1", NOW)
+    store.commit([make_step("one", "first", "second"), make_step("two", "third")], NOW)
+    store.commit([make_step("one", "fourth")], NOW - timedelta(hours=1))  # the clock was set back
+    assert [(entry.workflow_id, entry.text) for entry in store.load_journal()] == [
+        ("", "version 1"),
+        ("one", "first"),
+        ("one", "second"),
+        ("two", "third"),
+        ("one", "fourth"),
+    ]
+
+
+def test_a_journal_entry_says_when_which_event_stage_and_hook(store: Store) -> None:
+    note = Note(kind="hook_finished", text="drain failed", stage="prepare", hook="drain", detail="its last words")
+    store.commit([Step(workflow=make_workflow("one"), notes=(note,))], NOW)
+    assert store.load_journal() == [
+        JournalEntry(
+            at=NOW,
+            workflow_id="one",
+            event_id="ONE",
+            kind="hook_finished",
+            stage="prepare",
+            hook="drain",
+            text="drain failed",
+            detail="its last words",
+        )
+    ]
+
+
+def test_a_commit_that_fails_in_the_middle_leaves_nothing_behind(store: Store) -> None:
+    store.commit([make_step("one", "seen")], NOW)
+    # A full disk, as SQLite sees it.
+    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
+    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StoreError) as caught:
+        store.commit([make_step("two", "seen"), make_step("three", "x" * 100_000)], NOW)
+    assert str(caught.value) == f"cannot write {store.path}: database or disk is full"
+    assert caught.value.kind == "write"
+    store._connection.execute("PRAGMA max_page_count = 1000000")
+    assert [workflow.id for workflow in store.load_workflows()] == ["one"]
+    assert [entry.text for entry in store.load_journal()] == ["seen"]
+
+
+def test_after_a_failed_commit_the_next_one_works(store: Store) -> None:
+    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
+    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StoreError):
+        store.commit([make_step("one", "x" * 100_000)], NOW)
+    store._connection.execute("PRAGMA max_page_count = 1000000")
+    store.commit([make_step("one", "x" * 100_000)], NOW)
+    assert [workflow.id for workflow in store.load_workflows()] == ["one"]
+
+
+def test_a_reader_never_sees_half_a_commit(store: Store, second: Store) -> None:
+    broken: list[tuple[str, str]] = []
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            workflows = {workflow.id: workflow.phase for workflow in second.load_workflows()}
+            if workflows.get("one") != workflows.get("two"):
+                broken.append((workflows.get("one", ""), workflows.get("two", "")))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    phases: tuple[Phase, ...] = ("waiting", "preparing", "prepared", "approved")
+    for number in range(40):
+        phase = phases[number % 4]
+        store.commit([make_step("one", phase=phase), make_step("two", phase=phase)], NOW)
+    is_over.set()
+    reader.join()
+    assert broken == []
+
+
+def test_commits_are_synced_to_the_disk(store: Store) -> None:
+    assert store._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert store._connection.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no file modes")
+def test_only_the_owner_can_read_the_files_whatever_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        store = Store.open(tmp_path, NOW)
+        store.commit([make_step("one")], NOW)
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+        store.close()
+    finally:
+        os.umask(old)
+    assert modes == {FILE_NAME: 0o600, f"{FILE_NAME}-wal": 0o600, f"{FILE_NAME}-shm": 0o600}
+
+
+# --- facts, pruning, disowning
+
+
+def test_facts_are_remembered_and_replaced(store: Store) -> None:
+    store.save_facts({"vm_name": "vm-1", "vm_id": "id-1"})
+    store.save_facts({"vm_name": "vm-2"})
+    assert (store.load_fact("vm_name"), store.load_fact("vm_id")) == ("vm-2", "id-1")
+
+
+def test_pruning_forgets_what_ended_long_ago_and_nothing_that_is_open(store: Store) -> None:
+    long_ago = NOW - timedelta(days=100)
+    store.commit([make_step("open", "old and open")], long_ago)
+    store.commit([make_step("closed", "old and closed", phase="closed")], long_ago)
+    store.record("agent_started", "old", long_ago)
+    store.commit([make_step("recent", "recent", phase="closed")], NOW)
+    store.add_request("open", "held", "root", long_ago)
+    store.prune(NOW - timedelta(days=90))
+    assert [workflow.id for workflow in store.load_workflows()] == ["open"]
+    assert [entry.text for entry in store.load_journal()] == ["old and open", "recent"]
+    assert store._connection.execute("SELECT count(*) FROM request").fetchone() == (0,)
+
+
+def test_disowned_workflows_are_closed_with_the_reason_in_the_journal(store: Store) -> None:
+    store.commit([make_step("one"), make_step("two")], NOW)
+    store.disown_workflows(NOW, "another machine's")
+    assert store.load_workflows() == []
+    assert [(entry.workflow_id, entry.kind, entry.text) for entry in store.load_journal()] == [
+        ("one", "closed", "another machine's"),
+        ("two", "closed", "another machine's"),
+    ]
+
+
+# --- operators' requests
+
+
+def test_a_request_of_another_process_is_found_and_its_answer_is_read_there(store: Store) -> None:
+    program = """
+import sys, time
+from datetime import UTC, datetime
+from pathlib import Path
+from agent.store import Store
+store = Store.join(Path(sys.argv[1]))
+number = store.add_request("one", "approved", "alice", datetime.now(UTC))
+while (answer := store.load_answer(number)) is None:
+    time.sleep(0.01)
+print(answer)
+"""
+    printed: list[str] = []
+    asker = threading.Thread(target=lambda: printed.append(run_python(program, str(store.path.parent))))
+    asker.start()
+    deadline = time.monotonic() + 20
+    while not (requests := store.load_requests(datetime.now(UTC))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [(r.workflow_id, r.word, r.user) for r in requests] == [("one", "approved", "alice")]
+    store.answer_request(requests[0].id, "taken: preparing")
+    asker.join()
+    assert printed == ["taken: preparing\n"]
+
+
+def test_an_answered_request_is_not_found_again(store: Store, second: Store) -> None:
+    number = second.add_request("one", "held", "root", NOW)
+    assert [request.id for request in store.load_requests(NOW)] == [number]
+    store.answer_request(number, "taken")
+    second.save_facts({"vm_name": "vm-1"})  # so that the file looks changed
+    assert store.load_requests(NOW) == []
+
+
+def test_a_request_that_nobody_took_up_in_time_is_void(store: Store, second: Store) -> None:
+    second.add_request("one", "approved", "root", NOW - timedelta(seconds=31))
+    assert store.load_requests(NOW) == []
+
+
+def test_a_withdrawn_request_is_not_found(store: Store, second: Store) -> None:
+    number = second.add_request("one", "approved", "root", NOW)
+    second.withdraw_request(number)
+    assert store.load_requests(NOW) == []
+    assert second.load_answer(number) is None
+
+
+# --- schema
+
+
+def test_a_file_of_an_older_schema_is_brought_up_to_date_and_keeps_what_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(tmp_path, NOW)
+    store.commit([make_step("one", "seen")], NOW)
+    store.close()
+    migrations = (*store_module._MIGRATIONS, "ALTER TABLE journal ADD COLUMN host TEXT NOT NULL DEFAULT 'here';")
+    monkeypatch.setattr(store_module, "_MIGRATIONS", migrations)
+    for _ in range(2):  # the second time there is nothing to do
+        store = Store.open(tmp_path, NOW)
+        assert store.load_workflows() == [make_workflow("one")]
+        assert store._connection.execute("SELECT host, text FROM journal").fetchall() == [("here", "seen")]
+        assert store._connection.execute("PRAGMA user_version").fetchone() == (2,)
+        store.close()
+
+
+def test_a_migration_that_fails_in_the_middle_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(tmp_path, NOW)
+    store.commit([make_step("one")], NOW)
+    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
+    store.close()
+    filling = "CREATE TABLE more (text TEXT); INSERT INTO more VALUES (zeroblob(100000));"
+    limited = f"COMMIT; PRAGMA max_page_count = {pages}; BEGIN IMMEDIATE; {filling}"
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "_MIGRATIONS", (*store_module._MIGRATIONS, limited))
+        with pytest.raises(StoreError) as caught:
+            Store.open(tmp_path, NOW)
+    path = tmp_path / FILE_NAME
+    assert str(caught.value) == f"cannot open the state file {path}: database or disk is full"
+    assert caught.value.kind == "unusable"
+    store = Store.open(tmp_path, NOW)
+    assert store.set_aside is None
+    assert store.load_workflows() == [make_workflow("one")]
+    store.close()
+
+
+def test_a_file_of_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / FILE_NAME
+    Store.open(tmp_path, NOW).close()
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreError) as caught:
+        Store.open(tmp_path, NOW)
+    assert str(caught.value) == (
+        f"{path} was written by a newer version of the agent (schema 99, known {len(store_module._MIGRATIONS)}): "
+        "install that version again, or move the file away"
+    )
+    assert caught.value.kind == "newer"
+    assert path.read_bytes() == before
+
+
+def test_who_joins_an_older_file_does_not_change_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Store.open(tmp_path, NOW).close()
+    monkeypatch.setattr(store_module, "_MIGRATIONS", (*store_module._MIGRATIONS, "CREATE TABLE more (text TEXT);"))
+    with pytest.raises(StoreError) as caught:
+        Store.join(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / FILE_NAME} was written by an older version of the agent (schema 1, known 2): "
+        "restart the agent, which brings it up to date"
+    )
+    store = Store.open(tmp_path, NOW)
+    assert store._connection.execute("SELECT * FROM more").fetchall() == []
+    store.close()
+
+
+def test_there_is_nothing_to_join_where_no_agent_has_run(tmp_path: Path) -> None:
+    with pytest.raises(StoreError) as caught:
+        Store.join(tmp_path)
+    assert str(caught.value) == (
+        f"cannot open the state file {tmp_path / FILE_NAME}: No such file or directory; "
+        "run as the agent's user, or set agent.state_dir to a directory that is writable"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- others in the way
+
+
+def test_a_write_lock_of_another_process_ends_a_commit_in_time_and_with_a_reason(store: Store) -> None:
+    other = sqlite3.connect(store.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    began = time.monotonic()
+    with pytest.raises(StoreError) as caught:
+        store.commit([make_step("one")], NOW)
+    assert time.monotonic() - began < 4
+    assert str(caught.value) == f"cannot write {store.path}: database is locked"
+    other.execute("COMMIT")
+    other.close()
+    store.commit([make_step("one")], NOW)
+    assert [workflow.id for workflow in store.load_workflows()] == ["one"]
+
+
+def test_a_file_that_another_process_holds_for_itself_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    Store.open(tmp_path, NOW).close()
+    path = tmp_path / FILE_NAME
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("PRAGMA locking_mode = EXCLUSIVE")
+    other.execute("BEGIN EXCLUSIVE")
+    began = time.monotonic()
+    with pytest.raises(StoreError) as caught:
+        Store.open(tmp_path, NOW)
+    assert time.monotonic() - began < 4
+    assert str(caught.value) == f"cannot open the state file {path}: database is locked"
+    assert caught.value.kind == "unusable"
+    other.close()
+    assert [file.name for file in tmp_path.iterdir()] == [FILE_NAME]
+
+
+def test_a_directory_that_is_missing_is_told_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(StoreError) as caught:
+        Store.open(tmp_path / "missing", NOW)
+    assert str(caught.value) == (
+        f"cannot open the state file {tmp_path / 'missing' / FILE_NAME}: No such file or directory; "
+        "run as the agent's user, or set agent.state_dir to a directory that is writable"
+    )
+    assert caught.value.kind == "unusable"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no file modes")
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_directory_or_file_of_another_user_is_told_with_the_way_out(tmp_path: Path, is_there: bool) -> None:
+    place = tmp_path / "state"
+    place.mkdir()
+    if is_there:
+        Store.open(place, NOW).close()
+        (place / FILE_NAME).chmod(0o400)
+    place.chmod(0o500)
+    program = f"""
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from agent.store import Store, StoreError
+if os.getuid() == 0:  # whom no mode keeps out
+    os.chown({str(place)!r}, 65534, 65534)
+    if {is_there}:
+        os.chown({str(place / FILE_NAME)!r}, 65534, 65534)
+    for path in Path({str(place)!r}).parents:
+        if path.stat().st_uid == 0 and not path.stat().st_mode & 0o001:
+            path.chmod(path.stat().st_mode | 0o011)
+    os.setuid(65534)
+try:
+    Store.open(Path({str(place)!r}), datetime.now(UTC))
+except StoreError as error:
+    print(error.kind, error)
+"""
+    said = run_python(program)
+    place.chmod(0o700)
+    assert said == (
+        f"unusable cannot open the state file {place / FILE_NAME}: Permission denied; "
+        "run as the agent's user, or set agent.state_dir to a directory that is writable\n"
+    )

@@ -1,0 +1,107 @@
+"""The two sides of the seam: the same functions on both, and the command lines of the one that cannot run here."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import agent.host
+from agent.host import windows
+
+_FOLDER = Path(agent.host.__file__).parent
+_ENV = {"SYSTEMROOT": r"C:\Windows", "PATHEXT": ".COM;.EXE;.BAT;.CMD", "PATH": r"C:\Windows"}
+
+
+def _public(body: list[ast.stmt]) -> dict[str, str]:
+    """Public names with what a caller sees of them."""
+    found = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            returns = ast.unparse(node.returns) if node.returns else ""
+            found[node.name] = f"({ast.unparse(node.args)}) -> {returns}"
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            found[node.name] = str(_public(node.body))
+    return found
+
+
+def _public_names(name: str) -> dict[str, str]:
+    return _public(ast.parse((_FOLDER / f"{name}.py").read_text(encoding="utf-8")).body)
+
+
+def test_both_systems_have_the_same_functions_with_the_same_signatures() -> None:
+    assert _public_names("linux") == _public_names("windows")
+
+
+def test_the_seam_offers_every_function_of_either_side() -> None:
+    assert sorted(agent.host.__all__) == sorted(_public_names("linux"))
+    for name in agent.host.__all__:
+        assert hasattr(agent.host, name)
+
+
+def _file(folder: Path, name: str) -> str:
+    path = folder / name
+    path.touch()
+    return str(path)
+
+
+def test_a_shell_line_goes_to_cmd_as_it_stands() -> None:
+    command = windows._shell_command('echo "a b" & exit 3\n', _ENV)
+    assert command == r'"C:\Windows\System32\cmd.exe" /d /s /c "echo "a b" & exit 3"'
+
+
+def test_a_shell_text_of_several_lines_is_refused_for_cmd_would_run_the_first_only() -> None:
+    with pytest.raises(windows.HostError) as caught:
+        windows._shell_command("one\ntwo", _ENV)
+    assert str(caught.value) == (
+        "cmd would run only the first of several lines: join them with && or put them into a .cmd file"
+    )
+
+
+def test_a_powershell_script_runs_without_profile_prompt_or_policy(tmp_path: Path) -> None:
+    script = _file(tmp_path, "drain now.ps1")
+    command = windows._program_command([script, "a b", 'say "hi"', "plain"], _ENV)
+    assert command == (
+        r"C:\Windows\System32\WindowsPowerShell\v1.0\powershell.exe"
+        " -NoLogo -NoProfile -NonInteractive -ExecutionPolicy Bypass"
+        rf' -File "{script}" "a b" "say \"hi\"" plain'
+    )
+
+
+@pytest.mark.parametrize("name", ["drain.cmd", "drain.bat", "DRAIN.CMD"])
+def test_a_batch_file_runs_in_cmd_with_every_argument_quoted(tmp_path: Path, name: str) -> None:
+    script = _file(tmp_path, name)
+    command = windows._program_command([script, "a b", "c&d", "^|<>()!"], _ENV)
+    assert command == (rf'"C:\Windows\System32\cmd.exe" /d /v:off /s /c ""{script}" "a b" "c&d" "^|<>()!""')
+
+
+@pytest.mark.parametrize("argument", ["%PATH%", 'a"b', "a\nb", "a\rb", "a\0b"])
+def test_an_argument_that_cmd_would_read_otherwise_is_refused(tmp_path: Path, argument: str) -> None:
+    script = _file(tmp_path, "drain.cmd")
+    with pytest.raises(windows.HostError) as caught:
+        windows._program_command([script, "fine", argument], _ENV)
+    found = next(mark for mark in '"%\n\r\0' if mark in argument)
+    assert str(caught.value) == (
+        f"cannot pass {argument!r} safely to a .cmd file: it contains {found!r}; "
+        "use environment variables (env), or a program or PowerShell script"
+    )
+
+
+def test_a_program_gets_its_arguments_quoted_as_programs_expect_them(tmp_path: Path) -> None:
+    program = _file(tmp_path, "drain.exe")
+    assert windows._program_command([program, "a b", 'c"d', ""], _ENV) == rf'{program} "a b" c\"d ""'
+
+
+def test_a_script_without_a_way_to_run_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    script = _file(tmp_path, "drain.py")
+    with pytest.raises(windows.HostError) as caught:
+        windows._program_command([script], _ENV)
+    assert str(caught.value) == (
+        f"{script} is no program on Windows: name its interpreter first, as in run: [python.exe, {script}]"
+    )
+
+
+def test_boots_are_told_apart_but_a_corrected_clock_is_no_boot() -> None:
+    assert windows.is_same_boot("boot-time 1700000000", "boot-time 1700000060")
+    assert windows.is_same_boot("boot-time 1700000060", "boot-time 1700000000")
+    assert not windows.is_same_boot("boot-time 1700000000", "boot-time 1700000300")
+    assert not windows.is_same_boot("boot-time 1700000000", "")
