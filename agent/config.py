@@ -6,7 +6,6 @@ The one invariant: Settings exist only if every check has passed, so nobody afte
 
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from agent import AgentError
+from agent import AgentError, host
 from agent.events import EVENT_TYPES, ApiVersion
 from agent.policy import Duration, Hook, MaintenanceWindow, Name, Rule, When
 from agent.typed_yaml import Parsed, Problem, format_duration, json_schema, nearest, parse
@@ -189,13 +188,14 @@ def load_policy(path: Path | None) -> Loaded:
     return parse_settings(text, str(path))
 
 
-def parse_settings(text: str | bytes, name: str, *, is_windows: bool = sys.platform == "win32") -> Loaded:
+def parse_settings(text: str | bytes, name: str, *, may_change_user: bool | None = None) -> Loaded:
     """Settings and warnings of a policy's text; ``name`` is how problems call it. Raises ConfigError."""
     parsed = parse(text, Settings, name)
+    may_change_user = host.can_change_user() if may_change_user is None else may_change_user
     problems = parsed.problems
     if parsed.draft is not None:
         known = [problem.path for problem in problems]
-        faults = _in_order(parsed, _faults(parsed.draft, parsed, is_windows=is_windows))
+        faults = _in_order(parsed, _faults(parsed.draft, parsed, may_change_user=may_change_user))
         # Where a value was wrong already, what is missing because of it is no news.
         news = [fault for fault in faults if not any(path.startswith(fault.path) for path in known)]
         problems = tuple(sorted((*problems, *news), key=lambda problem: problem.line))
@@ -227,7 +227,7 @@ def _in_order(parsed: Parsed[Settings], findings: Iterable[_Finding]) -> tuple[P
     return tuple(sorted(problems, key=lambda problem: problem.line))
 
 
-def _faults(settings: Settings, parsed: Parsed[Settings], *, is_windows: bool) -> Iterator[_Finding]:
+def _faults(settings: Settings, parsed: Parsed[Settings], *, may_change_user: bool) -> Iterator[_Finding]:
     """What makes a policy unusable though each of its values is right by itself."""
     yield from _setting_faults(settings)
     names = Counter(rule.name for rule in settings.rules)
@@ -248,7 +248,7 @@ def _faults(settings: Settings, parsed: Parsed[Settings], *, is_windows: bool) -
         yield from _when_faults(f"{path}.when", rule.when, parsed)
     yield from _hook_list_faults("on_clear", settings.on_clear, settings, parsed)
     for name, hook in settings.hooks.items():
-        yield from _hook_faults(f"hooks.{name}", hook, is_windows=is_windows)
+        yield from _hook_faults(f"hooks.{name}", hook, may_change_user=may_change_user)
     for name, window in settings.maintenance_windows.items():
         yield from _window_faults(f"maintenance_windows.{name}", window)
 
@@ -306,7 +306,7 @@ def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[_F
             yield f"{path}.{kind}_below", f"expected {limit}; got {format_duration(below)}"
 
 
-def _hook_faults(path: str, hook: Hook, *, is_windows: bool) -> Iterator[_Finding]:
+def _hook_faults(path: str, hook: Hook, *, may_change_user: bool) -> Iterator[_Finding]:
     if hook.run is None and hook.shell is None:
         yield path, "expected run (a program and its arguments) or shell (a command line); got neither"
     elif hook.run is not None and hook.shell is not None:
@@ -315,7 +315,7 @@ def _hook_faults(path: str, hook: Hook, *, is_windows: bool) -> Iterator[_Findin
         yield f"{path}.run", "expected a program and its arguments; got an empty list"
     if hook.timeout <= 0:
         yield f"{path}.timeout", "expected more than 0s; got 0s"
-    if is_windows and hook.user is not None:
+    if not may_change_user and hook.user is not None:
         yield f"{path}.user", "cannot be used on Windows: remove it, hooks run as the service's account"
     texts = {"run[0]": hook.run[0] if hook.run else None, "shell": hook.shell, "user": hook.user, "cwd": hook.cwd}
     yield from _blank_faults({f"{path}.{key}": text for key, text in texts.items()})
@@ -455,7 +455,7 @@ def _missing(settings: Settings) -> Iterator[_Finding]:
             fault = _program_fault(hook.run[0], hook.cwd)
             if fault:
                 yield f"{path}.run", fault
-        if hook.user is not None and not _has_account(hook.user):
+        if hook.user is not None and not host.has_account(hook.user):
             yield f"{path}.user", f'this machine has no account "{hook.user}"'
 
 
@@ -470,15 +470,3 @@ def _program_fault(program: str, cwd: str | None) -> str | None:
     if not file.exists():
         return f"{file} does not exist"
     return None if os.access(file, os.X_OK) else f"{file} is not executable: chmod +x {file}"
-
-
-def _has_account(name: str) -> bool:
-    if sys.platform == "win32":
-        return True
-    import pwd  # noqa: PLC0415  # Linux only
-
-    try:
-        pwd.getpwnam(name)
-    except KeyError:
-        return False
-    return True

@@ -61,6 +61,8 @@ def _run(arguments: argparse.Namespace) -> int:
             "policy", file=str(path) if path else "built in: no policy file", state_dir=str(state_dir)
         )
         daemon = Daemon(settings, load_settings, store)
+        if hasattr(signal, "SIGCHLD"):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose hooks' exit codes
         # SIGBREAK is Ctrl-Break on Windows, SIGHUP is Linux's alone.
         for name, respond in (
             ("SIGINT", daemon.stop),

@@ -82,7 +82,13 @@ def create_private_dir(path: Path) -> None:
     """Make sure that the directory exists and that nobody but this account (and root) can look inside."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.stat().st_mode & 0o077:
+        facts = path.stat()
+        if facts.st_uid not in (0, os.geteuid()):
+            raise HostError(
+                f"{path}: expected a directory for this account alone; it belongs to uid {facts.st_uid}",
+                kind="state_dir",
+            )
+        if facts.st_mode & 0o077:
             path.chmod(0o700)
     except OSError as error:
         raise HostError(
@@ -121,6 +127,22 @@ def hold_lock(path: Path) -> HeldLock:
     file.write(b"%d\n" % os.getpid())
     file.flush()
     return HeldLock(file)
+
+
+def can_change_user() -> bool:
+    """Whether a hook may run as another account, if the agent itself is allowed to."""
+    return True
+
+
+def has_account(name: str) -> bool:
+    """Whether this machine knows the account."""
+    import pwd  # noqa: PLC0415 - Linux only
+
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        return False
+    return True
 
 
 def base_environment(user: str | None) -> dict[str, str]:
@@ -227,6 +249,7 @@ def start_tree(
     uid, gid, groups = _identity(user)
     _become_subreaper()
     directory = cwd or "/"
+    tree: ProcessTree | None = None
     with _trees_lock:
         _trees[token] = None  # from here on, a stray may be ours and a new child is no orphan
     try:
@@ -245,13 +268,15 @@ def start_tree(
                 extra_groups=groups,
                 start_new_session=True,
             )
+        tree = ProcessTree(process, token)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        with _trees_lock:
-            del _trees[token]
         raise HostError(_why_not_started(argv[0], directory, user, env, error), kind="hook") from None
-    tree = ProcessTree(process, token)
-    with _trees_lock:
-        _trees[token] = tree
+    finally:
+        with _trees_lock:
+            if tree is None:
+                del _trees[token]
+            else:
+                _trees[token] = tree
     return tree
 
 
@@ -287,7 +312,7 @@ def _account_environment(user: str | None) -> dict[str, str]:
 
     try:
         entry = pwd.getpwuid(os.geteuid()) if user is None else pwd.getpwnam(user)
-    except KeyError:  # an unknown user is refused by start_tree
+    except (KeyError, ValueError):  # an unknown user is refused by start_tree
         return {"HOME": "/"}
     return {"HOME": entry.pw_dir, "USER": entry.pw_name, "LOGNAME": entry.pw_name, "SHELL": entry.pw_shell}
 
@@ -299,7 +324,7 @@ def _identity(user: str | None) -> tuple[int | None, int | None, list[int] | Non
 
     try:
         entry = pwd.getpwnam(user)
-    except KeyError:
+    except (KeyError, ValueError):
         raise HostError(f"no such user: {user}", kind="hook") from None
     if entry.pw_uid == os.geteuid():
         return None, None, None

@@ -185,6 +185,16 @@ def hold_lock(path: Path) -> HeldLock:
     return HeldLock(handle)
 
 
+def can_change_user() -> bool:
+    """Whether a hook may run as another account, if the agent itself is allowed to."""
+    return False
+
+
+def has_account(name: str) -> bool:
+    """Whether this machine knows the account; never asked here, for a hook cannot run as one."""
+    return bool(name)
+
+
 def base_environment(user: str | None) -> dict[str, str]:
     """What a hook that runs as ``user`` (None: as the agent) inherits: nothing that only concerns the agent."""
     del user  # start_tree refuses one

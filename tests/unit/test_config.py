@@ -9,9 +9,9 @@ import pytest
 from agent.config import ConfigError, Settings, parse_settings
 
 
-def faults(text: str, *, is_windows: bool = False) -> Sequence[str]:
+def faults(text: str, *, may_change_user: bool = True) -> Sequence[str]:
     with pytest.raises(ConfigError) as caught:
-        parse_settings(text, "policy.yaml", is_windows=is_windows)
+        parse_settings(text, "policy.yaml", may_change_user=may_change_user)
     assert caught.value.kind == "config"
     assert str(caught.value) == "\n".join(caught.value.problems)
     return caught.value.problems
@@ -94,10 +94,10 @@ def test_the_endpoint_is_an_http_address_or_auto(endpoint: str) -> None:
 
 def test_a_hook_cannot_choose_its_user_on_windows() -> None:
     text = "hooks: {a: {shell: x, user: app}}"
-    assert faults(text, is_windows=True) == (
+    assert faults(text, may_change_user=False) == (
         "policy.yaml:1: hooks.a.user: cannot be used on Windows: remove it, hooks run as the service's account",
     )
-    assert parse_settings(text, "p", is_windows=False).settings.hooks["a"].user == "app"
+    assert parse_settings(text, "p", may_change_user=True).settings.hooks["a"].user == "app"
 
 
 def test_faults_of_all_parts_come_at_once_in_the_order_of_their_lines() -> None:

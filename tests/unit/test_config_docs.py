@@ -116,7 +116,7 @@ def test_the_comments_of_the_shipped_policy_are_themselves_a_valid_policy() -> N
     head, rules = text.split("# Every key that a rule can have is here; only the name is needed.\n")
     rules = re.sub(r"^  # ( *[-a-z])", r"  \1", rules, count=0, flags=re.MULTILINE)
     rules = re.sub(r"^#( {2,})", r"\1", rules, flags=re.MULTILINE)
-    settings = parse_settings(head + rules, "policy.yaml").settings
+    settings = parse_settings(head + rules, "policy.yaml", may_change_user=True).settings
     assert [rule.name for rule in settings.rules] == ["user-initiated", "short-freeze", "impactful"]
     assert list(settings.hooks) == ["drain", "checkpoint", "resume"]
     assert list(settings.maintenance_windows) == ["night"]

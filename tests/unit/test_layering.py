@@ -1,0 +1,190 @@
+"""Who may know whom: imports point downwards only, and what differs between systems stays in agent/host/."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import agent
+
+ROOT = Path(agent.__file__).parent
+PURE = {"events", "policy", "workflow"}
+EDGES = {"imds", "hooks", "store", "web", "metrics", "log"}
+
+# Module of agent/ -> the modules of agent/ that it may import besides agent itself. A folder counts as one module.
+ALLOWED: dict[str, set[str]] = {
+    "__init__": set(),
+    "__main__": {"cli"},
+    "events": set(),
+    "typed_yaml": set(),
+    "host": {"host"},
+    "policy": {"events"},
+    "workflow": {"events", "policy"},
+    "config": {"events", "policy", "typed_yaml", "host"},
+    "imds": PURE | {"config", "host"},
+    "hooks": PURE | {"config", "host"},
+    "store": PURE | {"config", "host"},
+    "web": PURE | {"config"},
+    "metrics": PURE | {"config"},
+    "log": PURE | {"config"},
+    "simulator": {"simulator", "typed_yaml"},
+    "daemon": PURE | EDGES | {"config", "host"},
+    "cli": PURE | EDGES | {"config", "host", "typed_yaml", "simulator", "daemon", "cli"},
+}
+# Nothing that reads a clock, a file or a socket, or starts anything.
+IMPURE = {
+    "asyncio", "concurrent", "ctypes", "glob", "http", "httpx", "io", "logging", "multiprocessing", "os",
+    "pathlib", "prometheus_client", "psutil", "queue", "random", "select", "selectors", "shutil", "signal",
+    "socket", "sqlite3", "ssl", "structlog", "subprocess", "sys", "tempfile", "threading", "time", "urllib",
+    "uuid", "yaml",
+}  # fmt: skip
+OF_ONE_SYSTEM = {
+    "_winapi", "crypt", "fcntl", "grp", "msvcrt", "nt", "ntsecuritycon", "posix", "pty", "pwd", "pythoncom",
+    "pywintypes", "resource", "servicemanager", "spwd", "syslog", "termios", "win32api", "win32con", "win32event",
+    "win32evtlog", "win32evtlogutil", "win32file", "win32job", "win32net", "win32process", "win32security",
+    "win32service", "win32serviceutil", "win32ts", "winerror", "winreg",
+}  # fmt: skip
+# What an idle agent need not have in memory; each is imported where it is used.
+HEAVY = {
+    "asyncio", "concurrent", "ctypes", "difflib", "email.message", "httpx", "logging.handlers", "multiprocessing",
+    "psutil", "ssl", "urllib.request", "yaml", "zoneinfo",
+}  # fmt: skip
+# Loaded by an agent that runs; the command line and the simulator are other programs.
+RESIDENT = {name for name in ALLOWED if name not in ("simulator", "cli")} - {"__main__"}
+SERVERS = {"http.server", "socketserver"}
+
+
+def module_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def files(*modules: str) -> list[Path]:
+    return [path for path in sorted(ROOT.rglob("*.py")) if not modules or module_of(path) in modules]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT.parent).as_posix()
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def is_for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def at_start(tree: ast.Module) -> Iterator[ast.AST]:
+    """What is executed when the module is imported."""
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        yield node
+        if is_for_types_only(node):
+            todo.extend(node.orelse)  # type: ignore[attr-defined]
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            todo.extend(ast.iter_child_nodes(node))
+
+
+def imports(path: Path, *, only_at_start: bool = False) -> set[str]:
+    """Full names of all that the file imports; ``from a import b`` gives a and a.b."""
+    tree = parse(path)
+    package = path.relative_to(ROOT.parent).parent.parts
+    names: set[str] = set()
+    for node in at_start(tree) if only_at_start else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            origin = ".".join([*above, *filter(None, [node.module])])
+            names.update({origin, *(f"{origin}.{alias.name}" for alias in node.names)})
+    return names
+
+
+def is_in(name: str, modules: set[str]) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def known_of_agent(path: Path) -> set[str]:
+    """The modules of agent/ that the file imports anywhere."""
+    parts = [name.split(".") for name in imports(path)]
+    inside = {part[1] for part in parts if part[0] == "agent" and len(part) > 1}
+    return {name for name in inside if (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file()}
+
+
+@pytest.mark.parametrize("path", files(), ids=name_of)
+def test_a_module_imports_only_what_lies_below_it(path: Path) -> None:
+    assert module_of(path) in ALLOWED, f"{name_of(path)}: a new module needs a place in the order of the layers"
+    assert known_of_agent(path) - ALLOWED[module_of(path)] == set()
+
+
+@pytest.mark.parametrize("path", files(*PURE, "typed_yaml"), ids=name_of)
+def test_a_pure_module_does_no_input_or_output_and_reads_no_clock(path: Path) -> None:
+    assert {name for name in imports(path) if is_in(name, IMPURE - {"yaml"})} == set()
+    # Not on a clock, but datetime has one too.
+    calls = [node for node in ast.walk(parse(path)) if isinstance(node, ast.Call)]
+    names = {node.func.attr for node in calls if isinstance(node.func, ast.Attribute)}
+    names |= {node.func.id for node in calls if isinstance(node.func, ast.Name)}
+    assert names & {"now", "utcnow", "today", "open", "print", "input"} == set()
+
+
+@pytest.mark.parametrize("path", [path for path in files() if module_of(path) != "host"], ids=name_of)
+def test_only_the_host_modules_know_which_system_they_run_on(path: Path) -> None:
+    assert {name for name in imports(path) if is_in(name, OF_ONE_SYSTEM | {"platform"})} == set()
+    attributes = {ast.unparse(node) for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)}
+    assert attributes & {"sys.platform", "os.name", "os.uname", "sys.getwindowsversion"} == set()
+
+
+@pytest.mark.parametrize("path", files(*RESIDENT), ids=name_of)
+def test_importing_the_agent_loads_nothing_heavy(path: Path) -> None:
+    heavy = HEAVY if module_of(path) == "web" else HEAVY | SERVERS
+    assert {name for name in imports(path, only_at_start=True) if is_in(name, heavy)} == set()
+
+
+@pytest.mark.parametrize("path", files("host"), ids=name_of)
+def test_a_host_module_can_be_imported_on_the_other_system(path: Path) -> None:
+    found = {name for name in imports(path, only_at_start=True) if is_in(name, OF_ONE_SYSTEM)}
+    assert found == set()
+
+
+def test_the_two_host_modules_offer_the_same() -> None:
+    def offered(name: str) -> set[str]:
+        body = parse(ROOT / "host" / f"{name}.py").body
+        named = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+        return {node.name for node in named if not node.name.startswith("_")}
+
+    linux, windows = offered("linux"), offered("windows")
+    assert linux ^ windows == set()
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    assert [name_of(path) for path in files() if not ast.get_docstring(parse(path))] == []
+
+
+def test_the_map_in_the_package_names_every_module() -> None:
+    listed = agent.__doc__ or ""
+    modules = {path.name for path in ROOT.glob("*.py")} - {"__init__.py", "__main__.py"}
+    modules |= {f"{path.name}/" for path in ROOT.iterdir() if (path / "__init__.py").is_file()}
+    assert sorted(module for module in modules if f"    {module}" not in listed) == []
+
+
+def test_the_walk_sees_imports_in_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "agent"
+    package.mkdir()
+    (package / "edge.py").write_text("")
+    (package / "module.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "import os.path\n"
+        "from . import edge\n"
+        "if TYPE_CHECKING:\n    import yaml\n"
+        "def later():\n    from agent.edge import thing\n    import ctypes\n"
+        "class Early:\n    import psutil\n"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", package)
+    path = package / "module.py"
+    assert known_of_agent(path) == {"edge"}
+    assert {"os.path", "yaml", "ctypes", "psutil", "agent.edge.thing"} <= imports(path)
+    assert {name for name in imports(path, only_at_start=True) if is_in(name, HEAVY)} == {"psutil"}
+    assert is_in("os.path", IMPURE)
