@@ -5,7 +5,8 @@ Decisions are values; someone else carries them out.
     events.py     PURE   what Azure says: bytes -> Document, ScheduledEvent
     policy.py     PURE   what the operator wants: (rules, event, facts) -> Decision with a reason
     workflow.py   PURE   what happens next: (workflow, signal, context) -> Step
-    config.py            the policy file: YAML -> frozen Settings, every error with its line
+    typed_yaml.py PURE   YAML text -> frozen values along their types, every error with its line
+    config.py            the policy file: its types, checks, warnings and schema
     imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name
     hooks.py      EDGE   run one hook: environment, time limit, whole process tree, output
     store.py      EDGE   SQLite: workflows, journal, operator requests

@@ -51,6 +51,7 @@ from agent.workflow import (
     Step,
     Tick,
     Workflow,
+    ask_gates,
     hook_deadline_at,
     is_ready,
     known_events,
@@ -125,10 +126,11 @@ class Daemon:
         self._requests: list[Request] = []
         self._document_at: datetime | None = None
         self._is_greeted = False
-        self._incarnation = ""
+        self._latest: Document | None = None
         self._turned_at = time.monotonic()
         self._started_at = self._turned_at
         self._store_failures = FailureLog("writing the state file")
+        self._store_failure = ""
         self._fault_logs: dict[str, FailureLog] = {}
         self.web: WebServer | None = None
         """The web server while ``run`` runs; None if the policy has it off."""
@@ -261,7 +263,9 @@ class Daemon:
             self._greet_first_document(now)
             self._prune(now)
             self._store_failures.succeeded(self._turned_at)
+            self._store_failure = ""
         except StoreError as error:
+            self._store_failure = str(error)
             # Nothing was done. What was taken in waits, and is decided on again.
             self._metrics.store_errors.labels(error.kind).inc()
             self._store_failures.failed(error.kind, str(error), self._turned_at)
@@ -332,8 +336,10 @@ class Daemon:
         progression = proceed(self._board, signals, self._context(now, self._document_at))
         self._store.commit(progression.steps, now)
         if self._document is not None:
-            self._incarnation = self._document.incarnation
-        self._board, self._document, self._signals = progression.board, None, []
+            self._latest = self._document
+        # What a bug kept from being taken in is compared again, at each turn, until it is.
+        self._document = self._latest if progression.faults else None
+        self._board, self._signals = progression.board, []
         for step in progression.steps:
             for note in step.notes:
                 self._tell(step.workflow, note, now)
@@ -355,11 +361,14 @@ class Daemon:
                         deadline = self._deadline(step.workflow, "prepare", now)
                         self._hooks.set_deadline(effect.workflow_id, "prepare", deadline)
                     case Approve(is_alone=True):
-                        self._approver.start([effect], self._incarnation)
+                        self._approver.start([effect], self._incarnation())
                     case Approve():
                         together.append(effect)
         if together:
-            self._approver.start(together, self._incarnation)
+            self._approver.start(together, self._incarnation())
+
+    def _incarnation(self) -> str:
+        return self._latest.incarnation if self._latest else ""
 
     def _run_hook(self, workflow: Workflow, effect: RunHook, now: datetime) -> None:
         event = workflow.event
@@ -412,10 +421,18 @@ class Daemon:
                 self._store.answer_request(request.id, "refused: the event is not pending any more")
             elif request.word == "approved" and self._settings.agent.mode == "observe":
                 self._store.answer_request(request.id, "refused: the agent only observes (agent.mode, --observe)")
+            elif request.word == "approved" and (refusal := self._refusal(self._board[request.workflow_id], now)):
+                self._store.answer_request(request.id, f"refused: {refusal}")
             else:
                 self._requests.append(request)
                 word = OperatorSpoke(workflow_id=request.workflow_id, word=request.word, user=request.user)
                 self._signals.append(word)
+
+    def _refusal(self, workflow: Workflow, now: datetime) -> str:
+        """Why not even an operator can have the event approved; "" if one can."""
+        approved = msgspec.structs.replace(workflow, operator="approved")
+        leave = ask_gates(approved, self._context(now, self._document_at))
+        return leave.reason if leave.answer == "no" else ""
 
     def _answer_requests(self, changed: dict[str, Workflow]) -> None:
         requests, self._requests = self._requests, []
@@ -520,6 +537,8 @@ class Daemon:
         problems = []
         if now - self._turned_at > _STALL_SECONDS:
             problems.append(f"the engine has not turned for {now - self._turned_at:.0f}s")
+        if self._store_failure:
+            problems.append(f"nothing can be done until the state file can be written: {self._store_failure}")
         since_poll = now - (self._poller.succeeded or self._started_at)
         if since_poll > self._settings.agent.healthy_within:
             problems.append(f"no poll has succeeded for {since_poll:.0f}s: {self._poller.failure or 'it hangs'}")
@@ -552,7 +571,7 @@ class Daemon:
             "rules": [rule.name for rule in self._settings.rules],
             "last_poll_at": self._poller.succeeded_at,
             "poll_failure": self._poller.failure,
-            "incarnation": self._incarnation,
+            "incarnation": self._incarnation(),
             "pending": list(self._board.values()),
         }
         return Page(HTTPStatus.OK, msgspec.json.format(msgspec.json.encode(status)) + b"\n", "application/json")

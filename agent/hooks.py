@@ -9,7 +9,6 @@ service manager (``systemctl start``, ``sc start``).
 
 import os
 import re
-import secrets
 import signal
 import threading
 import time
@@ -159,12 +158,12 @@ class HookRun:
             self._changed.notify_all()
 
     def _run_attempts(self, begun_at: float) -> HookResult:
+        if self._is_canceled:
+            return self._result(0, begun_at, "canceled", "canceled before it started")
+        if self._seconds_left() <= 0:
+            return self._result(0, begun_at, "not_started", "no time was left")
         attempt = 0
         while True:
-            if self._is_canceled:
-                return self._result(attempt, begun_at, "canceled", "canceled before it started")
-            if self._seconds_left() <= 0:
-                return self._result(attempt, begun_at, "not_started", "no time was left")
             attempt += 1
             result = self._run_attempt(attempt, begun_at)
             if result.outcome in ("succeeded", "canceled") or attempt >= self._hook.attempts or self._is_abandoned:
@@ -175,12 +174,12 @@ class HookRun:
                     if self._is_canceled:
                         detail = f"canceled before attempt {attempt + 1}; {result.detail}"
                         return msgspec.structs.replace(result, outcome="canceled", detail=detail)
-                    pause = retry_at - time.monotonic()
-                    if pause <= 0:
-                        break
+                    pause = max(0.0, retry_at - time.monotonic())
                     if self._seconds_left() <= pause:
                         detail = f"{result.detail}; no time was left to try again"
                         return msgspec.structs.replace(result, detail=detail)
+                    if pause == 0.0:
+                        break
                     self._changed.wait(pause)
 
     def _run_attempt(self, attempt: int, begun_at: float) -> HookResult:
@@ -199,7 +198,7 @@ class HookRun:
                 user=self._hook.user,
                 stdin=self._stdin,
                 output=output.descriptor,
-                token=f"{self._instance}:{secrets.token_hex(8)}",
+                token=f"{self._instance}:{os.urandom(8).hex()}",
             )
             outcome, detail = self._watch(tree, started_at)
         except AgentError as error:
@@ -213,8 +212,9 @@ class HookRun:
         try:
             threading.Thread(target=self._await_end, args=(tree,), name=f"hook-{self.name}", daemon=True).start()
         except RuntimeError as error:
-            while not tree.is_empty():
-                tree.kill()
+            tree.kill()
+            self._await_end(tree)
+            self._end(tree, 0.0)
             tree.close()
             return "not_started", f"cannot be watched: {error}"
         cause = self._await_end_or_cause(started_at)
@@ -318,7 +318,7 @@ class _Output:
     def __init__(self, on_line: Callable[[str], bool]) -> None:
         self._on_line = on_line
         self._has_listener = True
-        self._last_word = secrets.token_bytes(16)
+        self._last_word = os.urandom(16)
         self._tail = b""
         self._line = b""
         self._source, self.descriptor = os.pipe()

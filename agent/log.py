@@ -6,6 +6,8 @@ changes, once an hour, and when it is over.
 """
 
 import contextlib
+import json
+import select
 import sys
 from typing import Literal, TextIO
 
@@ -16,24 +18,27 @@ Logger = structlog.typing.FilteringBoundLogger
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _REPEAT_SECONDS = 3600.0
+_PATIENCE_SECONDS = 0.1
 
 
 def set_up(level: Literal["debug", "info", "warning", "error"], form: Literal["auto", "json", "console"]) -> None:
     """Send all logging to standard error. May be called again, to change the level."""
-    is_console = form == "console" or (form == "auto" and sys.stderr is not None and sys.stderr.isatty())
-    renderer = (
-        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), pad_event_to=0, sort_keys=False)
-        if is_console
-        else structlog.processors.JSONRenderer(serializer=_to_json)
-    )
+    is_terminal = _is_terminal(sys.stderr)
     processors: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
     ]
-    if not is_console:
-        processors += [structlog.processors.format_exc_info, structlog.processors.EventRenamer("message")]
+    if form == "console" or (form == "auto" and is_terminal):
+        # On Windows the renderer wants one more package for colours.
+        has_colors = is_terminal and sys.platform != "win32"
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=has_colors, pad_event_to=0, sort_keys=False, timestamp_key="time"
+        )
+        processors.append(renderer)
+    else:
+        processors += [structlog.processors.format_exc_info, _to_json]
     structlog.configure(
-        processors=[*processors, renderer],
+        processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
         logger_factory=structlog.WriteLoggerFactory(_Patient(sys.stderr)),  # type: ignore[arg-type]
         cache_logger_on_first_use=False,
@@ -74,22 +79,52 @@ class FailureLog:
 
 
 class _Patient:
-    """A stream that may be closed, full or gone without hurting who writes to it."""
+    """A stream that may be closed, full or gone without hurting who writes to it: what it cannot take is lost."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
+        self._is_stuck = False
 
     def write(self, text: str) -> int:
         if self._stream is not None:
             with contextlib.suppress(OSError, ValueError):
-                self._stream.write(text)
+                # Who reads may be slow for a moment, but is not waited for a second time.
+                self._is_stuck = not _has_room(self._stream, 0.0 if self._is_stuck else _PATIENCE_SECONDS)
+                if not self._is_stuck:
+                    self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        if self._stream is not None:
+        if self._stream is not None and not self._is_stuck:
             with contextlib.suppress(OSError, ValueError):
                 self._stream.flush()
 
 
-def _to_json(event: dict[str, object], **_: object) -> str:
-    return msgspec.json.encode(event, enc_hook=str).decode()
+def _has_room(stream: TextIO, patience_seconds: float) -> bool:
+    """Whether a line (up to 4 KiB, which is what a pipe promises) can be written without waiting."""
+    if sys.platform == "win32":
+        return True  # it has no way to ask
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError):
+        return True  # no file of the system's
+    waiting = select.poll()
+    waiting.register(number, select.POLLOUT)
+    return bool(waiting.poll(patience_seconds * 1000))
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except (OSError, ValueError):  # it is closed
+        return False
+
+
+def _to_json(_logger: object, _method: str, event: structlog.typing.EventDict) -> str:
+    """One line, which begins with what every line has."""
+    first = {"time": event.pop("time", ""), "level": event.pop("level", ""), "message": event.pop("event", "")}
+    line = {**first, **event}
+    try:
+        return msgspec.json.encode(line, enc_hook=str).decode()
+    except UnicodeEncodeError:  # a file's name that is no text
+        return json.dumps(line, default=str)

@@ -8,7 +8,15 @@ pending now carries ids, and its series go when the event goes.
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -25,6 +33,8 @@ class Metrics:
     """The table. Safe to use from any thread."""
 
     def __init__(self, load_pending: Callable[[], Iterable[Workflow]]) -> None:
+        # One more series for each counter, which nobody needs here.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = CollectorRegistry()
         self._registry = registry
 
@@ -61,7 +71,6 @@ class Metrics:
             "hook_duration_seconds", "Run time of hooks, by how they ended.", "hook", "stage", "outcome",
             buckets=_SLOW_SECONDS,
         )  # fmt: skip
-        self.hooks_running = gauge("hooks_running", "Hooks that run now.")
         self.closed = counter("closed_total", "Events that are over, by how they ended.", "type", "outcome")
         self.recovery_failures = counter(
             "recovery_failures_total", "Events whose recovery failed, at least in part."
@@ -109,6 +118,10 @@ def _source(word: str) -> str:
     return word if word in ("Platform", "User") else "unknown"
 
 
+def _status(word: str) -> str:
+    return word if word in ("Scheduled", "Started") else "other"
+
+
 class _Pending(Collector):
     """Made anew at each scrape from what is pending, so that no series outlives its event."""
 
@@ -121,17 +134,27 @@ class _Pending(Collector):
             "One series for each pending event: Unix time of NotBefore, 0 if it may start at any moment.",
             labels=("event_id", "type", "status", "affects", "phase", "rule"),
         )
+        # By labels, for one series that is there twice spoils the whole scrape: an event may come back under its
+        # id while its first appearance is still being recovered from.
+        times: dict[tuple[str, ...], float] = {}
         counts: dict[tuple[str, str], int] = {}
+        hooks = 0
         for workflow in self._load_pending():
             event, decision = workflow.event, workflow.decision
-            labels = (event.id, event_type(event.type), event.status, decision.affects, workflow.phase)
+            what = (event.id or event.key, event_type(event.type), _status(event.status), decision.affects)
             time = event.not_before.timestamp() if event.not_before else 0.0
-            not_before.add_metric((*labels, decision.rule or "none"), time)
+            times[*what, workflow.phase, decision.rule or "none"] = time
+            hooks += sum(
+                stage.current is not None for stage in (workflow.prepare, workflow.on_start, workflow.recover)
+            )
             key: tuple[str, str] = (workflow.phase, decision.affects)
             counts[key] = counts.get(key, 0) + 1
+        for labels, time in times.items():
+            not_before.add_metric(labels, time)
         pending = GaugeMetricFamily(
             f"{_PREFIX}pending", "Events that are not over yet, by phase.", labels=("phase", "affects")
         )
         for key, count in counts.items():
             pending.add_metric(key, count)
-        return (not_before, pending)
+        running = GaugeMetricFamily(f"{_PREFIX}hooks_running", "Hooks that run now for events.", value=hooks)
+        return (not_before, pending, running)

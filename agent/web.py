@@ -6,8 +6,11 @@ agent from its work: only GET and HEAD, bounded requests, a few connections at a
 """
 
 import contextlib
+import io
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -48,11 +51,11 @@ class WebServer:
         try:
             self._server = server_class((host, int(port)), _handler_for(pages))
         except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise WebError(
-                f"cannot listen on {listen}: {error}; set agent.listen to a free ADDRESS:PORT, or to off",
+                f"cannot listen on {listen}: {reason}; set agent.listen to a free ADDRESS:PORT, or to off",
                 kind="listen",
             ) from error
-        self._is_closing = False
         self._thread = threading.Thread(target=self._serve, name="web", daemon=True)
         self._thread.start()
 
@@ -68,7 +71,7 @@ class WebServer:
 
     def close(self) -> None:
         """Stop serving; returns when the socket is closed."""
-        self._is_closing = True
+        self._server.stop_admitting()
         with contextlib.suppress(OSError):
             socket.create_connection(self._server.socket.getsockname()[:2], timeout=1.0).close()
         self._thread.join(timeout=_TIMEOUT_SECONDS)
@@ -76,26 +79,36 @@ class WebServer:
 
     def _serve(self) -> None:
         # Not serve_forever: it wakes twice a second for ever, to look whether it should stop.
-        while not self._is_closing:
+        while not self._server.is_closing:
             self._server.handle_request()
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 64  # who finds this queue full tries again after a second
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._slots = threading.Semaphore(_MAX_CONNECTIONS)
+        self.is_closing = False
         super().__init__(address, handler)
+
+    def stop_admitting(self) -> None:
+        self.is_closing = True
+        self._slots.release()  # ends the wait of a client for whom there was no place
 
     def server_bind(self) -> None:
         # Not the parent's: it asks the name service for the host's name, which may hang for long.
-        socket.socket.setsockopt(self.socket, socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # On Windows SO_REUSEADDR would share the port with whoever has it already.
+        if sys.platform == "win32":
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+        else:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._slots.acquire(timeout=_TIMEOUT_SECONDS):
+        if not self._slots.acquire(timeout=_TIMEOUT_SECONDS) or self.is_closing:
             self.shutdown_request(request)
             return
         try:
@@ -114,15 +127,33 @@ class _Server(ThreadingHTTPServer):
         """A client that goes away in the middle is no news."""
 
 
+class _UntilDeadline(socket.SocketIO):
+    """Reads a whole request in one time limit, also from a client that sends a byte now and then."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection, "r")
+        self._connection = connection
+        self._deadline = time.monotonic() + _TIMEOUT_SECONDS
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._connection.settimeout(max(0.001, self._deadline - time.monotonic()))
+        try:
+            return super().readinto(buffer)
+        finally:
+            self._connection.settimeout(_TIMEOUT_SECONDS)
+
+
 class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
 def _handler_for(pages: Pages) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        server_version = f"scheduled-events-agent/{__version__}"
-        sys_version = ""
         timeout = _TIMEOUT_SECONDS
+
+        def setup(self) -> None:
+            super().setup()
+            self.rfile = io.BufferedReader(_UntilDeadline(self.connection))
 
         def do_GET(self) -> None:  # the library's name
             path = self.path.partition("?")[0]
@@ -144,6 +175,9 @@ def _handler_for(pages: Pages) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(page.body)
+
+        def version_string(self) -> str:
+            return f"scheduled-events-agent/{__version__}"
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
             """Probes come every few seconds; they are not logged."""

@@ -599,9 +599,7 @@ def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step:
         workflow.recover, done=(*workflow.recover.done, signal.hook), failure=failure or workflow.recover.failure
     )
     text = f"hook {signal.hook}: has run for another event, once for both"
-    note = Note(
-        kind="hook_finished", text=text, stage=signal.stage, hook=signal.hook, outcome=signal.outcome
-    )
+    note = Note(kind="hook_finished", text=text, stage=signal.stage, hook=signal.hook, outcome=signal.outcome)
     return Step(workflow=replace(workflow, recover=progress), notes=(note,))
 
 
@@ -797,18 +795,20 @@ def _move_gone(workflow: Workflow, workflows: Mapping[str, Workflow], context: C
         plan = ", ".join(workflow.decision.recover) or "nothing to run"
         recovering = replace(workflow, recover=replace(workflow.recover, state="running"))
         return _to(recovering, "recovering", Note(kind="recovering", text=f"recovery begins: {plan}"))
+    recover = workflow.recover
+    if recover.current is None and all(hook in recover.done for hook in workflow.decision.recover):
+        return _close(replace(workflow, recover=replace(recover, state="succeeded")))
     peers = _peers(workflow, workflows)
-    needed_by = next((peer for peer in peers if _is_preparing(peer) and _share_hooks(peer, workflow)), None)
-    if needed_by is not None:
-        if workflow.recover.current is not None:
-            return _cut_short(workflow, "recover")
-        # What has been recovered so far may be prepared anew by now: all of it is to be done again.
-        afresh = replace(workflow, recover=Progress(state="running", run=workflow.recover.run))
-        step = _wait(afresh, f"event {needed_by.event.id}, which needs it prepared", kind="recovery_waits")
-        return step or (None if afresh == workflow else Step(workflow=afresh))
-    if workflow.recover.state == "running":
+    needed_by = [peer for peer in peers if _is_preparing(peer) and _share_hooks(peer, workflow)]
+    if not needed_by:
         return _run_next(workflow, "recover", workflows, context)
-    return _close(workflow)
+    if recover.current is not None:
+        return _cut_short(workflow, "recover")
+    # What has been recovered so far is prepared anew by now: all of it is to be done again.
+    is_undone = bool(recover.done) and any(peer.prepare.run > 0 for peer in needed_by)
+    afresh = replace(workflow, recover=Progress(state="running", run=recover.run)) if is_undone else workflow
+    step = _wait(afresh, f"event {needed_by[0].event.id}, which needs it prepared", kind="recovery_waits")
+    return step or (Step(workflow=afresh) if is_undone else None)
 
 
 def _run_next(
@@ -848,9 +848,9 @@ def _cut_short(workflow: Workflow, stage: Stage) -> Step | None:
     """End a running stage: its hook in flight first, then the stage itself."""
     progress = _progress(workflow, stage)
     if progress.current is None:
-        # Where no hook has run and the VM has not been drained there is nothing to undo either.
-        is_untouched = stage == "prepare" and progress.run == 0 and workflow.drain_until is None
-        ended = replace(progress, state="idle" if is_untouched else "canceled")
+        # What was begun, and held up by another recovery before anything was done, need not be undone.
+        is_nothing_done = progress.run == 0 and workflow.drain_until is None and workflow.decision.prepare != ()
+        ended = replace(progress, state="idle" if stage == "prepare" and is_nothing_done else "canceled")
         return Step(workflow=_with_progress(workflow, stage, ended))
     if progress.is_canceling:
         return None

@@ -189,7 +189,7 @@ def test_a_hook_that_hangs_is_gone_before_the_deadline() -> None:
     result = HookRun("test", _hook("import time; time.sleep(60)"), environment={}, deadline=deadline).run()
     assert result.outcome == "timed_out"
     assert result.detail.endswith(", no time was left")
-    assert time.monotonic() < deadline + 0.1
+    assert time.monotonic() < deadline + 0.5
 
 
 def test_with_its_deadline_past_a_hook_is_not_started() -> None:
@@ -338,6 +338,9 @@ def test_what_a_policy_should_not_hold_does_not_raise() -> None:
         Hook(run=("a\0b",)),
         _hook("pass", env={"A": "x\0y"}),
         _hook("pass", env={"A=B": "x"}),
+        _hook("pass", user="a\0b"),
+        _hook("pass", cwd="a\0b"),
+        Hook(shell="a\0b"),
     ):
         result = HookRun("test", hook, environment={}).run()
         assert result.outcome in ("not_started", "succeeded"), hook

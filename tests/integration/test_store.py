@@ -35,9 +35,7 @@ def make_workflow(name: str, phase: Phase = "waiting") -> Workflow:
 
 
 def make_step(name: str, *texts: str, phase: Phase = "waiting") -> Step:
-    return Step(
-        workflow=make_workflow(name, phase), notes=tuple(Note(kind="seen", text=text) for text in texts)
-    )
+    return Step(workflow=make_workflow(name, phase), notes=tuple(Note(kind="seen", text=text) for text in texts))
 
 
 def run_python(program: str, *arguments: str) -> str:
@@ -133,7 +131,14 @@ def test_the_journal_is_in_the_order_of_what_happened(store: Store) -> None:
 
 
 def test_a_journal_entry_says_when_which_event_stage_and_hook(store: Store) -> None:
-    note = Note(kind="hook_finished", text="drain failed", stage="prepare", hook="drain", detail="its last words")
+    note = Note(
+        kind="hook_finished",
+        stage="prepare",
+        hook="drain",
+        outcome="failed",
+        text="drain failed",
+        detail="its last words",
+    )
     store.commit([Step(workflow=make_workflow("one"), notes=(note,))], NOW)
     assert store.load_journal() == [
         JournalEntry(
@@ -143,6 +148,7 @@ def test_a_journal_entry_says_when_which_event_stage_and_hook(store: Store) -> N
             kind="hook_finished",
             stage="prepare",
             hook="drain",
+            outcome="failed",
             text="drain failed",
             detail="its last words",
         )

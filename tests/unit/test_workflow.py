@@ -788,8 +788,7 @@ def test_a_recovery_is_cut_short_by_another_event_and_done_once_for_both_later()
     assert agent.board == {}
 
 
-@pytest.mark.parametrize("outcome", ["succeeded", "canceled"])
-def test_what_was_recovered_before_another_event_came_is_recovered_again_after_it(outcome: HookOutcome) -> None:
+def test_what_was_recovered_before_another_event_came_is_recovered_again_after_it() -> None:
     no_recovery = a_rule(name="short", when=When(type=("Freeze",)), prepare=("drain",), recover=())
     agent = Agent(no_recovery, a_rule(prepare=("drain",), recover=("uncordon", "resume")))
     agent.document(an_event())
@@ -797,12 +796,48 @@ def test_what_was_recovered_before_another_event_came_is_recovered_again_after_i
     agent.document()
     assert agent.ends("uncordon") == ["A: recover resume"]
     assert agent.document(an_event(id="B", type="Freeze")) == ["A: cancel recover"]
-    assert agent.ends("resume", outcome) == ["B: prepare drain"]
+    assert agent.ends("resume", "canceled") == ["B: prepare drain"]
     agent.ends("drain", event="B")
     assert agent.document() == ["A: recover uncordon"]
     assert agent.ends("uncordon") == ["A: recover resume"]
     agent.ends("resume")
     assert agent.board == {}
+
+
+def test_any_of_several_waiting_events_may_undo_what_was_recovered() -> None:
+    nothing_to_run = a_rule(name="short", when=When(type=("Freeze",)), prepare=(), recover=("resume",))
+    no_recovery = a_rule(name="move", when=When(type=("Redeploy",)), prepare=("drain",), recover=())
+    agent = Agent(nothing_to_run, no_recovery, a_rule(prepare=("drain",), recover=("uncordon", "resume")))
+    freeze, redeploy = an_event(id="B", type="Freeze"), an_event(id="C", type="Redeploy")
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.document()
+    assert agent.document(freeze) == ["A: cancel recover"]
+    agent.ends("uncordon")
+    assert agent.document(freeze, redeploy) == ["C: prepare drain"]
+    agent.ends("drain", event="C")
+    assert agent.document() == ["A: recover uncordon", "B: recover resume"]
+
+
+def test_a_recovery_whose_last_hook_succeeds_although_it_was_told_to_end_is_over() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.document()
+    assert agent.document(an_event(id="B")) == ["A: cancel recover"]
+    assert agent.ends("resume") == ["B: prepare drain"]
+    assert agent.all_of("A") == []
+
+
+def test_an_event_that_is_over_before_its_first_hook_ran_has_nothing_to_recover() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.document()
+    agent.document(an_event(id="B"))
+    assert agent.document() == []
+    assert agent.all_of("B") == []
+    assert agent.ends("resume", "canceled") == ["A: recover resume"]
 
 
 def test_two_recoveries_with_the_same_hooks_in_other_order_run_each_once_and_in_their_order() -> None:

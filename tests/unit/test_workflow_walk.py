@@ -192,7 +192,9 @@ class World:
             yield f"{name} {stage} succeeded"
             yield f"{name} {stage} {'canceled' if flight.is_told_to_end else 'failed'}"
         for name in self.posts:
-            yield from (f"{name} approval ok", f"{name} approval error")
+            yield f"{name} approval ok"
+            if not any(workflow.approval.failures for workflow in self.board.values()):
+                yield f"{name} approval error"
         if any(w.drain_until or w.approval.failures for w in self.board.values()):
             yield "time passes"
         if self.script.has_operator:
@@ -269,8 +271,9 @@ class World:
         )  # fmt: skip
         for event in new:
             self.first_boot[self.present(event)] = self.boot
-            if self.read[event] == "Scheduled" and not self.script.rule(event).prepare:
-                self._owe(self.present(event))
+            rule = self.script.rule(event)
+            if self.read[event] == "Scheduled" and (rule.drain_for or not rule.prepare):
+                self.owed |= {(self.present(event), hook) for hook in rule.recover}
         self._send(*compare(known_events(self.board), Document(incarnation="1", events=events)))
         for event in new:
             self._expect_prompt_preparation(event)
@@ -348,8 +351,6 @@ class World:
                         self.expect(flight is not None, f"{name} {effect.stage} is canceled and does not run")
                         assert flight
                         flight.is_told_to_end = True
-                        if effect.stage == "recover":
-                            self.owed |= {(name, hook) for hook in self.script.rule(event).recover}
                 if isinstance(effect, RunHook):
                     self.flights[name, effect.stage] = Flight(workflow.id, effect.hook, effect.run)
             if not workflow.is_open:
@@ -362,7 +363,11 @@ class World:
         self.news |= {(name, "closed", outcome, "approved" if name in self.confirmed else "")}
         self.used = frozenset(item for item in self.used if item[0] != name)
         self.succeeded = frozenset(item for item in self.succeeded if item[0] != name)
-        self.failed, self.started, self.confirmed = self.failed - {name}, self.started - {name}, self.confirmed - {name}
+        self.failed, self.started, self.confirmed = (
+            self.failed - {name},
+            self.started - {name},
+            self.confirmed - {name},
+        )
         self.posts.pop(name, None)  # its answer finds nobody any more
         self.words.pop(name, None)
         self.first_boot.pop(name, None)
@@ -416,15 +421,17 @@ class World:
         self.expect(event_id == event, f"{text} as {event_id}")
         self.expect("vm_1" in self.script.resources, f"(2) {text}, an event of another VM")
         self.expect(not self.is_gone(name), f"(2) {text} though it is over")
-        self.expect(self.read.get(event) == "Scheduled" and name not in self.started, f"(2) {text} after its start")
+        self.expect(
+            self.read.get(event) == "Scheduled" and name not in self.started, f"(2) {text} after its start"
+        )
         self.expect(word != "held", f"(2) {text} against the operator")
         self.expect(name not in self.confirmed, f"(6) {text} again")
         self.expect(name not in self.posts, f"(6) {text} while an approval is under way")
-        self.expect(self._may_approve(name), f"(1, 2, 7) {text} without leave")
+        self.expect(self.may_approve(name), f"(1, 2, 7) {text} without leave")
         has_ended = name in self.failed or all((name, hook) in self.succeeded for hook in rule.prepare)
         self.expect(rule.approve == "immediately" or has_ended, f"(1) {text} before its preparation has ended")
 
-    def _may_approve(self, name: str) -> bool:
+    def may_approve(self, name: str) -> bool:
         """Whether the rule and the operator would have a scheduled event approved once its hooks have ended."""
         rule, word = self.script.rule(name[0]), self.words.get(name, "")
         is_shared = set(self.script.resources) != {"vm_1"}
@@ -454,7 +461,7 @@ class World:
         for event, status in self.truth.items():
             name = self.present(event)
             if status == "Scheduled":
-                if name not in self.started and self._may_approve(name):
+                if name not in self.started and self.may_approve(name):
                     self.expect(name in self.confirmed, f"(6) {name} is never approved")
                 return f"{event} becomes Started"
             return f"{event} vanishes"
@@ -506,8 +513,11 @@ def walk(script: Script) -> int:
                     continue
                 seen.add(key)
                 end = ending(new, endings)
-                # The answer to an approval that comes after the start changes nothing but what we know.
-                is_late = any(world.is_gone(name) or name in world.started for name in world.posts)
+                # An approval under way counts, but is not sent again once its event has started or is held.
+                is_late = any(
+                    world.is_gone(name) or name in world.started or not world.may_approve(name)
+                    for name in world.posts
+                )
                 if choice == "crash" and not is_late:
                     undisturbed = ending(world, endings)
                     new.expect(end == undisturbed, f"(9) {set(end ^ undisturbed)} differs without the crash")
@@ -536,4 +546,231 @@ def a_rule(event: str = "A", **changes: Any) -> Rule:
     return Rule(**{**fields, **changes})
 
 
+SHARED, OTHER = ("vm_0", "vm_1"), ("vm_10",)
+AT_ONCE = 10 * 86400.0
 APPROVE = ("immediately", "when-prepared", "manual", "never")
+SINGLE = list(itertools.product(APPROVE, ("hold", "approve"), ("cancel", "finish"), ((), ("load", "resume"))))
+
+
+@pytest.mark.parametrize(("approve", "on_failure", "on_early_start", "recover"), SINGLE)
+def test_one_event_in_every_order_of_things_with_a_crash_anywhere(
+    approve: Any, on_failure: Any, on_early_start: Any, recover: tuple[str, ...]
+) -> None:
+    rule = a_rule(approve=approve, on_failure=on_failure, on_early_start=on_early_start, recover=recover)
+    assert walk(Script({"A": rule}, crashes=1, appearances=1, may_flap=True)) > 100
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script({"A": a_rule(prepare=("drain",))}, crashes=3, appearances=1),
+        Script({"A": a_rule(on_start=("tell", "log"), recover=("resume",))}, crashes=2, appearances=1),
+        Script({"A": a_rule(prepare=("drain",), on_start=("tell",), on_early_start="finish")}, appearances=1),
+        Script({"A": a_rule(drain_for=30.0)}, appearances=1),
+        Script({"A": a_rule(drain_for=30.0, prepare=())}, appearances=1),
+        Script({"A": a_rule(prepare=(), recover=("resume",))}, appearances=1),
+        Script({"A": a_rule(prepare=(), recover=(), approve="immediately")}),
+        Script({"A": a_rule(approve="manual")}, crashes=1, appearances=1, has_operator=True),
+        Script({"A": a_rule(prepare=("drain",))}, crashes=1, appearances=1, has_operator=True),
+        Script({"A": a_rule(prepare=("drain",), approve="never")}, appearances=1, has_operator=True),
+        Script({"A": a_rule(prepare=("drain",))}, appearances=1, has_operator=True, is_state_lost=True, crashes=0),
+        Script({"A": a_rule(lead=AT_ONCE)}, appearances=1, has_operator=True, crashes=1, resources=SHARED),
+        Script({"A": a_rule(approve="immediately", shared="any")}, appearances=1, resources=SHARED),
+        Script({"A": a_rule(prepare=("drain",))}, crashes=1, has_operator=True, resources=OTHER, appearances=1),
+    ],
+    ids=[
+        "three crashes", "on start", "finish early start", "drain", "drain alone", "recovery alone", "no hooks",
+        "manual", "operator", "never", "state lost", "shared hold", "shared any", "another VM",
+    ],
+)  # fmt: skip
+def test_one_event_under_special_rules_in_every_order_of_things(script: Script) -> None:
+    assert walk(script) > 50
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        a_rule(prepare=("drain",), recover=("resume",)),
+        a_rule(prepare=("drain",), recover=("load", "resume")),
+        a_rule(prepare=("drain",), recover=("resume",), drain_for=30.0),
+        a_rule(prepare=("drain",), recover=()),
+        a_rule(prepare=(), recover=("resume",)),
+    ],
+    ids=["one hook", "two hooks", "drain", "no recovery", "recovery alone"],
+)
+def test_an_event_that_comes_back_in_every_order_of_things(rule: Rule) -> None:
+    assert walk(Script({"A": rule}, crashes=1, appearances=2)) > 500
+
+
+def a_pair(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Rule]:
+    return {"A": a_rule("A", **first), "B": a_rule("B", **second)}
+
+
+DRAIN = {"prepare": ("drain",), "recover": ("resume",)}
+PAIRS = {
+    "same hooks": a_pair(DRAIN, DRAIN),
+    "longer recovery": a_pair({**DRAIN, "recover": ("load", "resume")}, DRAIN),
+    "other order": a_pair({**DRAIN, "recover": ("load", "resume")}, {**DRAIN, "recover": ("resume", "load")}),
+    "no recovery": a_pair(DRAIN, {**DRAIN, "recover": ()}),
+    "nothing shared": a_pair(DRAIN, {"prepare": ("stop",), "recover": ("go",)}),
+    "only recovery shared": a_pair(DRAIN, {"prepare": ("stop",), "recover": ("resume",)}),
+    "immediately": a_pair({**DRAIN, "approve": "immediately"}, DRAIN),
+    "in spite of failure": a_pair({**DRAIN, "on_failure": "approve"}, DRAIN),
+    "finish early start": a_pair({**DRAIN, "on_early_start": "finish"}, DRAIN),
+    "on start": a_pair({**DRAIN, "on_start": ("tell",)}, DRAIN),
+    "drain": a_pair(DRAIN, {**DRAIN, "drain_for": 30.0}),
+    "recovery alone": a_pair({**DRAIN, "prepare": ()}, DRAIN),
+}
+
+
+@pytest.mark.parametrize("rules", PAIRS.values(), ids=PAIRS.keys())
+def test_two_events_in_every_order_of_things_with_a_crash_anywhere(rules: dict[str, Rule]) -> None:
+    assert walk(Script(rules, crashes=1, appearances=1, depth=7)) > 1000
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_long_random_life_of_two_events_breaks_nothing(seed: int) -> None:
+    chance = random.Random(seed)
+    changes: list[dict[str, Any]] = [
+        {
+            "prepare": chance.choice((("drain",), ("drain", "save"), ("stop",), ())),
+            "recover": chance.choice(((), ("resume",), ("load", "resume"), ("resume", "load"))),
+            "on_start": chance.choice(((), ("tell",))),
+            "approve": chance.choice(APPROVE),
+            "on_failure": chance.choice(("hold", "approve")),
+            "on_early_start": chance.choice(("cancel", "finish")),
+            "drain_for": chance.choice((0.0, 0.0, 30.0)),
+        }
+        for _ in TYPES
+    ]
+    script = Script(
+        a_pair(*changes),
+        crashes=30,
+        appearances=10**6,
+        has_operator=chance.random() < 0.5,
+        may_flap=chance.random() < 0.3,
+    )
+    world = World(script)
+    for _ in range(200):
+        world = world.after(chance.choice([*world.choices()]))
+    ending(world, {})
+
+
+# --- A walk that finds nothing proves something only if it finds what is there to be found.
+
+
+def test_a_story_can_be_told_again() -> None:
+    story = (
+        "A appears Scheduled",
+        "A1 prepare succeeded",
+        "A1 approval ok",
+        "crash",
+        "A vanishes",
+        "first document",
+    )
+    world = tell(Script({"A": a_rule(prepare=("drain",), recover=("resume",))}), *story)
+    assert world.story == story
+    assert [*world.flights] == [("A1", "recover")]
+
+
+Faults = dict[str, Callable[..., Any]]
+
+
+def _always_yes(*_: Any) -> machine.Leave:
+    return machine.Leave("yes")
+
+
+def _never_asked(name: str) -> Faults:
+    """The machine with one gate left open."""
+    gates = tuple(_always_yes if gate.__name__ == name else gate for gate in machine.GATES)
+    return {"GATES": gates}  # type: ignore[dict-item]
+
+
+def _forgetful_restart(workflow: Workflow, context: Context) -> Step:
+    del context
+    return Step(workflow=workflow)
+
+
+def _restart_that_takes_hooks_for_done(workflow: Workflow, context: Context) -> Step:
+    step = REAL["_restart"](workflow, context)
+    done = (*workflow.prepare.done, workflow.prepare.current or "")
+    assert isinstance(step, Step)
+    return replaced(step, workflow=replaced(step.workflow, prepare=replaced(step.workflow.prepare, done=done)))
+
+
+def _restart_that_repeats_approvals(workflow: Workflow, context: Context) -> Step:
+    step = REAL["_restart"](workflow, context)
+    assert isinstance(step, Step)
+    return replaced(step, workflow=replaced(step.workflow, approval=machine.Approval()))
+
+
+def _restart_that_prepares_again(workflow: Workflow, context: Context) -> Step:
+    step = REAL["_restart"](workflow, context)
+    assert isinstance(step, Step)
+    again = replaced(step.workflow.prepare, done=())
+    return replaced(step, workflow=replaced(step.workflow, prepare=again))
+
+
+def _answer_that_gives_up(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Step | None:
+    step = REAL["_answer"](workflow, signal, context)
+    assert step is None or isinstance(step, Step)
+    if step is None or not signal.error_kind:
+        return step
+    return replaced(step, workflow=replaced(step.workflow, approval=machine.Approval(state="requested")))
+
+
+def _close_at_once(workflow: Workflow, *_: Any) -> Step | None:
+    return machine._close(workflow)
+
+
+def _cancel_in_words_only(workflow: Workflow, stage: Stage) -> Step:
+    progress = replaced(machine._progress(workflow, stage), current=None, state="canceled")
+    return Step(workflow=machine._with_progress(workflow, stage, progress))
+
+
+def _nobody_prepares(*_: Any) -> bool:
+    return False
+
+
+REAL: Faults = {name: getattr(machine, name) for name in ("_restart", "_answer")}
+MUTANTS: dict[str, tuple[Faults, str, Script]] = {
+    "no rule is asked": (_never_asked("_rule_gate"), "(1", Script(PAIRS["same hooks"], depth=3)),
+    "the service's gate is open": (
+        _never_asked("_service_gate"), "(2)", Script({"A": a_rule()}, resources=OTHER, has_operator=True),
+    ),
+    "operators are ignored": (_never_asked("_operator_gate"), "(1", Script({"A": a_rule(approve="manual")})),
+    "anybody speaks for all": (
+        _never_asked("_spokesman_gate"), "(1", Script({"A": a_rule(lead=AT_ONCE)}, resources=SHARED),
+    ),
+    "no doubt": (_never_asked("_doubt_gate"), "(1, 2, 7)", Script({"A": a_rule()}, is_state_lost=True)),
+    "recovery ignores other events": ({"_share_hooks": _nobody_prepares}, "(4)", Script(PAIRS["same hooks"])),
+    "recovery beside the last prepare hook": (
+        {"_is_preparing": lambda workflow: not workflow.is_gone}, "(4)", Script(PAIRS["same hooks"], crashes=0),
+    ),
+    "recovery is forgotten": ({"_move_gone": _close_at_once}, "(4)", Script({"A": a_rule()})),
+    "recovery is not shared": ({"_is_to_recover": _nobody_prepares}, "(4)", Script(PAIRS["same hooks"])),
+    "a restart forgets the hook in flight": ({"_restart": _forgetful_restart}, "", Script({"A": a_rule()})),
+    "a restart takes the hook in flight for done": (
+        {"_restart": _restart_that_takes_hooks_for_done}, "(3)", Script({"A": a_rule()}),
+    ),
+    "a restart prepares again": ({"_restart": _restart_that_prepares_again}, "(3)", Script({"A": a_rule()})),
+    "a restart repeats approvals": ({"_restart": _restart_that_repeats_approvals}, "(6)", Script({"A": a_rule()})),
+    "a failed approval is given up": ({"_answer": _answer_that_gives_up}, "(6)", Script({"A": a_rule()})),
+    "hooks are canceled in words only": ({"_cut_short": _cancel_in_words_only}, "", Script({"A": a_rule()})),
+    "an event is prepared for only when an operator says so": (
+        {"_may_begin": lambda workflow: workflow.phase == "waiting" and workflow.operator == "approved"},
+        "(8)", Script({"A": a_rule()}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("faults", "found", "script"), MUTANTS.values(), ids=MUTANTS.keys())
+def test_the_walk_finds_a_state_machine_that_is_wrong(
+    faults: Faults, found: str, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, wrong in faults.items():
+        monkeypatch.setattr(machine, name, wrong)
+    with pytest.raises(BrokenError) as caught:
+        walk(script)
+    assert str(caught.value).startswith(found)
+    assert "\n  after: A appears Scheduled" in str(caught.value)

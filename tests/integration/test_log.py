@@ -1,0 +1,288 @@
+"""What lines of the log look like, when failures are told, and that the log never hurts who writes to it."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+import structlog
+
+from agent.log import FailureLog, get_logger, set_up
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_configuration() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """Lines without the time."""
+    return [{key: value for key, value in line.items() if key != "time"} for line in lines(capsys)]
+
+
+def run_python(program: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], text=True, timeout=30, check=False, **{"capture_output": True, **options}
+    )
+
+
+# --- form
+
+
+def test_a_line_is_json_that_begins_with_time_level_and_message(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("info", "json")
+    before = datetime.now(UTC)
+    get_logger().warning("held", event_id="E-1", reason="drain failed")
+    (line,) = lines(capsys)
+    assert list(line) == ["time", "level", "message", "event_id", "reason"]
+    assert before <= datetime.fromisoformat(line.pop("time")) <= datetime.now(UTC)
+    assert line == {"level": "warning", "message": "held", "event_id": "E-1", "reason": "drain failed"}
+
+
+def test_bound_fields_come_after_the_message_too(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("info", "json")
+    get_logger().bind(hook="drain").info("hook output", line="one")
+    (line,) = lines(capsys)
+    assert list(line) == ["time", "level", "message", "hook", "line"]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("two\nlines", "two\nlines"),
+        ("\x1b[31mred", "\x1b[31mred"),
+        (datetime(2026, 5, 4, tzinfo=UTC), "2026-05-04T00:00:00Z"),
+        (["a", 1], ["a", 1]),
+        (ValueError("bad"), "bad"),
+        ("no text: \udcff", "no text: \udcff"),
+    ],
+)
+def test_any_value_makes_one_line(capsys: pytest.CaptureFixture[str], value: object, shown: object) -> None:
+    set_up("info", "json")
+    get_logger().info("seen", value=value)
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert "\x1b" not in text
+    assert json.loads(text)["value"] == shown
+
+
+def test_a_bug_is_logged_with_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("info", "json")
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError:
+        get_logger().exception("a bug in the agent")
+    (line,) = told(capsys)
+    assert (line["level"], line["message"]) == ("error", "a bug in the agent")
+    assert line["exception"].splitlines()[-1] == "RuntimeError: broken"
+
+
+def test_less_severe_lines_than_the_level_are_not_written(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("warning", "json")
+    get_logger().info("not this")
+    get_logger().warning("this")
+    set_up("debug", "json")  # the level may change while the agent runs
+    get_logger().debug("now this")
+    assert [line["message"] for line in lines(capsys)] == ["this", "now this"]
+
+
+def test_console_lines_are_for_people_and_have_no_colors_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    set_up("info", "console")
+    get_logger().warning("held", event_id="E-1", reason="drain failed")
+    text = capsys.readouterr().err
+    time_, _, rest = text.partition(" ")
+    assert datetime.fromisoformat(time_).tzinfo is not None
+    assert rest == "[warning  ] held event_id=E-1 reason='drain failed'\n"
+
+
+def test_auto_means_json_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("info", "auto")
+    get_logger().info("seen")
+    assert told(capsys) == [{"level": "info", "message": "seen"}]
+
+
+def test_auto_means_console_on_a_terminal() -> None:
+    if sys.platform == "win32":
+        pytest.skip("there are no such terminals on Windows")
+    import os
+    import pty
+
+    master, slave = pty.openpty()
+    program = (
+        "from agent.log import get_logger, set_up; set_up('info', 'auto'); get_logger().info('seen', rule='r')"
+    )
+    run_python(program, capture_output=False, stderr=slave)
+    os.close(slave)
+    text = os.read(master, 4096).decode()
+    os.close(master)
+    assert "seen" in text
+    assert "{" not in text
+    assert "\x1b[" in text
+
+
+# --- the stream
+
+
+CHATTY = """
+import sys
+from agent.log import get_logger, set_up
+for form in ("json", "console", "auto"):
+    set_up("info", form)
+    get_logger().info("seen", form=form)
+print("alive")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a Unix shell")
+@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
+def test_a_stream_that_is_closed_or_full_does_not_hurt(redirection: str) -> None:
+    command = f'exec "$0" -c "$1" {redirection}'
+    arguments = ["/bin/sh", "-c", command, sys.executable, CHATTY]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout == "alive\n"
+
+
+def test_a_stream_that_python_has_closed_does_not_hurt() -> None:
+    done = run_python("import sys; sys.stderr.close()\n" + CHATTY)
+    assert done.stdout == "alive\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Unix pipes")
+def test_a_pipe_whose_reader_has_gone_does_not_hurt() -> None:
+    import os
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = run_python(CHATTY, capture_output=False, stdout=subprocess.PIPE, stderr=writer)
+    os.close(writer)
+    assert done.stdout == "alive\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Unix pipes")
+def test_a_pipe_that_nobody_empties_holds_nobody_up_and_works_again_once_it_is_emptied() -> None:
+    import os
+
+    program = """
+import sys, time
+from agent.log import get_logger, set_up
+set_up("info", "json")
+began = time.monotonic()
+for number in range(5000):
+    get_logger().info("line", number=number)
+print(time.monotonic() - began, flush=True)
+sys.stdin.readline()
+get_logger().info("again")
+"""
+    reader, writer = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", program], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writer
+    ) as process:
+        os.close(writer)
+        assert process.stdin
+        assert process.stdout
+        seconds = float(process.stdout.readline())
+        text = os.read(reader, 1 << 20).decode()
+        process.stdin.write("\n")
+        process.stdin.close()
+        while part := os.read(reader, 1 << 20).decode():
+            text += part
+    os.close(reader)
+    assert seconds < 5
+    messages = [json.loads(line) for line in text.splitlines()]  # every line that came is whole
+    assert [message["number"] for message in messages[:-1]] == list(range(len(messages) - 1))
+    assert 100 < len(messages) < 5000
+    assert messages[-1]["message"] == "again"
+
+
+# --- failures
+
+
+class Clock:
+    """Monotonic seconds that pass when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def pass_(self, seconds: float) -> float:
+        self.now += seconds
+        return self.now
+
+
+def test_a_failure_that_repeats_is_told_once_and_then_hourly(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("info", "json")
+    clock, failures = Clock(), FailureLog("polling")
+    for _ in range(7300):
+        failures.failed("refused", "connection refused", clock.pass_(1.0))
+    assert told(capsys) == [
+        {
+            "level": "warning",
+            "message": "polling fails",
+            "kind": "refused",
+            "reason": "connection refused",
+            "failures": count,
+        }
+        for count in (1, 3601, 7201)
+    ]
+
+
+def test_a_failure_of_another_kind_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("info", "json")
+    clock, failures = Clock(), FailureLog("polling")
+    for kind in ("refused", "refused", "timeout", "timeout", "refused"):
+        failures.failed(kind, f"it was {kind}", clock.pass_(1.0))
+    assert [(line["reason"], line["failures"]) for line in told(capsys)] == [
+        ("it was refused", 1),
+        ("it was timeout", 3),
+        ("it was refused", 5),
+    ]
+
+
+def test_the_same_kind_in_other_words_is_not_told_again(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("info", "json")
+    clock, failures = Clock(), FailureLog("polling")
+    for number in range(5):
+        failures.failed("server_error", f"500, request {number}", clock.pass_(1.0))
+    assert [line["reason"] for line in told(capsys)] == ["500, request 0"]
+
+
+def test_recovery_is_told_with_count_and_length(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("info", "json")
+    clock, failures = Clock(), FailureLog("polling")
+    failures.failed("refused", "connection refused", clock.pass_(1.0))
+    failures.failed("refused", "connection refused", clock.pass_(4.0))
+    failures.succeeded(clock.pass_(5.04))
+    assert told(capsys)[1:] == [
+        {"level": "info", "message": "polling works again", "failures": 2, "after_seconds": 9.0}
+    ]
+
+
+def test_success_after_success_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("info", "json")
+    clock, failures = Clock(), FailureLog("polling")
+    for _ in range(3):
+        failures.succeeded(clock.pass_(1.0))
+    assert told(capsys) == []
+
+
+def test_after_a_recovery_the_same_failure_is_news_again(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("info", "json")
+    clock, failures = Clock(), FailureLog("polling")
+    for _ in range(2):
+        failures.failed("refused", "connection refused", clock.pass_(1.0))
+        failures.succeeded(clock.pass_(1.0))
+    assert [(line["message"], line["failures"]) for line in told(capsys)] == [
+        ("polling fails", 1),
+        ("polling works again", 1),
+        ("polling fails", 1),
+        ("polling works again", 1),
+    ]

@@ -1,0 +1,288 @@
+"""A damaged state file: set aside whole and loudly, never a reason not to start, never trusted by halves."""
+
+import random
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from agent.events import ScheduledEvent
+from agent.policy import Decision
+from agent.store import FILE_NAME, Store, StoreError
+from agent.workflow import Note, Step, Workflow
+
+NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
+ASIDE = f"{FILE_NAME}.damaged-20260504T120000Z"
+PAGE = 4096
+
+
+def make_step(name: str) -> Step:
+    workflow = Workflow(
+        id=name,
+        event=ScheduledEvent(id=name.upper(), type="Reboot", status="Scheduled", resources=("vm-1",)),
+        decision=Decision(rule="reboots", reason="type is Reboot", affects="self"),
+        first_seen_at=NOW,
+        noticed_at=NOW,
+        boot_id="boot-1",
+    )
+    return Step(workflow=workflow, notes=(Note(kind="seen", text="x" * 200),))
+
+
+STEPS = [make_step(f"event-{number}") for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file with many open workflows and a journal."""
+    place = tmp_path_factory.mktemp("good")
+    store = Store.open(place, NOW)
+    for step in STEPS:
+        store.commit([step], NOW)
+    store.close()
+    return (place / FILE_NAME).read_bytes()
+
+
+def assert_starts_anew(place: Path, damaged: bytes) -> str:
+    """The damaged file is kept under another name; a new one works and remembers. Returns what it remembers."""
+    store = Store.open(place, NOW)
+    assert store.set_aside == place / ASIDE
+    if len(damaged) >= 512:  # SQLite takes less for an empty file and makes it a database at once
+        assert (place / ASIDE).read_bytes() == damaged
+    assert store.load_workflows() == []
+    reason = store.load_fact("state_lost")
+    assert reason
+    store.commit([STEPS[0]], NOW)
+    store.close()
+    again = Store.open(place, NOW)
+    assert again.set_aside is None
+    assert again.load_workflows() == [STEPS[0].workflow]
+    assert again.load_fact("state_lost") == reason
+    again.close()
+    (place / ASIDE).unlink()
+    (place / FILE_NAME).unlink()
+    return reason
+
+
+def test_a_file_cut_off_anywhere_is_set_aside(tmp_path: Path, good: bytes) -> None:
+    lengths = [0, 1, 15, 16, 99, 100, PAGE - 1, PAGE, PAGE + 1, len(good) - PAGE, len(good) - 1]
+    lengths += random.Random(4).sample(range(len(good)), 15)
+    for length in lengths:
+        (tmp_path / FILE_NAME).write_bytes(good[:length])
+        assert assert_starts_anew(tmp_path, good[:length]), length
+
+
+def test_a_file_with_one_page_overwritten_is_set_aside(tmp_path: Path, good: bytes) -> None:
+    chance = random.Random(5)
+    places = range(0, len(good), PAGE)
+    for start in chance.sample(places, min(12, len(places))):
+        for filling in (bytes(PAGE), b"\xff" * PAGE, chance.randbytes(PAGE)):
+            damaged = good[:start] + filling + good[start + PAGE :]
+            (tmp_path / FILE_NAME).write_bytes(damaged)
+            assert_starts_anew(tmp_path, damaged)
+
+
+def test_single_flipped_bits_never_keep_the_agent_from_starting(tmp_path: Path, good: bytes) -> None:
+    chance = random.Random(6)
+    for _ in range(60):
+        position = chance.randrange(len(good))
+        damaged = bytearray(good)
+        damaged[position] ^= 1 << chance.randrange(8)
+        (tmp_path / FILE_NAME).write_bytes(damaged)
+        store = Store.open(tmp_path, NOW)
+        store.load_workflows()
+        store.commit([make_step("new")], NOW)
+        store.close()
+        for file in tmp_path.iterdir():
+            file.unlink()
+
+
+@pytest.mark.parametrize(
+    "text", [b"garbage", b"\0" * 10_000, b"SQLite format 3\0" + b"\xaa" * 5000, b"<html>sign in</html>"]
+)
+def test_a_file_that_never_was_one_of_ours_is_set_aside(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / FILE_NAME).write_bytes(text)
+    assert_starts_anew(tmp_path, text)
+
+
+def test_an_empty_file_is_a_loss_and_not_a_beginning(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"")
+    assert assert_starts_anew(tmp_path, b"") == "there is nothing in it"
+
+
+def spoil(place: Path, statement: str) -> None:
+    connection = sqlite3.connect(place / FILE_NAME)
+    connection.execute("PRAGMA journal_mode = DELETE")
+    connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("statement", "reason"),
+    [
+        ("UPDATE workflow SET body = '{' WHERE id = 'event-7'", "a workflow in it cannot be read: "),
+        (
+            """UPDATE workflow SET body = '{"id": "event-7"}' WHERE id = 'event-7'""",
+            "a workflow in it cannot be read: Object missing required field `event`",
+        ),
+        (
+            "UPDATE workflow SET body = replace(body, '\"waiting\"', '\"dancing\"') WHERE id = 'event-7'",
+            "a workflow in it cannot be read: Invalid enum value 'dancing' - at `$.phase`",
+        ),
+        (
+            "UPDATE workflow SET body = CAST(x'ff' AS TEXT) WHERE id = 'event-7'",
+            "Could not decode to UTF-8 column",
+        ),
+        ("DROP TABLE workflow", "no such table: workflow"),
+        ("PRAGMA user_version = 0", "there is nothing in it"),
+    ],
+)
+def test_a_workflow_that_cannot_be_read_sets_the_whole_file_aside(
+    tmp_path: Path, good: bytes, statement: str, reason: str
+) -> None:
+    (tmp_path / FILE_NAME).write_bytes(good)
+    spoil(tmp_path, statement)
+    damaged = (tmp_path / FILE_NAME).read_bytes()
+    # SQLite marks the file as write-ahead logged when it is opened; nothing else may change.
+    store = Store.open(tmp_path, NOW)
+    aside = (tmp_path / ASIDE).read_bytes()
+    assert aside[100:] == damaged[100:]
+    assert store.load_fact("state_lost").startswith(reason)
+    assert store.load_workflows() == []
+    store.close()
+
+
+def test_a_closed_workflow_that_cannot_be_read_harms_nobody(tmp_path: Path, good: bytes) -> None:
+    (tmp_path / FILE_NAME).write_bytes(good)
+    spoil(tmp_path, "UPDATE workflow SET body = '{', is_open = 0 WHERE id = 'event-7'")
+    store = Store.open(tmp_path, NOW)
+    assert store.set_aside is None
+    assert len(store.load_workflows()) == len(STEPS) - 1
+    store.close()
+
+
+def test_a_row_that_its_index_does_not_know_is_damage(tmp_path: Path, good: bytes) -> None:
+    (tmp_path / FILE_NAME).write_bytes(good)
+    # Through the index alone the workflow would be lost silently.
+    spoil(tmp_path, "CREATE TABLE other (number INTEGER)")
+    connection = sqlite3.connect(tmp_path / FILE_NAME)
+    connection.execute("PRAGMA writable_schema = ON")
+    connection.execute(
+        "UPDATE sqlite_schema SET rootpage = (SELECT rootpage FROM sqlite_schema WHERE name = 'other')"
+        " WHERE name = 'other' OR name = 'workflow_open'"
+    )
+    connection.commit()
+    connection.close()
+    store = Store.open(tmp_path, NOW)
+    assert store.set_aside == tmp_path / ASIDE
+    store.close()
+
+
+def killed_store(place: Path) -> None:
+    """A state file whose process was killed: what it holds is in the write-ahead log."""
+    program = f"""
+import os, sys
+from datetime import UTC, datetime
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_store_damage import STEPS
+from agent.store import Store
+store = Store.open(Path({str(place)!r}), datetime.now(UTC))
+store.commit(STEPS[:3], datetime.now(UTC))
+os.kill(os.getpid(), 9)
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=30, check=False)
+    assert (place / f"{FILE_NAME}-wal").stat().st_size > 0
+
+
+def cut_wal(place: Path) -> None:
+    wal = place / f"{FILE_NAME}-wal"
+    wal.write_bytes(wal.read_bytes()[:10])
+
+
+def garble_wal(place: Path) -> None:
+    wal = place / f"{FILE_NAME}-wal"
+    wal.write_bytes(random.Random(7).randbytes(wal.stat().st_size))
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [cut_wal, garble_wal, lambda place: (place / f"{FILE_NAME}-wal").unlink()],
+    ids=["cut", "garbled", "gone"],
+)
+def test_a_file_whose_log_was_lost_before_it_was_taken_over_is_set_aside(
+    tmp_path: Path, harm: Callable[[Path], object]
+) -> None:
+    killed_store(tmp_path)
+    harm(tmp_path)
+    store = Store.open(tmp_path, NOW)
+    assert store.set_aside == tmp_path / ASIDE
+    assert store.load_fact("state_lost") == "there is nothing in it"
+    store.close()
+
+
+def test_no_part_of_a_damaged_file_stays_beside_the_new_one(tmp_path: Path) -> None:
+    killed_store(tmp_path)
+    (tmp_path / FILE_NAME).write_bytes(b"garbage" * 1000)
+    garble_wal(tmp_path)
+    store = Store.open(tmp_path, NOW)
+    assert store.set_aside == tmp_path / ASIDE
+    assert store.load_workflows() == []
+    store.close()
+    assert {file.name for file in tmp_path.iterdir()} >= {FILE_NAME, ASIDE}
+    assert not (tmp_path / f"{FILE_NAME}-wal").exists()
+    again = Store.open(tmp_path, NOW)
+    assert again.set_aside is None
+    again.close()
+
+
+def test_a_damaged_file_whose_whole_content_is_in_its_log_is_restored_from_there(tmp_path: Path) -> None:
+    killed_store(tmp_path)
+    (tmp_path / FILE_NAME).write_bytes(b"garbage" * 1000)
+    store = Store.open(tmp_path, NOW)
+    assert store.set_aside is None
+    assert store.load_workflows() == [step.workflow for step in STEPS[:3]]
+    store.close()
+
+
+def test_a_lost_index_of_the_log_is_made_anew(tmp_path: Path) -> None:
+    killed_store(tmp_path)
+    (tmp_path / f"{FILE_NAME}-shm").unlink()
+    store = Store.open(tmp_path, NOW)
+    assert store.set_aside is None
+    assert store.load_workflows() == [step.workflow for step in STEPS[:3]]
+    store.close()
+
+
+def test_who_joins_a_damaged_file_leaves_it_to_the_agent(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"garbage")
+    with pytest.raises(StoreError) as caught:
+        Store.join(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / FILE_NAME} is damaged (file is not a database): "
+        "the agent sets it aside when it is started again"
+    )
+    assert (tmp_path / FILE_NAME).read_bytes() == b"garbage"
+
+
+def test_damage_met_while_reading_is_an_error_of_the_store(tmp_path: Path) -> None:
+    store = Store.open(tmp_path, NOW)
+    store.commit([STEPS[0]], NOW)
+    other = sqlite3.connect(tmp_path / FILE_NAME)
+    other.execute("UPDATE journal SET at = 'yesterday'")
+    other.execute("UPDATE workflow SET body = '{'")
+    other.commit()
+    other.close()
+    with pytest.raises(StoreError) as journal:
+        store.load_journal()
+    with pytest.raises(StoreError) as workflows:
+        store.load_workflows()
+    store.close()
+    path = tmp_path / FILE_NAME
+    assert str(journal.value) == f"cannot read {path}: Invalid isoformat string: 'yesterday'"
+    assert str(workflows.value) == f"cannot read {path}: Input data was truncated"
+    assert (journal.value.kind, workflows.value.kind) == ("read", "read")

@@ -1,0 +1,292 @@
+"""The web server over real sockets: what it serves, what it refuses, and whom it does not wait for."""
+
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from http import HTTPStatus
+from typing import Any
+
+import pytest
+
+from agent import __version__, web
+from agent.web import Page, Pages, WebError, WebServer
+
+NOT_FOUND = "no such page; there are: /healthz /metrics /slow\n"
+
+
+class Slow:
+    """A page that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Semaphore(0)
+        self.may_answer = threading.Event()
+
+    def __call__(self) -> Page:
+        self.entered.release()
+        assert self.may_answer.wait(20)
+        return Page(HTTPStatus.OK, b"slow\n")
+
+
+@pytest.fixture
+def slow() -> Slow:
+    return Slow()
+
+
+@pytest.fixture
+def server(slow: Slow) -> Iterator[WebServer]:
+    pages: Pages = {
+        "/healthz": lambda: Page(HTTPStatus.SERVICE_UNAVAILABLE, b"no poll has succeeded\n"),
+        "/metrics": lambda: Page(HTTPStatus.OK, b"# metrics\n", "text/plain; version=0.0.4; charset=utf-8"),
+        "/slow": slow,
+    }
+    server = WebServer("127.0.0.1:0", pages)
+    yield server
+    slow.may_answer.set()
+    server.close()
+
+
+def ask(server: WebServer, method: str, path: str, **options: Any) -> tuple[http.client.HTTPResponse, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    try:
+        connection.request(method, path, **options)
+        answer = connection.getresponse()
+        return answer, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def say(server: WebServer, text: bytes, *, half_close: bool = False) -> bytes:
+    """Send bytes as they are; all that comes back until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(text)
+        if half_close:
+            connection.shutdown(socket.SHUT_WR)
+        parts = []
+        try:
+            while part := connection.recv(65536):
+                parts.append(part)
+        except ConnectionResetError:
+            pass  # it closed with some of our bytes unread
+        return b"".join(parts)
+
+
+def test_a_page_comes_with_its_status_type_and_length(server: WebServer) -> None:
+    answer, body = ask(server, "GET", "/metrics")
+    assert (answer.status, body) == (200, "# metrics\n")
+    headers = dict(answer.getheaders())
+    del headers["Date"]
+    assert headers == {
+        "Server": f"scheduled-events-agent/{__version__}",
+        "Content-Type": "text/plain; version=0.0.4; charset=utf-8",
+        "Content-Length": "10",
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+
+def test_a_page_may_say_that_something_is_wrong(server: WebServer) -> None:
+    answer, body = ask(server, "GET", "/healthz")
+    assert (answer.status, body) == (503, "no poll has succeeded\n")
+
+
+def test_a_query_does_not_matter(server: WebServer) -> None:
+    answer, body = ask(server, "GET", "/metrics?name[]=up")
+    assert (answer.status, body) == (200, "# metrics\n")
+
+
+def test_head_has_the_headers_and_no_body(server: WebServer) -> None:
+    answer, body = ask(server, "HEAD", "/metrics")
+    assert (answer.status, answer.getheader("Content-Length"), body) == (200, "10", "")
+
+
+@pytest.mark.parametrize("path", ["/", "/nothing", "/metrics/", "/../etc/passwd", "/%2e%2e"])
+def test_any_other_path_is_told_what_pages_there_are(server: WebServer, path: str) -> None:
+    answer, body = ask(server, "GET", path)
+    assert (answer.status, body) == (404, NOT_FOUND)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_nothing_but_reading_is_possible(server: WebServer, method: str) -> None:
+    answer, _ = ask(server, method, "/metrics", body=b"x")
+    assert answer.status == 501
+
+
+def test_a_slow_page_does_not_hold_up_another_one(server: WebServer, slow: Slow) -> None:
+    waiting = threading.Thread(target=ask, args=(server, "GET", "/slow"))
+    waiting.start()
+    assert slow.entered.acquire(timeout=10)
+    answer, _ = ask(server, "GET", "/metrics")
+    assert answer.status == 200
+    slow.may_answer.set()
+    waiting.join()
+
+
+def test_a_client_that_says_nothing_or_half_a_request_does_not_hold_up_another_one(server: WebServer) -> None:
+    with ExitStack() as stack:
+        for text in (b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: x\r\n"):
+            mute = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            mute.sendall(text)
+        began = time.monotonic()
+        answer, _ = ask(server, "GET", "/metrics")
+        assert answer.status == 200
+        assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("text", [b"", b"x"], ids=["nothing", "a byte now and then"])
+def test_a_client_that_never_comes_to_the_point_is_let_go(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    monkeypatch.setattr(web, "_TIMEOUT_SECONDS", 0.5)
+    server = WebServer("127.0.0.1:0", {})
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=0.1) as connection:
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        while time.monotonic() - began < 20:
+            try:
+                connection.sendall(text)
+                if connection.recv(100) == b"":
+                    break
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                break
+    assert 0.4 < time.monotonic() - began < 5
+    server.close()
+
+
+def test_more_clients_than_there_are_places_are_all_served_in_the_end(server: WebServer, slow: Slow) -> None:
+    clients = web._MAX_CONNECTIONS + 8
+    served: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: served.append(ask(server, "GET", "/slow")[0].status))
+        for _ in range(clients)
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in range(web._MAX_CONNECTIONS):
+        assert slow.entered.acquire(timeout=10)
+    assert not slow.entered.acquire(timeout=0.2)  # no more than that at a time
+    slow.may_answer.set()
+    for thread in threads:
+        thread.join()
+    assert served == [200] * clients
+
+
+def test_a_client_that_closes_its_side_after_asking_gets_its_answer(server: WebServer) -> None:
+    answer = say(server, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", half_close=True)
+    assert answer.startswith(b"HTTP/1.0 200 OK\r\n")
+    assert answer.endswith(b"\r\n\r\n# metrics\n")
+
+
+def test_a_client_that_goes_away_while_it_is_answered_harms_nobody(
+    server: WebServer, slow: Slow, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(web._MAX_CONNECTIONS):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # reset at close
+            connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert slow.entered.acquire(timeout=10)
+    slow.may_answer.set()
+    answer, _ = ask(server, "GET", "/metrics")
+    assert answer.status == 200
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n", b"HTTP/1.0 414 "),
+        (b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 70_000 + b"\r\n\r\n", b"HTTP/1.0 431 "),
+        (b"GET /metrics HTTP/1.1\r\n" + b"X: y\r\n" * 200 + b"\r\n", b"HTTP/1.0 431 "),
+        (b"nonsense\r\n\r\n", b""),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b""),  # a TLS greeting
+        (b"GET /metrics HTTP/9.9\r\n\r\n", b""),
+    ],
+)
+def test_what_is_too_long_or_not_http_is_refused_and_the_server_goes_on(
+    server: WebServer, text: bytes, status: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answer = say(server, text)
+    if status:
+        assert answer.startswith(status) or answer == b""  # it may be reset while we still send
+    assert b"200" not in answer[:20]
+    assert ask(server, "GET", "/metrics")[0].status == 200
+    assert capfd.readouterr() == ("", "")
+
+
+def test_it_listens_on_ipv6_too() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    server = WebServer("[::1]:0", {"/x": lambda: Page(HTTPStatus.OK, b"x\n")})
+    try:
+        connection = http.client.HTTPConnection("::1", server.port, timeout=10)
+        connection.request("GET", "/x")
+        assert connection.getresponse().read() == b"x\n"
+        connection.close()
+    finally:
+        server.close()
+
+
+def test_a_port_in_use_is_told_with_the_way_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(WebError) as caught:
+            WebServer(f"127.0.0.1:{port}", {})
+    assert str(caught.value) == (
+        f"cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "set agent.listen to a free ADDRESS:PORT, or to off"
+    )
+    assert caught.value.kind == "listen"
+
+
+def test_an_address_that_is_not_ours_is_told_with_the_way_out() -> None:
+    with pytest.raises(WebError) as caught:
+        WebServer("192.0.2.1:9769", {})
+    assert str(caught.value) == (
+        "cannot listen on 192.0.2.1:9769: Cannot assign requested address; "
+        "set agent.listen to a free ADDRESS:PORT, or to off"
+    )
+
+
+def test_close_is_prompt_and_leaves_neither_a_thread_nor_the_port() -> None:
+    before = set(threading.enumerate())
+    server = WebServer("127.0.0.1:0", {"/x": lambda: Page(HTTPStatus.OK, b"x\n")})
+    port = server.port
+    assert ask(server, "GET", "/x")[1] == "x\n"
+    began = time.monotonic()
+    server.close()
+    assert time.monotonic() - began < 1
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=2)
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    WebServer(f"127.0.0.1:{port}", {}).close()
+
+
+def test_close_does_not_wait_for_clients_that_hang() -> None:
+    slow = Slow()
+    server = WebServer("127.0.0.1:0", {"/slow": slow})
+    with ExitStack() as stack:
+        # All places are taken, and one more waits outside.
+        for _ in range(web._MAX_CONNECTIONS + 1):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            client.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        for _ in range(web._MAX_CONNECTIONS):
+            assert slow.entered.acquire(timeout=10)
+        began = time.monotonic()
+        server.close()
+        assert time.monotonic() - began < 2
+        slow.may_answer.set()
+
+
+def test_closing_a_server_on_every_address_works_as_well() -> None:
+    before = set(threading.enumerate())
+    server = WebServer("0.0.0.0:0", {})
+    began = time.monotonic()
+    server.close()
+    assert time.monotonic() - began < 1
+    assert set(threading.enumerate()) <= before

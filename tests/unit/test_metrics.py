@@ -1,0 +1,231 @@
+"""The metrics as a scraper sees them: what docs/metrics.md promises, closed labels, no series left behind."""
+
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from msgspec.structs import replace
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from agent import __version__
+from agent.events import EVENT_TYPES, Affects, DocumentError, ScheduledEvent
+from agent.imds import IMDS_ERROR_KINDS
+from agent.metrics import Metrics
+from agent.policy import ApproveMode, Decision
+from agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
+
+NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
+DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
+ID = "C7061BAC-AFDC-4513-B24B-AA5F13A16123"
+PENDING = "scheduled_events_pending_not_before_timestamp_seconds"
+
+
+def make_workflow(name: str = "w-1", event_id: str = ID, phase: Phase = "preparing") -> Workflow:
+    return Workflow(
+        id=name,
+        event=ScheduledEvent(
+            id=event_id, type="Reboot", status="Scheduled", source="User", resources=("vm-1",), not_before=NOW
+        ),
+        decision=Decision(rule="reboots", reason="", affects="self", approve="when-prepared"),
+        first_seen_at=NOW,
+        noticed_at=NOW,
+        boot_id="boot-1",
+        phase=phase,
+    )
+
+
+@pytest.fixture
+def pending() -> list[Workflow]:
+    return []
+
+
+@pytest.fixture
+def metrics(pending: list[Workflow]) -> Metrics:
+    return Metrics(lambda: pending)
+
+
+def record(metrics: Metrics, workflow: Workflow, *kinds: NoteKind, seconds_later: float = 0.0) -> None:
+    for kind in kinds:
+        metrics.record_note(workflow, Note(kind=kind, text=""), NOW.timestamp() + seconds_later)
+
+
+def families(metrics: Metrics) -> dict[str, Metric]:
+    """What a scraper understands, under the names by which it is asked for."""
+    found = text_string_to_metric_families(metrics.expose().decode())
+    return {f"{family.name}{'_total' if family.type == 'counter' else ''}": family for family in found}
+
+
+def samples(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
+    """Values by the values of the labels, these in alphabetical order."""
+    found = [sample for sample in families(metrics)[name].samples if sample.name == name]
+    return {tuple(value for _, value in sorted(sample.labels.items())): sample.value for sample in found}
+
+
+def use_everything(metrics: Metrics, pending: list[Workflow]) -> None:
+    """Bring every metric and every label to light."""
+    workflow = replace(make_workflow(), outcome="completed", recover=Progress(failure="exit code 1"))
+    pending.append(workflow)
+    record(metrics, workflow, "seen", "decided", "approved", "closed")
+    metrics.polls.labels("ok").inc()
+    metrics.hook_seconds.labels("drain", "prepare", "succeeded").observe(1.0)
+    metrics.store_errors.labels("write").inc()
+
+
+def table(metrics: Metrics) -> Iterator[str]:
+    """The rows of docs/metrics.md."""
+    for name, family in families(metrics).items():
+        labels: set[str] = set()
+        for sample in family.samples:
+            labels |= sample.labels.keys() - {"le"}
+        shown = ", ".join(f"`{label}`" for label in sorted(labels)) or "-"
+        yield f"| `{name}` | {family.type} | {shown} | {family.documentation} |"
+
+
+def test_the_documented_table_is_what_a_scraper_gets(metrics: Metrics, pending: list[Workflow]) -> None:
+    use_everything(metrics, pending)
+    documented = [
+        line for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| `scheduled_")
+    ]
+    # The process_ metrics are the library's own, and exist where there is a /proc.
+    exposed = [line for line in table(metrics) if not line.startswith("| `process_")]
+    assert documented == exposed
+
+
+def test_every_value_that_a_label_can_take_is_documented() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    rows = dict(
+        line.strip("| ").split(" | ", 1) for line in text.partition("## Labels")[2].splitlines() if "| `" in line
+    )
+    for row, words in {
+        "`type`": EVENT_TYPES,
+        "`affects`": get_args(Affects),
+        "`phase`": set(get_args(Phase)) - {"closed"},
+        "`approve`": get_args(ApproveMode),
+        "`stage`": (*get_args(Stage), "on_clear"),
+        "`outcome` of a poll": ("ok", *IMDS_ERROR_KINDS, DocumentError("").kind),
+        "`outcome` of a hook": get_args(HookOutcome),
+        "`outcome` of an event": set(get_args(Outcome)) - {""},
+    }.items():
+        assert set(words) <= set(re.findall(r"[\w-]+", rows[row])), row
+
+
+def test_names_say_their_unit_and_begin_alike(metrics: Metrics, pending: list[Workflow]) -> None:
+    use_everything(metrics, pending)
+    for name, family in families(metrics).items():
+        assert name.startswith(("scheduled_events_", "process_"))
+        assert name.endswith("_total") == (family.type == "counter")
+        assert not name.endswith(("_ms", "_milliseconds", "_minutes", "_created"))
+        assert family.documentation
+
+
+def test_every_line_can_be_parsed_and_no_series_is_there_twice(metrics: Metrics, pending: list[Workflow]) -> None:
+    use_everything(metrics, pending)
+    # The same event again, while its first appearance is being recovered from; and events without an id.
+    pending += [make_workflow("w-2"), make_workflow("w-3", event_id=""), make_workflow("w-4", event_id="")]
+    series = [
+        (sample.name, tuple(sorted(sample.labels.items())))
+        for family in families(metrics).values()
+        for sample in family.samples
+    ]
+    assert len(series) == len(set(series))
+
+
+def test_text_from_azure_makes_no_new_label_values(metrics: Metrics, pending: list[Workflow]) -> None:
+    for number in range(50):
+        event = ScheduledEvent(
+            id=f"id-{number}",
+            type=f"type-{number}",
+            status=f"status-{number}",
+            source=f"source-{number}",
+            resources=(f"vm-{number}",),
+            description=f"description-{number}",
+        )
+        workflow = replace(make_workflow(f"w-{number}"), event=event, outcome="completed")
+        record(metrics, workflow, "seen", "decided", "approved", "closed")
+        pending.append(workflow)
+    assert samples(metrics, "scheduled_events_events_total") == {("self", "unknown", "other"): 50}
+    assert samples(metrics, "scheduled_events_closed_total") == {("completed", "other"): 50}
+    text = metrics.expose().decode()
+    for word in ("type-", "status-", "source-", "vm-", "description-"):
+        assert word not in text
+
+
+def test_an_id_stands_only_in_the_gauge_of_what_is_pending(metrics: Metrics, pending: list[Workflow]) -> None:
+    use_everything(metrics, pending)
+    assert [line.partition("{")[0] for line in metrics.expose().decode().splitlines() if ID in line] == [PENDING]
+    pending.clear()
+    assert ID not in metrics.expose().decode()
+
+
+def test_an_id_cannot_break_the_exposition(metrics: Metrics, pending: list[Workflow]) -> None:
+    event_id = 'quote" backslash\\ brace} newline\n end'
+    pending.append(make_workflow(event_id=event_id))
+    ((labels, value),) = samples(metrics, PENDING).items()
+    assert labels == ("self", event_id, "preparing", "reboots", "Scheduled", "Reboot")
+    assert value == NOW.timestamp()
+
+
+def test_an_event_that_may_start_at_any_moment_has_the_time_0(metrics: Metrics, pending: list[Workflow]) -> None:
+    workflow = make_workflow()
+    pending.append(replace(workflow, event=replace(workflow.event, not_before=None)))
+    assert list(samples(metrics, PENDING).values()) == [0.0]
+
+
+def test_an_event_without_an_id_goes_by_its_key(metrics: Metrics, pending: list[Workflow]) -> None:
+    pending.append(make_workflow(event_id=""))
+    ((labels, _),) = samples(metrics, PENDING).items()
+    assert labels[1] == "no-id-reboot-vm-1"
+
+
+def test_pending_events_are_counted_by_phase(metrics: Metrics, pending: list[Workflow]) -> None:
+    phases: tuple[Phase, ...] = ("waiting", "preparing", "preparing")
+    pending += [make_workflow(f"w-{n}", f"id-{n}", phase) for n, phase in enumerate(phases)]
+    assert samples(metrics, "scheduled_events_pending") == {("self", "waiting"): 1, ("self", "preparing"): 2}
+
+
+def test_hooks_that_run_are_counted(metrics: Metrics, pending: list[Workflow]) -> None:
+    assert samples(metrics, "scheduled_events_hooks_running") == {(): 0}
+    running = Progress(state="running", current="drain", run=1)
+    pending += [
+        replace(make_workflow("w-1", "id-1"), prepare=running),
+        replace(make_workflow("w-2", "id-2"), prepare=replace(running, current=None)),
+        replace(make_workflow("w-3", "id-3"), recover=running, on_start=running),
+    ]
+    assert samples(metrics, "scheduled_events_hooks_running") == {(): 3}
+
+
+def test_an_approval_is_counted_with_its_delay(metrics: Metrics) -> None:
+    record(metrics, make_workflow(), "approved", seconds_later=42.0)
+    assert samples(metrics, "scheduled_events_approvals_total") == {("confirmed",): 1}
+    family = families(metrics)["scheduled_events_approval_delay_seconds"]
+    sums = [sample.value for sample in family.samples if sample.name.endswith("_sum")]
+    assert sums == [42.0]
+
+
+def test_a_clock_that_was_set_back_makes_no_negative_delay(metrics: Metrics) -> None:
+    record(metrics, make_workflow(), "approved", seconds_later=-42.0)
+    family = families(metrics)["scheduled_events_approval_delay_seconds"]
+    assert [sample.value for sample in family.samples if sample.name.endswith("_sum")] == [0.0]
+
+
+def test_an_event_that_no_rule_took_counts_under_none(metrics: Metrics) -> None:
+    workflow = make_workflow()
+    record(metrics, replace(workflow, decision=replace(workflow.decision, rule=None, approve="never")), "decided")
+    assert samples(metrics, "scheduled_events_decisions_total") == {("never", "none"): 1}
+
+
+def test_a_failed_recovery_is_counted_when_the_event_is_closed(metrics: Metrics) -> None:
+    workflow = replace(make_workflow(), outcome="canceled")
+    record(metrics, workflow, "closed")
+    assert samples(metrics, "scheduled_events_recovery_failures_total") == {(): 0}
+    record(metrics, replace(workflow, recover=Progress(failure="exit code 1")), "closed")
+    assert samples(metrics, "scheduled_events_recovery_failures_total") == {(): 1}
+    assert samples(metrics, "scheduled_events_closed_total") == {("canceled", "Reboot"): 2}
+
+
+def test_the_version_is_there(metrics: Metrics) -> None:
+    assert samples(metrics, "scheduled_events_agent_info") == {(__version__,): 1}
