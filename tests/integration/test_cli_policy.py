@@ -86,18 +86,16 @@ def test_check_without_a_file_checks_the_built_in_policy(run: Run) -> None:
 
 def test_check_of_a_faulty_policy_tells_every_fault_and_exits_2(run: Run, tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("rules:\n  - {name: a, aprove: never}\nhooks: {x: {}}\n")
-    assert run("check", "--config", "p.yaml") == (
-        2,
-        'p.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?\n'
-        "p.yaml:3: hooks.x: expected run (a program and its arguments) or shell (a command line); got neither\n"
-        "not valid: 2 problems\n",
-        "",
-    )
+    problems = [
+        'p.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?',
+        "p.yaml:3: hooks.x: expected run (a program and its arguments) or shell (a command line); got neither",
+    ]
+    assert run("check", "--config", "p.yaml") == (2, "\n".join([*problems, "not valid: 2 problems\n"]), "")
     code, out, _ = run("check", "--config", "p.yaml", "--json")
     assert code == 2
     assert json.loads(out) == {
         "valid": False,
-        "problems": ['p.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?'],
+        "problems": problems,
         "warnings": [],
     }
 

@@ -35,7 +35,7 @@ def test_neither_arguments_nor_environment_of_hooks_are_told_to_anybody(tmp_path
             for name in ("fails", "is-missing", "hangs")
         ]
         settings = {
-            "imds": {"endpoint": sim.endpoint(), "poll_interval": "200ms"},
+            "imds": {"endpoint": sim.endpoint(), "poll_interval": "250ms"},
             "agent": {"listen": "127.0.0.1:0", "log": {"level": "debug", "format": "json"}},
             "rules": rules,
             "hooks": hooks,
