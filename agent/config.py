@@ -23,7 +23,7 @@ CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"
 BUILT_IN_NAME = "built-in policy"
 
 _MAX_FILE_BYTES = 1024 * 1024
-_MIN_POLL_SECONDS = 0.2  # the service allows five requests a second to the whole VM
+_MIN_POLL_SECONDS = 0.25  # the service allows five requests a second to the whole VM
 _MAX_POLL_SECONDS = 60.0  # a Spot VM may be gone 30 s after its notice; longer makes no sense at all
 _MAX_WINDOW_SECONDS = 7 * 86400.0
 _ENDPOINT = re.compile(r"http://[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:(?P<port>[0-9]{1,5}))?/?")

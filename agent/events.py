@@ -79,10 +79,12 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True):
         mine = _plain_names(names)
         if not mine or not self.resources:
             return "unknown"
-        hits = sum(_plain_name(resource) in mine for resource in self.resources)
-        if hits == 0:
-            return "others"
-        return "self" if hits == len(self.resources) else "shared"
+        found = set()
+        for resource in self.resources:
+            found.add(_plain_name(resource) in mine)
+            if len(found) == 2:  # no need to look at the rest; there may be a hundred
+                return "shared"
+        return "self" if True in found else "others"
 
     def is_first_resource(self, names: Iterable[str]) -> bool:
         """Whether the VM that goes by any of ``names`` stands first in Resources."""

@@ -7,12 +7,13 @@ changes, once an hour, and when it is over.
 
 import contextlib
 import json
-import select
 import sys
 from typing import Literal, TextIO
 
 import msgspec
 import structlog
+
+from agent import host
 
 Logger = structlog.typing.FilteringBoundLogger
 
@@ -29,8 +30,7 @@ def set_up(level: Literal["debug", "info", "warning", "error"], form: Literal["a
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
     ]
     if form == "console" or (form == "auto" and is_terminal):
-        # On Windows the renderer wants one more package for colours.
-        has_colors = is_terminal and sys.platform != "win32"
+        has_colors = is_terminal and host.has_terminal_colors()
         renderer = structlog.dev.ConsoleRenderer(
             colors=has_colors, pad_event_to=0, sort_keys=False, timestamp_key="time"
         )
@@ -101,16 +101,11 @@ class _Patient:
 
 
 def _has_room(stream: TextIO, patience_seconds: float) -> bool:
-    """Whether a line (up to 4 KiB, which is what a pipe promises) can be written without waiting."""
-    if sys.platform == "win32":
-        return True  # it has no way to ask
     try:
-        number = stream.fileno()
+        descriptor = stream.fileno()
     except (OSError, ValueError):
         return True  # no file of the system's
-    waiting = select.poll()
-    waiting.register(number, select.POLLOUT)
-    return bool(waiting.poll(patience_seconds * 1000))
+    return host.is_writable(descriptor, patience_seconds)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

@@ -8,7 +8,6 @@ agent from its work: only GET and HEAD, bounded requests, a few connections at a
 import contextlib
 import io
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from agent import AgentError, __version__
+from agent import AgentError, __version__, host
 
 # A scrape and a probe at a time is what there is; a fleet of slow clients waits outside.
 _MAX_CONNECTIONS = 16
@@ -45,11 +44,11 @@ class WebServer:
 
     def __init__(self, listen: str, pages: Pages) -> None:
         self._listen = listen
-        host, _, port = listen.rpartition(":")
-        host = host.strip("[]")
-        server_class = _Server6 if ":" in host else _Server
+        address, _, port = listen.rpartition(":")
+        address = address.strip("[]")
+        server_class = _Server6 if ":" in address else _Server
         try:
-            self._server = server_class((host, int(port)), _handler_for(pages))
+            self._server = server_class((address, int(port)), _handler_for(pages))
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise WebError(
@@ -99,11 +98,7 @@ class _Server(ThreadingHTTPServer):
 
     def server_bind(self) -> None:
         # Not the parent's: it asks the name service for the host's name, which may hang for long.
-        # On Windows SO_REUSEADDR would share the port with whoever has it already.
-        if sys.platform == "win32":
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
-        else:
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        host.claim_port(self.socket)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
 

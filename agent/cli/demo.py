@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -195,9 +194,7 @@ def _agent(config: Path, directory: Path, teller: "_Teller") -> Iterator[None]:
         "--state-dir",
         str(directory / "state"),
     ]
-    # On Windows a process can only be asked to stop through its console, in a group of its own.
-    flags = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8", creationflags=flags)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8")
     reader = threading.Thread(target=_tell_agent, args=(process, teller), daemon=True)
     reader.start()
     try:
@@ -205,7 +202,7 @@ def _agent(config: Path, directory: Path, teller: "_Teller") -> Iterator[None]:
         if process.poll() is not None:
             raise AgentError(f"the agent ended by itself with exit code {process.returncode}")
     finally:
-        process.send_signal(getattr(signal, "CTRL_BREAK_EVENT", signal.SIGTERM))
+        process.terminate()  # on Windows that is a kill, which the agent takes as well
         try:
             process.wait(timeout=10)
         except subprocess.TimeoutExpired:

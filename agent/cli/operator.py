@@ -44,7 +44,7 @@ def _ask(arguments: argparse.Namespace) -> int:
     state_dir = Path(arguments.state_dir) if arguments.state_dir else host.default_state_dir()
     if not (state_dir / FILE_NAME).exists():
         raise AgentError(f"no agent has run with the state directory {state_dir}: name it with --state-dir")
-    store = Store.open(state_dir, datetime.now(UTC))
+    store = Store.join(state_dir)
     try:
         request = store.add_request(_find(store, arguments.id), arguments.word, _user(), datetime.now(UTC))
         deadline = time.monotonic() + _ANSWER_WITHIN_SECONDS

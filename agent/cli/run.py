@@ -1,6 +1,7 @@
 """``run``: the daemon, in the foreground, as a service manager starts it."""
 
 import argparse
+import contextlib
 import signal
 import sys
 from datetime import UTC, datetime
@@ -76,5 +77,6 @@ def _run(arguments: argparse.Namespace) -> int:
     finally:
         store.close()
         lock.close()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):  # whoever read the log may have gone
+        sys.stderr.flush()
     return 0

@@ -13,7 +13,9 @@ the last of them.
 
 import errno
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -127,6 +129,23 @@ def hold_lock(path: Path) -> HeldLock:
     file.write(b"%d\n" % os.getpid())
     file.flush()
     return HeldLock(file)
+
+
+def has_terminal_colors() -> bool:
+    """Whether terminals show the usual colours without more ado."""
+    return True
+
+
+def is_writable(descriptor: int, patience_seconds: float) -> bool:
+    """Whether a line (up to 4 KiB, which is what a pipe promises) can be written without waiting longer than that."""
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLOUT)
+    return bool(waiting.poll(patience_seconds * 1000))
+
+
+def claim_port(listener: socket.socket) -> None:
+    """Make ``bind`` take a port that a process that has ended left in TIME_WAIT, and none that is in use."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
 def can_change_user() -> bool:

@@ -11,6 +11,7 @@ The module can be imported everywhere, for the tests of its command lines; its f
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -183,6 +184,24 @@ def hold_lock(path: Path) -> HeldLock:
         ) from None
     win32file.WriteFile(handle, b"%d\n" % os.getpid())
     return HeldLock(handle)
+
+
+def has_terminal_colors() -> bool:
+    """Whether terminals show the usual colours without more ado."""
+    return False
+
+
+def is_writable(descriptor: int, patience_seconds: float) -> bool:
+    """Whether a line can be written without waiting longer than that; this system has no way to ask."""
+    del descriptor, patience_seconds
+    return True
+
+
+def claim_port(listener: socket.socket) -> None:
+    """Make ``bind`` take a port that a process that has ended left in TIME_WAIT, and none that is in use."""
+    # SO_REUSEADDR would share the port with whoever has it already.
+    if sys.platform == "win32":
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
 
 
 def can_change_user() -> bool:

@@ -1,0 +1,100 @@
+"""``python -m benchmarks``: measures, then prints the table."""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from agent import __version__
+from benchmarks import measures
+from benchmarks.measures import Row
+
+
+def main() -> int:
+    """Print the table; the exit code says nothing about targets."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measure the agent's speed and size."
+    )
+    parser.add_argument("--quick", action="store_true", help="a smoke run in seconds; its figures mean little")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    arguments = parser.parse_args()
+    if not sys.platform.startswith("linux"):
+        parser.error("memory and CPU time are read from Linux; run it there")
+    began = time.monotonic()
+    rows: list[Row] = []
+    with TemporaryDirectory(prefix="scheduled-events-bench-") as directory:
+        for name, measure in _plan(Path(directory), is_quick=arguments.quick):
+            print(f"measuring {name} ...", file=sys.stderr, flush=True)
+            rows += measure()
+    machine = _machine()
+    took = f"{time.monotonic() - began:.0f} s"
+    if arguments.json:
+        lines = [{**row._asdict(), "met": _is_met(row)} for row in rows]
+        print(json.dumps({"command": _command(), "machine": machine, "rows": lines}, indent=2))
+    else:
+        print(f"\n$ {_command()}\n{machine}; the run took {took}\n")
+        print(_table(rows))
+    return 0
+
+
+def _plan(place: Path, *, is_quick: bool) -> list[tuple[str, Callable[[], list[Row]]]]:
+    if is_quick:
+        return [
+            ("CPU", lambda: measures.measure_cpu(place, warm_up_polls=2, polls=3)),
+            ("memory", lambda: measures.measure_memory(place, polls=300)),
+            ("start", lambda: measures.measure_start(place, runs=1)),
+            ("latency", lambda: measures.measure_latency(place, events=2)),
+            ("a big document", lambda: measures.measure_big_document(place, runs=2)),
+        ]
+    return [
+        ("CPU", lambda: measures.measure_cpu(place, warm_up_polls=10, polls=60)),
+        ("memory", lambda: measures.measure_memory(place, polls=3600)),
+        ("start", lambda: measures.measure_start(place, runs=10)),
+        ("latency", lambda: measures.measure_latency(place, events=100)),
+        ("a big document", lambda: measures.measure_big_document(place, runs=20)),
+    ]
+
+
+def _command() -> str:
+    return " ".join([os.path.relpath(sys.executable), "-m", "benchmarks", *sys.argv[1:]])
+
+
+def _machine() -> str:
+    if sys.platform == "win32":
+        raise NotImplementedError
+    load = os.getloadavg()[0]
+    return (
+        f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}, "
+        f"agent {__version__}; load average at the end {load:.1f}"
+    )
+
+
+def _is_met(row: Row) -> bool | None:
+    return None if row.target is None else row.agent < row.target
+
+
+def _table(rows: list[Row]) -> str:
+    """Columns wide enough for what is in them, numbers to the right."""
+    cells = [("figure", "unit", "n", "agent", "bare loop", "target", "")]
+    for row in rows:
+        bare = "-" if row.bare is None else f"{row.bare:.2f}"
+        target = "-" if row.target is None else f"< {row.target:g}"
+        verdict = {True: "met", False: "MISSED", None: ""}[_is_met(row)]
+        cells.append((row.figure, row.unit, str(row.samples), f"{row.agent:.2f}", bare, target, verdict))
+    widths = [max(len(line[column]) for line in cells) for column in range(7)]
+    return "\n".join(
+        "  ".join(
+            text.ljust(width) if column in (0, 1, 6) else text.rjust(width)
+            for column, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

