@@ -137,7 +137,7 @@ def has_terminal_colors() -> bool:
 
 
 def is_writable(descriptor: int, patience_seconds: float) -> bool:
-    """Whether a line (up to 4 KiB, which is what a pipe promises) can be written without waiting longer than that."""
+    """Whether a line (up to 4 KiB, as a pipe promises) can be written without waiting longer than that."""
     waiting = select.poll()
     waiting.register(descriptor, select.POLLOUT)
     return bool(waiting.poll(patience_seconds * 1000))

@@ -1,0 +1,385 @@
+"""The agent as its users have it: the real command as a process, seen only from outside.
+
+An ``Agent`` writes a policy, starts, kills and restarts the command, and reads what anybody could read: its
+log, its web pages, its state file, and the notes of its hooks. Waiting always means waiting for something, with
+a limit.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import yaml
+
+T = TypeVar("T")
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+HOOK = Path(__file__).with_name("hook.py")
+# Far more than anything here takes; only a test that fails waits for so long.
+PATIENCE = 10.0
+_METRIC = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+Policy = dict[str, Any]
+
+
+class Agent:
+    """One agent with a directory of its own: policy, state, and the notes of its hooks."""
+
+    def __init__(self, directory: Path, endpoint: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.config = directory / "policy.yaml"
+        self.state_dir = directory / "state"
+        self.notes_file = directory / "hooks.jsonl"
+        self.give_up_file = directory / "hooks-give-up"
+        self.endpoint = endpoint
+        self.environment: dict[str, str] = {}
+        self.lines: list[dict[str, Any]] = []
+        """The log of the process that runs now, or of the last one."""
+        self.history: list[str] = []
+        """Everything that any of the processes wrote, as it came."""
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._news = threading.Condition()
+
+    # --- its policy
+
+    def write_policy(self, **sections: Any) -> None:
+        """Write the policy: ``sections`` over what every test needs."""
+        policy: Policy = {
+            "imds": {"endpoint": self.endpoint, "poll_interval": "250ms"},
+            "agent": {"listen": "127.0.0.1:0"},
+        }
+        for name, content in sections.items():
+            both = isinstance(content, dict) and name in policy
+            policy[name] = {**policy[name], **content} if both else content
+        text = yaml.safe_dump(policy, sort_keys=False)
+        replacement = self.config.with_suffix(".new")
+        replacement.write_text(text, encoding="utf-8")
+        replacement.replace(self.config)
+
+    def hook(
+        self,
+        name: str,
+        *,
+        seconds: float = 0.0,
+        until: str = "",
+        exit_code: int = 0,
+        ignores_sigterm: bool = False,
+        **settings: Any,
+    ) -> dict[str, Any]:
+        """A hook that notes its start and its end, see hook.py; it may take a time, or wait for ``let_go``."""
+        wait_for = str(self.directory / until) if until else ""
+        arguments = [str(self.notes_file), name, str(seconds), wait_for, str(exit_code), str(int(ignores_sigterm))]
+        # Without site-packages it starts in 15 ms.
+        return {"run": [sys.executable, "-I", "-S", str(HOOK), str(self.give_up_file), *arguments], **settings}
+
+    def hooks(self, *names: str) -> dict[str, Any]:
+        """Hooks that succeed at once."""
+        return {name: self.hook(name) for name in names}
+
+    def let_go(self, until: str) -> None:
+        """Let the hooks end that wait for this."""
+        (self.directory / until).touch()
+
+    # --- its life
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "agent", *arguments]
+
+    def start(self, *options: str, is_awaited: bool = True) -> None:
+        """Start the command; returns when it has polled, or (if not awaited) at once."""
+        assert self._process is None
+        arguments = ["run", "--config", str(self.config), "--state-dir", str(self.state_dir), *options]
+        self.lines = []
+        self._process = subprocess.Popen(
+            self.command(*arguments),
+            cwd=CHECKOUT,
+            env={**os.environ, **self.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        )
+        self.history.append(f"--- process {self._process.pid} starts\n")
+        self._reader = threading.Thread(target=self._read, args=(self._process, self.lines), daemon=True)
+        self._reader.start()
+        if is_awaited:
+            self.wait_log("agent started")
+            self.wait_until(lambda: self.metric("polls_total", outcome="ok"), "it had polled")
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        assert self._process is not None, "the agent does not run"
+        return self._process
+
+    def interrupt(self) -> None:
+        """What Ctrl-C sends (POSIX only)."""
+        self.process.send_signal(signal.SIGINT)
+
+    def reload(self) -> None:
+        """Have it read its policy again (POSIX only)."""
+        if sys.platform != "win32":
+            self.process.send_signal(signal.SIGHUP)
+
+    def freeze(self) -> None:
+        """Make it stand still, as a freeze of its machine would (POSIX only)."""
+        if sys.platform != "win32":
+            self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """The end of ``freeze``."""
+        if sys.platform != "win32":
+            self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it as a power cut would."""
+        self.process.kill()
+        self.wait_exit()
+
+    def stop(self) -> float:
+        """Have it stop by SIGTERM (POSIX only); returns how many seconds that took."""
+        began = time.monotonic()
+        self.process.terminate()
+        assert self.wait_exit() == 0
+        return time.monotonic() - began
+
+    def wait_exit(self, timeout: float = PATIENCE) -> int:
+        """Wait for the process's end; returns its exit code."""
+        process, reader = self.process, self._reader
+        code = process.wait(timeout)
+        if reader is not None:
+            reader.join(PATIENCE)
+        if process.stderr is not None:
+            process.stderr.close()
+        self._process = None
+        self.history.append(f"--- process {process.pid} has ended: {code}\n")
+        return code
+
+    def close(self) -> None:
+        """End the process and the hooks it may have left behind."""
+        self.give_up_file.touch()
+        if self._process is not None:
+            self.kill()
+
+    def run(self, *arguments: str, timeout: float = 30.0) -> subprocess.CompletedProcess[str]:
+        """Run another command of the agent to its end, such as ``approve``."""
+        done = subprocess.run(
+            self.command(*arguments),
+            cwd=CHECKOUT,
+            env={**os.environ, **self.environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=timeout,
+            check=False,
+        )
+        self.history.append(f"--- {' '.join(arguments)}: {done.returncode}\n{done.stdout}{done.stderr}")
+        return done
+
+    def say(self, word: str, event_id: str) -> subprocess.CompletedProcess[str]:
+        """``approve``, ``hold`` or ``release`` an event."""
+        return self.run(word, event_id, "--state-dir", str(self.state_dir))
+
+    # --- what it says
+
+    def log(self, message: str, **fields: Any) -> list[dict[str, Any]]:
+        """The lines of this process's log with this message and these fields."""
+        wanted = {"message": message, **fields}
+        with self._news:
+            return [line for line in self.lines if wanted.items() <= line.items()]
+
+    def wait_log(
+        self, message: str, *, count: int = 1, timeout: float = PATIENCE, **fields: Any
+    ) -> dict[str, Any]:
+        """Wait for the ``count``-th such line; returns it."""
+        with self._news:
+            self._news.wait_for(lambda: len(self.log(message, **fields)) >= count or not self._is_alive(), timeout)
+            found = self.log(message, **fields)
+        assert len(found) >= count, f"waited in vain for {count} times {message!r} with {fields} in the log"
+        return found[count - 1]
+
+    def wait_until(self, test: Callable[[], T], what: str, timeout: float = PATIENCE) -> T:
+        """Wait until ``test`` gives something true and return it; for what no event tells of."""
+        deadline = time.monotonic() + timeout
+        while not (result := test()):
+            assert time.monotonic() < deadline, f"waited {timeout:g} s in vain until {what}"
+            time.sleep(0.02)
+        return result
+
+    def get(self, path: str, method: str = "GET", timeout: float = PATIENCE) -> tuple[int, str]:
+        """Status and body of a page of its web server; status 0 if it does not answer."""
+        started = self.log("agent started")
+        if not started:
+            return 0, ""
+        connection = http.client.HTTPConnection(started[0]["listen"], timeout=timeout)
+        try:
+            connection.request(method, path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        except OSError:
+            return 0, ""
+        finally:
+            connection.close()
+
+    def is_ready(self) -> bool:
+        return self.get("/readyz")[0] == 200
+
+    def status(self) -> dict[str, Any]:
+        """The page /status."""
+        status: dict[str, Any] = json.loads(self.get("/status")[1])
+        return status
+
+    def pending(self) -> dict[str, dict[str, Any]]:
+        """Events on the page /status, by id."""
+        return {workflow["event"]["id"]: workflow for workflow in self.status()["pending"]}
+
+    def wait_phase(self, event_id: str, phase: str) -> dict[str, Any]:
+        """Wait until the event stands in this phase on the page /status."""
+
+        def found() -> dict[str, Any]:
+            workflow = self.pending().get(event_id, {})
+            return workflow if workflow.get("phase") == phase else {}
+
+        return self.wait_until(found, f"{event_id} was {phase}")
+
+    def metrics(self) -> dict[str, list[tuple[dict[str, str], float]]]:
+        """The page /metrics: series by name, without the common prefix."""
+        found: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for line in self.get("/metrics")[1].splitlines():
+            match = _METRIC.fullmatch(line)
+            if match:
+                name = match["name"].removeprefix("scheduled_events_")
+                labels = dict(_LABEL.findall(match["labels"] or ""))
+                found.setdefault(name, []).append((labels, float(match["value"])))
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of the series with this name and these labels; 0 if there is none."""
+        return sum(value for found, value in self.metrics().get(name, ()) if labels.items() <= found.items())
+
+    def wait_metric(self, value: float, name: str, **labels: str) -> None:
+        """Wait until a metric has this value; the log often tells a little earlier."""
+        self.wait_until(lambda: self.metric(name, **labels) == value, f"{name} with {labels} was {value:g}")
+
+    def journal(self, *columns: str) -> list[tuple[str, ...]]:
+        """The journal from the state file, oldest first."""
+        path = self.state_dir / "state.db"
+        with contextlib.closing(sqlite3.connect(path, timeout=5)) as connection:
+            names = ", ".join(columns or ("kind", "stage", "hook", "text"))
+            return [tuple(row) for row in connection.execute(f"SELECT {names} FROM journal ORDER BY id")]
+
+    def notes(self, *words: str) -> list[dict[str, Any]]:
+        """What the hooks noted (``start`` and ``end`` of each), oldest first."""
+        if not self.notes_file.exists():
+            return []
+        # A line may be in the writing, or have been cut off with its hook.
+        lines = self.notes_file.read_text(encoding="utf-8").split("\n")[:-1]
+        notes = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        return [note for note in notes if not words or note["what"] in words]
+
+    def ran(self) -> list[str]:
+        """Names of the hooks in the order in which they started."""
+        return [note["hook"] for note in self.notes("start")]
+
+    def wait_hook(self, name: str, what: str = "end", count: int = 1) -> dict[str, Any]:
+        """Wait for the ``count``-th start or end of a hook; returns its note."""
+
+        def found() -> list[dict[str, Any]]:
+            notes = [note for note in self.notes(what) if note["hook"] == name]
+            return notes if len(notes) >= count else []
+
+        return self.wait_until(found, f"hook {name} had its {what} number {count}")[count - 1]
+
+    # --- how
+
+    def _is_alive(self) -> bool:
+        return self._reader is not None and self._reader.is_alive()
+
+    def _read(self, process: subprocess.Popen[str], lines: list[dict[str, Any]]) -> None:
+        assert process.stderr is not None
+        for text in process.stderr:
+            with self._news:
+                self.history.append(text)
+                if text.startswith("{"):
+                    lines.append(json.loads(text))
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+
+class Endpoint:
+    """An endpoint that serves a text as it is: for documents that the simulator would never write."""
+
+    def __init__(self, vm: str = "vm-1") -> None:
+        self.body = document()
+        self.status = 200
+        self.vm = vm
+        self.approved: list[list[str]] = []
+        """The ids of each request to approve."""
+        self.polls = 0
+        endpoint = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_GET(self) -> None:
+                if self.path.startswith("/metadata/instance"):
+                    self.answer(200, json.dumps({"compute": {"name": endpoint.vm, "vmId": endpoint.vm}}).encode())
+                    return
+                self.answer(endpoint.status, endpoint.body)
+                endpoint.polls += 1
+
+            def do_POST(self) -> None:
+                requests = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                endpoint.approved.append([item["EventId"] for item in requests["StartRequests"]])
+                self.answer(200, b"")
+
+            def answer(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def document(*events: Mapping[str, Any], incarnation: int = 1) -> bytes:
+    """A document with these events, as they are."""
+    return json.dumps({"DocumentIncarnation": incarnation, "Events": list(events)}).encode()
+
+
+def approved_ids(requests: Iterable[Any]) -> list[str]:
+    """Every id that these requests to the simulator have approved, in order."""
+    return [event_id for request in requests for event_id in request.approved]

@@ -1,0 +1,685 @@
+"""What other tools for Scheduled Events get wrong, and what this agent does instead: one test for each."""
+
+import contextlib
+import json
+import socket
+import sqlite3
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import MakeAgent
+from harness import Agent, Endpoint, approved_ids, document
+
+from agent.simulator import RequestRecord, Simulator
+
+AT_ONCE = {"name": "at-once", "approve": "immediately"}
+DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
+BY_HAND = {**DRAIN, "approve": "manual"}
+
+needs_posix = pytest.mark.skipif(sys.platform == "win32", reason="needs a process that can be made to stand still")
+
+
+def posts(sim: Simulator) -> list[RequestRecord]:
+    return [request for request in sim.requests() if request.method == "POST"]
+
+
+def wait_some_polls(sim: Simulator) -> None:
+    """Time enough to do what must not be done."""
+    sim.wait_polls(4)
+
+
+def longest_gap_seconds(sim: Simulator, since: float, until: float) -> float:
+    """The longest time without a poll within this part of the monotonic clock."""
+    times = [request.monotonic for request in sim.requests() if request.method == "GET"]
+    marks = [since, *(at for at in times if since < at < until), until]
+    return max(later - earlier for earlier, later in pairwise(marks))
+
+
+# --- Approving
+
+
+def test_a_drain_that_fails_is_not_followed_by_an_approval_and_the_log_says_so(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": agent.hook("drain", exit_code=3)})
+    agent.start()
+    event = sim.schedule("Reboot")
+    held = agent.wait_log("held", event_id=event)
+    assert held["level"] == "warning"
+    assert held["reason"] == "held, NotBefore decides: preparation failed (hook drain: exit code 3)"
+    wait_some_polls(sim)
+    assert posts(sim) == []
+    assert agent.pending()[event]["phase"] == "held"
+
+
+def test_of_two_events_for_this_vm_each_goes_its_own_way(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(
+        rules=[{**AT_ONCE, "when": {"source": "User"}}, DRAIN],
+        hooks={**agent.hooks("resume"), "drain": agent.hook("drain", exit_code=1)},
+    )
+    agent.start()
+    near = sim.schedule("Redeploy", notice_seconds=300)
+    agent.wait_log("held", event_id=near)
+    far = sim.schedule("Reboot", source="User", notice_seconds=900, lasts_seconds=None)
+    sim.wait_approved(far)
+    wait_some_polls(sim)
+    assert approved_ids(posts(sim)) == [far]
+    assert agent.pending()[near]["phase"] == "held"
+
+
+def test_an_event_for_another_vm_is_observed(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[{**AT_ONCE, "when": {"affects": ["self", "others"]}}])
+    agent.start()
+    event = sim.schedule("Reboot", vms=["vm-2"])
+    decided = agent.wait_log("decided", event_id=event)
+    assert "it does not name this VM, so it is not approved from here" in decided["reason"]
+    wait_some_polls(sim)
+    assert posts(sim) == []
+    assert agent.is_ready()
+
+
+def test_an_event_that_names_others_too_is_approved_only_by_the_first_vm_of_it(make_agent: MakeAgent) -> None:
+    with Simulator(vms=("vm-1", "vm-2"), rate_limit=None) as sim:
+        agents = [make_agent(sim.endpoint(vm), vm) for vm in ("vm-1", "vm-2")]
+        for agent in agents:
+            agent.write_policy(rules=[AT_ONCE])
+            agent.start(is_awaited=False)
+        event = sim.schedule("Reboot", vms=["vm-2", "vm-1"], start_delay_seconds=1.0, lasts_seconds=None)
+        held = agents[0].wait_log("held", event_id=event)
+        assert "it names other VMs too (vm-2, vm-1) and shared is first" in held["reason"]
+        sim.wait_approved(event)
+        assert [request.vm for request in posts(sim)] == ["vm-2"]
+
+
+def test_an_event_that_names_others_too_is_by_default_prepared_for_and_not_approved(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot", vms=["vm-1", "vm-2"])
+    held = agent.wait_log("held", event_id=event)
+    assert "it names other VMs too (vm-1, vm-2) and shared is hold" in held["reason"]
+    wait_some_polls(sim)
+    assert agent.ran() == ["drain"]
+    assert posts(sim) == []
+
+
+def test_an_event_that_has_started_is_not_approved(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[AT_ONCE])
+    agent.start()
+    event = sim.schedule("Freeze", begins_started=True, lasts_seconds=None)
+    agent.wait_log("started", event_id=event)
+    wait_some_polls(sim)
+    assert posts(sim) == []
+
+
+def test_the_name_vm1_is_not_taken_for_vm10(make_agent: MakeAgent) -> None:
+    with Simulator(vms=("vm1",), others=("vm10",), rate_limit=None) as sim:
+        agent = make_agent(sim.endpoint())
+        agent.write_policy(rules=[AT_ONCE])
+        agent.start()
+        others, own = sim.schedule("Reboot", vms=["vm10"]), sim.schedule("Reboot", vms=["vm1"])
+        sim.wait_approved(own)
+        agent.wait_log("seen", event_id=others)
+        wait_some_polls(sim)
+        assert approved_ids(posts(sim)) == [own]
+
+
+def test_the_vm_goes_by_its_name_in_azure_and_not_by_its_host_name(make_agent: MakeAgent) -> None:
+    name = socket.gethostname() + "_0"
+    with Simulator(vms=(name,), others=(socket.gethostname(),), rate_limit=None) as sim:
+        agent = make_agent(sim.endpoint())
+        agent.write_policy(rules=[AT_ONCE])
+        agent.start()
+        others = sim.schedule("Reboot", vms=[socket.gethostname()])
+        own = sim.schedule("Reboot", vms=[name])
+        sim.wait_approved(own)
+        assert agent.wait_log("decided", event_id=others)["reason"].startswith("it does not name this VM")
+        assert approved_ids(posts(sim)) == [own]
+
+
+def test_an_approval_that_gets_a_500_is_sent_again_and_confirmed_once(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[AT_ONCE])
+    agent.start()
+    sim.fault("vm-1", "status", on="approve", status=500, count=1)
+    event = sim.schedule("Reboot", start_delay_seconds=1.0, lasts_seconds=None)
+    failed = agent.wait_log("approval failed", event_id=event)
+    assert failed["reason"].startswith("approval failed (server_error), next try in 1s: POST ")
+    agent.wait_log("approved", event_id=event)
+    sim.wait_started(event)
+    wait_some_polls(sim)
+    assert [request.status for request in posts(sim)] == [500, 200]
+    assert agent.metric("approvals_total", outcome="confirmed") == 1
+    assert agent.metric("approvals_total", outcome="server_error") == 1
+
+
+def test_an_approval_that_counted_although_it_was_answered_with_a_500_ends_well(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(rules=[AT_ONCE])
+    agent.start()
+    sim.fault("vm-1", "status", on="approve", status=500, count=1, takes_effect=True)
+    event = sim.schedule("Reboot", start_delay_seconds=0.2, lasts_seconds=1.5)
+    closed = agent.wait_log("closed", event_id=event)
+    assert closed["reason"] == "is over: completed"
+    assert [request.status for request in posts(sim)] == [500]
+
+
+# --- Polling
+
+
+@pytest.mark.parametrize("status", [400, 404, 500])
+def test_an_error_with_a_json_body_is_a_failed_poll_and_nothing_is_recovered(
+    sim: Simulator, agent: Agent, status: int
+) -> None:
+    agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot")
+    agent.wait_log("prepared", event_id=event)
+    sim.fault("vm-1", "status", on="poll", status=status, count=1)
+    agent.wait_log("polling the metadata service fails", timeout=3)
+    agent.wait_log("polling the metadata service works again", timeout=8)
+    assert agent.ran() == ["drain"]
+    assert agent.pending()[event]["phase"] == "prepared"
+    assert not agent.is_ready()
+
+
+def test_an_empty_answer_means_not_ready_yet(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[AT_ONCE])
+    sim.fault("vm-1", "empty", on="poll", count=1)
+    agent.start(is_awaited=False)
+    failed = agent.wait_log("polling the metadata service fails")
+    assert failed["kind"] == "empty"
+    assert "the service is still switching scheduled events on for this VM" in failed["reason"]
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    sim.wait_approved(event)
+
+
+def test_while_the_service_is_away_the_agent_lives_and_says_so_and_then_goes_on(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(
+        imds={"request_timeout": "500ms"},
+        agent={"healthy_within": "1s"},
+        rules=[BY_HAND],
+        hooks=agent.hooks("drain", "resume"),
+    )
+    agent.start()
+    event = sim.schedule("Reboot")
+    agent.wait_log("prepared", event_id=event)
+    assert agent.get("/healthz") == (200, "ok\n")
+    sim.fault("vm-1", "stall", on="poll", count=1)
+    sim.fault("vm-1", "reset", on="poll", count=1)
+    status, text = agent.wait_until(
+        lambda: (page := agent.get("/healthz"))[0] == 503 and page, "it was unhealthy"
+    ) or (0, "")
+    assert status == 503
+    assert text.startswith("no poll has succeeded for ")
+    back = agent.wait_log("polling the metadata service works again")
+    assert back["failures"] == 2
+    assert back["after_seconds"] > 2
+    assert [line["kind"] for line in agent.log("polling the metadata service fails")] == ["timeout", "unreachable"]
+    assert agent.get("/healthz") == (200, "ok\n")
+    assert agent.metric("polls_total", outcome="timeout") == 1
+    assert agent.pending()[event]["phase"] == "prepared"
+    assert agent.ran() == ["drain"]
+
+
+def test_an_agent_that_starts_before_the_service_waits_for_it_and_then_knows_its_name(
+    make_agent: MakeAgent,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    agent = make_agent(f"http://127.0.0.1:{port}")
+    agent.write_policy(rules=[AT_ONCE])
+    agent.start(is_awaited=False)
+    failed = agent.wait_log("polling the metadata service fails")
+    assert failed["kind"] == "refused"
+    assert agent.get("/readyz")[0] == 200
+    with Simulator(vms=("vm-1",), port=port, rate_limit=None) as sim:
+        event = sim.schedule("Preempt", lasts_seconds=None)
+        sim.wait_approved(event, timeout_seconds=6)
+
+
+def test_a_name_that_could_not_be_had_at_once_is_asked_for_again_soon(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[AT_ONCE])
+    sim.fault("vm-1", "status", on="instance", status=500, count=2)
+    event = sim.schedule("Preempt", lasts_seconds=None)
+    agent.start(is_awaited=False)
+    sim.wait_approved(event, timeout_seconds=6)
+    assert agent.wait_log("asking for this VM's name works again")["failures"] == 2
+
+
+def test_an_incarnation_that_falls_back_hides_nothing(make_agent: MakeAgent) -> None:
+    with Simulator(vms=("vm-1",), rate_limit=None, incarnation=40) as sim:
+        agent = make_agent(sim.endpoint())
+        agent.write_policy(rules=[AT_ONCE])
+        agent.start()
+        before = sim.schedule("Reboot", lasts_seconds=0.4, start_delay_seconds=0.1)
+        sim.wait_gone(before)
+        sim.reset_incarnation(1)
+        sim.wait_polls(1)
+        after = sim.schedule("Reboot", lasts_seconds=None)
+        sim.wait_approved(after)
+        assert sim.approvals(after)[0].incarnation == 2
+
+
+def test_documents_with_missing_extra_and_null_fields_and_both_forms_of_time_are_understood(
+    make_agent: MakeAgent,
+) -> None:
+    bare = {"EventId": "a-1", "EventStatus": "Scheduled", "EventType": "Reboot", "Resources": ["vm-1"]}
+    soon = datetime.now(UTC) + timedelta(minutes=10)
+    events: list[dict[str, Any]] = [
+        bare,
+        {**bare, "EventId": "B-2", "NotBefore": None, "Description": None, "DurationInSeconds": None},
+        {
+            **bare,
+            "EventId": "c-3",
+            "NotBefore": f"{soon:%Y-%m-%dT%H:%M:%SZ}",
+            "Colour": "blue",
+            "More": {"x": [1]},
+        },
+        {**bare, "EventId": "d-4", "NotBefore": f"{soon:%a, %d %b %Y %H:%M:%S GMT}", "EventSource": "Platform"},
+        {**bare, "EventId": "e-5", "NotBefore": "tomorrow, perhaps", "Resources": ["_VM-1"]},
+        {"EventId": "f-6"},
+    ]
+    with Endpoint() as endpoint:
+        agent = make_agent(endpoint.url)
+        agent.write_policy(rules=[AT_ONCE])
+        endpoint.body = b"\xef\xbb\xbf" + document(*events)
+        agent.start()
+        agent.wait_log("approved", count=5)
+        assert endpoint.approved == [["a-1", "B-2", "c-3", "d-4", "e-5"]]  # together in one request
+        assert agent.metric("pending_not_before_timestamp_seconds", event_id="c-3") == int(soon.timestamp())
+        assert agent.metric("pending_not_before_timestamp_seconds", event_id="d-4") == int(soon.timestamp())
+
+
+@pytest.mark.parametrize(
+    ("name", "api_version"),
+    [
+        ("web_0", "2020-07-01"),
+        ("plain", "2020-07-01"),
+        ("set_a_b_ab12cd34", "2020-07-01"),
+        ("web_1", "2017-03-01"),
+    ],
+)
+def test_the_names_of_scale_sets_and_of_plain_vms_are_understood(
+    make_agent: MakeAgent, name: str, api_version: str
+) -> None:
+    with Simulator(vms=(name,), rate_limit=None) as sim:
+        agent = make_agent(sim.endpoint())
+        agent.write_policy(imds={"api_version": api_version}, rules=[AT_ONCE])
+        agent.start()
+        sim.wait_approved(sim.schedule("Reboot", lasts_seconds=None))
+
+
+def test_a_proxy_in_the_environment_is_never_used(sim: Simulator, agent: Agent) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        address = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        names = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+        agent.environment = {**dict.fromkeys(names, address), "no_proxy": "", "NO_PROXY": ""}
+        agent.write_policy(rules=[AT_ONCE])
+        agent.start()
+        sim.wait_approved(sim.schedule("Reboot", lasts_seconds=None))
+        agent.kill()
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+
+
+def test_at_the_default_pace_a_spot_eviction_with_ten_seconds_of_notice_is_prepared_for(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(
+        imds={"endpoint": sim.endpoint(), "poll_interval": "1s"},
+        rules=[{"name": "spot", "when": {"type": "Preempt"}, "prepare": ["save"], "approve": "when-prepared"}],
+        hooks={"save": agent.hook("save", seconds=0.5)},
+    )
+    agent.start()
+    event = sim.schedule("Preempt", notice_seconds=10, lasts_seconds=None)
+    approved = sim.wait_approved(event, timeout_seconds=4)
+    assert agent.ran() == ["save"]
+    assert approved.approved_at is not None
+    assert approved.not_before_at - approved.approved_at > timedelta(seconds=6)
+
+
+def test_an_event_days_ahead_is_not_prepared_for_now(sim: Simulator, agent: Agent) -> None:
+    opening = datetime.now(UTC) + timedelta(hours=5)
+    window = {"start": f"{opening:%H:%M}", "length": "1h"}
+    agent.write_policy(
+        rules=[
+            {**DRAIN, "name": "windowed", "when": {"type": "Redeploy"}, "window": "night"},
+            {**DRAIN, "name": "led", "lead": "15m"},
+        ],
+        hooks=agent.hooks("drain", "resume"),
+        maintenance_windows={"night": window},
+    )
+    agent.start()
+    led = sim.schedule("Reboot", notice_seconds=3 * 86400)
+    windowed = sim.schedule("Redeploy", notice_seconds=3 * 86400)
+    agent.wait_log("seen", count=2)
+    wait_some_polls(sim)
+    pending = agent.pending()
+    assert [pending[event]["phase"] for event in (led, windowed)] == ["waiting", "waiting"]
+    begins_at = sim.event(led).not_before_at - timedelta(minutes=15)
+    assert pending[led]["waits_for"] == f"its time, {begins_at:%Y-%m-%dT%H:%M:%SZ}"
+    assert pending[windowed]["waits_for"] == f"its time, {opening:%Y-%m-%dT%H:%M}:00Z"
+    assert agent.is_ready()
+    assert agent.ran() == []
+    assert posts(sim) == []
+
+
+# --- Hooks, recovery and restarts
+
+
+def test_a_hook_that_hangs_is_killed_at_its_limit_and_polling_never_stops(sim: Simulator, agent: Agent) -> None:
+    hang = agent.hook("drain", until="never", timeout="1s")
+    agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": hang})
+    agent.start()
+    event = sim.schedule("Reboot")
+    began = agent.wait_hook("drain", "start")["monotonic"]
+    held = agent.wait_log("held", event_id=event)
+    ended = time.monotonic()
+    reason = "held, NotBefore decides: preparation failed (hook drain: killed after 1s, its time limit)"
+    assert held["reason"] == reason
+    assert 0.8 < ended - began < 2.0
+    assert longest_gap_seconds(sim, began, ended) < 0.6
+    assert agent.notes("end") == []
+    assert agent.metric("hook_duration_seconds_count", hook="drain", outcome="timed_out") == 1
+
+
+def test_a_preempt_that_arrives_during_a_long_drain_is_acted_on_within_a_second(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(
+        rules=[
+            {"name": "spot", "when": {"type": "Preempt"}, "prepare": ["save"], "approve": "when-prepared"},
+            DRAIN,
+        ],
+        hooks={**agent.hooks("resume", "save"), "drain": agent.hook("drain", until="drained")},
+    )
+    agent.start()
+    reboot = sim.schedule("Reboot")
+    agent.wait_hook("drain", "start")
+    came = time.monotonic()
+    preempt = sim.schedule("Preempt", notice_seconds=10, lasts_seconds=None)
+    sim.wait_approved(preempt)
+    assert agent.wait_hook("save")["monotonic"] - came < 1.0
+    assert sim.approvals(preempt)[0].monotonic - came < 1.0
+    assert agent.pending()[reboot]["phase"] == "preparing"
+
+
+def test_a_restart_in_the_middle_of_an_event_goes_on_where_it_was(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(
+        rules=[{"name": "three", "prepare": ["one", "two", "three"], "approve": "when-prepared"}],
+        hooks={**agent.hooks("one", "three"), "two": agent.hook("two", until="go-on")},
+    )
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    first = agent.wait_hook("two", "start")
+    agent.kill()
+    agent.start()
+    second = agent.wait_hook("two", "start", count=2)
+    assert first["given"] == {**second["given"], "SECONDS_LEFT": first["given"]["SECONDS_LEFT"]}
+    agent.let_go("go-on")
+    sim.wait_approved(event)
+    assert agent.ran() == ["one", "two", "two", "three"]
+    assert first["pid"] not in [note["pid"] for note in agent.notes("end")]
+    restarted = agent.wait_log("restarted", event_id=event)
+    assert restarted["reason"] == "the agent restarted (the same boot) in phase preparing"
+
+
+def test_a_truncated_state_file_is_set_aside_loudly_and_nothing_pending_is_approved(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(
+        rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": agent.hook("drain", until="drained")}
+    )
+    agent.start()
+    event = sim.schedule("Reboot")
+    agent.wait_hook("drain", "start")
+    agent.kill()
+    truncate_state(agent)
+    agent.start()
+    agent.let_go("drained")
+    alarm = agent.wait_log(
+        "the state file was damaged and has been set aside; what was done before is not known, so no event that "
+        "is pending now will be approved unless an operator does"
+    )
+    assert alarm["level"] == "error"
+    assert Path(alarm["set_aside"]).stat().st_size > 0
+    assert ("state_lost",) in agent.journal("kind")
+    held = agent.wait_log("held", event_id=event)
+    assert held["reason"] == (
+        "held, NotBefore decides: the state file was lost, and what was done before is not known"
+    )
+    agent.kill()
+    agent.start()  # once more: what is in doubt stays in doubt
+    wait_some_polls(sim)
+    assert posts(sim) == []
+    sim.cancel(event)
+    agent.wait_log("closed", event_id=event)
+    assert agent.ran()[-1] == "resume"
+    later = sim.schedule("Reboot", lasts_seconds=None)
+    sim.wait_approved(later)
+
+
+def test_after_a_lost_state_file_on_clear_undoes_what_nobody_remembers(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"), on_clear=["resume"])
+    agent.start()
+    assert agent.wait_hook("resume")["hook"] == "resume"  # nothing was pending at the first start either
+    event = sim.schedule("Reboot")
+    agent.wait_log("prepared", event_id=event)
+    agent.kill()
+    truncate_state(agent)
+    sim.cancel(event)
+    agent.start()
+    agent.wait_hook("resume", count=2)
+    assert agent.ran() == ["resume", "drain", "resume"]
+
+
+def truncate_state(agent: Agent) -> None:
+    """Leave the first half of the state file."""
+    path = agent.state_dir / "state.db"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(size // 2)
+
+
+def test_a_canceled_event_is_recovered_from(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Redeploy")
+    agent.wait_log("prepared", event_id=event)
+    assert not agent.is_ready()
+    sim.cancel(event)
+    closed = agent.wait_log("closed", event_id=event)
+    assert closed["reason"] == "is over: canceled"
+    assert agent.ran() == ["drain", "resume"]
+    assert agent.notes("start")[-1]["given"]["OUTCOME"] == "canceled"
+    assert agent.is_ready()
+
+
+def test_a_freeze_that_nobody_approved_is_recovered_from_when_it_is_over(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[{**DRAIN, "approve": "never", "lead": "20m"}], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Freeze", lasts_seconds=None)
+    agent.wait_hook("drain")
+    sim.start_event(event)
+    agent.wait_log("started", event_id=event)
+    wait_some_polls(sim)
+    assert agent.ran() == ["drain"]
+    sim.end(event)
+    closed = agent.wait_log("closed", event_id=event)
+    assert closed["reason"] == "is over: completed"
+    assert agent.ran() == ["drain", "resume"]
+    assert posts(sim) == []
+
+
+def test_what_another_event_still_needs_prepared_is_recovered_after_the_last(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    first, second = sim.schedule("Reboot"), sim.schedule("Redeploy")
+    agent.wait_log("prepared", event_id=first)
+    agent.wait_log("prepared", event_id=second)
+    sim.cancel(first)
+    waits = agent.wait_log("recovery waits", event_id=first)
+    assert waits["reason"] == f"waits for event {second}, which needs it prepared"
+    wait_some_polls(sim)
+    assert "resume" not in agent.ran()
+    assert not agent.is_ready()
+    sim.cancel(second)
+    agent.wait_log("closed", event_id=first)
+    agent.wait_log("closed", event_id=second)
+    assert agent.ran().count("resume") == 1
+    assert agent.is_ready()
+
+
+def test_with_observe_neither_hooks_nor_approvals_happen(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(
+        rules=[{**AT_ONCE, "when": {"source": "User"}}, DRAIN],
+        hooks=agent.hooks("drain", "resume"),
+        on_clear=["resume"],
+    )
+    agent.start("--observe")
+    user, platform = sim.schedule("Reboot", source="User"), sim.schedule("Redeploy")
+    assert agent.wait_log("decided", event_id=user)["rule"] == "at-once"
+    assert agent.wait_log("decided", event_id=platform)["rule"] == "drain"
+    wait_some_polls(sim)
+    sim.start_event(platform)
+    agent.wait_log("started", event_id=platform)
+    sim.end(platform)
+    agent.wait_log("closed", event_id=platform)
+    refused = agent.say("approve", user)
+    assert (refused.returncode, refused.stdout) == (
+        1,
+        "refused: the agent only observes (agent.mode, --observe)\n",
+    )
+    assert agent.ran() == []
+    assert posts(sim) == []
+    assert agent.is_ready()
+    assert agent.metric("acting") == 0
+
+
+# --- What it shows
+
+
+def test_what_a_hook_is_given_in_its_environment_is_shown_nowhere(sim: Simulator, agent: Agent) -> None:
+    secret = "correct-horse-battery-staple"
+    agent.write_policy(
+        rules=[DRAIN],
+        hooks={**agent.hooks("resume"), "drain": agent.hook("drain", env={"PASSWORD": secret})},
+        agent={"log": {"level": "debug"}},
+    )
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=0.5)
+    agent.wait_log("prepared", event_id=event)
+    pages = [agent.get(page)[1] for page in ("/status", "/metrics", "/readyz", "/healthz")]
+    agent.wait_log("closed", event_id=event)
+    everything = "".join([*agent.history, *pages, *(" ".join(row) for row in agent.journal("text", "detail"))])
+    assert "drain" in everything
+    assert secret not in everything
+
+
+def test_labels_of_metrics_come_from_closed_sets_and_ids_only_stand_on_what_is_pending(
+    make_agent: MakeAgent,
+) -> None:
+    odd = {
+        "EventId": "the-id",
+        "EventStatus": "Scheduled",
+        "EventType": "Meteorite",
+        "EventSource": "Sky",
+        "Resources": ["vm-1", "vm-other"],
+        "Description": "boom",
+    }
+    known = {**odd, "EventType": "Reboot", "EventId": "the-other-id", "EventSource": "Platform"}
+    with Endpoint() as endpoint:
+        agent = make_agent(endpoint.url)
+        agent.write_policy(rules=[{**DRAIN, "shared": "any"}], hooks=agent.hooks("drain", "resume"))
+        agent.start()
+        endpoint.body = document(odd, known)
+        agent.wait_log("approved")
+        assert {labels["event_id"] for labels in pending_labels(agent)} == {"the-id", "the-other-id"}
+        check_labels(agent)
+        endpoint.body = document()
+        agent.wait_log("closed", count=2)
+        assert pending_labels(agent) == []
+        check_labels(agent)
+        agent.wait_metric(1, "events_total", type="other", source="unknown", affects="shared")
+        agent.wait_metric(1, "closed_total", type="Reboot")
+
+
+def pending_labels(agent: Agent) -> list[dict[str, str]]:
+    return [labels for labels, _ in agent.metrics().get("pending_not_before_timestamp_seconds", [])]
+
+
+def check_labels(agent: Agent) -> None:
+    for name, series in agent.metrics().items():
+        if name != "pending_not_before_timestamp_seconds":
+            words = {word for labels, _ in series for word in labels.values()}
+            assert words.isdisjoint({"the-id", "the-other-id", "Meteorite", "Sky", "vm-1", "vm-other", "boom"}), (
+                name
+            )
+
+
+@needs_posix
+def test_a_machine_that_stood_still_is_measured_in_log_metric_and_journal(agent: Agent) -> None:
+    agent.write_policy(rules=[AT_ONCE])
+    agent.start()
+    began = time.monotonic()
+    agent.freeze()
+    assert agent.get("/healthz", timeout=1.0)[0] == 0  # nobody says ok for a loop that does not turn
+    assert agent.get("/healthz", timeout=1.0)[0] == 0
+    agent.thaw()
+    lasted = time.monotonic() - began
+    measured = agent.wait_log("this machine stood still")
+    assert measured["level"] == "warning"
+    assert lasted - 0.5 < measured["seconds"] < lasted + 0.5
+    assert agent.metric("pause_seconds_count") == 1
+    assert agent.metric("last_pause_seconds") == pytest.approx(measured["seconds"], abs=0.1)
+    agent.wait_until(
+        lambda: ("pause", f"stood still for {measured['seconds']}s") in agent.journal("kind", "text"), ""
+    )
+    agent.wait_until(lambda: agent.get("/healthz")[0] == 200, "it was healthy again")
+
+
+def test_while_the_state_file_cannot_be_written_nothing_is_done_and_then_it_is(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(rules=[AT_ONCE])
+    agent.start()
+    with contextlib.closing(sqlite3.connect(agent.state_dir / "state.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        event = sim.schedule("Reboot", lasts_seconds=None)
+        failed = agent.wait_log("writing the state file fails")
+        assert failed["kind"] == "write"
+        assert posts(sim) == []
+        assert agent.metric("store_errors_total", kind="write") >= 1
+        status, text = agent.get("/healthz")
+        assert (status, text.partition(":")[0]) == (503, "nothing can be done until the state file can be written")
+        other.execute("ROLLBACK")
+    sim.wait_approved(event)
+    assert agent.wait_log("writing the state file works again")["failures"] >= 1
+    agent.wait_until(lambda: agent.get("/healthz")[0] == 200, "it was healthy again")
+
+
+@pytest.mark.parametrize("path", ["/", "/status", "/drain", "/metrics"])
+def test_no_request_to_the_web_server_changes_anything(path: str, sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot")
+    agent.wait_log("prepared", event_id=event)
+    before = json.dumps(agent.pending())
+    for method in ("POST", "PUT", "DELETE", "PATCH", "OPTIONS"):
+        assert agent.get(path, method)[0] in (405, 501), method
+    wait_some_polls(sim)
+    assert json.dumps(agent.pending()) == before
+    assert agent.ran() == ["drain"]
+    assert posts(sim) == []

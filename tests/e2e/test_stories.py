@@ -1,0 +1,464 @@
+"""The agent's main stories from beginning to end, as an operator would tell them."""
+
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from conftest import MakeAgent
+from harness import Agent, approved_ids
+
+from agent.simulator import Simulator, VirtualMachine
+
+DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
+BY_HAND = {**DRAIN, "name": "by-hand", "approve": "manual"}
+USER = {"name": "user-initiated", "when": {"source": "User"}, "approve": "immediately"}
+
+needs_posix = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGHUP or a SIGTERM that can be caught")
+
+
+# --- The life of an event
+
+
+def test_a_restart_that_a_user_asked_for_is_approved_at_once(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[USER, DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot", source="User", lasts_seconds=0.5)
+    approved = sim.wait_approved(event)
+    assert approved.approved_at is not None
+    assert approved.approved_at - approved.scheduled_at < timedelta(seconds=0.9)
+    closed = agent.wait_log("closed", event_id=event)
+    assert (closed["rule"], closed["reason"]) == ("user-initiated", "is over: completed")
+    assert agent.ran() == []
+    assert agent.is_ready()
+
+
+def test_a_platform_reboot_is_drained_approved_started_and_recovered_once(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(
+        rules=[USER, {**DRAIN, "prepare": ["drain", "save"], "on_start": ["note"]}],
+        hooks=agent.hooks("drain", "save", "resume", "note"),
+    )
+    agent.start()
+    event = sim.schedule("Reboot", duration_seconds=30, lasts_seconds=1.0, start_delay_seconds=0.2)
+    agent.wait_log("closed", event_id=event)
+    assert agent.is_ready()
+
+    starts = agent.notes("start")
+    assert [note["hook"] for note in starts] == ["drain", "save", "note", "resume"]
+    assert len(agent.notes("end")) == 4
+    happened = sim.event(event)
+    first, last = starts[0]["given"], starts[-1]["given"]
+    assert 890 <= int(first.pop("SECONDS_LEFT")) <= 901
+    assert first == {
+        "ID": event,
+        "TYPE": "Reboot",
+        "STATUS": "Scheduled",
+        "SOURCE": "Platform",
+        "NOT_BEFORE": f"{happened.not_before_at:%Y-%m-%dT%H:%M:%SZ}",
+        "DURATION_SECONDS": "30",
+        "DESCRIPTION": "Host server is undergoing maintenance.",
+        "RESOURCES": "vm-1",
+        "STAGE": "prepare",
+        "RULE": "drain",
+        "VM": "vm-1",
+        "OUTCOME": "",
+    }
+    assert [note["given"]["STAGE"] for note in starts] == ["prepare", "prepare", "on_start", "recover"]
+    assert (last["STATUS"], last["OUTCOME"], last["NOT_BEFORE"]) == ("Started", "completed", "")
+    assert starts[0]["event"]["EventId"] == event
+    assert starts[0]["event"]["DurationInSeconds"] == 30
+    assert agent.log("hook output", hook="drain", line="drain works")
+
+    assert approved_ids(sim.requests()) == [event]
+    saved = next(note for note in agent.notes("end") if note["hook"] == "save")
+    assert sim.approvals(event)[0].monotonic > saved["monotonic"]
+    assert [kind for (kind,) in agent.journal("kind")] == [
+        "agent_started",
+        *("seen", "decided", "preparing", "hook_started", "hook_finished", "hook_started", "hook_finished"),
+        *("prepared", "approving", "approved", "changed", "started", "hook_started", "hook_finished"),
+        *("gone", "recovering", "hook_started", "hook_finished", "closed"),
+    ]
+
+
+def test_before_a_spot_eviction_the_work_is_saved_and_then_it_is_approved(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(
+        rules=[{"name": "spot", "when": {"type": "Preempt"}, "prepare": ["save"], "approve": "when-prepared"}],
+        hooks={"save": agent.hook("save", seconds=0.3, timeout="20s")},
+    )
+    agent.start()
+    event = sim.schedule("Preempt", notice_seconds=30, start_delay_seconds=0.2, lasts_seconds=None)
+    sim.wait_approved(event)
+    assert sim.approvals(event)[0].monotonic > agent.wait_hook("save")["monotonic"]
+    assert 25 <= int(agent.notes("start")[0]["given"]["SECONDS_LEFT"]) <= 31
+    agent.wait_log("started", event_id=event)
+
+
+def test_a_drain_that_is_not_done_in_time_ends_before_the_event_begins(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(
+        rules=[DRAIN],
+        hooks={**agent.hooks("resume"), "drain": agent.hook("drain", until="never")},
+        agent={"reserve": "2s"},
+    )
+    agent.start()
+    event = sim.schedule("Preempt", notice_seconds=3.2, lasts_seconds=0.5)
+    held = agent.wait_log("held", event_id=event)
+    assert datetime.now(UTC) <= sim.event(event).not_before_at - timedelta(seconds=1.5)
+    assert "no time was left" in held["reason"]
+    agent.wait_log("closed", event_id=event)
+    assert agent.ran() == ["drain", "resume"]
+
+
+def test_an_event_first_seen_started_runs_only_what_is_for_its_start(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[{**DRAIN, "on_start": ["alert"]}], hooks=agent.hooks("drain", "resume", "alert"))
+    agent.start()
+    event = sim.schedule("Redeploy", begins_started=True, lasts_seconds=1.0)
+    started = agent.wait_log("started", event_id=event)
+    assert started["reason"] == "has started (not approved by us, waiting)"
+    closed = agent.wait_log("closed", event_id=event)
+    assert closed["reason"] == "is over: completed"
+    assert agent.ran() == ["alert"]
+    assert approved_ids(sim.requests()) == []
+
+
+def test_an_event_that_starts_while_the_drain_runs_ends_the_drain(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": agent.hook("drain", until="never")})
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=1.0)
+    agent.wait_hook("drain", "start")
+    sim.start_event(event)
+    agent.wait_log("started", event_id=event)
+    agent.wait_log("hook canceled", event_id=event, count=2)
+    agent.wait_log("closed", event_id=event)
+    assert agent.ran() == ["drain", "resume"]
+    assert [note["hook"] for note in agent.notes("end")] == ["resume"]
+    assert approved_ids(sim.requests()) == []
+
+
+def test_an_event_that_goes_on_under_another_id_stays_the_same_event(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot", new_id_at_start=True, lasts_seconds=0.8)
+    renamed = agent.wait_log("renamed")
+    assert renamed["reason"] == f"goes on under the id {sim.event(event).id} (was {event})"
+    agent.wait_log("closed", event_id=sim.event(event).id)
+    assert agent.ran() == ["drain", "resume"]
+
+
+def test_a_started_phase_that_no_poll_has_seen_ends_in_recovery(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Freeze", shows_started=False)
+    closed = agent.wait_log("closed", event_id=event)
+    assert closed["reason"] == "is over: unknown"
+    assert agent.ran() == ["drain", "resume"]
+
+
+def test_an_event_whose_reboot_took_the_agent_down_is_recovered_from_after_it(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None, start_delay_seconds=0.1)
+    agent.wait_log("started", event_id=event)
+    agent.kill()
+    sim.end(event)
+    agent.start()
+    closed = agent.wait_log("closed", event_id=event)
+    assert closed["reason"] == "is over: completed"
+    assert agent.ran() == ["drain", "resume"]
+
+
+def test_when_nothing_is_pending_at_the_start_on_clear_runs(agent: Agent) -> None:
+    agent.write_policy(hooks=agent.hooks("uncordon", "greet"), on_clear=["uncordon", "greet"])
+    agent.start()
+    agent.wait_log("on_clear hook ended", hook="greet", outcome="succeeded")
+    assert agent.ran() == ["uncordon", "greet"]
+    assert agent.notes("start")[0]["given"] == {"STAGE": "on_clear", "VM": "vm-1"}
+    assert agent.notes("start")[0]["event"] is None
+    assert ("on_clear", "nothing is pending: uncordon, greet") in agent.journal("kind", "text")
+
+
+def test_when_something_is_pending_at_the_start_on_clear_does_not_run(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume", "uncordon"), on_clear=["uncordon"])
+    event = sim.schedule("Reboot")
+    agent.start()
+    agent.wait_log("prepared", event_id=event)
+    sim.wait_polls(2)
+    assert agent.ran() == ["drain"]
+
+
+def test_readyz_answers_503_from_the_beginning_of_the_preparation_to_the_end_of_the_recovery(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(
+        rules=[{**DRAIN, "drain_for": "1s"}],
+        hooks={**agent.hooks("drain"), "resume": agent.hook("resume", until="resumed")},
+    )
+    agent.start()
+    assert agent.get("/readyz") == (200, "ready\n")
+    event = sim.schedule("Reboot", lasts_seconds=0.5, start_delay_seconds=0.2)
+    agent.wait_log("preparing", event_id=event)
+    began = time.monotonic()
+    assert agent.get("/readyz") == (503, f"not ready: Reboot {event} is preparing\n")
+    assert agent.wait_hook("drain", "start")["monotonic"] - began > 0.9
+    assert not agent.is_ready()
+    agent.wait_log("started", event_id=event)
+    assert agent.get("/readyz") == (503, f"not ready: Reboot {event} is started\n")
+    agent.wait_hook("resume", "start")
+    assert agent.get("/readyz") == (503, f"not ready: Reboot {event} is recovering\n")
+    assert agent.metric("ready") == 0
+    agent.let_go("resumed")
+    agent.wait_log("closed", event_id=event)
+    assert agent.get("/readyz") == (200, "ready\n")
+    assert agent.metric("ready") == 1
+
+
+# --- Operators
+
+
+def test_an_operator_approves_an_event_that_waits_for_that(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_log("prepared", event_id=event)
+    said = agent.say("approve", event)
+    assert (said.returncode, said.stdout, said.stderr) == (0, "taken: approval requested\n", "")
+    sim.wait_approved(event)
+    assert agent.wait_log("operator", event_id=event)["reason"].endswith(" says: approved")
+    assert agent.wait_log("approving", event_id=event)["reason"] == "an operator approved it"
+
+
+def test_an_operator_may_give_the_beginning_of_an_id(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    one = sim.schedule("Reboot", id_="AAAA1111-0000", lasts_seconds=None)
+    two = sim.schedule("Freeze", id_="AAAA2222-0000", lasts_seconds=None)
+    for event in (one, two):
+        agent.wait_log("prepared", event_id=event)
+    ambiguous = agent.say("approve", "aaaa")
+    assert (ambiguous.returncode, ambiguous.stdout) == (1, "")
+    assert ambiguous.stderr == (
+        'scheduled-events-agent: "aaaa" fits 2 pending events; give more of the id:\n'
+        "  AAAA1111-0000  Reboot  prepared\n"
+        "  AAAA2222-0000  Freeze  prepared\n"
+    )
+    unknown = agent.say("approve", "bbbb")
+    assert unknown.returncode == 1
+    assert unknown.stderr.startswith(
+        'scheduled-events-agent: no pending event begins with "bbbb"; pending are:\n  AAAA1111-0000  Reboot'
+    )
+    assert agent.say("approve", "aaaa2").returncode == 0
+    sim.wait_approved(two)
+    assert approved_ids(sim.requests()) == [two]
+
+
+def test_without_a_running_agent_an_operators_word_is_withdrawn(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_log("prepared", event_id=event)
+    agent.kill()
+    said = agent.say("approve", event)
+    assert (said.returncode, said.stdout) == (1, "")
+    assert said.stderr == (
+        "scheduled-events-agent: no agent has answered, and the request is withdrawn: is the agent running?\n"
+    )
+    agent.start()
+    sim.wait_polls(3)
+    assert approved_ids(sim.requests()) == []
+
+
+def test_an_operator_holds_an_event_and_releases_it(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(
+        rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": agent.hook("drain", until="drained")}
+    )
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_hook("drain", "start")
+    assert agent.say("hold", event).stdout == "taken: preparing\n"
+    agent.let_go("drained")
+    held = agent.wait_log("held", event_id=event)
+    assert held["reason"] == "held, NotBefore decides: an operator holds it"
+    agent.kill()
+    agent.start()  # a word once given outlasts the agent
+    sim.wait_polls(3)
+    assert approved_ids(sim.requests()) == []
+    assert agent.say("release", event).stdout == "taken: approval requested\n"
+    sim.wait_approved(event)
+    assert agent.ran() == ["drain"]
+
+
+def test_an_operator_has_an_event_of_days_ahead_handled_now(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[{**DRAIN, "lead": "15m"}], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Redeploy", notice_seconds=5 * 86400, lasts_seconds=None)
+    agent.wait_phase(event, "waiting")
+    sim.wait_polls(2)
+    assert agent.ran() == []
+    assert agent.say("approve", event).returncode == 0
+    sim.wait_approved(event)
+    assert agent.ran() == ["drain"]
+
+
+def test_what_cannot_be_approved_is_refused_with_the_reason(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    others = sim.schedule("Reboot", vms=["vm-2"])
+    started = sim.schedule("Freeze", begins_started=True, lasts_seconds=None)
+    agent.wait_log("started", event_id=started)
+    for event, reason in (
+        (others, "it does not name this VM"),
+        (started, "only a scheduled event can be approved, and its status is Started"),
+    ):
+        said = agent.say("approve", event)
+        assert (said.returncode, said.stdout) == (1, f"refused: {reason}\n")
+    assert agent.ran() == []
+    assert approved_ids(sim.requests()) == []
+
+
+# --- The policy
+
+
+@needs_posix
+def test_a_good_policy_takes_effect_at_once_also_for_what_is_pending(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_log("prepared", event_id=event)
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.reload()
+    assert agent.wait_log("the policy file was read again")["rules"] == ["drain"]
+    sim.wait_approved(event)
+    agent.wait_metric(1, "config_last_reload_successful")
+    assert agent.ran() == ["drain"]
+
+
+@needs_posix
+def test_a_bad_policy_is_refused_and_the_old_one_stays_in_force(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    agent.config.write_text("rules:\n  - name: bad\n    approve: yes\n    prepar: [drain]\n", encoding="utf-8")
+    agent.reload()
+    refused = agent.wait_log("the policy file is refused; the old policy stays in force")
+    assert refused["level"] == "error"
+    assert refused["reason"] == (
+        f"{agent.config}:3: rules[0].approve: expected one of immediately, when-prepared, manual, never; "
+        f'got "yes"\n{agent.config}:4: rules[0]: unknown key "prepar"; did you mean "prepare"?'
+    )
+    assert agent.metric("config_last_reload_successful") == 0
+    sim.wait_approved(sim.schedule("Reboot", lasts_seconds=None))
+    assert agent.ran() == ["drain"]
+    entry = ("reload_refused", refused["reason"])
+    agent.wait_until(lambda: entry in agent.journal("kind", "text"), "the refusal was in the journal")
+    agent.write_policy(rules=[USER])
+    agent.reload()
+    agent.wait_log("the policy file was read again")
+    agent.wait_metric(1, "config_last_reload_successful")
+
+
+def test_a_policy_with_errors_ends_the_command_with_all_of_them(agent: Agent) -> None:
+    agent.config.write_text(
+        "agent:\n  mode: dry-run\nrules:\n  - name: one\n    lead: soon\n    prepar: [drain]\n", encoding="utf-8"
+    )
+    agent.start(is_awaited=False)
+    assert agent.wait_exit() == 2
+    assert agent.history[1:-1] == [
+        f'scheduled-events-agent: {agent.config}:2: agent.mode: expected one of act, observe; got "dry-run"\n',
+        f'{agent.config}:5: rules[0].lead: expected a duration such as 9s, 5m, 1h30m or 2d; got "soon"\n',
+        f'{agent.config}:6: rules[0]: unknown key "prepar"; did you mean "prepare"?\n',
+    ]
+    assert not (agent.state_dir / "state.db").exists()
+
+
+def test_without_a_policy_file_of_that_name_the_command_says_so(agent: Agent) -> None:
+    agent.start(is_awaited=False)
+    assert agent.wait_exit() == 2
+    assert f"{agent.config}: there is no such file" in "".join(agent.history)
+
+
+# --- Stopping and starting
+
+
+@needs_posix
+def test_it_stops_within_five_seconds_though_a_hook_does_not_and_runs_that_again(
+    sim: Simulator, agent: Agent
+) -> None:
+    drain = agent.hook("drain", until="drained", ignores_sigterm=True)
+    agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": drain})
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_hook("drain", "start")
+    assert agent.stop() < 5.0
+    assert agent.notes("end") == []
+    agent.start()
+    agent.wait_hook("drain", "start", count=2)
+    agent.let_go("drained")
+    sim.wait_approved(event)
+    assert [note["pid"] for note in agent.notes("end")] == [agent.notes("start")[1]["pid"]]
+
+
+@needs_posix
+def test_a_hook_that_ends_soon_after_the_agent_was_told_to_stop_has_its_say(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": agent.hook("drain", seconds=1.0)})
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_hook("drain", "start")
+    assert agent.stop() < 3.0
+    assert len(agent.notes("end")) == 1
+    assert approved_ids(sim.requests()) == []
+    agent.start()
+    sim.wait_approved(event)
+    assert agent.ran() == ["drain"]
+
+
+@needs_posix
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_an_idle_agent_stops_at_once(agent: Agent, *, is_interrupted: bool) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    if is_interrupted:
+        agent.interrupt()
+        assert agent.wait_exit() == 0
+    else:
+        assert agent.stop() < 2.0
+    assert agent.log("agent stopped")
+    assert [kind for (kind,) in agent.journal("kind")] == ["agent_started", "agent_stopped"]
+
+
+def test_of_two_agents_with_one_state_directory_the_second_names_the_first_and_ends(
+    agent: Agent, make_agent: MakeAgent
+) -> None:
+    second = make_agent(agent.endpoint, "second")
+    second.state_dir = agent.state_dir
+    for one in (agent, second):
+        one.write_policy(rules=[USER])
+    agent.start()
+    second.start(is_awaited=False)
+    assert second.wait_exit() == 1
+    said = "".join(second.history)
+    assert str(agent.process.pid) in said
+    assert str(agent.state_dir / "lock") in said
+    assert agent.get("/healthz")[0] == 200
+
+
+def test_the_state_of_another_vm_is_not_acted_on(make_agent: MakeAgent) -> None:
+    with Simulator(vms=(VirtualMachine(name="vm-1", vm_id="the-first"),), rate_limit=None) as first:
+        agent = make_agent(first.endpoint())
+        agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
+        agent.start()
+        event = first.schedule("Reboot")
+        agent.wait_log("prepared", event_id=event)
+        agent.kill()
+    with Simulator(vms=(VirtualMachine(name="vm-2", vm_id="the-second"),), rate_limit=None) as second:
+        agent.endpoint = second.endpoint()
+        agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
+        agent.start()
+        text = "the state is that of VM the-first, and this is the-second: nothing of it is acted on"
+        assert agent.wait_log(text)["level"] == "warning"
+        second.wait_polls(3)
+        assert agent.ran() == ["drain"]
+        assert agent.pending() == {}
+        assert agent.is_ready()
+        assert ("closed", text) in agent.journal("kind", "text")
+        own = second.schedule("Reboot")
+        agent.wait_log("prepared", event_id=own)
