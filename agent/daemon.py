@@ -6,6 +6,7 @@ that others wait for (a poll, a hook, an approval, a client) can keep it from it
 
     engine      takes the inbox, proceeds, commits, performs (the thread that calls ``run``)
     poller      fetches, compares bytes, parses            -> inbox
+    identity    asks who this VM is, until it is known     -> inbox
     approvals   one thread for each request to approve     -> inbox
     hooks       one thread for each hook that runs         -> inbox
     web         answers from the published board
@@ -68,11 +69,13 @@ _PAUSE_SECONDS = 1.0
 # On stop, running hooks have this long to end by themselves, and this long after they were told to.
 _STOP_PATIENCE_SECONDS = 2.0
 _STOP_GRACE_SECONDS = 1.5
-_MAX_IDENTITY_RETRY_SECONDS = 60.0
+_MAX_IDENTITY_RETRY_SECONDS = 10.0
+# The first poll waits this long for the first answer to who this VM is, and no longer.
+_IDENTITY_PATIENCE_SECONDS = 2.0
 _COMMIT_RETRY_SECONDS = 1.0
 _KEEP_JOURNAL = timedelta(days=90)
 _PRUNE_SECONDS = 86400.0
-_LOUD_NOTES = ("held", "approval_failed", "recovery_waits")
+_LOUD_NOTES = ("held", "approval_failed")
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,7 @@ class Daemon:
         self._identity = Identity(name=store.load_fact("vm_name"), vm_id=store.load_fact("vm_id"))
         self._is_state_lost = bool(store.load_fact("state_lost"))
         self._poller = _Poller(lambda: self._settings, self._inbox.put, self._metrics)
+        self._identifier = _Identifier(lambda: self._settings, self._inbox.put, self._poller.stop_requested)
         self._approver = _Approver(lambda: self._settings, self._inbox.put)
         self._hooks = _HookThreads(self._inbox.put, self._metrics, instance=str(store.path))
         # What the next turn has to take in: a document, and signals, that no commit has held yet.
@@ -125,7 +129,7 @@ class Daemon:
         self._signals: list[Signal] = []
         self._requests: list[Request] = []
         self._document_at: datetime | None = None
-        self._is_greeted = False
+        self._is_on_clear_due = True
         self._latest: Document | None = None
         self._turned_at = time.monotonic()
         self._started_at = self._turned_at
@@ -195,7 +199,13 @@ class Daemon:
         if workflows:
             self._signals.append(AgentRestarted())
         self._pruned = time.monotonic() - _PRUNE_SECONDS
-        self._start_thread("poller", self._poller.run)
+        self._start_thread("identity", self._identifier.run)
+        self._start_thread("poller", self._poll)
+
+    def _poll(self) -> None:
+        # Whose the state on disk is, and what Resources call this VM, is best known before the first document.
+        self._identifier.has_tried.wait(_IDENTITY_PATIENCE_SECONDS)
+        self._poller.run()
 
     def _start_thread(self, name: str, target: Callable[[], None]) -> None:
         def guarded() -> None:
@@ -396,17 +406,19 @@ class Daemon:
 
     def _greet_first_document(self, now: datetime) -> None:
         """What is done once, when the agent has first decided on what is pending."""
-        if self._is_greeted or self._document_at is None:
+        if self._document_at is None:
             return
         if self._is_state_lost:
             self._store.save_facts({"state_lost": ""})
             self._is_state_lost = False
-        self._is_greeted = True
-        is_clear = all(workflow.decision.affects == "others" for workflow in self._board.values())
-        if is_clear and self._settings.on_clear and self._settings.agent.mode == "act":
-            self._store.record("on_clear", f"nothing is pending: {', '.join(self._settings.on_clear)}", now)
-            runs = [(name, self._settings.hooks[name]) for name in self._settings.on_clear]
-            self._hooks.start_on_clear(runs, vm=next(iter(self._names()), ""))
+        is_known = bool(self._names()) or not self._board
+        if self._is_on_clear_due and is_known:
+            self._is_on_clear_due = False
+            is_clear = all(workflow.decision.affects == "others" for workflow in self._board.values())
+            if is_clear and self._settings.on_clear and self._settings.agent.mode == "act":
+                self._store.record("on_clear", f"nothing is pending: {', '.join(self._settings.on_clear)}", now)
+                runs = [(name, self._settings.hooks[name]) for name in self._settings.on_clear]
+                self._hooks.start_on_clear(runs, vm=next(iter(self._names()), ""))
 
     def _prune(self, now: datetime) -> None:
         if self._turned_at - self._pruned >= _PRUNE_SECONDS:
@@ -440,9 +452,10 @@ class Daemon:
             workflow = changed.get(request.workflow_id) or self._board.get(request.workflow_id)
             if workflow is None:
                 continue
-            state = f"approval {workflow.approval.state}" if workflow.approval.state != "none" else workflow.phase
-            waits_for = f", waits for: {workflow.waits_for}" if workflow.waits_for else ""
-            self._store.answer_request(request.id, f"taken: {state}{waits_for}")
+            approval = f", approval {workflow.approval.state}" if workflow.approval.state != "none" else ""
+            waits_for = f", for {workflow.waits_for}" if workflow.waits_for else ""
+            answer = f"{request.word or 'released'}: the event is {workflow.phase}{approval}{waits_for}"
+            self._store.answer_request(request.id, answer)
 
     def _learn_identity(self, now: datetime) -> None:
         identity, known = self._new_identity, self._identity
@@ -586,8 +599,6 @@ class _Poller:
         self._metrics = metrics
         self._failures = 0
         self._failure_log = FailureLog("polling the metadata service")
-        self._identity_failures = FailureLog("asking for this VM's name")
-        self._identity_tries = 0
         self.stop_requested = threading.Event()
         self.succeeded: float | None = None
         """When a poll last succeeded, monotonic."""
@@ -602,14 +613,11 @@ class _Poller:
         imds = self._load_settings().imds
         client = self._connect()
         body = b""
-        identity_due: float | None = time.monotonic()
         while not self.stop_requested.is_set():
             if self._load_settings().imds != imds:
                 imds, body = self._load_settings().imds, b""
                 client.close()
                 client = self._connect()
-            if identity_due is not None and time.monotonic() >= identity_due:
-                identity_due = self._fetch_identity(client)
             began = time.monotonic()
             delay = imds.poll_interval
             try:
@@ -618,8 +626,6 @@ class _Poller:
                     self._put(parse_document(new_body))
                     self._metrics.documents.inc()
                     body = new_body
-                if self._failures and identity_due is not None:
-                    identity_due = began  # the service is back: without a name no event can be told to be ours
                 self._succeed(began)
             except (ImdsError, DocumentError) as error:
                 delay = max(delay, self._fail(error))
@@ -650,17 +656,36 @@ class _Poller:
         self._failure_log.failed(error.kind, str(error), time.monotonic())
         return backoff_seconds(error.kind if isinstance(error, ImdsError) else "malformed", self._failures)
 
-    def _fetch_identity(self, client: ImdsClient) -> float | None:
-        """Ask who this VM is; returns when to ask again, None if it is known."""
-        try:
-            identity = client.fetch_identity()
-        except ImdsError as error:
-            self._identity_failures.failed(error.kind, str(error), time.monotonic())
-            self._identity_tries += 1
-            return time.monotonic() + min(_MAX_IDENTITY_RETRY_SECONDS, 2.0 ** min(self._identity_tries - 1, 10))
-        self._identity_failures.succeeded(time.monotonic())
-        self._put(identity)
-        return None
+
+class _Identifier:
+    """Asks the service who this VM is, until it says so; without a name no event can be told to be ours."""
+
+    def __init__(self, load_settings: Callable[[], Settings], put: _Put, stop_requested: threading.Event) -> None:
+        self._load_settings = load_settings
+        self._put = put
+        self._stop_requested = stop_requested
+        self.has_tried = threading.Event()
+
+    def run(self) -> None:
+        failure_log = FailureLog("asking for this VM's name")
+        delay = 1.0
+        while True:
+            client = _connect(self._load_settings())
+            try:
+                identity = client.fetch_identity()
+                self._put(identity)
+                if identity.name:
+                    failure_log.succeeded(time.monotonic())
+                    return
+                failure_log.failed("no_name", "the service does not tell it; set vm.name", time.monotonic())
+            except ImdsError as error:
+                failure_log.failed(error.kind, str(error), time.monotonic())
+            finally:
+                client.close()
+                self.has_tried.set()
+            if self._stop_requested.wait(delay):
+                return
+            delay = min(2 * delay, _MAX_IDENTITY_RETRY_SECONDS)
 
 
 class _Approver:

@@ -24,7 +24,7 @@ Stage = Literal["prepare", "on_start", "recover"]
 HookOutcome = Literal["succeeded", "failed", "timed_out", "canceled", "not_started"]
 NoteKind = Literal[
     "seen", "changed", "renamed", "gone", "decided", "preparing", "hook_started", "hook_finished", "hook_canceled",
-    "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering", "recovery_waits",
+    "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering", "waits",
     "closed", "operator", "restarted",
 ]  # fmt: skip
 
@@ -100,7 +100,7 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     is_doubtful: bool = False
     """First seen when the state file had been lost: what was done about it before is not known."""
     waits_for: str = ""
-    """Why the workflow does not move, as a phrase; for people."""
+    """Why the workflow does not move, as a clause; for people."""
     outcome: Outcome = ""
 
     @property
@@ -662,7 +662,7 @@ def _move_scheduled(workflow: Workflow, workflows: Mapping[str, Workflow], conte
             return None
         begins_at = decision.begins_at(workflow.event, context.now)
         if begins_at > context.now and workflow.operator != "approved":
-            return _wait(workflow, f"its time, {_show(begins_at)}")
+            return _wait(workflow, f"its time comes at {_show(begins_at)}")
         return _begin(workflow, context)
     if not context.is_acting:
         return None
@@ -807,7 +807,7 @@ def _move_gone(workflow: Workflow, workflows: Mapping[str, Workflow], context: C
     # What has been recovered so far is prepared anew by now: all of it is to be done again.
     is_undone = bool(recover.done) and any(peer.prepare.run > 0 for peer in needed_by)
     afresh = replace(workflow, recover=Progress(state="running", run=recover.run)) if is_undone else workflow
-    step = _wait(afresh, f"event {needed_by[0].event.id}, which needs it prepared", kind="recovery_waits")
+    step = _wait(afresh, f"event {needed_by[0].event.id} still needs it prepared")
     return step or (Step(workflow=afresh) if is_undone else None)
 
 
@@ -835,7 +835,7 @@ def _run_next(
     if stage == "recover" and any(peer.recover.current == hook for peer in recoveries):
         return None  # it runs for another event at this moment, once for both
     if not context.is_acting:
-        return _wait(workflow, "leave to act: the agent only observes")
+        return _wait(workflow, "the agent only observes")
     progress = replace(progress, state="running", current=hook, run=progress.run + 1)
     return Step(
         workflow=replace(_with_progress(workflow, stage, progress), waits_for=""),
@@ -874,12 +874,11 @@ def _hold(workflow: Workflow, reason: str) -> Step:
     return _to(replace(workflow, waits_for=reason), "held", note)
 
 
-def _wait(workflow: Workflow, reason: str, kind: NoteKind | None = None) -> Step | None:
+def _wait(workflow: Workflow, reason: str) -> Step | None:
     """Note down why nothing moves, once."""
     if workflow.waits_for == reason:
         return None
-    notes = (Note(kind=kind, text=f"waits for {reason}"),) if kind else ()
-    return Step(workflow=replace(workflow, waits_for=reason), notes=notes)
+    return Step(workflow=replace(workflow, waits_for=reason), notes=(Note(kind="waits", text=reason),))
 
 
 def _to(workflow: Workflow, phase: Phase, *notes: Note) -> Step:

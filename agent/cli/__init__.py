@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.handler(arguments)
     except AgentError as error:
-        print(f"scheduled-events-agent: {error}", file=sys.stderr)
+        # What is wrong with a file begins with the file's name and line, as compilers write it.
+        print(error if error.kind == "config" else f"scheduled-events-agent: {error}", file=sys.stderr)
         return 2 if error.kind in ("config", "usage") else 1
     except KeyboardInterrupt:
         return 1

@@ -1,5 +1,7 @@
 """The agent's main stories from beginning to end, as an operator would tell them."""
 
+import contextlib
+import sqlite3
 import sys
 import time
 from datetime import UTC, datetime, timedelta
@@ -222,7 +224,11 @@ def test_an_operator_approves_an_event_that_waits_for_that(sim: Simulator, agent
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.wait_log("prepared", event_id=event)
     said = agent.say("approve", event)
-    assert (said.returncode, said.stdout, said.stderr) == (0, "taken: approval requested\n", "")
+    assert (said.returncode, said.stdout, said.stderr) == (
+        0,
+        "approved: the event is prepared, approval requested\n",
+        "",
+    )
     sim.wait_approved(event)
     assert agent.wait_log("operator", event_id=event)["reason"].endswith(" says: approved")
     assert agent.wait_log("approving", event_id=event)["reason"] == "an operator approved it"
@@ -275,7 +281,7 @@ def test_an_operator_holds_an_event_and_releases_it(sim: Simulator, agent: Agent
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.wait_hook("drain", "start")
-    assert agent.say("hold", event).stdout == "taken: preparing\n"
+    assert agent.say("hold", event).stdout == "held: the event is preparing\n"
     agent.let_go("drained")
     held = agent.wait_log("held", event_id=event)
     assert held["reason"] == "held, NotBefore decides: an operator holds it"
@@ -283,7 +289,7 @@ def test_an_operator_holds_an_event_and_releases_it(sim: Simulator, agent: Agent
     agent.start()  # a word once given outlasts the agent
     sim.wait_polls(3)
     assert approved_ids(sim.requests()) == []
-    assert agent.say("release", event).stdout == "taken: approval requested\n"
+    assert agent.say("release", event).stdout == "released: the event is prepared, approval requested\n"
     sim.wait_approved(event)
     assert agent.ran() == ["drain"]
 
@@ -363,7 +369,7 @@ def test_a_policy_with_errors_ends_the_command_with_all_of_them(agent: Agent) ->
     agent.start(is_awaited=False)
     assert agent.wait_exit() == 2
     assert agent.history[1:-1] == [
-        f'scheduled-events-agent: {agent.config}:2: agent.mode: expected one of act, observe; got "dry-run"\n',
+        f'{agent.config}:2: agent.mode: expected one of act, observe; got "dry-run"\n',
         f'{agent.config}:5: rules[0].lead: expected a duration such as 9s, 5m, 1h30m or 2d; got "soon"\n',
         f'{agent.config}:6: rules[0]: unknown key "prepar"; did you mean "prepare"?\n',
     ]
@@ -423,6 +429,33 @@ def test_an_idle_agent_stops_at_once(agent: Agent, *, is_interrupted: bool) -> N
         assert agent.stop() < 2.0
     assert agent.log("agent stopped")
     assert [kind for (kind,) in agent.journal("kind")] == ["agent_started", "agent_stopped"]
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_after_the_reboot_it_prepared_for_the_machine_is_recovered_once(
+    sim: Simulator, agent: Agent, *, is_over: bool
+) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None, start_delay_seconds=0)
+    sim.wait_approved(event)
+    agent.wait_log("approved")
+    agent.kill()
+    with contextlib.closing(sqlite3.connect(agent.state_dir / "state.db")) as state, state:
+        # What another boot makes of it: the system's id of this boot is not the one in the file any more.
+        state.execute("UPDATE workflow SET body = json_set(body, '$.boot_id', 'the boot before')")
+    if is_over:
+        sim.end(event)
+    agent.start()
+    assert "after a reboot" in agent.wait_log("restarted")["reason"]
+    if not is_over:
+        agent.wait_phase(event, "started")
+        assert agent.ran() == ["drain"]
+        sim.end(event)
+    assert agent.wait_log("closed")["reason"] == "is over: completed"
+    assert agent.ran() == ["drain", "resume"]
+    agent.wait_until(agent.is_ready, "it was ready")
+    assert len(sim.approvals(event)) == 1
 
 
 def test_of_two_agents_with_one_state_directory_the_second_names_the_first_and_ends(

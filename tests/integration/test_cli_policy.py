@@ -300,7 +300,7 @@ def test_explain_with_a_faulty_policy_is_wrong_configuration(run: Run, tmp_path:
     (tmp_path / "p.yaml").write_text("x: 1")
     code, out, err = run("explain", "--config", "p.yaml")
     assert (code, out) == (2, "")
-    assert err.startswith('scheduled-events-agent: p.yaml:1: unknown key "x"; known here: vm, imds')
+    assert err.startswith('p.yaml:1: unknown key "x"; known here: vm, imds')
 
 
 @pytest.fixture

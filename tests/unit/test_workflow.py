@@ -377,7 +377,7 @@ def test_an_event_announced_days_ahead_waits_until_its_lead() -> None:
     not_before = START + timedelta(days=7)
     assert agent.document(an_event(not_before=not_before)) == []
     assert (agent.phase, is_ready(agent.board)) == ("waiting", True)
-    assert agent.of().waits_for == "its time, 2026-03-09T11:45:00Z"
+    assert agent.of().waits_for == "its time comes at 2026-03-09T11:45:00Z"
     assert next_wake_at(agent.board, agent.context) == not_before - timedelta(minutes=15)
     agent.context = replace(agent.context, now=not_before - timedelta(seconds=901))
     assert agent.tick(0) == []
@@ -738,7 +738,7 @@ def test_recovery_waits_for_the_last_event_and_each_hook_runs_once() -> None:
     agent.ends("drain", event="B")
     agent.answer()
     assert agent.document(other) == []
-    assert agent.journal[-1] == "recovery_waits: waits for event B, which needs it prepared"
+    assert agent.journal[-1] == "waits: event B still needs it prepared"
     assert agent.document() == ["A: recover resume"]
     assert agent.ends("resume") == ["A: recover tell"]
     assert not is_ready(agent.board)
@@ -1068,7 +1068,7 @@ def test_an_agent_set_to_observe_in_mid_life_starts_no_hook_and_owes_the_recover
     agent.ends("drain")
     assert agent.document(started(event)) == []
     assert agent.document() == []
-    assert (agent.phase, agent.of().waits_for) == ("recovering", "leave to act: the agent only observes")
+    assert (agent.phase, agent.of().waits_for) == ("recovering", "the agent only observes")
     assert not is_ready(agent.board)
     assert agent.reload(*agent.context.rules, is_acting=True) == ["A: recover resume"]
 

@@ -1,0 +1,124 @@
+"""The daemon inside this process, where its threads and its time limits can be reached."""
+
+import http.client
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from agent import daemon as module
+from agent import workflow
+from agent.config import AgentSettings, ImdsSettings, LogSettings, Settings
+from agent.daemon import Daemon
+from agent.events import ScheduledEvent
+from agent.policy import Rule
+from agent.simulator import Simulator
+from agent.store import Store
+from agent.web import WebServer
+
+RULES = (Rule(name="all", approve="immediately"),)
+
+
+@contextmanager
+def running(directory: Path, endpoint: str) -> Iterator[Daemon]:
+    settings = Settings(
+        imds=ImdsSettings(endpoint=endpoint, poll_interval=0.25),
+        agent=AgentSettings(listen="127.0.0.1:0", log=LogSettings(level="error", format="json")),
+        rules=RULES,
+    )
+    store = Store.open(directory, datetime.now(UTC))
+    daemon = Daemon(settings, lambda: settings, store)
+    thread = threading.Thread(target=daemon.run)
+    thread.start()
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
+        thread.join(10.0)
+        store.close()
+    assert not thread.is_alive()
+
+
+def get(web: WebServer | None, path: str) -> tuple[int, str]:
+    assert web is not None
+    connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=5)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STALL_SECONDS", 0.5)
+    hangs, may_go_on = threading.Event(), threading.Event()
+
+    def commit(*_: object) -> None:
+        hangs.set()
+        may_go_on.wait(10.0)
+
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
+        azure.wait_polls(1)
+        # Idle, the engine turns once a second only.
+        monkeypatch.setattr(module, "_STALL_SECONDS", 1.5)
+        assert get(daemon.web, "/healthz") == (200, "ok\n")
+        monkeypatch.setattr(Store, "commit", commit)
+        azure.schedule("Reboot", notice_seconds=60)
+        assert hangs.wait(5.0)
+        threading.Event().wait(2.0)
+        status, text = get(daemon.web, "/healthz")
+        assert status == 503
+        assert text.startswith("the engine has not turned for 2s")
+        azure.wait_polls(2)  # polling waits for nothing
+        monkeypatch.undo()
+        may_go_on.set()
+        azure.wait_polls(4)
+        assert get(daemon.web, "/healthz") == (200, "ok\n")
+
+
+def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn_and_the_others_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admit = workflow._admit
+    failures: list[str] = []
+
+    def faulty(event: ScheduledEvent, context: workflow.Context) -> workflow.Step:
+        if event.type == "Freeze" and len(failures) < 2:
+            failures.append(event.id)
+            raise RuntimeError("a bug")
+        return admit(event, context)
+
+    monkeypatch.setattr(workflow, "_admit", faulty)
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
+        azure.wait_polls(1)
+        freeze = azure.schedule("Freeze", notice_seconds=60)
+        reboot = azure.schedule("Reboot", notice_seconds=60)
+        first, second = azure.wait_approved(reboot), azure.wait_approved(freeze)
+        assert first.approved_at is not None
+        assert second.approved_at is not None
+        assert first.approved_at < second.approved_at
+        assert failures == [freeze, freeze]
+        assert "scheduled_events_faults_total 2.0" in get(daemon.web, "/metrics")[1]
+
+
+def test_a_thread_that_ends_by_a_bug_ends_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def poll(_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(module._Poller, "run", poll)
+    settings = replace(Settings(), agent=AgentSettings(listen="off", log=LogSettings(level="error")))
+    store = Store.open(tmp_path, datetime.now(UTC))
+    try:
+        with Simulator() as azure:
+            imds = ImdsSettings(endpoint=azure.endpoint())
+            with pytest.raises(RuntimeError, match=r"^a bug$"):
+                Daemon(replace(settings, imds=imds), lambda: settings, store).run()
+    finally:
+        store.close()
