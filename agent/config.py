@@ -26,7 +26,7 @@ _MAX_FILE_BYTES = 1024 * 1024
 _MIN_POLL_SECONDS = 0.25  # the service allows five requests a second to the whole VM
 _MAX_POLL_SECONDS = 60.0  # a Spot VM may be gone 30 s after its notice; longer makes no sense at all
 _MAX_WINDOW_SECONDS = 7 * 86400.0
-_ENDPOINT = re.compile(r"http://[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:(?P<port>[0-9]{1,5}))?/?")
+_ENDPOINT = re.compile(r"http://(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?/?")
 _LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
 
 # The notice Azure promises; a Terminate has what its scale set says, at least this.
@@ -210,6 +210,13 @@ def check_files(loaded: Loaded) -> tuple[Problem, ...]:
     return _in_order(loaded.parsed, _missing(loaded.settings))
 
 
+def parse_endpoint(text: str) -> tuple[str, int] | None:
+    """Host and port of http://HOST[:PORT]; None if it is something else."""
+    match = _ENDPOINT.fullmatch(text)
+    port = int(match["port"] or 80) if match else 0
+    return (match["host"], port) if match and 0 < port < 65536 else None
+
+
 def policy_schema() -> dict[str, Any]:
     """The JSON schema of the policy file, for editors."""
     schema = json_schema(Settings)
@@ -261,8 +268,7 @@ def _setting_faults(settings: Settings) -> Iterator[_Finding]:
     for key in ("request_timeout", "first_request_timeout"):
         if getattr(imds, key) <= 0:
             yield f"imds.{key}", "expected more than 0s; got 0s"
-    match = _ENDPOINT.fullmatch(imds.endpoint)
-    if imds.endpoint != "auto" and (match is None or not 0 < int(match["port"] or 80) < 65536):
+    if imds.endpoint != "auto" and parse_endpoint(imds.endpoint) is None:
         yield "imds.endpoint", f'expected auto or http://HOST[:PORT]; got "{imds.endpoint}"'
     match = _LISTEN.fullmatch(agent.listen)
     if agent.listen != "off" and (match is None or int(match["port"]) > 65535):

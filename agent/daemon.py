@@ -23,13 +23,14 @@ from http import HTTPStatus
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
-from agent import AgentError, __version__, host
-from agent.config import Settings
+from agent import __version__, host
+from agent.config import ImdsSettings, Settings
 from agent.events import Document, DocumentError, compare, parse_document, to_azure_json
 from agent.hooks import HookResult, HookRun, end_leftovers, hook_environment
 from agent.imds import Identity, ImdsClient, ImdsError, backoff_seconds, resolve_endpoint
-from agent.log import FailureLog, Logger, get_logger, set_up
+from agent.log import FailureLog, Logger, get_logger
 from agent.metrics import Metrics
 from agent.policy import Hook
 from agent.store import Request, Store, StoreError
@@ -42,6 +43,7 @@ from agent.workflow import (
     CancelHook,
     Context,
     HookFinished,
+    HookOutcome,
     MoveDeadline,
     Note,
     OperatorSpoke,
@@ -50,7 +52,6 @@ from agent.workflow import (
     Signal,
     Stage,
     Step,
-    Tick,
     Workflow,
     ask_gates,
     hook_deadline_at,
@@ -62,6 +63,8 @@ from agent.workflow import (
 
 # The engine's own pace: how soon an operator's word is taken up, and how often /healthz hears of it.
 _TICK_SECONDS = 1.0
+# The same while nothing is pending, and so nobody has anything to say.
+_IDLE_TICK_SECONDS = 5.0
 # A loop that has not turned for this long hangs; a slow disk alone is given two seconds by the store.
 _STALL_SECONDS = 15.0
 # A tick later than asked for by more than this is a pause of the machine, not the scheduler's noise.
@@ -75,7 +78,7 @@ _IDENTITY_PATIENCE_SECONDS = 2.0
 _COMMIT_RETRY_SECONDS = 1.0
 _KEEP_JOURNAL = timedelta(days=90)
 _PRUNE_SECONDS = 86400.0
-_LOUD_NOTES = ("held", "approval_failed")
+_LOUD_NOTES = ("held", "blocked", "approval_failed")
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,10 @@ class _Paused:
 
 @dataclass(frozen=True)
 class _HookEnded:
-    """A hook of a workflow has ended."""
+    """A hook has ended: of a workflow, or (``effect`` is None) of on_clear."""
 
-    signal: HookFinished
-    seconds: float
+    effect: RunHook | None
+    result: HookResult
 
 
 @dataclass(frozen=True)
@@ -119,17 +122,24 @@ class Daemon:
         self._boot_id = host.boot_id()
         self._new_identity: Identity | None = None
         self._identity = Identity(name=store.load_fact("vm_name"), vm_id=store.load_fact("vm_id"))
+        # A disk may have been copied to another VM, which is always another boot.
+        self._is_identity_sure = host.is_same_boot(store.load_fact("boot_id"), self._boot_id)
         self._is_state_lost = bool(store.load_fact("state_lost"))
-        self._poller = _Poller(lambda: self._settings, self._inbox.put, self._metrics)
-        self._identifier = _Identifier(lambda: self._settings, self._inbox.put, self._poller.stop_requested)
-        self._approver = _Approver(lambda: self._settings, self._inbox.put)
-        self._hooks = _HookThreads(self._inbox.put, self._metrics, instance=str(store.path))
+        endpoint = _Endpoint(lambda: self._settings.imds)
+        self._poller = _Poller(endpoint, self._inbox.put, self._metrics)
+        self._identifier = _Identifier(endpoint, self._inbox.put, self._poller.stop_requested)
+        self._approver = _Approver(endpoint, self._inbox.put)
+        self._instance = str(store.path.resolve())
+        self._hooks = _HookThreads(self._inbox.put, self._instance)
         # What the next turn has to take in: a document, and signals, that no commit has held yet.
         self._document: Document | None = None
         self._signals: list[Signal] = []
         self._requests: list[Request] = []
         self._document_at: datetime | None = None
-        self._is_on_clear_due = True
+        # Hooks of on_clear that are still to run; None until it is known whether anything is pending.
+        self._on_clear: list[str] | None = None
+        # Hooks of events that wait for the end of an on_clear hook: what that does, they may undo.
+        self._delayed: list[RunHook] = []
         self._latest: Document | None = None
         self._turned_at = time.monotonic()
         self._started_at = self._turned_at
@@ -191,11 +201,10 @@ class Daemon:
             )
             self._store.record("state_lost", f"the damaged state file is now {self._store.set_aside}", now)
         self._store.record("agent_started", f"version {__version__}, mode {settings.agent.mode}", now)
-        self._show_settings(settings)
-        if any(p.current for w in workflows for p in (w.prepare, w.on_start, w.recover)):
-            ended = end_leftovers(str(self._store.path))
-            if ended:
-                self._log.warning("ended what hooks of an agent that was killed had left running", processes=ended)
+        self._count_settings(settings)
+        ended = end_leftovers(self._instance)
+        if ended:
+            self._log.warning("ended what hooks of an agent that was killed had left running", processes=ended)
         if workflows:
             self._signals.append(AgentRestarted())
         self._pruned = time.monotonic() - _PRUNE_SECONDS
@@ -224,10 +233,10 @@ class Daemon:
         deadline = time.monotonic() + _STOP_PATIENCE_SECONDS
         ended = self._collect_hooks(deadline)
         self._hooks.cancel_all(_STOP_GRACE_SECONDS)
-        # A hook that was made to end has not failed: it is left open, and runs again after the restart.
         self._collect_hooks(time.monotonic() + _STOP_GRACE_SECONDS + 0.5)
         try:
-            signals = [*self._signals, *(item.signal for item in ended)]
+            signals = [*self._signals, *(_to_signal(item.effect, item.result) for item in ended if item.effect)]
+            signals = [signal for signal in signals if not _is_cut_short(signal)]
             # Without a document nothing moves: results are kept; what follows from them is left to the next start.
             progression = proceed(self._board, signals, self._context(datetime.now(UTC), document_at=None))
             self._store.commit(progression.steps, datetime.now(UTC))
@@ -247,7 +256,7 @@ class Daemon:
             except queue.Empty:
                 break
             if isinstance(item, _HookEnded):
-                self._hooks.forget(item.signal)
+                self._hooks.forget(item.effect)
                 ended.append(item)
         return ended
 
@@ -267,7 +276,7 @@ class Daemon:
         try:
             self._learn_identity(now)
             self._take_requests(now)
-            if self._document_at is not None or self._document is not None:
+            if (self._document or self._latest) and (self._is_identity_sure or self._settings.vm.name):
                 self._document_at = document_at or now
             self._decide_and_do(now)
             self._greet_first_document(now)
@@ -284,7 +293,7 @@ class Daemon:
 
     def _seconds_to_next_turn(self) -> float:
         if not self._board:
-            return _TICK_SECONDS
+            return _IDLE_TICK_SECONDS
         now = datetime.now(UTC)
         wake_at = next_wake_at(self._board, self._context(now, self._document_at))
         return min(_TICK_SECONDS, (wake_at - now).total_seconds()) if wake_at else _TICK_SECONDS
@@ -308,11 +317,15 @@ class Daemon:
                 if item.error_kind:
                     self._metrics.approvals.labels(item.error_kind).inc()
                 self._signals.append(item)
-            case _HookEnded(signal=signal, seconds=seconds):
-                self._hooks.forget(signal)
-                labels = (signal.hook, signal.stage, signal.outcome)
-                self._metrics.hook_seconds.labels(*labels).observe(seconds)
-                self._signals.append(signal)
+            case _HookEnded(effect=effect, result=result):
+                self._hooks.forget(effect)
+                stage = effect.stage if effect else "on_clear"
+                seconds = self._metrics.hook_seconds.labels(result.hook, stage, result.outcome)
+                seconds.observe(result.duration_seconds)
+                if effect is None:
+                    self._end_on_clear_hook(result)
+                else:
+                    self._signals.append(_to_signal(effect, result))
             case _Paused(seconds=seconds):
                 self._tell_pause(seconds)
             case _Command(word="reload"):
@@ -328,6 +341,7 @@ class Daemon:
             names=self._names(),
             rules=settings.rules,
             windows=settings.maintenance_windows,
+            hooks=settings.hooks,
             boot_id=self._boot_id,
             is_acting=settings.agent.mode == "act",
             document_at=document_at,
@@ -342,8 +356,7 @@ class Daemon:
         if not self._board and not self._signals and self._document is None:
             return
         seen = compare(known_events(self._board), self._document) if self._document is not None else []
-        signals = [*self._signals, *seen] or [Tick()]
-        progression = proceed(self._board, signals, self._context(now, self._document_at))
+        progression = proceed(self._board, [*self._signals, *seen], self._context(now, self._document_at))
         self._store.commit(progression.steps, now)
         if self._document is not None:
             self._latest = self._document
@@ -365,11 +378,11 @@ class Daemon:
                 match effect:
                     case RunHook():
                         self._run_hook(step.workflow, effect, now)
-                    case CancelHook():
-                        self._hooks.cancel(effect.workflow_id, effect.stage)
-                    case MoveDeadline():
+                    case CancelHook(workflow_id=workflow_id, stage=stage):
+                        self._cancel_hook((workflow_id, stage))
+                    case MoveDeadline(workflow_id=workflow_id):
                         deadline = self._deadline(step.workflow, "prepare", now)
-                        self._hooks.set_deadline(effect.workflow_id, "prepare", deadline)
+                        self._hooks.set_deadline((workflow_id, "prepare"), deadline)
                     case Approve(is_alone=True):
                         self._approver.start([effect], self._incarnation())
                     case Approve():
@@ -381,6 +394,11 @@ class Daemon:
         return self._latest.incarnation if self._latest else ""
 
     def _run_hook(self, workflow: Workflow, effect: RunHook, now: datetime) -> None:
+        if self._hooks.is_running(None):
+            self._on_clear = []
+            self._hooks.cancel(None)
+            self._delayed.append(effect)
+            return
         event = workflow.event
         seconds_left = (event.not_before - now).total_seconds() if event.not_before else None
         environment = hook_environment(
@@ -393,6 +411,7 @@ class Daemon:
         )
         self._hooks.start(
             effect,
+            effect.hook,
             self._settings.hooks.get(effect.hook),
             environment=environment,
             stdin=to_azure_json(event),
@@ -400,25 +419,47 @@ class Daemon:
             event_id=event.id,
         )
 
+    def _cancel_hook(self, key: "_HookKey") -> None:
+        for effect in [effect for effect in self._delayed if _key_of(effect) == key]:
+            self._delayed.remove(effect)
+            result = _without_run(effect.hook, "canceled", "canceled before it started")
+            self._inbox.put(_HookEnded(effect, result))
+        self._hooks.cancel(key)
+
     def _deadline(self, workflow: Workflow, stage: Stage, now: datetime) -> float | None:
         deadline_at = hook_deadline_at(workflow, stage, self._settings.agent.reserve, now)
         return None if deadline_at is None else time.monotonic() + (deadline_at - now).total_seconds()
 
     def _greet_first_document(self, now: datetime) -> None:
         """What is done once, when the agent has first decided on what is pending."""
-        if self._document_at is None:
+        if self._document_at is None or not (self._names() or not self._board):
             return
         if self._is_state_lost:
             self._store.save_facts({"state_lost": ""})
             self._is_state_lost = False
-        is_known = bool(self._names()) or not self._board
-        if self._is_on_clear_due and is_known:
-            self._is_on_clear_due = False
+        if self._on_clear is None:
             is_clear = all(workflow.decision.affects == "others" for workflow in self._board.values())
-            if is_clear and self._settings.on_clear and self._settings.agent.mode == "act":
-                self._store.record("on_clear", f"nothing is pending: {', '.join(self._settings.on_clear)}", now)
-                runs = [(name, self._settings.hooks[name]) for name in self._settings.on_clear]
-                self._hooks.start_on_clear(runs, vm=next(iter(self._names()), ""))
+            may_run = is_clear and self._settings.agent.mode == "act"
+            self._on_clear = list(self._settings.on_clear) if may_run else []
+            if self._on_clear:
+                self._record("on_clear", f"nothing is pending: {', '.join(self._on_clear)}", now)
+                self._start_on_clear_hook()
+
+    def _start_on_clear_hook(self) -> None:
+        if not self._on_clear:
+            return
+        hook = self._on_clear.pop(0)
+        environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": next(iter(self._names()), "")}
+        self._hooks.start(None, hook, self._settings.hooks.get(hook), environment=environment)
+
+    def _end_on_clear_hook(self, result: HookResult) -> None:
+        tell = self._log.info if result.outcome == "succeeded" else self._log.warning
+        tell("on_clear hook ended", hook=result.hook, outcome=result.outcome, reason=result.detail)
+        self._record("on_clear", f"hook {result.hook}: {result.detail} ({result.outcome})", datetime.now(UTC))
+        delayed, self._delayed = self._delayed, []
+        for effect in delayed:
+            self._run_hook(self._board[effect.workflow_id], effect, datetime.now(UTC))
+        self._start_on_clear_hook()
 
     def _prune(self, now: datetime) -> None:
         if self._turned_at - self._pruned >= _PRUNE_SECONDS:
@@ -442,7 +483,7 @@ class Daemon:
 
     def _refusal(self, workflow: Workflow, now: datetime) -> str:
         """Why not even an operator can have the event approved; "" if one can."""
-        approved = msgspec.structs.replace(workflow, operator="approved")
+        approved = replace(workflow, operator="approved")
         leave = ask_gates(approved, self._context(now, self._document_at))
         return leave.reason if leave.answer == "no" else ""
 
@@ -466,35 +507,46 @@ class Daemon:
                 f"the state is that of VM {known.vm_id}, and this is {identity.vm_id}: nothing of it is acted on"
             )
             self._store.disown_workflows(now, text)
-            self._board = {}
+            self._board, self._document = {}, self._document or self._latest
             self._log.warning(text)
         learned = Identity(name=identity.name or known.name, vm_id=identity.vm_id or known.vm_id)
-        if learned != known:
-            self._store.save_facts({"vm_name": learned.name, "vm_id": learned.vm_id})
+        if learned != known or not self._is_identity_sure:
+            self._store.save_facts({"vm_name": learned.name, "vm_id": learned.vm_id, "boot_id": self._boot_id})
             self._log.info("this VM is known", vm=learned.name, vm_id=learned.vm_id)
             self._signals.append(Reconsider())
-        self._identity, self._new_identity = learned, None
+        self._identity, self._new_identity, self._is_identity_sure = learned, None, True
 
     def _reload(self) -> None:
         now = datetime.now(UTC)
         try:
             settings = self._load_settings()
-        except AgentError as error:
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the old policy is still good
             self._metrics.reload_ok.set(0)
             self._log.error("the policy file is refused; the old policy stays in force", reason=str(error))
             self._record("reload_refused", str(error), now)
             return
-        old, self._settings = self._settings, settings
+        old = self._settings
+        self._settings = replace(settings, hooks={**self._hooks_still_needed(settings), **settings.hooks})
         for name in ("listen", "state_dir"):
             if getattr(old.agent, name) != getattr(settings.agent, name):
                 self._log.warning(f"agent.{name} takes effect at the next start of the agent")
         self._log.info("the policy file was read again", rules=[rule.name for rule in settings.rules])
         self._record("reloaded", f"rules: {', '.join(rule.name for rule in settings.rules)}", now)
-        self._show_settings(settings)
+        self._count_settings(settings)
         self._signals.append(Reconsider())
 
-    def _show_settings(self, settings: Settings) -> None:
-        set_up(settings.agent.log.level, settings.agent.log.format)
+    def _hooks_still_needed(self, settings: Settings) -> dict[str, Hook]:
+        """Hooks that the new policy lacks and that what has begun under the old one is to be undone with."""
+        names = {name for workflow in self._board.values() for name in workflow.decision.recover}
+        hooks = {
+            name: self._settings.hooks[name]
+            for name in names & self._settings.hooks.keys() - settings.hooks.keys()
+        }
+        if hooks:
+            self._log.warning("hooks that pending events still need are kept until the next start", hooks=[*hooks])
+        return hooks
+
+    def _count_settings(self, settings: Settings) -> None:
         self._metrics.is_acting.set(settings.agent.mode == "act")
         self._metrics.reload_ok.set(1)
         self._metrics.reloaded_at.set_to_current_time()
@@ -590,11 +642,43 @@ class Daemon:
         return Page(HTTPStatus.OK, msgspec.json.format(msgspec.json.encode(status)) + b"\n", "application/json")
 
 
+class _Endpoint:
+    """Where the service is, the same for all who talk to it. For any thread."""
+
+    def __init__(self, load_settings: Callable[[], ImdsSettings]) -> None:
+        self._load_settings = load_settings
+        self._imds = load_settings()
+        self._url = resolve_endpoint(self._imds.endpoint)
+
+    def look_again(self, *, has_failed: bool) -> bool:
+        """Follow the policy, and after a failure the lease that names the endpoint; True if there is news."""
+        imds = self._load_settings()
+        is_stale = imds != self._imds or (has_failed and imds.endpoint == "auto")
+        url = resolve_endpoint(imds.endpoint) if is_stale else self._url
+        has_changed = (imds, url) != (self._imds, self._url)
+        self._imds, self._url = imds, url
+        return has_changed
+
+    @property
+    def poll_interval(self) -> float:
+        """Seconds."""
+        return self._imds.poll_interval
+
+    def connect(self) -> ImdsClient:
+        """A client of one's own."""
+        return ImdsClient(
+            self._url,
+            api_version=self._imds.api_version,
+            request_timeout=self._imds.request_timeout,
+            first_request_timeout=self._imds.first_request_timeout,
+        )
+
+
 class _Poller:
     """Fetches the document at the policy's pace. Never waits for anything but the service."""
 
-    def __init__(self, load_settings: Callable[[], Settings], put: _Put, metrics: Metrics) -> None:
-        self._load_settings = load_settings
+    def __init__(self, endpoint: _Endpoint, put: _Put, metrics: Metrics) -> None:
+        self._endpoint = endpoint
         self._put = put
         self._metrics = metrics
         self._failures = 0
@@ -610,16 +694,14 @@ class _Poller:
         self.stop_requested.set()
 
     def run(self) -> None:
-        imds = self._load_settings().imds
-        client = self._connect()
+        client = self._endpoint.connect()
         body = b""
         while not self.stop_requested.is_set():
-            if self._load_settings().imds != imds:
-                imds, body = self._load_settings().imds, b""
+            if self._endpoint.look_again(has_failed=bool(self.failure)):
                 client.close()
-                client = self._connect()
+                client, body = self._endpoint.connect(), b""
             began = time.monotonic()
-            delay = imds.poll_interval
+            delay = self._endpoint.poll_interval
             try:
                 new_body = client.fetch()
                 if new_body != body:
@@ -635,9 +717,6 @@ class _Poller:
             if late > _PAUSE_SECONDS:
                 self._put(_Paused(late))
         client.close()
-
-    def _connect(self) -> ImdsClient:
-        return _connect(self._load_settings())
 
     def _succeed(self, began: float) -> None:
         now = time.monotonic()
@@ -660,8 +739,8 @@ class _Poller:
 class _Identifier:
     """Asks the service who this VM is, until it says so; without a name no event can be told to be ours."""
 
-    def __init__(self, load_settings: Callable[[], Settings], put: _Put, stop_requested: threading.Event) -> None:
-        self._load_settings = load_settings
+    def __init__(self, endpoint: _Endpoint, put: _Put, stop_requested: threading.Event) -> None:
+        self._endpoint = endpoint
         self._put = put
         self._stop_requested = stop_requested
         self.has_tried = threading.Event()
@@ -670,7 +749,7 @@ class _Identifier:
         failure_log = FailureLog("asking for this VM's name")
         delay = 1.0
         while True:
-            client = _connect(self._load_settings())
+            client = self._endpoint.connect()
             try:
                 identity = client.fetch_identity()
                 self._put(identity)
@@ -691,15 +770,15 @@ class _Identifier:
 class _Approver:
     """Posts approvals, each request in a thread of its own: one without an answer must not hold up another."""
 
-    def __init__(self, load_settings: Callable[[], Settings], put: _Put) -> None:
-        self._load_settings = load_settings
+    def __init__(self, endpoint: _Endpoint, put: _Put) -> None:
+        self._endpoint = endpoint
         self._put = put
 
     def start(self, approvals: list[Approve], incarnation: str) -> None:
         """Send all of them in one request; each is answered through the inbox."""
 
         def work() -> None:
-            client = _connect(self._load_settings())
+            client = self._endpoint.connect()
             try:
                 client.approve([approve.event_id for approve in approvals], incarnation)
                 self._answer(approvals, "", "")
@@ -721,45 +800,37 @@ class _Approver:
             self._put(ApprovalAnswered(workflow_id=approve.workflow_id, error_kind=kind, detail=detail))
 
 
-def _connect(settings: Settings) -> ImdsClient:
-    imds = settings.imds
-    return ImdsClient(
-        resolve_endpoint(imds.endpoint),
-        api_version=imds.api_version,
-        request_timeout=imds.request_timeout,
-        first_request_timeout=imds.first_request_timeout,
-    )
+_HookKey = tuple[str, str]
+"""Workflow and stage: what a workflow runs one hook of at a time."""
 
 
 class _HookThreads:
     """The hooks that run now, each in a thread of its own. For the engine's thread."""
 
-    def __init__(self, put: _Put, metrics: Metrics, instance: str) -> None:
+    def __init__(self, put: _Put, instance: str) -> None:
         self._put = put
-        self._metrics = metrics
         self._instance = instance
-        self._runs: dict[tuple[str, str], HookRun] = {}
-        self._on_clear: HookRun | None = None
-        self._on_clear_ended = threading.Event()
-        self._is_on_clear_canceled = False
+        self._runs: dict[_HookKey | None, HookRun] = {}
 
     def start(
         self,
-        effect: RunHook,
+        effect: RunHook | None,
+        name: str,
         hook: Hook | None,
         *,
         environment: dict[str, str],
-        stdin: bytes,
-        deadline: float | None,
-        event_id: str,
+        stdin: bytes = b"",
+        deadline: float | None = None,
+        event_id: str = "",
     ) -> None:
-        """Run the hook of a workflow; its end comes through the inbox. Never raises."""
+        """Run a hook, for ``effect`` or (None) for on_clear; its end comes through the inbox. Never raises."""
         if hook is None:
-            self._finish(effect, _not_started(effect.hook, "there is no such hook in the policy any more"))
+            result = _without_run(name, "not_started", "there is no such hook in the policy any more")
+            self._put(_HookEnded(effect, result))
             return
-        log = get_logger().bind(hook=effect.hook, stage=effect.stage, event_id=event_id)
+        log = get_logger().bind(hook=name, stage=environment["SCHEDULED_EVENT_STAGE"], event_id=event_id)
         run = HookRun(
-            effect.hook,
+            name,
             hook,
             environment=environment,
             stdin=stdin,
@@ -767,106 +838,78 @@ class _HookThreads:
             on_line=partial(_log_output, log),
             instance=self._instance,
         )
-        self._runs[effect.workflow_id, effect.stage] = run
-        self._cancel_on_clear()
 
         def work() -> None:
-            if self._on_clear is not None:
-                self._on_clear_ended.wait()  # what on_clear does must not happen beside what undoes it
             try:
                 result = run.run()
             except BaseException as error:  # or the workflow would wait for its hook for ever
-                result = _not_started(effect.hook, f"a bug in the agent: {error!r}")
                 log.exception("a bug in the agent")
-            self._finish(effect, result)
+                result = _without_run(name, "not_started", f"a bug in the agent: {error!r}")
+            self._put(_HookEnded(effect, result))
 
+        self._runs[_key_of(effect)] = run
         try:
-            threading.Thread(target=work, name=f"hook-{effect.hook}", daemon=True).start()
+            threading.Thread(target=work, name=f"hook-{name}", daemon=True).start()
         except RuntimeError as error:  # no memory for a thread
-            self._finish(effect, _not_started(effect.hook, str(error)))
+            self._put(_HookEnded(effect, _without_run(name, "not_started", str(error))))
 
-    def start_on_clear(self, hooks: list[tuple[str, Hook]], vm: str) -> None:
-        """Run these one after the other, until one is started for an event."""
-        log = get_logger().bind(stage="on_clear")
-        environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": vm}
-        runs = [
-            HookRun(
-                name,
-                hook,
-                environment=environment,
-                on_line=partial(_log_output, log.bind(hook=name)),
-                instance=self._instance,
-            )
-            for name, hook in hooks
-        ]
-        self._on_clear = runs[0]
+    def cancel(self, key: _HookKey | None) -> None:
+        """Have the hook in flight ended, if there is one; its result says canceled."""
+        if key in self._runs:
+            self._runs[key].cancel()
 
-        def work() -> None:
-            for run in runs:
-                self._on_clear = run
-                if self._is_on_clear_canceled:
-                    break
-                result = run.run()
-                self._metrics.hook_seconds.labels(run.name, "on_clear", result.outcome).observe(
-                    result.duration_seconds
-                )
-                tell = log.info if result.outcome == "succeeded" else log.warning
-                tell("on_clear hook ended", hook=run.name, outcome=result.outcome, reason=result.detail)
-            self._on_clear_ended.set()
-
-        threading.Thread(target=work, name="on_clear", daemon=True).start()
-
-    def cancel(self, workflow_id: str, stage: str) -> None:
-        """Have the hook in flight ended; its result says canceled."""
-        run = self._runs.get((workflow_id, stage))
-        if run is not None:
-            run.cancel()
-
-    def set_deadline(self, workflow_id: str, stage: str, deadline: float | None) -> None:
+    def set_deadline(self, key: _HookKey, deadline: float | None) -> None:
         """NotBefore has moved."""
-        run = self._runs.get((workflow_id, stage))
-        if run is not None:
-            run.set_deadline(deadline)
+        if key in self._runs:
+            self._runs[key].set_deadline(deadline)
 
-    def forget(self, signal: HookFinished) -> None:
+    def forget(self, effect: RunHook | None) -> None:
         """The end of this hook has been taken from the inbox."""
-        self._runs.pop((signal.workflow_id, signal.stage), None)
+        self._runs.pop(_key_of(effect), None)
+
+    def is_running(self, key: _HookKey | None) -> bool:
+        return key in self._runs
 
     def are_running(self) -> bool:
         return bool(self._runs)
 
     def cancel_all(self, grace_seconds: float) -> None:
         """End everything within the grace."""
-        self._cancel_on_clear()
         for run in self._runs.values():
             run.cancel()
             run.set_deadline(time.monotonic() + grace_seconds)
 
-    def _cancel_on_clear(self) -> None:
-        self._is_on_clear_canceled = True
-        if self._on_clear is not None and not self._on_clear_ended.is_set():
-            self._on_clear.cancel()
-            self._on_clear.set_deadline(time.monotonic() + _STOP_GRACE_SECONDS)
 
-    def _finish(self, effect: RunHook, result: HookResult) -> None:
-        attempts = f" after {result.attempts} attempts" if result.attempts > 1 else ""
-        signal = HookFinished(
-            workflow_id=effect.workflow_id,
-            stage=effect.stage,
-            hook=effect.hook,
-            run=effect.run,
-            outcome=result.outcome,
-            detail=f"{result.detail}{attempts}",
-            tail=result.tail,
-        )
-        self._put(_HookEnded(signal, result.duration_seconds))
+def _key_of(effect: RunHook | None) -> _HookKey | None:
+    return (effect.workflow_id, effect.stage) if effect else None
+
+
+def _to_signal(effect: RunHook, result: HookResult) -> HookFinished:
+    attempts = f" after {result.attempts} attempts" if result.attempts > 1 else ""
+    return HookFinished(
+        workflow_id=effect.workflow_id,
+        stage=effect.stage,
+        hook=effect.hook,
+        run=effect.run,
+        outcome=result.outcome,
+        detail=f"{result.detail}{attempts}",
+        tail=result.tail,
+    )
+
+
+def _is_cut_short(signal: Signal) -> bool:
+    """Whether a hook ended badly while the agent was told to stop: so may it have been, by the same hand.
+
+    That is no failure: the hook is left open, and runs again after the restart.
+    """
+    return isinstance(signal, HookFinished) and signal.outcome != "succeeded"
+
+
+def _without_run(hook: str, outcome: HookOutcome, detail: str) -> HookResult:
+    return HookResult(
+        hook=hook, outcome=outcome, exit_code=None, attempts=0, duration_seconds=0.0, tail="", detail=detail
+    )
 
 
 def _log_output(log: Logger, line: str) -> None:
     log.info("hook output", line=line)
-
-
-def _not_started(hook: str, detail: str) -> HookResult:
-    return HookResult(
-        hook=hook, outcome="not_started", exit_code=None, attempts=0, duration_seconds=0.0, tail="", detail=detail
-    )

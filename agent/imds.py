@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from agent import AgentError, __version__, host
+from agent.config import parse_endpoint
 
 ImdsErrorKind = Literal[
     "timeout",
@@ -37,7 +38,6 @@ IMDS_ERROR_KINDS: tuple[ImdsErrorKind, ...] = get_args(ImdsErrorKind)
 DEFAULT_ENDPOINT = "http://169.254.169.254"
 # What DHCP option 245 holds inside a virtual network: another service of the host, without scheduled events.
 _WIRE_SERVER = "168.63.129.16"
-_ENDPOINT = re.compile(r"http://([A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?)(?::(\d{1,5}))?/?")
 # The instance document has versions of its own, and only the whole document is the same in all of them.
 _INSTANCE_PATH = "/metadata/instance?api-version=2021-12-13&format=json"
 
@@ -444,11 +444,10 @@ def _bounded(body_bytes: int) -> int:
 
 
 def _parse_endpoint(endpoint: str) -> tuple[str, int]:
-    match = _ENDPOINT.fullmatch(endpoint)
-    port = int(match[2] or 80) if match else 0
-    if match is None or not 0 < port < 65536:
+    address = parse_endpoint(endpoint)
+    if address is None:
         raise EndpointError(endpoint)
-    return match[1], port
+    return address
 
 
 def _kind_of(status: int) -> ImdsErrorKind:

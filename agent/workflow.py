@@ -7,7 +7,7 @@ The one invariant: what a step does follows from what is in the workflow, so tha
 moment the same workflow leads to the same next step.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Literal
 
@@ -24,7 +24,7 @@ Stage = Literal["prepare", "on_start", "recover"]
 HookOutcome = Literal["succeeded", "failed", "timed_out", "canceled", "not_started"]
 NoteKind = Literal[
     "seen", "changed", "renamed", "gone", "decided", "preparing", "hook_started", "hook_finished", "hook_canceled",
-    "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering", "waits",
+    "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering", "waits", "blocked",
     "closed", "operator", "restarted",
 ]  # fmt: skip
 
@@ -72,8 +72,6 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True):
     retry_at: datetime | None = None
     failed_at: datetime | None = None
     """The next try also waits for a document that was read later than this: it may say that the event is over."""
-    is_alone: bool = False
-    """The service refused a request that held this id: send it by itself, so that no other id suffers."""
 
 
 class Workflow(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,11 +148,7 @@ class Reconsider(msgspec.Struct, frozen=True):
     """The rules or this VM's names have changed: decide anew."""
 
 
-class Tick(msgspec.Struct, frozen=True):
-    """Time has passed."""
-
-
-Signal = Seen | Gone | HookFinished | ApprovalAnswered | OperatorSpoke | AgentRestarted | Reconsider | Tick
+Signal = Seen | Gone | HookFinished | ApprovalAnswered | OperatorSpoke | AgentRestarted | Reconsider
 
 
 class RunHook(msgspec.Struct, frozen=True, kw_only=True):
@@ -218,6 +212,8 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...]
     rules: tuple[Rule, ...]
     windows: Mapping[str, MaintenanceWindow]
+    hooks: Container[str]
+    """Names of the hooks that there are."""
     boot_id: str
     is_acting: bool = True
     """False in observe mode: neither hooks nor approvals."""
@@ -436,8 +432,6 @@ def _targets(signal: Signal, workflows: Mapping[str, Workflow], by_key: Mapping[
             return [signal.workflow_id] if signal.workflow_id in workflows else []
         case AgentRestarted() | Reconsider():
             return list(workflows)
-        case Tick():
-            return []
 
 
 def _who_awaits(signal: HookFinished, workflows: Mapping[str, Workflow]) -> list[str]:
@@ -476,8 +470,6 @@ def _take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Ste
             return _restart(workflow, context)
         case Reconsider():
             return None if workflow.is_gone else _decide_anew(workflow, context)
-        case Tick():
-            return None
 
 
 def _admit(event: ScheduledEvent, context: Context) -> Step:
@@ -515,7 +507,8 @@ def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
     workflow = replace(workflow, event=event, noticed_at=noticed_at, drain_until=drain_until)
     step = _decide_anew(workflow, context)
     effects: tuple[Effect, ...] = ()
-    if "not_before" in changed and not event.is_started and workflow.prepare.current is not None:
+    goes_on = not event.is_started or workflow.decision.on_early_start == "finish"
+    if "not_before" in changed and goes_on and workflow.prepare.current is not None:
         effects = (MoveDeadline(workflow_id=workflow.id),)
     return Step(workflow=step.workflow, effects=effects, notes=(*notes, *step.notes))
 
@@ -616,7 +609,6 @@ def _answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> S
         failures=failures,
         retry_at=context.now + timedelta(seconds=delay),
         failed_at=context.now,
-        is_alone=workflow.approval.is_alone or signal.error_kind == "bad_request",
     )
     text = f"approval failed ({signal.error_kind}), next try in {delay:g}s: {signal.detail}"
     note = Note(kind="approval_failed", text=text)
@@ -744,7 +736,7 @@ def _ask_for_approval(workflow: Workflow, context: Context) -> Step | None:
         return None
     return Step(
         workflow=replace(workflow, approval=replace(approval, state="requested", retry_at=None), waits_for=""),
-        effects=(Approve(workflow_id=workflow.id, event_id=workflow.event.id, is_alone=approval.is_alone),),
+        effects=(Approve(workflow_id=workflow.id, event_id=workflow.event.id, is_alone=approval.failures > 0),),
         notes=(Note(kind="approving", text=_approval_reason(workflow)),),
     )
 
@@ -836,6 +828,9 @@ def _run_next(
         return None  # it runs for another event at this moment, once for both
     if not context.is_acting:
         return _wait(workflow, "the agent only observes")
+    if stage == "recover" and hook not in context.hooks:
+        # Prepare hooks may fail, and the event is held; this machine would stay out of service unseen.
+        return _wait(workflow, f"hook {hook} is not in the policy any more: put it back", kind="blocked")
     progress = replace(progress, state="running", current=hook, run=progress.run + 1)
     return Step(
         workflow=replace(_with_progress(workflow, stage, progress), waits_for=""),
@@ -874,11 +869,11 @@ def _hold(workflow: Workflow, reason: str) -> Step:
     return _to(replace(workflow, waits_for=reason), "held", note)
 
 
-def _wait(workflow: Workflow, reason: str) -> Step | None:
+def _wait(workflow: Workflow, reason: str, kind: NoteKind = "waits") -> Step | None:
     """Note down why nothing moves, once."""
     if workflow.waits_for == reason:
         return None
-    return Step(workflow=replace(workflow, waits_for=reason), notes=(Note(kind="waits", text=reason),))
+    return Step(workflow=replace(workflow, waits_for=reason), notes=(Note(kind=kind, text=reason),))
 
 
 def _to(workflow: Workflow, phase: Phase, *notes: Note) -> Step:

@@ -28,6 +28,7 @@ def run(policy: Path, state_dir: Path, interval_seconds: float) -> None:
         return replace(loaded.settings, imds=replace(loaded.settings.imds, poll_interval=interval_seconds))
 
     agent.daemon._TICK_SECONDS = interval_seconds  # noqa: SLF001
+    agent.daemon._IDLE_TICK_SECONDS = interval_seconds  # noqa: SLF001
     host.create_private_dir(state_dir)
     store = Store.open(state_dir, datetime.now(UTC))
     daemon = agent.daemon.Daemon(load_settings(), load_settings, store)

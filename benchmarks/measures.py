@@ -267,7 +267,15 @@ def _take_in(body: bytes, store: Store) -> None:
     settings = parse_settings(
         json.dumps({"rules": _RULES, "hooks": {"drain": {"run": ["/bin/true"]}}}), ""
     ).settings
-    context = Context(now=now, names=("vm-1",), rules=settings.rules, windows={}, boot_id="bench", document_at=now)
+    context = Context(
+        now=now,
+        names=("vm-1",),
+        rules=settings.rules,
+        windows={},
+        hooks=settings.hooks,
+        boot_id="bench",
+        document_at=now,
+    )
     store.commit(proceed({}, compare({}, parse_document(body)), context).steps, now)
 
 

@@ -118,6 +118,7 @@ def explain_event(settings: Settings, event: ScheduledEvent, names: tuple[str, .
         names=names,
         rules=settings.rules,
         windows=settings.maintenance_windows,
+        hooks=settings.hooks,
         boot_id="",
         document_at=now,
     )

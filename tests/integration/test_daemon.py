@@ -57,7 +57,8 @@ def get(web: WebServer | None, path: str) -> tuple[int, str]:
 def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_STALL_SECONDS", 0.5)
+    monkeypatch.setattr(module, "_STALL_SECONDS", 1.5)
+    monkeypatch.setattr(module, "_IDLE_TICK_SECONDS", 0.2)
     hangs, may_go_on = threading.Event(), threading.Event()
 
     def commit(*_: object) -> None:
@@ -66,8 +67,6 @@ def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
 
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         azure.wait_polls(1)
-        # Idle, the engine turns once a second only.
-        monkeypatch.setattr(module, "_STALL_SECONDS", 1.5)
         assert get(daemon.web, "/healthz") == (200, "ok\n")
         monkeypatch.setattr(Store, "commit", commit)
         azure.schedule("Reboot", notice_seconds=60)

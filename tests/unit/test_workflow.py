@@ -28,7 +28,6 @@ from agent.workflow import (
     RunHook,
     Signal,
     Stage,
-    Tick,
     Workflow,
     ask_gates,
     hook_deadline_at,
@@ -68,12 +67,25 @@ def a_rule(**changes: Any) -> Rule:
     return Rule(**{**fields, **changes})
 
 
+class EveryHook:
+    """A policy in which there is every hook that anybody may name."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
 class Agent:
     """The loop around the workflows without threads, disk and clock; methods return the effects, in words."""
 
     def __init__(self, *rules: Rule, **context: Any) -> None:
         self.context = Context(
-            now=START, names=("vm_1",), rules=rules, windows={}, boot_id="boot 1", document_at=None
+            now=START,
+            names=("vm_1",),
+            rules=rules,
+            windows={},
+            hooks=EveryHook(),
+            boot_id="boot 1",
+            document_at=None,
         )
         self.context = replace(self.context, **context)
         self.board: dict[str, Workflow] = {}
@@ -127,7 +139,7 @@ class Agent:
 
     def tick(self, seconds: float = 1) -> list[str]:
         self.wait(seconds)
-        return self.send(Tick())
+        return self.send()
 
     def restart(self, boot_id: str = "boot 1", *events: ScheduledEvent, document: bool = True) -> list[str]:
         """The agent dies and comes back with what is on disk; then, normally, a document is read."""
@@ -477,7 +489,7 @@ def test_a_clock_set_back_neither_prolongs_a_drain_nor_delays_an_approval() -> N
     assert agent.tick() == ["A: approve A"]
     agent.answer("server")
     agent.wait(-7200)
-    assert agent.document(an_event()) == ["A: approve A"]
+    assert agent.document(an_event()) == ["A: approve A alone"]
 
 
 def test_a_hook_in_flight_gets_a_new_deadline_when_not_before_moves() -> None:
@@ -520,7 +532,9 @@ def test_a_hook_that_succeeds_although_it_was_told_to_end_is_the_last_one() -> N
 def test_preparation_finishes_after_an_early_start_where_the_rule_says_so_but_nothing_is_approved() -> None:
     agent, event = Agent(a_rule(on_early_start="finish")), an_event()
     agent.document(event)
-    assert agent.document(started(event)) == []
+    # The hook that runs is no longer bounded by a NotBefore that has come.
+    assert agent.document(started(event)) == ["A: move deadline"]
+    assert hook_deadline_at(agent.of(), "prepare", 5.0, START) is None
     assert agent.ends("drain") == ["A: prepare checkpoint"]
     assert agent.ends("checkpoint") == []
     assert agent.document() == ["A: recover resume"]
@@ -730,6 +744,21 @@ def test_a_reload_does_not_touch_an_event_that_is_over() -> None:
 # --- Two events.
 
 
+def test_a_recovery_waits_for_a_hook_that_the_policy_lacks_until_it_is_put_back() -> None:
+    agent = Agent(a_rule(prepare=("drain",), recover=("resume",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.context = replace(agent.context, hooks=())
+    assert agent.document() == []
+    assert agent.journal[-1] == "blocked: hook resume is not in the policy any more: put it back"
+    assert agent.restart() == []
+    assert not is_ready(agent.board)
+    agent.context = replace(agent.context, hooks=("resume",))
+    assert agent.send(Reconsider()) == ["A: recover resume"]
+    assert agent.ends("resume") == []
+    assert agent.board == {}
+
+
 def test_recovery_waits_for_the_last_event_and_each_hook_runs_once() -> None:
     agent = Agent(a_rule(prepare=("drain",), recover=("resume", "tell")))
     one, other = an_event(), an_event(id="B", type="Redeploy")
@@ -898,7 +927,7 @@ def test_a_failed_approval_is_repeated_only_after_a_fresh_document() -> None:
     agent.answer("timeout")
     assert next_wake_at(agent.board, agent.context) == agent.context.now + timedelta(seconds=1)
     assert agent.tick(60) == []
-    assert agent.document(an_event()) == ["A: approve A"]
+    assert agent.document(an_event()) == ["A: approve A alone"]
 
 
 def test_an_event_that_started_after_a_failed_approval_is_not_approved_again() -> None:
@@ -907,7 +936,7 @@ def test_an_event_that_started_after_a_failed_approval_is_not_approved_again() -
     assert agent.document(started(an_event()), after=60) == []
 
 
-def test_an_approval_that_was_refused_is_repeated_alone_from_then_on() -> None:
+def test_an_approval_that_failed_for_whatever_reason_is_repeated_alone_from_then_on() -> None:
     agent = prepared_agent()
     agent.answer("bad_request")
     assert agent.document(an_event()) == ["A: approve A alone"]
@@ -982,7 +1011,7 @@ def test_an_operator_holds_an_event_whose_approval_failed() -> None:
     agent.operator("held")
     assert agent.document(an_event(), after=60) == []
     assert agent.phase == "held"
-    assert agent.operator("") == ["A: approve A"]
+    assert agent.operator("") == ["A: approve A alone"]
 
 
 def test_holding_cannot_withdraw_an_approval_that_azure_has_taken() -> None:

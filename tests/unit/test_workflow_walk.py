@@ -50,7 +50,6 @@ from agent.workflow import (
     Signal,
     Stage,
     Step,
-    Tick,
     Workflow,
     is_ready,
     known_events,
@@ -244,7 +243,7 @@ class World:
             case ["time", "passes"]:
                 self.now += timedelta(seconds=60)
                 self.document_at = self.now
-                self._send(Tick())
+                self._send()
             case [event, "operator", word]:
                 name = self.present(event)
                 self.words[name] = word
@@ -324,6 +323,7 @@ class World:
             names=("vm_1",),
             rules=tuple(self.script.rules.values()),
             windows={},
+            hooks=[hook for rule in self.script.rules.values() for hook in rule.recover],
             boot_id=BOOTS[self.boot],
             document_at=self.document_at,
             is_state_lost=self.script.is_state_lost,

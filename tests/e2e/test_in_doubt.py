@@ -1,0 +1,189 @@
+"""What the agent does when it cannot be sure: of who it is, of what was done, of what its policy still knows."""
+
+import contextlib
+import os
+import signal
+import sqlite3
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import MakeAgent
+from harness import Agent
+
+from agent.simulator import Simulator, VirtualMachine
+
+DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
+AT_ONCE = {"name": "all", "approve": "immediately"}
+
+needs_posix = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+
+
+def pretend_reboot(agent: Agent) -> None:
+    """Let the state file look as if it were from another boot."""
+    with contextlib.closing(sqlite3.connect(agent.state_dir / "state.db")) as state, state:
+        state.execute("UPDATE fact SET value = 'the boot before' WHERE name = 'boot_id'")
+
+
+def is_alive(pid: int) -> bool:
+    # Of a zombie that its parent has not looked at yet, only the number is left.
+    with contextlib.suppress(OSError):
+        return " Z " not in Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2][:3]
+    return False
+
+
+# --- Who it is
+
+
+def test_after_a_reboot_nothing_is_done_under_a_remembered_name_until_the_service_confirms_it(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(rules=[AT_ONCE])
+    agent.start()
+    agent.wait_log("this VM is known")
+    agent.kill()
+    pretend_reboot(agent)
+    sim.fault("vm-1", "status", on="instance", status=500)
+    event = sim.schedule("Reboot")
+    agent.start()
+    assert agent.wait_log("asking for this VM's name fails")["kind"] == "server_error"
+    agent.wait_log("seen", event_id=event)
+    sim.wait_polls(3)
+    assert sim.approvals() == ()
+    sim.clear_faults()
+    sim.wait_approved(event)
+
+
+def test_within_one_boot_the_remembered_name_is_good_enough(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[AT_ONCE])
+    agent.start()
+    agent.wait_log("this VM is known")
+    agent.kill()
+    sim.fault("vm-1", "status", on="instance", status=500)
+    event = sim.schedule("Reboot")
+    agent.start()
+    sim.wait_approved(event)
+
+
+def test_a_copied_disk_does_not_make_the_agent_overlook_what_is_pending_for_its_own_vm(
+    make_agent: MakeAgent,
+) -> None:
+    with Simulator(vms=(VirtualMachine(name="vm-1", vm_id="the-first"),), rate_limit=None) as first:
+        agent = make_agent(first.endpoint())
+        agent.write_policy(rules=[AT_ONCE])
+        agent.start()
+        agent.wait_log("this VM is known")
+        agent.kill()
+    with Simulator(vms=(VirtualMachine(name="vm-2", vm_id="the-second"),), rate_limit=None) as second:
+        # The document comes first: under the remembered name the event is somebody else's.
+        second.fault(None, "slow", on="instance", delay_seconds=4.0)
+        event = second.schedule("Reboot")
+        agent.endpoint = second.endpoint()
+        agent.write_policy(rules=[AT_ONCE])
+        agent.start()
+        assert "does not name this VM" in agent.wait_log("decided", event_id=event)["reason"]
+        second.wait_approved(event)
+
+
+# --- What was done
+
+
+@needs_posix
+def test_hooks_that_are_stopped_together_with_the_agent_have_not_failed(sim: Simulator, agent: Agent) -> None:
+    resume = agent.hook("resume", until="resumed")
+    agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("drain"), "resume": resume})
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=0.5, start_delay_seconds=0)
+    agent.wait_hook("resume", "start")
+    agent.process.send_signal(signal.SIGTERM)
+    os.kill(agent.notes("start")[-1]["pid"], signal.SIGTERM)  # as a service manager does that ends them all
+    assert agent.wait_exit() == 0
+    agent.start()
+    agent.wait_hook("resume", "start", count=2)
+    assert not agent.is_ready()
+    agent.let_go("resumed")
+    assert agent.wait_log("closed", event_id=event)["reason"] == "is over: completed"
+
+
+@needs_posix
+def test_what_a_killed_agent_left_running_for_on_clear_is_ended_first(agent: Agent) -> None:
+    agent.write_policy(hooks={"uncordon": agent.hook("uncordon", until="done")}, on_clear=["uncordon"])
+    agent.start()
+    agent.wait_hook("uncordon", "start")
+    agent.kill()
+    agent.start()
+    agent.wait_hook("uncordon", "start", count=2)
+    first, second = (note["pid"] for note in agent.notes("start"))
+    assert (is_alive(first), is_alive(second)) == (False, True)
+    assert agent.log("ended what hooks of an agent that was killed had left running")
+
+
+@needs_posix
+def test_an_on_clear_hook_that_does_not_want_to_end_ends_with_the_agent(agent: Agent) -> None:
+    uncordon = agent.hook("uncordon", until="done", ignores_sigterm=True)
+    agent.write_policy(hooks={"uncordon": uncordon}, on_clear=["uncordon"])
+    agent.start()
+    agent.wait_hook("uncordon", "start")
+    assert agent.stop() < 5.0
+    assert not is_alive(agent.notes("start")[0]["pid"])
+
+
+def test_an_event_ends_on_clear_and_its_own_hooks_wait_for_that(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(
+        rules=[DRAIN],
+        hooks={**agent.hooks("drain", "resume", "greet"), "uncordon": agent.hook("uncordon", until="never")},
+        on_clear=["uncordon", "greet"],
+    )
+    agent.start()
+    agent.wait_hook("uncordon", "start")
+    event = sim.schedule("Reboot", lasts_seconds=0.5)
+    agent.wait_log("closed", event_id=event)
+    assert [note["hook"] for note in agent.notes("start")] == ["uncordon", "drain", "resume"]
+    ended, started = agent.wait_log("on_clear hook ended"), agent.wait_log("hook output", hook="drain")
+    assert ended["outcome"] == "canceled"
+    assert ended["time"] < started["time"]
+
+
+# --- What its policy still knows
+
+
+@needs_posix
+def test_what_was_begun_is_undone_though_the_policy_has_lost_the_hook_meanwhile(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    sim.wait_approved(event)
+    agent.write_policy(rules=[{**DRAIN, "recover": ["undrain"]}], hooks=agent.hooks("drain", "undrain"))
+    agent.reload()
+    kept = agent.wait_log("hooks that pending events still need are kept until the next start")
+    assert kept["hooks"] == ["resume"]
+    sim.end(event)
+    agent.wait_log("closed", event_id=event)
+    assert agent.ran() == ["drain", "resume"]
+
+
+@needs_posix
+def test_a_recovery_whose_hook_is_gone_after_a_restart_waits_until_it_is_put_back(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    sim.wait_approved(event)
+    agent.kill()
+    agent.write_policy(rules=[], hooks={})
+    agent.start()
+    sim.end(event)
+    blocked = agent.wait_log("blocked", event_id=event)
+    assert (blocked["level"], blocked["reason"]) == (
+        "warning",
+        "hook resume is not in the policy any more: put it back",
+    )
+    assert not agent.is_ready()
+    agent.write_policy(rules=[], hooks=agent.hooks("resume"))
+    agent.reload()
+    agent.wait_log("closed", event_id=event)
+    assert agent.ran() == ["drain", "resume"]
+    assert agent.is_ready()

@@ -1,0 +1,45 @@
+"""What the documentation says of the code, and where its links lead."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from agent.cli import build_parser
+from agent.workflow import TRANSITIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "config").rglob("*.md")])
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_the_design_shows_every_arrow_in_the_life_of_an_event() -> None:
+    rows = re.findall(r"^\| (\w+) \| [^|]+ \| ?([\w, ]*?) ?\|$", text_of("docs/design.md"), re.MULTILINE)
+    shown = {phase: set(filter(None, arrows.split(", "))) for phase, arrows in rows if phase != "phase"}
+    assert shown == {phase: set(arrows) for phase, arrows in TRANSITIONS.items()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_to_a_file_and_a_heading_that_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        file, _, heading = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), f"{page.name}: {target}"
+        headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE) if heading else []
+        names = {re.sub(r"[^\w -]", "", one).strip().lower().replace(" ", "-") for one in headings}
+        assert not heading or heading in names, f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_that_a_page_shows_is_one(page: Path) -> None:
+    parser = build_parser()
+    for line in re.findall(
+        r"^(?:\$ )?scheduled-events-agent (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+    ):
+        words = line.partition("#")[0].split()
+        parser.parse_args(words)  # exits, and so fails, on what it does not know
