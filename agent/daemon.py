@@ -270,6 +270,7 @@ class Daemon:
         for item in self._take_items(timeout):
             may_go_on = self._take(item) and may_go_on
         self._turned_at = time.monotonic()
+        self._hooks.reap()
         now = datetime.now(UTC)
         if not may_go_on:
             return False
@@ -811,6 +812,7 @@ class _HookThreads:
         self._put = put
         self._instance = instance
         self._runs: dict[_HookKey | None, HookRun] = {}
+        self._have_run = False
 
     def start(
         self,
@@ -847,7 +849,7 @@ class _HookThreads:
                 result = _without_run(name, "not_started", f"a bug in the agent: {error!r}")
             self._put(_HookEnded(effect, result))
 
-        self._runs[_key_of(effect)] = run
+        self._runs[_key_of(effect)], self._have_run = run, True
         try:
             threading.Thread(target=work, name=f"hook-{name}", daemon=True).start()
         except RuntimeError as error:  # no memory for a thread
@@ -869,6 +871,11 @@ class _HookThreads:
 
     def is_running(self, key: _HookKey | None) -> bool:
         return key in self._runs
+
+    def reap(self) -> None:
+        """Release what hooks left behind and what has ended since: a process that dies may leave others to us."""
+        if self._have_run:
+            host.reap_orphans()
 
     def are_running(self) -> bool:
         return bool(self._runs)

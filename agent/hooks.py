@@ -22,8 +22,7 @@ import msgspec
 from agent import AgentError, host
 from agent.events import ScheduledEvent
 from agent.policy import Hook
-
-Outcome = Literal["succeeded", "failed", "timed_out", "canceled", "not_started"]
+from agent.workflow import HookOutcome
 
 # From being asked to end (SIGTERM; there is no such thing on Windows) to being killed.
 _GRACE_SECONDS = 5.0
@@ -50,7 +49,7 @@ class HookResult(msgspec.Struct, frozen=True, kw_only=True):
     """How a hook ended."""
 
     hook: str
-    outcome: Outcome
+    outcome: HookOutcome
     exit_code: int | None
     """Of the last attempt; less than 0 for a signal; None if it did not start, or its code was lost."""
     attempts: int
@@ -95,7 +94,7 @@ def hook_environment(
 def end_leftovers(instance: str) -> int:
     """End what hooks of an earlier agent with this ``instance`` left running when it was killed; returns how many.
 
-    To be called once at start, before any hook runs.
+    To be called once at start, before any hook runs. An ``instance`` that only begins like this one is another's.
     """
     return host.end_marked(f"{instance}:")
 
@@ -105,7 +104,8 @@ class HookRun:
 
     ``deadline`` is on the monotonic clock: the hook and all it started must be gone by then. None leaves only the
     hook's own time limit. ``on_line`` gets each line of output, on a thread of its own; it should not block.
-    ``instance`` names the agent among those of this machine (its state directory does), for ``end_leftovers``.
+    ``instance`` names the agent among those of this machine, for ``end_leftovers``: the absolute path of its state
+    does, and a relative one does not, for agents in two directories could have the same.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class HookRun:
             tail = output.finish()
         return self._result(attempt, begun_at, outcome, detail, tail)
 
-    def _watch(self, tree: host.ProcessTree, started_at: float) -> tuple[Outcome, str]:
+    def _watch(self, tree: host.ProcessTree, started_at: float) -> tuple[HookOutcome, str]:
         """See the tree to its end, whatever that takes."""
         try:
             threading.Thread(target=self._await_end, args=(tree,), name=f"hook-{self.name}", daemon=True).start()
@@ -295,7 +295,9 @@ class HookRun:
         self._lines_left -= 1
         return self._lines_left >= 0
 
-    def _result(self, attempts: int, begun_at: float, outcome: Outcome, detail: str, tail: str = "") -> HookResult:
+    def _result(
+        self, attempts: int, begun_at: float, outcome: HookOutcome, detail: str, tail: str = ""
+    ) -> HookResult:
         return HookResult(
             hook=self.name,
             outcome=outcome,
@@ -303,7 +305,8 @@ class HookRun:
             attempts=attempts,
             duration_seconds=time.monotonic() - begun_at,
             tail=tail,
-            detail=detail,
+            # A path or PATH in it may hold bytes that are no text, which nobody after this could write down.
+            detail=detail.encode("utf-8", "replace").decode(),
         )
 
 
@@ -332,10 +335,18 @@ class _Output:
 
     def finish(self) -> str:
         """Read what was written until now, and no more. Returns the end of it."""
-        os.write(self.descriptor, self._last_word)
-        self._thread.join()
-        os.close(self.descriptor)
-        os.close(self._source)
+        last_word = self._last_word
+        try:
+            while last_word and self._thread.is_alive():
+                try:
+                    last_word = last_word[os.write(self.descriptor, last_word) :]
+                except OSError:
+                    # The hook made the pipe non-blocking, which holds for our side too, and filled it.
+                    self._thread.join(_CHECK_SECONDS[0])
+            self._thread.join()
+        finally:
+            os.close(self.descriptor)
+            os.close(self._source)
         text = _clean(host.decode_output(self._tail))
         return text.encode()[-_TAIL_BYTES:].decode("utf-8", "ignore")
 

@@ -8,6 +8,8 @@ changes, once an hour, and when it is over.
 import contextlib
 import json
 import sys
+import time
+from functools import lru_cache
 from typing import Literal, TextIO
 
 import msgspec
@@ -20,6 +22,7 @@ Logger = structlog.typing.FilteringBoundLogger
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 _REPEAT_SECONDS = 3600.0
 _PATIENCE_SECONDS = 0.1
+_MAX_PIECE_BYTES = 4096  # what host.is_writable speaks for
 
 
 def set_up(level: Literal["debug", "info", "warning", "error"], form: Literal["auto", "json", "console"]) -> None:
@@ -40,7 +43,7 @@ def set_up(level: Literal["debug", "info", "warning", "error"], form: Literal["a
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(_Patient(sys.stderr)),  # type: ignore[arg-type]
+        logger_factory=structlog.WriteLoggerFactory(_patient(sys.stderr)),  # type: ignore[arg-type]
         cache_logger_on_first_use=False,
     )
 
@@ -84,20 +87,38 @@ class _Patient:
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
         self._is_stuck = False
+        self._is_cut = False
 
     def write(self, text: str) -> int:
         if self._stream is not None:
             with contextlib.suppress(OSError, ValueError):
                 # Who reads may be slow for a moment, but is not waited for a second time.
-                self._is_stuck = not _has_room(self._stream, 0.0 if self._is_stuck else _PATIENCE_SECONDS)
-                if not self._is_stuck:
-                    self._stream.write(text)
+                deadline = time.monotonic() + (0.0 if self._is_stuck else _PATIENCE_SECONDS)
+                # A line whose rest was lost is ended first, so that it does not spoil this one.
+                for piece in _pieces(f"\n{text}" if self._is_cut else text):
+                    self._is_stuck = not _has_room(self._stream, max(0.0, deadline - time.monotonic()))
+                    if self._is_stuck:
+                        break
+                    self._stream.write(piece)
+                    self._stream.flush()
+                    self._is_cut = not piece.endswith("\n")
         return len(text)
 
     def flush(self) -> None:
-        if self._stream is not None and not self._is_stuck:
-            with contextlib.suppress(OSError, ValueError):
-                self._stream.flush()
+        """Nothing is held back."""
+
+
+@lru_cache(maxsize=1)
+def _patient(stream: TextIO | None) -> _Patient:
+    """One for the stream, also after another ``set_up``: loggers from before it write there too, in their turn."""
+    return _Patient(stream)
+
+
+def _pieces(text: str) -> list[str]:
+    """The text in parts that are written without waiting wherever there is room at all."""
+    # Where the stream's encoding lacks a character, it takes up to ten bytes, as in \U0001f600.
+    size = _MAX_PIECE_BYTES if text.isascii() else _MAX_PIECE_BYTES // 10
+    return [text[start : start + size] for start in range(0, len(text), size)]
 
 
 def _has_room(stream: TextIO, patience_seconds: float) -> bool:

@@ -18,10 +18,12 @@ from typing import Literal
 
 import msgspec
 
-from agent import AgentError
+from agent import AgentError, host
 from agent.workflow import Note, Step, Workflow
 
 FILE_NAME = "state.db"
+# The name of a damaged file that is set aside, with this, is that of a whole file that is about to take its place.
+_SUCCESSOR = ".successor"
 
 # Each entry brings the schema one version further; what is released is never edited, only added to.
 _MIGRATIONS = (
@@ -51,7 +53,7 @@ _BUSY_SECONDS = 2.0
 # A request that no agent has taken up by then is void: whoever made it has been told so.
 _REQUEST_VALID_SECONDS = 30.0
 
-FactName = Literal["vm_name", "vm_id", "state_lost"]
+FactName = Literal["vm_name", "vm_id", "boot_id", "state_lost"]
 
 
 class StoreError(AgentError):
@@ -96,27 +98,25 @@ class Store:
         """Open or create the state file in ``directory``.
 
         A damaged file is set aside, under a name with the time, and a new one begun that remembers that
-        state was lost. Raises StoreError if there is no way to have a file here at all, or if a newer
-        version of the agent wrote it.
+        state was lost; if that is interrupted, the next ``open`` goes on with it. Raises StoreError if there
+        is no way to have a file here at all, or if a newer version of the agent wrote it.
         """
         path = directory / FILE_NAME
+        reason = "that was found earlier"
         try:
-            return cls(_connect(path, is_owner=True), path, None)
-        except _DamagedError as error:
-            aside = path.with_name(f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}")
-            reason = error
-        try:
-            for suffix in ("", "-wal", "-shm"):
-                with contextlib.suppress(FileNotFoundError):
-                    path.with_name(path.name + suffix).replace(aside.with_name(aside.name + suffix))
-            store = cls(_connect(path, is_owner=True), path, aside)
+            aside = _set_aside(path)
+            try:
+                return cls(_connect(path, is_owner=True), path, aside)
+            except _DamagedError as error:
+                reason = str(error)
+            _begin_successor(path, now, reason)
+            aside = _set_aside(path)
+            return cls(_connect(path, is_owner=True), path, aside)
         except (OSError, _DamagedError) as error:
             raise StoreError(
                 f"{path} is damaged ({reason}) and cannot be set aside ({error}): move it away, then start again",
                 kind="unusable",
             ) from error
-        store.save_facts({"state_lost": str(reason)})
-        return store
 
     @classmethod
     def join(cls, directory: Path) -> "Store":
@@ -166,7 +166,7 @@ class Store:
             self._connection.execute(
                 "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, outcome, text, detail)"
                 " VALUES (?, '', '', ?, '', '', '', ?, '')",
-                (_stamp(at), kind, text),
+                (_stamp(at), kind, _clean(text)),
             )
 
     def disown_workflows(self, at: datetime, reason: str) -> None:
@@ -220,7 +220,7 @@ class Store:
         with self._transaction():
             cursor = self._connection.execute(
                 "INSERT INTO request (at, workflow_id, word, user) VALUES (?, ?, ?, ?)",
-                (_stamp(at), workflow_id, word, user),
+                (_stamp(at), workflow_id, word, _clean(user)),
             )
         return cursor.lastrowid or 0
 
@@ -268,8 +268,8 @@ class Store:
             "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, outcome, text, detail)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [
-                (at, w.id, w.event.id, note.kind, note.stage, note.hook, note.outcome, note.text, note.detail)
-                for at, w, note in entries
+                (at, w.id, w.event.id, n.kind, n.stage, n.hook, n.outcome, _clean(n.text), _clean(n.detail))
+                for at, w, n in entries
             ],
         )
 
@@ -297,6 +297,40 @@ class Store:
 
 class _DamagedError(Exception):
     """The file is there and is not what this agent wrote."""
+
+
+def _begin_successor(path: Path, now: datetime, reason: str) -> None:
+    """Make the file that is to follow a damaged one. Once it has its name, ``_set_aside`` does the rest."""
+    draft = path.with_name(f"{FILE_NAME}.new")
+    for part in _parts(draft):
+        part.unlink(missing_ok=True)
+    store = Store(_connect(draft, is_owner=True), draft, None)
+    try:
+        store.save_facts({"state_lost": reason})
+    finally:
+        store.close()
+    draft.replace(path.with_name(f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_SUCCESSOR}"))
+    host.flush_directory(path.parent)
+
+
+def _set_aside(path: Path) -> Path | None:
+    """If a damaged file has a successor, have that take its place. Returns where the damaged one is then."""
+    successor = next(path.parent.glob(f"{FILE_NAME}.damaged-*{_SUCCESSOR}"), None)
+    if successor is None:
+        return None
+    aside = successor.with_suffix("")
+    # The log goes first: it must never lie beside a file that it does not belong to.
+    for old, kept in reversed(list(zip(_parts(path), _parts(aside), strict=True))):
+        with contextlib.suppress(FileNotFoundError):
+            old.replace(kept)
+    successor.replace(path)
+    host.flush_directory(path.parent)
+    return aside
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a database: itself, and what SQLite keeps beside it."""
+    return [path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm")]
 
 
 def _connect(path: Path, *, is_owner: bool) -> sqlite3.Connection:
@@ -361,6 +395,11 @@ def _prepare(connection: sqlite3.Connection, path: Path, *, is_new: bool, is_own
         if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
             raise StoreError(f"cannot open the state file {path}: {error}", kind="unusable") from error
         raise _DamagedError(str(error)) from error
+
+
+def _clean(text: str) -> str:
+    """With a mark in place of what is no text: bytes in a path, or in the environment, that are not UTF-8."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _stamp(at: datetime) -> str:

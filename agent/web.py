@@ -71,8 +71,11 @@ class WebServer:
     def close(self) -> None:
         """Stop serving; returns when the socket is closed."""
         self._server.stop_admitting()
+        # A connection ends the wait for one. Not every system can connect to "all addresses".
+        address, port = self._server.socket.getsockname()[:2]
+        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # noqa: S104 - not to listen on
         with contextlib.suppress(OSError):
-            socket.create_connection(self._server.socket.getsockname()[:2], timeout=1.0).close()
+            socket.create_connection((address, port), timeout=1.0).close()
         self._thread.join(timeout=_TIMEOUT_SECONDS)
         self._server.server_close()
 

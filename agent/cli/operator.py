@@ -1,8 +1,7 @@
 """``approve`` and ``hold``: an operator's word about one event, carried to the running agent by its state file."""
 
 import argparse
-import getpass
-import sys
+import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,8 +71,8 @@ def _find(store: Any, prefix: str) -> str:
 
 
 def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError, ImportError) as error:
-        print(f"(your account has no name: {error})", file=sys.stderr)
-        return "unknown"
+    """Who asks: the account of this process, and, as a mere remark, who became it by sudo."""
+    from agent import host  # noqa: PLC0415 - as above
+
+    before = os.environ.get("SUDO_USER", "")
+    return f"{host.account_name()} (sudo: {before})" if before and before.isprintable() else host.account_name()

@@ -42,6 +42,7 @@ def _run(arguments: argparse.Namespace) -> int:
     path = find_config(arguments.config, host.default_config_path())
 
     def load_settings() -> Settings:
+        """What is in the file, at start and at each reload; the log follows it at once."""
         loaded = load_policy(path)
         settings = loaded.settings
         options = {"state_dir": arguments.state_dir} if arguments.state_dir else {}

@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -81,21 +82,38 @@ def dhcp_option_245() -> str | None:
 
 
 def create_private_dir(path: Path) -> None:
-    """Make sure that the directory exists and that nobody but this account (and root) can look inside."""
+    """Make the directory, for this account (and root) alone. Raises HostError if others can use it already.
+
+    What is there already is not changed. Parents that are missing are made as the system makes directories.
+    """
+    way_out = "name another directory with agent.state_dir"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
         facts = path.stat()
-        if facts.st_uid not in (0, os.geteuid()):
-            raise HostError(
-                f"{path}: expected a directory for this account alone; it belongs to uid {facts.st_uid}",
-                kind="state_dir",
-            )
-        if facts.st_mode & 0o077:
-            path.chmod(0o700)
+        if not stat.S_ISDIR(facts.st_mode):
+            fault = f"it is no directory: {way_out}"
+        elif facts.st_uid not in (0, os.geteuid()):
+            fault = f"it belongs to uid {facts.st_uid}: {way_out}"
+        elif facts.st_mode & 0o077:
+            mode = stat.S_IMODE(facts.st_mode)
+            fault = f"its mode is {mode:04o}: if it is the agent's own, chmod 700 {path}, else {way_out}"
+        else:
+            return
     except OSError as error:
-        raise HostError(
-            f"{path}: expected a directory for this account alone; {error.strerror or error}", kind="state_dir"
-        ) from None
+        fault = f"{error.strerror or error}: {way_out}"
+    raise HostError(f"{path}: expected a directory for this account alone; {fault}", kind="state_dir")
+
+
+def flush_directory(path: Path) -> None:
+    """Have what was renamed in the directory survive a power cut, if its file system can promise that."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 class HeldLock:
@@ -146,6 +164,16 @@ def is_writable(descriptor: int, patience_seconds: float) -> bool:
 def claim_port(listener: socket.socket) -> None:
     """Make ``bind`` take a port that a process that has ended left in TIME_WAIT, and none that is in use."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def account_name() -> str:
+    """The account that this process runs as; not asked of the environment, which anybody can set."""
+    import pwd  # noqa: PLC0415 - Linux only
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return f"uid {os.getuid()}"
 
 
 def can_change_user() -> bool:

@@ -58,9 +58,12 @@ _PASSED_ON = (
 _SAME_BOOT_SECONDS = 120.0
 # For the system, administrators and this account; not inherited from the parent, which lets everybody in.
 _PRIVATE = "D:P(A;OICI;FA;;;SY)(A;OICI;FA;;;BA)(A;OICI;FA;;;{account})"
+# The system itself, administrators, and whoever made a file (which must be one of those).
+_SYSTEMS_ACCOUNTS = ("S-1-5-18", "S-1-5-32-544", "S-1-3-0", "S-1-3-4")
 _CREATE_SUSPENDED = 0x4
 _CREATE_NO_WINDOW = 0x08000000
 _SHARING_VIOLATION = 32
+_ALREADY_EXISTS = 183
 _SEPARATORS = "\\/"
 _INTERFACES = r"SYSTEM\CurrentControlSet\Services\Tcpip\Parameters\Interfaces"
 _NEEDS_INTERPRETER = {
@@ -126,29 +129,41 @@ def dhcp_option_245() -> str | None:
 
 
 def create_private_dir(path: Path) -> None:
-    """Make sure that the directory exists and that nobody but this account (and the system's) can look inside."""
+    """Make the directory, for this account (and the system) alone. Raises HostError if others can use it already.
+
+    What is there already is not changed. Parents that are missing are made as the system makes directories.
+    """
     import pywintypes  # noqa: PLC0415 - Windows only
+    import win32file  # noqa: PLC0415 - Windows only
     import win32security  # noqa: PLC0415 - Windows only
 
+    way_out = "name another directory with agent.state_dir"
     try:
-        path.mkdir(parents=True, exist_ok=True)
         account = win32security.ConvertSidToStringSid(_own_sid())
-        descriptor = win32security.ConvertStringSecurityDescriptorToSecurityDescriptor(
+        attributes: Any = pywintypes.SECURITY_ATTRIBUTES()
+        attributes.SECURITY_DESCRIPTOR = win32security.ConvertStringSecurityDescriptorToSecurityDescriptor(
             _PRIVATE.format(account=account), win32security.SDDL_REVISION_1
         )
-        win32security.SetNamedSecurityInfo(
-            str(path),
-            win32security.SE_FILE_OBJECT,
-            win32security.DACL_SECURITY_INFORMATION | win32security.PROTECTED_DACL_SECURITY_INFORMATION,
-            None,
-            None,
-            descriptor.GetSecurityDescriptorDacl(),
-            None,
-        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            win32file.CreateDirectory(str(path), attributes)
+        except pywintypes.error as error:
+            if error.winerror != _ALREADY_EXISTS:
+                raise
+        if not path.is_dir():
+            fault = f"it is no directory: {way_out}"
+        elif others := _others_let_in(path, {*_SYSTEMS_ACCOUNTS, account}):
+            fault = f"it is open to {', '.join(others)}: if it is the agent's own, see icacls, else {way_out}"
+        else:
+            return
     except (OSError, pywintypes.error) as error:
-        raise HostError(
-            f"{path}: expected a directory for this account alone; {_reason(error)}", kind="state_dir"
-        ) from None
+        fault = f"{_reason(error)}: {way_out}"
+    raise HostError(f"{path}: expected a directory for this account alone; {fault}", kind="state_dir")
+
+
+def flush_directory(path: Path) -> None:
+    """Have what was renamed in the directory survive a power cut; here the file system's journal sees to it."""
+    del path
 
 
 class HeldLock:
@@ -202,6 +217,13 @@ def claim_port(listener: socket.socket) -> None:
     # SO_REUSEADDR would share the port with whoever has it already.
     if sys.platform == "win32":
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+
+
+def account_name() -> str:
+    """The account that this process runs as; not asked of the environment, which anybody can set."""
+    import win32api  # noqa: PLC0415 - Windows only
+
+    return str(win32api.GetUserName())
 
 
 def can_change_user() -> bool:
@@ -411,6 +433,22 @@ def _why_not_started(run: Sequence[str] | None, cwd: str, error: Exception) -> s
     if getattr(error, "winerror", None) == 193:  # ERROR_BAD_EXE_FORMAT
         return f"neither a program nor a .cmd, .bat or .ps1 script{what}"
     return f"cannot be started ({_reason(error)}){what}"
+
+
+def _others_let_in(path: Path, allowed: set[str]) -> list[str]:
+    """The identifiers of accounts that own the directory or may do something in it, and are not ``allowed`` to."""
+    import win32security  # noqa: PLC0415 - Windows only
+
+    wanted = win32security.OWNER_SECURITY_INFORMATION | win32security.DACL_SECURITY_INFORMATION
+    facts: Any = win32security.GetNamedSecurityInfo(str(path), win32security.SE_FILE_OBJECT, wanted)
+    dacl = facts.GetSecurityDescriptorDacl()
+    if dacl is None:
+        return ["everybody"]
+    entries = [dacl.GetAce(index) for index in range(dacl.GetAceCount())]
+    # ((type, flags), rights, account); those that only files in the directory will inherit count too.
+    found = [entry[-1] for entry in entries if entry[0][0] == win32security.ACCESS_ALLOWED_ACE_TYPE]
+    names = {win32security.ConvertSidToStringSid(sid) for sid in (facts.GetSecurityDescriptorOwner(), *found)}
+    return sorted(names - allowed)
 
 
 def _own_sid() -> Any:

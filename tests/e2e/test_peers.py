@@ -367,8 +367,8 @@ def test_an_event_days_ahead_is_not_prepared_for_now(sim: Simulator, agent: Agen
     pending = agent.pending()
     assert [pending[event]["phase"] for event in (led, windowed)] == ["waiting", "waiting"]
     begins_at = sim.event(led).not_before_at - timedelta(minutes=15)
-    assert pending[led]["waits_for"] == f"its time, {begins_at:%Y-%m-%dT%H:%M:%SZ}"
-    assert pending[windowed]["waits_for"] == f"its time, {opening:%Y-%m-%dT%H:%M}:00Z"
+    assert pending[led]["waits_for"] == f"its time comes at {begins_at:%Y-%m-%dT%H:%M:%SZ}"
+    assert pending[windowed]["waits_for"] == f"its time comes at {opening:%Y-%m-%dT%H:%M}:00Z"
     assert agent.is_ready()
     assert agent.ran() == []
     assert posts(sim) == []
@@ -530,8 +530,8 @@ def test_what_another_event_still_needs_prepared_is_recovered_after_the_last(sim
     agent.wait_log("prepared", event_id=first)
     agent.wait_log("prepared", event_id=second)
     sim.cancel(first)
-    waits = agent.wait_log("recovery waits", event_id=first)
-    assert waits["reason"] == f"waits for event {second}, which needs it prepared"
+    waits = agent.wait_log("waits", event_id=first)
+    assert waits["reason"] == f"event {second} still needs it prepared"
     wait_some_polls(sim)
     assert "resume" not in agent.ran()
     assert not agent.is_ready()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,24 @@ def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     assert threading.active_count() == threads
     assert process.num_fds() == descriptors
-    assert process.children(recursive=True) == []
+    assert _left_over([child.pid for child in process.children(recursive=True)]) == []
     assert linux._marked_processes(_INSTANCE) == set()
     assert linux._trees == {}
 
 
 def _shell(text: str, **options: Any) -> HookResult:
     return HookRun("test", Hook(shell=text, **options), environment={}, instance=_INSTANCE).run()
+
+
+def _left_over(pids: Iterable[int]) -> list[int]:
+    """Which of them are still there, though released as the agent does at each of its turns; none may run."""
+    deadline = time.monotonic() + 5.0
+    while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
+        states = [process for pid in left if (process := linux._read_process(pid)) is not None]
+        assert all(process.is_zombie for process in states)
+        linux.reap_orphans()
+        time.sleep(0.01)
+    return left
 
 
 def _pids(folder: Path) -> list[int]:
@@ -161,7 +172,7 @@ while True:
     result = HookRun("test", hook, environment={}, instance=_INSTANCE).run()
     assert result.outcome == "timed_out"
     assert len(_pids(tmp_path)) >= 150
-    assert not any(psutil.pid_exists(pid) for pid in _pids(tmp_path))
+    assert _left_over(_pids(tmp_path)) == []
 
 
 def test_processes_that_start_each_other_anew_are_all_ended(tmp_path: Path) -> None:
@@ -185,7 +196,7 @@ signal.pause()
 """
     hook = Hook(run=(sys.executable, "-S", "-c", code, str(tmp_path)), timeout=0.5)
     assert HookRun("test", hook, environment={}, instance=_INSTANCE).run().outcome == "timed_out"
-    assert not any(psutil.pid_exists(pid) for pid in _pids(tmp_path))
+    assert _left_over(_pids(tmp_path)) == []
 
 
 def test_orphans_that_end_while_a_hook_runs_do_not_stay_as_zombies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +225,55 @@ def test_exit_codes_of_other_children_are_left_to_those_who_started_them() -> No
 def test_a_hook_that_closes_its_output_early_is_waited_for() -> None:
     result = _shell("echo before; exec >/dev/null 2>&1; sleep 0.2; exit 6")
     assert (result.exit_code, result.tail) == (6, "before\n")
+
+
+def test_a_hook_that_makes_its_output_non_blocking_and_fills_it_is_no_crash() -> None:
+    code = """
+import os
+os.set_blocking(1, False)
+os.write(1, b"ready\\n")
+try:
+    while True:
+        os.write(1, b"x" * 4096)
+except BlockingIOError:
+    while True:
+        try:
+            os.write(1, b"x")
+        except BlockingIOError:
+            os._exit(0)
+"""
+    may_read = threading.Event()
+    results: list[HookResult] = []
+    hook = Hook(run=(sys.executable, "-S", "-c", code))
+
+    def take(_: str) -> None:
+        may_read.wait(20)
+
+    run = HookRun("test", hook, environment={}, on_line=take)
+    thread = threading.Thread(target=lambda: results.append(run.run()))
+    thread.start()
+    thread.join(1.0)  # the pipe is full long since, and nobody reads
+    may_read.set()
+    thread.join(20)
+    assert [(result.outcome, result.exit_code) for result in results] == [("succeeded", 0)]
+    assert results[0].tail == "x" * 4096
+
+
+def test_a_path_with_bytes_that_are_no_text_is_told_with_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.fsdecode(b"/usr/bin:/x\xff"))
+    results = [
+        HookRun("test", hook, environment={}).run()
+        for hook in (
+            Hook(run=("no-such-program",)),
+            Hook(run=("true",), cwd=os.fsdecode(b"/x\xff")),
+            Hook(run=("no-such-program",), attempts=2, retry_delay=0.01),
+        )
+    ]
+    assert [result.detail for result in results] == [
+        "no such program on the PATH /usr/bin:/x?: no-such-program",
+        "no such directory to run in: /x?",
+        "no such program on the PATH /usr/bin:/x?: no-such-program",
+    ]
 
 
 def test_a_flood_is_read_slowed_down_and_does_not_starve_the_agent() -> None:
@@ -365,6 +425,24 @@ def test_what_a_killed_agent_left_running_is_ended_by_the_next() -> None:
     linux.reap_orphans()
 
 
+def test_what_another_agent_runs_whose_state_lies_below_is_left_alone() -> None:
+    outer = f"/{_INSTANCE}"
+    ready = threading.Event()
+    run = HookRun(
+        "test",
+        Hook(shell="echo ready; exec sleep 60"),
+        environment={},
+        instance=f"{outer}/state.db",
+        on_line=lambda _: ready.set(),
+    )
+    thread = threading.Thread(target=run.run)
+    thread.start()
+    assert ready.wait(10)
+    assert [end_leftovers(other) for other in (outer, f"{outer}/", f"{outer}/state", "state.db")] == [0, 0, 0, 0]
+    assert end_leftovers(f"{outer}/state.db") == 1
+    thread.join(10)
+
+
 def test_without_a_subreaper_the_marker_finds_what_got_away() -> None:
     """In a process of its own, for that property of a process cannot be given back for certain."""
     code = (
@@ -419,4 +497,4 @@ def test_fifty_hooks_leave_no_descriptor_thread_or_process() -> None:
     for number in range(50):
         _shell(("true", "exit 1", "setsid -f sleep 60", "sleep 60", "nosuch")[number % 5], timeout=0.02)
     assert (process.num_fds(), threading.active_count()) == (descriptors, threads)
-    assert process.children(recursive=True) == []
+    assert _left_over([child.pid for child in process.children(recursive=True)]) == []

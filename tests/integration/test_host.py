@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from agent import host
@@ -71,22 +72,102 @@ def test_a_private_directory_is_made_with_its_parents_and_may_exist(tmp_path: Pa
     assert (path / "file").read_text() == "x"
 
 
+def _refusal(path: Path) -> str:
+    with pytest.raises(host.HostError) as caught:
+        host.create_private_dir(path)
+    assert caught.value.kind == "state_dir"
+    return str(caught.value).removeprefix(f"{path}: expected a directory for this account alone; ")
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
-def test_a_private_directory_is_closed_to_others_even_if_it_was_open(tmp_path: Path) -> None:
+def test_a_private_directory_is_closed_to_others_and_its_new_parents_are_as_usual(tmp_path: Path) -> None:
+    path = tmp_path / "var" / "lib" / "state"
+    usual = tmp_path / "usual"
+    usual.mkdir()
+    host.create_private_dir(path)
+    modes = [place.stat().st_mode & 0o7777 for place in (path, path.parent, path.parent.parent)]
+    assert modes == [0o700, usual.stat().st_mode & 0o7777, usual.stat().st_mode & 0o7777]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
+@pytest.mark.parametrize("mode", [0o1777, 0o755, 0o750, 0o701])
+def test_a_directory_that_others_can_use_is_refused_and_left_as_it_is(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "state"
     path.mkdir()
-    path.chmod(0o755)
-    host.create_private_dir(path)
-    assert path.stat().st_mode & 0o777 == 0o700
+    path.chmod(mode)
+    assert _refusal(path) == (
+        f"its mode is {mode:04o}: if it is the agent's own, chmod 700 {path}, "
+        "else name another directory with agent.state_dir"
+    )
+    assert path.stat().st_mode & 0o7777 == mode
+
+
+def test_a_directory_of_another_account_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sys.platform == "win32":
+        pytest.skip("users with numbers are Linux's")
+    path = tmp_path / "state"
+    path.mkdir(mode=0o700)
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 65534)
+    owner = path.stat().st_uid
+    assert _refusal(path) == f"it belongs to uid {owner}: name another directory with agent.state_dir"
+
+
+@pytest.mark.skipif(sys.platform != "win32", reason="lists of who may do what are Windows'")
+def test_a_directory_that_others_are_let_into_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    import win32security
+
+    path = tmp_path / "state"
+    path.mkdir()
+    everybody = win32security.ConvertStringSecurityDescriptorToSecurityDescriptor(
+        "D:P(A;OICI;FA;;;SY)(A;OICI;FR;;;WD)", win32security.SDDL_REVISION_1
+    ).GetSecurityDescriptorDacl()
+    wanted = win32security.DACL_SECURITY_INFORMATION
+    kind = win32security.SE_FILE_OBJECT
+    win32security.SetNamedSecurityInfo(str(path), kind, wanted, None, None, everybody, None)
+    for _ in range(2):
+        assert _refusal(path).startswith("it is open to S-1-1-0: if it is the agent's own, see icacls, ")
 
 
 def test_a_file_in_place_of_a_private_directory_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "state"
     path.write_text("in the way")
-    with pytest.raises(host.HostError) as caught:
-        host.create_private_dir(path)
-    assert caught.value.kind == "state_dir"
-    assert str(caught.value).startswith(f"{path}: expected a directory for this account alone; ")
+    assert _refusal(path) == "it is no directory: name another directory with agent.state_dir"
+
+
+def test_a_file_in_place_of_the_parent_of_a_private_directory_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "var").write_text("in the way")
+    assert _refusal(tmp_path / "var" / "state").endswith(": name another directory with agent.state_dir")
+
+
+def _say_who_asks(**environment: str) -> str:
+    code = "from agent.cli.operator import _user; print(_user())"
+    names = dict.fromkeys(("LOGNAME", "USER", "LNAME", "USERNAME"), "somebody-else")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "SUDO_USER": "", **names, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    return done.stdout.rstrip("\n")
+
+
+def test_an_operator_goes_by_the_account_and_not_by_what_the_environment_says() -> None:
+    account = psutil.Process().username().rpartition("\\")[2]
+    assert host.account_name() == account
+    assert _say_who_asks() == account
+    assert _say_who_asks(SUDO_USER="alice") == f"{account} (sudo: alice)"
+    assert _say_who_asks(SUDO_USER="two\nlines") == account
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="users with numbers are Linux's")
+def test_an_account_without_a_name_goes_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    assert host.account_name() == "uid 4000000000"
 
 
 def test_the_files_of_the_agent_are_where_the_system_keeps_such_files() -> None:

@@ -5,12 +5,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
 
 from agent.log import FailureLog, get_logger, set_up
+from agent.simulator import Simulator
 
 
 @pytest.fixture(autouse=True)
@@ -202,6 +204,103 @@ get_logger().info("again")
     assert [message["number"] for message in messages[:-1]] == list(range(len(messages) - 1))
     assert 100 < len(messages) < 5000
     assert messages[-1]["message"] == "again"
+
+
+LONG_LINES = """
+import os, sys, threading
+from agent.log import get_logger, set_up
+set_up("info", "json")
+for _ in range(15):
+    os.write(2, b"." * 4095 + b"\\n")  # one page of room is left
+def work(text):
+    get_logger().info("hook output", line=text)
+texts = [sys.argv[1] * 9000, "the engine's"]
+threads = [threading.Thread(target=work, args=(text,), daemon=True) for text in texts]
+for thread in threads:
+    thread.start()
+    thread.join(5)
+print([thread.is_alive() for thread in threads], flush=True)
+sys.stdin.readline()
+work("after a while")
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Unix pipes")
+@pytest.mark.parametrize("character", ["x", "\N{REPLACEMENT CHARACTER}", "\N{GRINNING FACE}"])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_a_long_line_for_which_there_is_room_only_in_part_is_cut_and_holds_nobody_up(
+    character: str, encoding: str
+) -> None:
+    import os
+
+    reader, writer = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", LONG_LINES, character],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=writer,
+        env={**os.environ, "PYTHONIOENCODING": f"{encoding}:backslashreplace"},
+    ) as process:
+        os.close(writer)
+        assert process.stdin
+        assert process.stdout
+        assert process.stdout.readline() == "[False, False]\n"
+        data = os.read(reader, 1 << 20)
+        process.stdin.write("\n")
+        process.stdin.close()
+        while part := os.read(reader, 1 << 20):
+            data += part
+    os.close(reader)
+    lines = data.decode(encoding).splitlines()[15:]
+    assert len(lines) == 2
+    assert lines[0].endswith(character.encode(encoding, "backslashreplace").decode(encoding))
+    assert json.loads(lines[1])["line"] == "after a while"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs Unix pipes")
+def test_a_long_line_that_is_read_is_written_whole() -> None:
+    text = "x\N{REPLACEMENT CHARACTER}\N{GRINNING FACE}" * 20_000
+    program = """
+from agent.log import get_logger, set_up
+set_up("info", "json")
+get_logger().info("long", line="x\\N{REPLACEMENT CHARACTER}\\N{GRINNING FACE}" * 20_000)
+"""
+    line = run_python(program).stderr
+    assert json.loads(line)["line"] == text
+
+
+def test_a_reload_changes_what_is_logged(tmp_path: Path) -> None:
+    if sys.platform == "win32":
+        pytest.skip("there are no such signals on Windows")
+    import signal
+
+    policy, log = tmp_path / "policy.yaml", tmp_path / "log"
+    with Simulator(vms=("vm-1",), rate_limit=None) as sim:
+
+        def write_policy(level: str) -> None:
+            settings = {
+                "imds": {"endpoint": sim.endpoint(), "poll_interval": "250ms"},
+                "agent": {"listen": "off", "log": {"level": level, "format": "json"}},
+            }
+            policy.write_text(json.dumps(settings))
+
+        write_policy("error")
+        arguments = ["-m", "agent", "run", "--config", str(policy), "--state-dir", str(tmp_path / "state")]
+        with log.open("wb") as stream:
+            process = subprocess.Popen([sys.executable, *arguments], stderr=stream)
+        try:
+            sim.wait_polls(1)
+            assert log.read_text() == ""
+            write_policy("info")
+            process.send_signal(signal.SIGHUP)
+            sim.wait_until(lambda: "\n" in log.read_text(), "a line in the log")
+        finally:
+            process.terminate()
+            process.wait(10)
+    messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
+    assert messages == ["the policy file was read again", "agent stopped"]
 
 
 # --- failures

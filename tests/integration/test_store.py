@@ -379,6 +379,35 @@ def test_there_is_nothing_to_join_where_no_agent_has_run(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
+# --- what is no text
+
+
+def test_bytes_that_are_no_text_are_written_with_marks_and_the_rest_goes_on(store: Store) -> None:
+    path = "/etc/p\udcff.yaml"  # as Python reads a byte that is not UTF-8
+    note = Note(kind="hook_finished", text=f"{path} failed", hook="drain", outcome="failed", detail=f"at {path}")
+    store.commit([Step(workflow=make_workflow("one"), notes=(note,))], NOW)
+    store.record("reload_refused", f"{path}:1: unknown key", NOW)
+    store.add_request("one", "approved", path, NOW)
+    assert [(entry.text, entry.detail) for entry in store.load_journal()] == [
+        ("/etc/p?.yaml failed", "at /etc/p?.yaml"),
+        ("/etc/p?.yaml:1: unknown key", ""),
+    ]
+    assert [request.user for request in store.load_requests(NOW)] == ["/etc/p?.yaml"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="paths are text on Windows")
+def test_a_directory_whose_name_is_no_text_may_hold_the_file(tmp_path: Path) -> None:
+    place = tmp_path / os.fsdecode(b"st\xffate")
+    place.mkdir()
+    store = Store.open(place, NOW)
+    store.commit([make_step("one", "seen")], NOW)
+    store.close()
+    (place / FILE_NAME).write_bytes(b"garbage")
+    store = Store.open(place, NOW)
+    assert store.load_fact("state_lost") == "file is not a database"
+    store.close()
+
+
 # --- others in the way
 
 

@@ -1,15 +1,19 @@
 """A damaged state file: set aside whole and loudly, never a reason not to start, never trusted by halves."""
 
+import os
 import random
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agent import host
 from agent.events import ScheduledEvent
 from agent.policy import Decision
 from agent.store import FILE_NAME, Store, StoreError
@@ -256,6 +260,123 @@ def test_a_lost_index_of_the_log_is_made_anew(tmp_path: Path) -> None:
     assert store.set_aside is None
     assert store.load_workflows() == [step.workflow for step in STEPS[:3]]
     store.close()
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
+    """Have the process end before its nth step that changes what is on disk; the list of steps fills up."""
+    steps: list[str] = []
+
+    def step(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def take(*arguments: Any, **options: Any) -> Any:
+            if len(steps) == killed_at:
+                raise Killed
+            steps.append(name)
+            return act(*arguments, **options)
+
+        return take
+
+    for owner, name in (
+        (Path, "replace"),
+        (Path, "unlink"),
+        (os, "open"),
+        (sqlite3, "connect"),
+        (Store, "save_facts"),
+        (Store, "close"),
+        (host, "flush_directory"),
+    ):
+        monkeypatch.setattr(owner, name, step(name, getattr(owner, name)))
+    return steps
+
+
+def damage_log(place: Path) -> sqlite3.Connection:
+    """A state file that is good but old by itself: what makes it unreadable is in its log.
+
+    Another process has it open, such as a backup: so the log stays a file of its own.
+    """
+    store = Store.open(place, NOW)
+    store.commit(STEPS[:3], NOW)
+    store.close()
+    other = sqlite3.connect(place / FILE_NAME, isolation_level=None)
+    other.execute("UPDATE workflow SET body = '{' WHERE id = 'event-1'")
+    assert (place / f"{FILE_NAME}-wal").stat().st_size > 0
+    return other
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows does not move what another process has open")
+def test_a_loss_is_remembered_wherever_its_handling_is_interrupted(tmp_path: Path) -> None:
+    for killed_at in range(100):
+        place = tmp_path / str(killed_at)
+        place.mkdir()
+        other = damage_log(place)
+        damaged = [(place / f"{FILE_NAME}{suffix}").read_bytes() for suffix in ("", "-wal")]
+        first: Store | None = None
+        with pytest.MonkeyPatch.context() as monkeypatch, suppress(Killed):
+            steps = count_steps(monkeypatch, killed_at)
+            first = Store.open(place, NOW)
+        if first is not None:
+            first.close()
+        where = f"killed after {steps}"
+        store = Store.open(place, NOW)
+        assert store.load_fact("state_lost").startswith("a workflow in it cannot be read: "), where
+        assert store.load_workflows() == [], where
+        store.commit([STEPS[0]], NOW)
+        store.close()
+        other.close()
+        assert [(place / f"{ASIDE}{suffix}").read_bytes() for suffix in ("", "-wal")] == damaged, where
+        again = Store.open(place, NOW)
+        assert (again.set_aside, again.load_workflows()) == (None, [STEPS[0].workflow]), where
+        again.close()
+        names = {file.name for file in place.iterdir()}
+        assert names - {ASIDE, f"{ASIDE}-wal", f"{ASIDE}-shm"} == {FILE_NAME}, where
+        if first is not None:
+            break
+    assert {"connect", "save_facts", "replace", "flush_directory"} <= set(steps)
+    assert 10 < len(steps) < 100
+
+
+def test_who_finds_an_interrupted_replacement_is_told_where_the_damaged_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / FILE_NAME).write_bytes(b"garbage" * 1000)
+
+    def fail(_: Path) -> None:
+        raise Killed
+
+    monkeypatch.setattr(host, "flush_directory", fail)
+    with pytest.raises(Killed):
+        Store.open(tmp_path, NOW)
+    monkeypatch.undo()
+    store = Store.open(tmp_path, NOW + timedelta(hours=1))
+    assert store.set_aside == tmp_path / ASIDE
+    assert (tmp_path / ASIDE).read_bytes() == b"garbage" * 1000
+    assert store.load_fact("state_lost") == "file is not a database"
+    store.close()
+
+
+def test_a_damaged_file_that_cannot_be_moved_is_told_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / FILE_NAME
+    path.write_bytes(b"garbage")
+    replace = Path.replace
+
+    def refuse(old: Path, new: Path) -> Path:
+        if old == path:
+            raise PermissionError(13, "Permission denied")
+        return replace(old, new)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(StoreError) as caught:
+        Store.open(tmp_path, NOW)
+    assert str(caught.value) == (
+        f"{path} is damaged (file is not a database) and cannot be set aside ([Errno 13] Permission denied): "
+        "move it away, then start again"
+    )
+    assert caught.value.kind == "unusable"
 
 
 def test_who_joins_a_damaged_file_leaves_it_to_the_agent(tmp_path: Path) -> None:

@@ -283,9 +283,21 @@ def test_close_does_not_wait_for_clients_that_hang() -> None:
         slow.may_answer.set()
 
 
-def test_closing_a_server_on_every_address_works_as_well() -> None:
+@pytest.mark.parametrize("address", ["0.0.0.0", "[::]"])
+def test_closing_a_server_on_every_address_works_as_well(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    connect = socket.create_connection
+
+    def connect_as_windows(to: tuple[str, int], timeout: float) -> socket.socket:
+        if to[0] in ("0.0.0.0", "::"):
+            raise OSError(10049, "The requested address is not valid in its context")
+        return connect(to, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", connect_as_windows)
     before = set(threading.enumerate())
-    server = WebServer("0.0.0.0:0", {})
+    try:
+        server = WebServer(f"{address}:0", {})
+    except WebError:
+        pytest.skip("this machine has no IPv6")
     began = time.monotonic()
     server.close()
     assert time.monotonic() - began < 1

@@ -107,6 +107,7 @@ def test_every_value_that_a_label_can_take_is_documented() -> None:
         "`approve`": get_args(ApproveMode),
         "`stage`": (*get_args(Stage), "on_clear"),
         "`outcome` of a poll": ("ok", *IMDS_ERROR_KINDS, DocumentError("").kind),
+        "`outcome` of an approval": ("confirmed", "no_thread", "bug"),
         "`outcome` of a hook": get_args(HookOutcome),
         "`outcome` of an event": set(get_args(Outcome)) - {""},
     }.items():
