@@ -530,8 +530,7 @@ def test_what_another_event_still_needs_prepared_is_recovered_after_the_last(sim
     agent.wait_log("prepared", event_id=first)
     agent.wait_log("prepared", event_id=second)
     sim.cancel(first)
-    waits = agent.wait_log("waits", event_id=first)
-    assert waits["reason"] == f"event {second} still needs it prepared"
+    agent.wait_log("waits", event_id=first, reason=f"event {second} still needs it prepared")
     wait_some_polls(sim)
     assert "resume" not in agent.ran()
     assert not agent.is_ready()
