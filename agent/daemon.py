@@ -625,6 +625,8 @@ class Daemon:
 
     def _metrics_page(self) -> Page:
         self._metrics.is_ready.set(is_ready(self._board))
+        if self._poller.succeeded_at is not None:
+            self._metrics.last_poll_at.set(self._poller.succeeded_at.timestamp())
         return Page(HTTPStatus.OK, self._metrics.expose(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _status_page(self) -> Page:
@@ -682,6 +684,7 @@ class _Poller:
         self._endpoint = endpoint
         self._put = put
         self._metrics = metrics
+        self._good_polls = metrics.polls.labels("ok")  # looked up once: this is done every second, for ever
         self._failures = 0
         self._failure_log = FailureLog("polling the metadata service")
         self.stop_requested = threading.Event()
@@ -721,9 +724,8 @@ class _Poller:
 
     def _succeed(self, began: float) -> None:
         now = time.monotonic()
-        self._metrics.polls.labels("ok").inc()
+        self._good_polls.inc()
         self._metrics.poll_seconds.observe(now - began)
-        self._metrics.last_poll_at.set_to_current_time()
         self._failure_log.succeeded(now)
         self._failures, self.failure = 0, ""
         self.succeeded, self.succeeded_at = now, datetime.now(UTC)
