@@ -266,8 +266,11 @@ class Killed(BaseException):
     """The process ends here."""
 
 
-def count_steps(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
-    """Have the process end before its nth step that changes what is on disk; the list of steps fills up."""
+def count_steps(monkeypatch: pytest.MonkeyPatch, killed_at: int, opened: list[sqlite3.Connection]) -> list[str]:
+    """Have the process end before its nth step that changes what is on disk; the list of steps fills up.
+
+    What it had open then, which the end of a process would close, goes into ``opened``.
+    """
     steps: list[str] = []
 
     def step(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,7 +278,10 @@ def count_steps(monkeypatch: pytest.MonkeyPatch, killed_at: int) -> list[str]:
             if len(steps) == killed_at:
                 raise Killed
             steps.append(name)
-            return act(*arguments, **options)
+            result = act(*arguments, **options)
+            if isinstance(result, sqlite3.Connection):
+                opened.append(result)
+            return result
 
         return take
 
@@ -314,8 +320,9 @@ def test_a_loss_is_remembered_wherever_its_handling_is_interrupted(tmp_path: Pat
         other = damage_log(place)
         damaged = [(place / f"{FILE_NAME}{suffix}").read_bytes() for suffix in ("", "-wal")]
         first: Store | None = None
+        opened: list[sqlite3.Connection] = []
         with pytest.MonkeyPatch.context() as monkeypatch, suppress(Killed):
-            steps = count_steps(monkeypatch, killed_at)
+            steps = count_steps(monkeypatch, killed_at, opened)
             first = Store.open(place, NOW)
         if first is not None:
             first.close()
@@ -332,6 +339,8 @@ def test_a_loss_is_remembered_wherever_its_handling_is_interrupted(tmp_path: Pat
         again.close()
         names = {file.name for file in place.iterdir()}
         assert names - {ASIDE, f"{ASIDE}-wal", f"{ASIDE}-shm"} == {FILE_NAME}, where
+        for connection in opened:
+            connection.close()
         if first is not None:
             break
     assert {"connect", "save_facts", "replace", "flush_directory"} <= set(steps)
