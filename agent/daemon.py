@@ -289,7 +289,7 @@ class Daemon:
             # Nothing was done. What was taken in waits, and is decided on again.
             self._metrics.store_errors.labels(error.kind).inc()
             self._store_failures.failed(error.kind, str(error), self._turned_at)
-            self._poller.stop_requested.wait(_COMMIT_RETRY_SECONDS)
+            time.sleep(_COMMIT_RETRY_SECONDS)
         return True
 
     def _seconds_to_next_turn(self) -> float:
@@ -353,6 +353,10 @@ class Daemon:
         vm = self._settings.vm
         return tuple(name for name in (vm.name or self._identity.name, *vm.aliases) if name)
 
+    def _name(self) -> str:
+        """What hooks are told; "" if nobody knows."""
+        return next(iter(self._names()), "")
+
     def _decide_and_do(self, now: datetime) -> None:
         if not self._board and not self._signals and self._document is None:
             return
@@ -406,7 +410,7 @@ class Daemon:
             event,
             stage=effect.stage,
             rule=workflow.decision.rule,
-            vm=next(iter(self._names()), ""),
+            vm=self._name(),
             outcome=workflow.outcome,
             seconds_left=seconds_left,
         )
@@ -450,7 +454,7 @@ class Daemon:
         if not self._on_clear:
             return
         hook = self._on_clear.pop(0)
-        environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": next(iter(self._names()), "")}
+        environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": self._name()}
         self._hooks.start(None, hook, self._settings.hooks.get(hook), environment=environment)
 
     def _end_on_clear_hook(self, result: HookResult) -> None:
@@ -459,7 +463,8 @@ class Daemon:
         self._record("on_clear", f"hook {result.hook}: {result.detail} ({result.outcome})", datetime.now(UTC))
         delayed, self._delayed = self._delayed, []
         for effect in delayed:
-            self._run_hook(self._board[effect.workflow_id], effect, datetime.now(UTC))
+            if effect.workflow_id in self._board:  # or it has turned out to be another VM's
+                self._run_hook(self._board[effect.workflow_id], effect, datetime.now(UTC))
         self._start_on_clear_hook()
 
     def _prune(self, now: datetime) -> None:

@@ -107,6 +107,19 @@ def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn_and_the_other
         assert "scheduled_events_faults_total 2.0" in get(daemon.web, "/metrics")[1]
 
 
+def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another_vm(tmp_path: Path) -> None:
+    store = Store.open(tmp_path, datetime.now(UTC))
+    try:
+        daemon = Daemon(Settings(), Settings, store)
+        # Disowning has emptied the board while the on_clear hook was being ended.
+        daemon._delayed = [workflow.RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)]
+        daemon._end_on_clear_hook(module._without_run("uncordon", "canceled", "canceled"))
+        assert daemon._delayed == []
+        assert not daemon._hooks.are_running()
+    finally:
+        store.close()
+
+
 def test_a_thread_that_ends_by_a_bug_ends_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def poll(_: object) -> None:
         raise RuntimeError("a bug")
