@@ -69,13 +69,19 @@ _IDLE_TICK_SECONDS = 5.0
 _STALL_SECONDS = 15.0
 # A tick later than asked for by more than this is a pause of the machine, not the scheduler's noise.
 _PAUSE_SECONDS = 1.0
-# On stop, running hooks have this long to end by themselves, and this long after they were told to.
-_STOP_PATIENCE_SECONDS = 2.0
+# On stop, running hooks may end by themselves first; of the time that is left, this is for them after they were
+# told to, and as much for the state file and the log.
 _STOP_GRACE_SECONDS = 1.5
 _MAX_IDENTITY_RETRY_SECONDS = 10.0
 # The first poll waits this long for the first answer to who this VM is, and no longer.
 _IDENTITY_PATIENCE_SECONDS = 2.0
+# The service manager hears that the agent is ready when the first poll has been tried, or takes longer than this.
+_READY_PATIENCE_SECONDS = 2.0
+_START_TICK_SECONDS = 0.1
+# What a poll may take beside its time limit: resolving a name that the policy gives, on a bad day.
+_RESOLVE_SECONDS = 30.0
 _COMMIT_RETRY_SECONDS = 1.0
+DEFAULT_STOP_TIMEOUT = 5.0
 _KEEP_JOURNAL = timedelta(days=90)
 _PRUNE_SECONDS = 86400.0
 _LOUD_NOTES = ("held", "blocked", "approval_failed")
@@ -110,8 +116,17 @@ _Put = Callable[[_Item], None]
 class Daemon:
     """The agent as a process. ``stop`` and ``reload`` may be called from any thread and from signal handlers."""
 
-    def __init__(self, settings: Settings, load_settings: Callable[[], Settings], store: Store) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        load_settings: Callable[[], Settings],
+        store: Store,
+        *,
+        stop_timeout: float = DEFAULT_STOP_TIMEOUT,
+    ) -> None:
+        """``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them."""
         self._settings = settings
+        self._stop_timeout = stop_timeout
         self._load_settings = load_settings
         self._store = store
         self._log = get_logger()
@@ -146,6 +161,9 @@ class Daemon:
         self._store_failures = FailureLog("writing the state file")
         self._store_failure = ""
         self._fault_logs: dict[str, FailureLog] = {}
+        self._service = host.ServiceManager()
+        self._told_status: str | None = None  # None until it has been told that the agent is ready
+        self._refusal_of_policy = ""
         self.web: WebServer | None = None
         """The web server while ``run`` runs; None if the policy has it off."""
 
@@ -153,7 +171,7 @@ class Daemon:
         return self._board.values()
 
     def stop(self) -> None:
-        """Have ``run`` return within five seconds."""
+        """Have ``run`` return within the stop time-out; at once, or nearly, if it is called again."""
         self._inbox.put(_Command("stop"))
 
     def reload(self) -> None:
@@ -228,10 +246,15 @@ class Daemon:
         threading.Thread(target=guarded, name=name, daemon=True).start()
 
     def _shut_down(self) -> None:
-        """Stop within five seconds: running hooks may end by themselves first, then are made to."""
+        """Stop in time: running hooks may end by themselves first, then are made to."""
         self._poller.stop()
-        deadline = time.monotonic() + _STOP_PATIENCE_SECONDS
-        ended = self._collect_hooks(deadline)
+        waits_for = (
+            f", once these hooks have ended: {', '.join(self._hooks.names())}" if self._hooks.names() else ""
+        )
+        self._service.tell("stopping", f"Stopping{waits_for}")
+        if waits_for:
+            self._log.info(f"stopping{waits_for}", patience_seconds=self._stop_timeout)
+        ended = self._collect_hooks(time.monotonic() + self._stop_timeout - 2 * _STOP_GRACE_SECONDS)
         self._hooks.cancel_all(_STOP_GRACE_SECONDS)
         self._collect_hooks(time.monotonic() + _STOP_GRACE_SECONDS + 0.5)
         try:
@@ -248,12 +271,14 @@ class Daemon:
         self._log.info("agent stopped")
 
     def _collect_hooks(self, deadline: float) -> list[_HookEnded]:
-        """Results of hooks that end until the deadline."""
+        """Results of hooks that end until the deadline, or until somebody is tired of waiting."""
         ended: list[_HookEnded] = []
         while self._hooks.are_running() and time.monotonic() < deadline:
             try:
                 item = self._inbox.get(timeout=max(0.01, deadline - time.monotonic()))
             except queue.Empty:
+                break
+            if item == _Command("stop"):
                 break
             if isinstance(item, _HookEnded):
                 self._hooks.forget(item.effect)
@@ -290,9 +315,12 @@ class Daemon:
             self._metrics.store_errors.labels(error.kind).inc()
             self._store_failures.failed(error.kind, str(error), self._turned_at)
             time.sleep(_COMMIT_RETRY_SECONDS)
+        self._tell_service()
         return True
 
     def _seconds_to_next_turn(self) -> float:
+        if self._told_status is None:
+            return _START_TICK_SECONDS
         if not self._board:
             return _IDLE_TICK_SECONDS
         now = datetime.now(UTC)
@@ -472,6 +500,35 @@ class Daemon:
             self._pruned = self._turned_at
             self._store.prune(now - _KEEP_JOURNAL)
 
+    # --- the service manager
+
+    def _tell_service(self) -> None:
+        status = self._describe()
+        if self._told_status is None:
+            if not (self._poller.has_tried or self._turned_at - self._started_at > _READY_PATIENCE_SECONDS):
+                return
+            self._service.tell("ready", status)
+        elif status != self._told_status:
+            self._service.tell_status(status)
+        self._told_status = status
+        # This turn has come to its end, so engine and store do; a poller that hangs is cured by a restart as well.
+        if not self._poller.hangs_for():
+            self._service.keep_alive()
+
+    def _describe(self) -> str:
+        """What the agent is at, in one line, which only changes when that does."""
+        parts = []
+        if self._settings.agent.mode == "observe":
+            parts.append("only observes")
+        if self._store_failure:
+            parts.append(f"cannot write the state file ({self._store_failure})")
+        if self._poller.failure:
+            parts.append(f"polling fails ({self._poller.failure})")
+        if self._refusal_of_policy:
+            parts.append("the policy file was refused, the one from before is in force")
+        parts += [_describe_workflow(workflow) for workflow in self._board.values()] or ["nothing is pending"]
+        return "; ".join(parts)
+
     # --- operators, identity, policy
 
     def _take_requests(self, now: datetime) -> None:
@@ -523,6 +580,12 @@ class Daemon:
         self._identity, self._new_identity, self._is_identity_sure = learned, None, True
 
     def _reload(self) -> None:
+        self._service.tell("reloading", "reads the policy file again")
+        self._read_policy()
+        self._service.tell("ready", self._describe())
+        self._told_status = self._describe()
+
+    def _read_policy(self) -> None:
         now = datetime.now(UTC)
         try:
             settings = self._load_settings()
@@ -530,7 +593,9 @@ class Daemon:
             self._metrics.reload_ok.set(0)
             self._log.error("the policy file is refused; the old policy stays in force", reason=str(error))
             self._record("reload_refused", str(error), now)
+            self._refusal_of_policy = str(error)
             return
+        self._refusal_of_policy = ""
         old = self._settings
         self._settings = replace(settings, hooks={**self._hooks_still_needed(settings), **settings.hooks})
         for name in ("listen", "state_dir"):
@@ -610,6 +675,8 @@ class Daemon:
             problems.append(f"the engine has not turned for {now - self._turned_at:.0f}s")
         if self._store_failure:
             problems.append(f"nothing can be done until the state file can be written: {self._store_failure}")
+        if hangs_for := self._poller.hangs_for():
+            problems.append(f"a poll should have ended {hangs_for:.0f}s ago")
         since_poll = now - (self._poller.succeeded or self._started_at)
         if since_poll > self._settings.agent.healthy_within:
             problems.append(f"no poll has succeeded for {since_poll:.0f}s: {self._poller.failure or 'it hangs'}")
@@ -698,6 +765,15 @@ class _Poller:
         self.succeeded_at: datetime | None = None
         self.failure = ""
         """Why the last poll failed; "" if it did not."""
+        self.has_tried = False
+        """Whether the first poll has ended, in whatever way."""
+        self._expected_back: float | None = None
+
+    def hangs_for(self) -> float:
+        """For how many seconds the loop is overdue; 0 if it is not."""
+        if self._expected_back is None or self.stop_requested.is_set():
+            return 0.0
+        return max(0.0, time.monotonic() - self._expected_back)
 
     def stop(self) -> None:
         self.stop_requested.set()
@@ -710,6 +786,7 @@ class _Poller:
                 client.close()
                 client, body = self._endpoint.connect(), b""
             began = time.monotonic()
+            self._expected_back = began + _RESOLVE_SECONDS + client.fetch_timeout
             delay = self._endpoint.poll_interval
             try:
                 new_body = client.fetch()
@@ -720,7 +797,9 @@ class _Poller:
                 self._succeed(began)
             except (ImdsError, DocumentError) as error:
                 delay = max(delay, self._fail(error))
+            self.has_tried = True
             due = max(time.monotonic(), began + delay)  # missed ticks are dropped, not made up for
+            self._expected_back = due + _RESOLVE_SECONDS
             self.stop_requested.wait(due - time.monotonic())
             late = time.monotonic() - due
             if late > _PAUSE_SECONDS:
@@ -887,6 +966,10 @@ class _HookThreads:
     def are_running(self) -> bool:
         return bool(self._runs)
 
+    def names(self) -> list[str]:
+        """Of the hooks that run."""
+        return [run.name for run in self._runs.values()]
+
     def cancel_all(self, grace_seconds: float) -> None:
         """End everything within the grace."""
         for run in self._runs.values():
@@ -896,6 +979,14 @@ class _HookThreads:
 
 def _key_of(effect: RunHook | None) -> _HookKey | None:
     return (effect.workflow_id, effect.stage) if effect else None
+
+
+def _describe_workflow(workflow: Workflow) -> str:
+    event = workflow.event
+    rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
+    not_before = f", not before {event.not_before:%Y-%m-%dT%H:%M:%SZ}" if event.not_before else ""
+    waits_for = f", waits for {workflow.waits_for}" if workflow.waits_for else ""
+    return f"{event.type} {event.id} ({rule}{not_before}): {workflow.phase}{waits_for}"
 
 
 def _to_signal(effect: RunHook, result: HookResult) -> HookFinished:

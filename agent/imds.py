@@ -147,6 +147,11 @@ class ImdsClient:
         self._fetch_timeout = max(request_timeout, first_request_timeout)
         self._connection = _Connection(name, port, request_timeout)
 
+    @property
+    def fetch_timeout(self) -> float:
+        """Seconds that the next ``fetch`` may take, once the endpoint's name is resolved."""
+        return self._fetch_timeout
+
     def fetch(self) -> bytes:
         """The scheduled events document as it came. Raises ImdsError."""
         body = self._request("GET", self._path, self._fetch_request, self._fetch_timeout)

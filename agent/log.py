@@ -20,6 +20,8 @@ from agent import host
 Logger = structlog.typing.FilteringBoundLogger
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+# Of syslog, as the journal of systemd reads them at the beginning of a line: "journalctl -p warning" finds them.
+_PRIORITIES = {"debug": "<7>", "info": "<6>", "warning": "<4>", "error": "<3>"}
 _REPEAT_SECONDS = 3600.0
 _PATIENCE_SECONDS = 0.1
 _MAX_PIECE_BYTES = 4096  # what host.is_writable speaks for
@@ -39,7 +41,8 @@ def set_up(level: Literal["debug", "info", "warning", "error"], form: Literal["a
         )
         processors.append(renderer)
     else:
-        processors += [structlog.processors.format_exc_info, _to_json]
+        render = _to_json_with_priority if _is_journal(sys.stderr) else _to_json
+        processors += [structlog.processors.format_exc_info, render]
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
@@ -136,6 +139,13 @@ def _is_terminal(stream: TextIO | None) -> bool:
         return False
 
 
+def _is_journal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and host.is_journal(stream.fileno())
+    except (OSError, ValueError):
+        return False
+
+
 def _to_json(_logger: object, _method: str, event: structlog.typing.EventDict) -> str:
     """One line, which begins with what every line has."""
     first = {"time": event.pop("time", ""), "level": event.pop("level", ""), "message": event.pop("event", "")}
@@ -144,3 +154,7 @@ def _to_json(_logger: object, _method: str, event: structlog.typing.EventDict) -
         return msgspec.json.encode(line, enc_hook=str).decode()
     except UnicodeEncodeError:  # a file's name that is no text
         return json.dumps(line, default=str)
+
+
+def _to_json_with_priority(logger: object, method: str, event: structlog.typing.EventDict) -> str:
+    return _PRIORITIES.get(event["level"], "") + _to_json(logger, method, event)

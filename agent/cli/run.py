@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import faulthandler
 import signal
 import sys
 from datetime import UTC, datetime
@@ -17,8 +18,9 @@ def add_parsers(commands: Any) -> None:
         "run",
         help="run the agent until it is told to stop",
         description="Runs the agent in the foreground: polls, decides, prepares, approves, recovers. "
-        "SIGTERM or Ctrl-C stops it within five seconds: running hooks have two seconds to end by themselves, are "
-        "then terminated, and run again at the next start. SIGHUP reads the policy file again.",
+        "SIGTERM or Ctrl-C stops it: hooks that run have until three seconds before the stop time-out to end by "
+        "themselves, are then terminated, and run again at the next start; a second signal ends the waiting. "
+        "SIGHUP reads the policy file again.",
     )
     add_config_option(parser)
     parser.add_argument(
@@ -27,7 +29,23 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument(
         "--state-dir", metavar="DIR", help="where the state file is kept (overrides agent.state_dir)"
     )
+    parser.add_argument(
+        "--stop-timeout",
+        metavar="DURATION",
+        type=_duration,
+        default=5.0,
+        help="how long stopping may take, such as 60s (default: 5s)",
+    )
     parser.set_defaults(handler=_run)
+
+
+def _duration(text: str) -> float:
+    from agent.typed_yaml import parse_duration  # noqa: PLC0415 - only this command needs it
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -53,6 +71,8 @@ def _run(arguments: argparse.Namespace) -> int:
             get_logger().warning("the policy file deserves a look", problem=str(warning))
         return replace(settings, agent=replace(settings.agent, **options))
 
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # standard error may be closed, or no file
+        faulthandler.enable()  # a watchdog's SIGABRT then shows where every thread is
     settings = load_settings()
     state_dir = Path(settings.agent.state_dir) if settings.agent.state_dir else host.default_state_dir()
     host.create_private_dir(state_dir)
@@ -62,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
         get_logger().info(
             "policy", file=str(path) if path else "built in: no policy file", state_dir=str(state_dir)
         )
-        daemon = Daemon(settings, load_settings, store)
+        daemon = Daemon(settings, load_settings, store, stop_timeout=arguments.stop_timeout)
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose hooks' exit codes
         # SIGBREAK is Ctrl-Break on Windows, SIGHUP is Linux's alone.

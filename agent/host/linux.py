@@ -14,6 +14,7 @@ the last of them.
 import errno
 import os
 import select
+import shutil
 import signal
 import socket
 import stat
@@ -26,7 +27,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 from agent import AgentError
 
@@ -35,7 +36,7 @@ if sys.platform == "win32":
 
 _MARKER = "SCHEDULED_EVENTS_AGENT_HOOK_RUN"
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR")
+_PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "CREDENTIALS_DIRECTORY")
 # Where systemd-networkd, NetworkManager and dhclient (in Debian's and Red Hat's places) keep their leases.
 _LEASES = (
     "run/systemd/netif/leases/*",
@@ -47,6 +48,7 @@ _LEASES = (
 _MAX_LEASE_CHARACTERS = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _LEFTOVER_GRACE_SECONDS = 1.0
+_MAX_STATUS_CHARACTERS = 1000
 
 
 class HostError(AgentError):
@@ -104,6 +106,18 @@ def create_private_dir(path: Path) -> None:
     except OSError as error:
         fault = f"{error.strerror or error}: {way_out}"
     raise HostError(f"{path}: expected a directory for this account alone; {fault}", kind="state_dir")
+
+
+def find_systemctl() -> str:
+    """The program that tells the service manager what to do. Raises HostError where there is none."""
+    program = shutil.which("systemctl", path=_DEFAULT_PATH)
+    if program is None:
+        raise HostError(
+            f"found no systemctl on {_DEFAULT_PATH}: this machine is not run by systemd; "
+            "have its own service manager supervise `scheduled-events-agent run`",
+            kind="systemctl",
+        )
+    return program
 
 
 def flush_directory(path: Path) -> None:
@@ -325,6 +339,60 @@ def start_tree(
             else:
                 _trees[token] = tree
     return tree
+
+
+def is_journal(descriptor: int) -> bool:
+    """Whether what is written there goes to the system's journal, which takes priorities such as ``<4>``."""
+    try:
+        facts = os.fstat(descriptor)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{facts.st_dev}:{facts.st_ino}"
+
+
+class ServiceManager:
+    """Whoever started this process as a service: systemd (see sd_notify(3)), or nobody, who need not be told.
+
+    For any thread. Telling never waits and never fails: a manager that does not listen is its own trouble.
+    """
+
+    def __init__(self) -> None:
+        address = os.environ.get("NOTIFY_SOCKET", "")
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address
+        is_watched = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        # Whether keep_alive matters to anybody: silent for too long, this process is killed and started again.
+        self._is_watched = is_watched and os.environ.get("WATCHDOG_USEC", "0") != "0"
+
+    def tell(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
+        """What the service is at now; ``status`` is one line for people."""
+        words = {
+            "ready": "READY=1",
+            "reloading": f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}",
+            "stopping": "STOPPING=1",
+        }
+        self._send(f"{words[state]}\n{_status_line(status)}")
+
+    def tell_status(self, status: str) -> None:
+        """One line for people."""
+        self._send(_status_line(status))
+
+    def keep_alive(self) -> None:
+        """To be called as long as this process does its work."""
+        if self._is_watched:
+            self._send("WATCHDOG=1")
+
+    def _send(self, message: str) -> None:
+        if self._address:
+            with (
+                suppress(OSError),
+                socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender,
+            ):
+                sender.sendto(message.encode("utf-8", "replace"), socket.MSG_DONTWAIT, self._address)
+
+
+def _status_line(status: str) -> str:
+    # What an event is called comes from the network, and a new line would be a word of its own to systemd.
+    return f"STATUS={''.join(c if c.isprintable() else ' ' for c in status)[:_MAX_STATUS_CHARACTERS]}"
 
 
 def reap_orphans() -> None:

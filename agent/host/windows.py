@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agent import AgentError
 
@@ -159,6 +159,15 @@ def create_private_dir(path: Path) -> None:
     except (OSError, pywintypes.error) as error:
         fault = f"{_reason(error)}: {way_out}"
     raise HostError(f"{path}: expected a directory for this account alone; {fault}", kind="state_dir")
+
+
+def find_systemctl() -> str:
+    """The program that tells the service manager what to do. Raises HostError where there is none."""
+    raise HostError(
+        "there is no systemd on Windows: a service is set up with Windows' own tooling there, which starts "
+        "`scheduled-events-agent run`",
+        kind="usage",
+    )
 
 
 def flush_directory(path: Path) -> None:
@@ -328,6 +337,25 @@ def start_tree(
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise HostError(_why_not_started(run, directory, error), kind="hook") from None
     return ProcessTree(process, _put_into_job(process))
+
+
+def is_journal(descriptor: int) -> bool:
+    """Whether what is written there goes to the system's journal; there is none that takes lines."""
+    del descriptor
+    return False
+
+
+class ServiceManager:
+    """Whoever started this process as a service; on Windows nobody listens yet. For any thread."""
+
+    def tell(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
+        """What the service is at now; ``status`` is one line for people."""
+
+    def tell_status(self, status: str) -> None:
+        """One line for people."""
+
+    def keep_alive(self) -> None:
+        """To be called as long as this process does its work."""
 
 
 def reap_orphans() -> None:

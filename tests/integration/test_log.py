@@ -385,3 +385,29 @@ def test_after_a_recovery_the_same_failure_is_news_again(capsys: pytest.CaptureF
         ("polling fails", 1),
         ("polling works again", 1),
     ]
+
+
+# --- the journal of the system
+
+
+def test_in_the_journal_each_line_carries_its_priority(tmp_path: Path) -> None:
+    if sys.platform == "win32":
+        pytest.skip("the journal is systemd's")
+    program = """
+import os, sys
+facts = os.fstat(2)
+os.environ["JOURNAL_STREAM"] = f"{facts.st_dev}:{facts.st_ino + int(sys.argv[1])}"
+from agent.log import get_logger, set_up
+set_up("debug", "auto")
+for level in ("debug", "info", "warning", "error"):
+    getattr(get_logger(), level)("hello")
+"""
+
+    def priorities(offset: int) -> list[str]:
+        with (tmp_path / "log").open("w+") as log:
+            subprocess.run([sys.executable, "-c", program, str(offset)], stderr=log, timeout=30, check=True)
+            log.seek(0)
+            return [line.partition("{")[0] for line in log]
+
+    assert priorities(0) == ["<7>", "<6>", "<4>", "<3>"]
+    assert priorities(1) == [""] * 4  # another file than the journal's

@@ -1,0 +1,89 @@
+"""Signs of life for the service manager: only while engine, store and poller make progress."""
+
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from test_daemon import get, running
+
+from agent import daemon as module
+from agent.imds import ImdsClient, ImdsError
+from agent.simulator import Simulator
+from agent.store import Store
+
+if sys.platform == "win32":
+    pytest.skip("Windows has no watchdog for services", allow_module_level=True)
+
+
+@contextmanager
+def watched(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], bool]]:
+    """A service manager that watches; gives a question: was there a sign of life within so many seconds?"""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(directory / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(directory / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "60000000")
+        monkeypatch.setattr(module, "_IDLE_TICK_SECONDS", 0.1)
+
+        def is_alive(seconds: float) -> bool:
+            listener.setblocking(False)  # what has come until now is old news
+            with suppress(BlockingIOError):
+                while True:
+                    listener.recv(65536)
+            deadline = time.monotonic() + seconds
+            while (left := deadline - time.monotonic()) > 0:
+                listener.settimeout(left)
+                with suppress(TimeoutError):
+                    if listener.recv(65536) == b"WATCHDOG=1":
+                        return True
+            return False
+
+        yield is_alive
+
+
+def test_a_store_that_hangs_is_no_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+    with (
+        watched(tmp_path, monkeypatch) as is_alive,
+        Simulator(vms=("vm-1",)) as azure,
+        running(tmp_path, azure.endpoint()),
+    ):
+        assert is_alive(5.0)
+        monkeypatch.setattr(Store, "load_requests", lambda *_: may_go_on.wait(10.0) and [])
+        is_alive(0.5)
+        assert not is_alive(1.0)
+        may_go_on.set()
+        assert is_alive(5.0)
+
+
+def test_a_poller_that_hangs_ends_the_signs_of_life_and_is_named_on_the_health_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, may_go_on = threading.Event(), threading.Event()
+
+    def fetch(_: object) -> bytes:
+        hangs.set()
+        may_go_on.wait(10.0)
+        raise ImdsError("gone on", kind="timeout")
+
+    monkeypatch.setattr(module, "_RESOLVE_SECONDS", 0.5)
+    with (
+        watched(tmp_path, monkeypatch) as is_alive,
+        Simulator(vms=("vm-1",)) as azure,
+        running(tmp_path, azure.endpoint()) as daemon,
+    ):
+        monkeypatch.setattr(ImdsClient, "fetch_timeout", 0.0)
+        monkeypatch.setattr(ImdsClient, "fetch", fetch)
+        assert hangs.wait(5.0)
+        is_alive(1.0)
+        assert not is_alive(1.0)
+        assert re.match(r"a poll should have ended [12]s ago\n", get(daemon.web, "/healthz")[1])
+        monkeypatch.undo()
+        may_go_on.set()
+        azure.wait_polls(4)
+        assert get(daemon.web, "/healthz") == (200, "ok\n")
