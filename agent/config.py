@@ -28,6 +28,10 @@ _MAX_POLL_SECONDS = 60.0  # a Spot VM may be gone 30 s after its notice; longer 
 _MAX_WINDOW_SECONDS = 7 * 86400.0
 _ENDPOINT = re.compile(r"http://(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?/?")
 _LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
+_UNIT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9:_.\\-]*(@[A-Za-z0-9:_.\\-]+)?\.service")
+_OTHER_UNIT = re.compile(r"\.(socket|target|timer|path|mount|automount|swap|slice|scope|device)$")
+_MAX_UNIT_CHARACTERS = 255
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # The notice Azure promises; a Terminate has what its scale set says, at least this.
 _NOTICE_SECONDS = {"Freeze": 900.0, "Reboot": 900.0, "Redeploy": 600.0, "Preempt": 30.0, "Terminate": 300.0}
@@ -188,14 +192,18 @@ def load_policy(path: Path | None) -> Loaded:
     return parse_settings(text, str(path))
 
 
-def parse_settings(text: str | bytes, name: str, *, may_change_user: bool | None = None) -> Loaded:
+def parse_settings(
+    text: str | bytes, name: str, *, may_change_user: bool | None = None, may_start_units: bool | None = None
+) -> Loaded:
     """Settings and warnings of a policy's text; ``name`` is how problems call it. Raises ConfigError."""
     parsed = parse(text, Settings, name)
     may_change_user = host.can_change_user() if may_change_user is None else may_change_user
+    may_start_units = host.can_start_units() if may_start_units is None else may_start_units
     problems = parsed.problems
     if parsed.draft is not None:
         known = [problem.path for problem in problems]
-        faults = _in_order(parsed, _faults(parsed.draft, parsed, may_change_user=may_change_user))
+        found = _faults(parsed.draft, parsed, may_change_user=may_change_user, may_start_units=may_start_units)
+        faults = _in_order(parsed, found)
         # Where a value was wrong already, what is missing because of it is no news.
         news = [fault for fault in faults if not any(path.startswith(fault.path) for path in known)]
         problems = tuple(sorted((*problems, *news), key=lambda problem: problem.line))
@@ -206,7 +214,7 @@ def parse_settings(text: str | bytes, name: str, *, may_change_user: bool | None
 
 
 def check_files(loaded: Loaded) -> tuple[Problem, ...]:
-    """Warnings about programs, directories and accounts that hooks name and this machine lacks."""
+    """Warnings about programs, units, directories and accounts that hooks name and this machine lacks."""
     return _in_order(loaded.parsed, _missing(loaded.settings))
 
 
@@ -221,7 +229,8 @@ def policy_schema() -> dict[str, Any]:
     """The JSON schema of the policy file, for editors."""
     schema = json_schema(Settings)
     hook = schema["$defs"]["Hook"]
-    hook["oneOf"] = [{"required": ["run"]}, {"required": ["shell"]}]
+    hook["oneOf"] = [{"required": ["run"]}, {"required": ["shell"]}, {"required": ["unit"]}]
+    hook["dependentSchemas"] = {"unit": {"not": {"anyOf": [{"required": ["user"]}, {"required": ["cwd"]}]}}}
     return {"title": "Policy of scheduled-events-agent", **schema}
 
 
@@ -234,7 +243,9 @@ def _in_order(parsed: Parsed[Settings], findings: Iterable[_Finding]) -> tuple[P
     return tuple(sorted(problems, key=lambda problem: problem.line))
 
 
-def _faults(settings: Settings, parsed: Parsed[Settings], *, may_change_user: bool) -> Iterator[_Finding]:
+def _faults(
+    settings: Settings, parsed: Parsed[Settings], *, may_change_user: bool, may_start_units: bool
+) -> Iterator[_Finding]:
     """What makes a policy unusable though each of its values is right by itself."""
     yield from _setting_faults(settings)
     names = Counter(rule.name for rule in settings.rules)
@@ -255,7 +266,9 @@ def _faults(settings: Settings, parsed: Parsed[Settings], *, may_change_user: bo
         yield from _when_faults(f"{path}.when", rule.when, parsed)
     yield from _hook_list_faults("on_clear", settings.on_clear, settings, parsed)
     for name, hook in settings.hooks.items():
-        yield from _hook_faults(f"hooks.{name}", hook, may_change_user=may_change_user)
+        yield from _hook_faults(
+            f"hooks.{name}", hook, may_change_user=may_change_user, may_start_units=may_start_units
+        )
     for name, window in settings.maintenance_windows.items():
         yield from _window_faults(f"maintenance_windows.{name}", window)
 
@@ -312,16 +325,18 @@ def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[_F
             yield f"{path}.{kind}_below", f"expected {limit}; got {format_duration(below)}"
 
 
-def _hook_faults(path: str, hook: Hook, *, may_change_user: bool) -> Iterator[_Finding]:
-    if hook.run is None and hook.shell is None:
-        yield path, "expected run (a program and its arguments) or shell (a command line); got neither"
-    elif hook.run is not None and hook.shell is not None:
-        yield path, "expected either run or shell; got both"
+def _hook_faults(path: str, hook: Hook, *, may_change_user: bool, may_start_units: bool) -> Iterator[_Finding]:
+    given = [key for key in ("run", "shell", "unit") if getattr(hook, key) is not None]
+    if len(given) != 1:
+        expected = "run (a program and its arguments), shell (a command line) or unit (a systemd service)"
+        yield path, f"expected one of {expected}; got {' and '.join(given) or 'none'}"
     elif hook.run == ():
         yield f"{path}.run", "expected a program and its arguments; got an empty list"
+    elif hook.unit is not None:
+        yield from _unit_faults(path, hook, hook.unit, may_start_units=may_start_units)
     if hook.timeout <= 0:
         yield f"{path}.timeout", "expected more than 0s; got 0s"
-    if not may_change_user and hook.user is not None:
+    if not may_change_user and hook.user is not None and hook.unit is None:
         yield f"{path}.user", "cannot be used on Windows: remove it, hooks run as the service's account"
     texts = {"run[0]": hook.run[0] if hook.run else None, "shell": hook.shell, "user": hook.user, "cwd": hook.cwd}
     yield from _blank_faults({f"{path}.{key}": text for key, text in texts.items()})
@@ -333,6 +348,22 @@ def _hook_faults(path: str, hook: Hook, *, may_change_user: bool) -> Iterator[_F
     for variable in hook.env:
         if not variable or "=" in variable or "\0" in variable:
             yield f"{path}.env", f'expected a variable\'s name; got "{variable}"'
+
+
+def _unit_faults(path: str, hook: Hook, unit: str, *, may_start_units: bool) -> Iterator[_Finding]:
+    if not may_start_units:
+        yield f"{path}.unit", "cannot be used on Windows, for a unit needs systemd: use run or shell"
+    elif _UNIT.fullmatch(unit) is None or len(unit) > _MAX_UNIT_CHARACTERS:
+        expected = "the name of a service such as drain-web.service or drain@web.service"
+        other = f"; a {unit.rpartition('.')[2]} has no end to wait for" if _OTHER_UNIT.search(unit) else ""
+        yield f"{path}.unit", f'expected {expected}; got "{unit}"{other}'
+    for key, option in (("user", "User="), ("cwd", "WorkingDirectory=")):
+        if getattr(hook, key) is not None:
+            yield f"{path}.{key}", f"cannot be used together with unit: {option} in the unit's file says it"
+    for variable in hook.env:
+        if variable and _VARIABLE.fullmatch(variable) is None and not set("=\0") & set(variable):
+            expected = "letters, digits and _, for systemd ignores any other variable"
+            yield f"{path}.env", f'expected {expected}; got "{variable}"'
 
 
 def _window_faults(path: str, window: MaintenanceWindow) -> Iterator[_Finding]:
@@ -463,6 +494,8 @@ def _missing(settings: Settings) -> Iterator[_Finding]:
                 yield f"{path}.run", fault
         if hook.user is not None and not host.has_account(hook.user):
             yield f"{path}.user", f'this machine has no account "{hook.user}"'
+        if hook.unit is not None and (fault := host.unit_fault(hook.unit)) is not None:
+            yield f"{path}.unit", fault
 
 
 def _program_fault(program: str, cwd: str | None) -> str | None:

@@ -354,7 +354,7 @@ class Daemon:
                 if effect is None:
                     self._end_on_clear_hook(result)
                 else:
-                    self._signals.append(_to_signal(effect, result))
+                    self._take_result(_to_signal(effect, result))
             case _Paused(seconds=seconds):
                 self._tell_pause(seconds)
             case _Command(word="reload"):
@@ -362,6 +362,14 @@ class Daemon:
             case _Command(word="stop"):
                 return False
         return True
+
+    def _take_result(self, signal: HookFinished) -> None:
+        if _is_cut_short(signal) and host.is_shutting_down():
+            # Services and their hooks are stopped in no order that we know of, some before the agent is told.
+            text = "the machine goes down: this hook counts as not run, and runs again at the next start"
+            self._log.warning(text, event_id=signal.workflow_id, hook=signal.hook, reason=signal.detail)
+            return
+        self._signals.append(signal)
 
     def _context(self, now: datetime, document_at: datetime | None) -> Context:
         settings = self._settings
@@ -1003,7 +1011,7 @@ def _to_signal(effect: RunHook, result: HookResult) -> HookFinished:
 
 
 def _is_cut_short(signal: Signal) -> bool:
-    """Whether a hook ended badly while the agent was told to stop: so may it have been, by the same hand.
+    """Whether a hook ended badly, and may have been made to, if the agent or its machine is told to stop as well.
 
     That is no failure: the hook is left open, and runs again after the restart.
     """

@@ -4,7 +4,8 @@ Does not know which hooks an event needs, when, or what their results mean. The 
 returns, soon after the hook's time is up at the latest, whatever the hook does; and what it started is gone then.
 
 A hook's main process ends the hook: what it left running is ended too. What is to live longer belongs to the
-service manager (``systemctl start``, ``sc start``).
+service manager (``systemctl start``, ``sc start``). A hook that is a unit of systemd outlives an agent that is
+killed, and is joined when it is run again.
 """
 
 import os
@@ -185,6 +186,7 @@ class HookRun:
     def _run_attempt(self, attempt: int, begun_at: float) -> HookResult:
         started_at = time.monotonic()
         self._has_ended, self._exit_code = False, None
+        inherited = {} if self._hook.unit else host.base_environment(self._hook.user)
         try:
             output = _Output(self._pass_on)
         except (OSError, RuntimeError) as error:  # no descriptors, no memory for a thread
@@ -193,7 +195,8 @@ class HookRun:
             tree = host.start_tree(
                 run=self._hook.run,
                 shell=self._hook.shell,
-                env={**host.base_environment(self._hook.user), **self._hook.env, **self._environment},
+                unit=self._hook.unit,
+                env={**inherited, **self._hook.env, **self._environment},
                 cwd=self._hook.cwd,
                 user=self._hook.user,
                 stdin=self._stdin,
@@ -231,7 +234,8 @@ class HookRun:
             return "timed_out", f"killed after {_span(self._hook.timeout)}, its time limit{trouble}"
         if cause == "deadline":
             return "timed_out", f"killed after {stopped_after}, no time was left{trouble}"
-        return ("succeeded" if self._exit_code == 0 else "failed"), _describe(self._exit_code) + trouble
+        detail = tree.ending or _describe(self._exit_code)
+        return ("succeeded" if self._exit_code == 0 else "failed"), detail + trouble
 
     def _await_end_or_cause(self, started_at: float) -> Literal["canceled", "timeout", "deadline"] | None:
         """Wait for the program's end; or return why it must be ended."""
@@ -403,11 +407,14 @@ def _turn(run: HookRun) -> Iterator[deque[HookRun]]:
 
     The queue of a hook that may is empty.
     """
-    if not run._hook.serialize:  # noqa: SLF001 - one thing in two pieces
+    hook = run._hook  # noqa: SLF001 - one thing in two pieces
+    if not (hook.serialize or hook.unit):
         yield deque()
         return
+    # A unit runs once at a time whatever its hook says: a second start would join the first, for another event.
+    key = hook.unit or run.name
     with _queues_lock:
-        queue = _queues.setdefault(run.name, deque())
+        queue = _queues.setdefault(key, deque())
         queue.append(run)
     try:
         yield queue
@@ -416,7 +423,7 @@ def _turn(run: HookRun) -> Iterator[deque[HookRun]]:
             queue.remove(run)
             following = queue[0] if queue else None
             if following is None:
-                del _queues[run.name]
+                del _queues[key]
         if following is not None:
             with following._changed:  # noqa: SLF001 - as above
                 following._changed.notify_all()  # noqa: SLF001

@@ -16,6 +16,7 @@ if sys.platform == "win32":
         base_environment,
         boot_id,
         can_change_user,
+        can_start_units,
         claim_port,
         create_private_dir,
         decode_output,
@@ -30,9 +31,11 @@ if sys.platform == "win32":
         hold_lock,
         is_journal,
         is_same_boot,
+        is_shutting_down,
         is_writable,
         reap_orphans,
         start_tree,
+        unit_fault,
     )
 else:
     from agent.host.linux import (
@@ -44,6 +47,7 @@ else:
         base_environment,
         boot_id,
         can_change_user,
+        can_start_units,
         claim_port,
         create_private_dir,
         decode_output,
@@ -58,9 +62,11 @@ else:
         hold_lock,
         is_journal,
         is_same_boot,
+        is_shutting_down,
         is_writable,
         reap_orphans,
         start_tree,
+        unit_fault,
     )
 
 __all__ = [
@@ -72,6 +78,7 @@ __all__ = [
     "base_environment",
     "boot_id",
     "can_change_user",
+    "can_start_units",
     "claim_port",
     "create_private_dir",
     "decode_output",
@@ -86,7 +93,9 @@ __all__ = [
     "hold_lock",
     "is_journal",
     "is_same_boot",
+    "is_shutting_down",
     "is_writable",
     "reap_orphans",
     "start_tree",
+    "unit_fault",
 ]

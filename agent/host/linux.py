@@ -49,6 +49,7 @@ _MAX_LEASE_CHARACTERS = 1 << 20
 _PR_SET_CHILD_SUBREAPER = 36
 _LEFTOVER_GRACE_SECONDS = 1.0
 _MAX_STATUS_CHARACTERS = 1000
+_SHUTDOWN_QUESTION_SECONDS = 2.0
 
 
 class HostError(AgentError):
@@ -206,6 +207,18 @@ def has_account(name: str) -> bool:
     return True
 
 
+def can_start_units() -> bool:
+    """Whether a hook may be a unit of the service manager, if there is one."""
+    return True
+
+
+def unit_fault(name: str) -> str | None:
+    """Why a hook could not start the unit, as far as anybody can tell; None if nothing is known."""
+    from agent.host import units  # noqa: PLC0415 - as in start_tree
+
+    return units.unit_fault(name)
+
+
 def base_environment(user: str | None) -> dict[str, str]:
     """What a hook that runs as ``user`` (None: as the agent) inherits: nothing that only concerns the agent."""
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
@@ -221,6 +234,9 @@ def decode_output(data: bytes) -> str:
 
 class ProcessTree:
     """A program and everything it started. Made by ``start_tree``; end with ``close``."""
+
+    ending: str | None = None
+    """A phrase for how it ended, if its exit code does not tell."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", token: str) -> None:
         self._process = process
@@ -293,6 +309,7 @@ def start_tree(
     *,
     run: Sequence[str] | None,
     shell: str | None,
+    unit: str | None,
     env: Mapping[str, str],
     cwd: str | None,
     user: str | None,
@@ -300,10 +317,15 @@ def start_tree(
     output: int,
     token: str,
 ) -> ProcessTree:
-    """Start the program ``run``, or the command line ``shell``, with its output on the descriptor ``output``.
+    """Start the program ``run``, the command line ``shell`` or the service ``unit``.
 
-    ``token`` is a text that no other tree has. Raises HostError, its message a phrase, if it cannot be started.
+    What it writes comes out at the descriptor ``output``, that of a unit only at its end. ``token`` is a text that
+    no other tree has. Raises HostError, its message a phrase, if it cannot be started.
     """
+    if unit is not None:
+        from agent.host import units  # noqa: PLC0415 - it imports this module; and most policies name no unit
+
+        return units.start_unit(unit, env, stdin, output)
     argv = ["/bin/sh", "-c", shell] if shell is not None else list(run or ())
     if not argv or not argv[0]:
         raise HostError("nothing to run", kind="hook")
@@ -339,6 +361,16 @@ def start_tree(
             else:
                 _trees[token] = tree
     return tree
+
+
+def is_shutting_down() -> bool:
+    """Whether the machine is on its way down, as far as can be told. May take two seconds."""
+    try:
+        command = [find_systemctl(), "is-system-running"]
+        done = subprocess.run(command, capture_output=True, timeout=_SHUTDOWN_QUESTION_SECONDS, check=False)
+    except (HostError, OSError, subprocess.SubprocessError):
+        return False
+    return done.stdout.strip() == b"stopping"
 
 
 def is_journal(descriptor: int) -> bool:

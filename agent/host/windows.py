@@ -60,6 +60,7 @@ _SAME_BOOT_SECONDS = 120.0
 _PRIVATE = "D:P(A;OICI;FA;;;SY)(A;OICI;FA;;;BA)(A;OICI;FA;;;{account})"
 # The system itself, administrators, and whoever made a file (which must be one of those).
 _SYSTEMS_ACCOUNTS = ("S-1-5-18", "S-1-5-32-544", "S-1-3-0", "S-1-3-4")
+_SM_SHUTTINGDOWN = 0x2000
 _CREATE_SUSPENDED = 0x4
 _CREATE_NO_WINDOW = 0x08000000
 _SHARING_VIOLATION = 32
@@ -245,6 +246,17 @@ def has_account(name: str) -> bool:
     return bool(name)
 
 
+def can_start_units() -> bool:
+    """Whether a hook may be a unit of the service manager."""
+    return False
+
+
+def unit_fault(name: str) -> str | None:
+    """Why a hook could not start the unit; never asked here, for a hook cannot be one."""
+    del name
+    return None
+
+
 def base_environment(user: str | None) -> dict[str, str]:
     """What a hook that runs as ``user`` (None: as the agent) inherits: nothing that only concerns the agent."""
     del user  # start_tree refuses one
@@ -262,6 +274,9 @@ def decode_output(data: bytes) -> str:
 
 class ProcessTree:
     """A program and everything it started. Made by ``start_tree``; end with ``close``."""
+
+    ending: str | None = None
+    """A phrase for how it ended, if its exit code does not tell."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", job: Any) -> None:
         self._process = process
@@ -304,6 +319,7 @@ def start_tree(
     *,
     run: Sequence[str] | None,
     shell: str | None,
+    unit: str | None,
     env: Mapping[str, str],
     cwd: str | None,
     user: str | None,
@@ -311,10 +327,13 @@ def start_tree(
     output: int,
     token: str,
 ) -> ProcessTree:
-    """Start the program ``run``, or the command line ``shell``, with its output on the descriptor ``output``.
+    """Start the program ``run`` or the command line ``shell``; a ``unit`` is refused.
 
-    ``token`` is a text that no other tree has. Raises HostError, its message a phrase, if it cannot be started.
+    What it writes comes out at the descriptor ``output``. ``token`` is a text that no other tree has. Raises
+    HostError, its message a phrase, if it cannot be started.
     """
+    if unit is not None:
+        raise HostError(f"cannot start {unit}: a unit needs systemd, so that it is for Linux only", kind="hook")
     if user is not None:
         raise HostError(f"cannot run as {user}: on Windows a hook runs as the agent's account", kind="hook")
     # Names of variables differ in more than case here; what was given last counts.
@@ -337,6 +356,13 @@ def start_tree(
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise HostError(_why_not_started(run, directory, error), kind="hook") from None
     return ProcessTree(process, _put_into_job(process))
+
+
+def is_shutting_down() -> bool:
+    """Whether the machine is on its way down, as far as can be told."""
+    import win32api  # noqa: PLC0415 - Windows only
+
+    return bool(win32api.GetSystemMetrics(_SM_SHUTTINGDOWN))
 
 
 def is_journal(descriptor: int) -> bool:

@@ -88,7 +88,10 @@ def test_check_of_a_faulty_policy_tells_every_fault_and_exits_2(run: Run, tmp_pa
     (tmp_path / "p.yaml").write_text("rules:\n  - {name: a, aprove: never}\nhooks: {x: {}}\n")
     problems = [
         'p.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?',
-        "p.yaml:3: hooks.x: expected run (a program and its arguments) or shell (a command line); got neither",
+        (
+            "p.yaml:3: hooks.x: expected one of run (a program and its arguments), shell (a command line) or unit "
+            "(a systemd service); got none"
+        ),
     ]
     assert run("check", "--config", "p.yaml") == (2, "\n".join([*problems, "not valid: 2 problems\n"]), "")
     code, out, _ = run("check", "--config", "p.yaml", "--json")

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import pytest
 
 from agent.config import ConfigError, Settings, parse_settings
+from agent.policy import Hook
 
 
-def faults(text: str, *, may_change_user: bool = True) -> Sequence[str]:
+def faults(text: str, *, may_change_user: bool = True, may_start_units: bool = True) -> Sequence[str]:
     with pytest.raises(ConfigError) as caught:
-        parse_settings(text, "policy.yaml", may_change_user=may_change_user)
+        parse_settings(text, "policy.yaml", may_change_user=may_change_user, may_start_units=may_start_units)
     assert caught.value.kind == "config"
     assert str(caught.value) == "\n".join(caught.value.problems)
     return caught.value.problems
@@ -46,8 +47,19 @@ def test_the_fault_form_is_the_documented_one() -> None:
         (HOOKS + "on_clear: [resum]", 'on_clear[0]: there is no hook "resum"; did you mean "resume"?'),
         (HOOKS + "rules: [{name: a, prepare: [drain, drain]}]", 'rules[0].prepare[1]: hook "drain" stands in this list already'),
         ("\nrules: [{name: a}, {name: a}]", 'rules[1].name: the rule in line 2 is called "a" already'),
-        ("\nhooks: {a: {}}", "hooks.a: expected run (a program and its arguments) or shell (a command line); got neither"),
-        ("\nhooks: {a: {run: [x], shell: x}}", "hooks.a: expected either run or shell; got both"),
+        ("\nhooks: {a: {}}", "hooks.a: expected one of run (a program and its arguments), shell (a command line) or unit (a systemd service); got none"),
+        ("\nhooks: {a: {run: [x], shell: x}}", "hooks.a: expected one of run (a program and its arguments), shell (a command line) or unit (a systemd service); got run and shell"),
+        ("\nhooks: {a: {run: [x], shell: x, unit: x.service}}", "hooks.a: expected one of run (a program and its arguments), shell (a command line) or unit (a systemd service); got run and shell and unit"),
+        ("\nhooks: {a: {unit: drain}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "drain"'),
+        ("\nhooks: {a: {unit: drain.timer}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "drain.timer"; a timer has no end to wait for'),
+        ("\nhooks: {a: {unit: ../drain.service}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "../drain.service"'),
+        ("\nhooks: {a: {unit: -drain.service}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "-drain.service"'),
+        ("\nhooks: {a: {unit: drain@.service}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "drain@.service"'),
+        ("\nhooks: {a: {unit: ''}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got ""'),
+        ("\nhooks: {a: {unit: a.service, user: app}}", "hooks.a.user: cannot be used together with unit: User= in the unit's file says it"),
+        ("\nhooks: {a: {unit: a.service, cwd: /}}", "hooks.a.cwd: cannot be used together with unit: WorkingDirectory= in the unit's file says it"),
+        ("\nhooks: {a: {unit: a.service, env: {A-B: c}}}", 'hooks.a.env: expected letters, digits and _, for systemd ignores any other variable; got "A-B"'),
+        ("\nhooks: {a: {unit: a.service, env: {A=B: c}}}", 'hooks.a.env: expected a variable\'s name; got "A=B"'),
         ("\nhooks: {a: {run: []}}", "hooks.a.run: expected a program and its arguments; got an empty list"),
         ("\nhooks: {a: {run: ['']}}", "hooks.a.run[0]: expected a text; got an empty one"),
         ("\nhooks: {a: {shell: ' '}}", "hooks.a.shell: expected a text; got an empty one"),
@@ -98,6 +110,28 @@ def test_a_hook_cannot_choose_its_user_on_windows() -> None:
         "policy.yaml:1: hooks.a.user: cannot be used on Windows: remove it, hooks run as the service's account",
     )
     assert parse_settings(text, "p", may_change_user=True).settings.hooks["a"].user == "app"
+
+
+def test_a_hook_cannot_be_a_unit_on_windows() -> None:
+    text = "hooks: {a: {unit: drain-web.service}}"
+    assert faults(text, may_start_units=False) == (
+        "policy.yaml:1: hooks.a.unit: cannot be used on Windows, for a unit needs systemd: use run or shell",
+    )
+
+
+@pytest.mark.parametrize(
+    "unit", ["drain-web.service", "drain@web.service", "a.b_c:d.service", "drain@a-b.c.service"]
+)
+def test_a_hook_can_be_a_service_with_a_time_limit_and_variables(unit: str) -> None:
+    text = f"hooks: {{a: {{unit: {unit}, env: {{B: c}}, timeout: 5s, attempts: 2}}}}"
+    hook = parse_settings(text, "p", may_start_units=True).settings.hooks["a"]
+    assert hook == Hook(unit=unit, env={"B": "c"}, timeout=5.0, attempts=2)
+
+
+def test_the_name_of_a_unit_is_no_longer_than_systemd_allows() -> None:
+    longest = "a" * 247 + ".service"
+    assert parse_settings(f"hooks: {{a: {{unit: {longest}}}}}", "p", may_start_units=True).settings.hooks
+    assert len(faults(f"hooks: {{a: {{unit: a{longest}}}}}")) == 1
 
 
 def test_faults_of_all_parts_come_at_once_in_the_order_of_their_lines() -> None:

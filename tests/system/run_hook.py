@@ -1,0 +1,45 @@
+"""Runs one hook as the agent would, inside a machine: told what by JSON on standard input, its result as JSON.
+
+    {"hook": {"unit": "a.service"}, "environment": {}, "stdin": "", "seconds": 5, "cancel_after": 1, "at_once": 2}
+
+All but the hook may be missing. ``at_once``: so many runs of it at a time; then the result is a list.
+"""
+
+import json
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from agent.hooks import HookRun
+from agent.policy import Hook
+
+
+def _run(task: dict[str, Any]) -> dict[str, Any]:
+    lines: list[str] = []
+    run = HookRun(
+        "test",
+        msgspec.convert(task["hook"], Hook),
+        environment=task.get("environment", {}),
+        stdin=task.get("stdin", "").encode(),
+        deadline=time.monotonic() + task["seconds"] if "seconds" in task else None,
+        on_line=lines.append,
+    )
+    if "cancel_after" in task:
+        threading.Timer(task["cancel_after"], run.cancel).start()
+    result: dict[str, Any] = msgspec.to_builtins(run.run())
+    return {**result, "lines": lines}
+
+
+def _main() -> None:
+    task: dict[str, Any] = json.load(sys.stdin)
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(_run, [task] * task.get("at_once", 1)))
+    print(json.dumps(results if "at_once" in task else results[0]))
+
+
+if __name__ == "__main__":
+    _main()
