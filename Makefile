@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench system clean
+.PHONY: demo test lint bench system packages deb rpm clean
 
 demo: $(VENV)/.ready          ## The main job, end to end, against the built-in simulator
 	$(BIN)/scheduled-events-agent demo
@@ -20,8 +20,16 @@ lint: $(VENV)/.ready          ## Style and types, for Linux and for Windows
 bench: $(VENV)/.ready         ## Speed and size, as a table
 	$(BIN)/python -m benchmarks
 
-system: $(VENV)/.ready        ## Tests under a real Windows Python (needs root to install Wine once)
+system: $(VENV)/.ready        ## Tests in a booted Debian and under a Windows Python (root: fetches both once)
 	$(BIN)/python -m pytest tests/system
+
+packages: deb rpm             ## Packages for Linux, both architectures, into dist/
+
+deb: $(VENV)/.ready           ## For Debian and Ubuntu (needs dpkg-deb)
+	$(BIN)/python packaging/build.py deb
+
+rpm: $(VENV)/.ready           ## For RHEL, SLES and Azure Linux (needs rpmbuild; root on Debian gets it installed)
+	$(BIN)/python packaging/build.py rpm
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -184,16 +184,9 @@ def _write_files(directory: Path, endpoint: str) -> Path:
 
 @contextlib.contextmanager
 def _agent(config: Path, directory: Path, teller: "_Teller") -> Iterator[None]:
-    command = [
-        sys.executable,
-        "-m",
-        "agent",
-        "run",
-        "--config",
-        str(config),
-        "--state-dir",
-        str(directory / "state"),
-    ]
+    # Started as this program was, wherever its modules were found: by -m, a script of pip's, a package's launcher.
+    this_program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
+    command = [*this_program, "run", "--config", str(config), "--state-dir", str(directory / "state")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8")
     reader = threading.Thread(target=_tell_agent, args=(process, teller), daemon=True)
     reader.start()

@@ -1,0 +1,632 @@
+"""Builds the packages for Linux: ``build.py deb|rpm`` writes them to dist/, for both architectures.
+
+Owns what is in a package and where: one tree is staged per architecture, and both formats pack that tree. Decides
+nothing about how the agent runs. The one invariant: the same sources and tools (Python, dpkg, rpm) give the same
+bytes, whatever the place, the hour or the umask.
+
+    packaging/build.py deb                       dist/scheduled-events-agent_VERSION-1_{amd64,arm64}.deb
+    packaging/build.py rpm                       dist/scheduled-events-agent-VERSION-1.{x86_64,aarch64}.rpm
+    packaging/build.py deb --version 0.2.0       the same sources under another version
+    packaging/build.py renew                     the newest dependencies into requirements.txt and tools.txt
+
+The dependencies are wheels from the package index, pinned by version and hash, and kept in .cache/packaging.
+"""  # noqa: INP001 - a script
+
+import argparse
+import contextlib
+import email.parser
+import email.policy
+import fcntl
+import gzip
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.message import EmailMessage
+from email.utils import format_datetime
+from pathlib import Path
+
+if sys.platform == "win32":
+    raise ImportError("packages for Linux are built on Linux")
+
+SOURCES = Path(__file__).resolve().parents[1]
+PACKAGING = SOURCES / "packaging"
+CACHE = SOURCES / ".cache" / "packaging"
+NAME = "scheduled-events-agent"
+MAINTAINER = "The scheduled-events-agent authors <maintainers@scheduled-events-agent.invalid>"
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+SYSTEMD = "250"  # LoadCredential= of a directory
+HOME = f"usr/lib/{NAME}"  # where the agent and what it needs lie in the tree
+_DOC = f"usr/share/doc/{NAME}"
+_TOOLS = ("shtab",)  # makes the completions
+# Of a wheel, what nobody needs at run time: hints for type checkers, and how it was built and is to be installed.
+_UNNEEDED = (".pyi", "/py.typed", ".dist-info/RECORD", ".dist-info/WHEEL", ".dist-info/top_level.txt")
+
+
+# What the documents refer to by its place in the sources, and its place in a package.
+_ELSEWHERE = {
+    "config/policy.schema.json": f"/usr/share/{NAME}/policy.schema.json",
+    "config/policy.yaml": f"/etc/{NAME}/policy.yaml",
+    "config/hooks/README.md": f"/etc/{NAME}/hooks/README.md",
+    "config/examples": "examples/",
+    "config/examples/": "examples/",
+    "systemd/strict.conf": f"/usr/share/{NAME}/systemd/strict.conf",
+    f"systemd/{NAME}.service": f"/usr/lib/systemd/system/{NAME}.service",
+    "agent/__init__.py": f"/{HOME}/agent/__init__.py",
+}
+
+
+class BuildError(Exception):
+    """What is missing or went wrong, and the way out."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A processor, as the formats and the wheels call it."""
+
+    deb: str
+    rpm: str  # and wheels
+
+
+ARCHITECTURES = (Architecture("amd64", "x86_64"), Architecture("arm64", "aarch64"))
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A vendored distribution: its name, version and licence, and the texts that go with it, by file name."""
+
+    name: str
+    version: str
+    license: str
+    places: tuple[str, ...]  # in the tree
+    texts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A tree that is ready to be packed, every file with its final mode and time."""
+
+    root: Path
+    architecture: Architecture
+    version: str
+    epoch: int  # seconds; no file is younger
+    glibc: str  # the C library that the compiled modules need at least
+    vendored: tuple[Distribution, ...]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="packaging/build.py", description="Builds the packages for Linux.")
+    parser.add_argument("what", choices=("deb", "rpm", "stage", "renew"), help="what to build")
+    parser.add_argument("--version", help="build under this version (default: that of the sources)")
+    parser.add_argument(
+        "--architecture",
+        choices=[name for known in ARCHITECTURES for name in (known.deb, known.rpm)],
+        help="for this one only (default: both)",
+    )
+    parser.add_argument("--output", metavar="DIR", type=Path, default=SOURCES / "dist", help="default: dist")
+    options = parser.parse_args(arguments)
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        if options.what == "renew":
+            renew()
+            return 0
+        _check_version(options.version)
+        for architecture in ARCHITECTURES:
+            if options.architecture in (None, architecture.deb, architecture.rpm):
+                print(build(options.what, architecture, options.version, options.output))
+    except BuildError as error:
+        print(f"packaging/build.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def build(what: str, architecture: Architecture, version: str | None, output: Path) -> Path:
+    """Stage and pack; returns the package, or the tree if that is all that is wanted."""
+    need_programs(what)
+    output.mkdir(parents=True, exist_ok=True)
+    if what == "stage":
+        return stage(architecture, output / architecture.rpm, version).root
+    with tempfile.TemporaryDirectory(prefix=f"{NAME}-") as directory:
+        staged = stage(architecture, Path(directory) / "tree", version)
+        return pack_deb(staged, output) if what == "deb" else pack_rpm(staged, output)
+
+
+def need_programs(what: str) -> None:
+    """Have what packs the format; root on Debian or Ubuntu gets it installed. Raises BuildError."""
+    program, package = {"deb": ("dpkg-deb", "dpkg"), "rpm": ("rpmbuild", "rpm")}.get(what, ("", ""))
+    if not program or shutil.which(program):
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        for command in (["update", "-q"], ["install", "-qy", "--no-install-recommends", package]):
+            _run(["apt-get", *command], env=environment)
+        return
+    raise BuildError(
+        f"a {what} is packed with {program}, which is not here; install it (Debian and Ubuntu: "
+        f"apt-get install {package}; Fedora and RHEL: dnf install {'dpkg' if what == 'deb' else 'rpm-build'})"
+    )
+
+
+# --- The tree -------------------------------------------------------------------------------------------------
+
+
+def stage(architecture: Architecture, root: Path, version: str | None = None) -> Staged:
+    """Lay out at ``root`` what both formats pack; whatever was there is replaced."""
+    version = version or _source_version()
+    epoch = source_epoch()
+    wheels = fetch_wheels(architecture)
+    tools = _tools()
+    shutil.rmtree(root, ignore_errors=True)
+    vendored = _vendor(wheels, root)
+    _place_agent(root, version)
+    _place_programs(root)
+    _place_system_files(root)
+    _place_documents(root)
+    _generate_from_parser(root, tools, version, epoch)
+    _place_licenses(root, vendored)
+    glibc = _needed_glibc(root / HOME)
+    _settle(root, epoch)
+    return Staged(root, architecture, version, epoch, glibc, vendored)
+
+
+def source_epoch() -> int:
+    """The time that files get: $SOURCE_DATE_EPOCH, else that of the last commit, else of the last release."""
+    told = os.environ.get("SOURCE_DATE_EPOCH")
+    if told:
+        return int(told)
+    if shutil.which("git"):
+        command = ["git", "-C", str(SOURCES), "log", "-1", "--format=%ct"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0 and done.stdout.strip():
+            return int(done.stdout)
+    changes = (SOURCES / "CHANGELOG.md").read_text("utf-8")
+    released = re.search(r"^## .*\((\d{4}-\d\d-\d\d)\)", changes, re.MULTILINE)
+    return int(datetime.fromisoformat(f"{released[1]}T00:00:00+00:00").timestamp()) if released else 0
+
+
+def _source_version() -> str:
+    text = (SOURCES / "agent" / "__init__.py").read_text("utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if not found:
+        raise BuildError('agent/__init__.py: expected a line __version__ = "...", found none')
+    return found[1]
+
+
+def _check_version(version: str | None) -> None:
+    if version is not None and not re.fullmatch(r"\d+(\.\d+)+", version):
+        raise BuildError(f"--version: expected numbers and dots, such as 0.2.0; got {version!r}")
+
+
+def _vendor(wheels: Iterable[Path], root: Path) -> tuple[Distribution, ...]:
+    """Unpack the wheels: pure ones once, compiled ones into a directory for each ABI."""
+    found: dict[str, Distribution] = {}
+    for wheel in sorted(wheels):
+        python, abi = wheel.stem.split("-")[2:4]
+        place = HOME if abi == "none" else f"{HOME}/{python}"
+        with zipfile.ZipFile(wheel) as archive:
+            names = sorted(name for name in archive.namelist() if not name.endswith("/"))
+            (metadata_name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+            metadata = email.parser.BytesParser(EmailMessage, policy=email.policy.default).parsebytes(
+                archive.read(metadata_name)
+            )
+            for name in names:
+                if name.endswith(_UNNEEDED) or ".dist-info/licenses/" in name:
+                    continue
+                _write(root / place / name, archive.read(name))
+            tops = {name.split("/")[0] for name in names}
+            texts = {
+                name.rpartition("/")[2]: archive.read(name).decode("utf-8")
+                for name in names
+                if ".dist-info/licenses/" in name
+            }
+            texts |= _licenses_in_modules({name: archive.read(name) for name in names if name.endswith(".py")})
+        if not any(name.startswith("LICENSE") for name in texts):
+            raise BuildError(f"{wheel.name}: expected its licence inside, found none")
+        name = str(metadata["Name"])
+        known = found.get(name)
+        place = HOME if abi == "none" else f"{HOME}/cp3*"
+        places = {f"{place}/{top}" for top in tops} | set(known.places if known else ())
+        license_name = str(metadata["License-Expression"] or metadata["License"])
+        found[name] = Distribution(name, str(metadata["Version"]), license_name, tuple(sorted(places)), texts)
+    # The wheels of PyYAML have this library compiled in, and do not say so.
+    library = {"LICENSE": (PACKAGING / "licenses" / "libyaml").read_text("utf-8")}
+    libyaml = Distribution("libyaml", "", "MIT", (f"{HOME}/cp3*/yaml/_yaml.*.so",), library)
+    return (*(found[name] for name in sorted(found, key=str.lower)), libyaml)
+
+
+def _licenses_in_modules(modules: Mapping[str, bytes]) -> dict[str, str]:
+    """The opening comments of modules that came from elsewhere, and say so there."""
+    found = {}
+    for name, content in modules.items():
+        comment = re.match(r"(?:#.*\n|\s*\n)*", content.decode("utf-8"))
+        if comment and "Redistribution and use" in comment[0]:
+            text = "\n".join(line.lstrip("#").removeprefix(" ") for line in comment[0].splitlines())
+            found[name.rpartition("/")[2]] = text.strip() + "\n"
+    return found
+
+
+def _place_agent(root: Path, version: str) -> None:
+    for source in sorted((SOURCES / "agent").rglob("*")):
+        if source.is_file() and "__pycache__" not in source.parts and source.name != "py.typed":
+            _write(root / HOME / source.relative_to(SOURCES), source.read_bytes())
+    told = root / HOME / "agent/__init__.py"
+    _edit(told, f'__version__ = "{_source_version()}"', f'__version__ = "{version}"')
+
+
+def _place_programs(root: Path) -> None:
+    _copy(PACKAGING / "launcher.sh", root / "usr/bin" / NAME, mode=0o755)
+    _copy(PACKAGING / "interpreter.sh", root / HOME / "interpreter.sh")
+    _copy(PACKAGING / "bytecode.sh", root / HOME / "bytecode.sh", mode=0o755)
+    _copy(PACKAGING / "start.py", root / HOME / "start.py")
+
+
+def _place_system_files(root: Path) -> None:
+    etc = root / "etc" / NAME
+    share = root / "usr/share" / NAME
+    _copy(SOURCES / "config/policy.yaml", etc / "policy.yaml")
+    _edit(etc / "policy.yaml", "$schema=policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
+    _copy(SOURCES / "config/hooks/README.md", etc / "hooks/README.md")
+    _edit(etc / "hooks/README.md", "../../docs/", f"/{_DOC}/")
+    (etc / "credentials").mkdir(parents=True)
+    _copy(SOURCES / "config/policy.schema.json", share / "policy.schema.json")
+    _copy(SOURCES / "systemd/strict.conf", share / "systemd/strict.conf")
+    _copy(SOURCES / "systemd" / f"{NAME}.service", root / f"usr/lib/systemd/system/{NAME}.service")
+    _copy(PACKAGING / "preset", root / f"usr/lib/systemd/system-preset/80-{NAME}.preset")
+    _copy(PACKAGING / "sysusers.conf", root / f"usr/lib/sysusers.d/{NAME}.conf")
+    _copy(PACKAGING / "tmpfiles.conf", root / f"usr/lib/tmpfiles.d/{NAME}.conf")
+
+
+def _place_documents(root: Path) -> None:
+    doc = root / _DOC
+    pages = sorted((SOURCES / "docs").glob("*.md"))
+
+    def link(match: re.Match[str]) -> str:
+        """As in the sources if it leads to another page, else to where that file is; or no link if it is not."""
+        words, target, heading = match.groups(default="")
+        place = _ELSEWHERE.get(target.removeprefix("../"))
+        if place is None and "://" not in target and target not in ("", *(page.name for page in pages)):
+            return words
+        return f"[{words}]({place or target}{heading})"
+
+    for page in pages:
+        text = re.sub(r"\[([^\]]+)\]\(([^)#\s]*)(#[^)\s]*)?\)", link, page.read_text("utf-8"))
+        _write(doc / page.name, text.encode())
+    for source in sorted((SOURCES / "config/examples").rglob("*")):
+        if source.is_file():
+            target = doc / "examples" / source.relative_to(SOURCES / "config/examples")
+            _copy(source, target, mode=0o755 if os.access(source, os.X_OK) else 0o644)
+            if source.suffix == ".yaml":
+                _edit(target, "$schema=../policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
+
+
+def _generate_from_parser(root: Path, tools: Path, version: str, epoch: int) -> None:
+    """The man page and the completions, from the very grammar that reads the command line."""
+    # The staged agent, but the tools' own copies of its dependencies: those fit the machine that builds.
+    environment = {"PATH": os.defpath, "PYTHONPATH": str(root / HOME), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"SOURCE_DATE_EPOCH": str(epoch), "LC_ALL": "C.UTF-8", "COLUMNS": "100"}
+    page = _run([str(tools / "bin/python"), str(PACKAGING / "manual.py"), version, str(epoch)], env=environment)
+    _write(root / f"usr/share/man/man1/{NAME}.1.gz", _gzip(page.encode()))
+    completions = {
+        "bash": f"usr/share/bash-completion/completions/{NAME}",
+        "zsh": f"usr/share/zsh/vendor-completions/_{NAME}",
+        "fish": f"usr/share/fish/vendor_completions.d/{NAME}.fish",
+    }
+    for shell, place in completions.items():
+        command = [str(tools / "bin/python"), "-m", "shtab", "--shell", shell, "--error-unimportable"]
+        text = _run([*command, "--prefix", NAME.replace("-", "_"), "agent.cli.build_parser"], env=environment)
+        _write(root / place, text.encode())
+
+
+def _place_licenses(root: Path, vendored: Iterable[Distribution]) -> None:
+    """The texts as their authors wrote them; each format has a place of its own for them."""
+    place = root / "usr/share/licenses" / NAME
+    _copy(SOURCES / "LICENSE", place / "LICENSE")
+    for distribution in vendored:
+        for name, text in distribution.texts.items():
+            _write(place / distribution.name / name, text.encode())
+
+
+def _needed_glibc(directory: Path) -> str:
+    needed = {
+        (int(major), int(minor))
+        for path in directory.rglob("*.so")
+        for major, minor in re.findall(rb"GLIBC_(\d+)\.(\d+)\b", path.read_bytes())
+    }
+    if not needed:
+        raise BuildError(f"{directory}: expected compiled modules, found none")
+    return ".".join(map(str, max(needed)))
+
+
+def _settle(root: Path, epoch: int) -> None:
+    """Final modes and times for everything, whatever the umask was."""
+    for path in [*sorted(root.rglob("*"), reverse=True), root]:
+        if path.is_dir():
+            path.chmod(0o700 if path == root / "etc" / NAME / "credentials" else 0o755)
+        os.utime(path, (epoch, epoch))
+
+
+def _copy(source: Path, target: Path, mode: int = 0o644) -> None:
+    _write(target, source.read_bytes(), mode)
+
+
+def _write(target: Path, content: bytes, mode: int = 0o644) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(content)
+    target.chmod(mode)
+
+
+def _edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text("utf-8")
+    if old not in text:
+        raise BuildError(f"{path.name}: expected {old!r} in it, to be replaced; found it nowhere")
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def _gzip(content: bytes) -> bytes:
+    return gzip.compress(content, compresslevel=9, mtime=0)
+
+
+# --- Wheels ---------------------------------------------------------------------------------------------------
+
+
+def fetch_wheels(architecture: Architecture) -> list[Path]:
+    """The pinned wheels for every Python, from the cache or the index; each one's hash is checked, always."""
+    wanted = PACKAGING / "requirements.txt"
+    hashes = set(re.findall(r"--hash=sha256:([0-9a-f]{64})", wanted.read_text("utf-8")))
+    digest = hashlib.sha256(wanted.read_bytes()).hexdigest()[:16]
+    directory = CACHE / f"wheels-{architecture.rpm}-{digest}"
+    with _locked("wheels"):
+        if not directory.exists():
+            fresh = directory.with_suffix(".new")
+            shutil.rmtree(fresh, ignore_errors=True)
+            for python in PYTHONS:
+                targets = _targets(architecture, python)
+                _pip("download", *targets, "--dest", str(fresh), "--requirement", str(wanted))
+            fresh.rename(directory)
+    wheels = sorted(directory.glob("*.whl"))
+    for wheel in wheels:
+        if hashlib.sha256(wheel.read_bytes()).hexdigest() not in hashes:
+            raise BuildError(f"{wheel}: its hash is not in packaging/requirements.txt; remove it and try again")
+    return wheels
+
+
+def _targets(architecture: Architecture, python: str) -> Iterator[str]:
+    yield from ("--only-binary", ":all:", "--no-deps", "--implementation", "cp", "--python-version", python)
+    yield from ("--abi", f"cp{python.replace('.', '')}", "--abi", "none")
+    for system in ("manylinux2014", "manylinux_2_17", "manylinux_2_28"):
+        yield from ("--platform", f"{system}_{architecture.rpm}")
+
+
+def _tools() -> Path:
+    """An environment with the tools of the build and the agent's dependencies, all pinned; for this machine."""
+    wanted = (PACKAGING / "requirements.txt", PACKAGING / "tools.txt")
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in wanted) + sys.version.encode()).hexdigest()[:16]
+    directory = CACHE / f"tools-{digest}"
+    ready = directory / "ready"
+    with _locked("tools"):
+        if not ready.exists():
+            shutil.rmtree(directory, ignore_errors=True)
+            venv.create(directory)
+            requirements = [option for path in wanted for option in ("--requirement", str(path))]
+            _pip("--python", str(directory / "bin/python"), "install", "--only-binary", ":all:", *requirements)
+            ready.touch()
+    return directory
+
+
+def renew() -> None:
+    """Write requirements.txt and tools.txt anew, with the newest versions that pyproject.toml allows."""
+    project = tomllib.loads((SOURCES / "pyproject.toml").read_text("utf-8"))["project"]
+    needed = [wish for wish in project["dependencies"] if "win32" not in wish]
+    with tempfile.TemporaryDirectory() as directory:
+        every = [_targets(architecture, python) for architecture in ARCHITECTURES for python in PYTHONS]
+        for targets in every:
+            _pip("download", *targets, "--dest", f"{directory}/run", *needed, hashes=False)
+        _pip("download", "--only-binary", ":all:", "--dest", f"{directory}/tools", *_TOOLS, hashes=False)
+        for name, purpose in (("run", "What the packages contain"), ("tools", "What makes the completions")):
+            target = PACKAGING / ("requirements.txt" if name == "run" else "tools.txt")
+            lines = [f"# {purpose}; written by packaging/build.py renew.", *_pins(Path(directory) / name)]
+            target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _pins(directory: Path) -> Iterator[str]:
+    pins: dict[str, list[str]] = {}
+    for wheel in sorted(directory.glob("*.whl")):
+        name, version = wheel.name.split("-")[:2]
+        pins.setdefault(f"{name.replace('_', '-')}=={version}", []).append(
+            hashlib.sha256(wheel.read_bytes()).hexdigest()
+        )
+    for pin, hashes in pins.items():
+        yield " \\\n".join([pin, *(f"    --hash=sha256:{value}" for value in sorted(hashes))])
+
+
+def _pip(*arguments: str, hashes: bool = True) -> None:
+    required = ["--require-hashes"] if hashes else []
+    _run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments, *required])
+
+
+# --- deb ------------------------------------------------------------------------------------------------------
+
+
+def pack_deb(staged: Staged, output: Path) -> Path:
+    """Pack the tree as a deb; returns its path. The tree gets the format's own files and is spent."""
+    root = staged.root
+    control = root / "DEBIAN"
+    shutil.rmtree(root / "usr/share/licenses")
+    _write(root / _DOC / "copyright", debian_copyright(staged).encode())
+    _write(root / _DOC / "changelog.gz", _gzip((SOURCES / "CHANGELOG.md").read_bytes()))
+    entry = (
+        f"{NAME} ({staged.version}-1) unstable; urgency=medium\n\n  * The changes are in changelog.gz.\n\n"
+        f" -- {MAINTAINER}  {format_datetime(datetime.fromtimestamp(staged.epoch, UTC))}\n"
+    )
+    _write(root / _DOC / "changelog.Debian.gz", _gzip(entry.encode()))
+    _copy(PACKAGING / "deb/lintian-overrides", root / "usr/share/lintian/overrides" / NAME)
+
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    values = {
+        "VERSION": f"{staged.version}-1",
+        "ARCHITECTURE": staged.architecture.deb,
+        "MAINTAINER": MAINTAINER,
+        "SIZE": str(sum(-(-path.stat().st_size // 1024) for path in files)),
+        "GLIBC": staged.glibc,
+        "SYSTEMD": SYSTEMD,
+    }
+    _write(control / "control", _fill((PACKAGING / "deb/control").read_text("utf-8"), values).encode())
+    in_etc = [f"/{path.relative_to(root)}\n" for path in files if path.is_relative_to(root / "etc")]
+    _write(control / "conffiles", "".join(in_etc).encode())
+    sums = (
+        f"{hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()}  {path.relative_to(root)}\n"
+        for path in files
+        if not path.is_relative_to(root / "etc")
+    )
+    _write(control / "md5sums", "".join(sums).encode())
+    _copy(PACKAGING / "deb/triggers", control / "triggers")
+    for script in ("postinst", "prerm", "postrm"):
+        _copy(PACKAGING / "deb" / script, control / script, mode=0o755)
+    _settle(root, staged.epoch)
+    package = output / f"{NAME}_{staged.version}-1_{staged.architecture.deb}.deb"
+    # One thread: the way xz divides its work is part of the bytes.
+    command = ["dpkg-deb", "--root-owner-group", "-Zxz", "--threads-max=1", "--build", str(root), str(package)]
+    _run(command, env={**os.environ, "SOURCE_DATE_EPOCH": str(staged.epoch)})
+    return package
+
+
+def debian_copyright(staged: Staged) -> str:
+    """The machine-readable copyright file, with the text of every licence of what is inside."""
+    license_text = (SOURCES / "LICENSE").read_text("utf-8")
+    own = Distribution(NAME, staged.version, "MIT", ("*",), {"LICENSE": license_text})
+    head = f"Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\nUpstream-Name: {NAME}"
+    paragraphs = [head, *map(_copyright_paragraph, (own, *staged.vendored))]
+    if any("Apache-2.0" in distribution.license for distribution in staged.vendored):
+        paragraphs.append(
+            "License: Apache-2.0\n On Debian systems the text of this licence is in"
+            " /usr/share/common-licenses/Apache-2.0."
+        )
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _copyright_paragraph(distribution: Distribution) -> str:
+    texts = {name: text for name, text in distribution.texts.items() if not _is_apache(text)}
+    everything = "\n".join(distribution.texts.values())
+    holders = [
+        line.strip(" *#")
+        for line in everything.splitlines()
+        if re.match(r"[\s*#]*Copyright\b.*\d{4}", line) and "[" not in line
+    ] or [f"the authors of {distribution.name}"]
+    title = f"{distribution.name} {distribution.version}".strip()
+    body = "\n\n".join(f"{name}:\n\n{text.strip()}" for name, text in texts.items())
+    return (
+        f"Files: {' '.join(distribution.places)}\n"
+        f"Copyright: {_indented(holders, first=True)}\n"
+        f"License: {distribution.license.replace(' OR ', ' or ').replace(' AND ', ' and ')}\n"
+        f"{_indented([f'The licence of {title}.', '', *body.splitlines()])}"
+    )
+
+
+def _is_apache(text: str) -> bool:
+    return "Apache License" in text[:200]
+
+
+def _indented(lines: Iterable[str], *, first: bool = False) -> str:
+    text = "\n".join(f" {line.rstrip()}" if line.strip() else " ." for line in lines)
+    return text.lstrip() if first else text
+
+
+def _fill(template: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], template)
+
+
+# --- rpm ------------------------------------------------------------------------------------------------------
+
+
+def pack_rpm(staged: Staged, output: Path) -> Path:
+    """Pack the tree as an rpm; returns its path. The tree gets the format's own places and is spent."""
+    root = staged.root
+    (root / "usr/share/zsh/vendor-completions").rename(root / "usr/share/zsh/site-functions")
+    _copy(SOURCES / "CHANGELOG.md", root / _DOC / "CHANGELOG.md")
+    (root / "var/lib" / NAME).mkdir(parents=True)
+    _settle(root, staged.epoch)
+    with tempfile.TemporaryDirectory(prefix=f"{NAME}-rpm-") as directory:
+        top = Path(directory)
+        vendored = {word for item in staged.vendored for word in re.split(" OR | AND ", item.license)}
+        bundled = [f"Provides: bundled({item.name}) = {item.version}" for item in staged.vendored if item.version]
+        values = {
+            "VERSION": staged.version,
+            "LICENSE": " AND ".join(sorted(vendored | {"MIT"})),
+            "MAINTAINER": MAINTAINER,
+            "GLIBC": staged.glibc,
+            "SYSTEMD": SYSTEMD,
+            "BUNDLED": "\n".join(bundled),
+            "DAY": f"{datetime.fromtimestamp(staged.epoch, UTC):%a %b %d %Y}",
+            "TREE": str(root),
+            "FILES": str(top / "files"),
+        }
+        (top / "files").write_text("\n".join(_rpm_files(root)) + "\n", encoding="utf-8")
+        spec = top / "package.spec"
+        spec.write_text(_fill((PACKAGING / "rpm/package.spec").read_text("utf-8"), values), encoding="utf-8")
+        defines = {
+            "_topdir": str(top),
+            "_dbpath": str(top / "database"),
+            "_rpmdir": str(top / "done"),
+            "_buildhost": "reproducible",
+            "_binary_payload": "w6.xzdio",  # what every rpm since RHEL 6 can read
+            "use_source_date_epoch_as_buildtime": "1",
+            "clamp_mtime_to_source_date_epoch": "1",
+            "debug_package": "%{nil}",
+            "__os_install_post": "%{nil}",  # the wheels' modules stay as their hashes say
+            "_build_id_links": "none",
+        }
+        options = [option for name, value in defines.items() for option in ("--define", f"{name} {value}")]
+        _run(
+            ["rpmbuild", "-bb", "--quiet", "--nodeps", "--target", staged.architecture.rpm, *options, str(spec)],
+            env={**os.environ, "SOURCE_DATE_EPOCH": str(staged.epoch), "LC_ALL": "C.UTF-8"},
+        )
+        (built,) = (top / "done").rglob("*.rpm")
+        package = output / f"{NAME}-{staged.version}-1.{staged.architecture.rpm}.rpm"
+        shutil.move(built, package)
+    return package
+
+
+def _rpm_files(root: Path) -> Iterator[str]:
+    """The %files section: each path with what it is."""
+    own = [f"/{HOME}", f"/etc/{NAME}", f"/usr/share/{NAME}", f"/{_DOC}", f"/usr/share/licenses/{NAME}"]
+    yield f"%ghost %dir %attr(0700,root,root) /var/lib/{NAME}"
+    for path in sorted(root.rglob("*")):
+        name = f"/{path.relative_to(root)}"
+        if path.is_dir():
+            if any(name == place or name.startswith(f"{place}/") for place in own):
+                yield f"%dir {name}"
+            continue
+        kinds = {"/etc/": "%config(noreplace) ", f"/{_DOC}/": "%doc ", "/usr/share/licenses/": "%license "}
+        yield next((kind for place, kind in kinds.items() if name.startswith(place)), "") + name
+
+
+# --- Processes ------------------------------------------------------------------------------------------------
+
+
+def _run(command: list[str], env: Mapping[str, str] | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    if done.returncode != 0:
+        raise BuildError(f"{' '.join(command)} failed ({done.returncode}): {(done.stderr or done.stdout)[-4000:]}")
+    return done.stdout
+
+
+@contextlib.contextmanager
+def _locked(name: str) -> Iterator[None]:
+    """Two builds at once do not fetch the same thing twice, nor use what is half there."""
+    with (CACHE / f"{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,14 @@
+#!/bin/sh
+# bytecode.sh compile|remove: the compiled form of the agent's modules, for the Python that the launcher picks.
+# Called by the packages' scripts. Without it the agent works as well, but takes longer to start.
+set -eu
+home=/usr/lib/scheduled-events-agent
+
+find "$home" -depth -type d -name __pycache__ -exec rm -rf {} +
+[ "$1" = compile ] || exit 0
+
+# shellcheck source=packaging/interpreter.sh
+. "$home/interpreter.sh"
+find_python || exit 0 # the launcher will say so, to somebody who reads it
+exec "$python" -I -S -m compileall -q -f --invalidation-mode timestamp \
+    "$home/agent" "$home/jeepney" "$home/prometheus_client" "$home/structlog" "$home/$abi"

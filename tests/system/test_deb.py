@@ -1,0 +1,283 @@
+"""The life of the deb on a machine: installed, used, upgraded, removed, purged; the operator's decisions kept."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.platform == "win32":
+    pytest.skip("debs are installed on Debian", allow_module_level=True)
+
+from container import Container
+from service import DROP_INS, POLICY, UNIT, Service, build_deb
+
+from agent import __version__
+from agent.simulator import Simulator
+
+pytest_plugins = ["machines", "installed"]
+pytestmark = pytest.mark.timeout(300)
+
+NAME = "scheduled-events-agent"
+NEWER = "9.8.7"
+RULE = "/etc/polkit-1/rules.d/50-scheduled-events-agent.rules"
+PACKAGE = "/root/agent.deb"
+
+
+@pytest.fixture(scope="module")
+def newer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same sources under a higher version."""
+    return build_deb(tmp_path_factory.mktemp("newer"), "--version", NEWER)
+
+
+@pytest.fixture
+def upgradable(installed: Container, newer: Path) -> Iterator[Container]:
+    """A machine that runs the package, with the newer one at hand; alone, so that the usual port is free."""
+    with Container(installed, private_network=True) as machine:
+        machine.copy_in(newer, PACKAGE)
+        yield machine
+
+
+@pytest.fixture
+def sim() -> Iterator[Simulator]:
+    with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
+        yield simulator
+
+
+def install(machine: Container, package: Path | None = None) -> None:
+    """Install, without a network and without a terminal, as configuration management does."""
+    if package is not None:
+        machine.copy_in(package, PACKAGE)
+    machine.run("dpkg", "--install", PACKAGE, timeout=60)
+
+
+def state_of(machine: Container) -> tuple[str, str]:
+    """Whether the service is enabled, and whether it runs."""
+    enabled = machine.run("systemctl", "is-enabled", UNIT, check=False).stdout.strip()
+    return enabled, machine.run("systemctl", "is-active", UNIT, check=False).stdout.strip()
+
+
+def files_of(machine: Container) -> dict[str, str]:
+    """Every file with its kind and mode, and below /etc with its content, as a sum."""
+    where = "find / -xdev ( -path /var/log/journal -o -path /proc -o -path /opt -o -path /root ) -prune -o"
+    listed = machine.run(*where.split(), "-printf", "%p\t%y %m %U:%G\n").stdout
+    found = dict(line.split("\t") for line in listed.splitlines())
+    sums = machine.run("sh", "-c", "find /etc -type f -exec md5sum {} +").stdout
+    for line in sums.splitlines():
+        value, name = line.split(maxsplit=1)
+        found[name] += f" {value}"
+    return found
+
+
+@pytest.mark.parametrize("root", ["debian", "debian_13"])
+def test_without_a_network_it_is_installed_runs_and_endangers_nothing(
+    root: str, deb: Path, request: pytest.FixtureRequest
+) -> None:
+    with Container(request.getfixturevalue(root), private_network=True) as machine:
+        install(machine, deb)
+        assert state_of(machine) == ("enabled", "active")
+        assert machine.run(NAME, "--version").stdout == f"{NAME} {__version__}\n"
+        told = machine.run(NAME, "check").stdout
+        assert told.startswith(
+            f"{POLICY}: valid\n\nThe first rule that matches takes the event:\n"
+            "  user-initiated  Any event from User: approve at once\n"
+            "  short-freeze    Freeze lasting less than 9s: approve at once\n"
+            "  (none)          observed: logged and counted, nothing more\n"
+        )
+        (started,) = Service(machine, "").log("policy")
+        assert started["file"] == POLICY
+
+        modes = machine.run("stat", "-c", "%a %U %n", f"/etc/{NAME}/credentials", f"/var/lib/{NAME}").stdout
+        assert modes == f"700 root /etc/{NAME}/credentials\n700 root /var/lib/{NAME}\n"
+        account = machine.run("getent", "passwd", NAME).stdout.strip().split(":")
+        assert (account[0], account[5:]) == (NAME, [f"/var/lib/{NAME}", "/usr/sbin/nologin"])
+        assert machine.path(f"/usr/share/man/man1/{NAME}.1.gz").exists()
+        completion = f"source /usr/share/bash-completion/completions/{NAME} && complete -p {NAME}"
+        assert NAME in machine.run("bash", "-c", completion).stdout
+        assert machine.run("dpkg", "--verify", NAME).stdout == ""
+        assert machine.run("dpkg", "--audit").stdout == ""
+
+
+def test_it_drains_approves_and_tells_the_journal(installed: Container, sim: Simulator) -> None:
+    with Container(installed) as machine:
+        service = Service(machine, sim.endpoint())
+        rule = {"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "recover": ["resume"]}
+        hooks = {name: {"shell": f"echo {name} >> /root/notes"} for name in ("drain", "resume")}
+        service.write_policy(rules=[{**rule, "approve": "when-prepared"}], hooks=hooks)
+        service.systemctl("restart")
+        event = sim.schedule("Reboot", notice_seconds=600.0, lasts_seconds=1.0)
+        sim.wait_gone(event, timeout_seconds=30)
+        machine.wait_for(lambda: service.notes() == ["drain", "resume"], "it was drained and resumed")
+        assert sim.event(event).approved_at is not None
+        service.wait_log("closed", event_id=event)
+        chapters = ("seen", "preparing", "approved", "started", "closed")
+        story = [entry["message"] for entry in service.entries() if entry.get("event_id") == event]
+        assert [message for message in story if message in chapters] == list(chapters)
+
+
+def test_an_upgrade_keeps_policy_and_state_and_restarts_the_service(
+    installed: Container, newer: Path, sim: Simulator
+) -> None:
+    with Container(installed) as machine:
+        machine.copy_in(newer, PACKAGE)
+        upgrade_in_mid_event(machine, sim)
+
+
+def upgrade_in_mid_event(machine: Container, sim: Simulator) -> None:
+    service = Service(machine, sim.endpoint())
+    rule = {"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "approve": "manual"}
+    service.write_policy(rules=[rule], hooks={"drain": {"shell": "echo drain >> /root/notes"}})
+    service.systemctl("restart")
+    event = sim.schedule("Reboot", notice_seconds=600.0, lasts_seconds=1.0)
+    machine.wait_for(lambda: service.notes() == ["drain"], "it was drained")
+    policy, before = machine.path(POLICY).read_text(), service.pid()
+
+    install(machine)
+
+    assert state_of(machine) == ("enabled", "active")
+    assert service.pid() != before
+    assert machine.run(NAME, "--version").stdout == f"{NAME} {NEWER}\n"
+    assert machine.path(POLICY).read_text() == policy
+    # It knows that it has drained already: the operator approves, and nothing is drained again.
+    service.wait_log("restarted", event_id=event)
+    machine.run(NAME, "approve", event)
+    sim.wait_gone(event, timeout_seconds=30)
+    assert service.notes() == ["drain"]
+    # The old version worked on until the new one was in place: the unit was down for a restart, no longer.
+    said = [entry for entry in machine.journal(UNIT) if entry.get("_PID") == "1"]
+    (stopped, *_) = [entry for entry in said[::-1] if str(entry["MESSAGE"]).startswith("Stopping")]
+    (started, *_) = [entry for entry in said[::-1] if str(entry["MESSAGE"]).startswith("Started")]
+    gap = (int(started["__REALTIME_TIMESTAMP"]) - int(stopped["__REALTIME_TIMESTAMP"])) / 1e6
+    print(f"the gap was {gap:.2f} s")
+    assert 0 < gap < 5
+
+
+@pytest.mark.parametrize(
+    ("commands", "expected"),
+    [
+        (["disable --now"], ("disabled", "inactive")),
+        (["disable"], ("disabled", "active")),
+        (["stop"], ("enabled", "inactive")),
+        (["stop", "mask"], ("masked", "inactive")),
+    ],
+)
+def test_what_the_operator_decided_about_the_service_survives_an_upgrade(
+    upgradable: Container, commands: list[str], expected: tuple[str, str]
+) -> None:
+    for command in commands:
+        upgradable.run("systemctl", *command.split(), UNIT)
+    before = upgradable.run("systemctl", "show", "--property=MainPID", "--value", UNIT).stdout
+    install(upgradable)
+    assert state_of(upgradable) == expected
+    after = upgradable.run("systemctl", "show", "--property=MainPID", "--value", UNIT).stdout
+    assert (before != after) == (expected[1] == "active")  # what runs is the new version
+
+
+def test_what_was_disabled_stays_so_even_if_the_package_comes_back(upgradable: Container) -> None:
+    upgradable.run("systemctl", "disable", "--now", UNIT)
+    upgradable.run("dpkg", "--remove", NAME)
+    install(upgradable)
+    assert state_of(upgradable) == ("disabled", "inactive")
+
+
+def test_removing_it_stops_it_and_keeps_what_is_the_operators(upgradable: Container) -> None:
+    upgradable.write(f"/etc/{NAME}/hooks/drain", "#!/bin/sh\n", 0o755)
+    policy = upgradable.path(POLICY).read_text()
+    upgradable.run("dpkg", "--remove", NAME)
+    assert state_of(upgradable) in {("", "inactive"), ("not-found", "inactive")}
+    assert upgradable.path(POLICY).read_text() == policy
+    assert upgradable.path(f"/etc/{NAME}/hooks/drain").exists()
+    assert upgradable.path(f"/var/lib/{NAME}/state.db").exists()
+    assert not upgradable.path(f"/usr/lib/{NAME}").exists()
+    wants = upgradable.run("find", "/etc/systemd/system", "-name", f"*{NAME}*").stdout
+    assert wants == ""
+
+    install(upgradable)
+    assert state_of(upgradable) == ("enabled", "active")
+    assert upgradable.path(POLICY).read_text() == policy
+
+
+def test_purging_it_leaves_nothing_behind(debian: Path, deb: Path) -> None:
+    with Container(debian, private_network=True) as machine:
+        before = files_of(machine)
+        install(machine, deb)
+        machine.write(f"/etc/{NAME}/hooks/drain", "#!/bin/sh\n", 0o755)
+        machine.write(f"/etc/{NAME}/credentials/token", "secret\n", 0o600)
+        machine.write(
+            POLICY,
+            "rules: [{name: reboots, when: {type: Reboot}, prepare: [drain], approve: when-prepared}]\n"
+            "hooks: {drain: {unit: drain.service}}\nagent: {listen: off}\n",
+        )
+        machine.write("/etc/systemd/system/drain.service", "[Service]\nType=oneshot\nExecStart=/bin/true\n")
+        machine.run("systemctl", "daemon-reload")
+        machine.run(NAME, "install-unit", "--strict", "--now")
+        assert machine.path(f"{DROP_INS}/50-strict.conf").exists()
+        assert machine.path(RULE).exists()
+        assert state_of(machine) == ("enabled", "active")
+        machine.path("/etc/systemd/system/drain.service").unlink()
+        machine.run("dpkg", "--purge", NAME)
+        after = files_of(machine)
+        # What dpkg, and the tools that make and remove accounts, keep for themselves of what was; and logs.
+        kept = ("/var/lib/dpkg/", "/var/log/", "/etc/passwd-", "/etc/group-", "/etc/shadow-", "/etc/gshadow-")
+        differing = {name: (before.get(name), after.get(name)) for name in {*before, *after}}
+        assert {
+            name: values
+            for name, values in differing.items()
+            if values[0] != values[1] and not name.startswith(kept)
+        } == {}
+        assert NAME not in machine.run("dpkg-query", "--show").stdout
+        assert machine.run("systemctl", "list-units", "--all", "--plain", f"{NAME}*", "--no-legend").stdout == ""
+
+        install(machine)
+        assert state_of(machine) == ("enabled", "active")
+
+
+def test_purging_it_leaves_the_operators_own_drop_ins(upgradable: Container) -> None:
+    upgradable.write(f"{DROP_INS}/override.conf", "[Service]\nNice=5\n")
+    upgradable.write(f"{DROP_INS}/50-strict.conf", "[Service]\n")
+    upgradable.run("dpkg", "--purge", NAME)
+    assert upgradable.run("ls", DROP_INS).stdout == "override.conf\n"
+
+
+def test_removing_and_purging_it_do_not_mind_what_is_gone_already(upgradable: Container) -> None:
+    upgradable.run("systemctl", "disable", "--now", UNIT)
+    upgradable.run("userdel", NAME)
+    upgradable.run("rm", "-rf", f"/etc/{NAME}", f"/var/lib/{NAME}", f"/usr/lib/{NAME}", "/usr/bin/python3.11")
+    upgradable.run("dpkg", "--remove", NAME)
+    upgradable.run("dpkg", "--purge", NAME)
+    assert NAME not in upgradable.run("dpkg-query", "--show").stdout
+
+
+def test_policy_rc_d_keeps_it_from_starting(debian: Path, deb: Path) -> None:
+    with Container(debian, private_network=True) as machine:
+        machine.write("/usr/sbin/policy-rc.d", "#!/bin/sh\nexit 101\n", 0o755)
+        install(machine, deb)
+        assert state_of(machine) == ("enabled", "inactive")
+
+
+def test_a_preset_of_the_administrators_keeps_it_from_being_enabled(debian: Path, deb: Path) -> None:
+    with Container(debian, private_network=True) as machine:
+        machine.write("/etc/systemd/system-preset/00-site.preset", f"disable {UNIT}\n")
+        install(machine, deb)
+        assert state_of(machine) == ("disabled", "inactive")
+
+
+def test_in_an_image_without_a_running_systemd_it_is_installed_and_runs_from_the_first_boot(
+    debian: Path, deb: Path
+) -> None:
+    with Container(debian, boots=False, private_network=True) as machine:
+        install(machine, deb)
+        machine.start()
+        assert state_of(machine) == ("enabled", "active")
+
+
+def test_bytecode_follows_the_python_that_is_installed(upgradable: Container) -> None:
+    def compiled() -> str:
+        return upgradable.run("find", f"/usr/lib/{NAME}", "-name", "*.pyc").stdout
+
+    assert "cpython-311" in compiled()
+    upgradable.run(f"/usr/lib/{NAME}/bytecode.sh", "remove")
+    assert compiled() == ""
+    upgradable.run("dpkg-trigger", "--by-package=python3.11", "/usr/bin/python3.11")
+    upgradable.run("dpkg", "--triggers-only", "--pending")
+    assert "cpython-311" in compiled()

@@ -1,0 +1,745 @@
+"""The packages as files: what is in them, who can run it, and whether they come out the same twice.
+
+Their life on a machine is in test_deb.py and test_rpm.py.
+"""
+
+import gzip
+import importlib.util
+import itertools
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+if sys.platform == "win32":
+    pytest.skip("packages for Linux are built on Linux", allow_module_level=True)
+
+from agent import __version__
+from agent.cli import build_parser
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+BUILD = CHECKOUT / "packaging/build.py"
+NAME = "scheduled-events-agent"
+HOME = f"usr/lib/{NAME}"
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine of ELF
+DEBS = {"x86_64": "amd64", "aarch64": "arm64"}
+EXECUTABLE = {f"usr/bin/{NAME}", f"{HOME}/bytecode.sh"}
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Entry(NamedTuple):
+    """A file or directory in a package."""
+
+    mode: int
+    owner: str
+    content: bytes | None  # None: a directory
+
+
+def build(*arguments: str, sources: Path = CHECKOUT, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, str(sources / "packaging/build.py"), *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def output_of(*command: str, cwd: Path | None = None) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, (command, done.stdout[-4000:], done.stderr[-4000:])
+    return done.stdout
+
+
+def need(program: str, package: str) -> None:
+    """Have a program of the distribution's, or skip."""
+    if shutil.which(program):
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        pytest.skip(f"{program} is not installed, and only root on Debian or Ubuntu can install {package} here")
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["update", "-q"], ["install", "-qy", "--no-install-recommends", package]):
+        subprocess.run(["apt-get", *command], env=environment, check=True, capture_output=True, timeout=300)
+
+
+@pytest.fixture(scope="session")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All four packages, as "make packages" builds them."""
+    output = tmp_path_factory.mktemp("dist")
+    for what in ("deb", "rpm"):
+        done = build(what, "--output", str(output))
+        assert done.returncode == 0, done.stderr
+    return output
+
+
+def deb_path(dist: Path, machine: str) -> Path:
+    return dist / f"{NAME}_{__version__}-1_{DEBS[machine]}.deb"
+
+
+def rpm_path(dist: Path, machine: str) -> Path:
+    return dist / f"{NAME}-{__version__}-1.{machine}.rpm"
+
+
+def entries_of_deb(path: Path) -> dict[str, Entry]:
+    packed = subprocess.run(["dpkg-deb", "--fsys-tarfile", str(path)], capture_output=True, check=True).stdout
+    found = {}
+    with tarfile.open(fileobj=BytesIO(packed)) as archive:
+        for member in archive:
+            file = archive.extractfile(member) if member.isfile() else None
+            assert member.isfile() or member.isdir(), member.name
+            owner = f"{member.uname}:{member.gname} {member.uid}:{member.gid}"
+            found[member.name.removeprefix("./")] = Entry(member.mode, owner, file.read() if file else None)
+    return found
+
+
+@pytest.fixture(scope="session")
+def debs(dist: Path) -> Mapping[str, Mapping[str, Entry]]:
+    return {machine: entries_of_deb(deb_path(dist, machine)) for machine in MACHINES}
+
+
+@pytest.fixture(scope="session")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is packed, for this machine's processor, as a directory."""
+    output = tmp_path_factory.mktemp("tree")
+    done = build("stage", "--architecture", os.uname().machine, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+def text_of(entries: Mapping[str, Entry], name: str) -> str:
+    content = entries[name].content
+    assert content is not None, name
+    return (gzip.decompress(content) if name.endswith(".gz") else content).decode()
+
+
+# --- contents
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_deb_says_what_it_is_and_needs(dist: Path, machine: str) -> None:
+    path = deb_path(dist, machine)
+    fields = ("Package", "Version", "Architecture", "Section", "Priority", "Depends", "Recommends", "Suggests")
+    found = {field: output_of("dpkg-deb", "--field", str(path), field).strip() for field in fields}
+    glibc = {"x86_64": "2.14", "aarch64": "2.17"}[machine]
+    assert found == {
+        "Package": NAME,
+        "Version": f"{__version__}-1",
+        "Architecture": DEBS[machine],
+        "Section": "admin",
+        "Priority": "optional",
+        "Depends": f"libc6 (>= {glibc}), python3.13 | python3.12 | python3.11 | python3.14, systemd (>= 250)",
+        "Recommends": "",
+        "Suggests": "polkitd",
+    }
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_everything_belongs_to_root_and_only_secrets_are_hidden(
+    debs: Mapping[str, Mapping[str, Entry]], machine: str
+) -> None:
+    unusual = {}
+    for name, entry in debs[machine].items():
+        expected = 0o755 if entry.content is None or name in EXECUTABLE else 0o644
+        if (entry.mode, entry.owner) != (expected, "root:root 0:0"):
+            unusual[name] = (oct(entry.mode), entry.owner)
+    assert unusual == {f"etc/{NAME}/credentials": ("0o700", "root:root 0:0")}
+
+
+def test_both_processors_get_the_same_files_but_for_the_compiled_ones(
+    debs: Mapping[str, Mapping[str, Entry]],
+) -> None:
+    per_machine = [{name for name in debs[machine] if not name.endswith(".so")} for machine in MACHINES]
+    assert per_machine[0] == per_machine[1]
+    differing = {name for name in per_machine[0] if debs["x86_64"][name].content != debs["aarch64"][name].content}
+    assert differing == set()
+
+
+def test_the_same_tree_is_in_the_deb_and_in_the_rpm(dist: Path, debs: Mapping[str, Mapping[str, Entry]]) -> None:
+    need("rpm", "rpm")
+    of_format = (f"/usr/share/doc/{NAME}", "/usr/share/licenses/", "/usr/share/lintian", "/usr/share/zsh", "/var")
+    for machine in MACHINES:
+        in_rpm = set(output_of("rpm", "-qpl", str(rpm_path(dist, machine))).split())
+        in_deb = {f"/{name}" for name, entry in debs[machine].items() if entry.content is not None}
+        listed = {name for name in in_rpm if not name.startswith(of_format)}
+        files = {name for name in in_deb if not name.startswith(of_format)}
+        assert files - listed == set()
+        assert {name for name in listed - files if f"{name[1:]}" not in debs[machine]} == set()
+        completion = f"/usr/share/zsh/site-functions/_{NAME}"
+        assert {name for name in in_rpm if name.startswith("/usr/share/zsh")} == {completion}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_is_compiled_is_for_the_processor_of_the_package_and_for_every_python(
+    debs: Mapping[str, Mapping[str, Entry]], machine: str
+) -> None:
+    found = {name: entry.content for name, entry in debs[machine].items() if name.endswith(".so")}
+    places = [
+        f"{HOME}/cp{python.replace('.', '')}/{module}.cpython-{python.replace('.', '')}-{machine}-linux-gnu.so"
+        for python, module in itertools.product(PYTHONS, ("msgspec/_core", "yaml/_yaml"))
+    ]
+    assert sorted(found) == sorted(places)
+    kinds = {struct.unpack_from("<4sBB12xH", content or b"") for content in found.values()}
+    assert kinds == {(b"\x7fELF", 2, 1, MACHINES[machine])}  # 64 bits, little endian
+
+
+def test_nothing_is_in_it_that_nobody_needs(debs: Mapping[str, Mapping[str, Entry]]) -> None:
+    unneeded = re.compile(r"__pycache__|\.py[cio]$|py\.typed$|/tests?/|RECORD$|\.(pyx|pxd|c|h)$|/\.|\.egg-info")
+    assert [name for name in debs["x86_64"] if unneeded.search(name)] == []
+
+
+def test_the_agent_in_it_is_this_one(debs: Mapping[str, Mapping[str, Entry]]) -> None:
+    sources = {
+        path.relative_to(CHECKOUT).as_posix()
+        for path in (CHECKOUT / "agent").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.name != "py.typed"
+    }
+    place = f"{HOME}/"
+    packed = {name.removeprefix(place) for name in debs["x86_64"] if name.startswith(f"{HOME}/agent/")}
+    assert {name for name in packed if debs["x86_64"][place + name].content is not None} == sources
+
+
+def test_what_operators_edit_is_kept_by_an_upgrade(dist: Path, tmp_path: Path) -> None:
+    for machine in MACHINES:
+        output_of("dpkg-deb", "--control", str(deb_path(dist, machine)), str(tmp_path / machine))
+        conffiles = (tmp_path / machine / "conffiles").read_text().splitlines()
+        assert conffiles == [f"/etc/{NAME}/hooks/README.md", f"/etc/{NAME}/policy.yaml"]
+        if shutil.which("rpm"):
+            kept = output_of("rpm", "-qp", "--configfiles", str(rpm_path(dist, machine))).split()
+            assert kept == conffiles
+
+
+def test_the_policy_is_the_default_one_and_editors_find_its_schema(
+    debs: Mapping[str, Mapping[str, Entry]],
+) -> None:
+    schema = f"usr/share/{NAME}/policy.schema.json"
+    installed = text_of(debs["x86_64"], f"etc/{NAME}/policy.yaml")
+    shipped = (CHECKOUT / "config/policy.yaml").read_text()
+    assert installed.splitlines()[1:] == shipped.splitlines()[1:]
+    assert installed.splitlines()[0] == f"# yaml-language-server: $schema=/{schema}"
+    assert text_of(debs["x86_64"], schema) == (CHECKOUT / "config/policy.schema.json").read_text()
+    examples = [name for name in debs["x86_64"] if re.search(r"/examples/.*\.yaml$", name)]
+    assert examples
+    for name in examples:
+        assert "$schema=../" not in text_of(debs["x86_64"], name)
+
+
+def test_every_file_that_a_document_refers_to_is_there(debs: Mapping[str, Mapping[str, Entry]]) -> None:
+    place = f"usr/share/doc/{NAME}"
+    missing = {}
+    for name in debs["x86_64"]:
+        if name.endswith(".md"):
+            for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text_of(debs["x86_64"], name)):
+                if "://" not in target:
+                    path = os.path.normpath(target if target.startswith("/") else f"/{place}/{target}")[1:]
+                    if path not in debs["x86_64"]:
+                        missing[target] = name
+    assert missing == {}
+
+
+def test_what_the_documents_say_is_in_the_package_is(debs: Mapping[str, Mapping[str, Entry]]) -> None:
+    text = (CHECKOUT / "docs/install-linux.md").read_text()
+    places = [place.strip("/") for place in re.findall(r"^\| `(/[^`]+)` \|", text, re.MULTILINE)]
+    assert len(places) == 10
+    assert [place for place in places if place not in debs["x86_64"]] == [f"var/lib/{NAME}"]  # made by the service
+
+
+def test_the_licence_of_everything_inside_is_included(
+    dist: Path, debs: Mapping[str, Mapping[str, Entry]], tree: Path
+) -> None:
+    vendored = {path.parent.name.split("-")[0].lower() for path in (tree / HOME).rglob("*.dist-info/METADATA")}
+    assert vendored == {"jeepney", "msgspec", "prometheus_client", "pyyaml", "structlog"}
+    paragraphs = text_of(debs["x86_64"], f"usr/share/doc/{NAME}/copyright").split("\n\n")
+    for name in (*vendored, "libyaml"):
+        (directory,) = (
+            path for path in (tree / f"usr/share/licenses/{NAME}").iterdir() if path.name.lower() == name
+        )
+        (paragraph,) = (text for text in paragraphs if f"\n The licence of {directory.name}" in text)
+        assert paragraph.startswith(f"Files: {HOME}/"), paragraph[:80]
+        said = " ".join(paragraph.replace("\n .", " ").split())
+        for file in directory.iterdir():
+            text = " ".join(file.read_text().split())
+            if "Apache License" in text[:100]:
+                assert "Apache-2.0" in said  # the text is on every Debian
+            else:
+                assert text in said, file
+            if shutil.which("rpm"):
+                licenses = output_of("rpm", "-qp", "--licensefiles", str(rpm_path(dist, "x86_64"))).split()
+                assert f"/usr/share/licenses/{NAME}/{directory.name}/{file.name}" in licenses
+    assert (
+        "Redistribution and use"
+        in (tree / f"usr/share/licenses/{NAME}/prometheus_client/decorator.py").read_text()
+    )
+
+
+def test_the_man_page_names_every_command_and_option(tree: Path, tmp_path: Path) -> None:
+    need("man", "man-db")
+    page = tmp_path / "page.1"
+    page.write_bytes(gzip.decompress((tree / f"usr/share/man/man1/{NAME}.1.gz").read_bytes()))
+    done = subprocess.run(
+        ["man", "--warnings", "--local-file", str(page)],
+        env={**os.environ, "MANWIDTH": "200", "LC_ALL": "C.UTF-8", "MAN_KEEP_FORMATTING": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    words = set(re.split(r"[\s,]+", done.stdout))
+    assert [word for word in grammar() if word not in words] == []
+
+
+def grammar() -> Iterator[str]:
+    """Every command and long option there is."""
+    open_parsers = [build_parser()]
+    while open_parsers:
+        for action in open_parsers.pop()._actions:
+            yield from (option for option in action.option_strings if option.startswith("--"))
+            if action.choices is not None and isinstance(action.choices, dict):
+                open_parsers += action.choices.values()
+                yield from action.choices
+
+
+def test_the_shell_completes_commands_and_options(tree: Path) -> None:
+    script = tree / f"usr/share/bash-completion/completions/{NAME}"
+
+    def complete(*words: str) -> list[str]:
+        line = f"source {script}; COMP_WORDS=({NAME} {' '.join(map(repr, words))}); COMP_CWORD={len(words)}; "
+        line += f'$(complete -p {NAME} | sed "s/.*-F \\([^ ]*\\).*/\\1/"); printf "%s\\n" "${{COMPREPLY[@]}}"'
+        return [word.strip() for word in output_of("bash", "-c", line).split()]
+
+    assert complete("che") == ["check"]
+    assert "--stop-timeout" in complete("run", "--")
+
+
+@pytest.mark.parametrize("place", ["zsh/vendor-completions/_{}", "fish/vendor_completions.d/{}.fish"])
+def test_other_shells_completions_know_every_command(tree: Path, place: str) -> None:
+    text = (tree / "usr/share" / place.format(NAME)).read_text()
+    assert [word for word in grammar() if word.removeprefix("--") not in text] == []
+
+
+# --- judged by others
+
+
+def test_lintian_has_nothing_to_say(dist: Path) -> None:
+    need("lintian", "lintian")
+    for machine in MACHINES:
+        said = output_of("lintian", "--allow-root", "--fail-on", "none", str(deb_path(dist, machine)))
+        assert said == ""
+
+
+def test_rpmlint_has_nothing_to_say(dist: Path) -> None:
+    need("rpmlint", "rpmlint")
+    config = CHECKOUT / "packaging/rpm/rpmlint.toml"
+    # Debian's program runs with Debian's Python, whatever else is in PATH.
+    command = ["/usr/bin/python3", "-I", "/usr/bin/rpmlint", "--config", str(config)]
+    said = output_of(*command, *(str(rpm_path(dist, machine)) for machine in MACHINES))
+    assert re.search(r"2 packages and 0 specfiles checked; 0 errors, 0 warnings", said), said
+
+
+def test_shellcheck_has_nothing_to_say() -> None:
+    need("shellcheck", "shellcheck")
+    scripts = [*(CHECKOUT / "packaging").glob("*.sh"), *(CHECKOUT / "packaging/deb").glob("p*")]
+    assert len(scripts) == 6
+    assert output_of("shellcheck", "-x", "-P", str(CHECKOUT), *map(str, scripts)) == ""
+
+
+def test_the_scripts_of_the_rpm_are_clean_shell(dist: Path, tmp_path: Path) -> None:
+    need("shellcheck", "shellcheck")
+    tags = ("POSTIN", "PREUN", "POSTUN")
+    for tag in tags:
+        script = tmp_path / f"{tag}.sh"
+        script.write_text(
+            "#!/bin/sh\n" + output_of("rpm", "-qp", "--qf", f"%{{{tag}}}", str(rpm_path(dist, "x86_64")))
+        )
+        assert "systemctl" in script.read_text()
+        assert output_of("shellcheck", str(script)) == ""
+
+
+# --- the rpm
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_an_rpm_says_what_it_is_and_needs(dist: Path, machine: str) -> None:
+    need("rpm", "rpm")
+    path = str(rpm_path(dist, machine))
+    glibc = {"x86_64": "2.14", "aarch64": "2.17"}[machine]
+    needed = {line for line in output_of("rpm", "-qp", "--requires", path).splitlines() if "rpmlib(" not in line}
+    assert needed == {
+        "/bin/sh",
+        "coreutils",
+        "findutils",
+        "systemd >= 250",
+        f"libc.so.6(GLIBC_{glibc})(64bit)",
+        " or ".join(f"python(abi) = {python}" for python in PYTHONS).join("()"),
+        *(f"(python{number} if python{number}-base)" for number in ("311", "312", "313", "314")),
+    }
+    offered = output_of("rpm", "-qp", "--provides", path)
+    assert not re.search(r"\.so|python3?\.?\d*dist|python\(abi\)", offered), offered
+    facts = output_of("rpm", "-qp", "--qf", "%{NAME} %{VERSION} %{RELEASE} %{ARCH} %{PAYLOADCOMPRESSOR}", path)
+    assert facts == f"{NAME} {__version__} 1 {machine} xz"
+
+
+def test_an_rpm_owns_its_directories_and_leaves_the_state_to_the_agent(dist: Path) -> None:
+    need("rpm", "rpm")
+    rows = output_of(
+        *("rpm", "-qp", "--qf", "[%{FILEMODES:perms} %{FILEUSERNAME} %{FILEFLAGS:fflags} %{FILENAMES}\\n]"),
+        str(rpm_path(dist, "x86_64")),
+    ).splitlines()
+    assert {row.split()[1] for row in rows} == {"root"}
+    flags = {row.split()[-1]: row.split()[2:-1] for row in rows}
+    modes = {row.split()[-1]: row.split()[0] for row in rows}
+    assert flags[f"/var/lib/{NAME}"] == ["g"]  # ghost: known, not packed
+    assert modes[f"/var/lib/{NAME}"] == "drwx------"
+    assert modes[f"/etc/{NAME}/credentials"] == "drwx------"
+    assert flags[f"/etc/{NAME}/policy.yaml"] == ["cn"]  # configuration, noreplace
+    assert modes[f"/{HOME}"] == "drwxr-xr-x"
+    assert modes[f"/usr/bin/{NAME}"] == "-rwxr-xr-x"
+
+
+# --- the build
+
+
+def test_building_twice_gives_the_same_bytes_whatever_the_place_the_umask_and_the_times(tmp_path: Path) -> None:
+    need("rpmbuild", "rpm")
+    built = []
+    for number, umask in enumerate((0o022, 0o077)):
+        sources = tmp_path / f"sources{'x' * number}"
+        sources.mkdir()
+        for name in (
+            "agent",
+            "config",
+            "docs",
+            "packaging",
+            "systemd",
+            "CHANGELOG.md",
+            "LICENSE",
+            "pyproject.toml",
+        ):
+            source = (
+                CHECKOUT / name if number == 0 else tmp_path / "sources" / name
+            )  # others may edit the checkout
+            if source.is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(source, sources / name, copy_function=shutil.copyfile, ignore=ignored)
+            else:
+                shutil.copyfile(source, sources / name)
+        (sources / ".cache").mkdir()
+        (sources / ".cache/packaging").symlink_to(CHECKOUT / ".cache/packaging")
+        before = os.umask(umask)
+        try:
+            for what in ("deb", "rpm"):
+                done = build(
+                    *(what, "--architecture", "aarch64", "--output", str(sources / "dist")),
+                    sources=sources,
+                    SOURCE_DATE_EPOCH="1700000000",
+                )
+                assert done.returncode == 0, done.stderr
+        finally:
+            os.umask(before)
+        built.append({path.name: path.read_bytes() for path in (sources / "dist").iterdir()})
+    assert (
+        list(map(sorted, built))
+        == [[f"{NAME}-{__version__}-1.aarch64.rpm", f"{NAME}_{__version__}-1_arm64.deb"]] * 2
+    )
+    assert [name for name in built[0] if built[0][name] != built[1][name]] == []
+
+
+def test_nothing_is_younger_than_the_commit(debs: Mapping[str, Mapping[str, Entry]], dist: Path) -> None:
+    packed = subprocess.run(
+        ["dpkg-deb", "--fsys-tarfile", str(deb_path(dist, "x86_64"))], capture_output=True, check=True
+    ).stdout
+    with tarfile.open(fileobj=BytesIO(packed)) as archive:
+        times = {member.mtime for member in archive}
+    assert len(times) == 1
+    (day,) = re.findall(r"\.TH \S+ 1 (\S+)", text_of(debs["x86_64"], f"usr/share/man/man1/{NAME}.1.gz"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", day)
+
+
+def test_another_version_can_be_built_without_editing_a_file(tmp_path: Path) -> None:
+    done = build("deb", "--version", "9.8.7", "--architecture", "amd64", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (package,) = tmp_path.iterdir()
+    assert package.name == f"{NAME}_9.8.7-1_amd64.deb"
+    entries = entries_of_deb(package)
+    assert '\n__version__ = "9.8.7"\n' in text_of(entries, f"{HOME}/agent/__init__.py")
+    assert f"{NAME} 9.8.7" in text_of(entries, f"usr/share/man/man1/{NAME}.1.gz")
+
+
+def test_a_version_that_is_none_is_refused(tmp_path: Path) -> None:
+    done = build("deb", "--version", "next", "--output", str(tmp_path))
+    expected = "packaging/build.py: --version: expected numbers and dots, such as 0.2.0; got 'next'\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_cannot_install_what_packs_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = importlib.util.spec_from_file_location("packages_build", BUILD)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "packages_build", module)
+    spec.loader.exec_module(module)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(module.BuildError) as caught:
+        module.need_programs("rpm")
+    assert str(caught.value) == (
+        "a rpm is packed with rpmbuild, which is not here; install it "
+        "(Debian and Ubuntu: apt-get install rpm; Fedora and RHEL: dnf install rpm-build)"
+    )
+
+
+def test_a_wheel_that_is_not_the_pinned_one_is_refused(tmp_path: Path) -> None:
+    sources = tmp_path / "sources"
+    shutil.copytree(CHECKOUT / "packaging", sources / "packaging", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("agent", "config", "docs", "systemd", "CHANGELOG.md"):
+        (sources / name).symlink_to(CHECKOUT / name)
+    cache = sources / ".cache/packaging"
+    (wheels,) = (path for path in (CHECKOUT / ".cache/packaging").glob("wheels-x86_64-*") if path.suffix == "")
+    shutil.copytree(wheels, cache / wheels.name)
+    (wheel,) = (cache / wheels.name).glob("structlog-*.whl")
+    wheel.write_bytes(wheel.read_bytes() + b"\n")
+    done = build("deb", "--architecture", "amd64", "--output", str(tmp_path), sources=sources)
+    expected = f"{wheel}: its hash is not in packaging/requirements.txt; remove it and try again"
+    assert (done.returncode, done.stderr) == (1, f"packaging/build.py: {expected}\n")
+
+
+# --- running what is in it
+
+
+def pythons() -> dict[str, Path]:
+    """The supported Pythons of this machine, by version, pyenv's included."""
+    places = [Path("/usr/bin"), Path("/usr/local/bin"), *Path.home().glob(".pyenv/versions/*/bin")]
+    found: dict[str, Path] = {}
+    for version in PYTHONS:
+        for place in places:
+            path = place / f"python{version}"
+            if path.exists():
+                found.setdefault(version, path)
+    return found
+
+
+def start(tree: Path) -> list[str]:
+    return ["-I", "-S", "-B", str(tree / HOME / "start.py")]
+
+
+def test_every_python_at_hand_runs_check_and_the_demo_from_the_tree_alone(tree: Path, tmp_path: Path) -> None:
+    at_hand = pythons()
+    print("Pythons:", at_hand)
+    assert at_hand, "not even the one that runs the tests?"
+    demos = {}
+    for version, python in at_hand.items():
+        arguments = [str(python), *start(tree)]
+        told = output_of(*arguments, "check", "--config", str(tree / f"etc/{NAME}/policy.yaml"), cwd=tmp_path)
+        assert ": valid\n" in told
+        demos[version] = subprocess.Popen(
+            [*arguments, "demo"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    for version, demo in demos.items():
+        told, _ = demo.communicate(timeout=120)
+        assert demo.returncode == 0, (version, told[-4000:])
+        assert "all as it should be" in told
+    assert list((tree / HOME).rglob("__pycache__")) == []
+
+
+def test_the_modules_of_the_other_processor_run(tmp_path: Path) -> None:
+    from container import ContainerUnavailableError, _mirror
+
+    if os.uname().machine != "x86_64":
+        pytest.skip("the other processor is emulated on x86_64 only")
+    need("debootstrap", "debootstrap")
+    need("qemu-aarch64-static", "qemu-user-static")
+    done = build("stage", "--architecture", "aarch64", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    root = CHECKOUT / ".cache/packaging/arm64-bookworm"
+    if not root.exists():
+        if os.geteuid() != 0:
+            pytest.skip("unpacking a Debian for arm64 needs root")
+        try:
+            mirror = _mirror()
+        except ContainerUnavailableError as reason:
+            pytest.skip(str(reason))
+        making = root.with_suffix(".making")
+        shutil.rmtree(making, ignore_errors=True)
+        options = ("--foreign", "--arch=arm64", "--variant=minbase", "--include=python3")
+        subprocess.run(
+            ["debootstrap", *options, "bookworm", str(making), mirror],
+            check=True,
+            capture_output=True,
+            timeout=600,
+        )
+        for package in (making / "var/cache/apt/archives").glob("*.deb"):
+            output_of("dpkg-deb", "--extract", str(package), str(making))
+            package.unlink()
+        making.rename(root)
+    python = str(root / "usr/bin/python3.11")
+    emulated = ["qemu-aarch64-static", "-L", str(root), python, *start(tmp_path / "aarch64")]
+    assert output_of(*emulated, "--version") == f"{NAME} {__version__}\n"
+    # That one decodes with msgspec, and reads YAML with libyaml.
+    told = output_of(*emulated, "check", "--config", str(tmp_path / f"aarch64/etc/{NAME}/policy.yaml"))
+    assert ": valid\n" in told
+
+
+# --- the launcher
+
+
+class Machine:
+    """The launcher and the tree it starts, with directories of the test's own for /usr/bin and /usr/local/bin."""
+
+    def __init__(self, tree: Path, root: Path) -> None:
+        self.home = root / "home"
+        shutil.copytree(tree / HOME, self.home)
+        self.bin, self.local = root / "bin", root / "local"
+        self.bin.mkdir()
+        self.local.mkdir()
+        self.launcher = root / NAME
+        shutil.copy(tree / "usr/bin" / NAME, self.launcher)
+        for script in (self.launcher, self.home / "interpreter.sh", self.home / "bytecode.sh"):
+            text = script.read_text()
+            assert "/usr/" in text
+            # Its messages are to be the real ones.
+            text = text.replace(f"/{HOME}", str(self.home))
+            text = text.replace("in /usr/bin /usr/local/bin;", f"in {self.bin} {self.local};")
+            script.write_text(text)
+
+    def add(self, name: str, version: str, place: Path | None = None) -> None:
+        """An interpreter that says it is of this version, tells how it was called, and does nothing else."""
+        script = (place or self.bin) / name
+        script.write_text(
+            "#!/bin/sh\n"
+            f'case "$*" in *sys.implementation*) echo "{version}" ;; *) echo "{version} $0 $*" ;; esac\n'
+        )
+        script.chmod(0o755)
+
+    def run(self, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [str(self.launcher), *arguments],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+
+@pytest.fixture
+def machine(tree: Path, tmp_path: Path) -> Machine:
+    return Machine(tree, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("there", "taken"),
+    [
+        ({"python3": "3.11"}, "python3"),
+        ({"python3": "3.14", "python3.11": "3.11"}, "python3"),
+        ({"python3": "3.9", "python3.11": "3.11"}, "python3.11"),  # RHEL 9
+        ({"python3": "3.6", "python3.11": "3.11", "python3.12": "3.12"}, "python3.12"),  # SLES 15
+        ({"python3.13": "3.13"}, "python3.13"),
+        ({"python3": "3.15", "python3.14": "3.14"}, "python3.14"),  # newer than the modules there are
+        ({"python3": "3.13t", "python3.12": "3.12"}, "python3.12"),  # free-threaded: another ABI
+        ({"python3": "pypy 3.11", "python3.11": "3.11"}, "python3.11"),
+    ],
+)
+def test_the_launcher_takes_the_first_python_that_is_supported(
+    machine: Machine, there: dict[str, str], taken: str
+) -> None:
+    for name, version in there.items():
+        machine.add(name, version)
+    done = machine.run("status", "--json", "an argument")
+    options = f"-I -S -B {machine.home}/start.py status --json an argument"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{there[taken]} {machine.bin}/{taken} {options}\n"
+
+
+def test_the_launcher_believes_the_name_of_the_file_that_python3_stands_for(machine: Machine) -> None:
+    machine.add("python3.12", "3.12")
+    (machine.bin / "python3").symlink_to("python3.12")
+    done = machine.run()
+    assert done.stdout == f"3.12 {machine.bin}/python3 -I -S -B {machine.home}/start.py\n"
+
+
+def test_the_launcher_looks_in_usr_local_too_but_not_in_the_users_path(machine: Machine, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    machine.add("python3", "3.11", elsewhere)
+    path = f"{elsewhere}:{os.environ['PATH']}"
+    assert machine.run(PATH=path).returncode == 1
+    machine.add("python3", "3.12", machine.local)
+    assert machine.run(PATH=path).stdout.startswith(f"3.12 {machine.local}/python3 ")
+
+
+def test_without_a_usable_python_the_launcher_says_what_it_found_and_the_way_out(machine: Machine) -> None:
+    message = (
+        "scheduled-events-agent: needs Python 3.11, 3.12, 3.13 or 3.14 in /usr/bin or /usr/local/bin; found {}. "
+        "Install one beside it (python3.11, say): the system's own python3 can stay\n"
+    )
+    done = machine.run("run")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", message.format("none"))
+    machine.add("python3", "3.9")
+    broken = machine.local / "python3"
+    broken.write_text("#!/bin/sh\nexit 127\n")
+    broken.chmod(0o755)
+    done = machine.run("run")
+    found = f"{machine.bin}/python3 (3.9), {broken} (does not start)"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", message.format(found))
+
+
+def real_python(machine: Machine) -> str:
+    """Put a real interpreter into the machine; returns its version."""
+    version, path = next(iter(pythons().items()))
+    (machine.bin / f"python{version}").write_text(f'#!/bin/sh\nexec {path} "$@"\n')
+    (machine.bin / f"python{version}").chmod(0o755)
+    (machine.bin / "python3").symlink_to(f"python{version}")
+    return version
+
+
+def test_the_environment_cannot_slip_other_modules_in(machine: Machine, tmp_path: Path) -> None:
+    real_python(machine)
+    for name in ("agent", "msgspec", "yaml", "sitecustomize", "usercustomize"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('slipped in')\n")
+    done = machine.run("check", PYTHONPATH=str(tmp_path), PYTHONSTARTUP=str(tmp_path / "agent.py"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "valid" in done.stdout
+
+
+def test_running_it_writes_nothing_beside_the_modules(machine: Machine) -> None:
+    real_python(machine)
+    assert machine.run("check").returncode == 0
+    assert list(machine.home.rglob("__pycache__")) == []
+
+
+def test_bytecode_is_made_for_the_python_that_will_run_and_removed_without_trace(machine: Machine) -> None:
+    before = sorted(machine.home.rglob("*"))
+    version = real_python(machine)
+    tag = f"cpython-{version.replace('.', '')}"
+    output_of(str(machine.home / "bytecode.sh"), "compile")
+    compiled = list(machine.home.rglob("*.pyc"))
+    assert {path.name.split(".")[1] for path in compiled} == {tag}
+    sources = [
+        path.relative_to(machine.home)
+        for path in machine.home.rglob("*.py")
+        if not path.is_relative_to(machine.home / "start.py")
+        and (
+            path.relative_to(machine.home).parts[0]
+            in ("agent", "jeepney", "structlog", "prometheus_client", f"cp{tag[8:]}")
+        )
+    ]
+    assert {
+        f"{path.parent.parent.relative_to(machine.home)}/{path.name.split('.')[0]}.py" for path in compiled
+    } == {str(path) for path in sources}
+    assert machine.run("check").returncode == 0
+    output_of(str(machine.home / "bytecode.sh"), "remove")
+    assert sorted(machine.home.rglob("*")) == before

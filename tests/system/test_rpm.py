@@ -1,0 +1,165 @@
+"""The life of the rpm on a machine: its scripts, and what stays of it.
+
+The distributions it is for are not to be had where these tests run: what there is, is a mirror of Debian. So
+Debian's rpm installs it into a Debian, with --nodeps, because that one's rpm database is empty; test_packages.py
+checks what it requires. Everything else is real: the scripts, systemd, the launcher, the service.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.platform == "win32":
+    pytest.skip("rpms are for Linux", allow_module_level=True)
+
+from container import CHECKOUT, Container
+from service import POLICY, UNIT, Service
+
+from agent import __version__
+from agent.simulator import Simulator
+
+pytest_plugins = ["machines", "installed"]
+pytestmark = pytest.mark.timeout(300)
+
+NAME = "scheduled-events-agent"
+NEWER = "9.8.7"
+
+
+def build_rpm(directory: Path, *options: str) -> Path:
+    command = [sys.executable, str(CHECKOUT / "packaging/build.py"), "rpm", "--architecture", "x86_64"]
+    subprocess.run([*command, "--output", str(directory), *options], check=True, timeout=300)
+    (package,) = directory.glob("*.rpm")
+    return package
+
+
+@pytest.fixture(scope="module")
+def bare(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
+    """A stopped machine that has rpm, and two versions of the package at hand; for others to lie on."""
+    with Container(debian) as machine:
+        machine.run("apt-get", "update", "-q", timeout=120)
+        machine.run("apt-get", "install", "-qy", "--no-install-recommends", "rpm", timeout=120)
+        machine.copy_in(build_rpm(tmp_path_factory.mktemp("rpm")), "/root/agent.rpm")
+        machine.copy_in(build_rpm(tmp_path_factory.mktemp("newer"), "--version", NEWER), "/root/newer.rpm")
+        machine.stop()
+        yield machine
+
+
+@pytest.fixture(scope="module")
+def with_agent(bare: Container) -> Iterator[Container]:
+    """The same, with the older one installed."""
+    with Container(bare, private_network=True) as machine:
+        rpm(machine, "--install", "/root/agent.rpm")
+        machine.stop()
+        yield machine
+
+
+@pytest.fixture
+def machine(with_agent: Container) -> Iterator[Container]:
+    with Container(with_agent, private_network=True) as booted:
+        yield booted
+
+
+def rpm(machine: Container, *arguments: str) -> None:
+    done = machine.run("rpm", "--force-debian", "--nodeps", *arguments, timeout=120)
+    assert "scriptlet failed" not in done.stderr, done.stderr
+
+
+def state_of(machine: Container) -> tuple[str, str]:
+    """Whether the service is enabled, and whether it runs."""
+    enabled = machine.run("systemctl", "is-enabled", UNIT, check=False).stdout.strip()
+    return enabled, machine.run("systemctl", "is-active", UNIT, check=False).stdout.strip()
+
+
+def test_without_a_network_it_is_installed_and_runs(bare: Container) -> None:
+    with Container(bare, private_network=True) as machine:
+        rpm(machine, "--install", "/root/agent.rpm")
+        assert state_of(machine) == ("enabled", "active")
+        assert machine.run(NAME, "--version").stdout == f"{NAME} {__version__}\n"
+        assert machine.run(NAME, "check").stdout.startswith(f"{POLICY}: valid\n")
+        modes = machine.run("stat", "-c", "%a %U %n", f"/etc/{NAME}/credentials", f"/var/lib/{NAME}").stdout
+        assert modes == f"700 root /etc/{NAME}/credentials\n700 root /var/lib/{NAME}\n"
+        assert machine.run("getent", "passwd", NAME).stdout.startswith(f"{NAME}:")
+        assert "cpython-311" in machine.run("find", f"/usr/lib/{NAME}", "-name", "*.pyc").stdout
+        assert machine.run("rpm", "--verify", "--nodeps", NAME).stdout == ""
+
+
+def test_an_upgrade_in_mid_event_keeps_policy_and_state_and_restarts_the_service(with_agent: Container) -> None:
+    with Simulator(vms=("vm-1",), rate_limit=None) as sim, Container(with_agent) as machine:
+        service = Service(machine, sim.endpoint())
+        rule = {"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "approve": "manual"}
+        service.write_policy(rules=[rule], hooks={"drain": {"shell": "echo drain >> /root/notes"}})
+        service.systemctl("restart")
+        event = sim.schedule("Reboot", notice_seconds=600.0, lasts_seconds=1.0)
+        machine.wait_for(lambda: service.notes() == ["drain"], "it was drained")
+        policy, before = machine.path(POLICY).read_text(), service.pid()
+
+        rpm(machine, "--upgrade", "/root/newer.rpm")
+
+        assert state_of(machine) == ("enabled", "active")
+        assert service.pid() != before
+        assert machine.run(NAME, "--version").stdout == f"{NAME} {NEWER}\n"
+        assert machine.path(POLICY).read_text() == policy
+        assert machine.run("rpm", "--query", NAME).stdout == f"{NAME}-{NEWER}-1.x86_64\n"
+        assert "cpython-311" in machine.run("find", f"/usr/lib/{NAME}", "-name", "*.pyc").stdout
+        service.wait_log("restarted", event_id=event)
+        machine.run(NAME, "approve", event)
+        sim.wait_gone(event, timeout_seconds=30)
+        assert service.notes() == ["drain"]
+
+
+@pytest.mark.parametrize(
+    ("commands", "expected"),
+    [
+        (["disable --now"], ("disabled", "inactive")),
+        (["disable"], ("disabled", "active")),
+        (["stop"], ("enabled", "inactive")),
+        (["stop", "mask"], ("masked", "inactive")),
+    ],
+)
+def test_what_the_operator_decided_about_the_service_survives_an_upgrade(
+    machine: Container, commands: list[str], expected: tuple[str, str]
+) -> None:
+    for command in commands:
+        machine.run("systemctl", *command.split(), UNIT)
+    before = machine.run("systemctl", "show", "--property=MainPID", "--value", UNIT).stdout
+    rpm(machine, "--upgrade", "/root/newer.rpm")
+    assert state_of(machine) == expected
+    after = machine.run("systemctl", "show", "--property=MainPID", "--value", UNIT).stdout
+    assert (before != after) == (expected[1] == "active")  # what runs is the new version
+
+
+def test_erasing_it_stops_it_and_keeps_what_was_changed_and_decided(machine: Container) -> None:
+    machine.write(POLICY, "rules: []\n")
+    machine.write(f"/etc/{NAME}/hooks/drain", "#!/bin/sh\n", 0o755)
+    rpm(machine, "--erase", NAME)
+    assert state_of(machine) in {("", "inactive"), ("not-found", "inactive")}
+    assert machine.path(f"{POLICY}.rpmsave").read_text() == "rules: []\n"
+    assert machine.path(f"/etc/{NAME}/hooks/drain").exists()
+    assert machine.path(f"/var/lib/{NAME}/state.db").exists()
+    left = machine.run("find", "/usr", "/etc/systemd", "-name", f"*{NAME}*").stdout
+    assert left == ""
+
+
+def test_erasing_it_untouched_leaves_only_the_state(machine: Container) -> None:
+    rpm(machine, "--erase", NAME)
+    left = machine.run("find", "/usr", "/etc", "/var/lib", "-name", f"*{NAME}*").stdout
+    assert left == f"/var/lib/{NAME}\n"
+
+
+def test_a_preset_of_the_administrators_keeps_it_from_being_enabled(bare: Container) -> None:
+    with Container(bare, private_network=True) as machine:
+        machine.write("/etc/systemd/system-preset/00-site.preset", f"disable {UNIT}\n")
+        rpm(machine, "--install", "/root/agent.rpm")
+        assert state_of(machine) == ("disabled", "inactive")
+
+
+def test_in_an_image_without_a_running_systemd_it_is_installed_and_runs_from_the_first_boot(
+    bare: Container,
+) -> None:
+    with Container(bare, boots=False, private_network=True) as machine:
+        rpm(machine, "--install", "/root/agent.rpm")
+        machine.start()
+        assert state_of(machine) == ("enabled", "active")
