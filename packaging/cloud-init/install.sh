@@ -1,0 +1,97 @@
+#!/bin/sh
+# Installs the agent on this machine and starts it: for cloud-init, for Azure's Custom Script extension, or by hand.
+#
+#   install.sh PACKAGE [SHA256 [POLICY]]
+#
+# PACKAGE  a .deb, a .rpm, or a .whl (which goes to /opt/scheduled-events-agent): a file or an address of one
+# SHA256   what the package's sum must be; "-" for a package that is trusted as it comes
+# POLICY   a file that becomes /etc/scheduled-events-agent/policy.yaml if the agent finds nothing wrong with it
+#
+# Run again, it installs what is newer, takes the policy over, and restarts the agent, which is harmless.
+set -eu
+
+fail() {
+    echo "install.sh: $*" >&2
+    exit 1
+}
+
+case $# in
+    1 | 2 | 3) ;;
+    *) fail "expected PACKAGE [SHA256 [POLICY]]; got $# arguments" ;;
+esac
+[ "$(id -u)" -eq 0 ] || fail "only root can install a service"
+package=$1 sum=${2:--} policy=${3:-}
+etc=/etc/scheduled-events-agent
+[ -z "$policy" ] || [ -f "$policy" ] || fail "$policy: there is no such policy file"
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# The name says what it is, without what may follow it in an address, such as a token.
+name=${package%%\?*}
+name=${name##*/}
+case $package in
+    http://* | https://* | file://*)
+        file=$work/$name
+        if command -v curl >/dev/null; then
+            curl --fail --silent --show-error --location --retry 5 --output "$file" "$package"
+        elif command -v wget >/dev/null && [ "${package#file:}" = "$package" ]; then
+            wget --quiet --tries=5 --output-document="$file" "$package"
+        else
+            python3 -c 'import sys, urllib.request as u; u.urlretrieve(*sys.argv[1:])' "$package" "$file"
+        fi
+        ;;
+    *)
+        file=$(realpath "$package")
+        ;;
+esac
+[ -s "$file" ] || fail "$package: there is no such package"
+if [ "$sum" != - ]; then
+    echo "$sum  $file" | sha256sum --check --quiet - || fail "$package: its SHA-256 is not $sum"
+fi
+
+case $name in
+    *.deb)
+        agent=/usr/bin/scheduled-events-agent
+        # Others may be at it while a machine is set up: wait for them. A policy that is there is kept.
+        set -- -o DPkg::Lock::Timeout=600 -o Dpkg::Options::=--force-confold
+        chmod 0755 "$work" # for apt's own account
+        DEBIAN_FRONTEND=noninteractive apt-get "$@" install --yes --no-install-recommends "$file"
+        ;;
+    *.rpm)
+        agent=/usr/bin/scheduled-events-agent
+        if command -v dnf >/dev/null; then
+            dnf install --assumeyes "$file"
+        elif command -v tdnf >/dev/null; then
+            tdnf install --assumeyes --nogpgcheck "$file"
+        elif command -v zypper >/dev/null; then
+            zypper --non-interactive install --allow-unsigned-rpm "$file"
+        else
+            fail "$name: found neither dnf nor tdnf nor zypper to install it with"
+        fi
+        ;;
+    *.whl)
+        home=/opt/scheduled-events-agent
+        agent=$home/bin/scheduled-events-agent
+        [ -x "$home/bin/pip" ] || python3 -m venv "$home"
+        # PIP_INDEX_URL, PIP_NO_INDEX and PIP_FIND_LINKS say where the libraries come from.
+        "$home/bin/pip" install --disable-pip-version-check --quiet "$file"
+        ;;
+    *)
+        fail "$name: expected a .deb, a .rpm or a .whl"
+        ;;
+esac
+
+if [ -n "$policy" ]; then
+    "$agent" check --config "$policy"
+    mkdir -p "$etc"
+    cp "$policy" "$etc/.policy.yaml.new"
+    chmod 0644 "$etc/.policy.yaml.new"
+    mv "$etc/.policy.yaml.new" "$etc/policy.yaml"
+fi
+
+case $name in
+    *.whl) "$agent" install-unit ;;
+esac
+systemctl enable --quiet scheduled-events-agent.service
+systemctl restart scheduled-events-agent.service

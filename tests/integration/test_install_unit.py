@@ -1,0 +1,474 @@
+"""The files of ``install-unit``: what is written, from where, what is refused; on real files, systemd at rest."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent import __version__, host
+from agent.host import systemd_unit, windows
+from agent.host.systemd_unit import RULE_FILE, STRICT_FILE, UNIT_FILE, Place, Plan, UnitError
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PROGRAM = Path("/opt/agent/bin/scheduled-events-agent")
+PLACE = Place(
+    PROGRAM, CHECKOUT / "systemd", CHECKOUT / "config" / "policy.yaml", code=(), trees=(), is_packaged=False
+)
+PACKAGED = PLACE._replace(program=Path("/usr/bin/scheduled-events-agent"), is_packaged=True)
+SHIPPED = (CHECKOUT / "systemd" / "scheduled-events-agent.service").read_text(encoding="utf-8")
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="systemd is Linux's")
+
+
+def _has_root_and_systemctl() -> bool:
+    if sys.platform == "win32" or os.geteuid() != 0:
+        return False
+    try:
+        host.find_systemctl()
+    except host.HostError:
+        return False
+    return True
+
+
+at_rest = pytest.mark.skipif(
+    not _has_root_and_systemctl(), reason="an installation into a system at rest needs root and a systemctl"
+)
+
+
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "agent", "install-unit", *arguments],
+        cwd=CHECKOUT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def refusal(error: "pytest.ExceptionInfo[UnitError]") -> str:
+    return f"{error.value.kind}: {error.value}"
+
+
+# --- the texts
+
+
+def test_the_unit_runs_the_program_at_its_place_and_is_otherwise_as_shipped() -> None:
+    text = systemd_unit.unit_text(SHIPPED, PROGRAM)
+    changed = [
+        (before, after)
+        for before, after in zip(SHIPPED.splitlines(), text.splitlines(), strict=True)
+        if before != after
+    ]
+    assert changed == [
+        (before, before.replace("/usr/bin/scheduled-events-agent", str(PROGRAM)))
+        for before in SHIPPED.splitlines()
+        if before.startswith("Exec") and "/usr/bin/scheduled-events-agent" in before
+    ]
+    assert [after.partition("=")[0] for _, after in changed] == ["ExecStart", "ExecReload"]
+
+
+@pytest.mark.parametrize(
+    "folder", ["/opt/my agent", "/opt/50%", "/opt/$HOME", '/opt/"x"', "/opt/it's", "/opt/a\\b"]
+)
+def test_a_path_that_systemd_would_not_read_as_it_stands_is_refused_with_the_way_out(folder: str) -> None:
+    program = Path(folder, "scheduled-events-agent")
+    with pytest.raises(UnitError) as caught:
+        systemd_unit.unit_text(SHIPPED, program)
+    assert refusal(caught) == (
+        f"place: {program}: expected a path of ASCII letters, digits and /._+@,:=~- only, which systemd and "
+        "shells read as it stands; install the agent under another one, such as /opt/scheduled-events-agent"
+    )
+
+
+def test_a_shipped_unit_that_runs_something_else_is_an_error() -> None:
+    with pytest.raises(UnitError) as caught:
+        systemd_unit.unit_text("[Service]\nExecStart=/bin/true\n", PROGRAM)
+    assert refusal(caught) == (
+        "place: the shipped scheduled-events-agent.service does not run /usr/bin/scheduled-events-agent: "
+        "install the agent anew"
+    )
+
+
+def test_the_polkit_rule_names_exactly_the_units_of_the_policy_once_each() -> None:
+    text = systemd_unit.polkit_rule(
+        ["fill-web.service", "drain@web.service", "fill-web.service", r"a\x2db.service"]
+    )
+    listed = text[text.index("[") : text.index("]") + 1]
+    assert json.loads(listed) == [r"a\x2db.service", "drain@web.service", "fill-web.service"]
+    assert systemd_unit.polkit_rule([]) == ""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["web", "web.target", "../web.service", "a b.service", 'a"];evil();//.service', "a.service\n", ".service"],
+)
+def test_what_is_no_service_unit_never_reaches_the_polkit_rule(name: str) -> None:
+    with pytest.raises(UnitError) as caught:
+        systemd_unit.polkit_rule(["drain.service", name])
+    assert refusal(caught) == (
+        f"unit: {name!r} is no name of a service unit: expected one such as drain-web.service"
+    )
+
+
+def test_a_sealed_text_is_told_from_one_that_was_edited_or_never_sealed() -> None:
+    text = systemd_unit.sealed("[Service]\nUser=x\n")
+    assert text.partition("\n")[0].startswith(
+        f"# Written by scheduled-events-agent install-unit, version {__version__} (sha256 "
+    )
+    assert systemd_unit.is_untouched(text)
+    assert systemd_unit.is_untouched(systemd_unit.sealed("polkit.addRule();\n", comment="//"))
+    assert not systemd_unit.is_untouched(text.replace("User=x", "User=y"))
+    assert not systemd_unit.is_untouched(text + "\n")
+    assert not systemd_unit.is_untouched("[Service]\nUser=x\n")
+    assert not systemd_unit.is_untouched("")
+
+
+def test_the_account_is_the_one_that_packages_make() -> None:
+    packaged = (CHECKOUT / "packaging" / "sysusers.conf").read_text(encoding="utf-8").splitlines(keepends=True)
+    plan = systemd_unit.plan_unit(PLACE, [], is_strict=True)
+    assert [line for line in packaged if not line.startswith("#")] == [plan.account]
+
+
+def test_the_plan_of_each_set_up_has_its_files_and_rules_out_those_of_the_other() -> None:
+    def paths(plan: Plan) -> tuple[list[str], list[str], bool]:
+        return [str(file.path) for file in plan.files], [str(path) for path in plan.obsolete], plan.account != ""
+
+    policy = "/etc/scheduled-events-agent/policy.yaml"
+    units = ["drain.service"]
+    plan = systemd_unit.plan_unit
+    assert paths(plan(PLACE, units, is_strict=False)) == (
+        [str(UNIT_FILE), policy], [str(STRICT_FILE), str(RULE_FILE)], False,
+    )  # fmt: skip
+    assert paths(plan(PLACE, units, is_strict=True)) == (
+        [str(UNIT_FILE), policy, str(STRICT_FILE), str(RULE_FILE)], [], True,
+    )  # fmt: skip
+    assert paths(plan(PLACE, [], is_strict=True)) == (
+        [str(UNIT_FILE), policy, str(STRICT_FILE)], [str(RULE_FILE)], True,
+    )  # fmt: skip
+    assert paths(plan(PACKAGED, units, is_strict=True)) == ([str(STRICT_FILE), str(RULE_FILE)], [], True)
+    assert paths(plan(PACKAGED, units, is_strict=False)) == ([], [str(STRICT_FILE), str(RULE_FILE)], False)
+
+
+# --- where a service may come from
+
+
+def test_the_place_of_this_program_has_every_folder_that_its_modules_come_from() -> None:
+    place = systemd_unit.find_place()
+    assert place.program == Path(sys.executable).with_name("scheduled-events-agent")
+    assert (place.systemd, place.policy) == (PLACE.systemd, PLACE.policy)
+    assert not place.is_packaged
+    for module in (json, pytest, systemd_unit):
+        assert module.__file__ is not None
+        assert any(Path(module.__file__).is_relative_to(folder) for folder in place.code), module
+
+
+def place_of(path: Path, *, tree: bool = False) -> Place:
+    return PLACE._replace(code=(path,), trees=(path,) if tree else ())
+
+
+WAY_OUT = (
+    "a system service must be installed where only root can write: with pipx install --global, or in a venv that "
+    "root makes under /opt (python3 -m venv /opt/scheduled-events-agent)"
+)
+
+
+def test_what_lies_below_a_folder_that_anybody_can_write_is_refused_sticky_or_not() -> None:
+    mode = Path("/tmp").stat().st_mode & 0o7777
+    assert mode & 0o002
+    with pytest.raises(UnitError) as caught:
+        systemd_unit.check_place(place_of(Path("/tmp/agent/bin/python")), is_strict=False)
+    assert refusal(caught) == (f"place: /tmp: others than root can write it (mode {mode:04o}); {WAY_OUT}")
+
+
+@at_rest
+@pytest.mark.parametrize(
+    ("mode", "owner", "fault"),
+    [
+        (0o755, 1000, "belongs to uid 1000"),
+        (0o775, 0, "others than root can write it (mode 0775)"),
+        (0o757, 0, "others than root can write it (mode 0757)"),
+    ],
+)
+@pytest.mark.parametrize("through", ["path", "link", "tree"])
+def test_whatever_others_than_root_can_change_is_refused(
+    own_folder: Path, mode: int, owner: int, fault: str, through: str
+) -> None:
+    weak = own_folder / "weak"
+    (weak / "bin").mkdir(parents=True)
+    (weak / "bin" / "python").touch()
+    (own_folder / "link").symlink_to(weak / "bin" / "python")
+    place = {
+        "path": place_of(weak / "bin" / "python"),
+        "link": place_of(own_folder / "link"),
+        "tree": place_of(own_folder, tree=True),
+    }[through]
+    systemd_unit.check_place(place, is_strict=True)
+    weak.chmod(mode)
+    shutil.chown(weak, owner, 0)
+    for is_strict in (False, True):
+        with pytest.raises(UnitError) as caught:
+            systemd_unit.check_place(place, is_strict=is_strict)
+        assert refusal(caught) == (f"place: {weak}: {fault}; {WAY_OUT}")
+
+
+@at_rest
+def test_what_the_strict_account_could_not_reach_is_refused_in_the_strict_set_up_only(own_folder: Path) -> None:
+    (own_folder / "python").touch()
+    place = place_of(own_folder / "python")
+    own_folder.chmod(0o700)
+    systemd_unit.check_place(place, is_strict=False)
+    with pytest.raises(UnitError) as caught:
+        systemd_unit.check_place(place, is_strict=True)
+    way_out = (
+        "install the agent with pipx install --global, or in /opt/scheduled-events-agent, or without --strict"
+    )
+    assert refusal(caught) == (
+        f"place: {own_folder}: the account scheduled-events-agent cannot use it (mode 0700): chmod o+rX it, "
+        f"or {way_out}"
+    )
+    with pytest.raises(UnitError) as caught:
+        systemd_unit.check_place(place_of(Path("/home/someone")), is_strict=True)
+    assert refusal(caught) == (f"place: /home: the strict set-up sees nothing below it; {way_out}")
+
+
+@pytest.fixture
+def own_folder() -> Iterator[Path]:
+    """A folder that only root can write, and above which only root can: /tmp is none."""
+    folder = Path("/opt", f"scheduled-events-agent-test-{os.getpid()}")
+    folder.mkdir(mode=0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+# --- a system at rest
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Path:
+    """The root directory of a system that does not run."""
+    root = tmp_path / "system"
+    (root / "etc").mkdir(parents=True)
+    (root / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    (root / "etc" / "group").write_text("root:x:0:\n")
+    return root
+
+
+def install(root: Path, *units: str, is_strict: bool = False, is_forced: bool = False) -> list[str]:
+    plan = systemd_unit.plan_unit(PLACE, units, is_strict=is_strict)
+    return systemd_unit.install(plan, is_now=False, is_forced=is_forced, root=root)
+
+
+def text_of(root: Path, path: Path) -> str:
+    return (root / path.relative_to("/")).read_text(encoding="utf-8")
+
+
+MADE = [
+    "made /etc/scheduled-events-agent",
+    "made /etc/scheduled-events-agent/hooks",
+    "made /etc/scheduled-events-agent/credentials",
+]
+AT_BOOT = [
+    "enabled the agent: it starts at boot",
+    "the agent does not run until the next boot, or until: systemctl restart scheduled-events-agent",
+]
+
+
+@at_rest
+def test_an_installation_into_a_system_at_rest_is_complete_and_the_second_one_changes_nothing(
+    system: Path,
+) -> None:
+    assert install(system) == [
+        *MADE,
+        f"wrote {UNIT_FILE}",
+        "wrote /etc/scheduled-events-agent/policy.yaml",
+        *AT_BOOT,
+    ]
+    assert text_of(system, UNIT_FILE) == systemd_unit.sealed(systemd_unit.unit_text(SHIPPED, PROGRAM))
+    etc = system / "etc/scheduled-events-agent"
+    modes = [
+        path.stat().st_mode & 0o7777 for path in (etc, etc / "hooks", etc / "credentials", etc / "policy.yaml")
+    ]
+    assert modes == [0o755, 0o755, 0o700, 0o644]
+    wanted = system / "etc/systemd/system/multi-user.target.wants/scheduled-events-agent.service"
+    assert wanted.readlink() == UNIT_FILE
+    assert install(system) == []
+
+
+@at_rest
+def test_a_policy_that_is_there_is_the_operators(system: Path) -> None:
+    policy = system / "etc/scheduled-events-agent/policy.yaml"
+    policy.parent.mkdir()
+    policy.write_text("rules: []\n")
+    assert "wrote /etc/scheduled-events-agent/policy.yaml" not in install(system)
+    assert policy.read_text() == "rules: []\n"
+
+
+@at_rest
+def test_a_unit_that_was_edited_is_neither_replaced_nor_removed_unless_forced(system: Path) -> None:
+    install(system)
+    unit = system / UNIT_FILE.relative_to("/")
+    edited = unit.read_text().replace("RestartSec=5s", "RestartSec=7s")
+    unit.write_text(edited)
+    message = (
+        f"edited: {UNIT_FILE}: expected what install-unit wrote; it was edited, or written by somebody else: "
+        "put your changes into a drop-in of your own (systemctl edit scheduled-events-agent), then run this again "
+        "with --force"
+    )
+    with pytest.raises(UnitError) as caught:
+        install(system, is_strict=True)
+    assert refusal(caught) == message
+    with pytest.raises(UnitError) as caught:
+        systemd_unit.remove(PLACE, is_forced=False, root=system)
+    assert refusal(caught) == message
+    assert unit.read_text() == edited
+    assert not (system / STRICT_FILE.relative_to("/")).exists()
+    assert install(system, is_forced=True)[0] == f"wrote {UNIT_FILE}"
+    assert "RestartSec=5s" in unit.read_text()
+
+
+@at_rest
+def test_a_unit_of_another_version_of_the_agent_is_written_anew(system: Path) -> None:
+    install(system)
+    unit = system / UNIT_FILE.relative_to("/")
+    unit.write_text(unit.read_text().replace(f"version {__version__}", "version 0.0.1"))
+    assert install(system)[0] == f"wrote {UNIT_FILE}"
+
+
+@at_rest
+def test_the_strict_set_up_comes_and_goes_with_its_account_and_its_rule(system: Path) -> None:
+    assert install(system, "drain.service", is_strict=True) == [
+        "made the account scheduled-events-agent",
+        *MADE,
+        f"wrote {UNIT_FILE}",
+        "wrote /etc/scheduled-events-agent/policy.yaml",
+        f"wrote {STRICT_FILE}",
+        f"wrote {RULE_FILE}",
+        *AT_BOOT,
+    ]
+    strict = (CHECKOUT / "systemd" / "strict.conf").read_text(encoding="utf-8")
+    assert text_of(system, STRICT_FILE) == systemd_unit.sealed(strict)
+    rule = systemd_unit.polkit_rule(["drain.service"])
+    assert text_of(system, RULE_FILE) == systemd_unit.sealed(rule, comment="//")
+    account = [line.split(":") for line in (system / "etc/passwd").read_text().splitlines()][-1]
+    assert account[0] == "scheduled-events-agent"
+    assert account[4:] == ["Azure Scheduled Events agent", "/var/lib/scheduled-events-agent", "/usr/sbin/nologin"]
+    assert install(system, "drain.service", is_strict=True) == []
+    after = "the agent does not run until the next boot, or until: systemctl restart scheduled-events-agent"
+    assert install(system, "drain.service", "fill.service", is_strict=True) == [f"wrote {RULE_FILE}", after]
+    assert install(system, is_strict=True) == [f"removed {RULE_FILE}", after]
+    assert install(system) == [f"removed {STRICT_FILE}", after]
+    assert not (system / STRICT_FILE.relative_to("/")).parent.exists()
+
+
+def test_a_rule_that_no_polkit_will_read_is_noticed(system: Path) -> None:
+    def is_missing(*units: str) -> bool:
+        return systemd_unit.is_polkit_missing(systemd_unit.plan_unit(PLACE, units, is_strict=True), system)
+
+    assert is_missing("drain.service")
+    assert not is_missing()
+    polkit = system / "usr/share/dbus-1/system-services/org.freedesktop.PolicyKit1.service"
+    polkit.parent.mkdir(parents=True)
+    polkit.touch()
+    assert not is_missing("drain.service")
+
+
+@at_rest
+def test_state_that_the_strict_account_owned_is_roots_again_in_the_other_set_up(system: Path) -> None:
+    install(system, is_strict=True)
+    state = system / "var/lib/scheduled-events-agent"
+    state.mkdir(parents=True)
+    (state / "state.db").touch()
+    (state / "link").symlink_to("/nowhere")
+    for path in (state, state / "state.db"):
+        shutil.chown(path, 990, 990)
+    install(system)
+    owners = {path.name: (path.lstat().st_uid, path.lstat().st_gid) for path in (state, *state.iterdir())}
+    assert owners == {"scheduled-events-agent": (0, 0), "state.db": (0, 0), "link": (0, 0)}
+
+
+@at_rest
+def test_a_removal_leaves_nothing_of_the_installation_but_the_operators_files(system: Path) -> None:
+    install(system, "drain.service", is_strict=True)
+    assert systemd_unit.remove(PLACE, is_forced=False, root=system) == [
+        "disabled the agent",
+        f"removed {RULE_FILE}",
+        f"removed {STRICT_FILE}",
+        f"removed {UNIT_FILE}",
+    ]
+    left = [str(path.relative_to(system)) for path in sorted((system / "etc").rglob("*")) if not path.is_dir()]
+    assert [name for name in left if "scheduled-events-agent" in name] == [
+        "etc/scheduled-events-agent/policy.yaml"
+    ]
+    assert systemd_unit.remove(PLACE, is_forced=False, root=system) == []
+
+
+@at_rest
+def test_a_packaged_agent_keeps_its_unit_and_a_second_installation_beside_it_is_refused(system: Path) -> None:
+    packaged = system / "usr/lib/systemd/system/scheduled-events-agent.service"
+    packaged.parent.mkdir(parents=True)
+    packaged.write_text(SHIPPED)
+    plan = systemd_unit.plan_unit(PACKAGED, ["drain.service"], is_strict=True)
+    done = systemd_unit.install(plan, is_now=False, is_forced=False, root=system)
+    after = "the agent does not run until the next boot, or until: systemctl restart scheduled-events-agent"
+    assert done == [
+        "made the account scheduled-events-agent", f"wrote {STRICT_FILE}", f"wrote {RULE_FILE}", after,
+    ]  # fmt: skip
+    assert systemd_unit.remove(PACKAGED, is_forced=False, root=system) == [
+        f"removed {RULE_FILE}",
+        f"removed {STRICT_FILE}",
+    ]
+    with pytest.raises(UnitError) as caught:
+        install(system)
+    assert refusal(caught) == (
+        "place: /usr/lib/systemd/system/scheduled-events-agent.service: a package brought this unit; run "
+        "/usr/bin/scheduled-events-agent install-unit, the package's own, or remove the package first"
+    )
+    assert not (system / "etc/scheduled-events-agent").exists()
+
+
+# --- the command
+
+
+def test_on_windows_the_command_names_the_way() -> None:
+    with pytest.raises(windows.HostError) as caught:
+        windows.find_systemctl()
+    assert caught.value.kind == "usage"
+    assert str(caught.value) == (
+        "there is no systemd on Windows: a service is set up with Windows' own tooling there, which starts "
+        "`scheduled-events-agent run`"
+    )
+
+
+@at_rest
+def test_print_shows_every_file_and_writes_none() -> None:
+    done = command("--print")
+    assert done.returncode == 0
+    program = Path(sys.executable).with_name("scheduled-events-agent")
+    unit = systemd_unit.sealed(systemd_unit.unit_text(SHIPPED, program))
+    policy = (CHECKOUT / "config" / "policy.yaml").read_text(encoding="utf-8")
+    assert done.stdout == (
+        "# directory /etc/scheduled-events-agent, mode 0755\n\n"
+        "# directory /etc/scheduled-events-agent/hooks, mode 0755\n\n"
+        "# directory /etc/scheduled-events-agent/credentials, mode 0700\n\n"
+        f"# file {UNIT_FILE}\n{unit}\n"
+        f"# file /etc/scheduled-events-agent/policy.yaml, unless there is one\n{policy}\n"
+        f"# no file {STRICT_FILE}\n\n"
+        f"# no file {RULE_FILE}\n"
+    )
+    assert not UNIT_FILE.exists()
+
+
+@at_rest
+def test_remove_goes_with_no_option_that_installs() -> None:
+    done = command("--remove", "--strict")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "scheduled-events-agent: --remove goes with neither --strict nor --now\n",
+    )

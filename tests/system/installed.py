@@ -1,0 +1,37 @@
+"""Fixtures: the package built from this checkout, and a machine on which it has been installed.
+
+As with ``machines``, a test module asks for them by ``pytest_plugins = ["machines", "installed"]``.
+"""
+
+import sys
+
+if sys.platform == "win32":
+    raise ImportError("containers are Linux's")
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from container import Container
+from service import POLICY, build_deb
+
+# Nothing listens there: an agent that no test has told of a simulator must not ask Azure's endpoint.
+# (And all machines have one loopback, so no port of it is to be taken.)
+NOWHERE = "{imds: {endpoint: 'http://127.0.0.1:9'}, agent: {listen: off}}\n"
+
+
+@pytest.fixture(scope="session")
+def deb(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package for this machine's processor."""
+    return build_deb(tmp_path_factory.mktemp("deb"))
+
+
+@pytest.fixture(scope="session")
+def installed(debian: Path, deb: Path) -> Iterator[Container]:
+    """A stopped machine with the package, whose agent polls nothing; for others to lie on."""
+    with Container(debian) as machine:
+        machine.copy_in(deb, "/root/agent.deb")
+        machine.write(POLICY, NOWHERE)
+        machine.run("dpkg", "--install", "--force-confold", "/root/agent.deb")
+        machine.stop()
+        yield machine

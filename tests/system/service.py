@@ -1,0 +1,100 @@
+"""The agent as a service of a container that has a booted systemd: its policy, its log, its unit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+if sys.platform == "win32":
+    raise ImportError("containers are Linux's")
+
+from container import CHECKOUT, Container
+
+UNIT = "scheduled-events-agent.service"
+POLICY = "/etc/scheduled-events-agent/policy.yaml"
+DROP_INS = f"/etc/systemd/system/{UNIT}.d"
+
+
+def build_deb(directory: Path, *options: str) -> Path:
+    """Build the package with these options of packaging/build.py; returns the file."""
+    architecture = subprocess.run(["dpkg", "--print-architecture"], capture_output=True, text=True, check=True)
+    command = [sys.executable, str(CHECKOUT / "packaging/build.py"), "deb", "--output", str(directory)]
+    wanted = ["--architecture", architecture.stdout.strip()]
+    subprocess.run([*command, *wanted, *options], check=True, timeout=300)
+    (package,) = directory.glob("*.deb")
+    return package
+
+
+class Service:
+    """The unit in one container, and the endpoint that it polls."""
+
+    def __init__(self, machine: Container, endpoint: str) -> None:
+        self.machine = machine
+        self.endpoint = endpoint
+
+    # --- what an operator does
+
+    def write_policy(self, **sections: Any) -> None:
+        """Write the policy: ``sections`` over what every test needs."""
+        policy: dict[str, Any] = {
+            "imds": {"endpoint": self.endpoint, "poll_interval": "250ms", **sections.pop("imds", {})},
+            "agent": {"listen": "127.0.0.1:0", **sections.pop("agent", {})},
+            **sections,
+        }
+        self.machine.write(POLICY, yaml.safe_dump(policy, sort_keys=False))
+
+    def add_drop_in(self, text: str, name: str = "90-test.conf") -> None:
+        self.machine.write(f"{DROP_INS}/{name}", text)
+        self.machine.run("systemctl", "daemon-reload")
+
+    def systemctl(self, verb: str, *, check: bool = True, timeout: float = 60.0) -> str:
+        """Tell systemd to do something with the unit; returns what it printed on standard error."""
+        return self.machine.run("systemctl", verb, UNIT, check=check, timeout=timeout).stderr
+
+    # --- what there is to see
+
+    def show(self, name: str) -> str:
+        """A property of the unit."""
+        return self.machine.run("systemctl", "show", f"--property={name}", "--value", UNIT).stdout.strip()
+
+    def pid(self) -> str:
+        """Of the agent, as the container numbers it."""
+        return self.show("MainPID")
+
+    def process_status(self, pid: str = "") -> dict[str, str]:
+        """What /proc says of the agent, or of another process."""
+        text = self.machine.run("cat", f"/proc/{pid or self.pid()}/status").stdout
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+
+    def entries(self, *, boot: int | None = 0) -> list[dict[str, Any]]:
+        """What the agent logged: each line's fields."""
+        messages = [entry["MESSAGE"] for entry in self.machine.journal(UNIT, boot=boot)]
+        return [json.loads(message) for message in messages if str(message).startswith('{"time"')]
+
+    def log(self, message: str, *, boot: int | None = 0, **fields: Any) -> list[dict[str, Any]]:
+        """The entries with this message and these fields."""
+        wanted = {"message": message, **fields}
+        return [entry for entry in self.entries(boot=boot) if wanted.items() <= entry.items()]
+
+    def wait_log(self, message: str, *, count: int = 1, timeout: float = 20.0, **fields: Any) -> dict[str, Any]:
+        """Wait for the ``count``-th such entry of this boot."""
+        found = self.machine.wait_for(
+            lambda: found if len(found := self.log(message, **fields)) >= count else [],
+            f"{count} times {message!r} with {fields} stood in the journal",
+            timeout,
+        )
+        return found[count - 1]
+
+    def wait_status(self, part: str, timeout: float = 20.0) -> str:
+        """Wait until the status line of the unit has this in it."""
+        return self.machine.wait_for(
+            lambda: text if part in (text := self.show("StatusText")) else "", f"the status was {part!r}", timeout
+        )
+
+    def notes(self, file: str = "/root/notes") -> list[str]:
+        """Lines that hooks wrote."""
+        path: Path = self.machine.path(file)
+        return path.read_text().splitlines() if path.exists() else []

@@ -1,0 +1,605 @@
+"""Other ways to install the agent: pip, pipx, cloud-init, an extension of Azure, Ansible, a container image.
+
+Each is done as its page in docs/install-other.md says, on a machine with a real systemd and without a network but
+this machine's loopback, where the simulator is; the image is built and run by buildah, in a chroot.
+"""
+
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+if sys.platform == "win32":
+    pytest.skip("systemd is Linux's", allow_module_level=True)
+
+from container import CHECKOUT, Container
+from service import DROP_INS, POLICY, UNIT, Service
+
+from agent.config import AgentSettings
+from agent.simulator import Simulator
+
+pytest_plugins = ["machines", "installed"]
+pytestmark = pytest.mark.timeout(600)
+
+PACKAGING = CHECKOUT / "packaging"
+PROGRAM = "bin/scheduled-events-agent"
+USER = {"name": "user-initiated", "when": {"source": "User"}, "approve": "immediately"}
+RULE_FILE = "/etc/polkit-1/rules.d/50-scheduled-events-agent.rules"
+NOTHING = "nothing to do: all is as it should be\n"
+OTHER_PYTHON = "3.11"  # Debian 12's
+
+
+# --- what is installed, and on what
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The agent and all that it, its build and Ansible need, for the container's Python; no index is asked."""
+    folder = tmp_path_factory.mktemp("wheels")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    run([*pip, "wheel", "--no-deps", "--wheel-dir", str(folder), str(CHECKOUT)])
+    (own,) = folder.glob("scheduled_events_agent-*.whl")
+    machine = platform.machine()
+    kinds = [f"--platform={kind}_{machine}" for kind in ("manylinux2014", "manylinux_2_17", "manylinux_2_28")]
+    options = ["--only-binary=:all:", f"--python-version={OTHER_PYTHON}", "--implementation=cp", *kinds]
+    wanted = [str(own), "pip", "hatchling", "ansible-core"]
+    run([*pip, "download", *options, "--dest", str(folder), *wanted])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def supplied(debian: Path, wheels: Path) -> Iterator[Container]:
+    """A Debian with what a user of these ways has installed before."""
+    with Container(debian, boots=False) as machine:
+        apt = {"DEBIAN_FRONTEND": "noninteractive"}
+        machine.run("apt-get", "update", "-q", timeout=300)
+        packages = ("python3-venv", "pipx", "cloud-init", "python3-apt")
+        machine.run(
+            "apt-get", "install", "-qy", "--no-install-recommends", *packages, timeout=600, environment=apt
+        )
+        machine.copy_in(wheels, "/root/wheels")
+        yield machine
+
+
+@pytest.fixture
+def sim() -> Iterator[Simulator]:
+    with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
+        yield simulator
+
+
+@pytest.fixture
+def service(supplied: Container, sim: Simulator) -> Iterator[Service]:
+    """A booted machine without an agent, and the simulator beside it."""
+    with Container(supplied) as machine:
+        yield Service(machine, sim.endpoint())
+        sys.stdout.write(machine.account())  # pytest shows it on failure only
+
+
+OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/root/wheels"}
+
+
+def install_by(way: str, machine: Container) -> str:
+    """Install the agent's wheel; returns where its program is."""
+    if way == "venv":
+        place = "/opt/scheduled-events-agent"
+        machine.run("python3", "-m", "venv", place)
+        machine.run(f"{place}/bin/pip", "install", "scheduled-events-agent", environment=OFFLINE, timeout=120)
+        return f"{place}/{PROGRAM}"
+    # What "pipx install --global" of newer versions does.
+    places = {"PIPX_HOME": "/opt/pipx", "PIPX_BIN_DIR": "/usr/local/bin"}
+    machine.run("pipx", "install", "scheduled-events-agent", environment=OFFLINE | places, timeout=120)
+    return f"/opt/pipx/venvs/scheduled-events-agent/{PROGRAM}"
+
+
+def is_approved(sim: Simulator) -> bool:
+    """Whether an event that a user caused is approved within a few seconds; if not, the wait raises."""
+    event = sim.schedule("Reboot", source="User", lasts_seconds=0.2, start_delay_seconds=0.1)
+    return sim.wait_approved(event).approved_at is not None
+
+
+def command_line(service: Service) -> list[str]:
+    text = service.machine.path(f"/proc/{service.pid()}/cmdline").read_text()
+    return text.split("\0")[:-1]
+
+
+def run(command: list[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a program of this machine; raises, with what it printed, if it fails."""
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **options
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\nended with {done.returncode}\n{done.stdout}{done.stderr}"
+    return done
+
+
+def need(program: str) -> str:
+    """A program of this machine, its package of the same name installed first if need be."""
+    if shutil.which(program) is None:
+        if os.geteuid() != 0 or shutil.which("apt-get") is None:
+            pytest.skip(f"{program} is missing, and there is no apt-get, or no root, to install it")
+        run(["apt-get", "update", "-q"])
+        run(["apt-get", "install", "-qy", "--no-install-recommends", program])
+    return program
+
+
+# --- install-unit
+
+
+@pytest.mark.parametrize("way", ["venv", "pipx"])
+def test_an_agent_that_pip_installed_becomes_a_service_and_goes_without_a_trace(
+    service: Service, sim: Simulator, way: str
+) -> None:
+    machine = service.machine
+    program = install_by(way, machine)
+    service.write_policy(rules=[USER])
+    first = machine.run(program, "install-unit", "--now").stdout.splitlines()
+    assert first == [
+        "made /etc/scheduled-events-agent/hooks",
+        "made /etc/scheduled-events-agent/credentials",
+        f"wrote /etc/systemd/system/{UNIT}",
+        "enabled the agent: it starts at boot",
+        "started the agent",
+    ]
+    assert machine.run("systemd-analyze", "verify", "--man=no", UNIT).stderr == ""
+    assert command_line(service)[1:] == [program, "run", "--stop-timeout", "60s"]
+    assert service.process_status()["Uid"].split() == ["0"] * 4
+    assert is_approved(sim)
+
+    pid = service.pid()
+    assert machine.run(program, "install-unit", "--now").stdout == NOTHING
+    assert service.pid() == pid
+    machine.run("kill", "-KILL", pid)
+    machine.wait_for(lambda: service.pid() not in (pid, "0"), "systemd had started it again")
+    assert is_approved(sim)
+    service.systemctl("reload")
+
+    machine.reboot()
+    assert is_approved(sim)
+
+    assert machine.run(program, "install-unit", "--remove").stdout == (
+        "stopped the agent\n"
+        "disabled the agent\n"
+        f"removed /etc/systemd/system/{UNIT}\n"
+        "not touched, if they are there: /etc/scheduled-events-agent, /var/lib/scheduled-events-agent and the "
+        "account scheduled-events-agent\n"
+    )
+    assert service.show("LoadState") == "not-found"
+    assert machine.run("find", "/etc/systemd", "/etc/polkit-1", "-name", "*scheduled-events-agent*").stdout == ""
+    assert machine.run("pgrep", "--full", PROGRAM, check=False).stdout == ""
+    assert machine.path(POLICY).exists()
+    assert machine.path("/var/lib/scheduled-events-agent/state.db").exists()
+    again = machine.run(program, "install-unit", "--remove").stdout.splitlines()
+    assert again[0] == "there is nothing of install-unit to remove"
+
+
+def test_the_strict_set_up_of_an_agent_that_pip_installed_starts_units_and_no_others(
+    service: Service, sim: Simulator
+) -> None:
+    machine = service.machine
+    program = install_by("venv", machine)
+    for name, kind, command in (
+        ("drain", "oneshot", "/bin/touch /etc/drained"),
+        ("hold", "exec", "/bin/sleep 1000"),
+        ("other", "oneshot", "/bin/touch /etc/other"),
+    ):
+        unit = f"[Service]\nType={kind}\nExecStart={command}\n"
+        machine.write(f"/etc/systemd/system/{name}.service", unit)
+    drain = {"name": "drain", "prepare": ["drain"], "approve": "when-prepared"}
+    service.write_policy(rules=[drain], hooks={name: {"unit": f"{name}.service"} for name in ("drain", "hold")})
+    done = machine.run(program, "install-unit", "--strict", "--now").stdout.splitlines()
+    assert done == [
+        "made the account scheduled-events-agent",
+        "made /etc/scheduled-events-agent/hooks",
+        "made /etc/scheduled-events-agent/credentials",
+        f"wrote /etc/systemd/system/{UNIT}",
+        f"wrote {DROP_INS}/50-strict.conf",
+        f"wrote {RULE_FILE}",
+        "enabled the agent: it starts at boot",
+        "started the agent",
+    ]
+    uid = machine.run("id", "-u", "scheduled-events-agent").stdout.strip()
+    assert service.process_status()["Uid"].split() == [uid] * 4
+    sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
+    assert machine.path("/etc/drained").exists()
+    assert machine.run(program, "install-unit", "--strict", "--now").stdout == NOTHING
+
+    def may(*words: str) -> bool:
+        asked = machine.run(
+            "busctl", "call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1",
+            "org.freedesktop.systemd1.Manager", *words, user="scheduled-events-agent", check=False,
+        )  # fmt: skip
+        refused = "Interactive authentication required" in asked.stderr or "Access denied" in asked.stderr
+        assert asked.returncode == 0 or refused, asked.stderr
+        return not refused
+
+    asked_for = {
+        "start": ("StartUnit", "ss", "hold.service", "replace"),
+        "ref": ("RefUnit", "s", "hold.service"),
+        "kill": ("KillUnit", "ssi", "hold.service", "all", "15"),
+        "stop": ("StopUnit", "ss", "hold.service", "replace"),
+        "restart": ("RestartUnit", "ss", "hold.service", "replace"),
+        "start other": ("StartUnit", "ss", "other.service", "replace"),
+        "stop itself": ("StopUnit", "ss", UNIT, "replace"),
+        "reload all": ("Reload",),
+    }
+    assert [name for name, words in asked_for.items() if may(*words)] == ["start", "ref", "kill", "stop"]
+    assert not machine.path("/etc/other").exists()
+
+    assert machine.run(program, "install-unit").stdout.splitlines() == [
+        f"removed {DROP_INS}/50-strict.conf",
+        f"removed {RULE_FILE}",
+        "restarted the agent",
+    ]
+    assert service.process_status()["Uid"].split() == ["0"] * 4
+    machine.run(program, "install-unit", "--strict")
+    machine.run(program, "install-unit", "--remove")
+    assert machine.run("find", "/etc/systemd", "/etc/polkit-1", "-name", "*scheduled-events-agent*").stdout == ""
+    assert machine.path("/var/lib/scheduled-events-agent").stat().st_uid == 0
+
+
+def test_a_place_that_a_user_can_write_is_refused_and_so_is_a_user(service: Service) -> None:
+    machine = service.machine
+    program = install_by("venv", machine)
+    machine.run("chown", "-R", "nobody", "/opt/scheduled-events-agent/lib")
+    refused = machine.run(program, "install-unit", "--now", check=False)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    uid = machine.run("id", "-u", "nobody").stdout.strip()
+    assert refused.stderr == (
+        f"scheduled-events-agent: /opt/scheduled-events-agent/lib: belongs to uid {uid}; a system service must be "
+        "installed where only root can write: with pipx install --global, or in a venv that root makes under /opt "
+        "(python3 -m venv /opt/scheduled-events-agent)\n"
+    )
+    asked = machine.run(program, "install-unit", user="daemon", check=False)
+    only_root = "only root can install a unit: use sudo, or see with --print what would be written"
+    assert (asked.returncode, asked.stderr) == (1, f"scheduled-events-agent: {only_root}\n")
+    assert machine.run(program, "install-unit", "--print", user="daemon").stdout.startswith("# directory /etc/")
+    assert not machine.path("/etc/scheduled-events-agent").exists()
+
+
+def test_in_an_image_without_a_running_systemd_the_agent_is_installed_for_the_first_boot(
+    supplied: Container, sim: Simulator
+) -> None:
+    with Container(supplied, boots=False) as machine:
+        service = Service(machine, sim.endpoint())
+        program = install_by("venv", machine)
+        service.write_policy(rules=[USER])
+        done = machine.run(program, "install-unit", "--now").stdout.splitlines()
+        assert done[-2:] == [
+            "enabled the agent: it starts at boot",
+            "systemd does not run here: nothing was started",
+        ]
+        assert machine.run(program, "install-unit").stdout == NOTHING
+        machine.start()
+        assert is_approved(sim)
+
+
+# --- cloud-init, and the script that it shares with the extension
+
+
+def policy_text(sim: Simulator) -> str:
+    imds = {"endpoint": sim.endpoint(), "poll_interval": "250ms"}
+    return yaml.safe_dump({"imds": imds, "agent": {"listen": "127.0.0.1:0"}, "rules": [USER]})
+
+
+def user_data() -> dict[str, Any]:
+    text = (PACKAGING / "cloud-init" / "user-data.yaml").read_text(encoding="utf-8")
+    assert text.startswith("#cloud-config\n")
+    loaded: dict[str, Any] = yaml.safe_load(text)
+    return loaded
+
+
+def test_the_scripts_are_clean_and_the_user_data_has_them_as_they_are(supplied: Container, tmp_path: Path) -> None:
+    script = PACKAGING / "cloud-init" / "install.sh"
+    run([need("shellcheck"), str(script)])
+    files = {file["path"]: file["content"] for file in user_data()["write_files"]}
+    folder = "/run/scheduled-events-agent-install"
+    assert files[f"{folder}/install.sh"] == script.read_text(encoding="utf-8")
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(files[f"{folder}/policy.yaml"], encoding="utf-8")
+    checked = run([sys.executable, "-m", "agent", "check", "--config", str(policy)], cwd=CHECKOUT)
+    assert checked.stderr == ""
+    inside = "/root/user-data.yaml"
+    with Container(supplied, boots=False) as machine:
+        machine.copy_in(PACKAGING / "cloud-init" / "user-data.yaml", inside)
+        valid = machine.run("cloud-init", "schema", "--config-file", inside)
+    assert valid.stdout == f"Valid cloud-config: {inside}\n"
+
+
+def start_with_cloud_init(machine: Container, deb: Path, policy: str) -> str:
+    """Boot a machine for the first time with the user data, this package and this policy; what cloud-init says."""
+    data = user_data()
+    data["write_files"][0]["content"] = policy
+    arguments = data["runcmd"][0]
+    assert arguments[2].startswith("https://")
+    arguments[2] = "file:///root/agent.deb"
+    arguments[3] = run(["sha256sum", str(deb)]).stdout.split()[0]
+    seed = "/var/lib/cloud/seed/nocloud"
+    machine.copy_in(deb, "/root/agent.deb")
+    machine.write(f"{seed}/user-data", "#cloud-config\n" + yaml.safe_dump(data))
+    machine.write(f"{seed}/meta-data", "instance-id: vm-1\n")
+    # This minimal system has no locales, which cloud-init would count as an error.
+    machine.write("/etc/cloud/cloud.cfg.d/90-test.cfg", "locale: false\n")
+    machine.start()
+    said = machine.run("cloud-init", "status", "--wait", "--long", timeout=120, check=False).stdout
+    sys.stdout.write(machine.path("/var/log/cloud-init-output.log").read_text())  # pytest shows it on failure only
+    return said
+
+
+def test_cloud_init_installs_the_package_with_its_policy_at_the_first_boot(
+    supplied: Container, sim: Simulator, deb: Path
+) -> None:
+    with Container(supplied, boots=False) as machine:
+        assert "status: done" in start_with_cloud_init(machine, deb, policy_text(sim))
+        service = Service(machine, sim.endpoint())
+        assert machine.path(POLICY).read_text() == policy_text(sim)
+        assert service.show("UnitFileState") == "enabled"
+        assert is_approved(sim)
+        machine.reboot()  # the same instance: nothing is installed again
+        assert is_approved(sim)
+
+
+def test_cloud_init_tells_of_a_bad_policy_and_the_agent_goes_on_with_the_default_one(
+    supplied: Container, deb: Path
+) -> None:
+    # In a network of its own: the default policy asks Azure's endpoint and serves its pages at the usual port.
+    with Container(supplied, boots=False, private_network=True) as machine:
+        assert "status: error" in start_with_cloud_init(machine, deb, "rulez: []\n")
+        assert machine.run("dpkg", "--verify", "scheduled-events-agent").stdout == ""  # nor its policy was changed
+        service = Service(machine, "")
+        assert service.show("ActiveState") == "active"
+        (started,) = service.log("agent started")
+        assert (started["rules"], started["listen"]) == (["user-initiated", "short-freeze"], "127.0.0.1:9769")
+
+
+def test_the_extension_command_installs_what_its_settings_download(
+    service: Service, sim: Simulator, deb: Path
+) -> None:
+    settings = json.loads((PACKAGING / "cloud-init" / "extension-settings.json").read_text(encoding="utf-8"))
+    machine, folder = service.machine, "/var/lib/waagent/custom-script/download/0"
+    names = [address.rpartition("/")[2] for address in settings["fileUris"]]
+    assert [name.partition("_")[0] for name in names] == ["install.sh", "policy.yaml", "scheduled-events-agent"]
+    machine.copy_in(PACKAGING / "cloud-init" / "install.sh", f"{folder}/{names[0]}")
+    machine.write(f"{folder}/{names[1]}", policy_text(sim))
+    machine.copy_in(deb, f"{folder}/{names[2]}")
+    for _ in range(2):
+        machine.run("sh", "-c", f"cd {folder} && {settings['commandToExecute']}", timeout=120)
+        assert is_approved(sim)
+    before = machine.path(POLICY).read_text()
+
+    machine.write(f"{folder}/bad.yaml", "rulez: []\n")
+    bad = machine.run("sh", f"{folder}/install.sh", f"{folder}/{names[2]}", "-", f"{folder}/bad.yaml", check=False)
+    assert bad.returncode == 2
+    assert bad.stdout.endswith('bad.yaml:1: unknown key "rulez"; did you mean "rules"?\nnot valid: 1 problem\n')
+    assert machine.path(POLICY).read_text() == before
+
+    wrong = machine.run("sh", f"{folder}/install.sh", f"file://{folder}/{names[2]}", "0" * 64, check=False)
+    assert wrong.returncode == 1
+    assert wrong.stderr.endswith(f"file://{folder}/{names[2]}: its SHA-256 is not {'0' * 64}\n")
+    assert is_approved(sim)
+
+
+def test_the_script_installs_a_wheel_too(service: Service, sim: Simulator, wheels: Path) -> None:
+    machine = service.machine
+    (wheel,) = wheels.glob("scheduled_events_agent-*.whl")
+    machine.copy_in(PACKAGING / "cloud-init" / "install.sh", "/root/install.sh")
+    machine.write("/root/policy.yaml", policy_text(sim))
+    for _ in range(2):
+        command = ("sh", "/root/install.sh", f"file:///root/wheels/{wheel.name}", "-", "/root/policy.yaml")
+        machine.run(*command, environment=OFFLINE, timeout=120)
+        assert command_line(service)[1] == f"/opt/scheduled-events-agent/{PROGRAM}"
+        assert is_approved(sim)
+
+
+# --- Ansible
+
+
+@pytest.fixture(scope="module")
+def managed(supplied: Container) -> Iterator[Container]:
+    """A machine with Ansible, the role and a place for what it is to install."""
+    with Container(supplied, boots=False) as machine:
+        machine.run("python3", "-m", "venv", "/opt/ansible")
+        machine.run("/opt/ansible/bin/pip", "install", "ansible-core", environment=OFFLINE, timeout=300)
+        machine.copy_in(PACKAGING / "ansible", "/root/ansible")
+        yield machine
+
+
+def play(service: Service, **variables: Any) -> dict[str, int]:
+    """Run the example's role with these variables; returns how many tasks were ok, changed and so on."""
+    named = {f"scheduled_events_agent_{name}": value for name, value in variables.items()}
+    book = [
+        {"hosts": "localhost", "connection": "local", "roles": [{"role": "scheduled_events_agent", "vars": named}]}
+    ]
+    service.machine.write("/root/ansible/test.yml", yaml.safe_dump(book))
+    done = service.machine.run(
+        "/opt/ansible/bin/ansible-playbook", "-i", "localhost,", "/root/ansible/test.yml",
+        environment={"ANSIBLE_NOCOLOR": "1", "ANSIBLE_PYTHON_INTERPRETER": "/usr/bin/python3"},
+        check=False, timeout=300,
+    )  # fmt: skip
+    sys.stdout.write(done.stdout + done.stderr)  # pytest shows it on failure only
+    recap = done.stdout.rpartition("PLAY RECAP")[2].partition(" : ")[2]
+    counts = {name: int(count) for name, _, count in (word.partition("=") for word in recap.split())}
+    assert (done.returncode == 0) == (counts["failed"] == 0)
+    return counts
+
+
+def test_the_ansible_role_installs_everything_and_changes_nothing_the_second_time(
+    managed: Container, sim: Simulator, deb: Path
+) -> None:
+    with Container(managed) as machine:
+        service = Service(machine, sim.endpoint())
+        machine.copy_in(deb, f"/root/{deb.name}")
+        machine.write("/root/hooks/drain", "#!/bin/sh\ntouch /etc/drained\n")
+        drain = {"name": "drain", "prepare": ["drain"], "approve": "when-prepared"}
+        hooks = {"drain": {"run": ["/etc/scheduled-events-agent/hooks/drain"]}}
+        settings = yaml.safe_load(policy_text(sim))
+        policy = yaml.safe_dump({**settings, "rules": [drain], "hooks": hooks})
+        variables: dict[str, Any] = {"package": f"/root/{deb.name}", "policy": policy, "hooks": "/root/hooks"}
+
+        assert play(service, **variables)["changed"] > 0
+        assert machine.path(POLICY).read_text() == policy
+        sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
+        assert machine.path("/etc/drained").exists()
+        pid = service.pid()
+        again = play(service, **variables)
+        assert (again["changed"], again["failed"]) == (0, 0)
+
+        # Another policy is taken over by a reload; a bad one not at all.
+        taken_over = len(service.log("the policy file was read again"))
+        changed = play(service, **{**variables, "policy": policy_text(sim)})
+        assert (changed["changed"], changed["failed"]) == (2, 0)
+        assert service.pid() == pid
+        assert len(service.log("the policy file was read again")) == taken_over + 1
+        bad = play(service, **{**variables, "policy": "rulez: []\n"})
+        assert (bad["changed"], bad["failed"]) == (0, 1)
+        assert machine.path(POLICY).read_text() == policy_text(sim)
+        assert service.pid() == pid
+
+        strict = play(service, **{**variables, "policy": policy_text(sim), "strict": True})
+        assert (strict["changed"], strict["failed"]) == (1, 0)
+        uid = machine.run("id", "-u", "scheduled-events-agent").stdout.strip()
+        assert service.process_status()["Uid"].split() == [uid] * 4
+        assert is_approved(sim)
+        assert play(service, **{**variables, "policy": policy_text(sim), "strict": True})["changed"] == 0
+
+
+def test_the_ansible_role_is_without_a_complaint_of_its_linter() -> None:
+    tools = CHECKOUT / ".cache" / "ansible-lint"
+    if not (tools / "ready").exists():
+        run([sys.executable, "-m", "venv", "--clear", str(tools)])
+        run([str(tools / "bin" / "pip"), "install", "--quiet", "ansible-lint"])
+        (tools / "ready").touch()
+    paths = f"{tools}/bin:{os.environ['PATH']}"
+    command = [str(tools / "bin" / "ansible-lint"), "--offline", "--strict", "--nocolor", "playbook.yml", "roles"]
+    done = run(command, cwd=PACKAGING / "ansible", env={**os.environ, "PATH": paths})
+    assert "Passed: 0 failure(s), 0 warning(s)" in done.stderr + done.stdout
+
+
+# --- the image
+
+
+class Images:
+    """buildah, with a store of its own and nothing but chroot to isolate with: no daemon, no namespaces."""
+
+    def __init__(self, store: Path) -> None:
+        self._options = ["--root", str(store / "root"), "--runroot", str(store / "run"), "--storage-driver", "vfs"]
+
+    def command(self, what: str, *words: str) -> list[str]:
+        return ["buildah", *self._options, what, *words]
+
+    def __call__(self, what: str, *words: str) -> str:
+        return run(self.command(what, *words), cwd=CHECKOUT, timeout=500).stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def images(supplied: Container, wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
+    """The image, built by its recipe on a Debian instead of the one it names, with wheels instead of an index."""
+    need("buildah")
+    store = tmp_path_factory.mktemp("images")
+    images = Images(store)
+    base = images("from", "scratch")
+    with Container(supplied, boots=False) as machine:
+        images("add", "--quiet", base, str(machine.path("/")), "/")
+    images("commit", "--quiet", "--rm", base, "localhost/base")
+    images(
+        "bud", "--isolation=chroot", "--format=docker", "--build-arg=BASE=localhost/base",
+        "--build-arg=PIP_OPTIONS=--no-index --find-links /wheels", f"--volume={wheels}:/wheels:ro",
+        "--tag=scheduled-events-agent", "--file=packaging/container/Containerfile", ".",
+    )  # fmt: skip
+    yield images
+    shutil.rmtree(store)
+
+
+def test_the_image_runs_without_privileges_approves_is_healthy_and_stops_when_told(
+    images: Images, sim: Simulator, tmp_path: Path
+) -> None:
+    config = json.loads(images("inspect", "--type=image", "scheduled-events-agent"))["Docker"]["config"]
+    assert config["User"] == "65532:65532"
+    assert list(config["Volumes"]) == ["/var/lib/scheduled-events-agent"]
+    etc = tmp_path / "etc"
+    etc.mkdir()
+    port = free_port()
+    settings = yaml.safe_load(policy_text(sim)) | {"agent": {"listen": f"127.0.0.1:{port}"}}
+    (etc / "policy.yaml").write_text(yaml.safe_dump(settings))
+    machine = images("from", "scheduled-events-agent")
+    volume = f"--volume={etc}:/etc/scheduled-events-agent:ro"
+    inside = images.command("run", "--isolation=chroot", volume, machine, "--")
+    with subprocess.Popen(
+        [*inside, *config["Entrypoint"], *config["Cmd"]],
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        try:
+            assert is_approved(sim)
+            below = psutil.Process(running.pid).children(recursive=True)
+            command = ["/opt/scheduled-events-agent/bin/python3", *config["Entrypoint"], *config["Cmd"]]
+            (agent,) = [process for process in below if process.cmdline() == command]
+            assert set(agent.uids()) == {65532}
+            state = Path(f"/proc/{agent.pid}/root/var/lib/scheduled-events-agent/state.db").stat()
+            assert (state.st_uid, state.st_mode & 0o777) == (65532, 0o600)
+            kind, *health = config["Healthcheck"]["Test"]
+            assert kind == "CMD"
+            assert AgentSettings().listen == "127.0.0.1:9769"
+            assert "('127.0.0.1', 9769," in health[-1]
+            health[-1] = health[-1].replace("9769", str(port))
+            assert subprocess.run([*inside, *health], check=False).returncode == 0
+            agent.send_signal(signal.SIGTERM)
+            assert running.wait(20) == 0
+            assert subprocess.run([*inside, *health], check=False, stderr=subprocess.DEVNULL).returncode == 1
+        finally:
+            if running.poll() is None:
+                for process in psutil.Process(running.pid).children(recursive=True):
+                    process.kill()
+            _, errors = running.communicate()
+            sys.stdout.write(errors)  # pytest shows it on failure only
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def test_the_image_starts_with_the_default_policy_and_a_state_of_its_own(images: Images) -> None:
+    machine = images("from", "scheduled-events-agent")
+    inside = images.command("run", "--isolation=chroot", machine, "--")
+    checked = run([*inside, "scheduled-events-agent", "check"]).stdout
+    assert checked.startswith("/etc/scheduled-events-agent/policy.yaml")
+    asked = run([*inside, "stat", "--format=%u:%g %a", "/var/lib/scheduled-events-agent"]).stdout
+    assert asked == "65532:65532 700\n"
+
+
+def test_the_examples_for_the_image_give_hooks_the_time_that_it_gives_them(images: Images) -> None:
+    config = json.loads(images("inspect", "--type=image", "scheduled-events-agent"))["Docker"]["config"]
+    assert config["Cmd"] == ["run", "--stop-timeout", "60s"]
+    folder = PACKAGING / "container"
+    compose = yaml.safe_load((folder / "compose.yaml").read_text())["services"]["scheduled-events-agent"]
+    config_map, daemon_set = yaml.safe_load_all((folder / "daemonset.yaml").read_text())
+    pod = daemon_set["spec"]["template"]["spec"]
+    quadlet = (folder / "scheduled-events-agent.container").read_text().splitlines()
+    assert compose["stop_grace_period"] == "75s"
+    assert pod["terminationGracePeriodSeconds"] == 75
+    assert "PodmanArgs=--stop-timeout=75" in quadlet
+    assert (compose["network_mode"], pod["hostNetwork"]) == ("host", True)
+    assert "Network=host" in quadlet
+    state = "/var/lib/scheduled-events-agent"
+    assert [place for place in compose["volumes"] if state in place] == [f"state:{state}"]
+    assert {"name": "state", "mountPath": state} in pod["containers"][0]["volumeMounts"]
+    assert f"Volume=scheduled-events-agent:{state}" in quadlet
+    assert (folder / compose["build"]["context"] / compose["build"]["dockerfile"]).resolve() == (
+        folder / "Containerfile"
+    )
+    policy = yaml.safe_load(config_map["data"]["policy.yaml"])
+    assert [rule["name"] for rule in policy["rules"]] == ["user-initiated", "short-freeze"]

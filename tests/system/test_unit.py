@@ -1,0 +1,414 @@
+"""The unit under a real systemd: ready, supervised, reloaded, stopped, ordered and confined as its file says."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.platform == "win32":
+    pytest.skip("systemd is Linux's", allow_module_level=True)
+
+from container import CHECKOUT, Container
+from service import DROP_INS, UNIT, Service
+from stuck import hanging_thread, outer_pid, wait_killed
+
+from agent.simulator import Simulator
+
+pytest_plugins = ["machines", "installed"]
+pytestmark = pytest.mark.timeout(900)  # the first time, Debian is fetched
+
+RULES = [{"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "approve": "when-prepared"}]
+# So that a test need not wait for a minute.
+SHORT_WATCHDOG = "[Service]\nWatchdogSec=8s\nTimeoutAbortSec=2s\nRestartSec=500ms\n"
+STRICT = "/usr/share/scheduled-events-agent/systemd/strict.conf"
+
+
+@pytest.fixture
+def sim() -> Iterator[Simulator]:
+    with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
+        yield simulator
+
+
+@pytest.fixture
+def service(installed: Container, sim: Simulator) -> Iterator[Service]:
+    """The agent, installed from its package in a booted container of its own; it polls the simulator."""
+    with Container(installed) as machine:
+        service = Service(machine, sim.endpoint())
+        service.write_policy()
+        service.systemctl("restart")
+        yield service
+
+
+def drain_with(shell: str, **settings: object) -> dict[str, object]:
+    """A policy that drains for a reboot with this command line."""
+    return {"rules": RULES, "hooks": {"drain": {"shell": shell, **settings}}}
+
+
+# --- the file
+
+
+def test_systemd_understands_every_line_of_the_unit_and_of_strict(service: Service) -> None:
+    assert service.machine.run("systemd-analyze", "verify", "--man=no", UNIT).stderr == ""
+    service.machine.run("install", "-D", "-m", "644", STRICT, f"{DROP_INS}/50-strict.conf")
+    assert service.machine.run("systemd-analyze", "verify", "--man=no", UNIT).stderr == ""
+
+
+def test_the_documented_exposure_is_what_systemd_finds_and_strict_is_at_most_2(service: Service) -> None:
+    def score() -> float:
+        command = ("systemd-analyze", "security", "--no-pager", UNIT)
+        told = service.machine.run(*command, environment={"COLUMNS": "200"}).stdout
+        found = re.search(rf"Overall exposure level for {re.escape(UNIT)}: ([0-9.]+)", told)
+        assert found, told
+        return float(found[1])
+
+    text = (CHECKOUT / "docs/systemd.md").read_text(encoding="utf-8")
+    documented = {
+        name: float(value)
+        for name, value in re.findall(r"^\| (root|strict)\b.*\| ([0-9.]+) \|$", text, re.MULTILINE)
+    }
+    found = {"root": score()}
+    service.machine.run("install", "-D", "-m", "644", STRICT, f"{DROP_INS}/50-strict.conf")
+    service.machine.run("systemctl", "daemon-reload")
+    found["strict"] = score()
+    assert found["strict"] <= 2.0
+    assert found == documented
+
+
+# --- ready, and what is pending
+
+
+def test_it_is_started_when_it_polls_and_says_what_is_pending(service: Service, sim: Simulator) -> None:
+    service.write_policy(rules=[{"name": "reboots", "approve": "manual"}])
+    service.systemctl("restart")
+    assert service.show("StatusText") == "nothing is pending"
+    event = sim.schedule("Reboot", notice_seconds=600)
+    service.wait_status(f"Reboot {event} (rule reboots, not before ")
+
+
+def test_a_slow_first_answer_does_not_hold_up_the_start(service: Service, sim: Simulator) -> None:
+    service.systemctl("stop")
+    sim.fault(None, "slow", delay_seconds=60.0)
+    began = time.monotonic()
+    service.systemctl("start")
+    assert time.monotonic() - began < 15
+    assert service.show("ActiveState") == "active"
+    failures = service.log("polling the metadata service fails")
+    assert [entry for entry in failures if service.endpoint in entry["reason"]] == []  # it still waits
+
+
+# --- supervised
+
+
+def test_an_engine_that_hangs_is_killed_and_started_again(service: Service, sim: Simulator) -> None:
+    service.add_drop_in(SHORT_WATCHDOG)
+    service.systemctl("restart")
+    pid = outer_pid(service.machine, service.pid())
+    with hanging_thread(pid, pid):  # the engine is the main thread
+        before = len(sim.requests())
+        sim.wait_until(lambda: len(sim.requests()) > before + 3, "it polled on: only the engine hangs")
+        wait_killed(pid, pid, 30.0)
+    see_restart_by_watchdog(service)
+
+
+def test_a_poller_that_hangs_is_killed_and_started_again(service: Service, sim: Simulator) -> None:
+    service.write_policy(imds={"request_timeout": "1s", "first_request_timeout": "1s"})
+    service.add_drop_in(SHORT_WATCHDOG)
+    service.systemctl("restart")
+    service.wait_log("this VM is known")
+    pid = outer_pid(service.machine, service.pid())
+    thread = poller_of(pid, sim)
+    with hanging_thread(pid, thread):
+        # It has half a minute more than its time limit, in case that it resolves a name.
+        wait_killed(pid, thread, 90.0)
+    see_restart_by_watchdog(service)
+
+
+def test_a_store_that_hangs_is_killed_and_started_again(service: Service, sim: Simulator) -> None:
+    if shutil.which("strace") is None:
+        install = ["apt-get", "install", "--yes", "--quiet", "strace"]
+        subprocess.run(install, check=True, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, timeout=300)
+    service.write_policy(rules=[{"name": "reboots", "approve": "immediately"}])
+    service.add_drop_in(SHORT_WATCHDOG)
+    service.systemctl("restart")
+    pid = outer_pid(service.machine, service.pid())
+    hang = "inject=fdatasync,fsync:delay_enter=300s"  # a disk that does not come back
+    strace = subprocess.Popen(
+        ["strace", "-f", "-p", str(pid), "-e", hang, "-e", "trace=fdatasync,fsync"], stderr=subprocess.PIPE
+    )
+    try:
+        assert strace.stderr is not None
+        assert b"attached" in strace.stderr.readline()
+        event = sim.schedule("Reboot", notice_seconds=600)
+        said = "Watchdog timeout (limit 8s)!"
+        service.machine.wait_for(
+            lambda: any(said in str(entry["MESSAGE"]) for entry in service.machine.journal(UNIT)), said, 40.0
+        )
+    finally:
+        strace.kill()
+        strace.communicate()
+    see_restart_by_watchdog(service, shows_threads=False)
+    sim.wait_approved(event)  # what was decided before the hang is carried through after it
+
+
+def poller_of(pid: int, sim: Simulator) -> int:
+    """The thread whose standstill ends the polls."""
+    threads = sorted(int(path.name) for path in Path(f"/proc/{pid}/task").iterdir())
+    for thread in threads:
+        if thread == pid:
+            continue
+        with hanging_thread(pid, thread):
+            time.sleep(0.5)  # what was on its way has come
+            before = len(sim.requests())
+            time.sleep(1.0)
+            if len(sim.requests()) == before:
+                return thread
+    raise AssertionError(f"none of the threads {threads} polls")
+
+
+def see_restart_by_watchdog(service: Service, *, shows_threads: bool = True) -> None:
+    service.machine.wait_for(lambda: service.show("NRestarts") == "1", "it was started again")
+    service.wait_status("nothing is pending" if shows_threads else "Reboot")
+    messages = [str(entry["MESSAGE"]) for entry in service.machine.journal(UNIT)]
+    assert any(re.search(r"Watchdog timeout \(limit 8s\)", message) for message in messages)
+    if shows_threads:  # a thread that is stopped by a debugger, or waits for its disk, may keep it from that
+        assert any("most recent call first" in message for message in messages)
+
+
+def test_after_a_kill_it_is_back_within_seconds_and_goes_on_where_it_was(service: Service, sim: Simulator) -> None:
+    service.write_policy(**drain_with("echo drained >> /root/notes; test -e /root/go || sleep 100"))
+    service.systemctl("reload")
+    sim.schedule("Reboot", notice_seconds=600)
+    service.machine.wait_for(lambda: service.notes() == ["drained"], "the hook ran")
+    service.machine.write("/root/go", "")
+    first = service.pid()
+    began = time.monotonic()
+    service.machine.run("kill", "-KILL", first)
+    service.machine.wait_for(lambda: service.pid() not in ("0", first), "it was started again")
+    assert 4.5 < time.monotonic() - began < 12  # RestartSec=5s
+    service.wait_log("approved")
+    assert service.notes() == ["drained"] * 2  # it was killed in the middle of it
+    assert service.show("NRestarts") == "1"
+    assert "sleep" not in service.machine.run("ps", "-e", "-o", "comm").stdout  # the hook went with its agent
+
+
+# --- reload and stop
+
+
+def test_a_reload_with_a_bad_policy_fails_says_why_and_leaves_the_old_one_in_force(
+    service: Service, sim: Simulator
+) -> None:
+    service.write_policy(rules=[{"name": "reboots", "approve": "yes"}])
+    done = service.machine.run("systemctl", "reload", UNIT, check=False)
+    assert done.returncode == 1
+    assert "Job for scheduled-events-agent.service failed." in done.stderr
+    assert service.show("ActiveState") == "active"
+    assert service.show("NRestarts") == "0"
+    service.wait_status("the policy file was refused, the one from before is in force; nothing is pending")
+    refusal = service.wait_log("the policy file is refused; the old policy stays in force")
+    assert "rules[0].approve: expected one of immediately, when-prepared, manual, never" in refusal["reason"]
+    sim.schedule("Reboot", source="User", notice_seconds=600)
+    service.wait_log("approved", rule="user-initiated")
+
+    service.write_policy(rules=[{"name": "other", "approve": "never"}])
+    service.systemctl("reload")
+    assert service.log("the policy file was read again", rules=["other"])
+    assert "refused" not in service.show("StatusText")
+
+
+def test_a_stop_lets_a_running_hook_end_and_it_is_not_run_again(service: Service, sim: Simulator) -> None:
+    service.write_policy(**drain_with("echo began >> /root/notes; sleep 5; echo ended >> /root/notes"))
+    service.systemctl("reload")
+    event = sim.schedule("Reboot", notice_seconds=600)
+    service.machine.wait_for(lambda: service.notes() == ["began"], "the hook ran")
+    service.systemctl("stop")
+    assert service.notes() == ["began", "ended"]
+    assert service.log("stopping, once these hooks have ended: drain")
+    assert service.show("Result") == "success"
+    service.systemctl("start")
+    sim.wait_approved(event)
+    assert service.notes() == ["began", "ended"]
+
+
+def test_it_is_up_before_ordinary_servers_and_goes_down_after_them(service: Service) -> None:
+    unit = "[Unit]\nAfter=network.target\n[Service]\nExecStart=/bin/sleep 1000\n"
+    server = f"{unit}[Install]\nWantedBy=multi-user.target\n"
+    service.machine.write("/etc/systemd/system/server.service", server)
+    service.machine.run("systemctl", "enable", "--now", "server.service")
+    service.machine.reboot()
+    assert service.show("ActiveState") == "active"
+
+    def when(entry_has: dict[str, str], boot: int) -> int:
+        entries = service.machine.journal(boot=boot)
+        found = [entry for entry in entries if entry_has.items() <= entry.items()]
+        assert found, f"nothing in the journal of boot {boot} has {entry_has}"
+        return int(found[-1]["__MONOTONIC_TIMESTAMP"])
+
+    stopped = {"JOB_TYPE": "stop", "JOB_RESULT": "done"}
+    assert when({"UNIT": "server.service", **stopped}, -1) < when({"UNIT": UNIT, **stopped}, -1)
+    started = {"JOB_TYPE": "start", "JOB_RESULT": "done"}
+    assert when({"UNIT": UNIT, **started}, 0) < when({"UNIT": "server.service", **started}, 0)
+    messages = [str(entry["MESSAGE"]) for entry in service.machine.journal(boot=None)]
+    assert [message for message in messages if "ordering cycle" in message] == []
+
+
+# --- root: what hooks may do
+
+
+def test_a_hook_of_root_changes_the_machine_and_not_a_copy_of_it(service: Service, sim: Simulator) -> None:
+    service.write_policy(
+        **drain_with("mount -t tmpfs drained /mnt && touch /etc/drained /tmp/drained /home/drained")
+    )
+    service.systemctl("reload")
+    sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
+    assert "drained on /mnt type tmpfs" in service.machine.run("mount").stdout
+    for place in ("etc", "tmp", "home"):
+        assert service.machine.path(f"/{place}/drained").exists()
+
+
+def test_root_lacks_what_no_hook_has_a_use_for(service: Service) -> None:
+    status = service.process_status()
+    names = ("sys_time", "mac_admin", "mac_override", "sys_rawio", "sys_boot", "sys_pacct", "wake_alarm")
+    bounds = service.machine.run("capsh", f"--decode={status['CapBnd']}").stdout
+    assert [name for name in (*names, "block_suspend") if f"cap_{name}" in bounds] == []
+    assert "cap_sys_admin" in bounds
+    assert "cap_kill" in bounds
+    assert status["Seccomp"] == "2"  # a filter
+    assert status["NoNewPrivs"] == "0"
+
+
+@pytest.mark.parametrize("is_strict", [False, True], ids=["root", "strict"])
+def test_secrets_reach_hooks_as_credentials_and_nobody_else(
+    service: Service, sim: Simulator, is_strict: bool
+) -> None:
+    service.machine.write("/etc/scheduled-events-agent/credentials/token", "s3cret", 0o600)
+    if is_strict:
+        service.machine.run("scheduled-events-agent", "install-unit", "--strict")
+    service.write_policy(**drain_with("cat $CREDENTIALS_DIRECTORY/hooks_token; env"))
+    service.systemctl("restart")
+    sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
+    lines = [entry["line"] for entry in service.log("hook output")]
+    assert lines[0].startswith("s3cret")
+    assert "s3cret" not in "\n".join(lines)[len("s3cret") :]
+    directory = next(line for line in lines if "CREDENTIALS_DIRECTORY=" in line).partition("=")[2]
+    secret = f"{directory}/hooks_token"
+    refused = service.machine.run("cat", secret, user="nobody", check=False)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "s3cret" not in service.machine.run("cat", f"/proc/{service.pid()}/environ").stdout
+
+
+# --- strict
+
+
+@pytest.fixture
+def strict(service: Service) -> Service:
+    service.machine.run("scheduled-events-agent", "install-unit", "--strict")
+    service.systemctl("restart")
+    return service
+
+
+def test_strict_runs_without_privileges(strict: Service) -> None:
+    status = strict.process_status()
+    uid = strict.machine.run("id", "-u", "scheduled-events-agent").stdout.strip()
+    assert status["Uid"].split() == [uid] * 4
+    assert {status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")} == {"0" * 16}
+    assert status["NoNewPrivs"] == "1"
+    assert status["Seccomp"] == "2"
+    assert strict.machine.path("/var/lib/scheduled-events-agent").stat().st_mode & 0o777 == 0o700
+
+
+# What a hook of the strict agent tries, and what it hears.
+REFUSED = {
+    "touch /etc/x": "Read-only file system",
+    "touch /var/lib/x": "Read-only file system",
+    "ls /home/somebody": "Permission denied",
+    "unshare --user true": "Operation not permitted",
+    "mount -t tmpfs none /mnt": "must be superuser to use mount.",
+    "dmesg": "Operation not permitted",
+    "chmod u+s tool": "Operation not permitted",
+    "python3 -c 'import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)'": (
+        "Address family not supported by protocol"
+    ),
+    "python3 -c 'import mmap; mmap.mmap(-1, 4096, prot=7)'": "Operation not permitted",
+    "systemctl stop dbus.service": "Interactive authentication required",
+}
+
+
+def test_strict_refuses_a_hook_what_it_has_no_business_with(strict: Service, sim: Simulator) -> None:
+    tries = "".join(f"echo 'now {number}'\n{command}\n" for number, command in enumerate(REFUSED))
+    strict.machine.write("/usr/local/bin/try", f"#!/bin/sh\ntouch tool\n{tries}echo now the end\nrm tool\n", 0o755)
+    hook = {"run": ["/usr/local/bin/try"], "cwd": "/var/lib/scheduled-events-agent"}
+    strict.write_policy(rules=RULES, hooks={"drain": hook})
+    strict.systemctl("reload")
+    sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
+    said = " ".join(entry["line"] for entry in strict.log("hook output"))
+    answers = re.split(r"now (?:[0-9]+|the end)", said)[1:-1]
+    assert len(answers) == len(REFUSED)
+    wrong = [
+        f"{command}: {answer}"
+        for (command, expected), answer in zip(REFUSED.items(), answers, strict=True)
+        if expected not in answer
+    ]
+    assert wrong == []
+
+
+def test_strict_reaches_loopback_and_the_endpoint_and_no_other_address(installed: Container) -> None:
+    # In a network of its own all addresses are its own; a filter on addresses does not mind.
+    with Container(installed, private_network=True) as machine:
+        service = Service(machine, "http://127.0.0.1:9")
+        for address in ("192.0.2.1", "169.254.169.254"):
+            machine.run("ip", "address", "add", f"{address}/32", "dev", "lo")
+        ask = (
+            "import socket, sys\n"
+            "listener = socket.create_server(('', 0))\n"
+            "for address in ('127.0.0.1', '169.254.169.254', '192.0.2.1'):\n"
+            "    try:\n"
+            "        socket.create_connection((address, listener.getsockname()[1]), 3)\n"
+            "        print(address, 'reached')\n"
+            "    except OSError as error:\n"
+            "        print(address, type(error).__name__)\n"
+        )
+        machine.write("/usr/local/bin/ask.py", ask, 0o755)
+        service.write_policy(hooks={"ask": {"run": ["python3", "/usr/local/bin/ask.py"]}}, on_clear=["ask"])
+        machine.run("scheduled-events-agent", "install-unit", "--strict")
+        simulator = ("scheduled-events-agent", "simulate", "--port", "8765", "--vm", "vm-1")
+        machine.run("systemd-run", "--unit=simulator", *simulator)
+        service.endpoint = "http://127.0.0.1:8765"
+        service.write_policy(hooks={"ask": {"run": ["python3", "/usr/local/bin/ask.py"]}}, on_clear=["ask"])
+        service.systemctl("restart")
+        service.wait_log("on_clear hook ended")
+        lines = [entry["line"] for entry in service.log("hook output")]
+        assert lines[:2] == ["127.0.0.1 reached", "169.254.169.254 reached"]
+        assert lines[2] in ("192.0.2.1 TimeoutError", "192.0.2.1 PermissionError")
+
+
+def test_strict_drains_with_a_unit_that_does_as_root_what_it_may_not(strict: Service, sim: Simulator) -> None:
+    for name, command in (("drain-web", "touch /etc/drained"), ("resume-web", "rm /etc/drained")):
+        unit = f"[Service]\nType=oneshot\nExecStart=/bin/{command}\n"
+        strict.machine.write(f"/etc/systemd/system/{name}.service", unit)
+    strict.machine.run("systemctl", "daemon-reload")
+    strict.write_policy(
+        rules=[{**RULES[0], "recover": ["resume"]}],
+        hooks={"drain": {"unit": "drain-web.service"}, "resume": {"unit": "resume-web.service"}},
+    )
+    strict.machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
+    event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=2.0)
+    sim.wait_approved(event)
+    assert strict.machine.path("/etc/drained").exists()
+    strict.wait_log("closed")
+    assert not strict.machine.path("/etc/drained").exists()
+
+
+def test_back_from_strict_the_state_is_kept(strict: Service, sim: Simulator) -> None:
+    strict.write_policy(rules=[{"name": "reboots", "approve": "manual"}])
+    strict.systemctl("restart")
+    event = sim.schedule("Reboot", notice_seconds=600)
+    strict.wait_status(event)
+    strict.machine.run("scheduled-events-agent", "install-unit", "--now")
+    assert strict.process_status()["Uid"].split() == ["0"] * 4
+    assert strict.log("agent started", pending=1)
