@@ -110,7 +110,8 @@ def _packages() -> list[str]:
         for requirement in project["optional-dependencies"]["dev"]
         if requirement.startswith(_TEST_PACKAGES)
     ]
-    requirements = [*project["dependencies"], *tests, *_ADDITIONAL_PACKAGES]
+    needed = [requirement for requirement in project["dependencies"] if "== 'linux'" not in requirement]
+    requirements = [*needed, *tests, *_ADDITIONAL_PACKAGES]
     return [requirement.partition(";")[0].strip() for requirement in requirements]
 
 
