@@ -48,7 +48,8 @@ SYSTEMD = "250"  # LoadCredential= of a directory
 HOME = f"usr/lib/{NAME}"  # where the agent and what it needs lie in the tree
 _DOC = f"usr/share/doc/{NAME}"
 _TOOLS = ("shtab",)  # makes the completions
-# Of a wheel, what nobody needs at run time: hints for type checkers, and how it was built and is to be installed.
+# Of a wheel, what nobody needs at run time (nor its tests): hints for type checkers, and how it was built and is
+# to be installed.
 _UNNEEDED = (".pyi", "/py.typed", ".dist-info/RECORD", ".dist-info/WHEEL", ".dist-info/top_level.txt")
 
 
@@ -220,7 +221,7 @@ def _vendor(wheels: Iterable[Path], root: Path) -> tuple[Distribution, ...]:
                 archive.read(metadata_name)
             )
             for name in names:
-                if name.endswith(_UNNEEDED) or ".dist-info/licenses/" in name:
+                if name.endswith(_UNNEEDED) or "/tests/" in name or ".dist-info/licenses/" in name:
                     continue
                 _write(root / place / name, archive.read(name))
             tops = {name.split("/")[0] for name in names}

@@ -4,6 +4,7 @@ Their life on a machine is in test_deb.py and test_rpm.py.
 """
 
 import gzip
+import hashlib
 import importlib.util
 import itertools
 import os
@@ -508,9 +509,10 @@ def test_a_wheel_that_is_not_the_pinned_one_is_refused(tmp_path: Path) -> None:
     for name in ("agent", "config", "docs", "systemd", "CHANGELOG.md"):
         (sources / name).symlink_to(CHECKOUT / name)
     cache = sources / ".cache/packaging"
-    (wheels,) = (path for path in (CHECKOUT / ".cache/packaging").glob("wheels-x86_64-*") if path.suffix == "")
-    shutil.copytree(wheels, cache / wheels.name)
-    (wheel,) = (cache / wheels.name).glob("structlog-*.whl")
+    pinned = hashlib.sha256((sources / "packaging/requirements.txt").read_bytes()).hexdigest()[:16]
+    wheels = cache / f"wheels-x86_64-{pinned}"
+    shutil.copytree(CHECKOUT / ".cache/packaging" / wheels.name, wheels)
+    (wheel,) = wheels.glob("structlog-*.whl")
     wheel.write_bytes(wheel.read_bytes() + b"\n")
     done = build("deb", "--architecture", "amd64", "--output", str(tmp_path), sources=sources)
     expected = f"{wheel}: its hash is not in packaging/requirements.txt; remove it and try again"
