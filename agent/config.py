@@ -484,6 +484,7 @@ def _affected(when: When) -> set[str]:
 
 
 def _missing(settings: Settings) -> Iterator[_Finding]:
+    can_ask_about_units = True
     for name, hook in settings.hooks.items():
         path = f"hooks.{name}"
         if hook.cwd is not None and not Path(hook.cwd).is_dir():
@@ -494,8 +495,15 @@ def _missing(settings: Settings) -> Iterator[_Finding]:
                 yield f"{path}.run", fault
         if hook.user is not None and not host.has_account(hook.user):
             yield f"{path}.user", f'this machine has no account "{hook.user}"'
-        if hook.unit is not None and (fault := host.unit_fault(hook.unit)) is not None:
-            yield f"{path}.unit", fault
+        if hook.unit is not None and can_ask_about_units:
+            try:
+                fault = host.unit_fault(hook.unit)
+            except (
+                host.HostError
+            ) as error:  # nor will it answer for the next one, and each question takes its time
+                can_ask_about_units, fault = False, f"cannot be looked up: {error}"
+            if fault is not None:
+                yield f"{path}.unit", fault
 
 
 def _program_fault(program: str, cwd: str | None) -> str | None:

@@ -153,7 +153,8 @@ class Daemon:
         self._document_at: datetime | None = None
         # Hooks of on_clear that are still to run; None until it is known whether anything is pending.
         self._on_clear: list[str] | None = None
-        # Hooks of events that wait for the end of an on_clear hook: what that does, they may undo.
+        # Hooks of events that wait for the end of an on_clear hook: what that does, they may undo. And those that
+        # failed while the machine went down, if it stays up after all.
         self._delayed: list[RunHook] = []
         self._latest: Document | None = None
         self._turned_at = time.monotonic()
@@ -184,8 +185,9 @@ class Daemon:
         try:
             while self._turn():
                 pass
-        finally:
-            self._shut_down()
+        except BaseException as error:  # noqa: BLE001 - raised when all has been put in order
+            self._crash = error
+        self._shut_down()
         if self._crash is not None:
             raise self._crash
 
@@ -248,13 +250,14 @@ class Daemon:
     def _shut_down(self) -> None:
         """Stop in time: running hooks may end by themselves first, then are made to."""
         self._poller.stop()
-        waits_for = (
-            f", once these hooks have ended: {', '.join(self._hooks.names())}" if self._hooks.names() else ""
-        )
+        # What has a bug is best started anew, and soon.
+        stop_timeout = self._stop_timeout if self._crash is None else min(self._stop_timeout, DEFAULT_STOP_TIMEOUT)
+        names = self._hooks.names()
+        waits_for = f", once these hooks have ended: {', '.join(names)}" if names else ""
         self._service.tell("stopping", f"Stopping{waits_for}")
         if waits_for:
-            self._log.info(f"stopping{waits_for}", patience_seconds=self._stop_timeout)
-        ended = self._collect_hooks(time.monotonic() + self._stop_timeout - 2 * _STOP_GRACE_SECONDS)
+            self._log.info(f"stopping{waits_for}", patience_seconds=stop_timeout)
+        ended = self._collect_hooks(time.monotonic() + stop_timeout - 2 * _STOP_GRACE_SECONDS)
         self._hooks.cancel_all(_STOP_GRACE_SECONDS)
         self._collect_hooks(time.monotonic() + _STOP_GRACE_SECONDS + 0.5)
         try:
@@ -304,6 +307,9 @@ class Daemon:
             self._take_requests(now)
             if (self._document or self._latest) and (self._is_identity_sure or self._settings.vm.name):
                 self._document_at = document_at or now
+            if self._delayed and not self._hooks.is_running(None) and host.is_shutting_down() is False:
+                self._log.info("the machine stays up after all: the hooks that counted as not run start again")
+                self._run_delayed(now)
             self._decide_and_do(now)
             self._greet_first_document(now)
             self._prune(now)
@@ -354,7 +360,7 @@ class Daemon:
                 if effect is None:
                     self._end_on_clear_hook(result)
                 else:
-                    self._take_result(_to_signal(effect, result))
+                    self._take_result(effect, result)
             case _Paused(seconds=seconds):
                 self._tell_pause(seconds)
             case _Command(word="reload"):
@@ -363,13 +369,21 @@ class Daemon:
                 return False
         return True
 
-    def _take_result(self, signal: HookFinished) -> None:
-        if _is_cut_short(signal) and host.is_shutting_down():
+    def _take_result(self, effect: RunHook, result: HookResult) -> None:
+        # A hook that was canceled is not wanted any more, whatever the machine does.
+        if result.outcome not in ("succeeded", "canceled") and host.is_shutting_down():
             # Services and their hooks are stopped in no order that we know of, some before the agent is told.
             text = "the machine goes down: this hook counts as not run, and runs again at the next start"
-            self._log.warning(text, event_id=signal.workflow_id, hook=signal.hook, reason=signal.detail)
+            self._log.warning(text, event_id=effect.workflow_id, hook=effect.hook, reason=result.detail)
+            self._delayed.append(effect)
             return
-        self._signals.append(signal)
+        self._signals.append(_to_signal(effect, result))
+
+    def _run_delayed(self, now: datetime) -> None:
+        delayed, self._delayed = self._delayed, []
+        for effect in delayed:
+            if effect.workflow_id in self._board:  # or it has turned out to be another VM's
+                self._run_hook(self._board[effect.workflow_id], effect, now)
 
     def _context(self, now: datetime, document_at: datetime | None) -> Context:
         settings = self._settings
@@ -497,10 +511,7 @@ class Daemon:
         tell = self._log.info if result.outcome == "succeeded" else self._log.warning
         tell("on_clear hook ended", hook=result.hook, outcome=result.outcome, reason=result.detail)
         self._record("on_clear", f"hook {result.hook}: {result.detail} ({result.outcome})", datetime.now(UTC))
-        delayed, self._delayed = self._delayed, []
-        for effect in delayed:
-            if effect.workflow_id in self._board:  # or it has turned out to be another VM's
-                self._run_hook(self._board[effect.workflow_id], effect, datetime.now(UTC))
+        self._run_delayed(datetime.now(UTC))
         self._start_on_clear_hook()
 
     def _prune(self, now: datetime) -> None:

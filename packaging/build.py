@@ -192,7 +192,11 @@ def source_epoch() -> int:
             return int(done.stdout)
     changes = (SOURCES / "CHANGELOG.md").read_text("utf-8")
     released = re.search(r"^## .*\((\d{4}-\d\d-\d\d)\)", changes, re.MULTILINE)
-    return int(datetime.fromisoformat(f"{released[1]}T00:00:00+00:00").timestamp()) if released else 0
+    if not released:
+        raise BuildError(
+            "no git checkout, and CHANGELOG.md has no date of a release: set SOURCE_DATE_EPOCH (seconds)"
+        )
+    return int(datetime.fromisoformat(f"{released[1]}T00:00:00+00:00").timestamp())
 
 
 def _source_version() -> str:

@@ -5,6 +5,8 @@ import contextlib
 import faulthandler
 import signal
 import sys
+import threading
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -56,8 +58,13 @@ def _run(arguments: argparse.Namespace) -> int:
     from agent.daemon import Daemon  # noqa: PLC0415
     from agent.log import get_logger, set_up  # noqa: PLC0415
     from agent.store import Store  # noqa: PLC0415
+    from agent.typed_yaml import Problem  # noqa: PLC0415
 
     path = find_config(arguments.config, host.default_config_path())
+
+    def warn(problems: Iterable[Problem]) -> None:
+        for problem in problems:
+            get_logger().warning("the policy file deserves a look", problem=str(problem))
 
     def load_settings() -> Settings:
         """What is in the file, at start and at each reload; the log follows it at once."""
@@ -67,8 +74,10 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.observe:
             options["mode"] = "observe"
         set_up(settings.agent.log.level, settings.agent.log.format)
-        for warning in (*loaded.warnings, *check_files(loaded)):
-            get_logger().warning("the policy file deserves a look", problem=str(warning))
+        warn(loaded.warnings)
+        # Who knows of accounts and units may take minutes to answer, and neither start nor reload waits for that.
+        with contextlib.suppress(RuntimeError):  # no memory for a thread
+            threading.Thread(target=lambda: warn(check_files(loaded)), name="policy-check", daemon=True).start()
         return replace(settings, agent=replace(settings.agent, **options))
 
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # standard error may be closed, or no file

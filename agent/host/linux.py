@@ -50,6 +50,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LEFTOVER_GRACE_SECONDS = 1.0
 _MAX_STATUS_CHARACTERS = 1000
 _SHUTDOWN_QUESTION_SECONDS = 2.0
+_TELL_SECONDS = 1.0
 
 
 class HostError(AgentError):
@@ -213,7 +214,7 @@ def can_start_units() -> bool:
 
 
 def unit_fault(name: str) -> str | None:
-    """Why a hook could not start the unit, as far as anybody can tell; None if nothing is known."""
+    """Why a hook could not start the unit; None if nothing is known. Raises HostError if nobody can be asked."""
     from agent.host import units  # noqa: PLC0415 - as in start_tree
 
     return units.unit_fault(name)
@@ -363,14 +364,23 @@ def start_tree(
     return tree
 
 
-def is_shutting_down() -> bool:
-    """Whether the machine is on its way down, as far as can be told. May take two seconds."""
+def is_shutting_down() -> bool | None:
+    """Whether the machine is on its way down; None if that cannot be told. May take two seconds."""
+    # What systemctl has to say about itself is nothing for the agent's own unit.
+    environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
     try:
-        command = [find_systemctl(), "is-system-running"]
-        done = subprocess.run(command, capture_output=True, timeout=_SHUTDOWN_QUESTION_SECONDS, check=False)
+        done = subprocess.run(
+            [find_systemctl(), "is-system-running"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=environment,
+            timeout=_SHUTDOWN_QUESTION_SECONDS,
+            check=False,
+        )
     except (HostError, OSError, subprocess.SubprocessError):
-        return False
-    return done.stdout.strip() == b"stopping"
+        return None
+    state = done.stdout.strip()
+    return None if state in (b"", b"offline", b"unknown") else state == b"stopping"
 
 
 def is_journal(descriptor: int) -> bool:
@@ -385,7 +395,8 @@ def is_journal(descriptor: int) -> bool:
 class ServiceManager:
     """Whoever started this process as a service: systemd (see sd_notify(3)), or nobody, who need not be told.
 
-    For any thread. Telling never waits and never fails: a manager that does not listen is its own trouble.
+    For any thread. Nothing here fails: a manager that does not listen is its own trouble. Only ``tell`` waits, a
+    second at most: a lost word would have a busy one take this process for one that does not start.
     """
 
     def __init__(self) -> None:
@@ -402,7 +413,7 @@ class ServiceManager:
             "reloading": f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}",
             "stopping": "STOPPING=1",
         }
-        self._send(f"{words[state]}\n{_status_line(status)}")
+        self._send(f"{words[state]}\n{_status_line(status)}", _TELL_SECONDS)
 
     def tell_status(self, status: str) -> None:
         """One line for people."""
@@ -413,13 +424,15 @@ class ServiceManager:
         if self._is_watched:
             self._send("WATCHDOG=1")
 
-    def _send(self, message: str) -> None:
+    def _send(self, message: str, patience_seconds: float = 0.0) -> None:
         if self._address:
             with (
                 suppress(OSError),
                 socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender,
             ):
-                sender.sendto(message.encode("utf-8", "replace"), socket.MSG_DONTWAIT, self._address)
+                sender.settimeout(patience_seconds)
+                sender.connect(self._address)  # or it could not be waited for
+                sender.send(message.encode("utf-8", "replace"))
 
 
 def _status_line(status: str) -> str:

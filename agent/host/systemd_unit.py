@@ -185,11 +185,16 @@ def polkit_rule(units: Iterable[str]) -> str:
 var scheduledEventsUnits = [
 {listed}
 ];
+// Newer systemds (257, for one) call it a "start" too when somebody brings a unit of his own making
+// (StartTransientUnit): while there is no file of that name, the agent's account would be root by it. Only the
+// message tells the two apart.
+var scheduledEventsStart = "Authentication is required to start '$(unit)'.";
 polkit.addRule(function (action, subject) {{
     if (action.id == "org.freedesktop.systemd1.manage-units"
             && subject.user == {json.dumps(USER)}
             && scheduledEventsUnits.indexOf(action.lookup("unit")) >= 0
-            && ["start", "stop", "kill", "ref"].indexOf(action.lookup("verb")) >= 0) {{
+            && ["start", "stop", "kill", "ref"].indexOf(action.lookup("verb")) >= 0
+            && (action.lookup("verb") != "start" || action.lookup("polkit.message") == scheduledEventsStart)) {{
         return polkit.Result.YES;
     }}
 }});
@@ -484,16 +489,19 @@ def _text_at(path: Path) -> str | None:
 
 
 def _make_directory(path: Path, mode: int) -> bool:
+    """Make it, and what lies above it, whatever the umask; False if it is there."""
     if path.is_dir():
         return False
-    path.mkdir(parents=True)
+    # Not by parents=True, which heeds the umask: polkit reads its rules as a user of its own.
+    _make_directory(path.parent, 0o755)
+    path.mkdir()
     path.chmod(mode)
     return True
 
 
 def _write(path: Path, text: str) -> None:
     """Have the file there whole or not at all."""
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    _make_directory(path.parent, 0o755)
     fresh = path.with_name(f".{path.name}.new")
     with suppress(FileNotFoundError):
         fresh.unlink()

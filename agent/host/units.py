@@ -32,6 +32,8 @@ _MANAGER = f"{_SYSTEMD}.Manager"
 _PROPERTIES = "org.freedesktop.DBus.Properties"
 _DEFAULT_DIRECTORY = "/run/scheduled-events-agent"
 
+# The variables that tell what a run of a unit is for.
+_PURPOSE = ("SCHEDULED_EVENT_ID", "SCHEDULED_EVENT_STAGE")
 _ENDED = ("inactive", "failed")
 _LOOK_SECONDS = 2.0  # between two looks when no signal tells of anything
 _RECONNECT_SECONDS = 0.25
@@ -125,13 +127,10 @@ def verdict(end: Mapping[str, Any], jobs: _Jobs, *, before: bytes, is_joined: bo
 
 
 def unit_fault(name: str) -> str | None:
-    """Why the unit could not be started, or not be waited for, as far as anybody can tell; None if nothing is."""
-    try:
-        with Bus(_SYSTEMD) as bus:
-            (path,) = bus.call(_MANAGER_PATH, _MANAGER, "LoadUnit", "s", name)
-            return _fault(name, _properties(bus, path))
-    except HostError as error:
-        return f"cannot be looked up: {error}"
+    """Why the unit could not be started, or not be waited for; None if nothing is known. Raises HostError."""
+    with Bus(_SYSTEMD) as bus:
+        (path,) = bus.call(_MANAGER_PATH, _MANAGER, "LoadUnit", "s", name)
+        return _fault(name, _properties(bus, path))
 
 
 def environment_file(env: Mapping[str, str]) -> str:
@@ -144,12 +143,11 @@ def environment_file(env: Mapping[str, str]) -> str:
 
 
 def start_unit(name: str, env: Mapping[str, str], stdin: bytes, output: int) -> "UnitRun":
-    """Start the unit, or join it where it runs already.
+    """Start the unit, or join it where it runs already for the same hook.
 
     What it is told lies in files then, and what it writes comes out at ``output`` when it has ended. Raises
     HostError, its message a phrase, if it cannot be started.
     """
-    place = _directory() / "units" / name
     try:
         watched = _Watched(name)
     except HostError as error:
@@ -158,56 +156,100 @@ def start_unit(name: str, env: Mapping[str, str], stdin: bytes, output: int) -> 
         fault = _fault(name, watched.before)
         if fault is not None:
             raise HostError(fault, kind="hook")
-        try:
-            for folder in (place.parents[1], place.parent, place):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            _write_file(place / "environment", environment_file(env).encode())
-            _write_file(place / "event.json", stdin)
-        except OSError as error:
-            raise HostError(
-                f"cannot tell {name} about the event: {place}: {error.strerror}; "
-                "RuntimeDirectory= of the agent's own unit makes the directory",
-                kind="hook",
-            ) from None
         # Its own, for whoever gives up waiting for the unit closes the other.
         kept = os.dup(output)
     except BaseException as error:
         watched.close()
-        _remove(place)
         if isinstance(error, OSError):
             raise HostError(f"cannot start {name}: {error.strerror}", kind="hook") from None
         raise
-    run = UnitRun(name, watched, place, kept)
+    run = UnitRun(name, watched, _Briefing(_directory() / "units" / name, env, stdin), kept)
     try:
-        watched.start()
-    except BusLostError as error:
-        _order("StopUnit", name, "replace")  # it may have been started
-        run.close()
-        raise HostError(f"cannot start {name}: {error}", kind="hook") from None
-    except HostError:
+        if not run.is_for_others:
+            run.begin()
+    except BaseException:
         run.close()
         raise
     return run
 
 
+class _Briefing:
+    """What a unit is told, in files."""
+
+    def __init__(self, place: Path, env: Mapping[str, str], stdin: bytes) -> None:
+        self._place = place
+        self._environment = environment_file(env).encode()
+        self._stdin = stdin
+        self._purpose = (
+            environment_file({name: env[name] for name in _PURPOSE if name in env}).encode().splitlines()
+        )
+
+    def is_there(self) -> bool | None:
+        """Whether what is there now was written for this hook of this event; None if nothing is."""
+        try:
+            lines = (self._place / "environment").read_bytes().splitlines()
+        except OSError:
+            return None
+        return set(self._purpose) <= set(lines)
+
+    def write(self) -> None:
+        """Raises HostError, its message a phrase."""
+        try:
+            for folder in (self._place.parents[1], self._place.parent, self._place):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            _write_file(self._place / "environment", self._environment)
+            _write_file(self._place / "event.json", self._stdin)
+        except OSError as error:
+            raise HostError(
+                f"cannot tell {self._place.name} about the event: {self._place}: {error.strerror}; "
+                "RuntimeDirectory= of the agent's own unit makes the directory",
+                kind="hook",
+            ) from None
+
+    def remove(self) -> None:
+        with suppress(OSError):
+            for name in ("environment", "event.json"):
+                (self._place / name).unlink(missing_ok=True)
+            self._place.rmdir()
+
+
 class UnitRun(ProcessTree):
     """A unit that was started, in the shape of a program that was."""
 
-    def __init__(self, name: str, watched: "_Watched", place: Path, output: int) -> None:
+    def __init__(self, name: str, watched: "_Watched", briefing: _Briefing, output: int) -> None:
         """``output`` is closed in the end."""
         self._name = name
         self._watched = watched
-        self._place = place
+        self._briefing = briefing
         self._output = output
         self._has_ended = threading.Event()
         self._is_told_to_stop = False
+        self._may_begin = threading.Lock()
+        self.is_for_others = watched.is_joined and not briefing.is_there()
+        """It runs for another event or stage, or for nobody we know: what that does is not what is wanted now."""
+
+    def begin(self) -> None:
+        """Start it, or join it. Raises HostError, its message a phrase."""
+        if not self._watched.is_joined:
+            self._briefing.write()
+        try:
+            self._watched.start()
+        except BusLostError as error:
+            _order("StopUnit", self._name, "replace")  # it may have been started
+            raise HostError(f"cannot start {self._name}: {error}", kind="hook") from None
 
     def wait(self) -> int | None:
         """Block until the unit has ended, whatever that takes, and write what it wrote. Returns 0 for success."""
-        end = self._watched.wait()
+        try:
+            if self.is_for_others:
+                self._begin_after_others()
+            end = self._watched.wait()
+        except HostError as error:
+            self.ending = str(error)
+            end = None
         self._has_ended.set()
         if end is None:
-            self.ending = _UNKNOWN
+            self.ending = self.ending or _UNKNOWN
             return None
         before = bytes(self._watched.before["InvocationID"])
         result = verdict(end, self._watched.jobs, before=before, is_joined=self._watched.is_joined)
@@ -218,14 +260,27 @@ class UnitRun(ProcessTree):
             _write(self._output, _journal(self._name, since, bytes(end["InvocationID"]).hex() if has_run else ""))
         return result.exit_code
 
+    def _begin_after_others(self) -> None:
+        if self._briefing.is_there() is False:  # left behind by an agent that was killed
+            _order("StopUnit", self._name, "replace")
+        if self._watched.wait() is None:
+            raise HostError(_UNKNOWN, kind="hook")
+        self._watched.close()
+        with self._may_begin:
+            if self._is_told_to_stop:
+                raise HostError("stopped before it was started", kind="hook")
+            self._watched = _Watched(self._name)
+            self.begin()
+
     def is_empty(self) -> bool:
         """Whether nothing of the unit runs any more."""
         return self._has_ended.is_set()
 
     def terminate(self) -> None:
         """Have systemd stop the unit; it is not waited for."""
-        if not self._has_ended.is_set():
+        with self._may_begin:
             self._is_told_to_stop = True
+        if not self._has_ended.is_set():
             _order("StopUnit", self._name, "replace")
 
     def kill(self) -> None:
@@ -239,7 +294,7 @@ class UnitRun(ProcessTree):
         """Let go of it. The unit must have ended."""
         self._watched.close()
         os.close(self._output)
-        _remove(self._place)
+        self._briefing.remove()
 
 
 class _Watched:
@@ -403,13 +458,6 @@ def _write_file(path: Path, data: bytes) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
     temporary.replace(path)
-
-
-def _remove(place: Path) -> None:
-    with suppress(OSError):
-        for name in ("environment", "event.json"):
-            (place / name).unlink(missing_ok=True)
-        place.rmdir()
 
 
 def _write(descriptor: int, data: bytes) -> None:

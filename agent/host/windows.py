@@ -358,8 +358,8 @@ def start_tree(
     return ProcessTree(process, _put_into_job(process))
 
 
-def is_shutting_down() -> bool:
-    """Whether the machine is on its way down, as far as can be told."""
+def is_shutting_down() -> bool | None:
+    """Whether the machine is on its way down; None if that cannot be told."""
     import win32api  # noqa: PLC0415 - Windows only
 
     return bool(win32api.GetSystemMetrics(_SM_SHUTTINGDOWN))

@@ -73,7 +73,14 @@ case $name in
     *.whl)
         home=/opt/scheduled-events-agent
         agent=$home/bin/scheduled-events-agent
-        [ -x "$home/bin/pip" ] || python3 -m venv "$home"
+        if [ ! -x "$home/bin/pip" ]; then
+            # The system's own python3 may be too old, with a newer one beside it.
+            for python in python3 python3.14 python3.13 python3.12 python3.11 none; do
+                "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
+            done
+            [ "$python" != none ] || fail "found no Python 3.11 or newer: install one, such as python3.11"
+            "$python" -m venv "$home"
+        fi
         # PIP_INDEX_URL, PIP_NO_INDEX and PIP_FIND_LINKS say where the libraries come from.
         "$home/bin/pip" install --disable-pip-version-check --quiet "$file"
         ;;

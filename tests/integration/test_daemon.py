@@ -1,6 +1,7 @@
 """The daemon inside this process, where its threads and its time limits can be reached."""
 
 import http.client
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +12,11 @@ import pytest
 from msgspec.structs import replace
 
 from agent import daemon as module
-from agent import workflow
+from agent import host, workflow
 from agent.config import AgentSettings, ImdsSettings, LogSettings, Settings
 from agent.daemon import Daemon
 from agent.events import ScheduledEvent
-from agent.policy import Rule
+from agent.policy import Hook, Rule
 from agent.simulator import Simulator
 from agent.store import Store
 from agent.web import WebServer
@@ -24,12 +25,19 @@ RULES = (Rule(name="all", approve="immediately"),)
 
 
 @contextmanager
-def running(directory: Path, endpoint: str) -> Iterator[Daemon]:
+def running(
+    directory: Path,
+    endpoint: str,
+    rules: tuple[Rule, ...] = RULES,
+    hooks: dict[str, Hook] = {},  # noqa: B006 - nobody changes it
+) -> Iterator[Daemon]:
     settings = Settings(
         imds=ImdsSettings(endpoint=endpoint, poll_interval=0.25),
         agent=AgentSettings(listen="127.0.0.1:0", log=LogSettings(level="error", format="json")),
-        rules=RULES,
+        rules=rules,
+        hooks=hooks,
     )
+    directory.mkdir(exist_ok=True)
     store = Store.open(directory, datetime.now(UTC))
     daemon = Daemon(settings, lambda: settings, store)
     thread = threading.Thread(target=daemon.run)
@@ -134,3 +142,50 @@ def test_a_thread_that_ends_by_a_bug_ends_the_agent(tmp_path: Path, monkeypatch:
                 Daemon(replace(settings, imds=imds), lambda: settings, store).run()
     finally:
         store.close()
+
+
+def test_a_hook_that_failed_while_the_machine_went_down_runs_again_if_it_stays_up_after_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_down, was_asked = [True], threading.Event()
+
+    def is_shutting_down() -> bool:
+        was_asked.set()
+        return goes_down[0]
+
+    monkeypatch.setattr(host, "is_shutting_down", is_shutting_down)
+    marker = tmp_path / "up"
+    code = f"import pathlib, sys; sys.exit(not pathlib.Path({str(marker)!r}).exists())"
+    rules = (Rule(name="all", prepare=("drain",), approve="when-prepared"),)
+    hooks = {"drain": Hook(run=(sys.executable, "-I", "-S", "-c", code))}
+    with (
+        Simulator(vms=("vm-1",)) as azure,
+        running(tmp_path / "state", azure.endpoint(), rules=rules, hooks=hooks),
+    ):
+        event = azure.schedule("Reboot", notice_seconds=600)
+        assert was_asked.wait(10.0)
+        marker.touch()
+        goes_down[0] = False
+        azure.wait_approved(event)
+
+
+def test_a_hook_that_is_canceled_while_the_machine_goes_down_does_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "is_shutting_down", lambda: True)
+    started, recovered = tmp_path / "started", tmp_path / "recovered"
+    drain = f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(60)"
+    resume = f"import pathlib; pathlib.Path({str(recovered)!r}).touch()"
+    rules = (Rule(name="all", prepare=("drain",), recover=("resume",), approve="when-prepared"),)
+    hooks = {
+        "drain": Hook(run=(sys.executable, "-I", "-S", "-c", drain)),
+        "resume": Hook(run=(sys.executable, "-I", "-S", "-c", resume)),
+    }
+    with (
+        Simulator(vms=("vm-1",)) as azure,
+        running(tmp_path / "state", azure.endpoint(), rules=rules, hooks=hooks),
+    ):
+        event = azure.schedule("Reboot", notice_seconds=600)
+        azure.wait_until(started.exists, "the hook ran")
+        azure.cancel(event)
+        azure.wait_until(recovered.exists, "what the canceled hook had begun was undone")

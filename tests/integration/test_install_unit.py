@@ -302,6 +302,32 @@ def test_an_installation_into_a_system_at_rest_is_complete_and_the_second_one_ch
 
 
 @at_rest
+def test_whatever_the_umask_polkit_can_read_the_rule_and_everybody_the_policy(system: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        install(system, "drain.service", is_strict=True)
+    finally:
+        os.umask(before)
+    assert {
+        str(path.relative_to(system)): path.stat().st_mode & 0o7777
+        for file in (RULE_FILE, STRICT_FILE, UNIT_FILE, Path("/etc/scheduled-events-agent/policy.yaml"))
+        for path in (system / file.relative_to("/"), *(system / file.relative_to("/")).parents)
+        if path.is_relative_to(system / "etc") and path != system / "etc"
+    } == {
+        "etc/polkit-1": 0o755,
+        "etc/polkit-1/rules.d": 0o755,
+        "etc/polkit-1/rules.d/50-scheduled-events-agent.rules": 0o644,
+        "etc/systemd": 0o755,
+        "etc/systemd/system": 0o755,
+        "etc/systemd/system/scheduled-events-agent.service": 0o644,
+        "etc/systemd/system/scheduled-events-agent.service.d": 0o755,
+        "etc/systemd/system/scheduled-events-agent.service.d/50-strict.conf": 0o644,
+        "etc/scheduled-events-agent": 0o755,
+        "etc/scheduled-events-agent/policy.yaml": 0o644,
+    }
+
+
+@at_rest
 def test_a_policy_that_is_there_is_the_operators(system: Path) -> None:
     policy = system / "etc/scheduled-events-agent/policy.yaml"
     policy.parent.mkdir()

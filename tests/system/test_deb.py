@@ -239,6 +239,39 @@ def test_purging_it_leaves_the_operators_own_drop_ins(upgradable: Container) -> 
     assert upgradable.run("ls", DROP_INS).stdout == "override.conf\n"
 
 
+def test_purging_it_takes_nothing_from_an_agent_that_install_unit_put_in_its_place(
+    upgradable: Container,
+) -> None:
+    upgradable.write(f"/etc/{NAME}/credentials/token", "secret\n", 0o600)
+    upgradable.run("dpkg", "--remove", NAME)
+    # As install-unit writes it, but for the program.
+    unit = f"# Written by {NAME} install-unit, version 1 (sha256 0).\n[Service]\nExecStart=/bin/sleep infinity\n"
+    upgradable.write(
+        f"/etc/systemd/system/{UNIT}", f"{unit}StateDirectory={NAME}\n[Install]\nWantedBy=multi-user.target\n"
+    )
+    upgradable.run("systemctl", "daemon-reload")
+    upgradable.run("systemctl", "enable", "--now", UNIT)
+    upgradable.run("dpkg", "--purge", NAME)
+    assert state_of(upgradable) == ("enabled", "active")
+    assert not upgradable.path(POLICY).exists()  # dpkg's doing, as docs/install-linux.md says
+    assert upgradable.path(f"/etc/{NAME}/credentials/token").read_text() == "secret\n"
+    assert upgradable.path(f"/var/lib/{NAME}/state.db").exists()
+    assert upgradable.run("getent", "passwd", NAME).stdout.startswith(f"{NAME}:")
+
+
+def test_a_policy_that_is_a_link_stays_one_until_it_is_purged_with_what_it_leads_to(upgradable: Container) -> None:
+    upgradable.run("mv", POLICY, "/etc/linked.yaml")
+    upgradable.run("ln", "-s", "/etc/linked.yaml", POLICY)
+    linked = upgradable.path("/etc/linked.yaml")
+    before = linked.read_text()
+    install(upgradable)
+    assert (state_of(upgradable), linked.read_text()) == (("enabled", "active"), before)
+    upgradable.run("dpkg", "--remove", NAME)
+    assert upgradable.run("readlink", POLICY).stdout == "/etc/linked.yaml\n"
+    upgradable.run("dpkg", "--purge", NAME)
+    assert not linked.exists()  # dpkg's doing, as docs/install-linux.md says
+
+
 def test_removing_and_purging_it_do_not_mind_what_is_gone_already(upgradable: Container) -> None:
     upgradable.run("systemctl", "disable", "--now", UNIT)
     upgradable.run("userdel", NAME)
@@ -246,6 +279,62 @@ def test_removing_and_purging_it_do_not_mind_what_is_gone_already(upgradable: Co
     upgradable.run("dpkg", "--remove", NAME)
     upgradable.run("dpkg", "--purge", NAME)
     assert NAME not in upgradable.run("dpkg-query", "--show").stdout
+
+
+@pytest.mark.parametrize("root", ["debian", "debian_13"])
+def test_the_strict_account_starts_the_units_of_the_policy_but_none_of_its_own_making(
+    root: str, deb: Path, request: pytest.FixtureRequest
+) -> None:
+    with Container(request.getfixturevalue(root), private_network=True) as machine:
+        install(machine, deb)
+        machine.write(
+            POLICY,
+            "rules: [{name: reboots, when: {type: Reboot}, prepare: [drain, gone], approve: when-prepared}]\n"
+            "hooks: {drain: {unit: drain.service}, gone: {unit: gone.service}}\n",
+        )
+        drain = "[Service]\nType=oneshot\nExecStart=/bin/touch /etc/drained\n"
+        machine.write("/etc/systemd/system/drain.service", drain)
+        machine.run("systemctl", "daemon-reload")
+        machine.run(NAME, "install-unit", "--strict")
+        machine.run("systemctl", "start", "drain.service", user=NAME)
+        assert machine.path("/etc/drained").exists()
+        # Its file is gone, so nothing but the rule is in the way of a root's unit under that name.
+        asked = machine.run(
+            "busctl", "call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1",
+            "org.freedesktop.systemd1.Manager", "StartTransientUnit", "ssa(sv)a(sa(sv))",
+            "gone.service", "replace", "2", "Type", "s", "oneshot",
+            "ExecStart", "a(sasb)", "1", "/bin/touch", "2", "/bin/touch", "/etc/taken", "false", "0",
+            user=NAME, check=False,
+        )  # fmt: skip
+        assert (asked.returncode, asked.stderr) == (1, "Call failed: Interactive authentication required.\n")
+        assert not machine.path("/etc/taken").exists()
+
+
+def test_an_upgrade_does_not_end_an_agent_whose_policy_file_is_bad(upgradable: Container) -> None:
+    service = Service(upgradable, "")
+    policy = upgradable.path(POLICY).read_text()
+    upgradable.write(POLICY, "rulez: []\n")
+    before = service.pid()
+    done = upgradable.run("dpkg", "--install", PACKAGE, timeout=60)
+    assert (state_of(upgradable), service.pid()) == (("enabled", "active"), before)
+    assert f'{POLICY}:1: unknown key "rulez"; did you mean "rules"?\n' in done.stderr
+    assert done.stderr.endswith(
+        f"{NAME}: the policy is not valid, so the old version runs on. When it is: systemctl restart {NAME}\n"
+    )
+    upgradable.write(POLICY, policy)
+    service.systemctl("restart")
+    assert service.log("agent started", version=NEWER)
+
+
+def test_removing_it_between_unpacking_and_configuring_stops_it_and_leaves_no_trace_of_the_upgrade(
+    upgradable: Container,
+) -> None:
+    upgradable.run("dpkg", "--unpack", PACKAGE)
+    upgradable.run("dpkg", "--remove", NAME)
+    assert state_of(upgradable)[1] == "inactive"
+    assert upgradable.run("find", "/run", "-maxdepth", "1", "-name", f"{NAME}.upgrading").stdout == ""
+    install(upgradable)
+    assert state_of(upgradable) == ("enabled", "active")
 
 
 def test_policy_rc_d_keeps_it_from_starting(debian: Path, deb: Path) -> None:

@@ -87,11 +87,12 @@ def test_without_a_network_it_is_installed_and_runs(bare: Container) -> None:
 
 
 def test_an_upgrade_in_mid_event_keeps_policy_and_state_and_restarts_the_service(with_agent: Container) -> None:
-    with Simulator(vms=("vm-1",), rate_limit=None) as sim, Container(with_agent) as machine:
+    with Simulator(vms=("vm-1",), rate_limit=None) as sim, Container(with_agent, boots=False) as machine:
         service = Service(machine, sim.endpoint())
         rule = {"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "approve": "manual"}
         service.write_policy(rules=[rule], hooks={"drain": {"shell": "echo drain >> /root/notes"}})
-        service.systemctl("restart")
+        machine.start()  # not before: with the policy of the package it would ask Azure's endpoint
+        assert {entry["endpoint"] for entry in service.log("agent started")} == {sim.endpoint()}
         event = sim.schedule("Reboot", notice_seconds=600.0, lasts_seconds=1.0)
         machine.wait_for(lambda: service.notes() == ["drain"], "it was drained")
         policy, before = machine.path(POLICY).read_text(), service.pid()
@@ -129,6 +130,18 @@ def test_what_the_operator_decided_about_the_service_survives_an_upgrade(
     assert state_of(machine) == expected
     after = machine.run("systemctl", "show", "--property=MainPID", "--value", UNIT).stdout
     assert (before != after) == (expected[1] == "active")  # what runs is the new version
+
+
+def test_an_upgrade_does_not_end_an_agent_whose_policy_file_is_bad(machine: Container) -> None:
+    service = Service(machine, "")
+    machine.write(POLICY, "rulez: []\n")
+    before = service.pid()
+    done = machine.run("rpm", "--force-debian", "--nodeps", "--upgrade", "/root/newer.rpm", timeout=120)
+    assert (state_of(machine), service.pid()) == (("enabled", "active"), before)
+    assert f'{POLICY}:1: unknown key "rulez"; did you mean "rules"?\n' in done.stderr
+    assert done.stderr.endswith(
+        f"{NAME}: the policy is not valid, so the old version runs on. When it is: systemctl restart {NAME}\n"
+    )
 
 
 def test_erasing_it_stops_it_and_keeps_what_was_changed_and_decided(machine: Container) -> None:

@@ -404,6 +404,36 @@ def test_strict_drains_with_a_unit_that_does_as_root_what_it_may_not(strict: Ser
     assert not strict.machine.path("/etc/drained").exists()
 
 
+def test_strict_can_tell_a_failed_hook_from_one_that_the_shutdown_ended(strict: Service, sim: Simulator) -> None:
+    resume = "while [ -e /root/wait ]; do sleep 0.1; done; touch /etc/resumed"
+    for name, command in (("drain-web", "true"), ("resume-web", resume)):
+        unit = f"[Service]\nType=oneshot\nExecStart=/bin/sh -c '{command}'\n"
+        strict.machine.write(f"/etc/systemd/system/{name}.service", unit)
+    # While this takes its time to stop, the agent is still up, and so has to see how its hook ends.
+    slow = "[Unit]\nAfter=network.target\n[Service]\nExecStart=/bin/sleep 1000\nExecStop=/bin/sleep 20\n"
+    strict.machine.write("/etc/systemd/system/slow.service", slow)
+    strict.machine.run("systemctl", "daemon-reload")
+    strict.machine.run("systemctl", "start", "slow.service")
+    strict.machine.write("/root/wait", "")
+    strict.write_policy(
+        rules=[{**RULES[0], "recover": ["resume"]}],
+        hooks={"drain": {"unit": "drain-web.service"}, "resume": {"unit": "resume-web.service"}},
+    )
+    strict.machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
+    event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
+    strict.wait_log("started")
+    sim.end(event)
+    strict.wait_log("hook started", hook="resume")
+    strict.machine.run("systemctl", "reboot", "--no-block")
+    assert strict.machine.wait_end(60.0)
+    strict.machine.path("/root/wait").unlink()
+    strict.machine.start()
+    strict.wait_log("closed", reason="is over: completed")
+    assert strict.machine.path("/etc/resumed").exists()
+    told = "the machine goes down: this hook counts as not run, and runs again at the next start"
+    assert len(strict.log(told, boot=-1, hook="resume")) == 1
+
+
 def test_back_from_strict_the_state_is_kept(strict: Service, sim: Simulator) -> None:
     strict.write_policy(rules=[{"name": "reboots", "approve": "manual"}])
     strict.systemctl("restart")

@@ -338,30 +338,68 @@ def test_a_canceled_unit_is_stopped(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("type_", ["simple", "oneshot"])
-def test_a_unit_that_runs_already_is_joined(machine: Machine, type_: str) -> None:
+def test_a_unit_that_somebody_else_started_is_run_again_when_that_run_has_ended(
+    machine: Machine, type_: str
+) -> None:
     unit = machine.shell(type_, f"touch /run/up; {_COUNT}; exit 5")
     machine.container.run("systemctl", "start", "--no-block", unit)
     machine.container.wait_for(lambda: machine.container.path("/run/up").exists(), "it runs")
     result = machine.hook(unit)
     assert (result["outcome"], result["exit_code"]) == ("failed", 5)
-    assert machine.container.path("/run/count").read_text() == "begin\nend\n"
-    # From before it was joined. It is systemd's own line, for journald may not find out the unit of a process that
-    # is gone very soon.
-    assert result["lines"][0].startswith(("Starting hook-", "Started hook-"))
+    assert machine.container.path("/run/count").read_text() == "begin\nend\n" * 2
+    # It is systemd's own line, for journald may not find out the unit of a process that is gone very soon.
+    assert len([line for line in result["lines"] if line.startswith(("Starting hook-", "Started hook-"))]) == 1
 
 
-def test_a_unit_that_a_killed_agent_left_is_joined_by_the_next(machine: Machine) -> None:
-    unit = machine.shell("oneshot", f"touch /run/up; {_COUNT}")
-    machine.container.write("/tmp/task", json.dumps({"hook": {"unit": unit}}))
+def test_a_hook_that_is_canceled_while_it_waits_for_somebody_elses_run_stops_that_and_starts_none(
+    machine: Machine,
+) -> None:
+    unit = machine.shell("oneshot", f"touch /run/up; {_COUNT}; sleep 20")
+    machine.container.run("systemctl", "start", "--no-block", unit)
+    machine.container.wait_for(lambda: machine.container.path("/run/up").exists(), "it runs")
+    assert machine.hook(unit, cancel_after=1)["outcome"] == "canceled"
+    assert machine.state(unit) in ("inactive", "failed")
+    assert machine.container.path("/run/count").read_text().count("begin") == 1
+
+
+_DRAIN = {"SCHEDULED_EVENT_ID": "E-1", "SCHEDULED_EVENT_STAGE": "prepare"}
+
+
+def leave_behind(machine: Machine, unit: str) -> None:
+    """Start the unit for a drain, by an agent that is killed then."""
+    machine.container.write("/tmp/task", json.dumps({"hook": {"unit": unit}, "environment": _DRAIN}))
     settings = " ".join(f"{name}={value}" for name, value in _ENVIRONMENT.items())
     service = f"ExecStart=/usr/bin/python3 {_RUN_HOOK}\nStandardInput=file:/tmp/task\nEnvironment={settings}"
     agent = machine.unit(service)
     machine.container.run("systemctl", "start", agent)
     machine.container.wait_for(lambda: machine.container.path("/run/up").exists(), "the hook runs")
     machine.container.run("systemctl", "kill", "--signal=KILL", agent)
+
+
+def test_a_unit_that_a_killed_agent_left_is_joined_by_the_next(machine: Machine) -> None:
+    unit = machine.shell("oneshot", f"touch /run/up; {_COUNT}")
+    leave_behind(machine, unit)
     assert machine.state(unit) == "activating"
-    assert machine.ending(unit) == ("succeeded", 0, "exit code 0")
+    assert machine.ending(unit, environment=_DRAIN) == ("succeeded", 0, "exit code 0")
     assert machine.container.path("/run/count").read_text() == "begin\nend\n"
+
+
+@pytest.mark.parametrize(
+    "purpose", [{"SCHEDULED_EVENT_STAGE": "recover"}, {"SCHEDULED_EVENT_ID": "E-2"}], ids=["stage", "event"]
+)
+def test_what_a_killed_agent_left_for_another_stage_or_event_is_stopped_and_the_unit_run_anew(
+    machine: Machine, purpose: dict[str, str]
+) -> None:
+    script = (
+        'touch /run/up; echo "$SCHEDULED_EVENT_ID $SCHEDULED_EVENT_STAGE" >> /run/count; test $N = 2 || sleep 30'
+    )
+    environment = "EnvironmentFile=/run/scheduled-events-agent/units/%n/environment"
+    unit = machine.unit(f"Type=oneshot\n{environment}\nEnvironment=N=1\nExecStart=/bin/sh -c '{script}'")
+    leave_behind(machine, unit)
+    wanted = {**_DRAIN, **purpose, "N": "2"}
+    assert machine.ending(unit, environment=wanted) == ("succeeded", 0, "exit code 0")
+    runs = ["E-1 prepare", f"{wanted['SCHEDULED_EVENT_ID']} {wanted['SCHEDULED_EVENT_STAGE']}"]
+    assert machine.container.path("/run/count").read_text().splitlines() == runs
 
 
 def test_hooks_of_the_same_unit_run_one_after_the_other(machine: Machine) -> None:
