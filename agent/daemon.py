@@ -106,7 +106,7 @@ class _HookEnded:
 class _Command:
     """Somebody wants the daemon to stop or to read its policy again."""
 
-    word: Literal["stop", "reload"]
+    word: Literal["stop", "reload", "pause", "resume"]
 
 
 _Item = Document | Identity | ApprovalAnswered | _HookEnded | _Paused | _Command
@@ -123,8 +123,12 @@ class Daemon:
         store: Store,
         *,
         stop_timeout: float = DEFAULT_STOP_TIMEOUT,
+        service: host.ServiceManager | None = None,
     ) -> None:
-        """``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them."""
+        """``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
+
+        ``service``: who is told how the agent is; by default whoever started this process.
+        """
         self._settings = settings
         self._stop_timeout = stop_timeout
         self._load_settings = load_settings
@@ -162,7 +166,8 @@ class Daemon:
         self._store_failures = FailureLog("writing the state file")
         self._store_failure = ""
         self._fault_logs: dict[str, FailureLog] = {}
-        self._service = host.ServiceManager()
+        self._service = service or host.ServiceManager()
+        self._is_paused = False
         self._told_status: str | None = None  # None until it has been told that the agent is ready
         self._refusal_of_policy = ""
         self.web: WebServer | None = None
@@ -178,6 +183,14 @@ class Daemon:
     def reload(self) -> None:
         """Read the policy file again; a bad one is refused, and the old one stays in force."""
         self._inbox.put(_Command("reload"))
+
+    def pause(self) -> None:
+        """Go on watching, but begin nothing and approve nothing until ``resume``; a hook that runs is let end."""
+        self._inbox.put(_Command("pause"))
+
+    def resume(self) -> None:
+        """Act again."""
+        self._inbox.put(_Command("resume"))
 
     def run(self) -> None:
         """Work until ``stop`` is called. Blocks. Raises what ended a thread that must not end."""
@@ -221,7 +234,7 @@ class Daemon:
             )
             self._store.record("state_lost", f"the damaged state file is now {self._store.set_aside}", now)
         self._store.record("agent_started", f"version {__version__}, mode {settings.agent.mode}", now)
-        self._count_settings(settings)
+        self._count_settings()
         ended = end_leftovers(self._instance)
         if ended:
             self._log.warning("ended what hooks of an agent that was killed had left running", processes=ended)
@@ -365,6 +378,8 @@ class Daemon:
                 self._tell_pause(seconds)
             case _Command(word="reload"):
                 self._reload()
+            case _Command(word="pause" | "resume" as word):
+                self._set_paused(is_paused=word == "pause")
             case _Command(word="stop"):
                 return False
         return True
@@ -394,10 +409,23 @@ class Daemon:
             windows=settings.maintenance_windows,
             hooks=settings.hooks,
             boot_id=self._boot_id,
-            is_acting=settings.agent.mode == "act",
+            is_acting=self._is_acting(),
             document_at=document_at,
             is_state_lost=self._is_state_lost,
         )
+
+    def _is_acting(self) -> bool:
+        return self._settings.agent.mode == "act" and not self._is_paused
+
+    def _set_paused(self, *, is_paused: bool) -> None:
+        if is_paused == self._is_paused:
+            return
+        self._is_paused = is_paused
+        text = "paused: it watches, and does nothing" if is_paused else "acts again"
+        self._log.warning(text)
+        self._record("paused" if is_paused else "resumed", text, datetime.now(UTC))
+        self._metrics.is_acting.set(self._is_acting())
+        self._signals.append(Reconsider())
 
     def _names(self) -> tuple[str, ...]:
         vm = self._settings.vm
@@ -494,7 +522,7 @@ class Daemon:
             self._is_state_lost = False
         if self._on_clear is None:
             is_clear = all(workflow.decision.affects == "others" for workflow in self._board.values())
-            may_run = is_clear and self._settings.agent.mode == "act"
+            may_run = is_clear and self._is_acting()
             self._on_clear = list(self._settings.on_clear) if may_run else []
             if self._on_clear:
                 self._record("on_clear", f"nothing is pending: {', '.join(self._on_clear)}", now)
@@ -539,6 +567,8 @@ class Daemon:
         parts = []
         if self._settings.agent.mode == "observe":
             parts.append("only observes")
+        if self._is_paused:
+            parts.append("is paused: watches, and does nothing")
         if self._store_failure:
             parts.append(f"cannot write the state file ({self._store_failure})")
         if self._poller.failure:
@@ -556,6 +586,8 @@ class Daemon:
                 self._store.answer_request(request.id, "refused: the event is not pending any more")
             elif request.word == "approved" and self._settings.agent.mode == "observe":
                 self._store.answer_request(request.id, "refused: the agent only observes (agent.mode, --observe)")
+            elif request.word == "approved" and self._is_paused:
+                self._store.answer_request(request.id, "refused: the agent's service is paused; have it continue")
             elif request.word == "approved" and (refusal := self._refusal(self._board[request.workflow_id], now)):
                 self._store.answer_request(request.id, f"refused: {refusal}")
             else:
@@ -622,7 +654,7 @@ class Daemon:
                 self._log.warning(f"agent.{name} takes effect at the next start of the agent")
         self._log.info("the policy file was read again", rules=[rule.name for rule in settings.rules])
         self._record("reloaded", f"rules: {', '.join(rule.name for rule in settings.rules)}", now)
-        self._count_settings(settings)
+        self._count_settings()
         self._signals.append(Reconsider())
 
     def _hooks_still_needed(self, settings: Settings) -> dict[str, Hook]:
@@ -636,8 +668,8 @@ class Daemon:
             self._log.warning("hooks that pending events still need are kept until the next start", hooks=[*hooks])
         return hooks
 
-    def _count_settings(self, settings: Settings) -> None:
-        self._metrics.is_acting.set(settings.agent.mode == "act")
+    def _count_settings(self) -> None:
+        self._metrics.is_acting.set(self._is_acting())
         self._metrics.reload_ok.set(1)
         self._metrics.reloaded_at.set_to_current_time()
 
