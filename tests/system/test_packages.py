@@ -503,7 +503,7 @@ def test_who_cannot_install_what_packs_is_told_what_to_install(
     )
 
 
-def test_a_wheel_that_is_not_the_pinned_one_is_refused(tmp_path: Path) -> None:
+def test_a_tree_without_a_date_and_a_wheel_that_is_not_the_pinned_one_are_refused(tmp_path: Path) -> None:
     sources = tmp_path / "sources"
     shutil.copytree(CHECKOUT / "packaging", sources / "packaging", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("agent", "config", "docs", "systemd", "CHANGELOG.md"):
@@ -514,7 +514,11 @@ def test_a_wheel_that_is_not_the_pinned_one_is_refused(tmp_path: Path) -> None:
     shutil.copytree(CHECKOUT / ".cache/packaging" / wheels.name, wheels)
     (wheel,) = wheels.glob("structlog-*.whl")
     wheel.write_bytes(wheel.read_bytes() + b"\n")
-    done = build("deb", "--architecture", "amd64", "--output", str(tmp_path), sources=sources)
+    arguments = ("deb", "--architecture", "amd64", "--output", str(tmp_path))
+    done = build(*arguments, sources=sources)
+    expected = "no git checkout, and CHANGELOG.md has no date of a release: set SOURCE_DATE_EPOCH (seconds)"
+    assert (done.returncode, done.stderr) == (1, f"packaging/build.py: {expected}\n")
+    done = build(*arguments, sources=sources, SOURCE_DATE_EPOCH="1")
     expected = f"{wheel}: its hash is not in packaging/requirements.txt; remove it and try again"
     assert (done.returncode, done.stderr) == (1, f"packaging/build.py: {expected}\n")
 
