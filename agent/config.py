@@ -7,7 +7,7 @@ The one invariant: Settings exist only if every check has passed, so nobody afte
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,6 +31,8 @@ _LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[
 _UNIT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9:_.\\-]*(@[A-Za-z0-9:_.\\-]+)?\.service")
 _OTHER_UNIT = re.compile(r"\.(socket|target|timer|path|mount|automount|swap|slice|scope|device)$")
 _MAX_UNIT_CHARACTERS = 255
+# Endings of files that an interpreter named in ``run`` may be given.
+_SCRIPTS = (".py", ".sh", ".ps1", ".cmd", ".bat", ".pl", ".rb", ".js", ".vbs")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # The notice Azure promises; a Terminate has what its scale set says, at least this.
@@ -214,8 +216,9 @@ def parse_settings(
 
 
 def check_files(loaded: Loaded) -> tuple[Problem, ...]:
-    """Warnings about programs, units, directories and accounts that hooks name and this machine lacks."""
-    return _in_order(loaded.parsed, _missing(loaded.settings))
+    """Warnings about what hooks name and this machine lacks or refuses, and of files that others could change."""
+    exposed = _exposed(loaded.settings, None if loaded.name == BUILT_IN_NAME else Path(loaded.name))
+    return _in_order(loaded.parsed, [*exposed, *_missing(loaded.settings)])
 
 
 def parse_endpoint(text: str) -> tuple[str, int] | None:
@@ -483,6 +486,20 @@ def _affected(when: When) -> set[str]:
     return {*when.affects, *(("shared",) if "self" in when.affects else ())}
 
 
+def _exposed(settings: Settings, policy: Path | None) -> Iterator[_Finding]:
+    """Where the policy and the state are not safe from others, or from Azure."""
+    if policy is not None and (fault := host.tampering_fault(policy)):
+        yield "", fault
+    state_dir = Path(settings.agent.state_dir) if settings.agent.state_dir else host.default_state_dir()
+    if disk := host.temporary_disk(state_dir):
+        yield (
+            "agent.state_dir",
+            f"{state_dir} is on Azure's temporary disk {disk}, which may be empty after an event",
+        )
+    if fault := host.privacy_fault(state_dir):
+        yield "agent.state_dir", f"{state_dir} should be for the agent's account alone; {fault}"
+
+
 def _missing(settings: Settings) -> Iterator[_Finding]:
     can_ask_about_units = True
     for name, hook in settings.hooks.items():
@@ -490,9 +507,12 @@ def _missing(settings: Settings) -> Iterator[_Finding]:
         if hook.cwd is not None and not Path(hook.cwd).is_dir():
             yield f"{path}.cwd", f"{hook.cwd} is not a directory on this machine"
         if hook.run:
-            fault = _program_fault(hook.run[0], hook.cwd)
+            fault = _program_fault(hook.run[0], hook.cwd) or host.command_fault(hook.run, None, hook.cwd, hook.env)
+            fault = fault or _tampering_fault(hook.run, hook.cwd)
             if fault:
                 yield f"{path}.run", fault
+        elif fault := host.command_fault(None, hook.shell, hook.cwd, hook.env):
+            yield f"{path}.shell", fault
         if hook.user is not None and not host.has_account(hook.user):
             yield f"{path}.user", f'this machine has no account "{hook.user}"'
         if hook.unit is not None and can_ask_about_units:
@@ -517,3 +537,11 @@ def _program_fault(program: str, cwd: str | None) -> str | None:
     if not file.exists():
         return f"{file} does not exist"
     return None if os.access(file, os.X_OK) else f"{file} is not executable: chmod +x {file}"
+
+
+def _tampering_fault(run: Sequence[str], cwd: str | None) -> str | None:
+    """Of the program, if its path is given, and of scripts that it is given to run."""
+    files = [Path(cwd or os.sep) / run[0]] if os.sep in run[0] or "/" in run[0] else []
+    paths = [Path(argument) for argument in run[1:] if argument.endswith(_SCRIPTS)]
+    files += [path for path in paths if path.is_absolute() and path.is_file()]
+    return next((fault for file in files if (fault := host.tampering_fault(file))), None)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Literal, TextIO
 
@@ -27,13 +28,26 @@ _PATIENCE_SECONDS = 0.1
 _MAX_PIECE_BYTES = 4096  # what host.is_writable speaks for
 
 
-def set_up(level: Literal["debug", "info", "warning", "error"], form: Literal["auto", "json", "console"]) -> None:
-    """Send all logging to standard error. May be called again, to change the level."""
-    is_terminal = _is_terminal(sys.stderr)
+def set_up(
+    level: Literal["debug", "info", "warning", "error"],
+    form: Literal["auto", "json", "console"],
+    *,
+    stream: TextIO | None = None,
+    on_entry: Callable[[Mapping[str, object]], None] | None = None,
+) -> None:
+    """Send all logging to ``stream`` (None: standard error). May be called again, to change the level.
+
+    ``on_entry`` gets each entry as well, with ``time``, ``level``, ``message`` and its fields, on the thread that
+    logs: it must not block.
+    """
+    stream = stream or sys.stderr
+    is_terminal = _is_terminal(stream)
     processors: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
     ]
+    if on_entry is not None:
+        processors.append(_passing_on(on_entry))
     if form == "console" or (form == "auto" and is_terminal):
         has_colors = is_terminal and host.has_terminal_colors()
         renderer = structlog.dev.ConsoleRenderer(
@@ -41,12 +55,12 @@ def set_up(level: Literal["debug", "info", "warning", "error"], form: Literal["a
         )
         processors.append(renderer)
     else:
-        render = _to_json_with_priority if _is_journal(sys.stderr) else _to_json
+        render = _to_json_with_priority if _is_journal(stream) else _to_json
         processors += [structlog.processors.format_exc_info, render]
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(_patient(sys.stderr)),  # type: ignore[arg-type]
+        logger_factory=structlog.WriteLoggerFactory(_patient(stream)),  # type: ignore[arg-type]
         cache_logger_on_first_use=False,
     )
 
@@ -146,10 +160,25 @@ def _is_journal(stream: TextIO | None) -> bool:
         return False
 
 
-def _to_json(_logger: object, _method: str, event: structlog.typing.EventDict) -> str:
-    """One line, which begins with what every line has."""
+def _passing_on(on_entry: Callable[[Mapping[str, object]], None]) -> structlog.typing.Processor:
+    def pass_on(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        fields = structlog.processors.format_exc_info(logger, method, dict(event))
+        with contextlib.suppress(Exception):  # nobody who listens is a reason to stop
+            on_entry(_to_entry(fields))
+        return event
+
+    return pass_on
+
+
+def _to_entry(event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """What every entry has first."""
     first = {"time": event.pop("time", ""), "level": event.pop("level", ""), "message": event.pop("event", "")}
-    line = {**first, **event}
+    return {**first, **event}
+
+
+def _to_json(_logger: object, _method: str, event: structlog.typing.EventDict) -> str:
+    """One line."""
+    line = _to_entry(event)
     try:
         return msgspec.json.encode(line, enc_hook=str).decode()
     except UnicodeEncodeError:  # a file's name that is no text

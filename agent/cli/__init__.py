@@ -12,7 +12,7 @@ from agent import AgentError, __version__
 
 # Each module adds its parsers and sets ``handler``: a function of the parsed arguments that returns the exit code.
 # Modules keep heavy imports inside their handlers, so that --help and a wrong option answer at once.
-_GROUPS = ("run", "policy", "operator", "simulate", "demo", "install_unit")
+_GROUPS = ("run", "policy", "operator", "simulate", "demo", "install_unit", "service")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

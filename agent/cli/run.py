@@ -1,4 +1,4 @@
-"""``run``: the daemon, in the foreground, as a service manager starts it."""
+"""``run``: the daemon, in the foreground, as a service manager starts it; and how a daemon is put together."""
 
 import argparse
 import contextlib
@@ -6,12 +6,18 @@ import faulthandler
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent.cli import add_config_option
+
+if TYPE_CHECKING:
+    from agent import host
+    from agent.config import LogFormat, LogLevel, Settings
+    from agent.daemon import Daemon
+    from agent.typed_yaml import Problem
 
 
 def add_parsers(commands: Any) -> None:
@@ -51,47 +57,17 @@ def _duration(text: str) -> float:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from msgspec.structs import replace  # noqa: PLC0415 - as are the imports below: only this command needs them
-
-    from agent import host  # noqa: PLC0415
-    from agent.config import Settings, check_files, find_config, load_policy  # noqa: PLC0415
-    from agent.daemon import Daemon  # noqa: PLC0415
-    from agent.log import get_logger, set_up  # noqa: PLC0415
-    from agent.store import Store  # noqa: PLC0415
-    from agent.typed_yaml import Problem  # noqa: PLC0415
-
-    path = find_config(arguments.config, host.default_config_path())
-
-    def warn(problems: Iterable[Problem]) -> None:
-        for problem in problems:
-            get_logger().warning("the policy file deserves a look", problem=str(problem))
-
-    def load_settings() -> Settings:
-        """What is in the file, at start and at each reload; the log follows it at once."""
-        loaded = load_policy(path)
-        settings = loaded.settings
-        options = {"state_dir": arguments.state_dir} if arguments.state_dir else {}
-        if arguments.observe:
-            options["mode"] = "observe"
-        set_up(settings.agent.log.level, settings.agent.log.format)
-        warn(loaded.warnings)
-        # Who knows of accounts and units may take minutes to answer, and neither start nor reload waits for that.
-        with contextlib.suppress(RuntimeError):  # no memory for a thread
-            threading.Thread(target=lambda: warn(check_files(loaded)), name="policy-check", daemon=True).start()
-        return replace(settings, agent=replace(settings.agent, **options))
+    from agent.log import set_up  # noqa: PLC0415 - heavy, and only this command needs it
 
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # standard error may be closed, or no file
         faulthandler.enable()  # a watchdog's SIGABRT then shows where every thread is
-    settings = load_settings()
-    state_dir = Path(settings.agent.state_dir) if settings.agent.state_dir else host.default_state_dir()
-    host.create_private_dir(state_dir)
-    lock = host.hold_lock(state_dir / "lock")
-    store = Store.open(state_dir, datetime.now(UTC))
-    try:
-        get_logger().info(
-            "policy", file=str(path) if path else "built in: no policy file", state_dir=str(state_dir)
-        )
-        daemon = Daemon(settings, load_settings, store, stop_timeout=arguments.stop_timeout)
+    with open_daemon(
+        config=arguments.config,
+        state_dir=arguments.state_dir,
+        is_observing=arguments.observe,
+        stop_timeout=arguments.stop_timeout,
+        set_up_log=set_up,
+    ) as daemon:
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose hooks' exit codes
         # SIGBREAK is Ctrl-Break on Windows, SIGHUP is Linux's alone.
@@ -104,9 +80,66 @@ def _run(arguments: argparse.Namespace) -> int:
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), lambda *_, respond=respond: respond())
         daemon.run()
-    finally:
-        store.close()
-        lock.close()
     with contextlib.suppress(OSError, ValueError):  # whoever read the log may have gone
         sys.stderr.flush()
     return 0
+
+
+@contextlib.contextmanager
+def open_daemon(
+    *,
+    config: str | None,
+    state_dir: str | None,
+    is_observing: bool,
+    stop_timeout: float,
+    set_up_log: "Callable[[LogLevel, LogFormat], None]",
+    service: "host.ServiceManager | None" = None,
+) -> "Iterator[Daemon]":
+    """A daemon that has yet to be run: policy read, log set up along it, state directory locked, state opened.
+
+    ``config``, ``state_dir`` and ``is_observing`` are the options of that name. Raises AgentError.
+    """
+    from msgspec.structs import replace  # noqa: PLC0415 - as are the imports below: heavy, and for nobody else
+
+    from agent import host  # noqa: PLC0415
+    from agent.config import check_files, find_config, load_policy  # noqa: PLC0415
+    from agent.daemon import Daemon  # noqa: PLC0415
+    from agent.log import get_logger  # noqa: PLC0415
+    from agent.store import Store  # noqa: PLC0415
+
+    path = find_config(config, host.default_config_path())
+
+    def warn(problems: "Iterable[Problem]") -> None:
+        for problem in problems:
+            get_logger().warning("the policy file deserves a look", problem=str(problem))
+
+    def load_settings() -> "Settings":
+        """What is in the file, at start and at each reload; the log follows it at once."""
+        loaded = load_policy(path)
+        options = {"state_dir": state_dir} if state_dir else {}
+        if is_observing:
+            options["mode"] = "observe"
+        settings = replace(loaded.settings, agent=replace(loaded.settings.agent, **options))
+        used = replace(loaded, settings=settings)
+        set_up_log(settings.agent.log.level, settings.agent.log.format)
+        warn(loaded.warnings)
+        # Who knows of accounts and units may take minutes to answer, and neither start nor reload waits for that.
+        with contextlib.suppress(RuntimeError):  # no memory for a thread
+            threading.Thread(target=lambda: warn(check_files(used)), name="policy-check", daemon=True).start()
+        return settings
+
+    settings = load_settings()
+    directory = Path(settings.agent.state_dir) if settings.agent.state_dir else host.default_state_dir()
+    host.create_private_dir(directory)
+    lock = host.hold_lock(directory / "lock")
+    try:
+        store = Store.open(directory, datetime.now(UTC))
+        try:
+            get_logger().info(
+                "policy", file=str(path) if path else "built in: no policy file", state_dir=str(directory)
+            )
+            yield Daemon(settings, load_settings, store, stop_timeout=stop_timeout, service=service)
+        finally:
+            store.close()
+    finally:
+        lock.close()

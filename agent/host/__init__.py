@@ -18,6 +18,7 @@ if sys.platform == "win32":
         can_change_user,
         can_start_units,
         claim_port,
+        command_fault,
         create_private_dir,
         decode_output,
         default_config_path,
@@ -33,8 +34,11 @@ if sys.platform == "win32":
         is_same_boot,
         is_shutting_down,
         is_writable,
+        privacy_fault,
         reap_orphans,
         start_tree,
+        tampering_fault,
+        temporary_disk,
         unit_fault,
     )
 else:
@@ -49,6 +53,7 @@ else:
         can_change_user,
         can_start_units,
         claim_port,
+        command_fault,
         create_private_dir,
         decode_output,
         default_config_path,
@@ -64,8 +69,11 @@ else:
         is_same_boot,
         is_shutting_down,
         is_writable,
+        privacy_fault,
         reap_orphans,
         start_tree,
+        tampering_fault,
+        temporary_disk,
         unit_fault,
     )
 
@@ -80,6 +88,7 @@ __all__ = [
     "can_change_user",
     "can_start_units",
     "claim_port",
+    "command_fault",
     "create_private_dir",
     "decode_output",
     "default_config_path",
@@ -95,7 +104,10 @@ __all__ = [
     "is_same_boot",
     "is_shutting_down",
     "is_writable",
+    "privacy_fault",
     "reap_orphans",
     "start_tree",
+    "tampering_fault",
+    "temporary_disk",
     "unit_fault",
 ]

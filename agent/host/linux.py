@@ -51,6 +51,7 @@ _LEFTOVER_GRACE_SECONDS = 1.0
 _MAX_STATUS_CHARACTERS = 1000
 _SHUTDOWN_QUESTION_SECONDS = 2.0
 _TELL_SECONDS = 1.0
+_TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the root of that disk
 
 
 class HostError(AgentError):
@@ -108,6 +109,30 @@ def create_private_dir(path: Path) -> None:
     except OSError as error:
         fault = f"{error.strerror or error}: {way_out}"
     raise HostError(f"{path}: expected a directory for this account alone; {fault}", kind="state_dir")
+
+
+def privacy_fault(path: Path) -> str | None:
+    """Why others could use what is in the directory, and the way out; None if they cannot or it is not there."""
+    with suppress(OSError):
+        if path.stat().st_mode & 0o077:
+            return f"it is open to others: if it is the agent's own, chmod 700 {path}"
+    return None
+
+
+def tampering_fault(path: Path) -> str | None:
+    """Who besides the system's own accounts could change the file, or the directory it is in, and the way out."""
+    for place in (path, path.parent):
+        with suppress(OSError):
+            if who := _who_may_change(place.stat()):
+                danger = "who could so have the agent run anything"
+                return f"{place} can be changed by {who}, {danger}: chmod go-w {place}"
+    return None
+
+
+def temporary_disk(path: Path) -> Path | None:
+    """The root of the temporary disk of this VM that the path is on; None if it is on none."""
+    path = path.absolute()
+    return next((place for place in (path, *path.parents) if (place / _TEMPORARY_WARNING).exists()), None)
 
 
 def find_systemctl() -> str:
@@ -364,6 +389,14 @@ def start_tree(
     return tree
 
 
+def command_fault(
+    run: Sequence[str] | None, shell: str | None, cwd: str | None, env: Mapping[str, str]
+) -> str | None:
+    """Why ``start_tree`` would refuse to start the program with its arguments; None: here any can be passed."""
+    del run, shell, cwd, env
+    return None
+
+
 def is_shutting_down() -> bool | None:
     """Whether the machine is on its way down; None if that cannot be told. May take two seconds."""
     # What systemctl has to say about itself is nothing for the agent's own unit.
@@ -465,6 +498,15 @@ def end_marked(prefix: str) -> int:
         marked = _marked_processes(prefix)
         found |= marked
     return len(found)
+
+
+def _who_may_change(facts: os.stat_result) -> str:
+    """Beside its owner; "" if nobody."""
+    if stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX:
+        return ""  # only its owner can put something else in a file's place
+    if facts.st_mode & 0o002:
+        return "everybody"
+    return f"the group {facts.st_gid}" if facts.st_mode & 0o020 and facts.st_gid not in (0, os.getegid()) else ""
 
 
 def _account_environment(user: str | None) -> dict[str, str]:

@@ -9,12 +9,15 @@ agent, however that ends. Windows has no way to ask a program without a window t
 The module can be imported everywhere, for the tests of its command lines; its functions need Windows.
 """
 
+import codecs
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
+import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,17 +59,15 @@ _PASSED_ON = (
 )
 # A clock that is set right moves the boot's computed time; no machine boots twice within this.
 _SAME_BOOT_SECONDS = 120.0
-# For the system, administrators and this account; not inherited from the parent, which lets everybody in.
-_PRIVATE = "D:P(A;OICI;FA;;;SY)(A;OICI;FA;;;BA)(A;OICI;FA;;;{account})"
-# The system itself, administrators, and whoever made a file (which must be one of those).
-_SYSTEMS_ACCOUNTS = ("S-1-5-18", "S-1-5-32-544", "S-1-3-0", "S-1-3-4")
 _SM_SHUTTINGDOWN = 0x2000
 _CREATE_SUSPENDED = 0x4
 _CREATE_NO_WINDOW = 0x08000000
 _SHARING_VIOLATION = 32
-_ALREADY_EXISTS = 183
 _SEPARATORS = "\\/"
+_TEMPORARY_LABEL = "Temporary Storage"
+_TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"
 _INTERFACES = r"SYSTEM\CurrentControlSet\Services\Tcpip\Parameters\Interfaces"
+_PROFILES = r"SOFTWARE\Microsoft\Windows NT\CurrentVersion\ProfileList"
 _NEEDS_INTERPRETER = {
     ".py": "python.exe",
     ".pyw": "python.exe",
@@ -75,6 +76,13 @@ _NEEDS_INTERPRETER = {
     ".sh": "bash.exe",
     ".pl": "perl.exe",
 }
+# Quotes, what is expanded, and what ends a line or is no text at all.
+_UNSAFE_FOR_CMD = frozenset('"%') | {chr(code) for code in range(32) if chr(code) != "\t"}
+_BY_ASSOCIATION = (".py", ".pyw")
+_CLASSES = r"SOFTWARE\Classes"
+_PLACE = re.compile(r'"%[1Ll]"|%[1Ll]|%\*')
+# What a system starts in cmd by itself, whatever the arguments are.
+_BATCH = re.compile(r"\.(bat|cmd)\b", re.IGNORECASE)
 
 
 class HostError(AgentError):
@@ -132,41 +140,70 @@ def dhcp_option_245() -> str | None:
 def create_private_dir(path: Path) -> None:
     """Make the directory, for this account (and the system) alone. Raises HostError if others can use it already.
 
-    What is there already is not changed. Parents that are missing are made as the system makes directories.
+    What is there already is not changed, and Azure's temporary disk is refused. Parents that are missing are made
+    as the system makes directories; only the agent's own data directory is private too.
     """
-    import pywintypes  # noqa: PLC0415 - Windows only
-    import win32file  # noqa: PLC0415 - Windows only
-    import win32security  # noqa: PLC0415 - Windows only
+    from agent.host import windows_paths  # noqa: PLC0415 - it imports this module
 
     way_out = "name another directory with agent.state_dir"
+    fault: str | None
     try:
-        account = win32security.ConvertSidToStringSid(_own_sid())
-        attributes: Any = pywintypes.SECURITY_ATTRIBUTES()
-        attributes.SECURITY_DESCRIPTOR = win32security.ConvertStringSecurityDescriptorToSecurityDescriptor(
-            _PRIVATE.format(account=account), win32security.SDDL_REVISION_1
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            win32file.CreateDirectory(str(path), attributes)
-        except pywintypes.error as error:
-            if error.winerror != _ALREADY_EXISTS:
-                raise
-        if not path.is_dir():
-            fault = f"it is no directory: {way_out}"
-        elif others := _others_let_in(path, {*_SYSTEMS_ACCOUNTS, account}):
-            fault = f"it is open to {', '.join(others)}: if it is the agent's own, see icacls, else {way_out}"
+        if disk := temporary_disk(path):
+            fault = f"{disk} is Azure's temporary disk, which may be empty after an event: {way_out}"
         else:
-            return
-    except (OSError, pywintypes.error) as error:
+            windows_paths.make_private_dir(path)
+            is_dir = path.is_dir()
+            fault = _openness(path, windows_paths.readers(path)) if is_dir else f"it is no directory: {way_out}"
+    except OSError as error:
         fault = f"{_reason(error)}: {way_out}"
-    raise HostError(f"{path}: expected a directory for this account alone; {fault}", kind="state_dir")
+    if fault is not None:
+        raise HostError(f"{path}: expected a directory for this account alone; {fault}", kind="state_dir")
+
+
+def privacy_fault(path: Path) -> str | None:
+    """Why others could use what is in the directory, and the way out; None if they cannot or it is not there."""
+    from agent.host import windows_paths  # noqa: PLC0415 - it imports this module
+
+    try:
+        return _openness(path, windows_paths.readers(path))
+    except OSError:
+        return None
+
+
+def tampering_fault(path: Path) -> str | None:
+    """Who besides the system's own accounts could change the file, or the directory it is in, and the way out."""
+    from agent.host import windows_paths  # noqa: PLC0415 - it imports this module
+
+    for place in (path, path.parent):
+        with contextlib.suppress(OSError):
+            if others := windows_paths.writers(place):
+                return (
+                    f"{place} can be changed by {', '.join(others)}, who could so have the agent run anything: "
+                    f"{windows_paths.way_out(place, others)}"
+                )
+    return None
+
+
+def temporary_disk(path: Path) -> Path | None:
+    """The root of the temporary disk of this VM that the path is on; None if it is on none.
+
+    Azure gives that disk a label of its own, and puts a warning into it, which somebody may have removed.
+    """
+    import pywintypes  # noqa: PLC0415 - Windows only
+    import win32api  # noqa: PLC0415 - Windows only
+
+    path = path.absolute()
+    with contextlib.suppress(pywintypes.error):
+        root = Path(path.anchor)
+        if win32api.GetVolumeInformation(f"{str(root).rstrip(_SEPARATORS)}\\")[0] == _TEMPORARY_LABEL:
+            return root
+    return next((place for place in (path, *path.parents) if (place / _TEMPORARY_WARNING).exists()), None)
 
 
 def find_systemctl() -> str:
     """The program that tells the service manager what to do. Raises HostError where there is none."""
     raise HostError(
-        "there is no systemd on Windows: a service is set up with Windows' own tooling there, which starts "
-        "`scheduled-events-agent run`",
+        "there is no systemd on Windows: use `scheduled-events-agent service install`",
         kind="usage",
     )
 
@@ -265,11 +302,43 @@ def base_environment(user: str | None) -> dict[str, str]:
 
 
 def decode_output(data: bytes) -> str:
-    """What a program wrote, as text: UTF-8, else in the code page of the console."""
+    """What a program wrote, or a piece of it, as text: UTF-8, UTF-16, else a code page of this system.
+
+    Which of the two code pages, that of consoles or that of windows, is a guess from the letters that come out.
+    """
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return data.decode("utf-16", "ignore").removesuffix("\r")
+    if data.count(0) * 4 >= len(data) or data[:1] == b"\0" or b"\r\0\n" in data or data.endswith(b"\r\0"):
+        return _decode_wide(data)
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        return data.decode("oem", "replace")
+        return _likelier(data.decode("oem", "replace"), data.decode("mbcs", "replace"))
+
+
+def _decode_wide(data: bytes) -> str:
+    """Little-endian UTF-16 that was cut at the byte of a line feed, or anywhere."""
+    if data[::2].count(0) > data[1::2].count(0):
+        data = data[1:]
+    return data.decode("utf-16-le", "ignore").removesuffix("\r")
+
+
+def _likelier(one: str, other: str) -> str:
+    """The text with more letters in places where letters stand; the first if there is nothing between them."""
+    return other if _letters(other) > _letters(one) else one
+
+
+def _letters(text: str) -> int:
+    """Letters outside ASCII, but capitals within words."""
+    pairs = zip(f" {text}", text, strict=False)
+    return sum(
+        character > "\x7f"
+        and (character.islower() or character.isupper())
+        and character.isalpha()
+        and not (character.isupper() and before.islower())
+        and unicodedata.category(character) != "Lm"
+        for before, character in pairs
+    )
 
 
 class ProcessTree:
@@ -338,8 +407,8 @@ def start_tree(
         raise HostError(f"cannot run as {user}: on Windows a hook runs as the agent's account", kind="hook")
     # Names of variables differ in more than case here; what was given last counts.
     env = {name.upper(): value for name, value in env.items()} | {_MARKER: token}
-    command = _shell_command(shell, env) if shell is not None else _program_command(run or (), env)
     directory = cwd or env.get("SYSTEMDRIVE", "C:") + "\\"
+    command = _shell_command(shell, env) if shell is not None else _program_command(run or (), env, directory)
     try:
         with tempfile.TemporaryFile() as source:
             source.write(stdin)
@@ -358,6 +427,22 @@ def start_tree(
     return ProcessTree(process, _put_into_job(process))
 
 
+def command_fault(
+    run: Sequence[str] | None, shell: str | None, cwd: str | None, env: Mapping[str, str]
+) -> str | None:
+    """Why ``start_tree`` would refuse to start the program with its arguments; None if it would not."""
+    env = {name.upper(): value for name, value in {**base_environment(None), **env}.items()}
+    directory = cwd or env.get("SYSTEMDRIVE", "C:") + "\\"
+    try:
+        if shell is not None:
+            _shell_command(shell, env)
+        elif run is not None:
+            _program_command(run, env, directory)
+    except HostError as error:
+        return str(error)
+    return None
+
+
 def is_shutting_down() -> bool | None:
     """Whether the machine is on its way down; None if that cannot be told."""
     import win32api  # noqa: PLC0415 - Windows only
@@ -372,7 +457,7 @@ def is_journal(descriptor: int) -> bool:
 
 
 class ServiceManager:
-    """Whoever started this process as a service; on Windows nobody listens yet. For any thread."""
+    """Whoever started this process as a service: nobody. For a service, ``windows_service`` has another."""
 
     def tell(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
         """What the service is at now; ``status`` is one line for people."""
@@ -407,18 +492,19 @@ def _shell_command(text: str, env: Mapping[str, str]) -> str:
     return f'"{_cmd(env)}" /d /s /c "{text}"'
 
 
-def _program_command(run: Sequence[str], env: Mapping[str, str]) -> str:
-    """The command line that runs a program or script with its arguments."""
+def _program_command(run: Sequence[str], env: Mapping[str, str], directory: str = "") -> str:
+    """The command line that runs a program or script with its arguments; a relative path is in the directory."""
     if not run or not run[0]:
         raise HostError("nothing to run", kind="hook")
-    program = _find_program(run[0], env)
+    program = _find_program(run[0], env, directory)
     suffix = os.path.splitext(program)[1].lower()  # noqa: PTH122 - a Windows path, also where this is tested
     if suffix in (".cmd", ".bat"):
         # cmd expands %NAME% even within quotes, ends an argument at a quote, and the line at a line break.
-        for argument in (program, *run[1:]):
-            if found := set(argument) & set('"%\r\n\0'):
+        for index, argument in enumerate((program, *run[1:])):
+            if found := set(argument) & _UNSAFE_FOR_CMD:
+                what = f"argument {index}" if index else f"the path {program!r}"  # an argument may be secret
                 raise HostError(
-                    f"cannot pass {argument!r} safely to a {suffix} file: it contains {min(found)!r}; "
+                    f"cannot pass {what} safely to a {suffix} file: it contains {min(found)!r}; "
                     "use environment variables (env), or a program or PowerShell script",
                     kind="hook",
                 )
@@ -428,6 +514,8 @@ def _program_command(run: Sequence[str], env: Mapping[str, str]) -> str:
         powershell = rf"{_system_root(env)}\System32\WindowsPowerShell\v1.0\powershell.exe"
         options = ("-NoLogo", "-NoProfile", "-NonInteractive", "-ExecutionPolicy", "Bypass", "-File")
         return subprocess.list2cmdline([powershell, *options, program, *run[1:]])
+    if suffix in _BY_ASSOCIATION and (template := _association(suffix)):
+        return _fill(template, program, run[1:])
     if suffix in _NEEDS_INTERPRETER:
         raise HostError(
             f"{program} is no program on Windows: name its interpreter first, "
@@ -437,14 +525,51 @@ def _program_command(run: Sequence[str], env: Mapping[str, str]) -> str:
     return subprocess.list2cmdline([program, *run[1:]])
 
 
-def _find_program(name: str, env: Mapping[str, str]) -> str:
+def _openness(path: Path, others: Sequence[str]) -> str | None:
+    from agent.host import windows_paths  # noqa: PLC0415 - it imports this module
+
+    if not others:
+        return None
+    return (
+        f"it is open to {', '.join(others)}: if it is the agent's own, {windows_paths.way_out(path, others)}; "
+        "else name another directory with agent.state_dir"
+    )
+
+
+def _association(suffix: str) -> str | None:
+    """The command line by which this machine (not one of its users) opens such files, with places to fill."""
+    if sys.platform != "win32":  # for the type checker, which knows winreg only there
+        return None
+    import winreg  # noqa: PLC0415 - Windows only
+
+    with contextlib.suppress(OSError):
+        kind = winreg.QueryValue(winreg.HKEY_LOCAL_MACHINE, rf"{_CLASSES}\{suffix}")
+        template = winreg.QueryValue(winreg.HKEY_LOCAL_MACHINE, rf"{_CLASSES}\{kind}\shell\open\command")
+        template = winreg.ExpandEnvironmentStrings(template)
+        return None if _BATCH.search(template) else template or None
+    return None
+
+
+def _fill(template: str, program: str, arguments: Sequence[str]) -> str:
+    """The template of an association with the program's path and arguments in their places."""
+    quoted = subprocess.list2cmdline(arguments)
+    parts = {"1": f'"{program}"', "*": quoted}
+    line = _PLACE.sub(lambda place: parts["*" if "*" in place[0] else "1"], template)
+    return line.strip() if "%*" in template else f"{line} {quoted}".strip()
+
+
+def _find_program(name: str, env: Mapping[str, str], directory: str) -> str:
     """The file that ``name`` means: as it stands, or from PATH, but never from the current directory."""
+    name = name.rstrip(" .")  # as the system does, which would take "x.cmd." for a .cmd file
     suffixes = env.get("PATHEXT", ".COM;.EXE;.BAT;.CMD").lower().split(";")
     suffixes = ["", *suffixes] if os.path.splitext(name)[1] else [*suffixes, ""]  # noqa: PTH122 - a Windows path
     has_directory = any(mark in name for mark in "\\/:")
-    folders = (
-        [""] if has_directory else [f"{part.rstrip(_SEPARATORS)}\\" for part in env.get("PATH", "").split(";")]
-    )
+    if has_directory:
+        name = os.path.join(directory, name)  # noqa: PTH118 - a Windows path
+    # A relative one on the PATH, such as the empty one, would be wherever the agent happens to be.
+    parts = [part.strip('"') for part in env.get("PATH", "").split(";")]
+    parts = [part for part in parts if part[1:2] == ":" or part.startswith("\\\\")]
+    folders = [""] if has_directory else [f"{part.rstrip(_SEPARATORS)}\\" for part in parts]
     for folder in folders:
         for suffix in suffixes:
             if os.path.isfile(f"{folder}{name}{suffix}"):  # noqa: PTH113 - a Windows path
@@ -489,33 +614,16 @@ def _why_not_started(run: Sequence[str] | None, cwd: str, error: Exception) -> s
     return f"cannot be started ({_reason(error)}){what}"
 
 
-def _others_let_in(path: Path, allowed: set[str]) -> list[str]:
-    """The identifiers of accounts that own the directory or may do something in it, and are not ``allowed`` to."""
-    import win32security  # noqa: PLC0415 - Windows only
-
-    wanted = win32security.OWNER_SECURITY_INFORMATION | win32security.DACL_SECURITY_INFORMATION
-    facts: Any = win32security.GetNamedSecurityInfo(str(path), win32security.SE_FILE_OBJECT, wanted)
-    dacl = facts.GetSecurityDescriptorDacl()
-    if dacl is None:
-        return ["everybody"]
-    entries = [dacl.GetAce(index) for index in range(dacl.GetAceCount())]
-    # ((type, flags), rights, account); those that only files in the directory will inherit count too.
-    found = [entry[-1] for entry in entries if entry[0][0] == win32security.ACCESS_ALLOWED_ACE_TYPE]
-    names = {win32security.ConvertSidToStringSid(sid) for sid in (facts.GetSecurityDescriptorOwner(), *found)}
-    return sorted(names - allowed)
-
-
-def _own_sid() -> Any:
-    import win32api  # noqa: PLC0415 - Windows only
-    import win32con  # noqa: PLC0415 - Windows only
-    import win32security  # noqa: PLC0415 - Windows only
-
-    token = win32security.OpenProcessToken(win32api.GetCurrentProcess(), win32con.TOKEN_QUERY)
-    return win32security.GetTokenInformation(token, win32security.TokenUser)[0]
-
-
 def _program_data() -> Path:
-    return Path(os.environ.get("PROGRAMDATA", r"C:\ProgramData"), "ScheduledEventsAgent")
+    name = "ScheduledEventsAgent"
+    if sys.platform == "win32":  # for the type checker, which knows winreg only there
+        import winreg  # noqa: PLC0415 - Windows only
+
+        # Where the variable comes from, which anybody can set for the programs that they start.
+        with contextlib.suppress(OSError), winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, _PROFILES) as key:
+            found, _ = winreg.QueryValueEx(key, "ProgramData")
+            return Path(winreg.ExpandEnvironmentStrings(found), name)
+    return Path(r"C:\ProgramData", name)
 
 
 def _system_root(env: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from agent.hooks import HookResult, HookRun
+from agent.host import windows
 from agent.policy import Hook
 
 if sys.platform != "win32":
@@ -70,7 +71,7 @@ def test_a_batch_file_is_not_given_what_cmd_would_expand(tmp_path: Path) -> None
     for argument in ("%PATH%", 'a" & calc "', "a\nb"):
         result = _run(str(script), argument)
         assert result.outcome == "not_started"
-        assert result.detail.startswith(f"cannot pass {argument!r} safely to a .cmd file: it contains ")
+        assert result.detail.startswith("cannot pass argument 1 safely to a .cmd file: it contains ")
 
 
 def test_a_program_is_found_on_the_path_with_its_suffix_left_out(tmp_path: Path) -> None:
@@ -84,7 +85,44 @@ def test_slashes_in_the_path_of_a_program_may_lean_either_way(tmp_path: Path) ->
     assert _run((tmp_path / "drain.cmd").as_posix()).tail.strip() == "drained"
 
 
-def test_a_python_script_needs_its_interpreter_named(tmp_path: Path) -> None:
+def _associate(key: str, value: str | None) -> None:
+    """Set the default value of a key below the machine's classes; None: remove the key."""
+    assert sys.platform == "win32"
+    import winreg
+
+    path = rf"SOFTWARE\Classes\{key}"
+    if value is None:
+        winreg.DeleteKey(winreg.HKEY_LOCAL_MACHINE, path)
+    else:
+        winreg.SetValue(winreg.HKEY_LOCAL_MACHINE, path, winreg.REG_SZ, value)
+
+
+def test_a_python_script_runs_as_the_machine_runs_such_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A suffix of its own: what is done here is done to the whole machine.
+    suffix = f".py{os.getpid()}"
+    monkeypatch.setattr("agent.host.windows._BY_ASSOCIATION", (suffix,))
+    script = tmp_path / f"drain now{suffix}"
+    script.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
+    keys = [rf"Test{suffix}", r"shell", r"open", r"command"]
+    paths = ["\\".join(keys[:count]) for count in range(1, 5)]
+    _associate(suffix, keys[0])
+    _associate(paths[-1], rf'"{sys.executable}" "%1" %*')
+    try:
+        result = _run(str(script), "a b", "%1")
+        _associate(paths[-1], '"C:\\shims\\python.BAT" "%1" %*')
+        assert windows._association(suffix) is None  # it would be run by cmd
+    finally:
+        for key in (suffix, *reversed(paths)):
+            _associate(key, None)
+    assert (result.exit_code, result.tail) == (3, "['a b', '%1']\n")
+
+
+def test_a_python_script_without_an_association_needs_its_interpreter_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.host.windows._association", lambda _: None)  # this machine may have one
     script = tmp_path / "drain.py"
     script.write_text("print('drained')")
     result = _run(str(script))
@@ -125,6 +163,37 @@ def test_output_in_the_code_page_of_the_console_is_read() -> None:
     text = "grün"
     code = "import sys; sys.stdout.buffer.write(sys.argv[1].encode('oem'))"
     assert _run(sys.executable, "-S", "-c", code, text).tail == text
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "oem", "mbcs"])
+def test_output_is_read_whatever_its_encoding(encoding: str) -> None:
+    code = f"import sys; sys.stdout.buffer.write(sys.argv[1].encode({encoding!r}))"
+    lines: list[str] = []
+    hook = Hook(run=(sys.executable, "-S", "-c", code, "größer\r\nkühner\r\n"))
+    result = HookRun("test", hook, environment={}, on_line=lines.append).run()
+    assert result.tail == "größer\nkühner\n"
+    assert [line for line in lines if line] == ["größer", "kühner"]
+
+
+@pytest.mark.skipif(_ON_WINE, reason="Wine's powershell.exe is a stub that answers 0 to anything")
+@pytest.mark.parametrize(("ending", "expected"), [("exit 7", 7), ("", 0), ("throw 'no'", 1)])
+def test_a_powershell_script_gets_its_arguments_and_gives_its_exit_code(
+    tmp_path: Path, ending: str, expected: int
+) -> None:
+    script = tmp_path / "my hook.ps1"
+    script.write_text(
+        f"param($one, $two)\n'[{{0}}] [{{1}}] [{{2}}]' -f $one, $two, $env:SCHEDULED_EVENT_ID\n{ending}\n"
+    )
+    hook = Hook(run=(str(script), "a b", 'c"d'))
+    result = HookRun("test", hook, environment={"SCHEDULED_EVENT_ID": "A-1"}).run()
+    assert result.exit_code == expected
+    assert result.tail.splitlines()[0] == '[a b] [c"d] [A-1]'
+
+
+def test_a_hook_has_no_console_window() -> None:
+    # A process without a console window has a console all the same: its programs need not make one that shows.
+    code = "import ctypes; print(ctypes.windll.kernel32.GetConsoleWindow())"
+    assert _run(sys.executable, "-S", "-c", code).tail == "0\n"
 
 
 _TREE = """

@@ -128,7 +128,12 @@ def test_a_directory_that_others_are_let_into_is_refused_and_left_as_it_is(tmp_p
     kind = win32security.SE_FILE_OBJECT
     win32security.SetNamedSecurityInfo(str(path), kind, wanted, None, None, everybody, None)
     for _ in range(2):
-        assert _refusal(path).startswith("it is open to S-1-1-0: if it is the agent's own, see icacls, ")
+        assert _refusal(path) == (
+            "it is open to S-1-1-0: if it is the agent's own, "
+            f'icacls "{path}" /inheritance:r /grant:r "*S-1-5-18:(OI)(CI)F" "*S-1-5-32-544:(OI)(CI)F" '
+            f'/remove:g *S-1-1-0; if the owner is still another, icacls "{path}" /setowner *S-1-5-32-544; '
+            "else name another directory with agent.state_dir"
+        )
 
 
 def test_a_file_in_place_of_a_private_directory_is_an_error(tmp_path: Path) -> None:
@@ -177,3 +182,57 @@ def test_the_files_of_the_agent_are_where_the_system_keeps_such_files() -> None:
     else:
         assert host.default_config_path() == Path("/etc/scheduled-events-agent/policy.yaml")
         assert host.default_state_dir() == Path("/var/lib/scheduled-events-agent")
+
+
+def test_the_temporary_disk_is_told_by_the_warning_that_azure_puts_into_it(tmp_path: Path) -> None:
+    assert host.temporary_disk(tmp_path / "var" / "state") is None
+    (tmp_path / "DATALOSS_WARNING_README.txt").touch()
+    assert host.temporary_disk(tmp_path / "var" / "state") == tmp_path
+
+
+@pytest.mark.skipif(sys.platform != "win32", reason="on Linux it is a warning of check")
+def test_a_state_directory_on_the_temporary_disk_is_refused_and_not_made(tmp_path: Path) -> None:
+    (tmp_path / "DATALOSS_WARNING_README.txt").touch()
+    assert _refusal(tmp_path / "state") == (
+        f"{tmp_path} is Azure's temporary disk, which may be empty after an event: "
+        "name another directory with agent.state_dir"
+    )
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(("mode", "who"), [(0o666, "everybody"), (0o664, "the group 65534"), (0o644, None)])
+def test_a_file_that_others_could_change_is_told_with_the_way_out(
+    tmp_path: Path, mode: int, who: str | None
+) -> None:
+    if sys.platform == "win32":
+        pytest.skip("modes are Linux's")
+    path = tmp_path / "hook"
+    path.touch()
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to a group that it is not in")
+    os.chown(path, -1, 65534)
+    path.chmod(mode)
+    fault = f"{path} can be changed by {who}, who could so have the agent run anything: chmod go-w {path}"
+    assert host.tampering_fault(path) == (fault if who else None)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
+def test_a_directory_in_which_others_could_put_another_file_in_its_place_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "hook"
+    path.touch()
+    tmp_path.chmod(0o777)
+    assert host.tampering_fault(path) == (
+        f"{tmp_path} can be changed by everybody, who could so have the agent run anything: chmod go-w {tmp_path}"
+    )
+    tmp_path.chmod(0o1777)  # as /tmp: only a file's owner can
+    assert host.tampering_fault(path) is None
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
+def test_a_directory_that_others_could_look_into_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    assert host.privacy_fault(path) is None
+    path.mkdir(mode=0o700)
+    assert host.privacy_fault(path) is None
+    path.chmod(0o750)
+    assert host.privacy_fault(path) == (f"it is open to others: if it is the agent's own, chmod 700 {path}")

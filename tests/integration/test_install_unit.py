@@ -466,10 +466,7 @@ def test_on_windows_the_command_names_the_way() -> None:
     with pytest.raises(windows.HostError) as caught:
         windows.find_systemctl()
     assert caught.value.kind == "usage"
-    assert str(caught.value) == (
-        "there is no systemd on Windows: a service is set up with Windows' own tooling there, which starts "
-        "`scheduled-events-agent run`"
-    )
+    assert str(caught.value) == "there is no systemd on Windows: use `scheduled-events-agent service install`"
 
 
 @at_rest

@@ -1,16 +1,19 @@
 """What lines of the log look like, when failures are told, and that the log never hurts who writes to it."""
 
+import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import structlog
 
+from agent.host.windows_events import EventLog, open_log_file
 from agent.log import FailureLog, get_logger, set_up
 from agent.simulator import Simulator
 
@@ -411,3 +414,106 @@ for level in ("debug", "info", "warning", "error"):
 
     assert priorities(0) == ["<7>", "<6>", "<4>", "<3>"]
     assert priorities(1) == [""] * 4  # another file than the journal's
+
+
+# --- elsewhere than standard error
+
+
+def test_lines_go_to_another_stream_and_entries_to_who_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    entries: list[Mapping[str, object]] = []
+    set_up("info", "auto", stream=stream, on_entry=entries.append)
+    get_logger().warning("held", event_id="E-1", reason="drain failed")
+    get_logger().debug("not this")
+    assert [json.loads(line) for line in stream.getvalue().splitlines()] == entries
+    assert [list(entry.items())[1:] for entry in entries] == [
+        [("level", "warning"), ("message", "held"), ("event_id", "E-1"), ("reason", "drain failed")]
+    ]
+    assert capsys.readouterr().err == ""
+
+
+def test_who_listens_gets_a_traceback_as_text_and_may_fail() -> None:
+    entries: list[Mapping[str, object]] = []
+    stream = io.StringIO()
+
+    def take(entry: Mapping[str, object]) -> None:
+        entries.append(entry)
+        raise RuntimeError("broken")
+
+    set_up("info", "console", stream=stream, on_entry=take)
+    try:
+        raise ValueError("bad")
+    except ValueError:
+        get_logger().exception("a bug in the agent")
+    assert str(entries[0]["exception"]).splitlines()[-1] == "ValueError: bad"
+    assert "a bug in the agent" in stream.getvalue()
+
+
+# --- the log file of a service
+
+
+def texts(directory: Path) -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in directory.iterdir()}
+
+
+def test_a_line_is_in_the_file_at_once_and_goes_on_where_an_earlier_agent_ended(tmp_path: Path) -> None:
+    for number in (1, 2):
+        set_up("info", "auto", stream=open_log_file(tmp_path))
+        get_logger().info("agent started", number=number)
+        lines = (tmp_path / "agent.log").read_text().splitlines()
+        assert [json.loads(line)["number"] for line in lines] == [1, 2][:number]
+
+
+def test_a_full_file_is_set_aside_and_four_older_ones_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.host.windows_events.MAX_LOG_BYTES", 20)
+    log = open_log_file(tmp_path)
+    for number in range(13):
+        log.write(f"line {number:02}\n")
+    log.close()
+    assert texts(tmp_path) == {
+        "agent.log": "line 12\n",
+        **{f"agent.log.{n}": f"line {12 - 2 * n:02}\nline {13 - 2 * n:02}\n" for n in range(1, 5)},
+    }
+
+
+def test_a_line_that_comes_in_pieces_is_not_torn_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.host.windows_events.MAX_LOG_BYTES", 5000)
+    set_up("info", "json", stream=open_log_file(tmp_path))
+    for number in range(2):
+        get_logger().info("seen", number=number, long="x" * 8000)
+    files = [tmp_path / name for name in ("agent.log.1", "agent.log")]
+    assert [json.loads(file.read_text())["number"] for file in files] == [0, 1]
+
+
+def test_a_log_file_that_cannot_be_written_is_tried_again_and_hurts_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("agent.host.windows_events.time", SimpleNamespace(monotonic=lambda: now))
+    directory = tmp_path / "logs"
+    directory.write_text("in the way")
+    set_up("info", "json", stream=open_log_file(directory))
+    get_logger().info("lost")
+    directory.unlink()
+    for now in (1002.0, 1004.9, 1005.0):
+        get_logger().info("said", at=now)
+    assert json.loads((directory / "agent.log").read_text())["at"] == 1005.0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a device that is always full")
+def test_a_full_disk_hurts_nobody(tmp_path: Path) -> None:
+    (tmp_path / "agent.log").symlink_to("/dev/full")
+    log = open_log_file(tmp_path)
+    with pytest.raises(OSError, match="No space left on device"):
+        log.write("line\n")
+    set_up("info", "json", stream=log)
+    get_logger().info("lost")
+
+
+def test_an_event_log_that_is_not_there_hurts_nobody() -> None:
+    log = EventLog()
+    set_up("info", "json", stream=io.StringIO(), on_entry=log.report)
+    get_logger().info("seen")
+    log.close()

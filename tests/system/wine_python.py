@@ -50,8 +50,12 @@ class WinePython:
 
     def run(self, *arguments: str, timeout: float) -> "subprocess.CompletedProcess[str]":
         """Run it in the checkout; stdout and stderr come back together, for Wine wants pipes there."""
+        return self.run_program(_PYTHON, *arguments, timeout=timeout)
+
+    def run_program(self, *command: str, timeout: float) -> "subprocess.CompletedProcess[str]":
+        """The same for any program of Windows, such as sc."""
         return subprocess.run(
-            ["wine", _PYTHON, *arguments],
+            ["wine", *command],
             cwd=CHECKOUT,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -77,6 +81,9 @@ def wine_python() -> Iterator[WinePython]:
         if not ready.exists() or ready.read_text() != stamp:
             _make(packages)
             ready.write_text(stamp)
+        # For programs that take nothing from the environment: services, and whatever else runs python -I.
+        site = ROOT / "prefix" / "drive_c" / f"py{_VERSION}" / "Lib" / "site-packages"
+        (site / "checkout.pth").write_text(windows_path(CHECKOUT) + "\n")
         _boot()
         try:
             yield WinePython(ROOT)
@@ -179,6 +186,11 @@ def _quietly(*command: str) -> None:
     )
 
 
+def windows_path(path: Path) -> str:
+    """What a file of this side is called on the other."""
+    return f"Z:{path}".replace("/", "\\")
+
+
 def _environment(root: Path) -> dict[str, str]:
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "USER") if name in os.environ}
     return environment | {
@@ -187,7 +199,7 @@ def _environment(root: Path) -> dict[str, str]:
         "WINEDEBUG": "-all",
         "WINELOADER": "/usr/lib/wine/wine64",
         "WINEDLLOVERRIDES": "mscoree,mshtml=;winedbg.exe=d",  # neither prompts to install things nor a debugger
-        "PYTHONPATH": f"Z:{CHECKOUT}".replace("/", "\\"),
+        "PYTHONPATH": windows_path(CHECKOUT),
         "PYTHONDONTWRITEBYTECODE": "1",
         "HYPOTHESIS_STORAGE_DIRECTORY": r"C:\hypothesis",
     }

@@ -74,16 +74,60 @@ def test_a_batch_file_runs_in_cmd_with_every_argument_quoted(tmp_path: Path, nam
     assert command == (rf'"C:\Windows\System32\cmd.exe" /d /v:off /s /c ""{script}" "a b" "c&d" "^|<>()!""')
 
 
-@pytest.mark.parametrize("argument", ["%PATH%", 'a"b', "a\nb", "a\rb", "a\0b"])
+@pytest.mark.parametrize("argument", ["%PATH%", 'a"b', "a\nb", "a\rb", "a\0b", "a\x1ab"])
 def test_an_argument_that_cmd_would_read_otherwise_is_refused(tmp_path: Path, argument: str) -> None:
     script = _file(tmp_path, "drain.cmd")
     with pytest.raises(windows.HostError) as caught:
         windows._program_command([script, "fine", argument], _ENV)
-    found = next(mark for mark in '"%\n\r\0' if mark in argument)
-    assert str(caught.value) == (
-        f"cannot pass {argument!r} safely to a .cmd file: it contains {found!r}; "
+    found = next(mark for mark in '"%\n\r\0\x1a' if mark in argument)
+    assert str(caught.value) == (  # which does not repeat it, for it may be secret
+        f"cannot pass argument 2 safely to a .cmd file: it contains {found!r}; "
         "use environment variables (env), or a program or PowerShell script"
     )
+
+
+def test_a_batch_file_whose_path_cmd_would_read_otherwise_is_refused(tmp_path: Path) -> None:
+    script = _file(tmp_path, "drain%1.cmd")
+    with pytest.raises(windows.HostError) as caught:
+        windows._program_command([script], _ENV)
+    assert str(caught.value) == (
+        f"cannot pass the path {script!r} safely to a .cmd file: it contains '%'; "
+        "use environment variables (env), or a program or PowerShell script"
+    )
+
+
+def test_a_batch_file_is_one_however_its_name_is_ended(tmp_path: Path) -> None:
+    script = _file(tmp_path, "drain.cmd")
+    for ending in (".", " ", ". ."):
+        with pytest.raises(windows.HostError, match="cannot pass argument 1 safely"):
+            windows._program_command([script + ending, '" & calc'], _ENV)
+
+
+def test_a_relative_path_is_one_in_the_directory_that_the_hook_runs_in(tmp_path: Path) -> None:
+    program = _file(tmp_path, "drain.exe")
+    assert windows._program_command(["./drain.exe"], _ENV, str(tmp_path)) == program
+
+
+def test_a_program_is_never_looked_for_where_the_agent_happens_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _file(tmp_path, "drain.exe")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(windows.HostError) as caught:
+        windows._program_command(["drain.exe"], _ENV | {"PATH": ";.;relative"})
+    assert str(caught.value) == "no such program on the PATH ;.;relative: drain.exe"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (r'"C:\Windows\py.exe" "%L" %*', r'"C:\Windows\py.exe" "S" "a b" %1'),
+        (r'C:\py\python.exe "%1" %*', r'C:\py\python.exe "S" "a b" %1'),
+        (r"C:\py\python.exe %1", r'C:\py\python.exe "S" "a b" %1'),
+    ],
+)
+def test_an_association_gets_path_and_arguments_where_it_has_places_for_them(template: str, expected: str) -> None:
+    assert windows._fill(template, "S", ["a b", "%1"]) == expected
 
 
 def test_a_program_gets_its_arguments_quoted_as_programs_expect_them(tmp_path: Path) -> None:
@@ -105,3 +149,32 @@ def test_boots_are_told_apart_but_a_corrected_clock_is_no_boot() -> None:
     assert windows.is_same_boot("boot-time 1700000060", "boot-time 1700000000")
     assert not windows.is_same_boot("boot-time 1700000000", "boot-time 1700000300")
     assert not windows.is_same_boot("boot-time 1700000000", "")
+
+
+_WIDE = "grün\r\n日本\r\n"
+
+
+def _lines(data: bytes) -> list[str]:
+    """As they come to decode_output: cut at each byte of a line feed, and of a carriage return before that."""
+    return [windows.decode_output(line.removesuffix(b"\r")) for line in data.split(b"\n")]
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xff\xfe"])
+def test_utf_16_is_read_line_by_line_and_as_a_whole(mark: bytes) -> None:
+    data = mark + _WIDE.encode("utf-16-le")
+    assert _lines(data) == ["grün", "日本", ""]
+    assert windows.decode_output(data) == _WIDE
+    assert windows.decode_output(data[len(mark) + 3 :]) == _WIDE[2:]  # the end of more, cut anywhere
+
+
+def test_utf_8_is_read_with_and_without_its_mark() -> None:
+    assert windows.decode_output("grün 日本\n".encode()) == "grün 日本\n"
+    assert windows.decode_output(b"\xef\xbb\xbfgr\xc3\xbcn") == "grün"
+
+
+@pytest.mark.parametrize("text", ["grün", "Übung", "café", "größer", "naïve", "señor", "100 % für Ärzte"])
+@pytest.mark.parametrize("oem", ["cp437", "cp850"])
+def test_of_two_code_pages_the_one_with_letters_where_letters_stand_is_taken(text: str, oem: str) -> None:
+    for page in (oem, "cp1252"):
+        data = text.encode(page)
+        assert windows._likelier(data.decode(oem, "replace"), data.decode("cp1252", "replace")) == text

@@ -1,0 +1,86 @@
+"""What ``check`` and each start say of files that are not safe, and of hooks that this system would not start."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent.config import check_files, load_policy
+
+
+def _warnings(tmp_path: Path, policy: str) -> list[str]:
+    path = tmp_path / "policy.yaml"
+    path.write_text(policy, encoding="utf-8")
+    return [str(problem).removeprefix(f"{path}:") for problem in check_files(load_policy(path))]
+
+
+def _policy(tmp_path: Path, hook: str = "") -> str:
+    hooks = f"rules: [{{name: all, prepare: [drain], approve: when-prepared}}]\nhooks: {{drain: {hook}}}\n"
+    return f"agent: {{state_dir: '{tmp_path / 'state'}'}}\n" + (hooks if hook else "")
+
+
+def test_a_policy_with_nothing_exposed_has_no_warnings(tmp_path: Path) -> None:
+    assert _warnings(tmp_path, _policy(tmp_path)) == []
+
+
+def test_a_state_directory_on_the_temporary_disk_is_told(tmp_path: Path) -> None:
+    (tmp_path / "DATALOSS_WARNING_README.txt").touch()
+    state = tmp_path / "state"
+    assert _warnings(tmp_path, _policy(tmp_path)) == [
+        f"1: agent.state_dir: {state} is on Azure's temporary disk {tmp_path}, which may be empty after an event"
+    ]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
+def test_files_that_others_could_change_or_read_are_told(tmp_path: Path) -> None:
+    state, scripts = tmp_path / "state", tmp_path / "scripts"
+    state.mkdir(mode=0o755)
+    scripts.mkdir()
+    script = scripts / "drain.sh"
+    script.touch()
+    script.chmod(0o777)
+    warnings = _warnings(tmp_path, _policy(tmp_path, f"{{run: [/bin/sh, {script}]}}"))
+    danger = "who could so have the agent run anything"
+    assert warnings == [
+        (
+            f"1: agent.state_dir: {state} should be for the agent's account alone; it is open to others: "
+            f"if it is the agent's own, chmod 700 {state}"
+        ),
+        f"3: hooks.drain.run: {script} can be changed by everybody, {danger}: chmod go-w {script}",
+    ]
+    (tmp_path / "policy.yaml").chmod(0o666)
+    path = tmp_path / "policy.yaml"
+    assert str(check_files(load_policy(path))[0]) == (
+        f"{path}:1: {path} can be changed by everybody, {danger}: chmod go-w {path}"
+    )
+
+
+@pytest.mark.skipif(sys.platform != "win32", reason="Linux starts any of these, or says why not by itself")
+@pytest.mark.parametrize(
+    ("name", "more", "expected"),
+    [
+        ("drain.cmd", ", 'fine', '%PATH%'", "cannot pass argument 2 safely to a .cmd file: it contains '%'; "),
+        (
+            "drain.vbs",
+            "",
+            "{file} is no program on Windows: name its interpreter first, as in run: [cscript.exe, ",
+        ),
+    ],
+)
+def test_a_hook_that_windows_would_not_start_is_told_before_it_is_needed(
+    tmp_path: Path, name: str, more: str, expected: str
+) -> None:
+    file = tmp_path / name
+    file.touch()
+    (warning,) = _warnings(tmp_path, _policy(tmp_path, f"{{run: ['{file}'{more}]}}"))
+    assert warning.startswith(f"3: hooks.drain.run: {expected.format(file=file)}")
+
+
+@pytest.mark.skipif(sys.platform != "win32", reason="a shell of Linux takes any lines")
+def test_a_shell_text_of_several_lines_is_told_before_it_is_needed(tmp_path: Path) -> None:
+    assert _warnings(tmp_path, _policy(tmp_path, '{shell: "one\\ntwo"}')) == [
+        (
+            "3: hooks.drain.shell: cmd would run only the first of several lines: "
+            "join them with && or put them into a .cmd file"
+        )
+    ]

@@ -1,0 +1,226 @@
+"""What only Windows has: lists of who may do what, the Event Log's source, and a log file that others may hold."""
+
+import ctypes
+import os
+import struct
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.platform != "win32":
+    pytest.skip("access lists, the registry and the Event Log are Windows'", allow_module_level=True)
+
+import winreg
+
+import win32evtlog
+import win32file
+import win32security
+
+from agent import host
+from agent.host import windows_paths
+from agent.host.windows_events import (
+    REGISTRY_KEY,
+    EventLog,
+    open_log_file,
+    register_source,
+    unregister_source,
+)
+
+pytestmark = pytest.mark.wine
+_ON_WINE = hasattr(ctypes.windll.ntdll, "wine_get_version")
+_EVERYBODY, _USERS = "S-1-1-0", "S-1-5-32-545"
+
+
+def _descriptor(text: str) -> Any:
+    return win32security.ConvertStringSecurityDescriptorToSecurityDescriptor(text, win32security.SDDL_REVISION_1)
+
+
+def _entries(path: Path) -> set[tuple[int, int, str]]:
+    wanted = win32security.DACL_SECURITY_INFORMATION
+    dacl = win32security.GetNamedSecurityInfo(
+        str(path), win32security.SE_FILE_OBJECT, wanted
+    ).GetSecurityDescriptorDacl()
+    found = [dacl.GetAce(index) for index in range(dacl.GetAceCount())]
+    return {(kind, mask, win32security.ConvertSidToStringSid(sid)) for (kind, _), mask, sid in found}
+
+
+@pytest.mark.parametrize(
+    ("text", "rights", "with_heirs", "expected"),
+    [
+        ("O:BAD:P(A;OICI;FA;;;SY)(A;OICI;FA;;;BA)", windows_paths.TO_READ, True, []),
+        ("O:BAD:(A;OICI;0x1200a9;;;BU)(A;CI;0x116;;;BU)", windows_paths.TO_READ, True, [_USERS]),
+        ("O:BAD:(A;OICI;0x1200a9;;;BU)", windows_paths.TO_WRITE, False, []),
+        # As %ProgramData% has it: users may add files.
+        ("O:BAD:(A;OICI;0x1200a9;;;BU)(A;CI;DCLCRPCR;;;BU)", windows_paths.TO_WRITE, False, [_USERS]),
+        ("O:BAD:(A;OICIIO;FA;;;WD)", windows_paths.TO_WRITE, False, []),
+        ("O:BAD:(A;OICIIO;FA;;;WD)", windows_paths.TO_READ, True, [_EVERYBODY]),
+        ("O:BAD:(D;;FA;;;WD)(A;;FA;;;SY)", windows_paths.TO_WRITE, False, []),
+        ("O:BUD:P(A;;FA;;;SY)", windows_paths.TO_WRITE, False, [_USERS]),
+        ("O:BAD:(A;;GA;;;WD)(A;;SD;;;BU)", windows_paths.TO_WRITE, False, [_EVERYBODY, _USERS]),
+        ("O:BAD:NO_ACCESS_CONTROL", windows_paths.TO_WRITE, False, ["everybody"]),
+    ],
+)
+def test_an_access_list_is_judged(text: str, rights: int, with_heirs: bool, expected: list[str]) -> None:
+    trusted = ["S-1-5-18", "S-1-5-32-544"]
+    if text.endswith("NO_ACCESS_CONTROL"):
+        descriptor: Any = _descriptor("O:BA")
+        descriptor.SetSecurityDescriptorDacl(True, None, False)
+    else:
+        descriptor = _descriptor(text)
+    assert windows_paths.untrusted(descriptor, trusted, rights, with_heirs=with_heirs) == expected
+
+
+def test_the_identifier_of_a_service_is_the_one_that_windows_derives() -> None:
+    assert windows_paths.service_sid("TrustedInstaller") == (
+        "S-1-5-80-956008885-3418522649-1831038044-1853292631-2271478464"
+    )
+
+
+def test_the_data_directory_is_made_and_may_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.host.windows._program_data", lambda: tmp_path / "ScheduledEventsAgent")
+    for _ in range(2):
+        windows_paths.make_data_dirs()
+    root = tmp_path / "ScheduledEventsAgent"
+    assert sorted(path.name for path in root.iterdir()) == ["hooks", "logs", "state"]
+    if not _ON_WINE:  # which keeps lists only as far as Linux's modes go
+        assert {sid for _, _, sid in _entries(root)} == {"S-1-5-18", "S-1-5-32-544"}
+        assert windows_paths.readers(root) == []
+
+
+def test_a_directory_that_leads_elsewhere_is_not_taken_for_the_data_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.host.windows._program_data", lambda: tmp_path / "ScheduledEventsAgent")
+    root = tmp_path / "ScheduledEventsAgent"
+    root.write_text("in the way")
+    with pytest.raises(host.HostError) as caught:
+        windows_paths.make_data_dirs()
+    assert str(caught.value) == f"{root}: expected a directory; it is a file or leads elsewhere: remove it"
+
+
+def test_an_account_that_nobody_knows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.host.windows._program_data", lambda: tmp_path / "ScheduledEventsAgent")
+    with pytest.raises(host.HostError) as caught:
+        windows_paths.make_data_dirs("NOWHERE\\nobody-at-all")
+    assert str(caught.value).startswith("NOWHERE\\nobody-at-all: expected an account that this machine knows; ")
+
+
+def test_a_file_that_everybody_may_change_is_told_with_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "hook.cmd"
+    path.touch()
+    dacl = _descriptor("D:P(A;;FA;;;SY)(A;;FA;;;WD)").GetSecurityDescriptorDacl()
+    wanted = win32security.DACL_SECURITY_INFORMATION
+    win32security.SetNamedSecurityInfo(str(path), win32security.SE_FILE_OBJECT, wanted, None, None, dacl, None)
+    assert host.tampering_fault(path) == (
+        f"{path} can be changed by S-1-1-0, who could so have the agent run anything: "
+        f'icacls "{path}" /inheritance:r /grant:r "*S-1-5-18:F" "*S-1-5-32-544:F" /remove:g *S-1-1-0; '
+        f'if the owner is still another, icacls "{path}" /setowner *S-1-5-32-544'
+    )
+
+
+def test_the_source_is_registered_and_removed_and_both_may_be_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = rf"{REGISTRY_KEY}Test{os.getpid()}"  # a service may be installed on this machine
+    monkeypatch.setattr("agent.host.windows_events.REGISTRY_KEY", path)
+    for _ in range(2):
+        register_source(r"C:\messages.dll")
+    with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, path) as key:
+        assert winreg.QueryValueEx(key, "EventMessageFile") == (r"C:\messages.dll", winreg.REG_EXPAND_SZ)
+        assert winreg.QueryValueEx(key, "TypesSupported") == (7, winreg.REG_DWORD)
+    for _ in range(2):
+        unregister_source()
+    with pytest.raises(FileNotFoundError):
+        winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, path)
+
+
+def test_an_entry_is_written_with_its_id_and_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Wine takes entries and shows them to nobody: so what it is given is looked at.
+    given: list[tuple[Any, ...]] = []
+    report = win32evtlog.ReportEvent
+
+    def take(*arguments: Any) -> None:
+        report(*arguments)
+        given.append(arguments[1:])
+
+    monkeypatch.setattr(win32evtlog, "ReportEvent", take)
+    log = EventLog()
+    log.report({"level": "warning", "message": "held", "reason": "drain failed", "event_id": "E-1"})
+    log.report({"level": "info", "message": "hook output", "line": "x"})
+    log.report({"level": "info", "message": "agent stopped"})
+    log.close()
+    assert given == [
+        (2, 0, 240, None, ["held: drain failed\r\n\r\nevent_id: E-1", "E-1"], None),
+        (4, 0, 101, None, ["agent stopped", ""], None),
+    ]
+
+
+def test_an_event_log_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+    monkeypatch.setattr(win32evtlog, "ReportEvent", lambda *_: may_go_on.wait(60))
+    log = EventLog()
+    for _ in range(5000):
+        log.report({"level": "info", "message": "seen"})
+    log.close()
+    may_go_on.set()
+
+
+def test_the_log_file_is_set_aside_while_others_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.host.windows_events.MAX_LOG_BYTES", 10)
+    log = open_log_file(tmp_path)
+    log.write("the first\n")
+    share = win32file.FILE_SHARE_READ | win32file.FILE_SHARE_WRITE | win32file.FILE_SHARE_DELETE
+    handle: Any = win32file.CreateFile(
+        str(tmp_path / "agent.log"), win32file.GENERIC_READ, share, None, win32file.OPEN_EXISTING, 0, None
+    )
+    log.write("the second\n")
+    assert win32file.ReadFile(handle, 100) == (0, b"the first\n")
+    handle.Close()
+    log.close()
+    assert (tmp_path / "agent.log").read_text() == "the second\n"
+    assert (tmp_path / "agent.log.1").read_text() == "the first\n"
+
+
+def test_the_log_file_may_be_read_and_renamed_while_it_is_written(tmp_path: Path) -> None:
+    log = open_log_file(tmp_path)
+    log.write("before\n")
+    assert (tmp_path / "agent.log").read_text() == "before\n"
+    (tmp_path / "agent.log").rename(tmp_path / "moved.log")
+    log.write("after\n")
+    log.close()
+    assert (tmp_path / "moved.log").read_text() == "before\nafter\n"
+
+
+def test_a_log_file_that_cannot_be_set_aside_grows_to_twice_its_size_and_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.host.windows_events.MAX_LOG_BYTES", 20)
+    log = open_log_file(tmp_path)
+    log.write("a line\n")
+    with (tmp_path / "agent.log").open() as reader:  # which lets nobody rename it
+        for _ in range(12):
+            log.write("a line\n")
+            assert (tmp_path / "agent.log").stat().st_size <= 2 * 20 + 7
+        assert not (tmp_path / "agent.log.1").exists()
+        reader.read()
+    log.close()
+
+
+def test_option_245_is_read_from_the_registry_of_whichever_interface_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interfaces = rf"SOFTWARE\ScheduledEventsAgentTest{os.getpid()}"
+    monkeypatch.setattr("agent.host.windows._INTERFACES", interfaces)
+    option = struct.pack("<5I", 245, 0, 4, 0, 0x7FFFFFFF) + bytes([10, 0, 0, 5])
+    assert host.dhcp_option_245() is None
+    for name in ("one", "two"):
+        winreg.CreateKey(winreg.HKEY_LOCAL_MACHINE, rf"{interfaces}\{name}")
+    try:
+        assert host.dhcp_option_245() is None
+        with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, rf"{interfaces}\two", 0, winreg.KEY_SET_VALUE) as key:
+            winreg.SetValueEx(key, "DhcpInterfaceOptions", 0, winreg.REG_BINARY, option)
+        assert host.dhcp_option_245() == "10.0.0.5"
+    finally:
+        for name in (r"\one", r"\two", ""):
+            winreg.DeleteKey(winreg.HKEY_LOCAL_MACHINE, interfaces + name)

@@ -1,0 +1,430 @@
+"""What the SCM would be told of the service, and what it would keep; the SCM itself is under tests/system."""
+
+import contextlib
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from agent.cli import build_parser, main
+from agent.host import HostError, windows_service
+from agent.host.windows_service import Control, Service, State, Status, open_crash_file
+
+UP = 0x1 | 0x2 | 0x4 | 0x8 | 0x100  # stop, pause and continue, shutdown, parameter change, preshutdown
+START_PENDING = Status(0x10, State.START_PENDING, 0, 0, 0, 1, 10_000)
+STOP_PENDING = Status(0x10, State.STOP_PENDING, 0, 0, 0, 1, 10_000)
+RUNNING = Status(0x10, State.RUNNING, UP, 0, 0, 0, 0)
+PAUSED = Status(0x10, State.PAUSED, UP, 0, 0, 0, 0)
+STOPPED = Status(0x10, State.STOPPED, 0, 0, 0, 0, 0)
+PATIENCE = 10.0
+
+
+class Agent:
+    """Notes what it is told to do, and runs until it is told to stop, and may."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.stop_requested = threading.Event()
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    def run(self, service: Service) -> None:
+        service.tell("ready", "nothing is pending")
+        assert self.stop_requested.wait(PATIENCE)
+        service.tell("stopping", "Stopping")
+        assert self.may_end.wait(PATIENCE)
+
+    def stop(self) -> None:
+        self.heard.append("stop")
+        self.stop_requested.set()
+
+    def reload(self) -> None:
+        self.heard.append("reload")
+
+    def pause(self) -> None:
+        self.heard.append("pause")
+
+    def resume(self) -> None:
+        self.heard.append("resume")
+
+
+class Manager:
+    """The SCM: takes what it is told, and waits for it."""
+
+    def __init__(self, crash_file: TextIO, work: Callable[[Service], int]) -> None:
+        self.told: list[Status] = []
+        self._news = threading.Condition()
+        self.service = Service(self._take, crash_file, checkpoint_seconds=0.02)
+        self.exit_code: int | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run)
+
+    def _take(self, status: Status) -> None:
+        with self._news:
+            self.told.append(status)
+            self._news.notify_all()
+
+    def _run(self) -> None:
+        self.exit_code = self.service.run(self._work)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wait(self, test: Callable[[Status], bool]) -> Status:
+        with self._news:
+            assert self._news.wait_for(lambda: any(map(test, self.told)), PATIENCE), self.told
+            return next(filter(test, self.told))
+
+    def wait_end(self) -> int | None:
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+        return self.exit_code
+
+    def states(self) -> list[Status]:
+        """What it was told, without the signs of progress."""
+        return [status for status in self.told if status.checkpoint <= 1]
+
+
+@pytest.fixture
+def crash_file(tmp_path: Path) -> Iterator[TextIO]:
+    with (tmp_path / "crash.log").open("w", encoding="utf-8") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def running(crash_file: TextIO) -> Iterator[tuple[Manager, Agent]]:
+    """A service whose agent is ready; stopped at the end if it still runs."""
+    agent = Agent()
+
+    def work(service: Service) -> int:
+        service.obey(agent)
+        agent.run(service)
+        return 0
+
+    manager = Manager(crash_file, work)
+    manager.start()
+    manager.wait(lambda status: status == RUNNING)
+    try:
+        yield manager, agent
+    finally:
+        agent.may_end.set()
+        agent.stop_requested.set()
+        manager.wait_end()
+
+
+def test_it_tells_of_progress_until_the_agent_is_ready_and_accepts_nothing_before(crash_file: TextIO) -> None:
+    may_be_ready, agent = threading.Event(), Agent()
+
+    def work(service: Service) -> int:
+        service.obey(agent)
+        assert may_be_ready.wait(PATIENCE)
+        agent.run(service)
+        return 0
+
+    manager = Manager(crash_file, work)
+    manager.start()
+    manager.wait(lambda status: status.checkpoint == 3)
+    assert [status._replace(checkpoint=1) for status in manager.told] == [START_PENDING] * len(manager.told)
+    checkpoints = [status.checkpoint for status in manager.told]
+    assert checkpoints == sorted(set(checkpoints)), "each is higher than the one before"
+    may_be_ready.set()
+    manager.wait(lambda status: status == RUNNING)
+    agent.stop()
+    assert manager.wait_end() == 0
+
+
+# Wine never sends the latter two; Windows does when the machine goes down, and each means that it waits for us.
+@pytest.mark.parametrize("control", [Control.STOP, Control.SHUTDOWN, Control.PRESHUTDOWN])
+def test_it_stops_when_the_hooks_had_their_say_and_tells_of_progress_until_then(
+    crash_file: TextIO, control: Control
+) -> None:
+    with running(crash_file) as (manager, agent):
+        agent.may_end.clear()
+        manager.service.control(control)
+        manager.wait(lambda status: status.state == State.STOP_PENDING and status.checkpoint == 4)
+        assert agent.heard == ["stop"]
+        agent.may_end.set()
+        assert manager.wait_end() == 0
+    assert manager.states() == [START_PENDING, RUNNING, STOP_PENDING, STOPPED]
+
+
+def test_to_pause_is_to_watch_and_do_nothing_until_it_continues(crash_file: TextIO) -> None:
+    with running(crash_file) as (manager, agent):
+        manager.service.control(Control.PAUSE)
+        manager.service.control(Control.CONTINUE)
+        assert agent.heard == ["pause", "resume"]
+    assert manager.states()[1:] == [RUNNING, PAUSED, RUNNING, STOP_PENDING, STOPPED]
+
+
+def test_a_changed_parameter_is_a_reload_which_keeps_a_paused_service_paused(crash_file: TextIO) -> None:
+    with running(crash_file) as (manager, agent):
+        manager.service.control(Control.PAUSE)
+        manager.service.control(Control.PARAMCHANGE)
+        manager.service.tell("reloading", "reads the policy file again")
+        manager.service.tell("ready", "nothing is pending")
+        manager.service.control(Control.INTERROGATE)
+        assert agent.heard == ["pause", "reload"]
+    assert manager.states()[1:] == [RUNNING, PAUSED, PAUSED, STOP_PENDING, STOPPED]
+
+
+def test_nothing_brings_a_service_that_stops_back(crash_file: TextIO) -> None:
+    with running(crash_file) as (manager, agent):
+        agent.may_end.clear()
+        manager.service.control(Control.STOP)
+        manager.service.control(Control.CONTINUE)
+        manager.service.tell("ready", "nothing is pending")
+    manager.service.control(Control.STOP)
+    manager.service.control(Control.INTERROGATE)
+    assert manager.states() == [START_PENDING, RUNNING, STOP_PENDING, STOPPED]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # which is what is meant
+def test_an_agent_that_ends_by_a_bug_is_a_failure(crash_file: TextIO) -> None:
+    def work(_service: Service) -> int:
+        raise RuntimeError("a bug")
+
+    manager = Manager(crash_file, work)
+    manager.start()
+    assert manager.wait_end() == 1
+    assert manager.told[-1] == STOPPED._replace(exit_code=1066, own_exit_code=1)
+
+
+def test_a_refused_policy_has_an_exit_code_of_its_own(crash_file: TextIO) -> None:
+    manager = Manager(crash_file, lambda _service: 2)
+    manager.start()
+    assert manager.wait_end() == 2
+    assert manager.told[-1] == STOPPED._replace(exit_code=1066, own_exit_code=2)
+
+
+_LIVING = """
+import sys, time
+from agent.host.windows_service import Service
+
+def hang_in_a_call():
+    time.sleep(60)
+
+def work(service):
+    for word in sys.argv[2:]:
+        if word == "ready":
+            service.tell("ready", "")
+        elif word == "alive":
+            time.sleep(0.4)
+            service.keep_alive()
+        elif word == "hang":
+            hang_in_a_call()
+    return 0
+
+with open(sys.argv[1], "w") as file:
+    sys.exit(Service(lambda status: None, file, hang_seconds=1.0).run(work))
+"""
+
+
+def _live(crash_path: Path, *words: str) -> int:
+    command = [sys.executable, "-c", _LIVING, str(crash_path), *words]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, timeout=30, check=False).returncode
+
+
+@pytest.mark.parametrize("words", [["hang"], ["ready", "hang"], ["ready", "alive", "hang"]])
+def test_an_agent_that_hangs_ends_with_a_failure_and_leaves_the_stacks_of_its_threads(
+    tmp_path: Path, words: list[str]
+) -> None:
+    assert _live(tmp_path / "crash.log", *words) == 1
+    left = (tmp_path / "crash.log").read_text()
+    assert left.startswith("Timeout (0:00:01)!\nThread ")
+    assert "in hang_in_a_call" in left
+    assert "in run" in left, "the other threads are there too"
+
+
+def test_an_agent_that_shows_life_is_let_live(tmp_path: Path) -> None:
+    assert _live(tmp_path / "crash.log", "ready", *["alive"] * 4) == 0
+    assert (tmp_path / "crash.log").read_text() == ""
+
+
+def test_what_a_crashed_agent_left_is_found_once_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / "crash.log").write_text("Timeout (0:01:00)!\nThread 1\n")
+    file, left = open_crash_file(tmp_path)
+    assert left == "Timeout (0:01:00)!\nThread 1"
+    print("new", file=file)
+    file.close()
+    file, left = open_crash_file(tmp_path)
+    file.close()
+    assert left == "new"
+    file, left = open_crash_file(tmp_path)
+    file.close()
+    assert left == ""
+
+
+def test_a_crash_file_that_cannot_be_opened_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "crash.log").mkdir()
+    file, left = open_crash_file(tmp_path)
+    with file:
+        print("lost", file=file)
+    assert left == ""
+
+
+# --- what the SCM keeps
+
+
+def test_the_command_is_quoted_however_the_paths_are() -> None:
+    command = windows_service._command_line(
+        r"C:\Program Files\agent\python.exe",
+        None,
+        ["service", "host", r"--config=C:\my policies\p.yaml", "--state-dir=C:\\state dir\\"],
+    )
+    assert command == (
+        r'"C:\Program Files\agent\python.exe" -I -m agent service host'
+        ' "--config=C:\\my policies\\p.yaml" "--state-dir=C:\\state dir\\\\"'
+    )
+
+
+def test_a_program_is_quoted_even_without_need() -> None:
+    assert windows_service._command_line(r"C:\py\python.exe", None, ["x"]) == r'"C:\py\python.exe" -I -m agent x'
+
+
+@pytest.mark.parametrize(("path", "mark"), [(r"C:\%TEMP%\p.yaml", "%"), ('C:\\a"b', '"'), ("C:\\a\nb", "\n")])
+def test_what_the_scm_would_read_otherwise_is_refused(path: str, mark: str) -> None:
+    with pytest.raises(HostError) as caught:
+        windows_service._command_line(r"C:\py\python.exe", None, [path])
+    assert caught.value.kind == "usage"
+    assert str(caught.value) == (
+        f"{path!r} cannot be part of a service's command line: it contains {mark!r}; "
+        "use another name or place for it"
+    )
+
+
+def test_from_a_venv_the_real_python_is_started_and_finds_the_agent() -> None:
+    base = str(getattr(sys, "_base_executable", sys.executable))
+    command = windows_service._command_line(base, sysconfig.get_path("purelib"), ["--version"])
+    done = subprocess.run(
+        command if sys.platform == "win32" else shlex.split(command),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.startswith("scheduled-events-agent "), done.stderr
+
+
+def test_it_is_restarted_after_5_30_and_60_seconds_after_a_stop_with_an_error_too() -> None:
+    settings = dict(windows_service._further_configuration("LocalSystem"))
+    assert settings["SERVICE_CONFIG_FAILURE_ACTIONS"] == {
+        "ResetPeriod": 86400,
+        "RebootMsg": "",
+        "Command": "",
+        "Actions": [(1, 5000), (1, 30000), (1, 60000)],
+    }
+    assert settings["SERVICE_CONFIG_FAILURE_ACTIONS_FLAG"] is True
+
+
+def test_it_starts_with_the_machine_under_an_identifier_of_its_own_and_has_time_to_stop() -> None:
+    settings = dict(windows_service._further_configuration("LocalSystem"))
+    assert settings["SERVICE_CONFIG_DELAYED_AUTO_START_INFO"] is False
+    assert settings["SERVICE_CONFIG_SERVICE_SID_INFO"] == 1
+    assert settings["SERVICE_CONFIG_PRESHUTDOWN_INFO"] == 90_000 > windows_service.STOP_TIMEOUT * 1000
+
+
+@pytest.mark.parametrize(
+    ("account", "privileges"),
+    [
+        (
+            "LocalSystem",
+            [
+                "SeChangeNotifyPrivilege",
+                "SeCreateGlobalPrivilege",
+                "SeImpersonatePrivilege",
+                "SeShutdownPrivilege",
+            ],
+        ),
+        (
+            r"NT SERVICE\ScheduledEventsAgent",
+            ["SeChangeNotifyPrivilege", "SeCreateGlobalPrivilege", "SeImpersonatePrivilege"],
+        ),
+    ],
+)
+def test_it_keeps_few_privileges(account: str, privileges: list[str]) -> None:
+    settings = dict(windows_service._further_configuration(account))
+    assert settings["SERVICE_CONFIG_REQUIRED_PRIVILEGES_INFO"] == privileges
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (None, None),
+        ("localsystem", "LocalSystem"),
+        (r"NT AUTHORITY\SYSTEM", "LocalSystem"),
+        (r"NT SERVICE\ScheduledEventsAgent", r"NT SERVICE\ScheduledEventsAgent"),
+        (r"NT AUTHORITY\LocalService", r"NT AUTHORITY\LocalService"),
+        (r"CONTOSO\agent$", r"CONTOSO\agent$"),
+    ],
+)
+def test_accounts_without_a_password_can_run_it(given: str | None, name: str | None) -> None:
+    assert windows_service._account_name(given) == name
+
+
+def test_an_account_with_a_password_is_refused_with_the_way_out() -> None:
+    with pytest.raises(HostError) as caught:
+        windows_service._account_name(r"CONTOSO\alice")
+    assert str(caught.value) == (
+        r"--account CONTOSO\alice: expected an account without a password, which are "
+        r"NT SERVICE\ScheduledEventsAgent, a group managed service account (DOMAIN\NAME$), "
+        r"NT AUTHORITY\LocalService or NetworkService, and LocalSystem"
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (5, "access is denied: run it in an elevated prompt (Run as administrator)"),
+        (1060, "the service is not installed: use `scheduled-events-agent service install`"),
+        (1062, "the service does not run: use `scheduled-events-agent service start`"),
+        (1061, "the service starts or stops just now: try again when `service status` says running"),
+        (
+            1072,
+            "the service is being removed: close whatever shows it, such as the Services window, and try again",
+        ),
+        (
+            1069,
+            "the service's account is refused (Why.): name another with `service install --account`",
+        ),
+        (1068, "a service that the agent needs (Tcpip, Dhcp) does not run (Why.)"),
+        (9, "the service control manager refuses: Why. (9)"),
+    ],
+)
+def test_what_the_scm_refuses_is_told_with_the_way_out(code: int, text: str) -> None:
+    assert windows_service._explain(code, "Why. ") == text
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it is there on Windows, where tests/system/ shows it")
+@pytest.mark.parametrize("action", ["install", "remove", "start", "stop", "status", "reload"])
+def test_on_linux_it_names_systemd(action: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["service", action]) == 2
+    assert capsys.readouterr().err == (
+        "scheduled-events-agent: `service` is for Windows: here systemd runs the agent, and `install-unit` sets "
+        "that up where no package has\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["install.ps1", "uninstall.ps1"])
+def test_the_command_takes_what_the_scripts_pass_to_it(name: str) -> None:
+    script = Path(__file__).resolve().parents[2] / "winservice" / name
+    calls = re.findall(r"@\(('-I', '-m', 'agent', [^)]+)\)", script.read_text(encoding="utf-8"))
+    assert calls
+    for call in calls:
+        words = [word.strip("' ") for word in call.split(",")]
+        assert build_parser().parse_args(words[3:]).handler is not None
+
+
+def test_the_help_does_not_speak_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["service", "--help"])
+    text = capsys.readouterr().out
+    assert "reload" in text
+    assert "host" not in text
