@@ -25,6 +25,7 @@ _MAX_LINE = 65536
 _MAX_HEADERS = 100
 _MAX_BODY = 1024 * 1024
 _CHUNK = b" " * 65536
+_PATIENCE_SECONDS = 0.2  # far more than a thread takes that was woken
 
 
 class _BadRequestError(Exception):
@@ -79,8 +80,12 @@ class Server:
             for connection in open_connections:
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
-        for thread in open_connections.values():
-            thread.join()
+        for connection, thread in open_connections.items():
+            thread.join(_PATIENCE_SECONDS)
+            if thread.is_alive():  # Windows lets a thread wait in recv until the socket is closed
+                with contextlib.suppress(OSError):
+                    socket.close(connection.detach())
+                thread.join()
 
     def _listen(self, vm: str, port: int) -> None:
         try:

@@ -21,14 +21,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import psutil
 import yaml
 
 T = TypeVar("T")
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 HOOK = Path(__file__).with_name("hook.py")
-# Far more than anything here takes; only a test that fails waits for so long.
-PATIENCE = 10.0
+# Far more than anything here takes, also under Wine, where a process needs seconds to start; only a test that
+# fails waits for so long.
+PATIENCE = 30.0
+# Seconds that a hook's process may need until it does something, where that is not next to nothing.
+STARTING = 1.0 if sys.platform == "win32" else 0.0
 _METRIC = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -175,6 +179,12 @@ class Agent:
         self.give_up_file.touch()
         if self._process is not None:
             self.kill()
+        if sys.platform == "win32":
+            # An agent that is killed before it has put a new hook into its job leaves one that never goes on.
+            for process in psutil.process_iter():
+                with contextlib.suppress(psutil.Error, OSError):  # it may be ending just now
+                    if str(self.give_up_file) in process.cmdline():
+                        process.kill()
 
     def run(self, *arguments: str, timeout: float = 30.0) -> subprocess.CompletedProcess[str]:
         """Run another command of the agent to its end, such as ``approve``."""

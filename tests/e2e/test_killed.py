@@ -6,9 +6,12 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
-from harness import Agent
+import pytest
+from harness import PATIENCE, Agent
 
 from agent.simulator import Simulator
+
+pytestmark = pytest.mark.timeout(300)  # some forty starts, each of which takes seconds under Wine
 
 ROUNDS = 20
 SEED = 20260101
@@ -35,7 +38,7 @@ def test_killed_at_random_moments_the_agent_never_approves_too_soon_and_recovers
             if is_canceled and sim.event(event).status == "Scheduled":
                 sim.cancel(event)
             agent.start(is_awaited=False)
-        sim.wait_gone(event)
+        sim.wait_gone(event, timeout_seconds=PATIENCE)
         agent.wait_until(lambda: agent.log("this VM is known") or agent.log("agent started"), "it was started")
         agent.wait_until(lambda: is_over(agent, event), f"round {number} was over")  # noqa: B023
         agent.wait_until(agent.is_ready, "it was ready again")

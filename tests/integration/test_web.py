@@ -230,24 +230,34 @@ def test_it_listens_on_ipv6_too() -> None:
         server.close()
 
 
+def what_the_system_says_of(address: tuple[str, int]) -> str:
+    """Why nothing can be bound there, in the system's own words."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(address)
+        except OSError as error:
+            return str(error.strerror)
+    pytest.fail(f"{address} can be bound")
+
+
 def test_a_port_in_use_is_told_with_the_way_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
+        reason = what_the_system_says_of(("127.0.0.1", port))
         with pytest.raises(WebError) as caught:
             WebServer(f"127.0.0.1:{port}", {})
     assert str(caught.value) == (
-        f"cannot listen on 127.0.0.1:{port}: Address already in use; "
-        "set agent.listen to a free ADDRESS:PORT, or to off"
+        f"cannot listen on 127.0.0.1:{port}: {reason}; set agent.listen to a free ADDRESS:PORT, or to off"
     )
     assert caught.value.kind == "listen"
 
 
 def test_an_address_that_is_not_ours_is_told_with_the_way_out() -> None:
+    reason = what_the_system_says_of(("192.0.2.1", 9769))
     with pytest.raises(WebError) as caught:
         WebServer("192.0.2.1:9769", {})
     assert str(caught.value) == (
-        "cannot listen on 192.0.2.1:9769: Cannot assign requested address; "
-        "set agent.listen to a free ADDRESS:PORT, or to off"
+        f"cannot listen on 192.0.2.1:9769: {reason}; set agent.listen to a free ADDRESS:PORT, or to off"
     )
 
 
