@@ -15,7 +15,8 @@ from wine_python import CHECKOUT, WinePython, WineUnavailableError, wine_python
 
 pytestmark = pytest.mark.timeout(1500)  # the first time, Wine and a Windows Python are fetched
 
-# The end-to-end tests pass there too, but not each time: Wine starts and ends processes more slowly than they allow.
+# The end-to-end tests pass there too, but not each time: Wine starts and ends processes more slowly than they
+# allow.
 _SUITE = ("tests/unit", "tests/integration")
 # They wait more than they work; but with more of them, two processors do not keep the times that tests allow.
 _WORKERS = 2
