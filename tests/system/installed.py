@@ -1,4 +1,4 @@
-"""Fixtures: the package built from this checkout, and a machine on which it has been installed.
+"""Fixtures: the package built from this checkout, a machine on which it has been installed, and an endpoint.
 
 As with ``machines``, a test module asks for them by ``pytest_plugins = ["machines", "installed"]``.
 """
@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from container import Container
 from service import POLICY, build_deb
+
+from agent.simulator import Simulator
 
 # Nothing listens there: an agent that no test has told of a simulator must not ask Azure's endpoint.
 # (And all machines have one loopback, so no port of it is to be taken.)
@@ -35,3 +37,10 @@ def installed(debian: Path, deb: Path) -> Iterator[Container]:
         machine.run("dpkg", "--install", "--force-confold", "/root/agent.deb")
         machine.stop()
         yield machine
+
+
+@pytest.fixture
+def sim() -> Iterator[Simulator]:
+    """The endpoint of the one VM that a machine is; on loopback, which all machines share."""
+    with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
+        yield simulator

@@ -101,12 +101,6 @@ class WebServer(Service):
 
 
 @pytest.fixture
-def sim() -> Iterator[Simulator]:
-    with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
-        yield simulator
-
-
-@pytest.fixture
 def web(installed: Container, sim: Simulator) -> Iterator[WebServer]:
     with Container(installed) as machine:
         server = WebServer(machine, sim.endpoint())

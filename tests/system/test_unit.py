@@ -30,12 +30,6 @@ STRICT = "/usr/share/scheduled-events-agent/systemd/strict.conf"
 
 
 @pytest.fixture
-def sim() -> Iterator[Simulator]:
-    with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
-        yield simulator
-
-
-@pytest.fixture
 def service(installed: Container, sim: Simulator) -> Iterator[Service]:
     """The agent, installed from its package in a booted container of its own; it polls the simulator."""
     with Container(installed) as machine:
