@@ -23,7 +23,9 @@ def add_parsers(commands: Any) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     def add(name: str, text: str, handler: Any) -> argparse.ArgumentParser:
-        action: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text}.".capitalize())
+        action: argparse.ArgumentParser = actions.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}."
+        )
         action.set_defaults(handler=handler)
         return action
 
@@ -42,11 +44,7 @@ def add_parsers(commands: Any) -> None:
     status = add("status", "tell how the service is; the exit code is 1 if it does not run", _status)
     status.add_argument("--json", action="store_true", help="print JSON")
     add("reload", "have the service read its policy again; its log tells what became of that", _reload)
-    host = actions.add_parser(
-        "host", description="The service itself: Windows' service control manager starts it."
-    )
-    host.set_defaults(handler=_host)
-    _add_host_options(host)
+    _add_host_options(add("host", "the service itself, which Windows' service control manager starts", _host))
 
 
 def _add_host_options(parser: argparse.ArgumentParser) -> None:
