@@ -15,6 +15,7 @@ from agent import daemon as module
 from agent import host, workflow
 from agent.config import AgentSettings, ImdsSettings, LogSettings, Settings
 from agent.daemon import Daemon
+from agent.engine import HookEnded, without_run
 from agent.events import ScheduledEvent
 from agent.policy import Hook, Rule
 from agent.simulator import Simulator
@@ -120,10 +121,10 @@ def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another
     try:
         daemon = Daemon(Settings(), Settings, store)
         # Disowning has emptied the board while the on_clear hook was being ended.
-        daemon._delayed = [workflow.RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)]
-        daemon._end_on_clear_hook(module._without_run("uncordon", "canceled", "canceled"))
-        assert daemon._delayed == []
-        assert not daemon._hooks.are_running()
+        daemon._engine._delayed = [workflow.RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)]
+        daemon._engine.take(HookEnded(None, without_run("uncordon", "canceled", "canceled")))
+        assert daemon._engine._delayed == []
+        assert not daemon._hands.are_running()
     finally:
         store.close()
 

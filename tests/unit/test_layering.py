@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": PURE | {"config"},
     "log": PURE | {"config", "host"},
     "simulator": {"simulator", "typed_yaml"},
-    "daemon": PURE | EDGES | {"config", "host"},
+    "engine": PURE | EDGES - {"web"} | {"config", "host"},
+    "daemon": PURE | EDGES | {"config", "host", "engine"},
     "cli": PURE | EDGES | {"config", "host", "typed_yaml", "simulator", "daemon", "cli"},
 }
 # Nothing that reads a clock, a file or a socket, or starts anything.

@@ -18,7 +18,7 @@ from agent.workflow import NoteKind
 
 AGENT = Path(agent.__file__).parent
 DOCUMENT = AGENT.parent / "docs" / "windows.md"
-SPEAKERS = ("daemon.py", "cli/run.py", "cli/service.py", "host/windows_service.py")
+SPEAKERS = ("daemon.py", "engine.py", "cli/run.py", "cli/service.py", "host/windows_service.py")
 LEVELS = {"info": "info", "warning": "warning", "error": "error", "exception": "error"}
 FOR_THE_FILE_ONLY = {"hook output", "policy"}
 ANY = (998, 999)

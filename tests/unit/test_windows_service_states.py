@@ -422,9 +422,8 @@ def test_the_command_takes_what_the_scripts_pass_to_it(name: str) -> None:
         assert build_parser().parse_args(words[3:]).handler is not None
 
 
-def test_the_help_does_not_speak_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_tells_that_the_service_itself_is_started_by_windows(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["service", "--help"])
+        main(["service", "host", "--help"])
     text = capsys.readouterr().out
-    assert "reload" in text
-    assert "host" not in text
+    assert "The service itself, which Windows' service control manager starts." in " ".join(text.split())

@@ -1,0 +1,590 @@
+"""The engine: takes in what has come, decides, commits, has it done.
+
+Owns the board of open workflows and everything about them that outlives a turn; decides nothing about events
+itself (``workflow`` does) and waits for nothing: it starts no thread, opens no connection and reads no clock but
+that of its ``Machine``. The one invariant: what was decided is on disk before any of it is done, and what could
+not be put on disk is decided on again.
+
+For one thread. The board and the settings are replaced, never changed, so that others may read them at any time.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from agent import __version__, host
+from agent.config import Settings
+from agent.events import Document, compare, to_azure_json
+from agent.hooks import HookResult, hook_environment
+from agent.imds import Identity
+from agent.log import FailureLog, get_logger
+from agent.metrics import Metrics
+from agent.policy import Hook
+from agent.store import Request, Store, StoreError
+from agent.workflow import (
+    AgentRestarted,
+    ApprovalAnswered,
+    Approve,
+    Board,
+    CancelHook,
+    Context,
+    HookFinished,
+    HookOutcome,
+    MoveDeadline,
+    Note,
+    OperatorSpoke,
+    Reconsider,
+    RunHook,
+    Signal,
+    Stage,
+    Step,
+    Workflow,
+    ask_gates,
+    hook_deadline_at,
+    known_events,
+    next_wake_at,
+    proceed,
+)
+
+_KEEP_JOURNAL = timedelta(days=90)
+_PRUNE_SECONDS = 86400.0
+_LOUD_NOTES = ("held", "blocked", "approval_failed")
+
+HookKey = tuple[str, str]
+"""Workflow and stage: what a workflow runs one hook of at a time."""
+
+
+@dataclass(frozen=True)
+class Paused:
+    """The machine stood still."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class HookEnded:
+    """A hook has ended: of a workflow, or (``effect`` is None) of on_clear."""
+
+    effect: RunHook | None
+    result: HookResult
+
+
+News = Document | Identity | ApprovalAnswered | HookEnded | Paused
+
+
+class Machine:
+    """The machine that the engine runs on."""
+
+    def now(self) -> datetime:
+        """The wall clock."""
+        return datetime.now(UTC)
+
+    def monotonic(self) -> float:
+        """Seconds, on a clock that nobody sets."""
+        return time.monotonic()
+
+    def boot_id(self) -> str:
+        """See ``host.boot_id``."""
+        return host.boot_id()
+
+    def is_shutting_down(self) -> bool | None:
+        """See ``host.is_shutting_down``."""
+        return host.is_shutting_down()
+
+
+class Hands(Protocol):
+    """Who does what was decided. No method blocks or raises; what becomes of it comes back to ``Engine.take``."""
+
+    def start_hook(
+        self,
+        effect: RunHook | None,
+        name: str,
+        hook: Hook | None,
+        *,
+        environment: dict[str, str],
+        stdin: bytes = b"",
+        deadline: float | None = None,
+        event_id: str = "",
+    ) -> None:
+        """Run a hook, for ``effect`` or (None) for on_clear; HookEnded comes back."""
+
+    def cancel_hook(self, key: HookKey | None) -> None:
+        """Have the hook in flight ended, if there is one; its result says canceled."""
+
+    def set_deadline(self, key: HookKey, deadline: float | None) -> None:
+        """NotBefore has moved; the deadline is monotonic."""
+
+    def is_running(self, key: HookKey | None) -> bool:
+        """Whether such a hook runs, or has ended and that was not taken yet."""
+
+    def forget_hook(self, effect: RunHook | None) -> None:
+        """The end of this hook has been taken."""
+
+    def report(self, news: HookEnded) -> None:
+        """Give this back to ``Engine.take``, soon."""
+
+    def approve(self, approvals: list[Approve], incarnation: str) -> None:
+        """Send all of them in one request; for each of them ApprovalAnswered comes back."""
+
+
+class Engine:
+    """What the agent knows and does about events. ``take`` what has come, then ``turn``."""
+
+    def __init__(
+        self, settings: Settings, store: Store, metrics: Metrics, hands: Hands, machine: Machine | None = None
+    ) -> None:
+        self._machine = machine or Machine()
+        self._store = store
+        self._metrics = metrics
+        self._hands = hands
+        self._log = get_logger()
+        self.settings = settings
+        """The policy in force."""
+        self.board: Board = {}
+        """The open workflows."""
+        self.boot_id = self._machine.boot_id()
+        self.identity = Identity(name=store.load_fact("vm_name"), vm_id=store.load_fact("vm_id"))
+        """Who this VM is, as far as that is known."""
+        self.is_paused = False
+        self.store_failure = ""
+        """Why the last turn could do nothing; "" if it could."""
+        self.turned_at = self._machine.monotonic()
+        """When the last turn began."""
+        self._new_identity: Identity | None = None
+        # A disk may have been copied to another VM, which is always another boot.
+        self._is_identity_sure = host.is_same_boot(store.load_fact("boot_id"), self.boot_id)
+        self._is_state_lost = bool(store.load_fact("state_lost"))
+        # What the next turn has to take in: a document, and signals, that no commit has held yet.
+        self._document: Document | None = None
+        self._signals: list[Signal] = []
+        self._requests: list[Request] = []
+        self._document_at: datetime | None = None
+        # Hooks of on_clear that are still to run; None until it is known whether anything is pending.
+        self._on_clear: list[str] | None = None
+        # Hooks of events that wait for the end of an on_clear hook: what that does, they may undo. And those that
+        # failed while the machine went down, if it stays up after all.
+        self._delayed: list[RunHook] = []
+        self._latest: Document | None = None
+        self._pruned = self.turned_at - _PRUNE_SECONDS
+        self._store_failures = FailureLog("writing the state file")
+        self._fault_logs: dict[str, FailureLog] = {}
+
+    def start(self) -> None:
+        """Go on where the last agent ended. To be called once, first. Raises StoreError."""
+        workflows = self._store.load_workflows()
+        # A boot id that is a rounded time may come out a little different within one boot.
+        self.boot_id = next(
+            (w.boot_id for w in workflows if host.is_same_boot(w.boot_id, self.boot_id)), self.boot_id
+        )
+        self.board = {workflow.id: workflow for workflow in workflows}
+        now = self._machine.now()
+        if self._store.set_aside is not None:
+            self._log.error(
+                "the state file was damaged and has been set aside; what was done before is not known, so "
+                "no event that is pending now will be approved unless an operator does",
+                set_aside=str(self._store.set_aside),
+            )
+            self._store.record("state_lost", f"the damaged state file is now {self._store.set_aside}", now)
+        self._store.record("agent_started", f"version {__version__}, mode {self.settings.agent.mode}", now)
+        self._count_settings()
+        if workflows:
+            self._signals.append(AgentRestarted())
+
+    def take(self, news: News) -> None:
+        """Note down what has come; the next turn decides on it."""
+        match news:
+            case Document():
+                self._document = news
+            case Identity():
+                self._new_identity = news
+            case ApprovalAnswered():
+                if news.error_kind:
+                    self._metrics.approvals.labels(news.error_kind).inc()
+                self._signals.append(news)
+            case HookEnded(effect=effect, result=result):
+                self._hands.forget_hook(effect)
+                stage = effect.stage if effect else "on_clear"
+                seconds = self._metrics.hook_seconds.labels(result.hook, stage, result.outcome)
+                seconds.observe(result.duration_seconds)
+                if effect is None:
+                    self._end_on_clear_hook(result)
+                else:
+                    self._take_result(effect, result)
+            case Paused(seconds=seconds):
+                self._tell_pause(seconds)
+
+    def turn(self, document_at: datetime | None) -> bool:
+        """Decide, commit, perform. False if the state file could not be written: then nothing was done.
+
+        ``document_at``: when a document was last read; everything that was read until then has been taken.
+        """
+        self.turned_at = self._machine.monotonic()
+        now = self._machine.now()
+        try:
+            self._learn_identity(now)
+            self._take_requests(now)
+            if (self._document or self._latest) and (self._is_identity_sure or self.settings.vm.name):
+                self._document_at = document_at or now
+            if self._delayed and not self._hands.is_running(None) and self._machine.is_shutting_down() is False:
+                self._log.info("the machine stays up after all: the hooks that counted as not run start again")
+                self._run_delayed(now)
+            self._decide_and_do(now)
+            self._greet_first_document(now)
+            self._prune(now)
+        except StoreError as error:
+            self.store_failure = str(error)
+            # Nothing was done. What was taken in waits, and is decided on again.
+            self._metrics.store_errors.labels(error.kind).inc()
+            self._store_failures.failed(error.kind, str(error), self.turned_at)
+            return False
+        self._store_failures.succeeded(self.turned_at)
+        self.store_failure = ""
+        return True
+
+    def next_wake_at(self) -> datetime | None:
+        """When time alone will next let something happen."""
+        return next_wake_at(self.board, self._context(self._machine.now(), self._document_at))
+
+    def finish(self, ended: Iterable[HookEnded]) -> None:
+        """Keep results that came too late for a turn; what follows from them is left to the next start.
+
+        Raises StoreError.
+        """
+        now = self._machine.now()
+        signals = [*self._signals, *(_to_signal(item.effect, item.result) for item in ended if item.effect)]
+        signals = [signal for signal in signals if not _is_cut_short(signal)]
+        # Without a document nothing moves.
+        progression = proceed(self.board, signals, self._context(now, document_at=None))
+        self._store.commit(progression.steps, now)
+        self._store.record("agent_stopped", f"pending: {len(progression.board)}", now)
+
+    # --- policy
+
+    def change_settings(self, settings: Settings) -> None:
+        """Put another policy in force."""
+        now, old = self._machine.now(), self.settings
+        self.settings = replace(settings, hooks={**self._hooks_still_needed(settings), **settings.hooks})
+        for name in ("listen", "state_dir"):
+            if getattr(old.agent, name) != getattr(settings.agent, name):
+                self._log.warning(f"agent.{name} takes effect at the next start of the agent")
+        self._log.info("the policy file was read again", rules=[rule.name for rule in settings.rules])
+        self.record("reloaded", f"rules: {', '.join(rule.name for rule in settings.rules)}", now)
+        self._count_settings()
+        self._signals.append(Reconsider())
+
+    def refuse_settings(self, reason: str) -> None:
+        """Another policy was offered that cannot be used: the old one stays."""
+        self._metrics.reload_ok.set(0)
+        self._log.error("the policy file is refused; the old policy stays in force", reason=reason)
+        self.record("reload_refused", reason, self._machine.now())
+
+    def _hooks_still_needed(self, settings: Settings) -> dict[str, Hook]:
+        """Hooks that the new policy lacks and that what has begun under the old one is to be undone with."""
+        names = {name for workflow in self.board.values() for name in workflow.decision.recover}
+        hooks = {
+            name: self.settings.hooks[name] for name in names & self.settings.hooks.keys() - settings.hooks.keys()
+        }
+        if hooks:
+            self._log.warning("hooks that pending events still need are kept until the next start", hooks=[*hooks])
+        return hooks
+
+    def is_acting(self) -> bool:
+        """Whether it runs hooks and approves."""
+        return self.settings.agent.mode == "act" and not self.is_paused
+
+    def set_paused(self, *, is_paused: bool) -> None:
+        """Go on watching, but begin nothing and approve nothing; or act again."""
+        if is_paused == self.is_paused:
+            return
+        self.is_paused = is_paused
+        text = "paused: it watches, and does nothing" if is_paused else "acts again"
+        self._log.warning(text)
+        self.record("paused" if is_paused else "resumed", text, self._machine.now())
+        self._metrics.is_acting.set(self.is_acting())
+        self._signals.append(Reconsider())
+
+    def _count_settings(self) -> None:
+        self._metrics.is_acting.set(self.is_acting())
+        self._metrics.reload_ok.set(1)
+        self._metrics.reloaded_at.set_to_current_time()
+
+    # --- a turn
+
+    def _context(self, now: datetime, document_at: datetime | None) -> Context:
+        settings = self.settings
+        return Context(
+            now=now,
+            names=self.names(),
+            rules=settings.rules,
+            windows=settings.maintenance_windows,
+            hooks=settings.hooks,
+            boot_id=self.boot_id,
+            is_acting=self.is_acting(),
+            document_at=document_at,
+            is_state_lost=self._is_state_lost,
+        )
+
+    def _decide_and_do(self, now: datetime) -> None:
+        if not self.board and not self._signals and self._document is None:
+            return
+        seen = compare(known_events(self.board), self._document) if self._document is not None else []
+        progression = proceed(self.board, [*self._signals, *seen], self._context(now, self._document_at))
+        self._store.commit(progression.steps, now)
+        if self._document is not None:
+            self._latest = self._document
+        # What a bug kept from being taken in is compared again, at each turn, until it is.
+        self._document = self._latest if progression.faults else None
+        self.board, self._signals = progression.board, []
+        for step in progression.steps:
+            for note in step.notes:
+                self._tell(step.workflow, note, now)
+        for workflow_id, fault in progression.faults:
+            self._tell_fault(workflow_id, fault)
+        self._perform(progression.steps, now)
+        self._answer_requests({step.workflow.id: step.workflow for step in progression.steps})
+
+    def _perform(self, steps: Iterable[Step], now: datetime) -> None:
+        together: list[Approve] = []
+        for step in steps:
+            for effect in step.effects:
+                match effect:
+                    case RunHook():
+                        self._run_hook(step.workflow, effect, now)
+                    case CancelHook(workflow_id=workflow_id, stage=stage):
+                        self._cancel_hook((workflow_id, stage))
+                    case MoveDeadline(workflow_id=workflow_id):
+                        deadline = self._deadline(step.workflow, "prepare", now)
+                        self._hands.set_deadline((workflow_id, "prepare"), deadline)
+                    case Approve(is_alone=True):
+                        self._hands.approve([effect], self.incarnation())
+                    case Approve():
+                        together.append(effect)
+        if together:
+            self._hands.approve(together, self.incarnation())
+
+    def incarnation(self) -> str:
+        """Of the last document that was decided on."""
+        return self._latest.incarnation if self._latest else ""
+
+    def _run_hook(self, workflow: Workflow, effect: RunHook, now: datetime) -> None:
+        if self._hands.is_running(None):
+            self._on_clear = []
+            self._hands.cancel_hook(None)
+            self._delayed.append(effect)
+            return
+        event = workflow.event
+        seconds_left = (event.not_before - now).total_seconds() if event.not_before else None
+        environment = hook_environment(
+            event,
+            stage=effect.stage,
+            rule=workflow.decision.rule,
+            vm=self.name(),
+            outcome=workflow.outcome,
+            seconds_left=seconds_left,
+        )
+        self._hands.start_hook(
+            effect,
+            effect.hook,
+            self.settings.hooks.get(effect.hook),
+            environment=environment,
+            stdin=to_azure_json(event),
+            deadline=self._deadline(workflow, effect.stage, now),
+            event_id=event.id,
+        )
+
+    def _cancel_hook(self, key: HookKey) -> None:
+        for effect in [effect for effect in self._delayed if key_of(effect) == key]:
+            self._delayed.remove(effect)
+            result = without_run(effect.hook, "canceled", "canceled before it started")
+            self._hands.report(HookEnded(effect, result))
+        self._hands.cancel_hook(key)
+
+    def _deadline(self, workflow: Workflow, stage: Stage, now: datetime) -> float | None:
+        deadline_at = hook_deadline_at(workflow, stage, self.settings.agent.reserve, now)
+        return None if deadline_at is None else self._machine.monotonic() + (deadline_at - now).total_seconds()
+
+    def _take_result(self, effect: RunHook, result: HookResult) -> None:
+        # A hook that was canceled is not wanted any more, whatever the machine does.
+        if result.outcome not in ("succeeded", "canceled") and self._machine.is_shutting_down():
+            # Services and their hooks are stopped in no order that we know of, some before the agent is told.
+            text = "the machine goes down: this hook counts as not run, and runs again at the next start"
+            self._log.warning(text, event_id=effect.workflow_id, hook=effect.hook, reason=result.detail)
+            self._delayed.append(effect)
+            return
+        self._signals.append(_to_signal(effect, result))
+
+    def _run_delayed(self, now: datetime) -> None:
+        delayed, self._delayed = self._delayed, []
+        for effect in delayed:
+            if effect.workflow_id in self.board:  # or it has turned out to be another VM's
+                self._run_hook(self.board[effect.workflow_id], effect, now)
+
+    def _prune(self, now: datetime) -> None:
+        if self.turned_at - self._pruned >= _PRUNE_SECONDS:
+            self._pruned = self.turned_at
+            self._store.prune(now - _KEEP_JOURNAL)
+
+    # --- on_clear
+
+    def _greet_first_document(self, now: datetime) -> None:
+        """What is done once, when the agent has first decided on what is pending."""
+        if self._document_at is None or not (self.names() or not self.board):
+            return
+        if self._is_state_lost:
+            self._store.save_facts({"state_lost": ""})
+            self._is_state_lost = False
+        if self._on_clear is None:
+            is_clear = all(workflow.decision.affects == "others" for workflow in self.board.values())
+            may_run = is_clear and self.is_acting()
+            self._on_clear = list(self.settings.on_clear) if may_run else []
+            if self._on_clear:
+                self.record("on_clear", f"nothing is pending: {', '.join(self._on_clear)}", now)
+                self._start_on_clear_hook()
+
+    def _start_on_clear_hook(self) -> None:
+        if not self._on_clear:
+            return
+        hook = self._on_clear.pop(0)
+        environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": self.name()}
+        self._hands.start_hook(None, hook, self.settings.hooks.get(hook), environment=environment)
+
+    def _end_on_clear_hook(self, result: HookResult) -> None:
+        tell = self._log.info if result.outcome == "succeeded" else self._log.warning
+        tell("on_clear hook ended", hook=result.hook, outcome=result.outcome, reason=result.detail)
+        self.record("on_clear", f"hook {result.hook}: {result.detail} ({result.outcome})", self._machine.now())
+        self._run_delayed(self._machine.now())
+        self._start_on_clear_hook()
+
+    # --- operators and identity
+
+    def _take_requests(self, now: datetime) -> None:
+        for request in self._store.load_requests(now):
+            if request.workflow_id not in self.board:
+                self._store.answer_request(request.id, "refused: the event is not pending any more")
+            elif request.word == "approved" and self.settings.agent.mode == "observe":
+                self._store.answer_request(request.id, "refused: the agent only observes (agent.mode, --observe)")
+            elif request.word == "approved" and self.is_paused:
+                self._store.answer_request(request.id, "refused: the agent's service is paused; have it continue")
+            elif request.word == "approved" and (refusal := self._refusal(self.board[request.workflow_id], now)):
+                self._store.answer_request(request.id, f"refused: {refusal}")
+            else:
+                self._requests.append(request)
+                word = OperatorSpoke(workflow_id=request.workflow_id, word=request.word, user=request.user)
+                self._signals.append(word)
+
+    def _refusal(self, workflow: Workflow, now: datetime) -> str:
+        """Why not even an operator can have the event approved; "" if one can."""
+        approved = replace(workflow, operator="approved")
+        leave = ask_gates(approved, self._context(now, self._document_at))
+        return leave.reason if leave.answer == "no" else ""
+
+    def _answer_requests(self, changed: dict[str, Workflow]) -> None:
+        requests, self._requests = self._requests, []
+        for request in requests:
+            workflow = changed.get(request.workflow_id) or self.board.get(request.workflow_id)
+            if workflow is None:
+                continue
+            approval = f", approval {workflow.approval.state}" if workflow.approval.state != "none" else ""
+            waits_for = f", for {workflow.waits_for}" if workflow.waits_for else ""
+            answer = f"{request.word or 'released'}: the event is {workflow.phase}{approval}{waits_for}"
+            self._store.answer_request(request.id, answer)
+
+    def _learn_identity(self, now: datetime) -> None:
+        identity, known = self._new_identity, self.identity
+        if identity is None:
+            return
+        if known.vm_id and identity.vm_id and known.vm_id.casefold() != identity.vm_id.casefold():
+            text = (
+                f"the state is that of VM {known.vm_id}, and this is {identity.vm_id}: nothing of it is acted on"
+            )
+            self._store.disown_workflows(now, text)
+            self.board, self._document = {}, self._document or self._latest
+            self._log.warning(text)
+        learned = Identity(name=identity.name or known.name, vm_id=identity.vm_id or known.vm_id)
+        if learned != known or not self._is_identity_sure:
+            self._store.save_facts({"vm_name": learned.name, "vm_id": learned.vm_id, "boot_id": self.boot_id})
+            self._log.info("this VM is known", vm=learned.name, vm_id=learned.vm_id)
+            self._signals.append(Reconsider())
+        self.identity, self._new_identity, self._is_identity_sure = learned, None, True
+
+    def names(self) -> tuple[str, ...]:
+        """What documents may call this VM."""
+        vm = self.settings.vm
+        return tuple(name for name in (vm.name or self.identity.name, *vm.aliases) if name)
+
+    def name(self) -> str:
+        """What hooks are told; "" if nobody knows."""
+        return next(iter(self.names()), "")
+
+    # --- telling
+
+    def _tell(self, workflow: Workflow, note: Note, now: datetime) -> None:
+        event = workflow.event
+        is_bad = note.kind in _LOUD_NOTES or (note.kind == "closed" and bool(workflow.recover.failure))
+        is_bad = is_bad or (note.kind == "hook_finished" and note.outcome != "succeeded")
+        fields = {
+            "event_id": event.id,
+            "type": event.type,
+            "rule": workflow.decision.rule,
+            "phase": workflow.phase,
+        }
+        if note.hook:
+            fields |= {"hook": note.hook, "stage": note.stage}
+        level = "warning" if is_bad else "info"
+        getattr(self._log, level)(note.kind.replace("_", " "), reason=note.text, **fields)
+        self._metrics.record_note(workflow, note, now.timestamp())
+
+    def _tell_pause(self, seconds: float) -> None:
+        self._metrics.pause_seconds.observe(seconds)
+        self._metrics.last_pause_seconds.set(seconds)
+        self._log.warning("this machine stood still", seconds=round(seconds, 1))
+        self.record("pause", f"stood still for {seconds:.1f}s", self._machine.now())
+
+    def _tell_fault(self, workflow_id: str, fault: Exception) -> None:
+        self._metrics.faults.inc()
+        log = self._fault_logs.setdefault(workflow_id, FailureLog(f"handling event {workflow_id}"))
+        log.failed(type(fault).__name__, repr(fault), self.turned_at)
+
+    def record(self, kind: str, text: str, now: datetime) -> None:
+        """Into the journal if that can be written; the log has it in any case."""
+        try:
+            self._store.record(kind, text, now)
+        except StoreError as error:
+            self._metrics.store_errors.labels(error.kind).inc()
+
+
+def key_of(effect: RunHook | None) -> HookKey | None:
+    """What the hook is known by while it runs."""
+    return (effect.workflow_id, effect.stage) if effect else None
+
+
+def _to_signal(effect: RunHook, result: HookResult) -> HookFinished:
+    attempts = f" after {result.attempts} attempts" if result.attempts > 1 else ""
+    return HookFinished(
+        workflow_id=effect.workflow_id,
+        stage=effect.stage,
+        hook=effect.hook,
+        run=effect.run,
+        outcome=result.outcome,
+        detail=f"{result.detail}{attempts}",
+        tail=result.tail,
+    )
+
+
+def _is_cut_short(signal: Signal) -> bool:
+    """Whether a hook ended badly, and may have been made to, if the agent or its machine is told to stop as well.
+
+    That is no failure: the hook is left open, and runs again after the restart.
+    """
+    return isinstance(signal, HookFinished) and signal.outcome != "succeeded"
+
+
+def without_run(hook: str, outcome: HookOutcome, detail: str) -> HookResult:
+    """The result of a hook that was never started."""
+    return HookResult(
+        hook=hook, outcome=outcome, exit_code=None, attempts=0, duration_seconds=0.0, tail="", detail=detail
+    )
