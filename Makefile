@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench system packages deb rpm msi clean
+.PHONY: demo test lint simulation bench system packages deb rpm msi clean
 
 demo: $(VENV)/.ready          ## The main job, end to end, against the built-in simulator
 	$(BIN)/scheduled-events-agent demo
@@ -16,6 +16,9 @@ lint: $(VENV)/.ready          ## Style and types, for Linux and for Windows
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --platform linux
 	$(BIN)/mypy --platform win32
+
+simulation: $(VENV)/.ready    ## Ten thousand lives of the agent under every kind of trouble, seed by seed
+	$(BIN)/python tests/simulation
 
 bench: $(VENV)/.ready         ## Speed and size, as a table
 	$(BIN)/python -m benchmarks

@@ -45,6 +45,7 @@ from agent.workflow import (
     Workflow,
     ask_gates,
     hook_deadline_at,
+    is_ready,
     known_events,
     next_wake_at,
     proceed,
@@ -438,7 +439,8 @@ class Engine:
             self._store.save_facts({"state_lost": ""})
             self._is_state_lost = False
         if self._on_clear is None:
-            is_clear = all(workflow.decision.affects == "others" for workflow in self.board.values())
+            # A rule may have something prepared for an event of another VM, too.
+            is_clear = is_ready(self.board) and all(w.decision.affects == "others" for w in self.board.values())
             may_run = is_clear and self.is_acting()
             self._on_clear = list(self.settings.on_clear) if may_run else []
             if self._on_clear:

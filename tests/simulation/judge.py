@@ -1,0 +1,375 @@
+"""What the agent may do and must do, worked out from the outside.
+
+Owns the invariants. Knows what documents the agent has read, which hooks ran and how they ended, what was
+posted, what operators said, and which of that the agent can know after a crash; never looks into a workflow.
+The one invariant of its own: it forbids only what is certain to be wrong. Where a crash or a reload leaves open
+what the agent knows, both are right.
+
+    1  no approval before every prepare hook has succeeded, unless the rule or an operator says otherwise
+    2  no approval for an event of another VM, one that has started, is over, or is held
+    3  a prepare or on_start hook starts once, and once more only after a crash that it did not survive
+    4  what was prepared is recovered exactly once after the event, never while another event needs it prepared;
+       what was never prepared is never recovered
+    5  all of this over restarts, with and without a reboot, for canceled and completed events
+    6  an approval that was confirmed is not sent again; one that was not is, until it is
+    7  nothing is approved in doubt: before a document was read, without a name, after the state was lost
+    8  an event is prepared for in the very turn in which it is first seen
+    9  after a restart the VM is as ready, or not, as before; and in the end nothing is left to do
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from agent.policy import Rule
+from agent.workflow import HookOutcome
+
+VM = "vm_1"
+Key = tuple[str, str]
+"""Event and hook."""
+
+
+class BrokenError(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass
+class Life:
+    """One event, as far as the agent has read of it."""
+
+    name: str
+    type: str
+    resources: tuple[str, ...]
+    status: str
+    is_doubtful: bool
+    current_id: str = ""
+    is_gone: bool = False
+    was_started: bool = False
+    may_be_begun: bool = False
+    """Something may have been prepared."""
+    plan: Rule | None = None
+    """The rule that began it."""
+    succeeded: set[str] = field(default_factory=set)
+    has_failed: bool = False
+    is_confirmed: bool = False
+    is_posted: bool = False
+    """An approval is under way, as far as the agent knows."""
+    words: frozenset[str] = frozenset({""})
+    """What the operator may have said last."""
+
+    def share(self, other: "Life") -> bool:
+        """Whether the recovery of one would undo what the other needs."""
+        if self.plan is None or other.plan is None:
+            return False
+        mine = {*self.plan.prepare, *self.plan.recover}
+        return not mine.isdisjoint((*other.plan.prepare, *other.plan.recover))
+
+
+@dataclass
+class Run:
+    """A hook that runs."""
+
+    event: str
+    stage: str
+    hook: str
+
+
+class Judge:
+    """Is told what happens, in order; raises BrokenError at the first thing that must not be."""
+
+    def __init__(self) -> None:
+        self.lives: dict[str, Life] = {}
+        self.rules: tuple[Rule, ...] = ()
+        self.all_rules: tuple[Rule, ...] = ()
+        """Of every policy that was in force since the events began."""
+        self.runs: list[Run] = []
+        self.is_blind = True
+        """The agent has decided on no document since it started."""
+        self.has_name = False
+        self.on_clear_runs = 0
+        self._used: set[tuple[str, str, str]] = set()
+        """(event, stage, hook): must not start again."""
+        self._owed: set[Key] = set()
+        """(event, recover hook): must run before all is well."""
+        self._allowed: set[Key] = set()
+        """(event, recover hook): may run."""
+        self._fresh: list[Life] = []
+        self.has_reloaded = False
+
+    # --- What the world tells.
+
+    def policy(self, rules: tuple[Rule, ...]) -> None:
+        """These rules are in force."""
+        self.has_reloaded = bool(self.rules)
+        self.rules = rules
+        self.all_rules += rules
+        for life in self.lives.values():
+            rule = self.rule(life)
+            is_over = life.is_gone and not any(name == life.name for name, _ in self._allowed)
+            if life.may_be_begun and not is_over and rule is not None:
+                self._allowed |= {(life.name, hook) for hook in rule.recover}
+
+    def read(self, events: Iterable[tuple[str, str, str, str, tuple[str, ...]]], *, is_state_lost: bool) -> None:
+        """A document has been decided on, and the decision is on disk: (name, present id, type, status, VMs)."""
+        self.is_blind = False
+        present = set()
+        for name, current_id, type_, status, resources in events:
+            present.add(name)
+            life = self.lives.get(name)
+            if life is None:
+                life = Life(name, type_, resources, status, is_state_lost)
+                self.lives[name] = life
+                self._fresh.append(life)
+            life.status, life.current_id = status, current_id
+            rule = self.rule(life)
+            if status == "Scheduled" and rule is not None and (rule.drain_for or not rule.prepare):
+                # It may be begun at any moment, and the event be gone before anybody has seen that.
+                self._allowed |= {(life.name, hook) for hook in rule.recover}
+            life.was_started |= status == "Started"
+        for life in self.lives.values():
+            life.is_gone |= life.name not in present
+
+    def unready(self, name: str) -> None:
+        """The VM tells that it is not ready for work because of this event."""
+        life = self.lives.get(name)
+        if life is None or life.may_be_begun or life.is_gone:
+            return
+        rule = self.rule(life)
+        # A drain, or the promise of a recovery alone, is a preparation as well.
+        if rule is not None and (rule.drain_for or not rule.prepare):
+            self._begin(life, is_certain=True)
+
+    def turned(self, *, may_be_late: bool) -> None:
+        """The turn that brought the document has ended."""
+        fresh, self._fresh = self._fresh, []
+        if may_be_late:
+            return
+        for life in fresh:
+            rule = self.rule(life)
+            if rule is None or life.status != "Scheduled" or VM not in life.resources:
+                continue
+            if not rule.prepare or rule.drain_for or rule.lead is not None or self._waits_for_lead(life, rule):
+                continue
+            is_held_up = self.on_clear_runs or any(
+                run.stage == "recover" and self._shares(run.event, rule) for run in self.runs
+            )
+            is_begun = any((run.event, run.stage) == (life.name, "prepare") for run in self.runs)
+            self._expect(is_begun or bool(is_held_up), f"(8) {life.name} is not prepared for at once")
+
+    def started(self, event: str, stage: str, hook: str) -> None:
+        """A hook starts."""
+        life, text = self.lives.get(event), f"{stage} hook {hook} of {event} starts"
+        self._expect(not self.is_blind, f"(7) {text} before any document was read")
+        self._expect(not self.on_clear_runs, f"{text} beside an on_clear hook")
+        self._expect(life is not None, f"{text}, an event that was never read")
+        assert life is not None
+        beside = [run for run in self.runs if (run.event, run.stage) == (event, stage)]
+        self._expect(not beside, f"(3) {text} beside another of the stage")
+        if stage == "recover":
+            self._check_recover(life, hook, text)
+        else:
+            self._check_forward(life, stage, hook, text)
+        self.runs.append(Run(event, stage, hook))
+
+    def maybe_started(self, event: str, stage: str, hook: str) -> None:
+        """The start was on disk, and then the agent was killed."""
+        life = self.lives[event]
+        if stage == "prepare":
+            self._begin(life, is_certain=False, hook=hook)
+
+    def ended(self, event: str, stage: str, hook: str, outcome: HookOutcome) -> None:
+        """A hook has ended, which the agent need not know yet."""
+        self.runs = [run for run in self.runs if (run.event, run.stage) != (event, stage)]
+        if stage == "prepare" and outcome == "succeeded":
+            self.lives[event].succeeded.add(hook)
+
+    def known(self, event: str, stage: str, hook: str, outcome: HookOutcome) -> None:
+        """The agent has put the end of a hook on disk."""
+        life = self.lives[event]
+        if stage == "prepare" and outcome in ("failed", "timed_out", "not_started"):
+            life.has_failed = True
+        if stage == "recover" and outcome != "canceled":
+            gone = {other.name for other in self.lives.values() if other.is_gone}
+            self._owed = {key for key in self._owed if key[1] != hook or key[0] not in gone}
+            # Peers that share the hook are done with it too, if their own preparation has ended by then.
+            preparing = {run.event for run in self.runs if run.stage == "prepare"}
+            self._allowed = {
+                key for key in self._allowed if key[1] != hook or key[0] not in gone or key[0] in preparing
+            }
+
+    def not_run(self, event: str, stage: str, hook: str) -> None:
+        """The hook failed, and counts as not run because the machine went down."""
+        self._used.discard((event, stage, hook))
+
+    def posted(self, names: Iterable[tuple[str, str]]) -> None:
+        """One request to approve: (event, id)."""
+        for name, event_id in names:
+            life, text = self.lives.get(name), f"{name} is approved"
+            self._expect(not self.is_blind, f"(7) {text} before any document was read")
+            self._expect(self.has_name, f"(7) {text} by an agent that does not know its VM's name")
+            self._expect(life is not None, f"(2) {text}, which was never read")
+            assert life is not None
+            self._check_approval(life, event_id, text)
+            life.is_posted = True
+
+    def answered(self, name: str, *, is_confirmed: bool) -> None:
+        """The agent has put the answer to an approval on disk."""
+        if name in self.lives:
+            self.lives[name].is_posted = False
+            self.lives[name].is_confirmed |= is_confirmed
+
+    def spoke(self, name: str, words: Iterable[str]) -> None:
+        """What an operator may have the agent believe now."""
+        if name in self.lives:
+            self.lives[name].words = frozenset(words)
+
+    def crashed(self) -> None:
+        """The agent is gone, with whatever ran."""
+        for run in self.runs:
+            self._used.discard((run.event, run.stage, run.hook))
+        self.runs, self._fresh, self.is_blind, self.on_clear_runs = [], [], True, 0
+        for life in self.lives.values():
+            life.is_posted = False
+
+    def forgotten(self, event: str, stage: str, hook: str) -> None:
+        """The hook had ended, and the agent was killed before that was on disk."""
+        self._used.discard((event, stage, hook))
+
+    def lost(self) -> None:
+        """The state file is gone: what was begun is not known any more."""
+        self._used, self._owed, self._allowed = set(), set(), set()
+        self.lives = {}
+
+    def finished(self, *, is_ready: bool, pending: Iterable[str]) -> None:
+        """The world has been fair for long, and every event is over."""
+        self._expect(not self.runs, f"(9) hooks run for ever: {self.runs}")
+        self._expect(not self._owed, f"(4) never recovered: {sorted(self._owed)}")
+        self._expect(is_ready, "(9) the VM stays out of service")
+        self._expect(not [*pending], f"(9) events that are over stay pending: {[*pending]}")
+
+    def neglected(self, name: str, seconds: float) -> None:
+        """The event stood there for so long in a fair world."""
+        life = self.lives.get(name)
+        if life is None or life.is_confirmed or life.was_started or not self._may_approve(life):
+            return
+        rule = self.rule(life)
+        if rule is None or rule.lead is not None or self._waits_for_lead(life, rule) or self.has_reloaded:
+            return
+        has_ended = life.has_failed or all(hook in life.succeeded for hook in rule.prepare)
+        if rule.approve == "immediately" or has_ended:
+            self._expect(False, f"(6) {name} is not approved for {seconds:.0f} s, and nothing is in the way")
+
+    # --- What follows.
+
+    def rule(self, life: Life) -> Rule | None:
+        """The rule in force for the event."""
+        if VM not in life.resources:
+            return next((r for r in self.rules if life.type in r.when.type and "others" in r.when.affects), None)
+        return next((rule for rule in self.rules if life.type in rule.when.type), None)
+
+    def _waits_for_lead(self, life: Life, rule: Rule) -> bool:
+        """Whether it is begun only some time before NotBefore, since others must approve it."""
+        return life.resources != (VM,) and not self._may_speak(life, rule)
+
+    def _may_speak(self, life: Life, rule: Rule) -> bool:
+        shared = rule.shared or ("first" if rule.approve == "immediately" else "hold")
+        return life.resources == (VM,) or shared == "any" or (shared == "first" and life.resources[0] == VM)
+
+    def _shares(self, event: str, rule: Rule) -> bool:
+        plan = self.lives[event].plan
+        mine = {*rule.prepare, *rule.recover}
+        return plan is None or not mine.isdisjoint((*plan.prepare, *plan.recover))
+
+    def _begin(self, life: Life, *, is_certain: bool, hook: str = "") -> None:
+        """Something is, or may be, prepared for it: its recovery is owed, and that of others once more."""
+        rule = self.rule(life)
+        if life.plan is None:
+            life.plan = rule
+        life.may_be_begun = True
+        plans = [plan for plan in (life.plan, rule) if plan is not None]
+        if hook and hook not in plans[0].prepare:
+            plans = [plan for plan in self.all_rules if life.type in plan.when.type]
+        self._allowed |= {(life.name, what) for plan in plans for what in plan.recover}
+        if is_certain and life.plan is not None:
+            self._owed |= {(life.name, what) for what in life.plan.recover}
+        recovering = {run.event for run in self.runs if run.stage == "recover"}
+        for tokens, is_meant in ((self._allowed, True), (self._owed, is_certain)):
+            for name in {name for name, _ in tokens} | recovering:
+                other = self.lives[name]
+                if is_meant and other is not life and other.plan is not None and other.share(life):
+                    tokens |= {(name, what) for what in other.plan.recover}
+
+    def _check_forward(self, life: Life, stage: str, hook: str, text: str) -> None:
+        event = life.name
+        self._expect((event, stage, hook) not in self._used, f"(3) {text} again")
+        self._used.add((event, stage, hook))
+        self._expect(not life.is_gone, f"(4) {text} though the event is over")
+        if stage == "on_start":
+            self._expect(life.status == "Started", f"{text} though the event has not started")
+            return
+        self._begin(life, is_certain=True, hook=hook)
+        assert life.plan is not None
+        may_finish = life.plan.on_early_start == "finish"
+        self._expect(not life.was_started or may_finish, f"(5) {text} though the event has started")
+        if hook in life.plan.prepare:
+            before = life.plan.prepare[: life.plan.prepare.index(hook)]
+            missing = [name for name in before if name not in life.succeeded]
+            self._expect(not missing, f"(3) {text} before {missing}")
+        for run in self.runs:
+            if run.stage == "recover" and self.lives[run.event].share(life):
+                self._expect(False, f"(4) {text} while {run.event} recovers")
+
+    def _check_recover(self, life: Life, hook: str, text: str) -> None:
+        self._expect(life.is_gone, f"(4) {text} though the event is not over")
+        is_allowed = any(what == hook and self.lives[name].is_gone for name, what in self._allowed)
+        self._expect(is_allowed, f"(4) {text}, which nothing asks for")
+        for run in self.runs:
+            if self.lives[run.event].share(life):
+                self._expect(run.stage != "prepare", f"(4) {text} while {run.event} prepares")
+                is_twin = (run.stage, run.hook) == ("recover", hook)
+                self._expect(not is_twin, f"(4) {text} while it runs for {run.event}")
+        for name, stage, _ in self._used:
+            other = self.lives[name]
+            if stage == "prepare" and not other.is_gone and other.share(life):
+                self._expect(False, f"(4) {text} though {name} needs it prepared")
+
+    def _check_approval(self, life: Life, event_id: str, text: str) -> None:
+        self._expect(event_id == life.current_id, f"(2) {text} as {event_id}")
+        self._expect(VM in life.resources, f"(2) {text}, an event of another VM")
+        self._expect(not life.is_gone, f"(2) {text} though it is over")
+        self._expect(life.status == "Scheduled" and not life.was_started, f"(2) {text} after its start")
+        self._expect(life.words != {"held"}, f"(2) {text} against the operator")
+        self._expect(not life.is_confirmed, f"(6) {text} again")
+        self._expect(not life.is_posted, f"(6) {text} while an approval is under way")
+        self._expect(self._may_approve(life), f"(1, 2, 7) {text} without leave")
+        rule = self.rule(life)
+        if "approved" in life.words and (rule is None or rule.approve != "immediately"):
+            # An operator overrules a failure and the rule, but not a preparation that is under way.
+            rules = [life.plan] if life.plan is not None else []
+            self._expect(
+                not rules
+                or life.has_failed
+                or "prepare" not in {r.stage for r in self.runs if r.event == life.name},
+                f"(1) {text} while it is prepared for",
+            )
+            return
+        assert rule is not None
+        has_ended = life.has_failed or all(hook in life.succeeded for hook in rule.prepare)
+        self._expect(rule.approve == "immediately" or has_ended, f"(1) {text} before its preparation has ended")
+
+    def _may_approve(self, life: Life) -> bool:
+        """Whether the rule or the operator would have it approved, its preparation aside."""
+        rule = self.rule(life)
+        if life.words == {"held"} or VM not in life.resources:
+            return False
+        if "approved" in life.words:
+            return True
+        if rule is None or rule.approve in ("manual", "never") or life.is_doubtful:
+            return False
+        if not self._may_speak(life, rule):
+            return False
+        return rule.approve == "immediately" or not life.has_failed or rule.on_failure == "approve"
+
+    @staticmethod
+    def _expect(holds: bool, text: str) -> None:
+        if not holds:
+            raise BrokenError(text)

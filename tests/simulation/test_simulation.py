@@ -1,0 +1,243 @@
+"""The agent's whole decision-making, lived through under every kind of trouble, and judged from the outside.
+
+A few hundred lives here; ``python tests/simulation`` lives ten thousand. That they find nothing proves something
+only if the simulation finds what is there to be found: so each invariant is broken on purpose, once.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from msgspec.structs import replace
+from runs import judge_seed, judge_seeds
+from world import START, TROUBLES, Trouble
+
+from agent import engine as engine_module
+from agent import workflow as machine
+from agent.config import Settings
+from agent.engine import Engine, Hands, Machine
+from agent.events import Document, ScheduledEvent
+from agent.imds import Identity
+from agent.metrics import Metrics
+from agent.policy import Rule
+from agent.store import Store
+from agent.workflow import (
+    Approval,
+    ApprovalAnswered,
+    Context,
+    Leave,
+    Note,
+    Progression,
+    Step,
+    Workflow,
+    proceed,
+)
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_nothing_is_lost_in_lives_full_of_trouble(first: int) -> None:
+    events, broken = judge_seeds(range(first, first + 50))
+    assert [verdict.text() for verdict in broken] == []
+    assert events > 50
+
+
+def test_a_seed_has_one_story() -> None:
+    one, other = judge_seed(11), judge_seed(11)
+    assert one == other
+    assert len(one.story) > 5
+
+
+def test_every_trouble_comes_up() -> None:
+    assert frozenset[str]().union(*(judge_seed(seed).troubles for seed in range(30))) == set(TROUBLES)
+
+
+def test_years_leave_no_more_behind_than_the_last_ninety_days(tmp_path: Path) -> None:
+    clock = Calendar()
+    store = Store.open(tmp_path, clock.now())
+    engine = Engine(
+        Settings(rules=(Rule(name="all", approve="never"),)), store, Metrics(dict), cast("Hands", None), clock
+    )
+    sizes = []
+    try:
+        engine.start()
+        engine.take(Identity(name="vm_1", vm_id="id-1"))
+        for day in range(3 * 365):
+            clock.days = day
+            for events in ((a_freeze(day),), ()):
+                engine.take(Document(incarnation=f"{day}", events=events))
+                assert engine.turn(clock.now())
+            sizes.append((tmp_path / "state.db").stat().st_size)
+        rows = store.load_journal()
+    finally:
+        store.close()
+    oldest = min(row.at for row in rows)
+    assert timedelta(days=89) < clock.now() - oldest < timedelta(days=92)
+    assert len({row.event_id for row in rows} - {""}) in range(90, 93)
+    # The space of what is forgotten is used again.
+    assert max(sizes[365:]) <= 1.1 * max(sizes[:365])
+
+
+class Calendar(Machine):
+    """A machine whose clock shows noon of some day."""
+
+    days = 0
+
+    def now(self) -> datetime:
+        return START + timedelta(days=self.days)
+
+    def monotonic(self) -> float:
+        return self.days * 86400.0 + 1.0
+
+
+def a_freeze(day: int) -> ScheduledEvent:
+    return ScheduledEvent(id=f"E{day}", type="Freeze", status="Scheduled", source="Platform", resources=("vm_1",))
+
+
+# --- Each invariant broken on purpose.
+
+
+def _yes(*_: object) -> Leave:
+    return Leave("yes")
+
+
+def _open_gate(name: str) -> dict[str, Any]:
+    return {"GATES": tuple(_yes if gate.__name__ == name else gate for gate in machine.GATES)}
+
+
+REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = machine._restart, machine._answer, machine._cut_short
+REAL_MOVE, REAL_TURN, REAL_DECIDE = machine._move_scheduled, Engine.turn, Engine._decide_and_do
+
+
+def _restart_that_prepares_again(workflow: Workflow, context: Context) -> Step:
+    step = REAL_RESTART(workflow, context)
+    prepare = replace(step.workflow.prepare, done=(), state="running" if step.workflow.prepare.done else "idle")
+    return replace(step, workflow=replace(step.workflow, prepare=prepare))
+
+
+def _restart_that_forgets_the_hook(workflow: Workflow, context: Context) -> Step:
+    del context
+    return Step(workflow=workflow, notes=(Note(kind="restarted", text="it forgot what ran"),))
+
+
+def _restart_that_repeats_approvals(workflow: Workflow, context: Context) -> Step:
+    step = REAL_RESTART(workflow, context)
+    return replace(step, workflow=replace(step.workflow, approval=Approval()))
+
+
+def _answer_that_gives_up(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Step | None:
+    step = REAL_ANSWER(workflow, signal, context)
+    if step is None or not signal.error_kind:
+        return step
+    return replace(step, workflow=replace(step.workflow, approval=Approval(state="requested")))
+
+
+def _cut_nothing_short(workflow: Workflow, stage: Any) -> Step | None:
+    return None if stage == "prepare" else REAL_CUT_SHORT(workflow, stage)
+
+
+def _close_at_once(workflow: Workflow, *_: object) -> Step | None:
+    return machine._close(workflow)
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+def _turn_that_acts_before_it_knows(self: Engine, document_at: datetime | None) -> bool:
+    self._document_at = document_at or self._machine.now()
+    self._is_identity_sure = True
+    return REAL_TURN(self, document_at)
+
+
+def _begin_late(workflow: Workflow, workflows: Any, context: Context) -> Step | None:
+    return None if workflow.first_seen_at == context.now else REAL_MOVE(workflow, workflows, context)
+
+
+def _proceed_after_performing(engine: Engine, now: datetime) -> None:
+    """A turn whose effects are under way before they are on disk."""
+    commit = engine._store.commit
+    late: list[Step] = []
+
+    def commit_nothing(steps: Any, at: datetime) -> None:
+        del at
+        late.extend(steps)
+
+    engine._store.commit = commit_nothing  # type: ignore[method-assign]
+    try:
+        REAL_DECIDE(engine, now)
+    finally:
+        engine._store.commit = commit  # type: ignore[method-assign]
+    commit(late, now)
+
+
+def _load_nothing(_: Store) -> list[Workflow]:
+    return []
+
+
+def _proceed_that_loses_what_fails(board: Any, signals: Any, context: Context) -> Progression:
+    """What the store refuses is not decided on again."""
+    signals = list(signals)
+    kept = [signal for signal in signals if not isinstance(signal, machine.HookFinished)]
+    return proceed(board, signals if len(signals) < 2 else kept, context)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One thing done wrong, and the beginning of what the judge says to it."""
+
+    where: Any
+    faults: dict[str, Any]
+    found: str
+    troubles: frozenset[Trouble] | None = None
+    """Those in which it comes up, where it seldom does."""
+
+
+MUTANTS: dict[str, Mutant] = {
+    "1: no rule is asked": Mutant(machine, _open_gate("_rule_gate"), "(1"),
+    "1: operators are ignored": Mutant(machine, _open_gate("_operator_gate"), "(1"),
+    "2: the service's gate is open": Mutant(machine, _open_gate("_service_gate"), "(2)", frozenset({"operator"})),
+    "2: anybody speaks for all": Mutant(machine, _open_gate("_spokesman_gate"), "(1, 2"),
+    "3: a restart prepares again": Mutant(machine, {"_restart": _restart_that_prepares_again}, "(3)"),
+    "4: recovery is forgotten": Mutant(machine, {"_move_gone": _close_at_once}, "(4)"),
+    "4: recovery ignores other events": Mutant(machine, {"_share_hooks": _never}, "(4)"),
+    "4: recovery is not shared": Mutant(machine, {"_is_to_recover": _never}, "(4)"),
+    "4: effects before the commit": Mutant(Engine, {"_decide_and_do": _proceed_after_performing}, ""),
+    "4: on_clear beside a hook of an event": Mutant(
+        engine_module, {"is_ready": lambda _: True}, "on_clear hook", frozenset({"on clear", "many events"})
+    ),
+    "5: a started event is prepared for": Mutant(machine, {"_cut_short": _cut_nothing_short}, ""),
+    "6: a restart repeats approvals": Mutant(machine, {"_restart": _restart_that_repeats_approvals}, "(6)"),
+    "6: a failed approval is given up": Mutant(
+        machine, {"_answer": _answer_that_gives_up}, "(6)", frozenset({"lost answers"})
+    ),
+    "7: no doubt after the state was lost": Mutant(
+        machine, _open_gate("_doubt_gate"), "(1, 2, 7)", frozenset({"lost state"})
+    ),
+    "7: acts before it has read a document": Mutant(Engine, {"turn": _turn_that_acts_before_it_knows}, "(7)"),
+    "8: begins at a later turn": Mutant(machine, {"_move_scheduled": _begin_late}, "(8)"),
+    "9: a restart forgets the hook in flight": Mutant(machine, {"_restart": _restart_that_forgets_the_hook}, ""),
+    "9: the state file is not read": Mutant(Store, {"load_workflows": _load_nothing}, "(9)"),
+    "9: results are lost": Mutant(engine_module, {"proceed": _proceed_that_loses_what_fails}, ""),
+}
+
+
+@contextmanager
+def broken_on_purpose(mutant: Mutant) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, fault in mutant.faults.items():
+            patch.setattr(mutant.where, name, fault)
+        yield
+
+
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS.keys())
+def test_the_simulation_finds_an_agent_that_breaks_an_invariant(mutant: Mutant) -> None:
+    with broken_on_purpose(mutant):
+        verdicts = (judge_seed(seed, mutant.troubles) for seed in range(500))
+        found = next((verdict for verdict in verdicts if verdict.broken.startswith(mutant.found or "(")), None)
+    assert found is not None
+    assert found.broken
+    print(found.text())

@@ -1,0 +1,962 @@
+"""A simulated machine under a simulated Azure, and in it the real engine on a real state file.
+
+Owns the clock, what goes wrong and when; the judge knows what is right. One seed makes one world, always the
+same one: every kind of trouble draws from a chance of its own, so that it can be left out without changing the
+others. Nothing here waits: time is what the next thing to happen says it is.
+
+Real are the engine (with the parser, the comparison, the policy and the workflow behind it) and the store;
+simulated are threads, hooks, the network, the machine and its clocks.
+"""
+
+import contextlib
+import heapq
+import io
+import itertools
+import random
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import msgspec
+from judge import VM, BrokenError, Judge
+
+from agent import log
+from agent.config import AgentSettings, Settings
+from agent.engine import Engine, HookEnded, HookKey, Machine, Paused, key_of, without_run
+from agent.events import parse_document
+from agent.hooks import HookResult
+from agent.imds import Identity
+from agent.metrics import Metrics
+from agent.policy import Hook, Rule, When
+from agent.simulator.azure import Azure, EventType, Plan
+from agent.store import Store, StoreError
+from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Step, Workflow, is_ready
+
+Trouble = Literal[
+    "many events", "bad hooks", "deaf service", "lost answers", "kills", "power cuts", "torn writes", "reboots",
+    "stops", "full disk", "lost state", "clock jumps", "freezes", "operator", "reloads", "late name", "on clear",
+    "slow inbox",
+]  # fmt: skip
+TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
+
+START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
+BUSY_SECONDS = 1500.0
+"""Trouble ends here; what follows is a fair world."""
+_LIMIT_SECONDS = 40000.0
+# Polls and turns that change nothing are left out, but for one in so many seconds.
+_QUIET_SECONDS = 60.0
+_VERSION = "2020-07-01"
+_TYPES: tuple[EventType, ...] = ("Freeze", "Reboot", "Redeploy")
+_HOOKS = ("drain", "save", "stop", "load", "resume", "go", "tell")
+
+
+class PowerCut(BaseException):
+    """The process ends here; no code of the agent's may catch it."""
+
+
+class CrashingStore(Store):
+    """The store on a disk that fails where the world wants it to."""
+
+    world: "World | None" = None
+
+    def commit(self, steps: Sequence[Step], at: datetime) -> None:
+        super().commit(steps, at)
+        if self.world is not None:
+            self.world.committed(steps)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        world = self.world
+        if world is None:
+            with super()._transaction():
+                yield
+            return
+        crash = world.next_crash()
+        if crash == "before":
+            raise PowerCut
+        if world.is_disk_full:
+            raise StoreError(f"cannot write {self.path}: database or disk is full", kind="write")
+        before = _contents(self.path) if crash == "torn" else {}
+        with super()._transaction():
+            yield
+        if crash == "torn":
+            world.tear(before, _contents(self.path))
+            raise PowerCut
+        if crash == "after":
+            world.is_cut_after_commit = True
+
+
+class World:
+    """One run. ``story`` tells what happened, a line for each thing."""
+
+    def __init__(self, seed: int, directory: Path, troubles: frozenset[Trouble] | None = None) -> None:
+        """``troubles``: exactly these; by default, what chance gives to the seed."""
+        self.seed = seed
+        self.story: list[str] = []
+        self.judge = Judge()
+        given = (trouble for trouble in TROUBLES if self.chance(f"has {trouble}").random() < 0.3)
+        self.troubles = frozenset(given) if troubles is None else troubles
+        self.is_disk_full = False
+        self.is_cut_after_commit = False
+        self.engine: Engine | None = None
+        self._directory = directory
+        self._chances: dict[str, random.Random] = {}
+        self._at = 0.0
+        self._wall_offset = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._azure = Azure((VM, "vm_2"), new_id=self._new_id)
+        self._azure_told = 0
+        self._boot = 0
+        self._life = 0
+        self._is_frozen = False
+        self._is_going_down = False
+        self._is_up = True
+        self._is_deaf = False
+        self._body = b""
+        self._succeeded_at: datetime | None = None
+        self._document_at: datetime | None = None
+        self._inbox: list[Any] = []
+        self._has_turn = False
+        self._poll_at = -1.0
+        self._wake_at = -1.0
+        self._metrics = _metrics()
+        self._hands = Hands(self)
+        self._store: Store | None = None
+        self._document: Any = None
+        self._results: list[HookEnded] = []
+        self._answers: list[ApprovalAnswered] = []
+        self._names: dict[str, str] = {}
+        """Workflow id -> event, as far as hooks and approvals told."""
+        self._requests: dict[int, tuple[str, str, set[str]]] = {}
+        self._words: dict[str, set[str]] = {}
+        self._torn: dict[str, bytes] | None = None
+        self._is_state_lost = False
+        self._was_ready: bool | None = None
+        self._transactions = 0
+        self._crashes = self._plan_crashes()
+        self._scheduled_since: dict[str, float] = {}
+        self._gone: set[str] = set()
+
+    @property
+    def event_count(self) -> int:
+        """How many events there have been."""
+        return len(self._azure.events())
+
+    # --- chance and time
+
+    def chance(self, what: str) -> random.Random:
+        """The chance that decides on this, and on nothing else."""
+        chances = self.__dict__.setdefault("_chances", {})
+        if what not in chances:
+            chances[what] = random.Random(f"{self.seed}/{what}")
+        found: random.Random = chances[what]
+        return found
+
+    def has(self, trouble: Trouble) -> bool:
+        """Whether there is this trouble, now."""
+        return trouble in self.troubles and self._at < BUSY_SECONDS
+
+    def now(self) -> datetime:
+        """The VM's wall clock."""
+        return START + timedelta(seconds=self._at + self._wall_offset)
+
+    def monotonic(self) -> float:
+        return 1000.0 + self._at
+
+    def boot_id(self) -> str:
+        return f"boot {self._boot}"
+
+    def is_shutting_down(self) -> bool:
+        return self._is_going_down
+
+    def tell(self, text: str) -> None:
+        """One more line of the story."""
+        self.story.append(f"{self._at:9.2f}  {text}")
+
+    def after(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self._at + seconds, next(self._order), what))
+
+    # --- the run
+
+    def run(self) -> None:
+        """Live it. Raises BrokenError, or whatever the agent raises, with the story."""
+        try:
+            self._prepare()
+            while self._queue:
+                at, _, what = heapq.heappop(self._queue)
+                if at > _LIMIT_SECONDS:
+                    raise BrokenError("(9) the world does not come to rest")
+                self._at = max(self._at, at)
+                try:
+                    what()
+                except PowerCut:
+                    self._crash("the power goes")
+                self._watch_azure()
+            self._finish()
+        except BrokenError:
+            raise
+        except Exception as error:
+            raise BrokenError(f"the agent raises {type(error).__name__}: {error}") from error
+        finally:
+            if self._store is not None:
+                self._store.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _prepare(self) -> None:
+        self.tell(f"trouble: {', '.join(sorted(self.troubles)) or 'none'}")
+        self._settings = self._a_policy()
+        self.judge.policy(self._settings.rules)
+        chance = self.chance("events")
+        count = chance.choice((2, 3, 4)) if "many events" in self.troubles else chance.choice((1, 2))
+        for number in range(count):
+            at = chance.uniform(0.0, 600.0 if number else 30.0)
+            self.after(at, lambda number=number: self._announce(number))  # type: ignore[misc]
+        self._boot_up()
+        for trouble, what in self._mishaps():
+            chance = self.chance(trouble)
+            if trouble in self.troubles:
+                self.after(chance.uniform(5.0, BUSY_SECONDS - 300.0), what)
+        self.after(BUSY_SECONDS, self._end_trouble)
+
+    def _mishaps(self) -> Iterator[tuple[Trouble, Callable[[], None]]]:
+        yield "kills", self._kill
+        yield "stops", self._stop
+        yield "freezes", self._freeze
+        yield "clock jumps", self._jump
+        yield "reloads", self._reload
+        yield "full disk", self._fill_disk
+        yield "deaf service", self._go_deaf
+        yield "operator", self._speak
+        yield "lost state", self._damage
+        yield "reboots", self._reboot
+
+    def _end_trouble(self) -> None:
+        self.tell("--- from here on, the world is fair")
+        self._is_deaf = self.is_disk_full = False
+        self._crashes = {}
+        self._scheduled_since = {
+            event.ids[0]: self._at for event in self._azure.events() if event.status == "Scheduled"
+        }
+
+    def _finish(self) -> None:
+        if self.engine is None:
+            raise BrokenError("the agent is not started again")
+        self.judge.finished(is_ready=is_ready(self.engine.board), pending=self.engine.board)
+        faults = self._metrics.faults._value.get()
+        if faults:
+            raise BrokenError(f"the engine has met {faults:.0f} bugs of its own")
+
+    # --- Azure
+
+    def _new_id(self) -> str:
+        return f"E{next(self._order)}"
+
+    def _epoch(self) -> float:
+        return START.timestamp() + self._at
+
+    def _announce(self, number: int) -> None:
+        chance = self.chance(f"event {number}")
+        type_ = chance.choice(_TYPES)
+        plan = Plan(
+            type=type_,
+            vms=chance.choice(((VM,), (VM,), (VM,), (VM,), (VM, "vm_2"), ("vm_2", VM), ("vm_2",))),
+            source=chance.choice(("Platform", "User")),
+            notice_seconds=chance.choice((0.0, 5.0, 30.0, 300.0, 900.0, 3000.0)),
+            lasts_seconds=chance.choice((0.5, 5.0, 60.0)),
+            start_delay_seconds=chance.choice((0.5, 3.0, 20.0)),
+            starts_when_approved=chance.random() < 0.8,
+            begins_started=chance.random() < 0.1,
+            shows_started=chance.random() < 0.8,
+            new_id_at_start=chance.random() < 0.2,
+            description=f"number {number}",
+        )
+        event_id = self._azure.schedule(self._epoch(), plan)
+        if chance.random() < 0.2:
+            self.after(chance.uniform(0.0, plan.notice_seconds), lambda: self._cancel(event_id))
+        if chance.random() < 0.1:
+            self.after(chance.uniform(0.0, 60.0), lambda: self._azure.reset_incarnation(self._epoch()))
+
+    def _cancel(self, event_id: str) -> None:
+        self._azure.advance(self._epoch())
+        if self._azure.event(event_id).status == "Scheduled":
+            self._azure.cancel(self._epoch(), event_id)
+
+    def _watch_azure(self) -> None:
+        """See to it that what Azure does is noticed, by the machine and by the next poll."""
+        self._azure.advance(self._epoch())
+        history = self._azure.history
+        for happening in history[self._azure_told :]:
+            if happening.kind == "polled":
+                continue
+            event = happening.event
+            self.tell(f"Azure: {happening.kind} {_describe(event) if event else happening.text}")
+            if event is None:
+                continue
+            if happening.kind == "started" and VM in event.plan.vms:
+                self._scheduled_since.pop(event.ids[0], None)
+                if event.plan.type in ("Reboot", "Redeploy"):
+                    self.after(self.chance("reboot").uniform(0.0, 3.0), self._reboot)
+                else:
+                    self.after(0.1, self._freeze)
+            elif happening.kind == "scheduled":
+                self._scheduled_since[event.ids[0]] = self._at
+                # Mishaps are worth most while there is something to do.
+                for trouble, what in self._mishaps():
+                    chance = self.chance(f"{trouble} beside an event")
+                    is_due, seconds = chance.random() < 0.5, chance.expovariate(1 / 20.0)
+                    if self.has(trouble) and is_due and self._at + seconds < BUSY_SECONDS - 300.0:
+                        self.after(seconds, what)
+            elif happening.kind == "gone":
+                self._gone.add(event.ids[0])
+                since = self._scheduled_since.pop(event.ids[0], None)
+                if since is not None and not event.approved_at:
+                    self._judge_neglect(event.ids[0], since)
+        if len(history) > self._azure_told:
+            self._azure_told = len(history)
+            self._poll_soon()
+            if self._azure.next_due < float("inf"):
+                self.after(max(0.0, self._azure.next_due - self._epoch()) + 1e-6, lambda: None)
+
+    def _judge_neglect(self, name: str, since: float) -> None:
+        seconds = self._at - max(since, BUSY_SECONDS)
+        if seconds > 200.0:
+            self.judge.neglected(name, seconds)
+
+    # --- the machine
+
+    def _boot_up(self) -> None:
+        self._is_up, self._is_going_down = True, False
+        self._start_agent()
+
+    def _reboot(self) -> None:
+        if not self._is_up or self._is_going_down:
+            return
+        self.tell("the machine goes down")
+        chance = self.chance("reboot")
+        self._is_going_down = True
+        self._hands.end_all(chance)
+        self.after(chance.choice((0.0, 0.2, 3.0)), self._power_off)
+
+    def _power_off(self) -> None:
+        chance = self.chance("reboot")
+        if chance.random() < 0.5:
+            self._stop_agent(may_restart=False)
+        else:
+            self._crash("the power is off", may_restart=False)
+        self._is_up = False
+        self._boot += 1
+        self.after(chance.choice((5.0, 60.0, 600.0)), self._boot_up)
+
+    def _freeze(self) -> None:
+        if self._is_frozen or not self._is_up:
+            return
+        seconds = self.chance("freezes").choice((2.0, 9.0, 60.0))
+        self.tell(f"the machine stands still for {seconds:g} s")
+        self._is_frozen = True
+
+        def thaw() -> None:
+            self.tell("the machine goes on")
+            self._is_frozen = False
+            self._deliver(Paused(seconds))
+            self._poll_soon()
+
+        self.after(seconds, thaw)
+
+    def _jump(self) -> None:
+        seconds = self.chance("clock jumps").choice((-3600.0, -30.0, 30.0, 3600.0))
+        self._wall_offset += seconds
+        self.tell(f"the clock is set by {seconds:+g} s")
+        self._poll_soon()
+
+    def _fill_disk(self) -> None:
+        seconds = self.chance("full disk").choice((2.0, 20.0, 200.0))
+        self.is_disk_full = True
+        self.tell(f"the disk is full for {seconds:g} s")
+
+        def clear() -> None:
+            self.is_disk_full = False
+            self.tell("the disk has room again")
+            self._wake_soon(0.5)
+
+        self.after(seconds, clear)
+
+    # --- the agent's life
+
+    def _start_agent(self) -> None:
+        if self.engine is not None or not self._is_up:
+            return
+        self._life += 1
+        directory = self._directory / str(self._life)
+        directory.mkdir(parents=True)
+        for name, data in (self._torn or {}).items():
+            (directory / name).write_bytes(data)
+        self._torn = {}
+        store = cast("CrashingStore", CrashingStore.open(directory, self.now()))
+        store.world = self
+        self._store = store
+        if store.set_aside is not None:
+            self.tell("the state file was damaged and is set aside")
+            self.judge.lost()
+            self._is_state_lost = True
+            self._was_ready = None
+        self._body, self._succeeded_at, self._document_at = b"", None, None
+        self._inbox, self._document, self._results, self._answers = [], None, [], []
+        self._hands = Hands(self)
+        self.tell(f"the agent starts, boot {self._boot}")
+        try:
+            self.engine = Engine(self._settings, store, self._metrics, self._hands, _MachineView(self))
+            self.engine.start()
+        except PowerCut:
+            self._crash("killed while it started")
+            return
+        except StoreError as error:
+            self.tell(f"it cannot start: {error}")
+            self._crash("it ends")
+            return
+        if self._was_ready is not None and is_ready(self.engine.board) != self._was_ready:
+            raise BrokenError("(9) a restart has made the VM ready, or not ready")
+        self._see_readiness()
+        self.judge.has_name = bool(self.engine.identity.name) and self.engine._is_identity_sure
+        delay = self.chance("late name").choice((0.1, 5.0, 60.0)) if self.has("late name") else 0.01
+        self.after(delay, self._identify(self._life))
+        self._poll_soon()
+
+    def _identify(self, life: int) -> Callable[[], None]:
+        def answer() -> None:
+            if life == self._life:
+                self._deliver(Identity(name=VM, vm_id="id-1"))
+
+        return answer
+
+    def _kill(self) -> None:
+        self._crash("kill -9")
+
+    def _crash(self, how: str, *, may_restart: bool = True) -> None:
+        """The process is gone; what is on the disk stays."""
+        if self._store is None:
+            return
+        self.tell(f"the agent is killed ({how})" if how == "kill -9" else how)
+        for ended in self._results:
+            self._forget(ended)
+        for item in self._inbox:
+            if isinstance(item, HookEnded):
+                self._forget(item)
+        self._hands.close()
+        self._end_life(may_restart=may_restart)
+
+    def _forget(self, ended: HookEnded) -> None:
+        if ended.effect is not None:
+            self.judge.forgotten(self._event_of(ended.effect), ended.effect.stage, ended.effect.hook)
+
+    def _end_life(self, *, may_restart: bool) -> None:
+        assert self._store is not None
+        if not self._torn:
+            self._torn = _contents(self._store.path)
+        # Closing tidies up the files, of which a process that was killed would have left more: those are copied.
+        self._store.close()
+        shutil.rmtree(self._store.path.parent, ignore_errors=True)
+        self._store, self.engine = None, None
+        self.judge.crashed()
+        self._was_ready = self._ready_on_disk()
+        if may_restart:
+            self.after(self.chance("restart").choice((0.1, 5.0, 30.0)), self._start_agent)
+
+    def _ready_on_disk(self) -> bool | None:
+        """What the state file says, read by somebody else; None if nobody can tell."""
+        directory = self._directory / "look"
+        directory.mkdir(parents=True)
+        try:
+            for name, data in (self._torn or {}).items():
+                (directory / name).write_bytes(data)
+            with contextlib.closing(sqlite3.connect(directory / "state.db")) as connection:
+                rows = connection.execute("SELECT body FROM workflow WHERE is_open").fetchall()
+            workflows = [msgspec.json.decode(body, type=Workflow) for (body,) in rows]
+            return is_ready({workflow.id: workflow for workflow in workflows})
+        except sqlite3.DatabaseError:
+            return None
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _stop(self) -> None:
+        self._stop_agent(may_restart=True)
+
+    def _stop_agent(self, *, may_restart: bool) -> None:
+        """A stop in good order: what runs may end first, for a moment."""
+        if self.engine is None:
+            return
+        self.tell("the agent is told to stop")
+        ended = self._hands.end_some(self.chance("stops"))
+        ended += [item for item in self._inbox if isinstance(item, HookEnded)]
+        try:
+            self.engine.finish(ended)
+            for item in [*self._results, *ended]:
+                is_kept = item.result.outcome == "succeeded"
+                if is_kept and item.effect is not None:
+                    self._known(item)
+                else:
+                    self._forget(item)
+        except (StoreError, PowerCut):
+            for item in [*self._results, *ended]:
+                self._forget(item)
+        self._results, self._inbox = [], []
+        self._hands.close()
+        self._end_life(may_restart=may_restart)
+
+    def _damage(self) -> None:
+        """Rot, found at the next start."""
+        if self._store is None:
+            return
+        self._crash("killed, and its state file is damaged")
+        assert self._torn is not None
+        self._torn = {
+            name: b"\x00" * 100 + data[100:] if name == "state.db" else b"" for name, data in self._torn.items()
+        }
+
+    def next_crash(self) -> str:
+        """How this transaction of the store is to end; "" for well."""
+        self._transactions += 1
+        return self._crashes.pop(self._transactions, "") if self._at < BUSY_SECONDS else ""
+
+    def tear(self, before: dict[str, bytes], after: dict[str, bytes]) -> None:
+        """The power went while the log was being written: a part of what is new is there."""
+        self._torn = dict(after)
+        old, new = before.get("state.db-wal", b""), after.get("state.db-wal", b"")
+        if before["state.db"] != after["state.db"] or len(new) <= len(old):
+            return  # a checkpoint, which comes after the log is safe
+        chance = self.chance("torn writes")
+        cut = chance.randrange(len(old), len(new))
+        rest = bytes(len(new) - cut) if chance.random() < 0.5 else b""
+        self._torn["state.db-wal"] = new[:cut] + rest
+
+    def _plan_crashes(self) -> dict[int, str]:
+        crashes: dict[int, str] = {}
+        for trouble, ways in (("power cuts", ("before", "after")), ("torn writes", ("torn",))):
+            chance = self.chance(f"{trouble} when")
+            plan = {chance.randint(2, 60): chance.choice(ways) for _ in range(chance.randint(1, 4))}
+            if trouble in self.troubles:
+                crashes |= plan
+        return crashes
+
+    # --- the agent's threads
+
+    def _deliver(self, item: Any) -> None:
+        if self.engine is None:
+            return
+        self._inbox.append(item)
+        delay = self.chance("slow inbox").choice((0.0, 0.1, 2.0)) if self.has("slow inbox") else 0.0
+        self._wake_soon(delay)
+
+    def _wake_soon(self, delay: float) -> None:
+        at = self._at + delay
+        if self.engine is not None and (self._wake_at < self._at or at < self._wake_at):
+            self._wake_at = at
+            life = self._life
+            self.after(delay, lambda: self._turn(life, at))
+
+    def _poll_soon(self) -> None:
+        at = self._at + self.chance("polls").uniform(0.0, 1.0)
+        if self._poll_at <= self._at or at < self._poll_at:
+            self._poll_at = at
+            self.after(at - self._at, lambda: self._poll(at))
+
+    def _poll(self, at: float) -> None:
+        if at != self._poll_at:
+            return
+        self._poll_at = -1.0
+        if self.engine is None:
+            return
+        if not self._is_deaf and not self._is_frozen:
+            self._azure.advance(self._epoch())
+            self._azure.mark_served(self._epoch(), VM, _VERSION)
+            body = self._azure.document(_VERSION)
+            if body != self._body:
+                self._body = body
+                self._deliver(parse_document(body))
+            else:
+                self._wake_soon(0.0)
+            self._succeeded_at = self.now()
+        if self.engine.board or self._azure.next_due < float("inf") or self._is_deaf:
+            self._poll_at = later = self._at + _QUIET_SECONDS
+            self.after(_QUIET_SECONDS, lambda: self._poll(later))
+
+    def _go_deaf(self) -> None:
+        seconds = self.chance("deaf service").choice((3.0, 60.0, 300.0))
+        self._is_deaf = True
+        self.tell(f"the service does not answer for {seconds:g} s")
+
+        def hear() -> None:
+            self._is_deaf = False
+            self.tell("the service answers again")
+            self._poll_soon()
+
+        self.after(seconds, hear)
+
+    def _turn(self, life: int, at: float) -> None:
+        if life != self._life or at != self._wake_at or self.engine is None:
+            return
+        self._wake_at = -1.0
+        if self._is_frozen:
+            self._wake_soon(1.0)
+            return
+        engine = self.engine
+        items, self._inbox = self._inbox, []
+        document_at = self._document_at
+        try:
+            for item in items:
+                self._note_taken(item)
+                engine.take(item)
+            is_done = engine.turn(document_at)
+            self.judge.turned(may_be_late=not self.judge.has_name)
+            self._see_readiness()
+            if self.is_cut_after_commit:
+                raise PowerCut
+        except PowerCut:
+            self.is_cut_after_commit = False
+            self._crash("the power goes in the middle of a turn")
+            return
+        self._document_at = self._succeeded_at
+        self._read_answers()
+        wake_at = engine.next_wake_at()
+        if not is_done:
+            self._wake_soon(1.0)
+        elif wake_at is not None:
+            self._wake_soon(max(0.001, (wake_at - self.now()).total_seconds()))
+            self._poll_soon()
+
+    def _see_readiness(self) -> None:
+        """What the page /readyz tells."""
+        assert self.engine is not None
+        for workflow in self.engine.board.values():
+            if workflow.is_prepared_for:
+                self.judge.unready(self._azure.event(workflow.event.id).ids[0])
+
+    def _note_taken(self, item: Any) -> None:
+        match item:
+            case HookEnded(effect=None):
+                self.judge.on_clear_runs -= 1
+            case HookEnded(effect=RunHook() as effect, result=result):
+                if result.outcome not in ("succeeded", "canceled") and self._is_going_down:
+                    self.judge.not_run(self._event_of(effect), effect.stage, effect.hook)
+                else:
+                    self._results.append(item)
+            case ApprovalAnswered():
+                self._answers.append(item)
+            case Identity():
+                self.judge.has_name = True
+            case Paused():
+                pass
+            case _:
+                self._document = item
+
+    def committed(self, steps: Sequence[Step]) -> None:
+        """What the agent has taken in and decided is on the disk, and nothing of it is done yet."""
+        if self._document is not None:
+            events = []
+            for event in self._document.events:
+                name = self._azure.event(event.id).ids[0]
+                events.append((name, event.id, event.type, event.status, event.resources))
+            self.judge.read(events, is_state_lost=self._is_state_lost)
+            self._is_state_lost = False
+            self._document = None
+        for ended in self._results:
+            self._known(ended)
+        for answer in self._answers:
+            if answer.workflow_id in self._names:
+                self.judge.answered(self._names[answer.workflow_id], is_confirmed=not answer.error_kind)
+        self._results, self._answers = [], []
+        if self.is_cut_after_commit:
+            self.is_cut_after_commit = False
+            for step in steps:
+                for effect in step.effects:
+                    if isinstance(effect, RunHook):
+                        name = self._azure.event(step.workflow.event.id).ids[0]
+                        self.judge.maybe_started(name, effect.stage, effect.hook)
+            raise PowerCut
+
+    def _known(self, ended: HookEnded) -> None:
+        if ended.effect is not None:
+            name = self._event_of(ended.effect)
+            self.judge.known(name, ended.effect.stage, ended.effect.hook, ended.result.outcome)
+
+    def _event_of(self, effect: RunHook) -> str:
+        return self._names[effect.workflow_id]
+
+    # --- what the agent does (called by its hands)
+
+    def hook_starts(self, effect: RunHook | None, name: str, environment: dict[str, str]) -> None:
+        if effect is None:
+            self.tell(f"on_clear hook {name} starts")
+            if self.judge.runs:
+                raise BrokenError(f"on_clear hook {name} starts beside {self.judge.runs}")
+            self.judge.on_clear_runs += 1
+            return
+        event = self._azure.event(environment["SCHEDULED_EVENT_ID"]).ids[0]
+        self._names[effect.workflow_id] = event
+        self.tell(f"{event}: {effect.stage} hook {name} starts")
+        self.judge.started(event, effect.stage, name)
+
+    def hook_ends(self, effect: RunHook | None, name: str, outcome: HookOutcome) -> None:
+        if effect is not None:
+            self.tell(f"{self._event_of(effect)}: {effect.stage} hook {name} ends: {outcome}")
+            self.judge.ended(self._event_of(effect), effect.stage, name, outcome)
+
+    def post(self, approvals: Sequence[Approve]) -> None:
+        """A request to approve is sent, and it and its answer meet what they meet."""
+        pairs = []
+        for approve in approvals:
+            name = self._azure.event(approve.event_id).ids[0]
+            self._names[approve.workflow_id] = name
+            pairs.append((name, approve.event_id))
+        self.tell(f"the agent approves {', '.join(name for name, _ in pairs)}")
+        self.judge.posted(pairs)
+        chance, life = self.chance("approvals"), self._life
+        fate = chance.random() if self.has("lost answers") else 1.0
+        arrives_after = chance.choice((0.01, 1.0, 4.0))
+
+        def arrive() -> None:
+            kind = ""
+            if self._is_deaf or fate < 0.2:
+                kind = "unreachable"
+            elif fate < 0.3:
+                kind = "server"
+            elif all(self._azure.is_pending(event_id) for _, event_id in pairs):
+                for _, event_id in pairs:
+                    self._azure.approve(self._epoch(), event_id, VM)
+                kind = "timeout" if fate < 0.5 else ""
+            else:
+                kind = "rejected"
+            self.after(chance.choice((0.01, 0.5, 5.0)), lambda: answer(kind))
+
+        def answer(kind: str) -> None:
+            if life != self._life or self.engine is None:
+                return
+            for approve in approvals:
+                self.tell(f"{self._names[approve.workflow_id]}: the approval is answered: {kind or 'ok'}")
+                self._deliver(ApprovalAnswered(workflow_id=approve.workflow_id, error_kind=kind))
+
+        self.after(arrives_after, arrive)
+
+    def give(self, life: int, ended: HookEnded) -> None:
+        """The end of a hook, into the inbox of the agent that started it."""
+        if life == self._life:
+            self._deliver(ended)
+
+    @property
+    def life(self) -> int:
+        return self._life
+
+    # --- policy and operators
+
+    def _a_policy(self) -> Settings:
+        chance = self.chance("policy")
+        rules = tuple(
+            Rule(
+                name=f"rule-{type_}",
+                when=When(type=(type_,), affects=chance.choice((("self",), ("self",), ("self", "others")))),
+                prepare=chance.choice((("drain",), ("drain", "save"), ("stop",), ())),
+                recover=chance.choice(((), ("resume",), ("load", "resume"), ("resume", "load"), ("go",))),
+                on_start=chance.choice(((), (), ("tell",))),
+                approve=chance.choice(("immediately", "when-prepared", "when-prepared", "manual", "never")),
+                on_failure=chance.choice(("hold", "approve")),
+                on_early_start=chance.choice(("cancel", "finish")),
+                shared=chance.choice((None, "hold", "first", "any")),
+                drain_for=chance.choice((0.0, 0.0, 30.0)),
+                lead=chance.choice((None, None, 60.0)),
+            )
+            for type_ in _TYPES
+        )
+        hooks = {name: Hook(run=("/bin/true",), timeout=chance.choice((20.0, 120.0))) for name in _HOOKS}
+        return Settings(
+            rules=rules,
+            hooks=hooks,
+            on_clear=("go",) if "on clear" in self.troubles else (),
+            agent=AgentSettings(listen="off"),
+        )
+
+    def _reload(self) -> None:
+        if self.engine is None or self._is_frozen:
+            return
+        if self.chance("reloads").random() < 0.3:
+            self.tell("a bad policy is refused")
+            self.engine.refuse_settings("it is bad")
+        else:
+            self.tell("another policy is put in force")
+            self._settings = self._a_policy()
+            self.judge.policy(self._settings.rules)
+            self.engine.change_settings(self._settings)
+        self._wake_soon(0.0)
+
+    def _speak(self) -> None:
+        if self.engine is None or not self.engine.board or self._store is None or self.is_disk_full:
+            return
+        chance = self.chance("operator")
+        workflow: Workflow = chance.choice([*self.engine.board.values()])
+        word = chance.choice(("approved", "held", ""))
+        name = self._azure.event(workflow.event.id).ids[0]
+        self.tell(f"an operator says of {name}: {word or 'release'}")
+        store = Store.join(self._store.path.parent)
+        try:
+            number = store.add_request(workflow.id, word, "kim", self.now())
+        finally:
+            store.close()
+        before = self._words.setdefault(name, {""})
+        self._requests[number] = (name, word, set(before))
+        before.add(word)
+        self.judge.spoke(name, before)
+        self._wake_soon(1.0)
+
+    def _read_answers(self) -> None:
+        if not self._requests or self._store is None or self.is_disk_full:
+            return
+        for number, (name, word, before) in [*self._requests.items()]:
+            with contextlib.suppress(StoreError):
+                answer = self._store.load_answer(number)
+                if answer is not None:
+                    self.tell(f"the operator is answered: {answer}")
+                    del self._requests[number]
+                    self._words[name] = before if answer.startswith("refused") else {word}
+                    self.judge.spoke(name, self._words[name])
+
+
+class _MachineView(Machine):
+    """The world as the engine's machine."""
+
+    def __init__(self, world: World) -> None:
+        self.now = world.now  # type: ignore[method-assign]
+        self.monotonic = world.monotonic  # type: ignore[method-assign]
+        self.boot_id = world.boot_id  # type: ignore[method-assign]
+        self.is_shutting_down = world.is_shutting_down  # type: ignore[method-assign]
+
+
+class Hands:
+    """The engine's hands: hooks that take the time and end the way that chance gives them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._life = world.life
+        self._runs: dict[HookKey | None, tuple[RunHook | None, str]] = {}
+        self._live: set[HookKey | None] = set()
+        self._numbers: dict[HookKey | None, int] = {}
+        self._count = itertools.count()
+
+    def start_hook(
+        self,
+        effect: RunHook | None,
+        name: str,
+        hook: Hook | None,
+        *,
+        environment: dict[str, str],
+        stdin: bytes = b"",
+        deadline: float | None = None,
+        event_id: str = "",
+    ) -> None:
+        del stdin, event_id
+        world, key = self._world, key_of(effect)
+        world.hook_starts(effect, name, environment)
+        self._runs[key] = (effect, name)
+        self._live.add(key)
+        number = self._numbers[key] = next(self._count)
+        assert hook is not None
+        limit = hook.timeout if deadline is None else min(hook.timeout, max(0.0, deadline - world.monotonic()))
+        chance = world.chance(f"hook {name}")
+        seconds = chance.choice((0.01, 1.0, 10.0))
+        outcome: HookOutcome = "succeeded"
+        if world.has("bad hooks"):
+            outcome = chance.choice(("succeeded", "succeeded", "failed", "timed_out"))
+            seconds = chance.choice((0.01, 10.0, 100.0))
+        if outcome == "timed_out" or seconds > limit:
+            outcome, seconds = "timed_out", limit
+        world.after(seconds, lambda: self._end(key, number, outcome))
+
+    def cancel_hook(self, key: HookKey | None) -> None:
+        if key in self._live:
+            chance, number = self._world.chance("cancel"), self._numbers[key]
+            # It may have been about to end anyway.
+            outcome: HookOutcome = "succeeded" if chance.random() < 0.2 else "canceled"
+            self._world.after(chance.choice((0.0, 1.0, 5.0)), lambda: self._end(key, number, outcome))
+
+    def set_deadline(self, key: HookKey, deadline: float | None) -> None:
+        if key in self._live and deadline is not None:
+            number = self._numbers[key]
+            left = max(0.0, deadline - self._world.monotonic())
+            self._world.after(left, lambda: self._end(key, number, "timed_out"))
+
+    def is_running(self, key: HookKey | None) -> bool:
+        return key in self._runs
+
+    def forget_hook(self, effect: RunHook | None) -> None:
+        self._runs.pop(key_of(effect), None)
+
+    def report(self, news: HookEnded) -> None:
+        self._world.give(self._life, news)
+
+    def approve(self, approvals: list[Approve], incarnation: str) -> None:
+        del incarnation
+        self._world.post(approvals)
+
+    def end_all(self, chance: random.Random) -> None:
+        """The machine goes down and ends what runs."""
+        for key in [*self._live]:
+            number = self._numbers[key]
+            if chance.random() < 0.5:
+                self._world.after(0.0, lambda key=key, number=number: self._end(key, number, "failed"))  # type: ignore[misc]
+
+    def end_some(self, chance: random.Random) -> list[HookEnded]:
+        """The agent stops, and some hooks end by themselves while it waits."""
+        ended = []
+        for key in [*self._live]:
+            effect, name = self._runs[key]
+            outcome: HookOutcome = chance.choice(("succeeded", "canceled"))
+            self._live.discard(key)
+            self._world.hook_ends(effect, name, outcome)
+            if effect is not None:
+                ended.append(HookEnded(effect, _result(name, outcome)))
+        return ended
+
+    def close(self) -> None:
+        """All of them are ended with the agent."""
+        self._live.clear()
+
+    def _end(self, key: HookKey | None, number: int, outcome: HookOutcome) -> None:
+        if key not in self._live or self._numbers[key] != number or self._life != self._world.life:
+            return
+        self._live.discard(key)
+        effect, name = self._runs[key]
+        self._world.hook_ends(effect, name, outcome)
+        self._world.give(self._life, HookEnded(effect, _result(name, outcome)))
+
+
+def _result(name: str, outcome: HookOutcome) -> HookResult:
+    return without_run(name, outcome, outcome)
+
+
+def _describe(event: Any) -> str:
+    vms = "" if event.plan.vms == (VM,) else f" of {', '.join(event.plan.vms)}"
+    until = (
+        f", NotBefore {(event.not_before_at - START).total_seconds():.0f}" if event.status == "Scheduled" else ""
+    )
+    return f"{event.plan.type} {event.ids[0]}{vms}{until}"
+
+
+def _contents(path: Path) -> dict[str, bytes]:
+    """The files that a power cut leaves: the database and its log."""
+    found = {}
+    for name in (path.name, f"{path.name}-wal"):
+        with contextlib.suppress(FileNotFoundError):
+            found[name] = path.with_name(name).read_bytes()
+    return found
+
+
+_METRICS: list[Metrics] = []
+
+
+def _metrics() -> Metrics:
+    """One for all worlds of this process, for it is slow to make; nobody reads but the count of faults."""
+    if not _METRICS:
+        log.set_up("error", "json", stream=io.StringIO())
+        _METRICS.append(Metrics(dict))
+    return _METRICS[0]
