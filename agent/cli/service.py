@@ -132,13 +132,15 @@ def _work(arguments: argparse.Namespace, service: "Service", left: str) -> int:
 
     from agent.cli.run import open_daemon  # noqa: PLC0415
     from agent.host import windows_service  # noqa: PLC0415
-    from agent.host.windows_events import EventLog, open_log_file  # noqa: PLC0415
+    from agent.host.windows_events import EventLog, directory_fault, open_log_file  # noqa: PLC0415
     from agent.log import get_logger, set_up  # noqa: PLC0415
 
     events = EventLog()
     set_up_log = partial(set_up, stream=open_log_file(windows_service.log_dir()), on_entry=events.report)
     set_up_log("info", "auto")
     log = get_logger()
+    if fault := directory_fault(windows_service.log_dir()):
+        log.warning("the log file is not written", reason=fault)
     if left:
         log.error("the agent before this one crashed or hung", stacks=left)
     try:

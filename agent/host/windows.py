@@ -3,8 +3,9 @@
 The functions and signatures are those of ``linux.py``, and nothing else is public. Knows nothing of events,
 policy or hooks. The one invariant: no text reaches ``cmd`` in a form that it would read as more than one argument.
 
-A tree is a Job object from which no process can break away, and which ends with its last handle: so with the
-agent, however that ends. Windows has no way to ask a program without a window to end: to terminate is to kill.
+A tree is a Job object that its program is born into, from which no process can break away, and which ends with
+its last handle: so with the agent, however and whenever that ends. Windows has no way to ask a program without a
+window to end: to terminate is to kill.
 
 The module can be imported everywhere, for the tests of its command lines; its functions need Windows.
 """
@@ -60,8 +61,6 @@ _PASSED_ON = (
 # A clock that is set right moves the boot's computed time; no machine boots twice within this.
 _SAME_BOOT_SECONDS = 120.0
 _SM_SHUTTINGDOWN = 0x2000
-_CREATE_SUSPENDED = 0x4
-_CREATE_NO_WINDOW = 0x08000000
 _SHARING_VIOLATION = 32
 _SEPARATORS = "\\/"
 _TEMPORARY_LABEL = "Temporary Storage"
@@ -170,18 +169,37 @@ def privacy_fault(path: Path) -> str | None:
         return None
 
 
-def tampering_fault(path: Path) -> str | None:
-    """Who besides the system's own accounts could change the file, or the directory it is in, and the way out."""
+def tampering_fault(path: Path, user: str | None = None) -> str | None:
+    """Who could change the file, or put another in its place, and should not, and the way out; None if nobody.
+
+    The system, administrators, this account, the service's and whoever can change the agent's own code may. Looked
+    at are the file, its directory, in which nobody else should add anything either, and every directory above,
+    also of what links lead to.
+    """
     from agent.host import windows_paths  # noqa: PLC0415 - it imports this module
 
-    for place in (path, path.parent):
+    del user  # start_tree refuses one
+    try:
+        path.stat()
+    except OSError:
+        return None  # what is not there is nobody's danger
+    # Who decides what the agent does, whatever it refuses: nothing is lost by trusting them.
+    masters = windows_paths.writers_of_our_code()
+    for place, rights in windows_paths.places(path):
         with contextlib.suppress(OSError):
-            if others := windows_paths.writers(place):
+            if others := sorted(set(windows_paths.writers(place, rights)) - masters):
                 return (
                     f"{place} can be changed by {', '.join(others)}, who could so have the agent run anything: "
                     f"{windows_paths.way_out(place, others)}"
                 )
     return None
+
+
+def is_privileged() -> bool:
+    """Whether this process may do anything on this machine, and so what it runs may as well."""
+    from agent.host import windows_paths  # noqa: PLC0415 - it imports this module
+
+    return windows_paths.is_administrator()
 
 
 def temporary_disk(path: Path) -> Path | None:
@@ -347,17 +365,22 @@ class ProcessTree:
     ending: str | None = None
     """A phrase for how it ended, if its exit code does not tell."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", job: Any) -> None:
+    def __init__(self, process: Any, pid: int, job: Any) -> None:
         self._process = process
+        self._pid = pid
         self._job = job
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._pid
 
     def wait(self) -> int | None:
         """Block until the program ended. Returns its exit code; elsewhere None if it was lost."""
-        return self._process.wait()
+        import win32event  # noqa: PLC0415 - Windows only
+        import win32process  # noqa: PLC0415 - Windows only
+
+        win32event.WaitForSingleObject(self._process, win32event.INFINITE)
+        return win32process.GetExitCodeProcess(self._process) & 0xFFFFFFFF
 
     def is_empty(self) -> bool:
         """Whether nothing of the tree runs any more."""
@@ -380,7 +403,8 @@ class ProcessTree:
 
     def close(self) -> None:
         """Let go of it. The program must have ended."""
-        self._process.wait()
+        self.wait()
+        self._process.Close()
         self._job.Close()
 
 
@@ -405,26 +429,29 @@ def start_tree(
         raise HostError(f"cannot start {unit}: a unit needs systemd, so that it is for Linux only", kind="hook")
     if user is not None:
         raise HostError(f"cannot run as {user}: on Windows a hook runs as the agent's account", kind="hook")
+    from agent.host.windows_process import start_in_job  # noqa: PLC0415 - of no use before the first hook
+
     # Names of variables differ in more than case here; what was given last counts.
     env = {name.upper(): value for name, value in env.items()} | {_MARKER: token}
     directory = cwd or env.get("SYSTEMDRIVE", "C:") + "\\"
     command = _shell_command(shell, env) if shell is not None else _program_command(run or (), env, directory)
+    job = _new_job()
     try:
         with tempfile.TemporaryFile() as source:
             source.write(stdin)
             source.seek(0)
-            process = subprocess.Popen(
+            process, pid = start_in_job(
                 command,
-                stdin=source,
-                stdout=output,
-                stderr=output,
                 env=env,
                 cwd=directory,
-                creationflags=_CREATE_NO_WINDOW | _CREATE_SUSPENDED,
+                stdin=_handle_of(source.fileno()),
+                output=_handle_of(output),
+                job=job,
             )
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError) as error:
+        job.Close()
         raise HostError(_why_not_started(run, directory, error), kind="hook") from None
-    return ProcessTree(process, _put_into_job(process))
+    return ProcessTree(process, pid, job)
 
 
 def command_fault(
@@ -474,7 +501,7 @@ def reap_orphans() -> None:
 
 
 def end_marked(prefix: str) -> int:
-    """End what the trees of a killed agent left running; here the system did, when their jobs' handles closed."""
+    """End what the trees of a killed agent left running: here nothing, for jobs end with their last handle."""
     del prefix
     return 0
 
@@ -581,12 +608,9 @@ def _find_program(name: str, env: Mapping[str, str], directory: str) -> str:
     raise HostError(f"no such program on the PATH {env.get('PATH')}: {name}", kind="hook")
 
 
-def _put_into_job(process: "subprocess.Popen[bytes]") -> Any:
-    """Let the suspended process go on as the first member of a job of its own."""
-    import psutil  # noqa: PLC0415 - heavy, and of no use before the first hook
+def _new_job() -> Any:
+    """A job that ends with its last handle, so with this process at the latest."""
     import pywintypes  # noqa: PLC0415 - Windows only
-    import win32api  # noqa: PLC0415 - Windows only
-    import win32con  # noqa: PLC0415 - Windows only
     import win32job  # noqa: PLC0415 - Windows only
 
     try:
@@ -594,15 +618,17 @@ def _put_into_job(process: "subprocess.Popen[bytes]") -> Any:
         limits = win32job.QueryInformationJobObject(job, win32job.JobObjectExtendedLimitInformation)
         limits["BasicLimitInformation"]["LimitFlags"] = win32job.JOB_OBJECT_LIMIT_KILL_ON_JOB_CLOSE
         win32job.SetInformationJobObject(job, win32job.JobObjectExtendedLimitInformation, limits)
-        handle: Any = win32api.OpenProcess(win32con.PROCESS_ALL_ACCESS, False, process.pid)
-        win32job.AssignProcessToJobObject(job, handle)
-        handle.Close()
-        psutil.Process(process.pid).resume()
-    except (pywintypes.error, psutil.Error, OSError) as error:
-        process.kill()
-        process.wait()
-        raise HostError(f"cannot be put into a job object: {_reason(error)}", kind="hook") from None
+    except pywintypes.error as error:
+        raise HostError(f"a job object cannot be made: {_reason(error)}", kind="hook") from None
     return job
+
+
+def _handle_of(descriptor: int) -> int:
+    if sys.platform != "win32":  # for the type checker, which knows msvcrt only there
+        return descriptor
+    import msvcrt  # noqa: PLC0415 - Windows only
+
+    return msvcrt.get_osfhandle(descriptor)
 
 
 def _why_not_started(run: Sequence[str] | None, cwd: str, error: Exception) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO, cast
 
-from agent.host import HostError, create_private_dir
+from agent.host import HostError, create_private_dir, tampering_fault
 
 SOURCE = "ScheduledEventsAgent"
 REGISTRY_KEY = rf"SYSTEM\CurrentControlSet\Services\EventLog\Application\{SOURCE}"
@@ -30,8 +30,10 @@ MAX_LOG_BYTES = 10_000_000
 LOG_FILES = 5
 # Shipped with every Windows Server since 2012; pywin32's own message files know a few ids only, and not these.
 _FRAMEWORK_MESSAGES = r"%SystemRoot%\Microsoft.NET\Framework64\v4.0.30319\EventLogMessages.dll"
-# One string of an entry may have 31,839 characters, the whole entry about twice as many.
+# One string of an entry may have 31,839 characters, and a text of so many leaves little room for another. They are
+# counted as UTF-16 has them: a few letters are two.
 _MAX_TEXT_CHARACTERS = 30_000
+_MAX_ID_CHARACTERS = 200
 _MAX_WAITING = 1000
 _CLOSE_SECONDS = 2.0
 _BROKEN_SECONDS = 5.0
@@ -85,6 +87,12 @@ KINDS = (
             "agent.* takes effect at the next start of the agent",
             "hooks that pending events still need are kept until the next start",
         ),
+    ),
+    Kind(
+        113,
+        "warning",
+        "The log file is not written, because others could change its directory.",
+        ("the log file is not written",),
     ),
     Kind(
         120,
@@ -179,12 +187,16 @@ def text_of(entry: Mapping[str, object]) -> str:
     fields = [(name, value) for name, value in entry.items() if name not in _NO_FIELDS]
     lines = [f"{name}: {_shown(value)}" for name, value in fields if value not in (None, "")]
     text = "\n\n".join([first, "\n".join(lines)]) if lines else first
-    return _safe(text)[:_MAX_TEXT_CHARACTERS].replace("\n", "\r\n")
+    return _cut(_safe(text).replace("\n", "\r\n"), _MAX_TEXT_CHARACTERS)
 
 
 def _shown(value: object) -> str:
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     return ", ".join(map(str, value)) if is_list else str(value)  # type: ignore[call-overload]
+
+
+def _cut(text: str, size: int) -> str:
+    return text.encode("utf-16-le")[: 2 * size].decode("utf-16-le", "ignore")
 
 
 def _safe(text: str) -> str:
@@ -206,7 +218,8 @@ class EventLog:
         kind = kind_of(entry)
         if kind is not None:
             with contextlib.suppress(queue.Full):
-                self._queue.put_nowait((kind, [text_of(entry), _safe(str(entry.get("event_id", "")))]))
+                event_id = _cut(_safe(str(entry.get("event_id", ""))), _MAX_ID_CHARACTERS)
+                self._queue.put_nowait((kind, [text_of(entry), event_id]))
 
     def close(self) -> None:
         """Wait two seconds at most until what was reported is written."""
@@ -288,6 +301,19 @@ def open_log_file(directory: Path) -> TextIO:
     return cast("TextIO", _LogFile(directory))
 
 
+def directory_fault(directory: Path) -> str | None:
+    """Why nothing is written to the directory, which is made private if it is missing; None if all is well.
+
+    Who could change it could have the agent, which may write anywhere, write to another file.
+    """
+    try:
+        if not directory.exists():
+            create_private_dir(directory)
+    except (OSError, HostError) as error:
+        return str(error)
+    return tampering_fault(directory)
+
+
 class _LogFile(io.TextIOBase):
     """A file of text, written at once, that is set aside at 10 MB; four older ones are kept. For any thread.
 
@@ -311,7 +337,7 @@ class _LogFile(io.TextIOBase):
             try:
                 self._make_room(len(data))
                 self._write(data)
-            except (OSError, HostError) as error:
+            except OSError as error:
                 self._let_go()
                 if time.monotonic() >= self._broken_until:
                     self._broken_until = time.monotonic() + _BROKEN_SECONDS
@@ -347,8 +373,8 @@ class _LogFile(io.TextIOBase):
         return self._path.with_name(f"{LOG_FILE}.{number}")
 
     def _open(self) -> None:
-        if not self._path.parent.exists():
-            create_private_dir(self._path.parent)
+        if fault := directory_fault(self._path.parent):
+            raise OSError(fault)
         self._descriptor = _open_shared(self._path)
         self._size = os.fstat(self._descriptor).st_size
 

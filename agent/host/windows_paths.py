@@ -11,7 +11,8 @@ import contextlib
 import hashlib
 import os
 import struct
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,12 @@ _ALL, _READ = "FA", "0x1200a9"
 # Data, extended attributes, deletion (of what is inside, too), the list itself, the owner, and all of it.
 TO_WRITE = 0x2 | 0x4 | 0x10 | 0x40 | 0x10000 | 0x40000 | 0x80000 | 0x10000000 | 0x40000000
 TO_READ = TO_WRITE | 0x1 | 0x80000000
+# To move or remove a directory, and then make another of its name.
+TO_REPLACE = TO_WRITE & ~(0x2 | 0x4 | 0x10 | 0x40000000)
 _INHERIT_ONLY = 0x8
 _ALREADY_EXISTS = 183
 _REPARSE_POINT = 0x400
+_OPEN_REPARSE_POINT = 0x200000
 
 
 def make_data_dirs(account: str | None = None) -> None:
@@ -69,13 +73,44 @@ def make_private_dir(path: Path) -> None:
 
 
 def readers(path: Path) -> list[str]:
-    """Accounts that could read or change what is in the directory, and should not. Raises OSError."""
-    return untrusted(_descriptor(path), _trusted(), TO_READ, with_heirs=True)
+    """Accounts that could read or change what is in the directory, also where it leads to. Raises OSError."""
+    trusted = _trusted()
+    places = {path.absolute(), Path(os.path.realpath(path))}
+    return sorted(
+        {who for place in places for who in untrusted(_descriptor(place), trusted, TO_READ, with_heirs=True)}
+    )
 
 
-def writers(path: Path) -> list[str]:
-    """Accounts that could change the file or directory, and should not. Raises OSError."""
-    return untrusted(_descriptor(path), _trusted(), TO_WRITE, with_heirs=False)
+def writers(path: Path, rights: int = TO_WRITE) -> list[str]:
+    """Accounts that have any of the rights to the file or directory, and should not. Raises OSError."""
+    return untrusted(_descriptor(path), _trusted(), rights, with_heirs=False)
+
+
+def writers_of_our_code() -> set[str]:
+    """Accounts that could change what this process runs."""
+    found = set[str]()
+    for path in (Path(__file__), Path(__file__).parent, Path(sys.executable), Path(sys.executable).parent):
+        with contextlib.suppress(OSError):
+            found.update(writers(path))
+    return found
+
+
+def places(path: Path) -> Iterator[tuple[Path, int]]:
+    """Whatever somebody could change to have the path mean something else, each with the rights to do so."""
+    seen = set[Path]()
+    for whole in (path.absolute(), Path(os.path.realpath(path))):
+        for distance, place in enumerate((whole, *whole.parents)):
+            if place not in seen:
+                seen.add(place)
+                yield place, TO_WRITE if distance < 2 else TO_REPLACE
+
+
+def is_administrator() -> bool:
+    """Whether this process has the rights of an administrator, as the system has."""
+    import win32security  # noqa: PLC0415 - Windows only
+
+    sid = win32security.ConvertStringSidToSid(_ADMINISTRATORS)
+    return bool(win32security.CheckTokenMembership(None, sid))  # type: ignore[arg-type] # the stub is wrong
 
 
 def untrusted(descriptor: Any, trusted: Iterable[str], rights: int, *, with_heirs: bool) -> list[str]:
@@ -89,12 +124,20 @@ def untrusted(descriptor: Any, trusted: Iterable[str], rights: int, *, with_heir
     if dacl is None:
         return ["everybody"]
     found = [owner] if (owner := descriptor.GetSecurityDescriptorOwner()) else []
+    has_conditions = False
     for index in range(dacl.GetAceCount()):
-        (kind, flags), mask, *_, account = dacl.GetAce(index)
+        try:
+            (kind, flags), mask, *_, account = dacl.GetAce(index)
+        except NotImplementedError:  # one with a condition, which pywin32 does not read
+            has_conditions = True
+            continue
         counts = with_heirs or not flags & _INHERIT_ONLY
         if kind == win32security.ACCESS_ALLOWED_ACE_TYPE and mask & rights and counts:
             found.append(account)
-    return sorted({win32security.ConvertSidToStringSid(sid) for sid in found} - set(trusted))
+    strangers = {win32security.ConvertSidToStringSid(sid) for sid in found} - set(trusted)
+    return sorted(
+        strangers | ({"whoever meets the condition of an entry"} if has_conditions and rights else set())
+    )
 
 
 def way_out(path: Path, accounts: Iterable[str]) -> str:
@@ -211,11 +254,22 @@ def _make(path: Path, further: str, *, may_exist: bool) -> None:
 
 
 def _descriptor(path: Path) -> Any:
+    """Owner and list of what is at the path itself, and not of what it leads to."""
     import pywintypes  # noqa: PLC0415 - Windows only
+    import win32con  # noqa: PLC0415 - Windows only
+    import win32file  # noqa: PLC0415 - Windows only
     import win32security  # noqa: PLC0415 - Windows only
 
+    share = win32con.FILE_SHARE_READ | win32con.FILE_SHARE_WRITE | win32con.FILE_SHARE_DELETE
+    flags = win32con.FILE_FLAG_BACKUP_SEMANTICS | _OPEN_REPARSE_POINT
     wanted = win32security.OWNER_SECURITY_INFORMATION | win32security.DACL_SECURITY_INFORMATION
     try:
-        return win32security.GetNamedSecurityInfo(str(path), win32security.SE_FILE_OBJECT, wanted)
+        handle: Any = win32file.CreateFile(
+            str(path), win32con.READ_CONTROL, share, None, win32con.OPEN_EXISTING, flags, None
+        )
+        try:
+            return win32security.GetSecurityInfo(handle, win32security.SE_FILE_OBJECT, wanted)
+        finally:
+            handle.Close()
     except pywintypes.error as error:
         raise OSError(error.strerror) from None

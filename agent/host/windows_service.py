@@ -1,8 +1,8 @@
 """The Windows service: what the service control manager (SCM) sees of the agent, and what it is to do about it.
 
 Owns the service's process (states, controls, the watchdog, how it ends) and its installation. Knows nothing of
-events, policy or hooks. The one invariant: the exit code that the SCM gets is 0 only if somebody asked for the
-end; every other end is a failure, to which the recovery actions apply.
+events, policy or hooks. The one invariant: the SCM hears of a stop without an error only if somebody asked for
+it; every other end is a failure, to which the recovery actions apply.
 
     main thread     the SCM's dispatcher; controls arrive here, and are passed on at once
     service thread  tells of progress while the service starts or stops, and ends the process
@@ -25,9 +25,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TextIO
 
-from agent.host import HostError, ServiceManager, create_private_dir
+from agent.host import HostError, ServiceManager
 from agent.host.windows import default_state_dir
-from agent.host.windows_events import register_source, unregister_source
+from agent.host.windows_events import directory_fault, register_source, unregister_source
 from agent.host.windows_paths import make_data_dirs
 
 NAME = "ScheduledEventsAgent"
@@ -56,12 +56,14 @@ _PRIVILEGES = ("SeChangeNotifyPrivilege", "SeCreateGlobalPrivilege", "SeImperson
 # A hook may shut the machine down, as the last step for one that will be deleted.
 _SYSTEM_PRIVILEGES = (*_PRIVILEGES, "SeShutdownPrivilege")
 _ACCOUNTS_WITHOUT_PASSWORD = ("nt service\\", "nt authority\\")
+_FAILED = 1
 _SPECIFIC_ERROR = 1066  # ERROR_SERVICE_SPECIFIC_ERROR: the exit code is the service's own
 _OWN_PROCESS = 0x10
 _DELETE = 0x10000
 _START_PATIENCE_SECONDS = 90.0
 _STOP_PATIENCE_SECONDS = STOP_TIMEOUT + 30.0
 _POLL_SECONDS = 0.1
+_MAX_LEFT_CHARACTERS = 100_000
 
 _ACCESS_DENIED = 5
 _DEPENDENCY_FAILED = (1068, 1075)
@@ -151,10 +153,11 @@ class Service(ServiceManager):
     def run(self, work: "Callable[[Service], int]") -> int:
         """Have ``work`` done in a thread of its own and tell the SCM until it has ended. Returns its exit code.
 
-        ``work`` makes the agent, passes it to ``obey``, runs it, and returns the service's exit code; 1 if it
-        raises. When this returns, the SCM takes the service for stopped, and the process has to end.
+        ``work`` makes the agent, passes it to ``obey``, runs it, and returns the service's exit code; 1, for any
+        failure, if it raises. When this returns, the process has to end at once. Of a failure the SCM is not told
+        but by that: a crash always has it recover, a stop with an error perhaps not before the next boot.
         """
-        exit_code = 1
+        exit_code = _FAILED
 
         def work_and_tell() -> None:
             nonlocal exit_code
@@ -168,7 +171,8 @@ class Service(ServiceManager):
             worker.join(self._checkpoint_seconds)
             self._tell_again(*_PENDING)
         faulthandler.cancel_dump_traceback_later()
-        self._move(State.STOPPED, exit_code)
+        if exit_code != _FAILED:
+            self._move(State.STOPPED, exit_code)
         return exit_code
 
     def obey(self, agent: Agent) -> None:
@@ -265,14 +269,14 @@ def open_crash_file(directory: Path) -> tuple[TextIO, str]:
     """
     path = directory / "crash.log"
     try:
-        if not directory.exists():
-            create_private_dir(directory)
+        if fault := directory_fault(directory):
+            raise OSError(fault)
         # Not cut before it has been read: it is the only witness.
         file = path.open("a+", encoding="utf-8", errors="backslashreplace", buffering=1)
         file.seek(0)
-        left = file.read().strip()
+        left = file.read(_MAX_LEFT_CHARACTERS).strip()
         file.truncate(0)
-    except (OSError, HostError):
+    except OSError:
         return Path(os.devnull).open("w", encoding="utf-8"), ""
     return file, left
 
@@ -394,19 +398,28 @@ def install(options: Sequence[str], account: str | None) -> list[str]:
         _DEPENDENCIES,
     )
     with _manager(win32service.SC_MANAGER_CONNECT | win32service.SC_MANAGER_CREATE_SERVICE) as manager:
+        service: Any = None
+        used = name or "LocalSystem"
         try:
             service = win32service.OpenService(manager, NAME, win32service.SERVICE_ALL_ACCESS)
         except pywintypes.error as error:
             if error.winerror != _NOT_INSTALLED:
                 raise
-            access = win32service.SERVICE_ALL_ACCESS
-            service = win32service.CreateService(manager, NAME, DISPLAY_NAME, access, *common, name, None)
-            done = [f"the service {NAME} was installed"]
         else:
-            win32service.ChangeServiceConfig(service, *common, name, None, DISPLAY_NAME)
-            done = [f"the service {NAME} was there already, and is up to date now"]
+            used = name or str(win32service.QueryServiceConfig(service)[7])
         try:
-            used = str(win32service.QueryServiceConfig(service)[7])
+            # Before there is a service that would start with the machine: anybody may have put a directory with a
+            # policy there, and then this raises.
+            make_data_dirs(None if _is_system(used) else used)
+            if service is None:
+                access = win32service.SERVICE_ALL_ACCESS
+                service = win32service.CreateService(
+                    manager, NAME, DISPLAY_NAME, access, *common, name, _password(name)
+                )
+                done = [f"the service {NAME} was installed"]
+            else:
+                win32service.ChangeServiceConfig(service, *common, name, _password(name), DISPLAY_NAME)
+                done = [f"the service {NAME} was there already, and is up to date now"]
             for level, value in _further_configuration(used):
                 try:
                     win32service.ChangeServiceConfig2(service, getattr(win32service, level), value)
@@ -415,9 +428,9 @@ def install(options: Sequence[str], account: str | None) -> list[str]:
                         raise
                     done.append(f"this system does not know {level}")
         finally:
-            win32service.CloseServiceHandle(service)
+            if service is not None:
+                win32service.CloseServiceHandle(service)
     register_source()
-    make_data_dirs(None if _is_system(used) else used)
     return [*done, f"account: {used}", f"command: {command}"]
 
 
@@ -457,6 +470,13 @@ def _account_name(account: str | None) -> str | None:
         "service account (DOMAIN\\NAME$), NT AUTHORITY\\LocalService or NetworkService, and LocalSystem",
         kind="usage",
     )
+
+
+def _password(name: str | None) -> str | None:
+    """As the SCM wants it for an account that has none: nothing if it looks after it itself, else an empty one."""
+    if name is None or name.casefold().startswith("nt service\\") or name.endswith("$"):
+        return None
+    return ""
 
 
 def _is_system(account: str) -> bool:

@@ -18,6 +18,8 @@ from agent.policy import Hook
 if sys.platform != "win32":
     pytest.skip("Job objects and cmd are Windows'", allow_module_level=True)
 
+import msvcrt
+
 pytestmark = pytest.mark.wine
 _ON_WINE = hasattr(ctypes.windll.ntdll, "wine_get_version")
 
@@ -239,6 +241,64 @@ def test_the_trees_of_an_agent_end_with_it() -> None:
     agent.stdout.close()
     for pid in pids:
         _wait_until_gone(pid)
+
+
+_AGENT_THAT_DIES = """
+import os, sys
+from agent.host import windows, windows_process
+from agent.hooks import HookRun
+from agent.policy import Hook
+
+start = windows_process.start_in_job
+
+def start_and_die(*arguments, **options):
+    _, pid = start(*arguments, **options)
+    print(pid, flush=True)
+    os._exit(7)
+
+windows_process.start_in_job = start_and_die
+HookRun('test', Hook(run=(sys.executable, '-S', '-c', 'import time; time.sleep(60)')), environment={}).run()
+"""
+
+
+def test_a_hook_ends_with_an_agent_that_is_killed_in_the_moment_it_is_started() -> None:
+    agent = subprocess.Popen(
+        [sys.executable, "-c", _AGENT_THAT_DIES], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    )
+    assert agent.stdout is not None
+    pid = int(agent.stdout.readline())
+    assert agent.wait() == 7
+    agent.stdout.close()
+    _wait_until_gone(pid)
+
+
+def test_a_hook_inherits_nothing_but_its_input_and_output(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("w") as file:
+        handle = msvcrt.get_osfhandle(file.fileno())
+        os.set_handle_inheritable(handle, True)  # as a careless library may
+        code = (
+            "import ctypes, sys; flags, handle = ctypes.c_uint32(), ctypes.c_void_p(int(sys.argv[1]));"
+            "print(ctypes.windll.kernel32.GetHandleInformation(handle, ctypes.byref(flags)))"
+        )
+        assert _run(sys.executable, "-S", "-c", code, str(handle)).tail == "0\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "detail"),
+    [
+        ({"env": {"A": "b\0c"}}, "a null character in the command, the directory or the environment"),
+        ({"env": {"A=B": "c"}}, "an equals sign in the name of a variable"),
+    ],
+)
+def test_what_cannot_be_passed_on_whole_is_not_started(options: dict[str, Any], detail: str) -> None:
+    result = _run(sys.executable, **options)
+    assert (result.outcome, result.detail) == ("not_started", f"cannot be started ({detail}): {sys.executable}")
+
+
+def test_an_argument_and_a_variable_may_hold_any_letters() -> None:
+    text = "größer 日本 \U0001f600"
+    code = "import os, sys; sys.stdout.buffer.write((sys.argv[1] + os.environ['TEXT']).encode())"
+    assert _run(sys.executable, "-S", "-c", code, text, env={"TEXT": text}).tail == text + text
 
 
 def test_hooks_leave_no_handles_open() -> None:

@@ -24,10 +24,12 @@ from agent.host import windows_paths
 from agent.host.windows_events import (
     REGISTRY_KEY,
     EventLog,
+    directory_fault,
     open_log_file,
     register_source,
     unregister_source,
 )
+from agent.host.windows_service import open_crash_file
 
 pytestmark = pytest.mark.wine
 _ON_WINE = hasattr(ctypes.windll.ntdll, "wine_get_version")
@@ -71,6 +73,79 @@ def test_an_access_list_is_judged(text: str, rights: int, with_heirs: bool, expe
     else:
         descriptor = _descriptor(text)
     assert windows_paths.untrusted(descriptor, trusted, rights, with_heirs=with_heirs) == expected
+
+
+def _with_condition(account: str) -> Any:
+    """Owned by administrators, with one entry that lets the account in on a condition."""
+    convert: Any = win32security.ConvertStringSidToSid
+    administrators, sid = (bytes(memoryview(convert(text))) for text in ("S-1-5-32-544", account))
+    condition = b"artx\0\0\0\0"
+    entry = struct.pack("<BBHI", 9, 0, 8 + len(sid) + len(condition), 0x1F01FF) + sid + condition
+    dacl = struct.pack("<BBHHH", 2, 0, 8 + len(entry), 1, 0) + entry
+    head = struct.pack("<BBHIIII", 1, 0, 0x8004, 20, 0, 0, 20 + len(administrators))
+    make: Any = win32security.SECURITY_DESCRIPTOR
+    return make(head + administrators + dacl)
+
+
+def test_an_entry_with_a_condition_is_taken_for_one_that_is_met() -> None:
+    assert windows_paths.untrusted(
+        _with_condition(_EVERYBODY), ["S-1-5-32-544"], windows_paths.TO_WRITE, with_heirs=False
+    ) == ["whoever meets the condition of an entry"]
+
+
+def _open_to_everybody(path: Path) -> None:
+    dacl = _descriptor("D:P(A;OICI;FA;;;SY)(A;OICI;FA;;;WD)").GetSecurityDescriptorDacl()
+    wanted = win32security.DACL_SECURITY_INFORMATION
+    win32security.SetNamedSecurityInfo(str(path), win32security.SE_FILE_OBJECT, wanted, None, None, dacl, None)
+
+
+def test_a_directory_anywhere_above_that_everybody_may_replace_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "open" / "closed" / "closed too" / "hook.cmd"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert host.tampering_fault(path) is None
+    _open_to_everybody(tmp_path / "open")
+    fault = host.tampering_fault(path)
+    assert fault is not None
+    if _ON_WINE:  # which has no lists of their own for those below
+        assert " can be changed by S-1-1-0, who could so have the agent run anything: icacls " in fault
+    else:
+        assert fault.startswith(f"{path} can be changed by S-1-1-0, ")
+
+
+@pytest.mark.skipif(_ON_WINE, reason="Wine 8 cannot make junctions")
+def test_what_a_link_leads_to_is_looked_at_too(tmp_path: Path) -> None:
+    assert sys.platform == "win32"
+    import _winapi
+
+    closed, opened = tmp_path / "closed", tmp_path / "open"
+    closed.mkdir()
+    opened.mkdir()
+    (closed / "hook.cmd").touch()
+    _winapi.CreateJunction(str(closed), str(opened / "link"))
+    assert host.tampering_fault(opened / "link" / "hook.cmd") is None
+    _open_to_everybody(opened / "link")  # the directory that it leads to
+    fault = host.tampering_fault(opened / "link" / "hook.cmd")
+    assert fault is not None
+    assert " can be changed by S-1-1-0, " in fault
+
+
+def test_nothing_is_written_to_a_log_directory_that_others_could_change(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "crash.log").write_text("a trap")
+    _open_to_everybody(logs)
+    fault = directory_fault(logs)
+    assert fault is not None
+    assert fault.startswith(f"{logs} can be changed by S-1-1-0, ")
+    log = open_log_file(logs)
+    with pytest.raises(OSError, match="can be changed by S-1-1-0"):
+        log.write("a line\n")
+    crash_file, left = open_crash_file(logs)
+    with crash_file:
+        crash_file.write("lost\n")
+    assert left == ""
+    assert [(path.name, path.read_text()) for path in logs.iterdir()] == [("crash.log", "a trap")]
 
 
 def test_the_identifier_of_a_service_is_the_one_that_windows_derives() -> None:

@@ -394,6 +394,27 @@ def test_an_agent_that_hangs_ends_with_a_failure_and_the_next_one_logs_its_stack
     assert "in _take_items" in stacks
 
 
+def test_a_data_directory_that_is_no_administrators_keeps_the_service_from_being_made(python: WinePython) -> None:
+    service = Service(python, "planted", "http://127.0.0.1:1")
+    data = python.drive / "ProgramData" / NAME
+    aside = data.with_name(f"{NAME} aside")
+    if data.exists():
+        data.rename(aside)
+    data.touch()  # Wine knows no other owners
+    try:
+        code, text = service.command("install", *service.options)
+    finally:
+        data.unlink()
+        if aside.exists():
+            aside.rename(data)
+    place = rf"C:\ProgramData\{NAME}"
+    assert (code, text) == (
+        1,
+        f"scheduled-events-agent: {place}: expected a directory; it is a file or leads elsewhere: remove it\n",
+    )
+    assert service.state() is None, "or it would start with the machine, and do what is in that directory"
+
+
 def test_without_a_service_each_command_says_so(python: WinePython) -> None:
     service = Service(python, "none", "http://127.0.0.1:1")
     with contextlib.suppress(FileNotFoundError):

@@ -126,6 +126,8 @@ def test_every_id_is_of_a_message_that_the_agent_can_log() -> None:
         ("info", "polling the metadata service works again", 301),
         ("warning", "this machine stood still", 400),
         ("error", "the poller thread has ended by a bug; the agent stops", 103),
+        ("error", "the agent before this one crashed or hung", 103),
+        ("warning", "the log file is not written", 113),
         ("warning", "of something new", 998),
         ("error", "of something new", 999),
         ("info", "of something new", None),
@@ -172,8 +174,11 @@ def test_the_viewer_finds_nothing_in_a_text_to_put_something_else_for(text: str,
     assert text_of({"message": text}) == shown
 
 
-def test_a_text_is_cut_to_what_the_event_log_takes() -> None:
-    assert len(text_of({"message": "x" * 100_000})) == 30_000
+@pytest.mark.parametrize("letter", ["x", "\n", "\U0001f600", "%1"])
+def test_a_text_is_cut_to_what_the_event_log_takes(letter: str) -> None:
+    # Which counts as UTF-16 does, and what it is really given.
+    assert len(text_of({"message": letter * 100_000}).encode("utf-16-le")) == 2 * 30_000
+    assert len(text_of({"message": "x" + letter * 100_000}).encode("utf-16-le")) // 2 in (29_999, 30_000)
 
 
 def texts_in(library: bytes) -> dict[int, str]:

@@ -193,7 +193,7 @@ def test_an_agent_that_ends_by_a_bug_is_a_failure(crash_file: TextIO) -> None:
     manager = Manager(crash_file, work)
     manager.start()
     assert manager.wait_end() == 1
-    assert manager.told[-1] == STOPPED._replace(exit_code=1066, own_exit_code=1)
+    assert {status.state for status in manager.told} == {State.START_PENDING}, "its end is a crash to the SCM"
 
 
 def test_a_refused_policy_has_an_exit_code_of_its_own(crash_file: TextIO) -> None:
@@ -259,6 +259,14 @@ def test_what_a_crashed_agent_left_is_found_once_by_the_next(tmp_path: Path) -> 
     file, left = open_crash_file(tmp_path)
     file.close()
     assert left == ""
+
+
+def test_of_what_a_crashed_agent_left_as_much_is_read_as_a_log_can_bear(tmp_path: Path) -> None:
+    (tmp_path / "crash.log").write_text("first" + "x" * 1_000_000)
+    file, left = open_crash_file(tmp_path)
+    with file:
+        assert (len(left), left[:6]) == (100_000, "firstx")
+    assert (tmp_path / "crash.log").read_text() == ""
 
 
 def test_a_crash_file_that_cannot_be_opened_is_done_without(tmp_path: Path) -> None:
@@ -367,6 +375,22 @@ def test_it_keeps_few_privileges(account: str, privileges: list[str]) -> None:
 )
 def test_accounts_without_a_password_can_run_it(given: str | None, name: str | None) -> None:
     assert windows_service._account_name(given) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "password"),
+    [
+        (None, None),
+        ("LocalSystem", ""),
+        (r"NT AUTHORITY\LocalService", ""),
+        (r"NT Service\ScheduledEventsAgent", None),
+        (r"CONTOSO\agent$", None),
+    ],
+)
+def test_the_scm_is_told_of_no_password_in_the_way_each_account_wants_it(
+    name: str | None, password: str | None
+) -> None:
+    assert windows_service._password(name) == password
 
 
 def test_an_account_with_a_password_is_refused_with_the_way_out() -> None:
