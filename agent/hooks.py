@@ -10,12 +10,15 @@ killed, and is joined when it is run again.
 
 import os
 import re
+import shutil
 import signal
+import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -43,7 +46,25 @@ _FREE_BYTES = 4 << 20
 _MAX_BYTES_PER_SECOND = 32 << 20
 _MAX_VARIABLE = 8192
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# The latter end a line, or turn the direction of writing, for some who show it.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+# Endings of files that an interpreter may be given, and interpreters that take any file first.
+_SCRIPTS = (".py", ".sh", ".ps1", ".cmd", ".bat", ".pl", ".rb", ".js", ".vbs")
+_INTERPRETERS = re.compile(
+    r"((ba|da|k|z)?sh|python[0-9.]*|perl|ruby|node|php|pwsh|powershell)(\.exe)?", re.IGNORECASE
+)
+_SHEBANG = re.compile(rb"#![ \t]*([^ \t\r\n]+)")
+
+# Variables of a hook whose values its output should not repeat.
+_SECRET_NAMES = re.compile(
+    r"secret|token|passw|passphrase|credential|(api|access|account|private|shared|storage)_?key"
+    r"|connection_?string|(^|_)(pat|sas|auth)(_|$)",
+    re.IGNORECASE,
+)
+_MIN_SECRET_BYTES = 8  # less would spoil what is no secret
+_MAX_SECRET_BYTES = 4096
+_MAX_CREDENTIAL_BYTES = 1 << 16
 
 
 class HookResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +119,15 @@ def end_leftovers(instance: str) -> int:
     To be called once at start, before any hook runs. An ``instance`` that only begins like this one is another's.
     """
     return host.end_marked(f"{instance}:")
+
+
+def tampering_fault(hook: Hook) -> str | None:
+    """Who could change what the hook runs, and should not, and the way out; None if nobody is known who could.
+
+    Looked at are the program, the interpreter in its first line, and arguments that are programs or scripts, if
+    their paths are absolute. What a shell line names, or a program starts in its turn, is not.
+    """
+    return next((fault for file in _code_files(hook) if (fault := host.tampering_fault(file, hook.user))), None)
 
 
 class HookRun:
@@ -186,9 +216,12 @@ class HookRun:
     def _run_attempt(self, attempt: int, begun_at: float) -> HookResult:
         started_at = time.monotonic()
         self._has_ended, self._exit_code = False, None
+        # Not only when the policy is read: a file may have been given away since.
+        if host.is_privileged() and (fault := tampering_fault(self._hook)):
+            return self._result(attempt, begun_at, "not_started", fault)
         inherited = {} if self._hook.unit else host.base_environment(self._hook.user)
         try:
-            output = _Output(self._pass_on)
+            output = _Output(self._pass_on, _secrets(self._hook))
         except (OSError, RuntimeError) as error:  # no descriptors, no memory for a thread
             return self._result(attempt, begun_at, "not_started", f"cannot be started: {error}")
         try:
@@ -322,8 +355,11 @@ class _Output:
     open ourselves, and end it with a word that nobody else can say.
     """
 
-    def __init__(self, on_line: Callable[[str], bool]) -> None:
+    def __init__(self, on_line: Callable[[str], bool], secrets: Sequence[bytes]) -> None:
         self._on_line = on_line
+        # So much more is kept than is told that no secret is cut where it would not be known any more.
+        self._margin = max(map(len, secrets), default=0)
+        self._secrets = re.compile(b"|".join(map(re.escape, secrets))) if secrets else None
         self._has_listener = True
         self._last_word = os.urandom(16)
         self._tail = b""
@@ -351,7 +387,7 @@ class _Output:
         finally:
             os.close(self.descriptor)
             os.close(self._source)
-        text = _clean(host.decode_output(self._tail))
+        text = _clean(host.decode_output(self._redacted(self._tail)))
         return text.encode()[-_TAIL_BYTES:].decode("utf-8", "ignore")
 
     def _read(self) -> None:
@@ -373,10 +409,10 @@ class _Output:
                 time.sleep(len(data) / _MAX_BYTES_PER_SECOND)
 
     def _take(self, data: bytes) -> None:
-        self._tail = (self._tail + data)[-_TAIL_BYTES:]
+        self._tail = (self._tail + data)[-_TAIL_BYTES - self._margin :]
         while self._has_listener and data:
             piece, newline, data = data.partition(b"\n")
-            self._line += piece[: _MAX_LINE_BYTES + 1 - len(self._line)]
+            self._line += piece[: _MAX_LINE_BYTES + 1 + self._margin - len(self._line)]
             if newline:
                 self._line += newline
                 self._emit()
@@ -385,7 +421,7 @@ class _Output:
         line, self._line = self._line, b""
         if not line or not self._has_listener:
             return
-        line = line.removesuffix(b"\n").removesuffix(b"\r")
+        line = self._redacted(line.removesuffix(b"\n").removesuffix(b"\r"))
         end = _MAX_LINE_BYTES
         if len(line) > end:
             while end > _MAX_LINE_BYTES - 4 and line[end] & 0xC0 == 0x80:  # not in the middle of a character
@@ -395,6 +431,54 @@ class _Output:
             self._has_listener = self._on_line(text)
         except Exception:  # noqa: BLE001 - a line that cannot be passed on must not stop the reading
             self._has_listener = False
+
+    def _redacted(self, data: bytes) -> bytes:
+        return self._secrets.sub(b"***", data) if self._secrets else data
+
+
+def _code_files(hook: Hook) -> Iterator[Path]:
+    if not hook.run:
+        return
+    name, *arguments = hook.run
+    if os.sep in name or "/" in name:
+        program = Path(hook.cwd or os.sep) / name
+    else:
+        found = shutil.which(name, path=hook.env.get("PATH") or host.base_environment(None).get("PATH"))
+        if found is None:
+            return
+        program = Path(found)
+    yield program
+    with suppress(OSError), program.open("rb") as file:
+        if match := _SHEBANG.match(file.read(256)):
+            yield Path(os.fsdecode(match[1]))
+    takes_any = _INTERPRETERS.fullmatch(program.name) is not None
+    for argument in arguments:
+        path = Path(argument)
+        with suppress(OSError, ValueError):
+            facts = path.stat() if path.is_absolute() else None
+            if facts is not None and stat.S_ISREG(facts.st_mode):
+                if takes_any or argument.endswith(_SCRIPTS) or facts.st_mode & 0o111:
+                    yield path
+                takes_any = False
+
+
+def _secrets(hook: Hook) -> list[bytes]:
+    """Texts that the hook knows and its output should not repeat, the longest first.
+
+    As far as they can be told: each line of more than a few bytes by itself, for so it would come out.
+    """
+    texts = [
+        value.encode("utf-8", "surrogateescape") for name, value in hook.env.items() if _SECRET_NAMES.search(name)
+    ]
+    if directory := os.environ.get("CREDENTIALS_DIRECTORY"):
+        with suppress(OSError):
+            for path in Path(directory).iterdir():
+                with suppress(OSError), path.open("rb") as file:
+                    texts.append(file.read(_MAX_CREDENTIAL_BYTES))
+    lines = {line.strip() for text in texts for line in text.splitlines()}
+    return sorted(
+        (line for line in lines if _MIN_SECRET_BYTES <= len(line) <= _MAX_SECRET_BYTES), key=len, reverse=True
+    )
 
 
 _queues: dict[str, deque[HookRun]] = {}

@@ -17,6 +17,7 @@ import msgspec
 
 from agent import AgentError
 from agent.cli import add_config_option
+from agent.cli.run import refuse_exposed
 from agent.config import ConfigError, Loaded, Settings, check_files, find_config, load_policy, policy_schema
 from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event, to_azure_json
 from agent.policy import Decision, Facts, Rule, When, mismatch
@@ -212,6 +213,7 @@ def _run_check(arguments: argparse.Namespace) -> int:
         return 0
     try:
         loaded = _load(arguments.config)
+        refuse_exposed(loaded)
     except ConfigError as error:
         if arguments.json:
             print(json.dumps({"valid": False, "problems": error.problems, "warnings": []}, indent=2))

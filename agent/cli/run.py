@@ -15,7 +15,7 @@ from agent.cli import add_config_option
 
 if TYPE_CHECKING:
     from agent import host
-    from agent.config import LogFormat, LogLevel, Settings
+    from agent.config import Loaded, LogFormat, LogLevel, Settings
     from agent.daemon import Daemon
     from agent.typed_yaml import Problem
 
@@ -45,6 +45,25 @@ def add_parsers(commands: Any) -> None:
         help="how long stopping may take, such as 60s (default: 5s)",
     )
     parser.set_defaults(handler=_run)
+
+
+def refuse_exposed(loaded: "Loaded") -> None:
+    """Raise ConfigError if others could change the policy file or what its hooks run, and this process is root.
+
+    (Or the like: whoever is no more than an ordinary user is only warned, by ``check_files``.)
+    """
+    from agent import hooks, host  # noqa: PLC0415 - as are the imports below: heavy, and for nobody else
+    from agent.config import BUILT_IN_NAME, ConfigError  # noqa: PLC0415
+
+    if not host.is_privileged():
+        return
+    fault = None if loaded.name == BUILT_IN_NAME else host.tampering_fault(Path(loaded.name))
+    findings = [("", fault)] if fault else []
+    for name, hook in loaded.settings.hooks.items():
+        if fault := hooks.tampering_fault(hook):
+            findings.append((f"hooks.{name}.run", fault))
+    if findings:
+        raise ConfigError(tuple(str(problem) for problem in loaded.parsed.gather(findings)))
 
 
 def _duration(text: str) -> float:
@@ -116,6 +135,7 @@ def open_daemon(
     def load_settings() -> "Settings":
         """What is in the file, at start and at each reload; the log follows it at once."""
         loaded = load_policy(path)
+        refuse_exposed(loaded)
         options = {"state_dir": state_dir} if state_dir else {}
         if is_observing:
             options["mode"] = "observe"

@@ -89,11 +89,14 @@ def dhcp_option_245() -> str | None:
 def create_private_dir(path: Path) -> None:
     """Make the directory, for this account (and root) alone. Raises HostError if others can use it already.
 
-    What is there already is not changed. Parents that are missing are made as the system makes directories.
+    What is there already is not changed. Parents that are missing are made so that nobody else can write them.
     """
     way_out = "name another directory with agent.state_dir"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for parent in reversed(path.absolute().parents):
+            if not parent.exists():
+                with suppress(FileExistsError):
+                    parent.mkdir(mode=0o755)
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
         facts = path.stat()
@@ -119,14 +122,34 @@ def privacy_fault(path: Path) -> str | None:
     return None
 
 
-def tampering_fault(path: Path) -> str | None:
-    """Who besides the system's own accounts could change the file, or the directory it is in, and the way out."""
-    for place in (path, path.parent):
-        with suppress(OSError):
-            if who := _who_may_change(place.stat()):
-                danger = "who could so have the agent run anything"
-                return f"{place} can be changed by {who}, {danger}: chmod go-w {place}"
+def tampering_fault(path: Path, user: str | None = None) -> str | None:
+    """Who could change the file, or put another in its place, and should not, and the way out; None if nobody.
+
+    Root, this account, ``user`` and whoever owns the agent's own code may. Looked at are the file, every directory
+    above it, and the same of what symbolic links lead to.
+    """
+    try:
+        path.stat()
+    except OSError:
+        return None  # what is not there, or leads round in a circle, is nobody's danger
+    trusted = _trusted(None)
+    try:
+        for place, facts in _places(path.absolute()):
+            fault = _who_may_change(place, facts, trusted)
+            if fault and user is not None:  # asking for an account may take long, and is mostly not needed
+                trusted, user = _trusted(user), None
+                fault = _who_may_change(place, facts, trusted)
+            if fault:
+                who, way_out = fault
+                return f"{place} can be changed by {who}, who could so have the agent run anything: {way_out}"
+    except OSError as error:  # somebody is at work there
+        return f"nobody can tell who could change {path} ({error.strerror}): try again when it is left alone"
     return None
+
+
+def is_privileged() -> bool:
+    """Whether this process may do anything on this machine, and so what it runs may as well."""
+    return os.geteuid() == 0
 
 
 def temporary_disk(path: Path) -> Path | None:
@@ -500,13 +523,64 @@ def end_marked(prefix: str) -> int:
     return len(found)
 
 
-def _who_may_change(facts: os.stat_result) -> str:
-    """Beside its owner; "" if nobody."""
+class _Trusted(NamedTuple):
+    users: frozenset[int]
+    groups: frozenset[int]
+
+
+def _trusted(user: str | None) -> _Trusted:
+    import grp  # noqa: PLC0415 - not on Windows
+    import pwd  # noqa: PLC0415 - not on Windows
+
+    # Who owns the agent's own code decides what it does, whatever we refuse: nothing is lost by trusting them.
+    users = {0, os.geteuid(), Path(__file__).stat().st_uid}
+    if user is not None:
+        with suppress(KeyError, ValueError):  # start_tree refuses an unknown one
+            users.add(pwd.getpwnam(user).pw_uid)
+    groups = {0}
+    for uid in users - {0}:
+        with suppress(KeyError):
+            entry = pwd.getpwuid(uid)
+            if grp.getgrgid(entry.pw_gid).gr_name == entry.pw_name:  # a group of one's own, and of nobody else
+                groups.add(entry.pw_gid)
+    return _Trusted(frozenset(users), frozenset(groups))
+
+
+def _places(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Whatever somebody would have to change to have the path, which exists, mean something else."""
+    todo, seen = [path], set[Path]()
+    while todo:
+        path = todo.pop()
+        for place in (path, *path.parents):
+            if place not in seen:
+                seen.add(place)
+                facts = place.lstat()
+                if stat.S_ISLNK(facts.st_mode):
+                    todo.append(place.parent / place.readlink())
+                yield place, facts
+
+
+def _who_may_change(place: Path, facts: os.stat_result, trusted: _Trusted) -> tuple[str, str] | None:
+    """Who could, and the command that ends it."""
+    if facts.st_uid not in trusted.users:
+        return (
+            f"its owner, uid {facts.st_uid}",
+            f"chown {'-h ' if stat.S_ISLNK(facts.st_mode) else ''}root {place}",
+        )
+    if stat.S_ISLNK(facts.st_mode):
+        return None  # it has no mode of its own
     if stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX:
-        return ""  # only its owner can put something else in a file's place
+        return None  # only its owner can put something else in a file's place, and each file's owner is looked at
+    if not facts.st_mode & 0o022 or os.statvfs(place).f_flag & os.ST_RDONLY:
+        return None
     if facts.st_mode & 0o002:
-        return "everybody"
-    return f"the group {facts.st_gid}" if facts.st_mode & 0o020 and facts.st_gid not in (0, os.getegid()) else ""
+        return "everybody", f"chmod go-w {place}"
+    if facts.st_gid not in trusted.groups:
+        return f"the group {facts.st_gid}", f"chmod go-w {place}"
+    with suppress(OSError):  # a file system without access lists
+        if "system.posix_acl_access" in os.listxattr(place):  # whose mask is what the group's bits then show
+            return "accounts in its access list", f"setfacl -b {place} && chmod go-w {place}"
+    return None
 
 
 def _account_environment(user: str | None) -> dict[str, str]:

@@ -1,0 +1,450 @@
+"""Whom the agent trusts with what it runs, and what it keeps to itself: see docs/security.md."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent import host
+from agent.cli import main
+from agent.hooks import HookResult, HookRun, tampering_fault
+from agent.policy import Hook
+
+if sys.platform == "win32":
+    pytest.skip("owners, modes and links as Linux has them", allow_module_level=True)
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+NOBODY = 65534  # an account and a group that are neither ours nor the system's
+SOMEBODY = 54321  # one that has no name
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+
+
+def danger(place: Path, who: str, way_out: str) -> str:
+    return f"{place} can be changed by {who}, who could so have the agent run anything: {way_out}"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """a/b/file, which is root's (or ours) alone."""
+    path = tmp_path / "a" / "b" / "file"
+    path.parent.mkdir(parents=True, mode=0o755)
+    path.write_text("#!/bin/sh\necho ran\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+# --- who may change a file
+
+
+def test_what_only_root_and_this_account_can_change_is_in_order(file: Path) -> None:
+    assert host.tampering_fault(file) is None
+    assert host.tampering_fault(Path("/bin/sh")) is None
+
+
+def test_what_is_not_there_is_for_others_to_tell(tmp_path: Path) -> None:
+    assert host.tampering_fault(tmp_path / "missing") is None
+    (tmp_path / "circle").symlink_to("circle")
+    assert host.tampering_fault(tmp_path / "circle") is None
+
+
+@pytest.mark.parametrize("level", [0, 1, 2], ids=["file", "directory", "directory above"])
+@pytest.mark.parametrize(
+    ("mode", "group", "who"),
+    [(0o777, 0, "everybody"), (0o775, NOBODY, f"the group {NOBODY}"), (0o775, 0, None), (0o755, NOBODY, None)],
+)
+@needs_root
+def test_every_place_on_the_way_is_looked_at(
+    file: Path, level: int, mode: int, group: int, who: str | None
+) -> None:
+    place = (file, *file.parents)[level]
+    os.chown(place, 0, group)
+    place.chmod(mode)
+    assert host.tampering_fault(file) == (danger(place, who, f"chmod go-w {place}") if who else None)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2], ids=["file", "directory", "directory above"])
+@needs_root
+def test_an_owner_can_change_whatever_the_mode_says(file: Path, level: int) -> None:
+    place = (file, *file.parents)[level]
+    os.chown(place, SOMEBODY, 0)
+    place.chmod(0o555)
+    assert host.tampering_fault(file) == danger(place, f"its owner, uid {SOMEBODY}", f"chown root {place}")
+
+
+@needs_root
+def test_a_link_is_as_safe_as_its_own_place_and_what_it_leads_to(file: Path, tmp_path: Path) -> None:
+    link = tmp_path / "links" / "link"
+    link.parent.mkdir()
+    link.symlink_to("../a/b/../b/file")
+    assert host.tampering_fault(link) is None
+
+    link.parent.chmod(0o777)
+    assert host.tampering_fault(link) == danger(link.parent, "everybody", f"chmod go-w {link.parent}")
+    link.parent.chmod(0o755)
+
+    file.parent.chmod(0o777)
+    found = host.tampering_fault(link)
+    assert found is not None
+    assert re.fullmatch(r"\S+/b can be changed by everybody, .*", found)
+    file.parent.chmod(0o755)
+
+    os.chown(link, SOMEBODY, SOMEBODY, follow_symlinks=False)
+    assert host.tampering_fault(link) == danger(link, f"its owner, uid {SOMEBODY}", f"chown -h root {link}")
+
+
+@needs_root
+def test_a_link_to_a_directory_on_the_way_is_followed_too(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "way").symlink_to(file.parent)
+    path = tmp_path / "way" / "file"
+    assert host.tampering_fault(path) is None
+    file.parents[1].chmod(0o777)
+    assert host.tampering_fault(path) == danger(file.parents[1], "everybody", f"chmod go-w {file.parents[1]}")
+
+
+@needs_root
+def test_in_a_sticky_directory_the_owner_of_what_is_in_it_decides(file: Path) -> None:
+    file.parent.chmod(0o1777)  # as /tmp: others can neither remove nor rename what is not theirs
+    assert host.tampering_fault(file) is None
+    os.chown(file, SOMEBODY, SOMEBODY)
+    assert host.tampering_fault(file) == danger(file, f"its owner, uid {SOMEBODY}", f"chown root {file}")
+
+
+@needs_root
+def test_whoever_a_hook_runs_as_may_change_its_files_and_so_may_their_own_group_but_no_other(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import grp
+    import pwd
+
+    monkeypatch.setattr(pwd, "getpwnam", lambda _: pwd.struct_passwd(("x", "", SOMEBODY, SOMEBODY, "", "/", "")))
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: pwd.struct_passwd(("x", "", SOMEBODY, SOMEBODY, "", "/", "")))
+    os.chown(file, SOMEBODY, SOMEBODY)
+    file.chmod(0o775)
+    monkeypatch.setattr(grp, "getgrgid", lambda _: grp.struct_group(("x", "", SOMEBODY, [])))
+    assert host.tampering_fault(file, "x") is None
+    assert host.tampering_fault(file) == danger(file, f"its owner, uid {SOMEBODY}", f"chown root {file}")
+
+    monkeypatch.setattr(grp, "getgrgid", lambda _: grp.struct_group(("users", "", SOMEBODY, [])))
+    assert host.tampering_fault(file, "x") == danger(file, f"the group {SOMEBODY}", f"chmod go-w {file}")
+
+
+@needs_root
+def test_whoever_owns_the_agents_own_code_is_trusted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = file.with_name("code.py")
+    code.touch()
+    os.chown(code, SOMEBODY, SOMEBODY)
+    os.chown(file, SOMEBODY, SOMEBODY)
+    assert host.tampering_fault(file) is not None
+    monkeypatch.setattr("agent.host.linux.__file__", str(code))
+    assert host.tampering_fault(file) is None
+
+
+@needs_root
+def test_an_access_list_that_lets_an_account_write_is_told(file: Path) -> None:
+    # Version 2; owner rwx, uid 65534 rwx, group r-x, mask rwx, others r-x.
+    entries = [(1, 7, 2**32 - 1), (2, 7, NOBODY), (4, 5, 2**32 - 1), (16, 7, 2**32 - 1), (32, 5, 2**32 - 1)]
+    data = (2).to_bytes(4, "little") + b"".join(
+        tag.to_bytes(2, "little") + bits.to_bytes(2, "little") + number.to_bytes(4, "little")
+        for tag, bits, number in entries
+    )
+    try:
+        os.setxattr(file, "system.posix_acl_access", data)
+    except OSError as error:
+        pytest.skip(f"no access lists here: {error.strerror}")
+    assert host.tampering_fault(file) == danger(
+        file, "accounts in its access list", f"setfacl -b {file} && chmod go-w {file}"
+    )
+
+
+@needs_root
+def test_what_is_mounted_read_only_cannot_be_changed_there(file: Path) -> None:
+    file.parent.chmod(0o777)  # as Kubernetes makes the directory of a ConfigMap
+    place = file.parent
+    code = f"from pathlib import Path; from agent import host; print(host.tampering_fault(Path({str(file)!r})))"
+    script = f'mount --bind "{place}" "{place}" && mount -o remount,ro,bind "{place}" && exec "$0" -c "$1"'
+    command = ["unshare", "-m", "sh", "-c", script, sys.executable, code]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    if "unshare" in done.stderr or "mount" in done.stderr:
+        pytest.skip(f"no mount can be made here: {done.stderr}")
+    assert done.stdout == "None\n"
+    assert host.tampering_fault(file) == danger(place, "everybody", f"chmod go-w {place}")
+
+
+# --- what of a hook is looked at
+
+
+def open_to_all(path: Path, text: str = "", mode: int = 0o777) -> Path:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(mode)
+    return path
+
+
+def test_the_program_is_looked_at_by_its_path_in_its_directory_or_on_the_path(tmp_path: Path) -> None:
+    path = open_to_all(tmp_path / "drain")
+    fault = danger(path, "everybody", f"chmod go-w {path}")
+    assert tampering_fault(Hook(run=(str(path), "now"))) == fault
+    assert tampering_fault(Hook(run=("./drain",), cwd=str(tmp_path))) == danger(
+        path, "everybody", f"chmod go-w {path}"
+    )
+    assert tampering_fault(Hook(run=("drain",), env={"PATH": f"/usr/bin:{tmp_path}"})) == fault
+    assert tampering_fault(Hook(run=("true",))) is None
+    assert tampering_fault(Hook(run=("no-such-program",))) is None
+
+
+def test_the_interpreter_of_a_script_is_looked_at(tmp_path: Path) -> None:
+    interpreter = open_to_all(tmp_path / "python")
+    script = tmp_path / "drain"
+    script.write_text(f"#! {interpreter} -I\n")
+    assert tampering_fault(Hook(run=(str(script),))) == danger(
+        interpreter, "everybody", f"chmod go-w {interpreter}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "mode", "is_code"),
+    [
+        (("/bin/cat", "{}"), "data", 0o666, False),
+        (("/bin/cat", "{}"), "drain.py", 0o666, True),
+        (("/usr/bin/env", "A=b", "{}"), "drain", 0o777, True),
+        (("/bin/sh", "-e", "{}"), "drain", 0o666, True),
+        (("/bin/sh", "/etc/passwd", "{}"), "data", 0o666, False),
+        (("/bin/sh", "-e", "{}"), "missing", None, False),
+    ],
+)
+def test_an_argument_counts_if_it_is_a_program_a_script_or_what_an_interpreter_reads(
+    tmp_path: Path, run: tuple[str, ...], name: str, mode: int | None, is_code: bool
+) -> None:
+    path = tmp_path / name
+    if mode is not None:
+        open_to_all(path, mode=mode)
+    fault = danger(path, "everybody", f"chmod go-w {path}")
+    hook = Hook(run=tuple(word.format(path) for word in run))
+    assert tampering_fault(hook) == (fault if is_code else None)
+
+
+def test_a_shell_line_and_a_unit_are_not_looked_into() -> None:
+    assert tampering_fault(Hook(shell="/tmp/anything")) is None
+    assert tampering_fault(Hook(unit="drain.service")) is None
+
+
+# --- what is done about it
+
+Refusal = Callable[[], tuple[int, str]]
+
+
+@pytest.fixture
+def exposed(file: Path, tmp_path: Path) -> tuple[Path, list[str]]:
+    """A policy that everybody can write, with a hook in such a directory; and what is wrong."""
+    file.parent.chmod(0o777)
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(
+        "rules: [{name: all, prepare: [drain], approve: when-prepared}]\n"
+        "agent: {listen: 'off'}\n"
+        "hooks:\n"
+        f"  drain: {{run: ['{file}']}}\n",
+        encoding="utf-8",
+    )
+    policy.chmod(0o666)
+    return policy, [
+        f"{policy}:1: {danger(policy, 'everybody', f'chmod go-w {policy}')}",
+        f"{policy}:4: hooks.drain.run: {danger(file.parent, 'everybody', f'chmod go-w {file.parent}')}",
+    ]
+
+
+@pytest.mark.parametrize("is_observing", [False, True])
+def test_root_refuses_to_start_with_the_way_out(
+    exposed: tuple[Path, list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_observing: bool,
+) -> None:
+    monkeypatch.setattr("agent.host.is_privileged", lambda: True)
+    policy, problems = exposed
+    options = ["--observe"] if is_observing else []
+    assert main(["run", "--config", str(policy), "--state-dir", str(tmp_path / "state"), *options]) == 2
+    assert capsys.readouterr().err.splitlines() == problems
+    assert not (tmp_path / "state").exists()
+
+
+def test_check_tells_root_the_same_as_errors_and_others_as_warnings(
+    exposed: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy, problems = exposed
+    monkeypatch.setattr("agent.host.is_privileged", lambda: True)
+    assert main(["check", "--config", str(policy)]) == 2
+    assert capsys.readouterr().out.splitlines() == [*problems, "not valid: 2 problems"]
+    assert main(["check", "--json", "--config", str(policy)]) == 2
+    assert json.loads(capsys.readouterr().out) == {"valid": False, "problems": problems, "warnings": []}
+
+    monkeypatch.setattr("agent.host.is_privileged", lambda: False)
+    assert main(["check", "--json", "--config", str(policy)]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == problems
+
+
+def run_once(hook: Hook) -> HookResult:
+    return HookRun("drain", hook, environment={}).run()
+
+
+def test_a_hook_that_others_can_change_since_the_policy_was_read_is_not_started(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.host.is_privileged", lambda: True)
+    hook = Hook(run=(str(file),), attempts=2, retry_delay=0.0)
+    assert (run_once(hook).outcome, run_once(hook).tail) == ("succeeded", "ran\n")
+    file.chmod(0o777)
+    result = run_once(hook)
+    assert (result.outcome, result.attempts, result.exit_code, result.tail) == ("not_started", 2, None, "")
+    assert result.detail == danger(file, "everybody", f"chmod go-w {file}")
+    file.chmod(0o755)
+    assert run_once(hook).outcome == "succeeded"
+
+
+# --- secrets in what hooks write
+
+SECRET = "correct-horse-battery-staple"
+
+
+def output_of(shell: str, **env: str) -> tuple[list[str], str]:
+    lines: list[str] = []
+    result = HookRun("drain", Hook(shell=shell, env=env), environment={}, on_line=lines.append).run()
+    return lines, result.tail
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["TOKEN", "GITHUB_TOKEN", "client_secret", "DB_PASSWORD", "STORAGE_ACCOUNT_KEY", "ApiKey", "CONNECTION_STRING",
+     "BLOB_SAS"],
+)  # fmt: skip
+def test_the_value_of_a_variable_that_is_called_a_secret_is_not_repeated(name: str) -> None:
+    lines, tail = output_of(f'set -x; : "Bearer ${name}"; echo "x${{{name}}}x"', **{name: SECRET})
+    assert lines == ["+ : Bearer ***", "+ echo x***x", "x***x"]
+    assert tail == "".join(f"{line}\n" for line in lines)
+
+
+def test_other_variables_and_very_short_values_are_repeated() -> None:
+    lines, _ = output_of("echo $COLOUR $DISASTER $TOKEN", COLOUR="lightgreen", DISASTER="recovery", TOKEN="on")
+    assert lines == ["lightgreen recovery on"]
+
+
+def test_each_line_of_a_long_secret_is_known_by_itself() -> None:
+    lines, _ = output_of('echo "$PRIVATE_KEY"', PRIVATE_KEY="-----BEGIN-----\nMIIEvQIBADANBg\nab\n-----END-----")
+    assert lines == ["***", "***", "ab", "***"]
+
+
+def test_a_credential_of_the_service_manager_is_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hooks_token").write_text(f"{SECRET}\n")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    lines, tail = output_of('cat "$CREDENTIALS_DIRECTORY/hooks_token"')
+    assert (lines, tail) == (["***"], "***\n")
+
+
+@pytest.mark.parametrize("before", [1980, 1990, 2000, 2010])
+def test_a_secret_where_a_line_is_cut_is_not_told_in_part(before: int) -> None:
+    lines, _ = output_of(f"printf '%{before}s%s%0200d\\n' '' \"$TOKEN\" 0", TOKEN=SECRET)
+    (line,) = lines
+    assert line.endswith(" (cut)")
+    assert set(line.removesuffix(" (cut)")) <= {" ", "*", "0"}
+
+
+@pytest.mark.parametrize("after", [4060, 4080, 4096])
+def test_a_secret_where_the_tail_begins_is_not_told_in_part(after: int) -> None:
+    _, tail = output_of(f"printf '%s%0{after}d' \"$TOKEN\" 0", TOKEN=SECRET)
+    assert set(tail) <= {"*", "0"}
+    assert 4060 <= len(tail) <= 4096
+
+
+def test_what_turns_or_ends_a_line_for_some_readers_is_taken_out() -> None:
+    lines, _ = output_of(r"printf 'a\342\200\256b\342\200\250c\033]0;title\007d\rforged\n'")
+    assert lines == ["a b c ]0;title d forged"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (f'"{SECRET}', "the quoted text that begins in line 2 is not closed"),
+        (f"{SECRET}: {SECRET}", None),
+        (f"*{SECRET}", "the alias has no anchor above it"),
+        (f"[{SECRET}]", "hooks.x.env.TOKEN: expected a text; got a list"),
+        (f'"{SECRET}\\0"', "hooks.x.env.TOKEN: the character U+0000 cannot be passed to a program"),
+        (f'"{SECRET}\\q"', "unknown escape in double quotes: write a backslash twice, or use single quotes"),
+    ],
+)
+def test_errors_in_the_syntax_of_a_policy_quote_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: str, message: str | None
+) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"hooks:\n  x: {{run: [/bin/true], env: {{TOKEN: {value}}}}}\n", encoding="utf-8")
+    assert main(["check", "--config", str(policy)]) == 2
+    told = capsys.readouterr().out
+    assert SECRET not in told
+    if message is not None:
+        assert told.splitlines()[0] == f"{policy}:2: {message}"
+
+
+# --- containers
+
+
+def test_the_commands_that_keep_others_from_the_endpoint_do_so(tmp_path: Path) -> None:
+    """In three network namespaces: Azure's, the machine's, a container's."""
+    needed = ("unshare", "nsenter", "ip", "iptables", "setpriv")
+    if os.geteuid() != 0 or (missing := [name for name in needed if shutil.which(name) is None]):
+        pytest.skip(f"needs root and {', '.join(needed)}" if os.geteuid() != 0 else f"there is no {missing}")
+    text = (CHECKOUT / "docs" / "security.md").read_text(encoding="utf-8")
+    commands = [line[2:].partition("  #")[0] for line in text.splitlines() if line.startswith("# iptables ")]
+    assert len(commands) == 2
+    server = tmp_path / "server.py"
+    server.write_text(
+        "import socket\n"
+        "listener = socket.create_server(('169.254.169.254', 80))\n"
+        "print('listens', flush=True)\n"
+        "while True: listener.accept()[0].close()\n"
+    )
+    script = f"""set -e
+        connect() {{ python3='import socket; socket.create_connection(("169.254.169.254", 80), 5)'
+            "$@" {_python()} -c "$python3" 2>/dev/null && echo reached || echo not reached; }}
+        ip link set lo up
+        unshare -n sleep 60 & azure=$!
+        unshare -n sleep 60 & container=$!
+        trap 'kill $azure $container $server; wait' EXIT
+        until [ "$(readlink /proc/$azure/ns/net)" != "$(readlink /proc/$$/ns/net)" ]; do :; done
+        until [ "$(readlink /proc/$container/ns/net)" != "$(readlink /proc/$$/ns/net)" ]; do :; done
+        link() {{ # PID, our address, its address
+            ip link add h$1 type veth peer name p$1; ip link set p$1 netns $1; ip addr add $2/24 dev h$1
+            ip link set h$1 up; nsenter -t $1 -n ip addr add $3/24 dev p$1; nsenter -t $1 -n ip link set p$1 up
+            nsenter -t $1 -n ip link set lo up; nsenter -t $1 -n ip route add default via $2; }}
+        link $azure 10.9.1.1 10.9.1.2
+        link $container 10.9.2.1 10.9.2.2
+        nsenter -t $azure -n ip addr add 169.254.169.254/32 dev lo
+        ip route add 169.254.169.254 via 10.9.1.2
+        echo 1 > /proc/sys/net/ipv4/ip_forward
+        mkfifo {tmp_path}/ready
+        nsenter -t $azure -n {_python()} {server} > {tmp_path}/ready & server=$!
+        read -r line < {tmp_path}/ready
+        try() {{ connect env; connect setpriv --reuid 65534 --clear-groups; connect nsenter -t $container -n; }}
+        try
+        {"; ".join(commands)}
+        try
+    """
+    done = subprocess.run(
+        ["unshare", "-n", "bash", "-c", script], capture_output=True, text=True, check=False, cwd="/"
+    )
+    if done.returncode != 0 and not done.stdout:
+        pytest.skip(f"no such networks here: {done.stderr}")
+    assert done.stdout.splitlines() == [*["reached"] * 3, "reached", "not reached", "not reached"], done.stderr
+
+
+def _python() -> str:
+    """One that every account can start."""
+    return next(
+        (path for path in ("/usr/bin/python3", "/usr/local/bin/python3") if Path(path).exists()), "python3"
+    )
