@@ -14,37 +14,63 @@ What pip installs: a folder with the source, a wheel, or a name.
 .PARAMETER Path
 Where the venv is. Below Program Files only administrators can change it, and what the service runs must be so.
 
-.PARAMETER Options
-Passed on to "service install", for example: -Options '--config', 'D:\agent\policy.yaml'
+.PARAMETER Python
+The Python that makes the venv, if there is none yet: by default the one that the launcher "py" takes for the newest.
+
+.PARAMETER Config
+The service's policy file, if it is not the one below ProgramData. Name it each time, as the next two.
+
+.PARAMETER StateDir
+Where the service keeps its state, if it is not below ProgramData.
+
+.PARAMETER Account
+What the service runs as: an account without a password, such as "NT SERVICE\ScheduledEventsAgent".
 
 .PARAMETER NoStart
 Do not start the service.
+
+.EXAMPLE
+powershell.exe -ExecutionPolicy Bypass -File .\winservice\install.ps1 -Config D:\agent\policy.yaml
 #>
 [CmdletBinding()]
 param(
     [string] $Package = (Split-Path -Parent $PSScriptRoot),
     [string] $Path = (Join-Path $env:ProgramFiles 'scheduled-events-agent'),
-    [string[]] $Options = @(),
+    [string] $Python = 'py',
+    [string] $Config,
+    [string] $StateDir,
+    [string] $Account,
     [switch] $NoStart
 )
 $ErrorActionPreference = 'Stop'
 
 function Invoke-Checked([string] $Program, [string[]] $Arguments) {
-    & $Program @Arguments
-    if ($LASTEXITCODE -ne 0) { throw "$Program $Arguments failed with exit code $LASTEXITCODE" }
+    $found = (Get-Command $Program -CommandType Application | Select-Object -First 1).Source
+    # Where somebody redirects them, PowerShell 5.1 takes a program's warnings for errors; its exit code counts.
+    $ErrorActionPreference = 'Continue'
+    & $found @Arguments
+    if ($LASTEXITCODE -ne 0) { throw "$found $Arguments failed with exit code $LASTEXITCODE" }
 }
 
-$python = Join-Path $Path 'Scripts\python.exe'
-if (Test-Path $python) {
-    # Files of a service that runs cannot be replaced. No service at all is no obstacle.
-    if (Get-Service ScheduledEventsAgent -ErrorAction SilentlyContinue) {
-        Invoke-Checked $python @('-I', '-m', 'agent', 'service', 'stop')
-    }
-} else {
-    Invoke-Checked 'py' @('-3', '-m', 'venv', $Path)
+$service = Get-CimInstance Win32_Service -Filter "Name='ScheduledEventsAgent'"
+if ($service -and $service.PathName -like '* -I -m agent service host*') {
+    throw "the service does not run from a venv, but most likely from the MSI: remove it first (msiexec /x)"
 }
-Invoke-Checked $python @('-m', 'pip', 'install', '--upgrade', $Package)
-Invoke-Checked $python (@('-I', '-m', 'agent', 'service', 'install') + $Options)
+if ($service) {
+    # Files of a service that runs cannot be replaced; nor those of its process, which ends a little later.
+    Stop-Service -Name ScheduledEventsAgent
+    if ($service.ProcessId) { Wait-Process -Id $service.ProcessId -Timeout 30 -ErrorAction SilentlyContinue }
+}
+$venv = Join-Path $Path 'Scripts\python.exe'
+if (-not (Test-Path -LiteralPath $venv)) {
+    Invoke-Checked $Python @('-I', '-m', 'venv', $Path)
+}
+Invoke-Checked $venv @('-I', '-m', 'pip', 'install', '--upgrade', $Package)
+$options = @()
+if ($Config) { $options += "--config=$Config" }
+if ($StateDir) { $options += "--state-dir=$StateDir" }
+if ($Account) { $options += "--account=$Account" }
+Invoke-Checked $venv (@('-I', '-m', 'agent', 'service', 'install') + $options)
 if (-not $NoStart) {
-    Invoke-Checked $python @('-I', '-m', 'agent', 'service', 'start')
+    Invoke-Checked $venv @('-I', '-m', 'agent', 'service', 'start')
 }

@@ -10,6 +10,9 @@ Where the venv is.
 
 .PARAMETER Data
 Remove policy, hooks, state and logs as well.
+
+.EXAMPLE
+powershell.exe -ExecutionPolicy Bypass -File .\winservice\uninstall.ps1 -Data
 #>
 [CmdletBinding()]
 param(
@@ -18,13 +21,25 @@ param(
 )
 $ErrorActionPreference = 'Stop'
 
-$python = Join-Path $Path 'Scripts\python.exe'
-if (Test-Path $python) {
-    & $python @('-I', '-m', 'agent', 'service', 'remove')
-    if ($LASTEXITCODE -ne 0) { throw "the service could not be removed: exit code $LASTEXITCODE" }
-    Remove-Item -Recurse -Force $Path
+$service = Get-CimInstance Win32_Service -Filter "Name='ScheduledEventsAgent'"
+$venv = Join-Path $Path 'Scripts\python.exe'
+if ($service -and $service.PathName -like '* -I -m agent service host*') {
+    throw "the service does not run from a venv, but most likely from the MSI: remove it with msiexec /x"
 }
+if ($service) {
+    if (-not (Test-Path -LiteralPath $venv)) { throw "the service is there, but no venv in ${Path}: name it with -Path" }
+    # Where somebody redirects them, PowerShell 5.1 takes a program's warnings for errors; its exit code counts.
+    $ErrorActionPreference = 'Continue'
+    & $venv @('-I', '-m', 'agent', 'service', 'remove')
+    $ErrorActionPreference = 'Stop'
+    if ($LASTEXITCODE -ne 0) {
+        throw "the service could not be removed (exit code $LASTEXITCODE): mend the venv with install.ps1 and try again"
+    }
+    # The process ends a little later than the service.
+    if ($service.ProcessId) { Wait-Process -Id $service.ProcessId -Timeout 30 -ErrorAction SilentlyContinue }
+}
+if (Test-Path -LiteralPath (Join-Path $Path 'pyvenv.cfg')) { Remove-Item -LiteralPath $Path -Recurse -Force }
 if ($Data) {
     $folder = Join-Path $env:ProgramData 'ScheduledEventsAgent'
-    if (Test-Path $folder) { Remove-Item -Recurse -Force $folder }
+    if (Test-Path -LiteralPath $folder) { Remove-Item -LiteralPath $folder -Recurse -Force }
 }

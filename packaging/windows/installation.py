@@ -2,7 +2,9 @@
 
     python.exe -I -B installation.py enter "POLICY"    files and service are there, and the service may start next
     python.exe -I -B installation.py undo              the installation failed after that
+    python.exe -I -B installation.py halt              before files of an installed product are touched
     python.exe -I -B installation.py leave "PURGE"     before the service and the files go
+    python.exe -I -B installation.py return            what "halt" made way for failed; all is as it was before
 
 Owns what tables of an MSI cannot say. How the service is set up is not decided here but by the agent's own
 `service install`. The one invariant: a policy file that the agent would refuse replaces nothing.
@@ -20,6 +22,9 @@ from pathlib import Path
 _HOME = Path(__file__).parent
 _LIB = _HOME / "lib"
 _LOG = _HOME / "install.log"
+# Their being there is what they say. The installer takes both away with the product, and back if that fails.
+_POLICY_REPLACED = _HOME / "policy.replaced"
+_HALTED = _HOME / "service.halted"
 
 
 def main(arguments: list[str]) -> int:
@@ -28,26 +33,32 @@ def main(arguments: list[str]) -> int:
     try:
         if action == "enter":
             _enter(argument)
+        elif action == "undo":
+            _undo()
+        elif action == "halt":
+            _halt()
         elif action == "leave":
             _leave(is_purge=argument == "1")
         else:
-            _forget_bytecode()
+            _return()
     except Exception as error:  # noqa: BLE001 - the exit code says so, and the file why
         from agent import AgentError  # noqa: PLC0415 - not before what was left of another version is gone
 
         told = str(error) if isinstance(error, AgentError) else traceback.format_exc()
-        _LOG.write_text(f"installation.py {action}: {told.rstrip()}\n", encoding="utf-8")
+        with _LOG.open("a", encoding="utf-8") as log:
+            log.write(f"installation.py {action}: {told.rstrip()}\n")
         return 1
-    _LOG.unlink(missing_ok=True)
     return 0
 
 
 def _enter(policy: str) -> None:
+    for stale in (_LOG, _POLICY_REPLACED):
+        stale.unlink(missing_ok=True)
     _forget_bytecode()
     from agent.config import load_policy  # noqa: PLC0415 - as are the imports below: see above
     from agent.host import default_config_path  # noqa: PLC0415
     from agent.host.windows_events import register_source  # noqa: PLC0415
-    from agent.host.windows_service import install  # noqa: PLC0415
+    from agent.host.windows_service import install, query, reload  # noqa: PLC0415
 
     if policy:
         load_policy(Path(policy))
@@ -55,23 +66,60 @@ def _enter(policy: str) -> None:
     register_source(str(_HOME / "messages.dll"))
     target = default_config_path()
     if policy and target.exists():
-        _copy(target, target.with_name("policy.yaml.before"))
+        _copy(target, _before(target))
+        _POLICY_REPLACED.touch()
     if policy or not target.exists():
         _copy(Path(policy) if policy else _HOME / "config" / "policy.yaml", target)
     _copy(_HOME / "config" / "policy.schema.json", target.with_name("policy.schema.json"))
     # Never what an earlier version left: all files of a build have the same time, so that times tell nothing.
     compileall.compile_dir(_LIB, quiet=2, force=True)
+    # Installed once more as it is, nothing is stopped, and so nothing started.
+    if policy and (facts := query()) and facts.state in ("running", "paused"):
+        reload()
+
+
+def _undo() -> None:
+    from agent.host import default_config_path  # noqa: PLC0415 - see main
+
+    if _POLICY_REPLACED.exists():
+        target = default_config_path()
+        os.replace(_before(target), target)  # noqa: PTH105 - Path.replace would say the same
+        _POLICY_REPLACED.unlink()
+    _forget_bytecode()
+
+
+def _halt() -> None:
+    from agent.host.windows_service import query, stop  # noqa: PLC0415 - see main
+
+    _HALTED.unlink(missing_ok=True)
+    facts = query()
+    if facts is not None and facts.state not in ("stopped", "stop pending"):
+        _HALTED.touch()
+    if facts is not None:
+        stop()  # which waits for hooks longer than an installer would
 
 
 def _leave(*, is_purge: bool) -> None:
     from agent.host import default_config_path  # noqa: PLC0415 - see main
-    from agent.host.windows_service import query, stop  # noqa: PLC0415
 
-    if query() is not None:
-        stop()  # which waits for hooks longer than an installer would
     if is_purge:
         shutil.rmtree(default_config_path().parent, ignore_errors=True)
+    _LOG.unlink(missing_ok=True)
     _forget_bytecode()
+
+
+def _return() -> None:
+    from agent.host.windows_service import install, start  # noqa: PLC0415 - see main
+
+    install([], None)  # an installer brings back the service, but not its recovery actions and what else it has
+    if _HALTED.exists():
+        _HALTED.unlink()
+        start()
+
+
+def _before(policy: Path) -> Path:
+    """Where the policy is that another one has replaced."""
+    return policy.with_name(f"{policy.name}.before")
 
 
 def _forget_bytecode() -> None:

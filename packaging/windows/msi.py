@@ -65,7 +65,15 @@ SERVICE = "ScheduledEventsAgent"
 _NAMESPACE = uuid.UUID("5e2c4b52-1a5e-5f0c-9d0b-6c1b7c0d5d53")
 _WIX = "http://schemas.microsoft.com/wix/2006/wi"
 _EVENT_LOG = rf"SYSTEM\CurrentControlSet\Services\EventLog\Application\{SERVICE}"
+_OWN_KEY = rf"SOFTWARE\{SERVICE}"
+# Properties that values of the registry are looked up for.
+_SEARCHES = (
+    # To installers, every Windows since 8.1 says that it is that. This value is there since 10.
+    ("WINDOWS_MAJOR", r"SOFTWARE\Microsoft\Windows NT\CurrentVersion", "CurrentMajorVersionNumber"),
+    ("INSTALLED_AT", _OWN_KEY, "InstallDir"),
+)
 _HOST = "-I -m agent service host"
+_LEFT = ("policy.replaced", "service.halted")  # what installation.py writes beside itself
 # Of the wheels, what nobody needs here: pywin32's editor, COM and ODBC parts and programs, and build leftovers.
 _UNNEEDED = re.compile(
     r"(?:adodbapi|isapi|pythonwin|win32com|win32comext)/|pythoncom\w*\.(?:dll|py)$|(?i:\.chm|\.exe|\.pth)$"
@@ -74,28 +82,38 @@ _UNNEEDED = re.compile(
 )
 _BESIDE_PYTHON = "pywin32_system32/"  # where Windows looks for what modules load
 
+_SET_PROPERTY = 51
 _CUSTOM = 18 + 0x400 + 0x800  # a program among the installed files; later, in the script; as the system
 _IGNORE_RESULT, _ROLLBACK = 0x40, 0x100
 _UNINSTALL = 'REMOVE="ALL"'
+_MAINTENANCE = 'REINSTALL OR REMOVE="ALL"'
 # What is done in which order: the action, when, and its place. Those without a condition are done always.
-_SEQUENCE = (
+_PREPARATION = (
     ("FindRelatedProducts", "", 25),
+    ("AppSearch", "", 50),
     ("LaunchConditions", "", 100),
+    ("Stay", "NOT INSTALLDIR AND INSTALLED_AT", 150),
     ("ValidateProductID", "", 700),
     ("CostInitialize", "", 800),
     ("FileCost", "", 900),
     ("CostFinalize", "", 1000),
     ("MigrateFeatureStates", "", 1200),
+)
+_SEQUENCE = (
+    *_PREPARATION,
     ("InstallValidate", "", 1400),
     ("InstallInitialize", "", 1500),
     # Within the transaction: if the new version cannot be installed, the old one is back.
     ("RemoveExistingProducts", "", 1510),
     ("ProcessComponents", "", 1600),
     ("UnpublishFeatures", "", 1800),
+    ("Return", _MAINTENANCE, 1830),
+    ("Halt", _MAINTENANCE, 1840),
     ("Leave", _UNINSTALL, 1850),
-    ("InstallExecute", _UNINSTALL, 1860),
+    ("InstallExecute", _MAINTENANCE, 1860),
     ("StopServices", "VersionNT", 1900),
-    ("DeleteServices", "VersionNT", 2000),
+    # Not in an upgrade: a service that anything holds open would neither go nor let the new one in its place.
+    ("DeleteServices", "VersionNT AND NOT UPGRADINGPRODUCTCODE", 2000),
     ("RemoveRegistryValues", "", 2600),
     ("RemoveEnvironmentStrings", "", 3300),
     ("RemoveFiles", "", 3500),
@@ -430,7 +448,6 @@ def _add_service(component: ET.Element) -> None:
         Type="ownProcess",
         Start="auto",
         ErrorControl="normal",
-        Vital="yes",
         Account="LocalSystem",
         Arguments=_HOST,
     )
@@ -464,14 +481,31 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
         "ProductVersion": version,
         # What is there counts for nothing: which files would be replaced is reckoned before the old ones are gone.
         "REINSTALLMODE": "amus",
+        # Without a window, the installer would end and start what uses the files, hooks too, by itself...
+        "MSIRESTARTMANAGERCONTROL": "Disable",
+        # ... and restart the machine, which is what this product is to keep from machines.
+        "REBOOT": "ReallySuppress",
         "START": "1",
-        "SecureCustomProperties": "INSTALLDIR;NEWER_FOUND;OLDER_FOUND;POLICY;PURGE;START",
+        # What one part of the installer tells the other, which is elevated.
+        "SecureCustomProperties": ";".join(
+            (
+                *(name for name, _, _ in _SEARCHES),
+                "INSTALLDIR",
+                "NEWER_FOUND",
+                "OLDER_FOUND",
+                "POLICY",
+                "PURGE",
+                "START",
+            )
+        ),
         "UpgradeCode": upgrade,
     }
     yield _table("Property", ("Property", "Value"), ("s72", "l0"), 1, properties.items())
-    yield _table(
-        "InstallExecuteSequence", ("Action", "Condition", "Sequence"), ("s72", "S255", "I2"), 1, _SEQUENCE
-    )
+    for name, sequence in (
+        ("InstallExecuteSequence", _SEQUENCE),
+        ("InstallUISequence", (*_PREPARATION, ("ExecuteAction", "", 1300))),
+    ):
+        yield _table(name, ("Action", "Condition", "Sequence"), ("s72", "S255", "I2"), 1, sequence)
     yield _table(
         "Upgrade",
         ("UpgradeCode", "VersionMin", "VersionMax", "Language", "Attributes", "Remove", "ActionProperty"),
@@ -489,7 +523,25 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
         ("Condition", "Description"),
         ("s255", "l255"),
         1,
-        [("NOT NEWER_FOUND", refused)],
+        [
+            ("NOT NEWER_FOUND", refused),
+            ("Installed OR WINDOWS_MAJOR", f"{PRODUCT} needs Windows Server 2016, Windows 10, or a later one."),
+        ],
+    )
+    machine, is_value, is_64_bit = 2, 2, 16
+    yield _table(
+        "AppSearch",
+        ("Property", "Signature_"),
+        ("s72", "s72"),
+        2,
+        [(name, name.title()) for name, _, _ in _SEARCHES],
+    )
+    yield _table(
+        "RegLocator",
+        ("Signature_", "Root", "Key", "Name", "Type"),
+        ("s72", "i2", "s255", "S255", "I2"),
+        1,
+        [(name.title(), machine, key, value, is_value | is_64_bit) for name, key, value in _SEARCHES],
     )
     yield _table(
         "CustomAction",
@@ -497,12 +549,22 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
         ("s72", "i2", "S72", "S255", "I4"),
         1,
         [
+            ("Stay", _SET_PROPERTY, "INSTALLDIR", "[INSTALLED_AT]", ""),
             ("Enter", _CUSTOM, program, f'{script} enter "[POLICY]"', ""),
             ("Undo", _CUSTOM | _ROLLBACK | _IGNORE_RESULT, program, f"{script} undo", ""),
+            ("Halt", _CUSTOM | _IGNORE_RESULT, program, f"{script} halt", ""),
+            ("Return", _CUSTOM | _ROLLBACK | _IGNORE_RESULT, program, f"{script} return", ""),
             ("Leave", _CUSTOM | _IGNORE_RESULT, program, f'{script} leave "[PURGE]"', ""),
         ],
     )
-    machine = 2
+    when_removed = 2
+    yield _table(
+        "RemoveFile",
+        ("FileKey", "Component_", "FileName", "DirProperty", "InstallMode"),
+        ("s72", "s72", "L255", "s72", "i2"),
+        1,
+        [(f"left{i}", component, _name(name), "INSTALLDIR", when_removed) for i, name in enumerate(_LEFT)],
+    )
     yield _table(
         "Registry",
         ("Registry", "Root", "Key", "Name", "Value", "Component_"),
@@ -511,6 +573,7 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
         [
             ("EventMessages", machine, _EVENT_LOG, "EventMessageFile", "#%[INSTALLDIR]messages.dll", component),
             ("EventTypes", machine, _EVENT_LOG, "TypesSupported", "#7", component),
+            ("InstallDir", machine, _OWN_KEY, "InstallDir", "[INSTALLDIR]", component),
         ],
     )
     # =: set when installed; -: undone when removed; *: of the system

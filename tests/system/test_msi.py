@@ -1,9 +1,10 @@
 """The MSI: what is in it, whether it comes out the same twice, and its life on a Windows, which is Wine here.
 
 Each Windows is fresh and has no other Python. Not shown here, for Wine has none of it: recovery actions, access
-lists, the service's own SID, the Start menu of all users, the Event Log's viewer, Restart Manager, and whether
-Windows takes a signature. Wine also keeps no list of what it could not do: an MSI that Wine installs may have rows
-that Windows does not take. The workflow for hosted Windows installs, upgrades and removes it for real.
+lists, the service's own SID, the Start menu of all users, the Event Log's viewer, Restart Manager, what a failed
+upgrade rolls back, and whether Windows takes a signature. Wine also keeps no list of what it could not do: an MSI
+that Wine installs may have rows that Windows does not take. packaging/windows/try.ps1, which the workflow for
+hosted Windows runs, tries it for real.
 """
 
 import hashlib
@@ -160,6 +161,11 @@ def table(msi: Path, name: str) -> list[dict[str, str]]:
     return [dict(zip(columns.split("\t"), row.split("\t"), strict=True)) for row in rows if row]
 
 
+def sequence(msi: Path, name: str) -> list[str]:
+    """The actions of a sequence, in their order."""
+    return [row["Action"] for row in sorted(table(msi, name), key=lambda row: int(row["Sequence"]))]
+
+
 # --- contents
 
 
@@ -195,7 +201,8 @@ def test_the_service_is_registered_started_stopped_and_removed_by_the_installer_
 
 def test_the_event_source_and_the_path_go_with_the_product(msi: Path) -> None:
     rows = table(msi, "Registry")
-    assert [(row["Root"], row["Key"], row["Name"], row["Value"]) for row in rows] == [
+    assert sorted((row["Root"], row["Key"], row["Name"], row["Value"]) for row in rows) == [
+        ("2", rf"SOFTWARE\{SERVICE}", "InstallDir", "[INSTALLDIR]"),
         ("2", EVENT_SOURCE.removeprefix("HKLM\\"), "EventMessageFile", "#%[INSTALLDIR]messages.dll"),
         ("2", EVENT_SOURCE.removeprefix("HKLM\\"), "TypesSupported", "#7"),
     ]
@@ -207,12 +214,41 @@ def test_the_event_source_and_the_path_go_with_the_product(msi: Path) -> None:
 def test_older_versions_and_other_builds_of_the_same_are_replaced_and_newer_ones_refuse(msi: Path) -> None:
     facts = [(row["VersionMin"], row["VersionMax"], row["Attributes"]) for row in table(msi, "Upgrade")]
     assert facts == [("", __version__, "512"), (__version__, "", "2")]
-    assert table(msi, "LaunchCondition") == [
-        {
-            "Condition": "NOT NEWER_FOUND",
-            "Description": f"A newer version of {HOME} is installed: remove it first.",
-        }
-    ]
+    refusals = {row["Condition"]: row["Description"] for row in table(msi, "LaunchCondition")}
+    assert refusals["NOT NEWER_FOUND"] == f"A newer version of {HOME} is installed: remove it first."
+
+
+def test_a_windows_that_its_python_does_not_know_is_refused_whoever_installs_it(msi: Path) -> None:
+    refusals = {row["Condition"]: row["Description"] for row in table(msi, "LaunchCondition")}
+    assert refusals["Installed OR WINDOWS_MAJOR"] == (
+        f"{HOME} needs Windows Server 2016, Windows 10, or a later one."
+    )
+    signatures = {row["Property"]: row["Signature_"] for row in table(msi, "AppSearch")}
+    places = {row["Signature_"]: row for row in table(msi, "RegLocator")}
+    assert places[signatures["WINDOWS_MAJOR"]] == {
+        "Signature_": signatures["WINDOWS_MAJOR"],
+        "Root": "2",
+        "Key": r"SOFTWARE\Microsoft\Windows NT\CurrentVersion",
+        "Name": "CurrentMajorVersionNumber",
+        "Type": "18",  # a value, of the 64-bit registry
+    }
+    for name in ("InstallExecuteSequence", "InstallUISequence"):
+        order = sequence(msi, name)
+        assert order.index("FindRelatedProducts") < order.index("AppSearch") < order.index("LaunchConditions")
+
+
+def test_an_installation_restarts_neither_the_machine_nor_what_uses_its_files(msi: Path) -> None:
+    properties = {row["Property"]: row["Value"] for row in table(msi, "Property")}
+    assert properties["REBOOT"] == "ReallySuppress"
+    assert properties["MSIRESTARTMANAGERCONTROL"] == "Disable"
+
+
+def test_what_may_be_said_on_the_command_line_reaches_the_part_that_is_elevated(msi: Path) -> None:
+    properties = {row["Property"]: row["Value"] for row in table(msi, "Property")}
+    secure = properties["SecureCustomProperties"].split(";")
+    assert {"INSTALLDIR", "POLICY", "PURGE", "START"} <= set(secure)
+    searched = {row["ActionProperty"] for row in table(msi, "Upgrade")}
+    assert searched | {row["Property"] for row in table(msi, "AppSearch")} <= set(secure)
 
 
 def test_another_build_is_another_product_but_the_same_to_upgrades(msi: Path, newer: Path) -> None:
@@ -228,13 +264,36 @@ def test_another_build_is_another_product_but_the_same_to_upgrades(msi: Path, ne
 
 
 def test_what_is_ours_is_done_between_the_service_s_registration_and_its_start(msi: Path) -> None:
-    order = [
-        row["Action"] for row in sorted(table(msi, "InstallExecuteSequence"), key=lambda row: int(row["Sequence"]))
-    ]
-    ours = ["Leave", "InstallExecute", "StopServices", "DeleteServices", "RemoveFiles", "InstallFiles"]
-    ours += ["InstallServices", "Undo", "Enter", "InstallExecuteAgain", "StartServices"]
+    order = sequence(msi, "InstallExecuteSequence")
+    ours = ["Return", "Halt", "Leave", "InstallExecute", "StopServices", "DeleteServices", "RemoveFiles"]
+    ours += ["InstallFiles", "InstallServices", "Undo", "Enter", "InstallExecuteAgain", "StartServices"]
     assert [action for action in order if action in ours] == ours
     assert order.index("RemoveExistingProducts") == order.index("InstallInitialize") + 1
+
+
+def test_the_service_is_stopped_by_the_agent_at_each_change_and_started_again_if_that_fails(msi: Path) -> None:
+    when = {row["Action"]: row["Condition"] for row in table(msi, "InstallExecuteSequence")}
+    # Also in a repair. Installed once more as it is, nothing starts the service, so that nothing may stop it.
+    assert when["Halt"] == when["Return"] == 'REINSTALL OR REMOVE="ALL"'
+    assert when["Leave"] == 'REMOVE="ALL"'
+    deferred, as_system, rollback, ignored = 0x400, 0x800, 0x100, 0x40
+    types = {row["Action"]: int(row["Type"]) - 18 for row in table(msi, "CustomAction")}
+    assert types == {
+        "Enter": deferred | as_system,
+        "Halt": deferred | as_system | ignored,
+        "Leave": deferred | as_system | ignored,
+        "Return": deferred | as_system | ignored | rollback,
+        "Stay": 51 - 18,  # no program: it sets a property
+        "Undo": deferred | as_system | ignored | rollback,
+    }
+
+
+def test_an_upgrade_does_not_delete_the_service_which_could_not_be_made_again_while_it_is_looked_at(
+    msi: Path,
+) -> None:
+    # Wine does not set the property in an upgrade, as Windows does.
+    when = {row["Action"]: row["Condition"] for row in table(msi, "InstallExecuteSequence")}
+    assert when["DeleteServices"] == "VersionNT AND NOT UPGRADINGPRODUCTCODE"
 
 
 def test_every_file_has_a_short_name_that_no_other_file_in_its_folder_has(msi: Path) -> None:
@@ -414,6 +473,10 @@ class Windows:
     def remove(self, package: Path, *properties: str) -> int:
         return self.run(*self.msiexec("/x", package, *properties))[0]
 
+    def installation(self, *arguments: str) -> int:
+        """What the installer has done by the product's own script."""
+        return self.run(PYTHON, "-I", "-B", rf"C:\Program Files\{HOME}\installation.py", *arguments)[0]
+
     def state(self) -> str:
         """Of the service; empty if there is none."""
         found = re.search(r"STATE +: \d+ +(\w+)", self.run("sc", "query", SERVICE)[1])
@@ -572,6 +635,83 @@ def test_a_policy_that_the_agent_would_refuse_is_not_installed_nor_anything_else
         r"installation.py enter: C:\policy.yaml:3: rules[0].approve: expected one of immediately, when-prepared, "
         'manual, never; got "yes please"\n'
     )
+
+
+@pytest.mark.parametrize("path", [r"C:\nowhere\policy.yaml", r"C:\windows"], ids=["nowhere", "directory"])
+def test_a_policy_that_cannot_be_read_fails_the_installation_and_says_so(
+    windows: Windows, msi: Path, path: str
+) -> None:
+    assert windows.install(msi, f"POLICY={path}") != 0
+    assert windows.state() == ""
+    assert not windows.data.exists()
+    assert (windows.home / "install.log").read_text().startswith(f"installation.py enter: {path}: ")
+
+
+def test_a_policy_s_path_may_contain_spaces(windows: Windows, msi: Path) -> None:
+    given = windows.drive / "with spaces" / "my policy.yaml"
+    given.parent.mkdir(exist_ok=True)
+    given.write_text("rules: []\n")
+    assert windows.install(msi, "START=0", r"POLICY=C:\with spaces\my policy.yaml") == 0
+    assert (windows.data / "policy.yaml").read_text() == "rules: []\n"
+
+
+def test_what_an_installer_takes_back_is_as_it_was_and_says_why(windows: Windows, msi: Path, policy: str) -> None:
+    # Step by step, as Windows Installer does it; Wine undoes in another order.
+    assert windows.install(msi, f"POLICY={policy}") == 0
+    kept = (windows.data / "policy.yaml").read_bytes()
+    (windows.drive / "other.yaml").write_text("rules: []\n")
+    (windows.drive / "bad.yaml").write_text("rulez: []\n")
+
+    assert windows.installation("halt") == 0
+    assert windows.state() == "STOPPED"
+    assert windows.installation("enter", r"C:\other.yaml") == 0
+    assert (windows.data / "policy.yaml").read_text() == "rules: []\n"
+    assert windows.installation("undo") == 0
+    assert windows.installation("return") == 0
+    assert windows.state() == "RUNNING"
+    assert (windows.data / "policy.yaml").read_bytes() == kept
+
+    assert windows.installation("halt") == 0
+    assert windows.installation("enter", r"C:\bad.yaml") == 1
+    told = (windows.home / "install.log").read_text()
+    assert told == 'installation.py enter: C:\\bad.yaml:1: unknown key "rulez"; did you mean "rules"?\n'
+    assert windows.installation("undo") == 0
+    assert windows.installation("return") == 0
+    assert windows.state() == "RUNNING"
+    assert (windows.data / "policy.yaml").read_bytes() == kept
+    assert (windows.home / "install.log").read_text() == told
+
+    assert windows.run("sc", "stop", SERVICE)[0] == 0
+    wait_for(lambda: windows.state() == "STOPPED", "the service had stopped")
+    assert windows.installation("halt") == 0
+    assert windows.installation("return") == 0
+    assert windows.state() == "STOPPED"
+
+
+def test_a_service_that_runs_takes_up_the_policy_that_it_is_given(
+    windows: Windows, msi: Path, policy: str
+) -> None:
+    assert windows.install(msi, f"POLICY={policy}") == 0
+    (windows.drive / "other.yaml").write_text("rules: []\n")
+    assert windows.installation("enter", r"C:\other.yaml") == 0
+    log = windows.data / "logs/agent.log"
+    wait_for(lambda: '"message":"the policy file was read again"' in log.read_text(), "the policy was read again")
+
+
+def test_it_goes_where_it_is_told_stays_there_when_upgraded_and_all_of_it_goes_from_there(
+    windows: Windows, msi: Path, newer: Path
+) -> None:
+    home = windows.drive / "Program Files" / "Other Place"
+    messages = r"C:\Program Files\Other Place\messages.dll"
+    assert windows.install(msi, "START=0", r"INSTALLDIR=C:\Program Files\Other Place") == 0
+    assert windows.registry(EVENT_SOURCE)["EventMessageFile"] == messages
+    assert windows.install(newer, "START=0") == 0
+    assert '__version__ = "9.8.7"' in (home / "lib/agent/__init__.py").read_text()
+    assert windows.registry(EVENT_SOURCE)["EventMessageFile"] == messages
+    assert not windows.home.exists()
+    assert windows.remove(newer) == 0
+    assert not home.exists()
+    assert windows.registry(rf"HKLM\SOFTWARE\{SERVICE}") == {}
 
 
 def test_a_policy_that_was_there_is_kept_unless_another_one_is_given(

