@@ -193,7 +193,8 @@ class Engine:
         self._store.record("agent_started", f"version {__version__}, mode {self.settings.agent.mode}", now)
         self._count_settings()
         if workflows:
-            self._signals.append(AgentRestarted())
+            # The policy may be another one than the last agent had.
+            self._signals += [AgentRestarted(), Reconsider()]
 
     def take(self, news: News) -> None:
         """Note down what has come; the next turn decides on it."""

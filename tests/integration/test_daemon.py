@@ -205,3 +205,17 @@ def test_a_paused_agent_watches_and_does_nothing_until_it_is_resumed(tmp_path: P
         daemon.resume()
         assert azure.wait_approved(first).approved_at is not None
         assert "scheduled_events_acting 1.0" in get(daemon.web, "/metrics")[1]
+
+
+def test_what_is_pending_is_decided_on_by_the_policy_that_a_restarted_agent_finds(tmp_path: Path) -> None:
+    by_hand, never = Rule(name="by-hand", approve="manual"), Rule(name="never", approve="never")
+
+    def has_decided(daemon: Daemon, rule: str) -> bool:
+        return daemon.web is not None and f'"rule": "{rule}"' in get(daemon.web, "/status")[1]
+
+    with Simulator(vms=("vm-1",)) as azure:
+        with running(tmp_path, azure.endpoint(), rules=(by_hand,)) as daemon:
+            azure.schedule("Reboot", notice_seconds=600)
+            azure.wait_until(lambda: has_decided(daemon, "by-hand"), "the event was decided on")
+        with running(tmp_path, azure.endpoint(), rules=(never,)) as daemon:
+            azure.wait_until(lambda: has_decided(daemon, "never"), "it was decided on anew")

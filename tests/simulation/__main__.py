@@ -37,6 +37,8 @@ def _live_through(first: int, last: int) -> int:
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         for seeds, (events, found) in zip(chunks, pool.map(judge_seeds, chunks), strict=True):
             done, lives, broken = done + len(seeds), lives + events, broken + found
+            for verdict in found:
+                print(f"seed {verdict.seed}: {verdict.broken}", flush=True)
             if time.monotonic() - told > 10.0:
                 told = time.monotonic()
                 print(f"{done} of {last - first} seeds, {len(broken)} broken", flush=True)
@@ -44,8 +46,6 @@ def _live_through(first: int, last: int) -> int:
     print(f"{done} seeds, {lives} events, {seconds:.0f} s: {len(broken)} broken")
     if not broken:
         return 0
-    for verdict in broken[:20]:
-        print(f"seed {verdict.seed}: {verdict.broken}")
     print(shorten(broken[0].seed).text())
     return 1
 

@@ -130,7 +130,7 @@ class World:
         self._results: list[HookEnded] = []
         self._answers: list[ApprovalAnswered] = []
         self._names: dict[str, str] = {}
-        """Workflow id -> event, as far as hooks and approvals told."""
+        """Workflow id -> event."""
         self._requests: dict[int, tuple[str, str, set[str]]] = {}
         self._words: dict[str, set[str]] = {}
         self._torn: dict[str, bytes] | None = None
@@ -654,6 +654,8 @@ class World:
 
     def committed(self, steps: Sequence[Step]) -> None:
         """What the agent has taken in and decided is on the disk, and nothing of it is done yet."""
+        for step in steps:
+            self._names[step.workflow.id] = self._azure.event(step.workflow.event.id).ids[0]
         if self._document is not None:
             events = []
             for event in self._document.events:
@@ -665,8 +667,7 @@ class World:
         for ended in self._results:
             self._known(ended)
         for answer in self._answers:
-            if answer.workflow_id in self._names:
-                self.judge.answered(self._names[answer.workflow_id], is_confirmed=not answer.error_kind)
+            self.judge.answered(self._names[answer.workflow_id], is_confirmed=not answer.error_kind)
         self._results, self._answers = [], []
         if self.is_cut_after_commit:
             self.is_cut_after_commit = False
@@ -695,7 +696,6 @@ class World:
             self.judge.on_clear_runs += 1
             return
         event = self._azure.event(environment["SCHEDULED_EVENT_ID"]).ids[0]
-        self._names[effect.workflow_id] = event
         self.tell(f"{event}: {effect.stage} hook {name} starts")
         self.judge.started(event, effect.stage, name)
 
@@ -709,7 +709,6 @@ class World:
         pairs = []
         for approve in approvals:
             name = self._azure.event(approve.event_id).ids[0]
-            self._names[approve.workflow_id] = name
             pairs.append((name, approve.event_id))
         self.tell(f"the agent approves {', '.join(name for name, _ in pairs)}")
         self.judge.posted(pairs)
