@@ -171,7 +171,7 @@ class Judge:
         self.runs.append(Run(event, stage, hook))
 
     def maybe_started(self, event: str, stage: str, hook: str) -> None:
-        """The start was on disk, and then the agent was killed."""
+        """The start is on disk, and may never come."""
         life = self.lives[event]
         if stage == "prepare":
             self._begin(life, is_certain=False, hook=hook)

@@ -491,18 +491,19 @@ class World:
         self.tell("the agent is told to stop")
         ended = self._hands.end_some(self.chance("stops"))
         ended += [item for item in self._inbox if isinstance(item, HookEnded)]
+        results, self._results = self._results, []
         try:
             self.engine.finish(ended)
-            for item in [*self._results, *ended]:
+            for item in [*results, *ended]:
                 is_kept = item.result.outcome == "succeeded"
                 if is_kept and item.effect is not None:
                     self._known(item)
                 else:
                     self._forget(item)
         except (StoreError, PowerCut):
-            for item in [*self._results, *ended]:
+            for item in [*results, *ended]:
                 self._forget(item)
-        self._results, self._inbox = [], []
+        self._inbox = []
         self._hands.close()
         self._end_life(may_restart=may_restart)
 
@@ -669,13 +670,14 @@ class World:
         for answer in self._answers:
             self.judge.answered(self._names[answer.workflow_id], is_confirmed=not answer.error_kind)
         self._results, self._answers = [], []
-        if self.is_cut_after_commit:
-            self.is_cut_after_commit = False
+        if self.is_cut_after_commit or self.judge.on_clear_runs:
+            # The start is on the disk, and comes never, or only when the on_clear hook has ended.
             for step in steps:
                 for effect in step.effects:
                     if isinstance(effect, RunHook):
-                        name = self._azure.event(step.workflow.event.id).ids[0]
-                        self.judge.maybe_started(name, effect.stage, effect.hook)
+                        self.judge.maybe_started(self._names[effect.workflow_id], effect.stage, effect.hook)
+        if self.is_cut_after_commit:
+            self.is_cut_after_commit = False
             raise PowerCut
 
     def _known(self, ended: HookEnded) -> None:
