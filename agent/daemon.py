@@ -48,7 +48,10 @@ _PAUSE_SECONDS = 1.0
 # On stop, running hooks may end by themselves first; of the time that is left, this is for them after they were
 # told to, and as much for the state file and the log.
 _STOP_GRACE_SECONDS = 1.5
-_MAX_IDENTITY_RETRY_SECONDS = 10.0
+# Who this VM is, is asked again as soon as the document is, for without that nothing is done; of a service that
+# has answered, and does not know, less often.
+_IDENTITY_RETRY_SECONDS = 1.0
+_NO_NAME_RETRY_SECONDS = 10.0
 # The first poll waits this long for the first answer to who this VM is, and no longer.
 _IDENTITY_PATIENCE_SECONDS = 2.0
 # The service manager hears that the agent is ready when the first poll has been tried, or takes longer than this.
@@ -484,7 +487,7 @@ class _Identifier:
 
     def run(self) -> None:
         failure_log = FailureLog("asking for this VM's name")
-        delay = 1.0
+        failures = 0
         while True:
             client = self._endpoint.connect()
             try:
@@ -494,14 +497,16 @@ class _Identifier:
                     failure_log.succeeded(time.monotonic())
                     return
                 failure_log.failed("no_name", "the service does not tell it; set vm.name", time.monotonic())
+                delay = _NO_NAME_RETRY_SECONDS
             except ImdsError as error:
+                failures += 1
+                delay = max(_IDENTITY_RETRY_SECONDS, backoff_seconds(error.kind, failures))
                 failure_log.failed(error.kind, str(error), time.monotonic())
             finally:
                 client.close()
                 self.has_tried.set()
             if self._stop_requested.wait(delay):
                 return
-            delay = min(2 * delay, _MAX_IDENTITY_RETRY_SECONDS)
 
 
 class _Threads:

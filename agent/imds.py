@@ -62,26 +62,14 @@ _WAY_OUT: dict[ImdsErrorKind, str] = {
     "empty": "; the service is still switching scheduled events on for this VM",
 }
 
-# Microsoft's page "Azure Instance Metadata Service", errors and rate limiting: not found, server errors and
-# time-outs pass soon; 410 ends within 70 s; 429 wants 2, 4, 8, 16. Where repeating the request has no point
-# (it is wrong, or something else answers) one quick second look is taken, since a single wrong answer should
-# not cost a Spot VM its 30 s of notice; after that, seldom, for the service may be put right.
-_SOON = (1.0, 2.0, 4.0)
-_SELDOM = (5.0, 30.0)
+# Polling goes on at its own pace, whatever fails, and so notices within one interval that the service is back: a
+# Spot VM has 30 s of notice, and a pause that had grown meanwhile would eat them up. A poll for each interval is
+# what the service bears on a good day. Two answers ask for more (Microsoft's page "Azure Instance Metadata
+# Service"): 429 wants 2, 4, 8, 16; and 400 says that the request is wrong, which one quick second look may
+# disprove, since a single wrong answer should not cost much notice.
 _BACKOFF_SECONDS: dict[ImdsErrorKind, tuple[float, ...]] = {
-    "timeout": _SOON,
-    "refused": _SOON,
-    "unreachable": _SOON,
-    "not_found": _SOON,
-    "server_error": _SOON,
-    "malformed": _SOON,
-    "empty": (1.0,),
-    "gone": (1.0, 2.0, 4.0, 8.0, 10.0),
     "throttled": (2.0, 4.0, 8.0, 16.0),
-    "bad_request": _SELDOM,
-    "redirect": _SELDOM,
-    "too_large": _SELDOM,
-    "unexpected_status": _SELDOM,
+    "bad_request": (5.0, 10.0),
 }
 
 
@@ -123,8 +111,8 @@ def resolve_endpoint(setting: str) -> str:
 
 
 def backoff_seconds(kind: ImdsErrorKind, failures: int) -> float:
-    """How long to wait before the next request after ``failures`` in a row, the last of ``kind``."""
-    steps = _BACKOFF_SECONDS[kind]
+    """How long to wait at least after ``failures`` in a row, the last of ``kind``; 0: no longer than ever."""
+    steps = _BACKOFF_SECONDS.get(kind, (0.0,))
     return steps[min(max(failures, 1), len(steps)) - 1]
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +49,25 @@ class Program:
         if error is not None:
             print(f"{' '.join(self._process.args)} wrote:", file=sys.stderr)  # type: ignore[arg-type]
             print(self._log.read_text(errors="replace")[-4000:], file=sys.stderr)
+
+    def kill(self) -> None:
+        """End it as a power cut would."""
+        self._process.kill()
+        self._process.wait()
+
+    def hang_up(self) -> None:
+        """Send SIGHUP."""
+        if sys.platform == "win32":
+            raise NotImplementedError
+        self._process.send_signal(signal.SIGHUP)
+
+    def open_files(self) -> int:
+        """How many file descriptors it has."""
+        return len([*Path(f"/proc/{self._process.pid}/fd").iterdir()])
+
+    def threads(self) -> int:
+        """How many it has."""
+        return len([*Path(f"/proc/{self._process.pid}/task").iterdir()])
 
     def cpu_seconds(self) -> float:
         """User and system time of all threads that there are or were."""

@@ -22,6 +22,10 @@ FaultKind = Literal[
     "garbage",  # 200 with bytes that are not JSON
     "not-http",  # an answer that is not HTTP
     "truncated",  # the connection ends in the middle of the body
+    "half-closed",  # the same, but the connection stays open in the other direction
+    "wrong-length",  # the right answer, announced shorter than it is
+    "bad-chunks",  # a body that is announced as chunked and is not
+    "gzip-bomb",  # a small body, packed although nobody asked, that is huge when it is unpacked
     "oversized",  # a huge body, announced by Content-Length
     "endless",  # a body without a length that does not end
     "drip",  # the right answer, a byte at a time
@@ -43,7 +47,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     delay_seconds: float = 1.0
     """For ``slow``: how late; for ``drip``: between two bytes."""
     size_bytes: int = 64 * 1024 * 1024
-    """For ``oversized``."""
+    """For ``oversized``, and of what is packed in ``gzip-bomb``."""
     until: float | None = None
     """Seconds since the epoch; None: without an end in time."""
     count: int | None = None

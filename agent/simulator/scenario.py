@@ -4,7 +4,9 @@ Owns the grammar of scenario files and the ones that ship with the agent. Knows 
 state. The one invariant: a scenario that has been read can be played, for every name in it is known.
 """
 
+from collections.abc import Iterable, Iterator
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -113,8 +115,7 @@ def parse_scenario(text: str, name: str) -> Scenario:
     parsed = typed_yaml.parse(text, Scenario, name)
     problems = list(parsed.problems)
     if parsed.value is not None:
-        found = [parsed.problem(path, message) for path, message in _mistakes(parsed.value)]
-        problems = sorted(found, key=lambda problem: problem.line)
+        problems = list(parsed.gather(_mistakes(parsed.value)))
     if problems or parsed.value is None:
         raise SimulatorError("\n".join(map(str, problems)), kind="usage")
     return parsed.value
@@ -129,7 +130,7 @@ def load_scenario(name: str) -> Scenario:
             return parse_scenario(path.read_text(encoding="utf-8"), name)
         if shipped.is_file():
             return parse_scenario(shipped.read_text(encoding="utf-8"), f"{name}.yaml")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path at all
         raise SimulatorError(f"cannot read the scenario {name}: {error}", kind="usage") from error
     names = tuple(list_scenarios())
     guess = typed_yaml.nearest(name, names)
@@ -173,36 +174,39 @@ def rename_vms(scenario: Scenario, names: tuple[str, ...]) -> Scenario:
     return replace(scenario, vms=vms, vm_ids=vm_ids, timeline=tuple(steps))
 
 
-def _mistakes(scenario: Scenario) -> list[tuple[str, str]]:
+def _mistakes(scenario: Scenario) -> Iterator[tuple[str, str]]:
     """What the types alone cannot tell: path and message of each."""
-    known_vms = ", ".join(dict.fromkeys((*scenario.vms, *scenario.others)))
-    mistakes = []
+    with_port, named = set(scenario.vms), {*scenario.vms, *scenario.others}
+    known_vms = _some(dict.fromkeys((*scenario.vms, *scenario.others)))
+    first_at = {vm: index for index, vm in reversed(list(enumerate(scenario.vms)))}
     for index, vm in enumerate(scenario.vms):
-        if vm in scenario.vms[:index]:
-            mistakes.append((f"vms[{index}]", f'"{vm}" is listed twice'))
-    mistakes += [
-        (f"vm_ids.{vm}", f'expected a VM of this scenario ({known_vms}); got "{vm}"')
-        for vm in scenario.vm_ids
-        if vm not in scenario.vms
-    ]
+        if first_at[vm] != index:
+            yield f"vms[{index}]", f'"{vm}" is listed twice'
+    for vm in scenario.vm_ids:
+        if vm not in with_port:
+            yield f"vm_ids.{vm}", f'expected a VM of this scenario ({known_vms}); got "{vm}"'
     announced: dict[str, float] = {}
     for index, step in enumerate(scenario.timeline):
         if step.event and step.event.name:
             if step.event.name in announced:
-                mistakes.append((f"timeline[{index}].event.name", f'"{step.event.name}" is used twice'))
+                yield f"timeline[{index}].event.name", f'"{step.event.name}" is used twice'
             announced[step.event.name] = step.at
+    names = _some(announced) or "none has a name"
     for index, step in enumerate(scenario.timeline):
         where = f"timeline[{index}]"
         for key, vms in (("event", step.event and step.event.vms), ("fault", step.fault and step.fault.vms)):
             for vm in vms or ():
-                if vm not in scenario.vms and (key == "fault" or vm not in scenario.others):
-                    message = f'expected a VM of this scenario ({known_vms}); got "{vm}"'
-                    mistakes.append((f"{where}.{key}.vms", message))
+                if vm not in (with_port if key == "fault" else named):
+                    yield f"{where}.{key}.vms", f'expected a VM of this scenario ({known_vms}); got "{vm}"'
         if step.named:
             action, name = step.named
             if name not in announced:
-                names = ", ".join(announced) or "none has a name"
-                mistakes.append((f"{where}.{action}", f'expected the name of an event ({names}); got "{name}"'))
+                yield f"{where}.{action}", f'expected the name of an event ({names}); got "{name}"'
             elif announced[name] > step.at:
-                mistakes.append((f"{where}.{action}", f'"{name}" is announced only later'))
-    return mistakes
+                yield f"{where}.{action}", f'"{name}" is announced only later'
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first names of a list for people."""
+    shown = list(islice(names, 21))
+    return ", ".join([*shown[:20], "..."] if len(shown) > 20 else shown)

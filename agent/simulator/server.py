@@ -177,6 +177,12 @@ class Server:
                 connection.sendall(wire[index : index + 1])
                 if self._closing.wait(fault.delay_seconds):
                     return False
+        elif kind == "half-closed":
+            connection.sendall(wire)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(4096):  # the client may still speak
+                pass
+            return False
         elif kind == "oversized":
             connection.sendall(wire)  # the head only
             for _ in range(fault.size_bytes // len(_CHUNK)):
@@ -189,7 +195,7 @@ class Server:
             return False
         else:
             connection.sendall(wire)
-            return keep_alive and kind not in ("not-http", "truncated")
+            return keep_alive and kind not in ("not-http", "truncated", "bad-chunks")
         return keep_alive
 
 

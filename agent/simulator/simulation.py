@@ -10,9 +10,11 @@ import itertools
 import math
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO, TypeVar
@@ -450,7 +452,8 @@ class Simulator:
 
     def _spoilt(self, now: float, vm: str, request: Request, fault: Fault) -> Answer:
         """What is sent instead of the right answer, as far as it is bytes."""
-        right = self._imds.answer(now, vm, request) if fault.takes_effect or fault.kind == "truncated" else None
+        needs_right = fault.takes_effect or fault.kind in ("truncated", "half-closed", "wrong-length")
+        right = self._imds.answer(now, vm, request) if needs_right else None
         approved = right.approved if right else ()
         match fault.kind:
             case "empty":
@@ -464,9 +467,17 @@ class Simulator:
                 return make_answer(200, _PAGE, content_type="text/html; charset=utf-8", approved=approved)
             case "garbage":
                 return make_answer(200, b'\x00\xff\xfe{"DocumentIncarnation"', approved=approved)
-            case "truncated" if right is not None:
+            case "truncated" | "half-closed" if right is not None:
                 cut = len(right.wire) - (len(right.body) + 1) // 2
                 return msgspec.structs.replace(right, wire=right.wire[:cut])
+            case "wrong-length" if right is not None:
+                shorter = make_answer(right.status, right.body[: len(right.body) // 2])
+                return msgspec.structs.replace(right, wire=shorter.wire + right.body[len(right.body) // 2 :])
+            case "bad-chunks":
+                return _bare(200, "Transfer-Encoding: chunked", approved, b"zz\r\nnot a chunk\r\n0\r\n\r\n")
+            case "gzip-bomb":
+                packing = (("Content-Encoding", "gzip"),)
+                return make_answer(200, _pack(fault.size_bytes), headers=packing, approved=approved)
             case "oversized":
                 return _bare(200, f"Content-Length: {fault.size_bytes}", approved)
             case "endless":
@@ -635,10 +646,20 @@ class Simulator:
         )
 
 
-def _bare(status: int, header: str, approved: tuple[str, ...]) -> Answer:
-    """The head of an answer whose body is the server's to make up."""
+def _bare(status: int, header: str, approved: tuple[str, ...], body: bytes = b"") -> Answer:
+    """An answer with this header alone; without ``body``, that is the server's to make up."""
     head = f"HTTP/1.1 {status} OK\r\nContent-Type: application/json; charset=utf-8\r\n{header}\r\n\r\n"
-    return Answer(status=status, wire=head.encode(), approved=approved)
+    return Answer(status=status, wire=head.encode() + body, approved=approved)
+
+
+@lru_cache(maxsize=1)
+def _pack(size_bytes: int) -> bytes:
+    """A gzip of an empty document with so many blanks behind it, made without holding them."""
+    packer = zlib.compressobj(wbits=31)
+    parts = [packer.compress(b'{"DocumentIncarnation":1,"Events":[]}')]
+    blank = b" " * 2**20
+    parts += [packer.compress(blank) for _ in range(size_bytes // len(blank))]
+    return b"".join([*parts, packer.compress(blank[: size_bytes % len(blank)]), packer.flush()])
 
 
 def _machines(vms: Sequence[str | VirtualMachine], scenario: Scenario | None) -> dict[str, VirtualMachine]:

@@ -1,11 +1,13 @@
 """The edge to the metadata service, on real sockets against a server that does exactly as the test says."""
 
+import gzip
 import json
 import socket
 import struct
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent import __version__
+from agent.events import DocumentError, parse_document
 from agent.imds import Identity, ImdsClient, ImdsError, ImdsErrorKind, _Answer, _AnswerError
 
 PAYLOADS = Path(__file__).parent.parent / "payloads"
@@ -77,6 +80,9 @@ class Peer:
 
     def stall(self) -> None:
         self._server.is_over.wait()
+
+    def half_close(self) -> None:
+        self._connection.shutdown(socket.SHUT_WR)
 
     def reset(self) -> None:
         linger = struct.pack("hh" if sys.platform == "win32" else "ii", 1, 0)
@@ -538,6 +544,55 @@ def test_an_answer_without_end_is_given_up_when_it_is_too_large(
     server = serve(once(head, then=lambda peer: peer.flood(filler)))
 
     assert_fails(server, "too_large", message)
+
+
+@pytest.mark.parametrize(
+    ("head", "filler", "most"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1073741824\r\n\r\n", b"x" * 65536, 1),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 65536, 24),
+        (CHUNKED, b"10000\r\n" + b"x" * 65536 + b"\r\n", 24),
+    ],
+    ids=["announced", "until-close", "chunks"],
+)
+def test_a_gigabyte_takes_a_bounded_part_of_memory(serve: Serve, head: bytes, filler: bytes, most: int) -> None:
+    server = serve(once(head, then=lambda peer: peer.flood(filler)))
+    with client_of(server) as client:
+        error_of(client.fetch)  # imports, buffers
+        tracemalloc.start()
+        try:
+            error = error_of(client.fetch)
+            peak_mib = tracemalloc.get_traced_memory()[1] / 2**20
+        finally:
+            tracemalloc.stop()
+
+    assert str(error) == f"GET {server.endpoint}{PATH}: the body is over 8 MiB"
+    assert peak_mib < most
+
+
+def test_what_came_packed_though_nobody_asked_is_never_unpacked(serve: Serve) -> None:
+    packed = gzip.compress(DOCUMENT + b" " * 2**26)
+    server = serve(always(answer(packed, "200 OK", "Content-Encoding: gzip")))
+    with client_of(server) as client:
+        assert client.fetch() == packed
+    assert "encoding" not in server.requests[0][0].lower()
+    with pytest.raises(DocumentError):
+        parse_document(packed)
+
+
+def test_half_an_answer_on_a_connection_closed_in_that_direction_only_is_no_answer(serve: Serve) -> None:
+    def play(peer: Peer) -> None:
+        peer.request()
+        peer.send(answer()[:-10])
+        peer.half_close()
+        peer.stall()
+
+    server = serve(play, always(answer()))
+    with client_of(server) as client:
+        error = error_of(client.fetch)
+        assert client.fetch() == DOCUMENT
+    message = "the connection was closed in the middle of the answer"
+    assert (error.kind, str(error)) == ("malformed", f"GET {server.endpoint}{PATH}: {message}")
 
 
 RIGHT = [answer(), CHUNKED + b"28\r\n" + DOCUMENT + b"\r\n0\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n" + DOCUMENT]

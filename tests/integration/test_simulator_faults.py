@@ -1,5 +1,6 @@
 """How the simulated endpoint misbehaves, seen by a bare http.client."""
 
+import gzip
 import http.client
 import json
 import socket
@@ -190,6 +191,44 @@ def test_a_body_can_end_in_the_middle(simulator: Simulator) -> None:
     with pytest.raises(http.client.IncompleteRead) as caught:
         ask(simulator)
     assert caught.value.partial.startswith(b'{"DocumentIncarnation":2,"Events":[{"EventId":')
+
+
+def test_a_connection_can_be_closed_in_one_direction_only(simulator: Simulator) -> None:
+    simulator.schedule("Reboot")
+    simulator.fault("vm-1", "half-closed", count=1)
+    port = int(simulator.endpoint().rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(f"GET {EVENTS} HTTP/1.1\r\nMetadata: true\r\n\r\n".encode())
+        received = b""
+        while more := connection.recv(65536):
+            received += more
+        connection.sendall(b"still here")
+        assert connection.recv(1) == b""  # a connection closed in both directions would be reset by that
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert body.startswith(b'{"DocumentIncarnation":2,"Events":[{"EventId":')
+    assert not body.endswith(b"}")
+
+
+def test_a_body_can_be_longer_than_announced(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "wrong-length", count=1)
+    assert ask(simulator) == (200, EMPTY_DOCUMENT[1][: len(EMPTY_DOCUMENT[1]) // 2])
+
+
+def test_chunks_can_be_none(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "bad-chunks", count=1)
+    with pytest.raises(http.client.IncompleteRead):
+        ask(simulator)
+
+
+def test_a_small_body_unpacks_to_a_huge_empty_document(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "gzip-bomb", size_bytes=50_000_001, count=1)
+    status, body = ask(simulator)
+    assert status == 200
+    assert len(body) < 100_000
+    unpacked = gzip.decompress(body)
+    assert len(unpacked) == len(EMPTY_DOCUMENT[1]) + 50_000_001
+    assert unpacked[:100].strip() == EMPTY_DOCUMENT[1]
 
 
 def test_a_huge_body_has_the_size_it_announces(simulator: Simulator) -> None:

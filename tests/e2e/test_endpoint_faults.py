@@ -1,0 +1,200 @@
+"""One agent with a prepared event goes through every fault of the endpoint: it forgets nothing, and comes back.
+
+Each test leaves the agent as it found it, so that all of them share one. The exact pace after each kind of fault
+is shown by a simulated clock in test_imds_faults.py; here it is the real process, with room for a slow machine.
+"""
+
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import pytest
+from harness import SLOWNESS, Agent, Simulator
+
+from agent.simulator.faults import FaultKind
+
+INTERVAL = 0.25
+TIME_LIMIT = 0.5 + SLOWNESS
+POLLS = 5
+# Seconds for a slow machine. Pauses that grow, which are ruled out, would add far more to so many failures.
+ROOM = 6.0
+
+FAULTS: Mapping[str, tuple[FaultKind, dict[str, Any], str]] = {
+    "a byte a second": ("drip", {"delay_seconds": 1.0}, "timeout"),
+    "an answer that comes too late": ("slow", {"delay_seconds": 2 * TIME_LIMIT}, "timeout"),
+    "accepted and never answered": ("stall", {}, "timeout"),
+    "reset": ("reset", {}, "unreachable"),
+    "closed in the middle": ("truncated", {}, "malformed"),
+    "half-closed in the middle": ("half-closed", {}, "malformed"),
+    "a body without end": ("endless", {}, "too_large"),
+    "a body of a gigabyte": ("oversized", {"size_bytes": 2**30}, "too_large"),
+    "a Content-Length too small": ("wrong-length", {}, "malformed"),
+    "chunks that are none": ("bad-chunks", {}, "malformed"),
+    "a gzip bomb": ("gzip-bomb", {"size_bytes": 2**24}, "document"),
+    "a redirect": ("redirect", {}, "redirect"),
+    "a web page": ("html", {}, "document"),
+    "garbage": ("garbage", {}, "document"),
+    "not HTTP": ("not-http", {}, "malformed"),
+    "200 without a body": ("empty", {}, "empty"),
+    "401": ("status", {"status": 401}, "unexpected_status"),
+    "404": ("status", {"status": 404}, "not_found"),
+    "410": ("status", {"status": 410}, "gone"),
+    "500": ("status", {"status": 500}, "server_error"),
+    "503": ("status", {"status": 503}, "server_error"),
+}
+# Where the service asks for more than the interval: the seconds after the first failure.
+ASKS_FOR_MORE = {429: ("throttled", 2.0), 400: ("bad_request", 5.0)}
+WORKS_AGAIN = "polling the metadata service works again"
+
+needs_reload = pytest.mark.skipif(sys.platform == "win32", reason="a process is told to reload by SIGHUP")
+
+
+@dataclass(frozen=True)
+class Scene:
+    """An agent that has prepared for an event and waits for an operator."""
+
+    sim: Simulator
+    agent: Agent
+    event: str
+    journal: list[tuple[str, ...]]
+
+    def journal_now(self) -> list[tuple[str, ...]]:
+        """What stands in the journal about events."""
+        return [row for row in self.agent.journal("workflow_id", "kind", "hook", "text") if row[0]]
+
+    def check_nothing_is_forgotten(self) -> None:
+        assert self.journal_now() == self.journal
+        assert self.agent.ran() == ["drain"]
+        assert self.agent.pending()[self.event]["phase"] == "prepared"
+        assert not self.agent.is_ready()
+        assert self.sim.approvals() == ()
+
+    def failed(self, kind: str) -> float:
+        return self.agent.metric("polls_total", outcome=kind)
+
+    def write_policy(self, endpoint: str = "") -> None:
+        limit = f"{1000 * TIME_LIMIT:.0f}ms"
+        self.agent.write_policy(
+            imds={
+                "endpoint": endpoint or self.agent.endpoint,
+                "poll_interval": f"{1000 * INTERVAL:.0f}ms",
+                "request_timeout": limit,
+                "first_request_timeout": limit,
+            },
+            rules=[{"name": "hand", "prepare": ["drain"], "recover": ["resume"], "approve": "manual"}],
+            hooks=self.agent.hooks("drain", "resume"),
+        )
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with Simulator(vms=("vm-1",), rate_limit=None) as sim:
+        agent = Agent(tmp_path_factory.mktemp("agent"), sim.endpoint())
+        try:
+            Scene(sim, agent, "", []).write_policy()
+            agent.start()
+            event = sim.schedule("Reboot", notice_seconds=3600)
+            agent.wait_log("prepared", event_id=event)
+            scene = Scene(sim, agent, event, [])
+            yield Scene(sim, agent, event, scene.journal_now())
+        finally:
+            agent.close()
+
+
+@pytest.fixture
+def scene(shared: Scene) -> Iterator[Scene]:
+    told = len(shared.agent.history)
+    yield shared
+    sys.stdout.write("".join(shared.agent.history[told:]))  # pytest shows it on failure only
+
+
+def test_every_kind_of_fault_that_the_simulator_has_is_gone_through_here() -> None:
+    assert {kind for kind, _, _ in FAULTS.values()} == set(get_args(FaultKind))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_never_taken_for_no_events_and_is_over_when_it_is_over(scene: Scene, name: str) -> None:
+    fault, options, kind = FAULTS[name]
+    agent, failed, again = scene.agent, scene.failed(kind), len(scene.agent.log(WORKS_AGAIN))
+    scene.sim.fault("vm-1", fault, on="poll", **options)
+    agent.wait_until(lambda: scene.failed(kind) >= failed + POLLS, f"{POLLS} polls had failed")
+    scene.check_nothing_is_forgotten()
+    scene.sim.clear_faults()
+
+    check_pace(agent.wait_log(WORKS_AGAIN, count=again + 1))
+    assert scene.failed(kind) - failed == agent.log(WORKS_AGAIN)[again]["failures"]
+    scene.check_nothing_is_forgotten()
+
+
+@pytest.mark.parametrize("status", ASKS_FOR_MORE)
+def test_where_the_service_asks_for_time_it_gets_it_and_nothing_is_forgotten(scene: Scene, status: int) -> None:
+    kind, pause = ASKS_FOR_MORE[status]
+    failed, again = scene.failed(kind), len(scene.agent.log(WORKS_AGAIN))
+    scene.sim.fault("vm-1", "status", status=status, on="poll", count=1)
+
+    told = scene.agent.wait_log(WORKS_AGAIN, count=again + 1)
+    assert (told["failures"], scene.failed(kind)) == (1, failed + 1)
+    assert pause - INTERVAL < told["after_seconds"] < pause + ROOM
+    scene.check_nothing_is_forgotten()
+
+
+def test_a_storm_of_different_faults_is_gone_through_as_well(scene: Scene) -> None:
+    again = len(scene.agent.log(WORKS_AGAIN))
+    for fault, options, _ in FAULTS.values():
+        scene.sim.fault("vm-1", fault, on="poll", count=1, **options)
+
+    told = scene.agent.wait_log(WORKS_AGAIN, count=again + 1)
+    # A reset of the kept connection is made good within the poll that it befalls.
+    assert len(FAULTS) - 1 <= told["failures"] <= len(FAULTS)
+    check_pace(told)
+    scene.check_nothing_is_forgotten()
+
+
+def check_pace(told: Mapping[str, Any]) -> None:
+    """That each poll followed the one before after an interval, or at once if that was given up later than that.
+
+    ``told``: what the log says at the end of the trouble. Its seconds begin when the first poll had failed,
+    however long that took; polls without a pause between them would need next to none.
+    """
+    failures, seconds = told["failures"], told["after_seconds"]
+    assert 0.5 * (failures - 1) * INTERVAL < seconds < failures * max(INTERVAL, TIME_LIMIT) + ROOM
+
+
+@needs_reload
+@pytest.mark.parametrize("where", ["refused", "unreachable", "timeout"])
+def test_an_endpoint_that_is_not_there_is_never_taken_for_no_events(scene: Scene, where: str) -> None:
+    agent, failed, again = scene.agent, scene.failed(where), len(scene.agent.log(WORKS_AGAIN))
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        endpoints = {
+            "refused": f"http://127.0.0.1:{bound.getsockname()[1]}",  # nobody listens there
+            "unreachable": "http://255.255.255.255",  # TCP has no way to it, and no packet is sent
+            "timeout": f"http://127.0.0.1:{listener.getsockname()[1]}",  # taken by the system, and by nobody else
+        }
+        scene.write_policy(endpoints[where])
+        agent.reload()
+        agent.wait_until(lambda: scene.failed(where) >= failed + 2 * POLLS, "polls had failed")
+        scene.check_nothing_is_forgotten()
+        scene.write_policy()
+        agent.reload()
+        told = agent.wait_log(WORKS_AGAIN, count=again + 1)
+    check_pace(told)
+    scene.check_nothing_is_forgotten()
+
+
+@needs_reload
+def test_an_agent_that_starts_again_during_a_fault_forgets_nothing_either(scene: Scene) -> None:
+    scene.sim.fault("vm-1", "html", on="poll")
+    scene.agent.kill()
+    scene.agent.start(is_awaited=False)
+    scene.agent.wait_log("agent started")
+    scene.agent.wait_until(lambda: scene.failed("document") >= POLLS, f"{POLLS} polls had failed")
+    assert scene.agent.ran() == ["drain"]
+    assert scene.agent.pending()[scene.event]["phase"] == "prepared"
+    assert not scene.agent.is_ready()
+    scene.sim.clear_faults()
+    scene.sim.cancel(scene.event)
+    scene.agent.wait_log("closed", event_id=scene.event)
+    assert scene.agent.ran() == ["drain", "resume"]

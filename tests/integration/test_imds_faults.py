@@ -1,0 +1,252 @@
+"""The poller through hours of trouble, which pass in a moment: its clock moves only while it waits or asks.
+
+How each kind of trouble looks on the wire is the matter of test_imds_wire.py; that a real agent goes through all
+of them with an event pending, of test_endpoint_faults.py.
+"""
+
+import queue
+import sys
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+import structlog
+
+from agent import daemon as module
+from agent.daemon import _Endpoint, _Identifier, _Item, _Poller
+from agent.events import Document, DocumentError
+from agent.imds import IMDS_ERROR_KINDS, Identity, ImdsError, ImdsErrorKind
+from agent.metrics import Metrics
+
+HOUR = 3600.0
+DOCUMENT = (
+    b'{"DocumentIncarnation": 1, "Events": [{"EventId": "a", "EventType": "Reboot", "Resources": ["vm-1"]}]}'
+)
+ASK_FOR_MORE: tuple[ImdsErrorKind, ...] = ("throttled", "bad_request")
+TIME_LIMIT = 10.0
+
+Answer = bytes | ImdsError | DocumentError
+
+
+class Clock:
+    """The daemon's time module and the event that stops its poller, in one."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.ends = float("inf")
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def is_set(self) -> bool:
+        return self.now >= self.ends
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        return self.is_set()
+
+
+class Service:
+    """The metadata service as the poller meets it; ``answer`` says what it does at a time since the beginning."""
+
+    fetch_timeout = TIME_LIMIT
+
+    def __init__(
+        self, clock: Clock, poll_interval: float, answer: Callable[[float], tuple[float, Answer]]
+    ) -> None:
+        self.poll_interval = poll_interval
+        self.asked: list[float] = []
+        self._clock = clock
+        self._began = clock.now
+        self._answer = answer
+
+    def look_again(self, *, has_failed: bool) -> bool:
+        del has_failed
+        return False
+
+    def connect(self) -> "Service":
+        return self
+
+    def fetch(self) -> bytes:
+        self.asked.append(self._clock.now - self._began)
+        lasts, answer = self._answer(self.asked[-1])
+        self._clock.now += lasts
+        if isinstance(answer, bytes):
+            return answer
+        raise answer
+
+    def close(self) -> None:
+        pass
+
+
+class Run:
+    """What a poller did between the beginning and the end."""
+
+    def __init__(
+        self, poll_interval: float, lasts: float, answer: Callable[[float], tuple[float, Answer]]
+    ) -> None:
+        self.clock = Clock()
+        self.inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self.metrics = Metrics(tuple)
+        self.service = Service(self.clock, poll_interval, answer)
+        poller = _Poller(cast("_Endpoint", self.service), self.inbox.put, self.metrics)
+        poller.stop_requested = cast("Any", self.clock)
+        self.clock.ends = self.clock.now + lasts
+        with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as self.log:
+            patch.setattr(module, "time", self.clock)
+            poller.run()
+
+    def polls(self, outcome: str) -> float:
+        return cast("float", self.metrics.polls.labels(outcome)._value.get())
+
+    def messages(self, *names: str) -> list[tuple[object, ...]]:
+        return [tuple(line[name] for name in names if name in line) for line in self.log]
+
+
+def failing(kind: ImdsErrorKind, until: float, lasts: float = 0.0) -> Callable[[float], tuple[float, Answer]]:
+    """Fails until then, each time after so many seconds; after that it answers at once."""
+    error = ImdsError(f"GET: {kind}", kind=kind)
+    return lambda now: (lasts, error) if now < until else (0.0, DOCUMENT)
+
+
+@pytest.fixture(scope="module")
+def ten_hours_of_500() -> Run:
+    return Run(1.0, 10 * HOUR + 60.5, failing("server_error", 10 * HOUR))
+
+
+def test_ten_hours_of_500_are_polled_through_once_a_second_and_over_within_one(ten_hours_of_500: Run) -> None:
+    assert ten_hours_of_500.service.asked == [float(second) for second in range(36_061)]
+    assert (ten_hours_of_500.polls("server_error"), ten_hours_of_500.polls("ok")) == (36_000, 61)
+
+
+def test_of_ten_hours_of_500_the_log_tells_once_an_hour_and_the_end(ten_hours_of_500: Run) -> None:
+    hourly = [
+        ("polling the metadata service fails", "server_error", "GET: server_error", hour * 3600 + 1)
+        for hour in range(10)
+    ]
+    over = ("polling the metadata service works again", 36_000, 36_000.0)
+    fields = ("event", "kind", "reason", "failures", "after_seconds")
+    assert ten_hours_of_500.messages(*fields) == [*hourly, over]
+
+
+def test_of_ten_hours_of_500_the_engine_hears_nothing_and_then_the_document_once(ten_hours_of_500: Run) -> None:
+    assert isinstance(document := ten_hours_of_500.inbox.get_nowait(), Document)
+    assert [event.id for event in document.events] == ["a"]
+    assert ten_hours_of_500.inbox.empty()
+
+
+def test_hours_of_500_leave_nothing_behind_in_memory() -> None:
+    blocks: dict[float, int] = {}
+    error = ImdsError("GET: 500", kind="server_error")
+
+    def answer(now: float) -> tuple[float, Answer]:
+        if now % HOUR == 0.0:
+            service.asked.clear()
+            blocks[now] = sys.getallocatedblocks()
+        return 0.0, error.with_traceback(None)
+
+    clock = Clock()
+    service = Service(clock, 1.0, answer)
+    inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+    poller = _Poller(cast("_Endpoint", service), inbox.put, Metrics(tuple))
+    poller.stop_requested = cast("Any", clock)
+    clock.ends = clock.now + 10.5 * HOUR
+    with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs():
+        patch.setattr(module, "time", clock)
+        poller.run()
+    assert len(blocks) == 11
+    assert inbox.empty()
+    # One object kept for each failure would be 32,400 of them; what is left are the log lines of the test itself.
+    assert blocks[10 * HOUR] - blocks[HOUR] < 1000
+
+
+@pytest.mark.parametrize("poll_interval", [0.25, 1.0, 30.0])
+@pytest.mark.parametrize("kind", [kind for kind in IMDS_ERROR_KINDS if kind not in ASK_FOR_MORE])
+def test_polling_comes_back_within_one_interval_after_whatever_fault(
+    kind: ImdsErrorKind, poll_interval: float
+) -> None:
+    over = 100.3 * poll_interval
+    run = Run(poll_interval, over + 3 * poll_interval, failing(kind, over))
+
+    back = next(asked for asked in run.service.asked if asked >= over)
+    assert back - over < poll_interval
+    assert {later - earlier for earlier, later in pairwise(run.service.asked)} == {poll_interval}
+    assert run.polls(kind) == 101
+    assert run.polls("ok") >= 2
+
+
+def test_polling_comes_back_within_one_interval_after_answers_that_are_no_document() -> None:
+    page = b"<html><body>Please sign in</body></html>"
+    run = Run(1.0, 103.5, lambda now: (0.0, page if now < 100.5 else DOCUMENT))
+
+    assert run.service.asked == [float(second) for second in range(104)]
+    assert (run.polls("document"), run.polls("ok")) == (101, 3)
+
+
+def test_a_request_that_was_given_up_is_followed_by_the_next_at_once() -> None:
+    run = Run(1.0, 105.5, failing("timeout", 95.0, lasts=TIME_LIMIT))
+
+    given_up = [10.0 * number for number in range(10)]
+    assert run.service.asked == [*given_up, *(100.0 + number for number in range(6))]
+    assert run.log[-1]["after_seconds"] == 90.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "pauses"),
+    [("throttled", [2.0, 4.0, 8.0, 16.0, 16.0]), ("bad_request", [5.0, 10.0, 10.0, 10.0, 10.0])],
+)
+def test_polling_slows_down_where_the_service_asks_for_it_and_is_at_its_pace_again_with_the_first_answer(
+    kind: ImdsErrorKind, pauses: list[float]
+) -> None:
+    run = Run(1.0, 10 * HOUR + 60.0, failing(kind, 10 * HOUR))
+
+    gaps = [later - earlier for earlier, later in pairwise(run.service.asked)]
+    assert gaps[:5] == pauses
+    failures = int(run.polls(kind))
+    assert set(gaps[5:failures]) == {pauses[-1]}
+    assert set(gaps[failures:]) == {1.0}
+    assert failures <= 10 * HOUR / pauses[-1] + 3
+
+
+def test_a_storm_of_429_in_which_some_answers_come_through_never_asks_faster_than_the_interval() -> None:
+    error = ImdsError("GET: 429", kind="throttled")
+    run = Run(1.0, HOUR, lambda now: (0.0, DOCUMENT if int(now) % 5 == 0 else error))
+
+    gaps = [later - earlier for earlier, later in pairwise(run.service.asked)]
+    assert min(gaps) == 1.0
+    assert max(gaps) <= 16.0
+    assert run.polls("throttled") + run.polls("ok") == len(run.service.asked)
+
+
+def test_trouble_of_changing_kinds_is_told_with_each_change_and_counted_as_one() -> None:
+    kinds: Mapping[int, ImdsErrorKind] = {0: "refused", 1: "refused", 2: "timeout", 3: "gone", 4: "gone"}
+    run = Run(1.0, 6.5, lambda now: (0.0, ImdsError("GET", kind=kinds[int(now)]) if now < 5 else DOCUMENT))
+
+    assert run.messages("kind", "failures") == [("refused", 1), ("timeout", 3), ("gone", 4), (5,)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [("server_error", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]), ("throttled", [0.0, 2.0, 6.0, 14.0])],
+)
+def test_who_this_vm_is_is_asked_every_second_and_less_often_of_a_service_that_does_not_know(
+    kind: ImdsErrorKind, asked: list[float]
+) -> None:
+    clock = Clock()
+    began, over = clock.now, asked[-1]
+
+    class Instance(Service):
+        def fetch_identity(self) -> Identity:
+            self.asked.append(clock.now - began)
+            if self.asked[-1] < over:
+                raise ImdsError("GET", kind=kind)
+            return Identity(name="vm-1" if self.asked[-1] > over else "", vm_id="")
+
+    service = Instance(clock, 1.0, lambda _: (0.0, DOCUMENT))
+    inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+    with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as log:
+        patch.setattr(module, "time", clock)
+        _Identifier(cast("_Endpoint", service), inbox.put, cast("Any", clock)).run()
+    assert service.asked == [*asked, asked[-1] + 10.0]
+    assert [line.get("kind") for line in log] == [kind, "no_name", None]
