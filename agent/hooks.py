@@ -272,6 +272,7 @@ class HookRun:
 
     def _await_end_or_cause(self, started_at: float) -> Literal["canceled", "timeout", "deadline"] | None:
         """Wait for the program's end; or return why it must be ended."""
+        is_time_up = False
         while True:
             with self._changed:
                 if self._has_ended:
@@ -280,13 +281,13 @@ class HookRun:
                     return "canceled"
                 now = time.monotonic()
                 timeout = started_at + self._hook.timeout - now
-                if timeout <= 0:
-                    return "timeout"
                 left = self._seconds_left()
                 left -= min(_GRACE_SECONDS, _GRACE_SHARE * max(0.0, now + left - started_at))
-                if left <= 0:
-                    return "deadline"
-                self._changed.wait(min(timeout, left, _SWEEP_SECONDS))
+                if is_time_up and min(timeout, left) <= 0:
+                    return "timeout" if timeout <= 0 else "deadline"
+                # Where this process was stopped meanwhile, the end may have come in time and only be told now.
+                is_time_up = min(timeout, left) <= 0
+                self._changed.wait(_CHECK_SECONDS[1] if is_time_up else min(timeout, left, _SWEEP_SECONDS))
             host.reap_orphans()
 
     def _await_end(self, tree: host.ProcessTree) -> None:

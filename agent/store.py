@@ -24,6 +24,8 @@ from agent.workflow import Note, Step, Workflow
 FILE_NAME = "state.db"
 # The name of a damaged file that is set aside, with this, is that of a whole file that is about to take its place.
 _SUCCESSOR = ".successor"
+# Beside a file that is being made: as long as this lies there, it is no loss if there is nothing in the file.
+_BEGINNING = ".begun"
 
 # Each entry brings the schema one version further; what is released is never edited, only added to.
 _MIGRATIONS = (
@@ -50,6 +52,8 @@ _MIGRATIONS = (
 # Another process holds the write lock for a few milliseconds at a time. Longer than this is a fault, and the
 # engine has other things to do than to wait.
 _BUSY_SECONDS = 2.0
+# What the write-ahead log needs from one checkpoint of SQLite's own to the next.
+_MAX_LOG_BYTES = 4 * 1024 * 1024
 # A request that no agent has taken up by then is void: whoever made it has been told so.
 _REQUEST_VALID_SECONDS = 30.0
 
@@ -334,8 +338,9 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _connect(path: Path, *, is_owner: bool) -> sqlite3.Connection:
+    beginning = path.with_name(path.name + _BEGINNING)
     try:
-        is_new = is_owner and _create(path)
+        is_new = is_owner and _create(path, beginning)
         os.close(os.open(path, os.O_RDWR))  # SQLite's own message would not say why not
     except OSError as error:
         raise StoreError(
@@ -346,25 +351,31 @@ def _connect(path: Path, *, is_owner: bool) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     try:
         _prepare(connection, path, is_new=is_new, is_owner=is_owner)
+        if is_new:
+            beginning.unlink()
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _create(path: Path) -> bool:
-    """Whether the file was not there before. Created by hand for its mode: SQLite would follow the umask."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-    except FileExistsError:
-        return False
-    return True
+def _create(path: Path, beginning: Path) -> bool:
+    """Whether nothing was ever in the file: it was not there before, or whoever made it was killed over that.
+
+    Created by hand for its mode: SQLite would follow the umask.
+    """
+    if not path.exists():
+        beginning.touch(0o600)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    return beginning.exists()
 
 
 def _prepare(connection: sqlite3.Connection, path: Path, *, is_new: bool, is_owner: bool) -> None:
     try:
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
+        # What somebody who goes on reading has made it grow to is given back once that is over.
+        connection.execute(f"PRAGMA journal_size_limit = {_MAX_LOG_BYTES}")
         (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
         if result != "ok":
             raise _DamagedError(" ".join(result.split()))

@@ -99,8 +99,9 @@ def _run(arguments: argparse.Namespace) -> int:
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), lambda *_, respond=respond: respond())
         daemon.run()
-    with contextlib.suppress(OSError, ValueError):  # whoever read the log may have gone
-        sys.stderr.flush()
+    if sys.stderr is not None:  # it is if it was closed from the beginning
+        with contextlib.suppress(OSError, ValueError):  # whoever read the log may have gone
+            sys.stderr.flush()
     return 0
 
 

@@ -207,9 +207,9 @@ def hold_lock(path: Path) -> HeldLock:
             f"{path}: another agent (pid {holder}) is at work here; stop it, or give this one another state_dir",
             kind="locked",
         ) from None
-    file.truncate(0)
-    file.write(b"%d\n" % os.getpid())
-    file.flush()
+    with suppress(OSError):  # a full disk takes no number: the next one is then told of an unknown holder
+        os.ftruncate(file.fileno(), 0)
+        os.pwrite(file.fileno(), b"%d\n" % os.getpid(), 0)
     return HeldLock(file)
 
 
@@ -308,13 +308,16 @@ class ProcessTree:
 
     def is_empty(self) -> bool:
         """Whether nothing of the tree runs any more."""
-        program = _read_process(self.pid)
-        if program is not None and not program.is_zombie:
+        try:
+            program = _read_process(self.pid)
+            if program is not None and not program.is_zombie:
+                return False
+            if _is_subreaper and _reap_orphans() == []:
+                return True  # what outlives the program becomes our child, and there is none
+            # A zombie counts: what it started in its last moment may have been missed, and is found the next time.
+            return self._all_members() == []
+        except OSError:  # nothing can be read now: no descriptors, no memory
             return False
-        if _is_subreaper and _reap_orphans() == []:
-            return True  # what outlives the program becomes our child, and there is none
-        # A zombie counts: what it started in its last moment may have been missed, and is found the next time.
-        return self._all_members() == []
 
     def terminate(self) -> None:
         """Ask every process of the tree to end."""
@@ -325,7 +328,7 @@ class ProcessTree:
         """End every process of the tree. Call it again until ``is_empty``: one may just have been forking."""
         members = self._members()
         # A group dies in one go, and no fork escapes from that.
-        for group in {member.group for member in members} - {os.getpgrp()}:
+        for group in {self.pid, *(member.group for member in members)} - {os.getpgrp()}:
             with suppress(OSError):
                 os.killpg(group, signal.SIGKILL)
         for member in members:
@@ -340,7 +343,10 @@ class ProcessTree:
         reap_orphans()
 
     def _members(self) -> "list[_Process]":
-        return [process for process in self._all_members() if not process.is_zombie]
+        try:
+            return [process for process in self._all_members() if not process.is_zombie]
+        except OSError:  # as in is_empty
+            return []
 
     def _all_members(self) -> "list[_Process]":
         with _trees_lock:
@@ -379,12 +385,12 @@ def start_tree(
     if not argv or not argv[0]:
         raise HostError("nothing to run", kind="hook")
     uid, gid, groups = _identity(user)
-    _become_subreaper()
     directory = cwd or "/"
     tree: ProcessTree | None = None
     with _trees_lock:
         _trees[token] = None  # from here on, a stray may be ours and a new child is no orphan
     try:
+        _become_subreaper()
         with os.fdopen(os.memfd_create("stdin"), "r+b") as source:
             source.write(stdin)
             source.seek(0)
@@ -638,6 +644,9 @@ class _Process(NamedTuple):
     is_zombie: bool
 
 
+# A process that has ended, or is hidden from us. Any other error is ours: then nothing is known of any process.
+_NOT_TO_BE_SEEN = (FileNotFoundError, ProcessLookupError, PermissionError)
+
 _trees: dict[str, ProcessTree | None] = {}  # by token; None while it is being started
 _trees_lock = threading.Lock()
 _is_subreaper: bool | None = None  # None: not tried yet
@@ -655,7 +664,7 @@ def _read_process(pid: int) -> _Process | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123 - read by the hundred; a Path costs more
             text = file.read()
-    except OSError:
+    except _NOT_TO_BE_SEEN:
         return None
     state, parent, group, session, _ = text[text.rindex(b")") + 2 :].split(b" ", 4)
     return _Process(pid, int(parent), int(group), int(session), state in (b"Z", b"X"))
@@ -687,7 +696,10 @@ def _reap_orphans() -> list[_Process] | None:
     with _trees_lock:
         if None in _trees.values():
             return None  # the child that is being started is not yet known, and its exit code is not ours to take
-        orphans = _orphans()
+        try:
+            orphans = _orphans()
+        except OSError:  # nothing can be read now: no descriptors, no memory
+            return None
         for process in orphans:
             with suppress(OSError):
                 os.waitpid(process.pid, os.WNOHANG)
@@ -728,7 +740,7 @@ def _token_of(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123 - as above
             environment = b"\0" + file.read()
-    except OSError:
+    except _NOT_TO_BE_SEEN:
         return ""
     _, _, rest = environment.partition(b"\0" + _MARKER.encode() + b"=")
     return os.fsdecode(rest.partition(b"\0")[0])

@@ -262,7 +262,8 @@ def hold_lock(path: Path) -> HeldLock:
             f"{path}: another agent (pid {holder}) is at work here; stop it, or give this one another state_dir",
             kind="locked",
         ) from None
-    win32file.WriteFile(handle, b"%d\n" % os.getpid())
+    with contextlib.suppress(pywintypes.error):  # a full disk takes no number: the next one is told of an unknown
+        win32file.WriteFile(handle, b"%d\n" % os.getpid())
     return HeldLock(handle)
 
 

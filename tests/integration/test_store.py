@@ -1,5 +1,6 @@
 """The state file in its normal life: durable, all or nothing, shared with other processes, brought up to date."""
 
+import contextlib
 import os
 import sqlite3
 import stat
@@ -484,3 +485,15 @@ except StoreError as error:
         f"unusable cannot open the state file {place / FILE_NAME}: Permission denied; "
         "run as the agent's user, or set agent.state_dir to a directory that is writable\n"
     )
+
+
+def test_the_log_is_cut_back_when_somebody_who_has_read_for_long_is_gone(store: Store) -> None:
+    log = store.path.with_name("state.db-wal")
+    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM journal").fetchone()
+        while log.stat().st_size < 8 * 2**20:
+            store.record("note", "x" * 60_000, NOW)
+    for _ in range(100):  # one to move everything into the file, the next to begin the log anew
+        store.record("note", "x" * 60_000, NOW)
+    assert log.stat().st_size < 6 * 2**20

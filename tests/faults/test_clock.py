@@ -1,0 +1,184 @@
+"""The clock is set, the machine sleeps, the process is stopped for a while.
+
+The wall clock is that of libfaketime, which changes it under the running process; the monotonic one stays the
+system's, as it does when a clock is set. A sleep of the machine is then a stop, for the monotonic clock does not
+count it, after which the wall clock has gone on by an hour.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from faulty import DRAIN, FaultyAgent, Simulator, longest_gap_seconds, see_through
+
+if sys.platform == "win32":
+    pytest.skip("neither a false clock nor signals to stop and continue are there", allow_module_level=True)
+
+pytest_plugins = ["stage"]
+
+HOUR = 3600
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    """The library that lies about the time."""
+
+    def found() -> Path | None:
+        return next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+
+    if found() is None and os.geteuid() == 0 and shutil.which("apt-get"):
+        command = ["apt-get", "install", "-q", "-y", "--no-install-recommends", "faketime"]
+        subprocess.run(command, capture_output=True, timeout=300, check=False)
+    return found() or pytest.skip("there is no libfaketime here, and only root on Debian or Ubuntu can install it")
+
+
+class Clock:
+    """The wall clock of one agent."""
+
+    def __init__(self, agent: FaultyAgent, library: Path) -> None:
+        self._file = agent.directory / "clock"
+        self.set(0)
+        agent.environment |= {
+            "LD_PRELOAD": str(library),
+            "FAKETIME_TIMESTAMP_FILE": str(self._file),
+            "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "NO_FAKE_STAT": "1",
+        }
+
+    def set(self, seconds: int) -> None:
+        """So many seconds from the true time, from now on."""
+        new = self._file.with_suffix(".new")
+        new.write_text(f"{seconds:+d}\n")
+        new.replace(self._file)
+
+
+@pytest.fixture
+def clock(agent: FaultyAgent, library: Path) -> Clock:
+    return Clock(agent, library)
+
+
+@pytest.mark.parametrize("jump", [HOUR, -HOUR], ids=["forward", "back"])
+def test_when_the_clock_is_set_by_an_hour_a_hook_that_runs_and_all_that_waits_go_on(
+    jump: int, sim: Simulator, agent: FaultyAgent, clock: Clock
+) -> None:
+    hooks = {"drain": agent.hook("drain", until="drained", timeout="10m"), **agent.hooks("resume")}
+    agent.write_policy(rules=[DRAIN], hooks=hooks)
+    agent.start()
+    # Three hours of notice: so that an hour more or less does not make it begin.
+    event = sim.schedule("Reboot", notice_seconds=3 * HOUR, start_delay_seconds=0, lasts_seconds=None)
+    agent.wait_hook("drain", "start")
+    began = time.monotonic()
+    clock.set(jump)
+    sim.wait_polls(8)
+    assert agent.get("/healthz") == (200, "ok\n")
+    assert agent.pending()[event]["phase"] == "preparing"
+    sim.fault(None, "status", on="approve", status=500, count=1)
+    agent.let_go("drained")
+    assert "next try in 1s" in agent.wait_log("approval failed")["reason"]
+    clock.set(0 if jump > 0 else 2 * jump)  # once more, backwards: what was to be tried again is not put off
+    see_through(sim, agent, event)
+    assert agent.ran() == ["drain", "resume"]
+    assert len(sim.approvals(event)) == 1
+    assert longest_gap_seconds(sim, began) < 5
+    assert agent.log("this machine stood still") == []  # nor does anybody take it for a pause
+    kinds = [kind for (kind,) in agent.journal("kind")]
+    assert kinds.index("preparing") < kinds.index("approved") < kinds.index("closed")
+
+
+def test_when_the_clock_is_set_the_time_of_an_event_is_judged_by_it_at_once_and_only_once(
+    sim: Simulator, agent: FaultyAgent, clock: Clock
+) -> None:
+    agent.write_policy(rules=[{**DRAIN, "lead": "15m"}], hooks=agent.hooks("drain", "resume"))
+    clock.set(-HOUR)
+    agent.start()
+    event = sim.schedule("Reboot", notice_seconds=1000, lasts_seconds=None)
+    assert agent.wait_phase(event, "waiting")["waits_for"].startswith("its time comes at ")
+    sim.wait_polls(4)
+    assert agent.ran() == []
+    clock.set(0)  # 1000 s are still more than a lead of 15 minutes
+    sim.wait_polls(4)
+    assert agent.ran() == []
+    clock.set(HOUR // 2)
+    agent.wait_hook("drain")
+    clock.set(-HOUR)
+    sim.wait_polls(8)
+    assert agent.ran() == ["drain"]
+
+
+def test_after_an_hour_of_sleep_it_polls_at_once_and_what_is_due_by_then_begins(
+    sim: Simulator, agent: FaultyAgent, clock: Clock
+) -> None:
+    agent.write_policy(rules=[{**DRAIN, "lead": "15m"}], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot", notice_seconds=HOUR + 600, start_delay_seconds=0, lasts_seconds=None)
+    agent.wait_phase(event, "waiting")
+    agent.freeze()
+    time.sleep(1.5)  # more than what is taken for the scheduler's noise
+    clock.set(HOUR)
+    woken = time.monotonic()
+    agent.thaw()
+    agent.wait_hook("drain")
+    sim.wait_approved(event)
+    first = min(one.monotonic for one in sim.requests() if one.monotonic > woken)
+    assert first - woken < 5
+    assert agent.wait_log("this machine stood still")["seconds"] < 60  # by the clock that does not count a sleep
+
+
+def test_stopped_while_an_event_goes_by_it_recovers_once_when_it_goes_on(
+    sim: Simulator, agent: FaultyAgent
+) -> None:
+    # Five seconds stand for a minute. What a stop does to the agent, it does from the first second on: threads are
+    # late by it. Of the limits between the two only /healthz speaks (healthy_within, and the 15 s in which the
+    # engine should have turned): the one is set so that it is passed here, the other is judged anew at each turn.
+    agent.write_policy(agent={"healthy_within": "3s"}, rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Freeze", start_delay_seconds=0.2, lasts_seconds=1.0)
+    sim.wait_approved(event)
+    agent.freeze()
+    began = time.monotonic()
+    sim.wait_gone(event)
+    time.sleep(max(0.0, began + 5 - time.monotonic()))
+    agent.thaw()
+    agent.wait_log("closed", event_id=event)
+    agent.wait_until(lambda: agent.get("/healthz") == (200, "ok\n"), "it was healthy")
+    agent.wait_until(agent.is_ready, "it was ready")
+    assert agent.ran() == ["drain", "resume"]
+    assert len(sim.approvals(event)) == 1
+    assert agent.wait_log("this machine stood still")["seconds"] > 4
+
+
+def test_a_hook_that_ended_in_time_while_the_agent_was_stopped_has_succeeded(
+    sim: Simulator, agent: FaultyAgent
+) -> None:
+    hooks = {"drain": agent.hook("drain", until="drained", timeout="2s"), **agent.hooks("resume")}
+    agent.write_policy(rules=[DRAIN], hooks=hooks)
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_hook("drain", "start")
+    agent.freeze()
+    agent.let_go("drained")
+    agent.wait_hook("drain")
+    time.sleep(2.5)  # its limit has long passed when the agent comes to see its end
+    agent.thaw()
+    assert agent.wait_log("hook finished")["reason"] == "hook drain: exit code 0 (succeeded)"
+    sim.wait_approved(event)
+
+
+def test_a_hook_that_did_not_end_in_time_while_the_agent_was_stopped_is_ended(
+    sim: Simulator, agent: FaultyAgent
+) -> None:
+    hooks = {"drain": agent.hook("drain", until="never", timeout="2s"), **agent.hooks("resume")}
+    agent.write_policy(rules=[DRAIN], hooks=hooks)
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_hook("drain", "start")
+    agent.freeze()
+    time.sleep(3)
+    agent.thaw()
+    assert "killed after 2s, its time limit" in agent.wait_log("hook finished")["reason"]
+    agent.wait_log("held", event_id=event)

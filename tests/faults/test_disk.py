@@ -1,0 +1,222 @@
+"""The disk under the state file is full, read-only or broken, or another process sits on the file.
+
+What holds for all of it: polling, the pages and what runs go on; nothing is begun and nothing approved that is not
+on disk first; /healthz, a metric and the log say so; and it goes on by itself when the disk does.
+"""
+
+import contextlib
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faulty import DRAIN, FaultyAgent, Simulator, longest_gap_seconds, needs_root, see_through
+
+if sys.platform == "win32":
+    pytest.skip("file systems are mounted and limited as Linux does it", allow_module_level=True)
+
+pytest_plugins = ["stage"]
+
+
+def run(*command: str) -> str:
+    """Run a command of the system; returns what it printed."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        pytest.skip(f"{' '.join(command)} is not possible here: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+@contextlib.contextmanager
+def mounted(place: Path, *options: str) -> Iterator[None]:
+    place.mkdir(parents=True, exist_ok=True)
+    run("mount", *options, str(place))
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=False)
+
+
+@pytest.fixture
+def small_disk(agent: FaultyAgent) -> Iterator[Path]:
+    """The agent's state directory as a file system of its own, of half a megabyte."""
+    with mounted(agent.state_dir, "-t", "tmpfs", "-o", "size=512k,mode=700", "none"):
+        yield agent.state_dir
+
+
+@pytest.fixture
+def breakable_disk(agent: FaultyAgent, tmp_path: Path) -> Iterator[Path]:
+    """The agent's state directory as a file system that becomes read-only when it finds itself damaged."""
+    image = tmp_path / "disk"
+    with image.open("wb") as file:
+        file.truncate(4 << 20)
+    run("mkfs.ext4", "-q", str(image))
+    with mounted(agent.state_dir, "-o", "loop,errors=remount-ro", str(image)):
+        agent.state_dir.chmod(0o700)
+        yield agent.state_dir
+
+
+def fill(disk: Path) -> Path:
+    """Write until there is no room left; returns the file that took it."""
+    ballast = disk / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return ballast
+
+
+def damage(disk: Path) -> None:
+    """Have the file system find damage in itself."""
+    device = run("findmnt", "--noheadings", "--output", "SOURCE", str(disk)).removeprefix("/dev/")
+    Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("test")
+
+
+def check_stuck(agent: FaultyAgent, sim: Simulator, reason: str) -> None:
+    """It can write nothing, and says so, but polls."""
+    failed = agent.wait_log("writing the state file fails")
+    assert (failed["kind"], failed["level"]) == ("write", "warning")
+    assert failed["reason"] == f"cannot write {agent.state_dir / 'state.db'}: {reason}"
+    trouble = f"nothing can be done until the state file can be written: {failed['reason']}\n"
+    agent.wait_until(lambda: agent.get("/healthz") == (503, trouble), "/healthz said so")
+    failures = agent.metric("store_errors_total", kind="write")
+    agent.wait_until(lambda: agent.metric("store_errors_total", kind="write") > failures, "it tried again")
+    sim.wait_polls(4)
+    assert len(agent.log("writing the state file fails")) == 1  # told once
+
+
+def check_at_work(agent: FaultyAgent) -> None:
+    assert agent.wait_log("writing the state file works again")["failures"] >= 2
+    agent.wait_until(lambda: agent.get("/healthz") == (200, "ok\n"), "it was healthy again")
+
+
+@needs_root
+def test_on_a_full_disk_nothing_is_begun_or_approved_and_with_room_it_goes_on_where_it_was(
+    sim: Simulator, agent: FaultyAgent, small_disk: Path
+) -> None:
+    agent.write_policy(
+        rules=[DRAIN], hooks={"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
+    )
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_hook("drain", "start")
+    ballast = fill(small_disk)
+    agent.let_go("drained")  # what runs ends, and that cannot be written down
+    check_stuck(agent, sim, "database or disk is full")
+    other = sim.schedule("Redeploy", lasts_seconds=None)
+    sim.wait_polls(4)
+    assert sim.approvals() == ()
+    assert agent.ran() == ["drain"]
+    assert other not in agent.pending()
+    assert agent.pending()[event]["phase"] == "preparing"
+    assert not agent.is_ready()
+    said = agent.say("approve", event)
+    assert said.returncode == 1
+    assert "database or disk is full" in said.stderr
+    ballast.unlink()
+    sim.wait_approved(other)
+    check_at_work(agent)
+    assert agent.journal_times(kind="hook_finished", hook="drain")
+    sim.wait_started(other)
+    sim.end(other)
+    see_through(sim, agent, event)
+    agent.wait_log("closed", event_id=other)
+    assert [len(sim.approvals(one)) for one in (event, other)] == [1, 1]
+    assert agent.ran().count("resume") == 1
+
+
+@needs_root
+def test_on_a_full_disk_an_agent_does_not_start_and_says_why(
+    sim: Simulator, agent: FaultyAgent, small_disk: Path
+) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    agent.kill()
+    ballast = fill(small_disk)
+    agent.start(is_awaited=False)
+    assert agent.wait_exit() == 1
+    assert agent.plain_lines() == [
+        f"scheduled-events-agent: cannot write {small_disk / 'state.db'}: database or disk is full\n"
+    ]
+    ballast.unlink()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.start()
+    sim.wait_approved(event)
+
+
+@needs_root
+def test_a_disk_that_is_full_before_the_first_start_is_told(
+    sim: Simulator, agent: FaultyAgent, small_disk: Path
+) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    ballast = fill(small_disk)
+    agent.start(is_awaited=False)
+    assert agent.wait_exit() == 1
+    assert agent.plain_lines() == [
+        f"scheduled-events-agent: cannot open the state file {small_disk / 'state.db'}: database or disk is full\n"
+    ]
+    ballast.unlink()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.start()
+    sim.wait_approved(event)  # what could not be made is not taken for what was lost
+
+
+@needs_root
+def test_on_a_disk_that_has_become_read_only_nothing_is_approved_and_after_its_repair_it_goes_on(
+    sim: Simulator, agent: FaultyAgent, breakable_disk: Path, tmp_path: Path
+) -> None:
+    agent.write_policy(
+        rules=[DRAIN], hooks={"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
+    )
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_hook("drain", "start")
+    damage(breakable_disk)
+    agent.let_go("drained")
+    check_stuck(agent, sim, "disk I/O error")
+    assert sim.approvals() == ()
+    agent.kill()
+    agent.start(is_awaited=False)
+    assert agent.wait_exit() == 1
+    assert agent.plain_lines() == [
+        f"scheduled-events-agent: {breakable_disk / 'lock'}: cannot be opened for locking; Read-only file system\n"
+    ]
+    run("umount", str(breakable_disk))
+    subprocess.run(["e2fsck", "-fy", str(tmp_path / "disk")], capture_output=True, check=False)
+    run("mount", "-o", "loop", str(tmp_path / "disk"), str(breakable_disk))
+    agent.start()
+    see_through(sim, agent, event)
+    assert agent.ran() == ["drain", "drain", "resume"]  # that it had ended was never written down
+    assert len(sim.approvals(event)) == 1
+
+
+def test_while_another_process_holds_the_state_file_for_ten_seconds_only_polling_and_what_runs_go_on(
+    sim: Simulator, agent: FaultyAgent
+) -> None:
+    hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
+    agent.write_policy(rules=[DRAIN], hooks=hooks)
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_hook("drain", "start")
+    with contextlib.closing(sqlite3.connect(agent.state_dir / "state.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        until = time.monotonic() + 10
+        agent.let_go("drained")
+        agent.wait_hook("drain")
+        check_stuck(agent, sim, "database is locked")
+        while time.monotonic() < until:
+            assert sim.approvals() == ()
+            assert agent.get("/status")[0] == 200
+            time.sleep(0.1)
+        other.execute("ROLLBACK")
+    sim.wait_approved(event)
+    check_at_work(agent)
+    assert (
+        longest_gap_seconds(sim) < 5
+    )  # at one poll each 250 ms; a turn of the engine takes three seconds meanwhile
+    sim.wait_started(event)
+    sim.end(event)
+    agent.wait_log("closed", event_id=event)
+    assert agent.ran() == ["drain", "resume"]
+    assert len(sim.approvals(event)) == 1

@@ -1,0 +1,98 @@
+"""Nobody reads what the agent writes: its outputs are closed, full or gone. The work is the same."""
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from faulty import DRAIN, FaultyAgent, Simulator, longest_gap_seconds
+
+if sys.platform == "win32":
+    pytest.skip("descriptors are redirected as a shell of Unix does it", allow_module_level=True)
+
+pytest_plugins = ["stage"]
+
+# Becomes the command whose standard error is a socket, as to the journal, that has nobody at its other end.
+GONE_JOURNAL = """
+import os, socket, sys
+ours, theirs = socket.socketpair()
+os.dup2(ours.fileno(), 2)
+facts = os.fstat(2)
+os.environ["JOURNAL_STREAM"] = f"{facts.st_dev}:{facts.st_ino}"
+theirs.close()
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def redirected(how: str) -> list[str]:
+    return ["/bin/sh", "-c", f'exec "$@" {how}', "sh"]
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[int]:
+    """A named pipe that the test has open at both ends, without waiting at either."""
+    os.mkfifo(tmp_path / "pipe")
+    descriptor = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
+    yield descriptor
+    os.close(descriptor)
+
+
+def check_life(sim: Simulator, agent: FaultyAgent, then: Callable[[], object] = lambda: None) -> None:
+    """An event goes its whole way, and the agent ends as it should; ``then`` happens when it has polled."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    agent.address = f"127.0.0.1:{port}"
+    agent.write_policy(agent={"listen": agent.address}, rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start(is_awaited=False)
+    sim.wait_polls(2)
+    then()
+    event = sim.schedule("Reboot", start_delay_seconds=0, lasts_seconds=None)
+    sim.wait_approved(event)
+    agent.wait_phase(event, "started")
+    sim.end(event)
+    agent.wait_hook("resume")
+    agent.wait_until(lambda: agent.pending() == {}, "it was closed")
+    assert agent.get("/healthz") == (200, "ok\n")
+    agent.stop()
+    assert agent.ran() == ["drain", "resume"]
+    assert len(sim.approvals(event)) == 1
+    # What hooks write is read and kept nevertheless.
+    tails = [row for row in agent.journal("hook", "detail") if row[1]]
+    assert tails == [("drain", "drain works\n"), ("resume", "resume works\n")]
+    assert longest_gap_seconds(sim) < 5
+
+
+@pytest.mark.parametrize("how", ["2>&-", "<&- >&- 2>&-", ">/dev/full 2>&1"])
+def test_with_its_outputs_closed_or_full_the_agent_does_its_work(
+    how: str, sim: Simulator, agent: FaultyAgent
+) -> None:
+    agent.prefix = redirected(how)
+    check_life(sim, agent)
+
+
+def test_when_the_reader_of_its_log_has_gone_the_agent_does_its_work(
+    sim: Simulator, agent: FaultyAgent, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "log")
+    reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)
+    agent.prefix = redirected(f"2>{tmp_path / 'log'}")
+    check_life(sim, agent, lambda: os.close(reader))
+
+
+def test_when_nobody_empties_the_pipe_of_its_log_the_agent_does_its_work(
+    sim: Simulator, agent: FaultyAgent, pipe: int, tmp_path: Path
+) -> None:
+    agent.prefix = redirected(f"2>{tmp_path / 'pipe'}")
+    with contextlib.suppress(BlockingIOError):
+        while os.write(pipe, b"." * 512):
+            pass
+    check_life(sim, agent)
+    assert set(os.read(pipe, 1 << 20)) == {ord(".")}  # it was full to the end
+
+
+def test_when_the_journal_has_gone_the_agent_does_its_work(sim: Simulator, agent: FaultyAgent) -> None:
+    agent.prefix = [sys.executable, "-c", GONE_JOURNAL]
+    check_life(sim, agent)

@@ -1,0 +1,110 @@
+"""Another process has the number of one that is gone, or wants to work on the same state."""
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faulty import DRAIN, FaultyAgent, MakeAgent, Simulator, needs_root, see_through
+
+pytest_plugins = ["stage"]
+
+LAST_PID = Path("/proc/sys/kernel/ns_last_pid")
+
+
+@contextlib.contextmanager
+def stranger(pid: int) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process of nobody's with this number, which another one had before."""
+    for _ in range(200):
+        LAST_PID.write_text(str(pid - 1))
+        process = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        if process.pid == pid:
+            break
+        process.kill()  # somebody else was faster
+        process.wait()
+    else:
+        pytest.skip(f"the system does not give the number {pid} again")
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def heir() -> Iterator[None]:
+    """What loses its parent becomes a child of this process, whatever the machine's first process does of it."""
+    libc, subreaper = ctypes.CDLL(None), 36
+    libc.prctl(subreaper, 1)
+    yield
+    libc.prctl(subreaper, 0)
+
+
+@needs_root
+@pytest.mark.usefixtures("heir")
+@pytest.mark.skipif(not LAST_PID.exists(), reason="the kernel cannot be told which number comes next")
+def test_a_process_that_has_the_number_of_a_hook_of_a_killed_agent_is_left_alone(
+    sim: Simulator, agent: FaultyAgent
+) -> None:
+    hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
+    agent.write_policy(rules=[DRAIN], hooks=hooks)
+    agent.start()
+    event = sim.schedule("Reboot", start_delay_seconds=0, lasts_seconds=None)
+    pid = agent.wait_hook("drain", "start")["pid"]
+    agent.kill()
+    agent.let_go("drained")
+    agent.wait_hook("drain")  # it ends while no agent is there
+    os.waitpid(pid, 0)
+    with stranger(pid) as process:
+        agent.start()
+        agent.wait_hook("drain", count=2)
+        see_through(sim, agent, event)
+        agent.stop()
+        assert process.poll() is None
+    assert agent.log("ended what hooks of an agent that was killed had left running") == []
+    assert agent.ran() == ["drain", "drain", "resume"]
+
+
+def test_a_lock_in_the_name_of_a_process_that_lives_but_is_no_agent_does_not_hold_up_the_start(
+    sim: Simulator, agent: FaultyAgent
+) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    agent.kill()
+    lock = agent.state_dir / "lock"
+    lock.write_bytes(b"%d\n" % os.getpid())  # who has the number now that the killed one had
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.start()
+    sim.wait_approved(event)
+    if sys.platform != "win32":  # where nobody else may read what is locked
+        assert lock.read_text() == f"{agent.process.pid}\n"
+
+
+def test_a_second_agent_on_the_same_state_ends_and_disturbs_neither_the_first_nor_its_hook(
+    sim: Simulator, agent: FaultyAgent, make_agent: MakeAgent
+) -> None:
+    hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
+    agent.write_policy(rules=[DRAIN], hooks=hooks)
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    hook = agent.wait_hook("drain", "start")
+    before = agent.journal()
+    second = make_agent(sim.endpoint(), "second")
+    second.state_dir = agent.state_dir
+    second.write_policy(rules=[DRAIN], hooks=hooks)
+    second.start(is_awaited=False)
+    assert second.wait_exit() == 1
+    assert "".join(second.plain_lines()) == (
+        f"scheduled-events-agent: {agent.state_dir / 'lock'}: another agent (pid {agent.process.pid}) is at work "
+        "here; stop it, or give this one another state_dir\n"
+    )
+    assert agent.journal() == before
+    assert agent.pending()[event]["phase"] == "preparing"
+    agent.let_go("drained")
+    assert agent.wait_hook("drain")["pid"] == hook["pid"]
+    sim.wait_approved(event)
+    assert agent.ran() == ["drain"]
