@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+MINUTES ?= 60
 
-.PHONY: demo test lint simulation bench system packages deb rpm msi clean
+.PHONY: demo test lint faults simulation fuzz soak bench system packages deb rpm msi clean
 
 demo: $(VENV)/.ready          ## The main job, end to end, against the built-in simulator
 	$(BIN)/scheduled-events-agent demo
@@ -19,6 +20,15 @@ lint: $(VENV)/.ready          ## Style and types, for Linux and for Windows
 
 simulation: $(VENV)/.ready    ## Ten thousand lives of the agent under every kind of trouble, seed by seed
 	$(BIN)/python tests/simulation
+
+faults: $(VENV)/.ready        ## The real agent without disk, memory, descriptors, clock (root on Linux: else in part)
+	$(BIN)/python -m pytest -n 2 tests/faults
+
+fuzz: $(VENV)/.ready          ## A million inputs for everything that reads what others wrote (about ten minutes)
+	nice $(BIN)/python tests/fuzz/fuzz.py
+
+soak: $(VENV)/.ready          ## Whether the agent grows, at a hundred times its pace (MINUTES=60)
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 
 bench: $(VENV)/.ready         ## Speed and size, as a table
 	$(BIN)/python -m benchmarks

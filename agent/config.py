@@ -34,6 +34,14 @@ _MAX_UNIT_CHARACTERS = 255
 # Endings of files that an interpreter named in ``run`` may be given.
 _SCRIPTS = (".py", ".sh", ".ps1", ".cmd", ".bat", ".pl", ".rb", ".js", ".vbs")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Searching backtracks, and nothing can end it. These limits, with that of the text searched (policy.py), keep the
+# shapes whose time grows without bound, or to hours, from the engine's thread.
+_MAX_REGEX_CHARACTERS = 1000
+_MAX_REPETITIONS = 3
+_MAX_OPTIONS = 10
+_NO_OPERATOR = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_REPETITION = re.compile(r"[*+{]")
+_OPTION = re.compile(r"(?<![(*+?}])\?")
 
 # The notice Azure promises; a Terminate has what its scale set says, at least this.
 _NOTICE_SECONDS = {"Freeze": 900.0, "Reboot": 900.0, "Redeploy": 600.0, "Preempt": 30.0, "Terminate": 300.0}
@@ -205,20 +213,20 @@ def parse_settings(
     if parsed.draft is not None:
         known = [problem.path for problem in problems]
         found = _faults(parsed.draft, parsed, may_change_user=may_change_user, may_start_units=may_start_units)
-        faults = _in_order(parsed, found)
+        faults = parsed.gather(found)
         # Where a value was wrong already, what is missing because of it is no news.
         news = [fault for fault in faults if not any(path.startswith(fault.path) for path in known)]
         problems = tuple(sorted((*problems, *news), key=lambda problem: problem.line))
     if parsed.value is None or problems:
         raise ConfigError(tuple(str(problem) for problem in problems))
-    warnings = _in_order(parsed, _doubts(parsed.value))
+    warnings = parsed.gather(_doubts(parsed.value))
     return Loaded(settings=parsed.value, warnings=warnings, parsed=parsed)
 
 
 def check_files(loaded: Loaded) -> tuple[Problem, ...]:
     """Warnings about what hooks name and this machine lacks or refuses, and of files that others could change."""
     exposed = _exposed(loaded.settings, None if loaded.name == BUILT_IN_NAME else Path(loaded.name))
-    return _in_order(loaded.parsed, [*exposed, *_missing(loaded.settings)])
+    return loaded.parsed.gather([*exposed, *_missing(loaded.settings)])
 
 
 def parse_endpoint(text: str) -> tuple[str, int] | None:
@@ -239,11 +247,6 @@ def policy_schema() -> dict[str, Any]:
 
 _Finding = tuple[str, str]
 """Path and message."""
-
-
-def _in_order(parsed: Parsed[Settings], findings: Iterable[_Finding]) -> tuple[Problem, ...]:
-    problems = [parsed.problem(path, message) for path, message in findings]
-    return tuple(sorted(problems, key=lambda problem: problem.line))
 
 
 def _faults(
@@ -300,11 +303,13 @@ def _setting_faults(settings: Settings) -> Iterator[_Finding]:
 def _hook_list_faults(
     path: str, names: tuple[str, ...], settings: Settings, parsed: Parsed[Settings]
 ) -> Iterator[_Finding]:
+    before: set[str] = set()
     for index, name in enumerate(names):
         if name not in settings.hooks and f"hooks.{name}" not in parsed.lines:
             yield f"{path}[{index}]", _unknown("hook", name, settings.hooks)
-        elif name in names[:index]:
+        elif name in before:
             yield f"{path}[{index}]", f'hook "{name}" stands in this list already'
+        before.add(name)
 
 
 def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[_Finding]:
@@ -313,12 +318,9 @@ def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[_F
             way_out = "" if key == "affects" else ": remove the key if any will do"
             yield f"{path}.{key}", f"expected at least one; got an empty list{way_out}"
     for index, text in enumerate(when.description):
-        try:
-            re.compile(text, re.IGNORECASE)
-        except (re.error, RecursionError, OverflowError) as error:
+        if fault := _regex_fault(text):
             where = f"{path}.description[{index}]"
-            where = where if where in parsed.lines else f"{path}.description"
-            yield where, f'expected a regular expression; got "{text}": {error}'
+            yield where if where in parsed.lines else f"{path}.description", fault
     for kind in ("duration", "notice"):
         below, at_least = getattr(when, f"{kind}_below"), getattr(when, f"{kind}_at_least")
         if below == 0:
@@ -326,6 +328,25 @@ def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[_F
         elif below is not None and at_least is not None and below <= at_least:
             limit = f"more than {kind}_at_least ({format_duration(at_least)})"
             yield f"{path}.{kind}_below", f"expected {limit}; got {format_duration(below)}"
+
+
+def _regex_fault(text: str) -> str | None:
+    if len(text) > _MAX_REGEX_CHARACTERS:
+        return f"expected at most {_MAX_REGEX_CHARACTERS} characters; got {len(text)}"
+    try:
+        re.compile(text, re.IGNORECASE)
+    except (re.error, RecursionError, OverflowError) as error:
+        return f'expected a regular expression; got "{text}": {error}'
+    operators = _NO_OPERATOR.sub("x", text)
+    if re.search(r"\)[*+{]", operators):
+        return f'expected no group that is repeated, for that may take hours to search; got "{text}"'
+    for operator, most, name in (
+        (_REPETITION, _MAX_REPETITIONS, "of *, + and {}"),
+        (_OPTION, _MAX_OPTIONS, "of ?"),
+    ):
+        if (count := len(operator.findall(operators))) > most:
+            return f'expected at most {most} {name}, for more may take hours to search; got {count} in "{text}"'
+    return None
 
 
 def _hook_faults(path: str, hook: Hook, *, may_change_user: bool, may_start_units: bool) -> Iterator[_Finding]:

@@ -118,15 +118,16 @@ def parse_document(body: bytes) -> Document:
     data = _decode(body)
     if not isinstance(data, dict) or not isinstance(data.get("Events"), list):
         raise DocumentError(f'expected an object with a list "Events"; got {_excerpt(body)}')
-    events: dict[str, ScheduledEvent] = {}
+    twins: dict[str, list[ScheduledEvent]] = {}
     for index, item in enumerate(data["Events"]):
         event = _to_event(item, f"Events[{index}]")
-        if event.is_ended:
-            continue
-        twin = events.get(event.key)
-        events[event.key] = event if twin is None else _merge(twin, event)
+        if not event.is_ended:
+            twins.setdefault(event.key, []).append(event)
     incarnation = data.get("DocumentIncarnation")
-    return Document(incarnation="" if incarnation is None else _text(incarnation), events=tuple(events.values()))
+    return Document(
+        incarnation="" if incarnation is None else _text(incarnation),
+        events=tuple([_merge(events) for events in twins.values()]),
+    )
 
 
 def parse_event(body: bytes) -> ScheduledEvent:
@@ -146,13 +147,20 @@ def compare(known: Mapping[str, ScheduledEvent], document: Document) -> list[See
     """
     present = {event.key: event for event in document.events}
     missing = {key: event for key, event in known.items() if key not in present}
+    renamable: dict[tuple[object, ...], list[str]] = {}
+    for key, event in reversed(missing.items()):
+        if not event.is_started:
+            renamable.setdefault(_likeness(event), []).append(key)
     changes: list[Seen | Gone] = []
     for key, event in present.items():
         if key not in known:
-            old_key = _same_under_other_id(event, missing)
-            if old_key is not None:
+            old_keys = renamable.get(_likeness(event)) if event.is_started else None
+            if old_keys:
+                old_key = old_keys.pop()
                 del missing[old_key]
-            changes.append(Seen(event, old_key))
+                changes.append(Seen(event, old_key))
+            else:
+                changes.append(Seen(event))
         elif known[key] != event:
             changes.append(Seen(event))
     changes.extend(Gone(key) for key in missing)
@@ -176,25 +184,23 @@ def to_azure_json(event: ScheduledEvent) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def _same_under_other_id(event: ScheduledEvent, missing: Mapping[str, ScheduledEvent]) -> str | None:
-    if not event.is_started:
-        return None
-    for key, old in missing.items():
-        if (
-            not old.is_started
-            and (old.type, old.source, old.description) == (event.type, event.source, event.description)
-            and old.resources == event.resources
-        ):
-            return key
-    return None
+def _likeness(event: ScheduledEvent) -> tuple[object, ...]:
+    """What stays when an event gets a new id."""
+    return event.type, event.source, event.resources, event.description
 
 
-def _merge(first: ScheduledEvent, second: ScheduledEvent) -> ScheduledEvent:
-    """One event listed twice: an approval of the id would cover the resources of both."""
-    # Without an id the resources are the key, and the key must stay.
-    more = tuple(resource for resource in second.resources if first.id and resource not in first.resources)
-    status = "Started" if second.is_started else first.status
-    return msgspec.structs.replace(first, resources=first.resources + more, status=status)
+def _merge(twins: list[ScheduledEvent]) -> ScheduledEvent:
+    """One event, however often it is listed: an approval of its id would cover the resources of all."""
+    first = twins[0]
+    if len(twins) == 1:
+        return first
+    resources = first.resources
+    if first.id:  # without an id the resources are the key, and the key must stay
+        known = set(resources)
+        more = dict.fromkeys(resource for twin in twins[1:] for resource in twin.resources)
+        resources += tuple([resource for resource in more if resource not in known])
+    status = "Started" if any(twin.is_started for twin in twins) else first.status
+    return msgspec.structs.replace(first, resources=resources, status=status)
 
 
 def _decode(body: bytes) -> Any:

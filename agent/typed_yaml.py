@@ -10,6 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import time
+from itertools import islice
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
@@ -25,6 +26,10 @@ _Node = Any  # a yaml.Node, whose published types lack ``id``
 # Far more than a file written by hand holds; it ends aliases that double at every step.
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 50
+# Nobody mends more at a time; and an alias may repeat a value with many faults, or one with a long text, often.
+_MAX_PROBLEMS = 100
+_MAX_MESSAGE = 1000
+_MAX_KNOWN = 1000  # there are six hundred time zones
 # Keeps NotBefore less a duration inside the calendar.
 _MAX_DURATION_SECONDS = 3650 * 86400.0
 # What YAML allows in a text; anything else (NUL above all) would be reported without a line.
@@ -45,7 +50,7 @@ _SCALARS = {
 }
 _UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
 _DURATION = re.compile("".join(rf"(?:(?P<{unit}>[0-9]+(?:\.[0-9]+)?){unit}(?![a-z]))?" for unit in _UNITS_MS))
-_BARE_KEY = re.compile(r"[A-Za-z0-9_.-]+")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LAST_STEP = re.compile(r"[.\[]?[^.\[]*$")
 
 
@@ -64,7 +69,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """What a text said: a value, or problems in the order of their lines (the first hundred)."""
+    """What a text said: a value, or problems in the order of their lines (the first hundred that were met)."""
 
     name: str
     value: T | None
@@ -81,7 +86,12 @@ class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
 
     def problem(self, path: str, message: str) -> Problem:
         """A problem found by a later check, at the line of ``path``."""
-        return Problem(self.name, self.line_of(path), path, message)
+        return Problem(self.name, self.line_of(path), path, _shortened(message, _MAX_MESSAGE))
+
+    def gather(self, findings: Iterable[tuple[str, str]]) -> tuple[Problem, ...]:
+        """The problems of paths and messages, in the order of their lines; no further than the first hundred."""
+        problems = [self.problem(path, message) for path, message in islice(findings, _MAX_PROBLEMS)]
+        return tuple(sorted(problems, key=lambda problem: problem.line))
 
 
 def parse(text: str | bytes, type_: type[T], name: str) -> Parsed[T]:
@@ -93,9 +103,12 @@ def parse(text: str | bytes, type_: type[T], name: str) -> Parsed[T]:
     item). A ValueError from a Struct's ``__post_init__`` becomes a problem.
     """
     reader = _Reader(name)
-    draft = reader.read_text(text, type_)
+    try:
+        draft = reader.read_text(text, type_)
+    except _EnoughError:
+        draft = _BAD
     draft = None if draft is _BAD else draft
-    problems = tuple(sorted(reader.problems, key=lambda problem: problem.line)[:100])
+    problems = tuple(sorted(reader.problems, key=lambda problem: problem.line))
     value = None if problems else draft
     return Parsed(name=name, value=value, problems=problems, draft=draft, lines=reader.lines)
 
@@ -128,10 +141,10 @@ def format_duration(seconds: float) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that ``word`` was probably meant to be."""
+    """The known word that ``word`` was probably meant to be, of the first thousand."""
     from difflib import get_close_matches  # noqa: PLC0415  # only a faulty file needs it
 
-    by_folded = {name.casefold(): name for name in known}
+    by_folded = {name.casefold(): name for name in islice(known, _MAX_KNOWN)}
     found = get_close_matches(word.casefold(), by_folded, n=1)
     return by_folded[found[0]] if found else None
 
@@ -174,6 +187,10 @@ def default_of(item: msgspec.structs.FieldInfo) -> Any:
 
 class _ValueProblemError(Exception):
     """A value that is not what its type says; the message says what was expected and found."""
+
+
+class _EnoughError(Exception):
+    """There is no use in reading on."""
 
 
 class _Bad:
@@ -220,7 +237,9 @@ class _Reader:
         return self._read(root, type_, "")
 
     def _problem(self, line: int, path: str, message: str) -> _Bad:
-        self.problems.append(Problem(self.name, line, path, message))
+        self.problems.append(Problem(self.name, line, path, _shortened(message, _MAX_MESSAGE)))
+        if len(self.problems) >= _MAX_PROBLEMS:
+            raise _EnoughError
         return _BAD
 
     def _read(self, node: _Node, annotation: Any, path: str) -> Any:
@@ -228,8 +247,8 @@ class _Reader:
         line = node.start_mark.line + 1
         self._count += 1
         if self._count > _MAX_VALUES:
-            is_first = self._count == _MAX_VALUES + 1
-            return self._problem(line, path, f"more than {_MAX_VALUES} values") if is_first else _BAD
+            self._problem(line, path, f"more than {_MAX_VALUES} values")
+            raise _EnoughError
         if id(node) in self._open:
             return self._problem(line, path, "an alias cannot stand inside the value it repeats")
         if node.tag not in _KNOWN_TAGS:
@@ -452,8 +471,11 @@ def _found(node: _Node, empty: str = "") -> str:
 
 
 def _quote(text: str) -> str:
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
-    return '"' + shown.replace("\n", "\\n") + '"'
+    return '"' + _shortened(text, 60).replace("\n", "\\n") + '"'
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def _join(path: str, key: str) -> str:

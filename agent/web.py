@@ -21,6 +21,7 @@ from agent import AgentError, __version__, host
 # A scrape and a probe at a time is what there is; a fleet of slow clients waits outside.
 _MAX_CONNECTIONS = 16
 _TIMEOUT_SECONDS = 5.0
+_REFUSED_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,14 @@ class _Server(ThreadingHTTPServer):
         host.claim_port(self.socket)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            # Most likely no file descriptor is free. The client still waits; asking again at once would only spin.
+            time.sleep(_REFUSED_SECONDS)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(timeout=_TIMEOUT_SECONDS) or self.is_closing:

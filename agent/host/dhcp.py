@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 
 # dhclient names an option it has no definition for unknown-N (since 4.4 on some systems private-N).
-_DHCLIENT_OPTION = re.compile(r'\s*option\s+(?:unknown|private)-245\s+(".*"|[^;"]+);')
-_DHCLIENT_EXPIRE = re.compile(r"\s*expire\s+(?:(never)|epoch\s+(\d+)|\d\s+(\d+/\d+/\d+\s+\d+:\d+:\d+))\s*;")
+# In all of these no text can be matched in two ways, or a long one would take time by its square.
+_DHCLIENT_LEASE = re.compile(r"^[ \t]*lease\s*\{", re.MULTILINE)
+_DHCLIENT_OPTION = re.compile(r'\s*option\s+(?:unknown|private)-245\s+(".*"|[^;"\s][^;"]*);')
+_DHCLIENT_EXPIRE = re.compile(r"\s*expire\s+(?:(never)|epoch\s+(\d{1,18})|\d\s+(\d+/\d+/\d+\s+\d+:\d+:\d+))\s*;")
 # systemd-networkd, and NetworkManager's own client while it was built from it, write OPTION_245=a83f8110;
 # later NetworkManagers call the option private_245 (unknown_245 when dhclient told them).
 _KEY_VALUE_OPTION = re.compile(r"(?:option|private|unknown)_245\s*=\s*(\S+)", re.IGNORECASE)
@@ -24,7 +26,7 @@ _WINDOWS_RECORD = struct.Struct("<5I")
 
 def parse_lease(text: str, now: datetime) -> str | None:
     """Option 245, as a dotted address, of the lease file ``text`` of any DHCP client of Linux."""
-    if re.search(r"^\s*lease\s*\{", text, re.MULTILINE):
+    if _DHCLIENT_LEASE.search(text):
         return _parse_dhclient(text, now)
     for line in reversed(text.splitlines()):
         match = _KEY_VALUE_OPTION.fullmatch(line.strip())

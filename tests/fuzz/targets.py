@@ -1,0 +1,373 @@
+"""What is done with each input, and what must hold afterwards.
+
+Owns one function per reader of foreign bytes: it returns if the agent did right, whatever the bytes were, and
+raises if not. Only the agent's own error types are an answer; anything else that is raised is a fault.
+"""
+
+import re
+import socket
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from http import HTTPStatus
+from ipaddress import IPv4Address
+from pathlib import Path
+
+import msgspec
+from inputs import STORY_BREAK
+
+from agent import __version__
+from agent.config import ConfigError, Settings, parse_settings
+from agent.events import (
+    Document,
+    DocumentError,
+    ScheduledEvent,
+    Seen,
+    compare,
+    parse_document,
+    parse_event,
+    to_azure_json,
+)
+from agent.hooks import hook_environment
+from agent.host.dhcp import parse_lease, parse_windows_options
+from agent.policy import Facts, decide
+from agent.simulator import Scenario, SimulatorError, parse_scenario, rename_vms
+from agent.web import Page, WebServer
+from agent.workflow import (
+    AgentRestarted,
+    ApprovalAnswered,
+    Approve,
+    Board,
+    CancelHook,
+    Context,
+    HookFinished,
+    RunHook,
+    Signal,
+    Workflow,
+    known_events,
+    next_wake_at,
+    proceed,
+)
+
+NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+_MAX_MESSAGE = 1200
+_MAX_PROBLEMS = 200
+
+
+@dataclass(frozen=True)
+class Target:
+    """One reader of foreign bytes."""
+
+    check: Callable[[bytes], None]
+    share: int
+    """Its part of a hundred inputs."""
+
+
+# --- documents
+
+
+def check_document(data: bytes) -> None:
+    """A document is read into clean values, or refused with a message of one short line."""
+    for parse in (parse_document, _parse_one):
+        try:
+            document = parse(data)
+        except DocumentError as error:
+            assert str(error).isprintable(), error  # noqa: PT017 - either outcome is right
+            assert len(str(error)) < _MAX_MESSAGE, len(str(error))  # noqa: PT017
+            continue
+        known = {event.key: event for event in document.events}
+        assert len(known) == len(document.events), "two events of one key"
+        for event in document.events:
+            _check_event(event)
+        assert compare(known, document) == []
+        assert compare({}, document) == [Seen(event) for event in document.events]
+
+
+def _parse_one(data: bytes) -> Document:
+    return Document(incarnation="", events=(parse_event(data),))
+
+
+def _check_event(event: ScheduledEvent) -> None:
+    for text in (event.id, event.type, event.status, event.source, event.description, *event.resources):
+        assert text.isprintable(), text
+        assert text == text.strip()
+        assert len(text) <= 4096
+    assert event.not_before is None or event.not_before.tzinfo is UTC
+    assert event.duration_seconds is None or 0 <= event.duration_seconds < float("inf")
+    assert event.affects(["vm-1"]) in {"self", "shared", "others", "unknown"}
+    assert parse_event(to_azure_json(event)) == event
+    assert msgspec.json.decode(msgspec.json.encode(event), type=ScheduledEvent) == event
+    environment = hook_environment(event, stage="prepare", rule="x", vm="vm-1", outcome="", seconds_left=1e9)
+    assert all("\0" not in value and len(value) <= 8192 for value in environment.values())
+
+
+# --- stories: documents that follow each other, taken in as the engine takes them in
+
+
+@cache
+def _settings() -> Settings:
+    text = """
+        rules:
+          - {name: user, when: {source: User}, approve: immediately, shared: any}
+          - {name: told, when: {description: host|maint.*}, prepare: [a, b], recover: [c], approve: when-prepared}
+          - {name: night, when: {type: Reboot, notice_at_least: 1m}, window: night, prepare: [a], approve: manual}
+          - {name: short, when: {type: Freeze, duration_below: 9s}, approve: immediately, on_start: [d]}
+          - {name: rest, when: {resource: 'vm-*'}, drain_for: 30s, prepare: [a], recover: [c], lead: 15m}
+        hooks: {a: {shell: a}, b: {shell: b}, c: {shell: c}, d: {shell: d}}
+        maintenance_windows: {night: {start: 02:00, length: 2h, timezone: Europe/Berlin}}
+    """
+    return parse_settings(text, "policy.yaml").settings
+
+
+def check_story(data: bytes) -> None:
+    """After each document, what is known is what stands in it; no step is a bug; nothing lost is approved."""
+    board: Board = {}
+    now = NOW
+    for number, text in enumerate(data.split(STORY_BREAK)[:20]):
+        now += timedelta(seconds=60)
+        try:
+            document = parse_document(text)
+        except DocumentError:
+            continue  # it says nothing about any event
+        board = {key: _restored(workflow) for key, workflow in board.items()}
+        signals: list[Signal] = [AgentRestarted()] if zlib.crc32(text) % 5 == 0 else []
+        signals += compare(known_events(board), document)
+        events = {event.key: event for event in document.events}
+        for turn in range(100):
+            now += timedelta(seconds=1)
+            board, signals = _turn(board, signals, now, events, is_lucky=(zlib.crc32(text) + turn) % 3 > 0)
+            assert known_events(board) == events, f"document {number} is not what is known after it"
+            if not signals:
+                break
+        else:
+            raise AssertionError("hooks and approvals have no end")
+        assert compare(known_events(board), document) == []
+
+
+def _turn(
+    board: Board, signals: list[Signal], now: datetime, events: dict[str, ScheduledEvent], *, is_lucky: bool
+) -> tuple[Board, list[Signal]]:
+    settings = _settings()
+    context = Context(
+        now=now,
+        names=("vm-1",),
+        rules=settings.rules,
+        windows=settings.maintenance_windows,
+        hooks=settings.hooks,
+        boot_id="boot",
+        document_at=now,
+    )
+    progression = proceed(board, signals, context)
+    assert progression.faults == (), progression.faults
+    answers: list[Signal] = []
+    for step in progression.steps:
+        workflow = step.workflow
+        assert _restored(workflow) == workflow
+        for effect in step.effects:
+            match effect:
+                case RunHook():
+                    outcome = "succeeded" if is_lucky else "failed"
+                    answers.append(
+                        HookFinished(
+                            workflow_id=workflow.id,
+                            stage=effect.stage,
+                            hook=effect.hook,
+                            run=effect.run,
+                            outcome="succeeded" if outcome == "succeeded" else "failed",
+                        )
+                    )
+                case CancelHook():
+                    pass  # it has ended in the same moment
+                case Approve():
+                    event = events[workflow.event.key]
+                    assert event.status == "Scheduled", f"an event that is {event.status} is approved"
+                    assert effect.event_id == event.id != ""
+                    assert event.affects(("vm-1",)) in ("self", "shared")
+                    kind = "" if is_lucky else "timeout"
+                    answers.append(ApprovalAnswered(workflow_id=workflow.id, error_kind=kind))
+                case _:
+                    pass
+    wake_at = next_wake_at(progression.board, context)
+    assert wake_at is None or wake_at > now
+    return progression.board, answers
+
+
+def _restored(workflow: Workflow) -> Workflow:
+    """As the store gives it back."""
+    return msgspec.json.decode(msgspec.json.encode(workflow).decode(), type=Workflow)
+
+
+# --- files that people write
+
+_PROBLEM = re.compile(r"f\.yaml:[1-9][0-9]*: \S.*", re.DOTALL)
+
+
+def check_policy(data: bytes) -> None:
+    """A policy is loaded and can decide, or each problem has its line and is not too long to be read."""
+    try:
+        loaded = parse_settings(data, "f.yaml")
+    except ConfigError as error:
+        _check_problems(error.problems)
+        return
+    _check_problems(tuple(map(str, loaded.warnings)) or ("f.yaml:1: x",))
+    settings = loaded.settings
+    for event in _events():
+        facts = Facts(names=("vm-1",), noticed_at=NOW)
+        decision = decide(settings.rules, settings.maintenance_windows, event, facts)
+        assert decision.begins_at(event, NOW) >= NOW
+
+
+def _check_problems(problems: tuple[str, ...]) -> None:
+    assert 0 < len(problems) <= _MAX_PROBLEMS, len(problems)
+    for problem in problems:
+        assert _PROBLEM.fullmatch(problem), problem[:300]
+        assert len(problem) < _MAX_MESSAGE + 4000, len(problem)
+
+
+@cache
+def _events() -> tuple[ScheduledEvent, ...]:
+    return tuple(
+        ScheduledEvent(
+            id="A",
+            type=type_,
+            status="Scheduled",
+            source=source,
+            resources=resources,
+            not_before=not_before,
+            duration_seconds=seconds,
+            description="Host server is undergoing maintenance.",
+        )
+        for type_, source, resources, not_before, seconds in (
+            ("Freeze", "Platform", ("vm-1",), NOW + timedelta(minutes=15), 5.0),
+            ("Reboot", "User", ("vm-1", "vm-2"), NOW + timedelta(days=7), None),
+            ("Preempt", "Platform", ("vm-2",), None, None),
+            ("Terminate", "", (), NOW - timedelta(days=1), 1e300),
+        )
+    )
+
+
+def check_scenario(data: bytes) -> None:
+    """A scenario can be read and renamed, or each problem has its line."""
+    text = data.decode("utf-8", "replace" if zlib.crc32(data) % 2 else "surrogateescape")
+    try:
+        scenario = parse_scenario(text, "f.yaml")
+    except SimulatorError as error:
+        assert error.kind == "usage"  # noqa: PT017 - either outcome is right
+        _check_problems(tuple(re.split(r"\n(?=f\.yaml:)", str(error))))
+        return
+    assert isinstance(scenario, Scenario)
+    renamed = rename_vms(scenario, ("a vm of no scenario",))
+    assert len(renamed.timeline) == len(scenario.timeline)
+
+
+# --- leases
+
+
+def check_lease(data: bytes) -> None:
+    """A lease of any DHCP client tells an address or nothing."""
+    _check_address(parse_lease(data.decode("utf-8", "replace"), NOW))
+    _check_address(parse_lease(data.decode("utf-8", "surrogateescape"), NOW))
+
+
+def check_registry(data: bytes) -> None:
+    """Windows' record of DHCP options tells an address or nothing."""
+    _check_address(parse_windows_options(data, NOW))
+
+
+def _check_address(address: str | None) -> None:
+    assert address is None or str(IPv4Address(address)) == address
+
+
+# --- the web server
+
+_PAGES = {
+    "/metrics": Page(HTTPStatus.OK, b"# metrics\n", "text/plain; version=0.0.4; charset=utf-8"),
+    "/healthz": Page(HTTPStatus.SERVICE_UNAVAILABLE, b"no poll has succeeded\n"),
+    "/status": Page(HTTPStatus.OK, b"{}" * 50_000, "application/json"),
+}
+_BODIES = frozenset(page.body for page in _PAGES.values()) | {
+    b"no such page; there are: /healthz /metrics /status\n",
+    b"",
+}
+_ANSWER = re.compile(
+    rb"HTTP/1\.0 (200|400|404|408|414|431|501|503|505) [^\r\n]*\r\n((?:[A-Za-z-]+: [^\r\n]*\r\n)*)\r\n", re.DOTALL
+)
+_HEADERS = frozenset(
+    b"Server Date Content-Type Content-Length Cache-Control X-Content-Type-Options Connection".split()
+)
+_MAX_THREADS = 20
+_MAX_FILES = 60
+
+
+@cache
+def _server() -> WebServer:
+    return WebServer("127.0.0.1:0", {path: lambda page=page: page for path, page in _PAGES.items()})  # type: ignore[misc]
+
+
+def check_web(data: bytes) -> None:
+    """A client that sends anything gets one answer or none, and the next client is served."""
+    server = _server()
+    checksum = zlib.crc32(data)
+    # Not always the same address: the ports of one would all be used up, for each stays taken for a minute.
+    source = f"127.0.{checksum % 200}.{1 + checksum // 200 % 200}" if sys.platform == "linux" else "127.0.0.1"
+    _check_answer(data, _say(server.port, source, data, checksum))
+    if checksum % 64 == 0:
+        answer = _say(server.port, source, b"GET /metrics HTTP/1.1\r\n\r\n", 0)
+        assert answer.endswith(b"\r\n\r\n# metrics\n"), answer
+        assert threading.active_count() <= _MAX_THREADS, threading.active_count()
+        if sys.platform == "linux":
+            assert len(list(Path("/proc/self/fd").iterdir())) <= _MAX_FILES, "file descriptors are not closed"
+
+
+def _say(port: int, source: str, data: bytes, checksum: int) -> bytes:
+    parts: list[bytes] = []
+    with socket.create_connection(("127.0.0.1", port), timeout=30, source_address=(source, 0)) as connection:
+        cut = checksum % (len(data) + 1) if checksum % 3 == 0 else len(data)
+        try:
+            connection.sendall(data[:cut])
+            connection.sendall(data[cut:])
+            if checksum % 16 == 5:  # a client that does not wait for its answer
+                return b""
+            connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(1 << 18):
+                parts.append(part)
+        except (ConnectionResetError, BrokenPipeError):
+            pass  # it closed with some of our bytes unread
+        except OSError as error:
+            if sys.platform != "linux" and "reset" not in str(error):
+                raise
+    return b"".join(parts)
+
+
+def _check_answer(data: bytes, answer: bytes) -> None:
+    if not answer.startswith(b"HTTP/"):
+        # The answer to an HTTP/0.9 request has no head. What is cut short was reset with bytes of ours unread.
+        is_page = any(body.startswith(answer) for body in _BODIES)
+        assert is_page or answer.startswith(b"<!DOCTYPE HTML>"), answer[:300]
+        return
+    head = _ANSWER.match(answer)
+    assert head is not None, answer[:300]
+    names = {line.partition(b":")[0] for line in head[2].split(b"\r\n") if line}
+    assert names <= _HEADERS, names
+    assert f"scheduled-events-agent/{__version__}".encode() in head[2]
+    body = answer[head.end() :]
+    if head[1] in (b"200", b"404", b"503") and b"<!DOCTYPE" not in body:
+        assert any(page.startswith(body) for page in _BODIES), body[:300]
+        # The library takes any white space of Latin-1 for the blank between the words of a request.
+        assert data.decode("latin-1").split()[0] in ("GET", "HEAD"), "something else than reading was done"
+    assert body.count(b"HTTP/1.0 ") == 0 or b"HTTP/1.0 " in data, "two answers"
+
+
+TARGETS = {
+    "document": Target(check_document, 44),
+    "story": Target(check_story, 3),
+    "policy": Target(check_policy, 6),
+    "scenario": Target(check_scenario, 7),
+    "lease": Target(check_lease, 20),
+    "registry": Target(check_registry, 15),
+    "web": Target(check_web, 5),
+}

@@ -1,0 +1,83 @@
+"""The web server at its limits: no file descriptor left, and a crowd that says nonsense."""
+
+import os
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+from inputs import make_input
+
+from agent import web
+from agent.web import Page, WebServer
+
+
+def test_a_server_without_a_file_descriptor_waits_and_does_not_spin() -> None:
+    if sys.platform == "win32":
+        pytest.skip("there is no limit of a process's files to reach")
+    import resource
+
+    server = WebServer("127.0.0.1:0", {"/healthz": lambda: Page(HTTPStatus.OK, b"ok\n")})
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    with socket.socket() as client:
+        client.settimeout(30)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + 20, before[1]))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                taken.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(1000))
+            client.connect(("127.0.0.1", server.port))  # the system takes it; the server cannot
+            began, began_cpu = time.monotonic(), time.process_time()
+            time.sleep(1)  # what is measured is a second of waiting
+            share = (time.process_time() - began_cpu) / (time.monotonic() - began)
+        finally:
+            for file in taken:
+                os.close(file)
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        answer = b""
+        while part := client.recv(4096):
+            answer += part
+    server.close()
+    assert answer.endswith(b"\r\n\r\nok\n")
+    assert share < 0.2
+
+
+def test_a_crowd_that_says_nonsense_or_nothing_is_let_go_and_the_next_client_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(web, "_TIMEOUT_SECONDS", 0.3)
+    page = Page(HTTPStatus.OK, b"ok\n")
+    server = WebServer("127.0.0.1:0", {"/healthz": lambda: page})
+    most = 0
+
+    def come_and_stay(seed: int) -> None:
+        nonlocal most
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+            try:
+                client.sendall(make_input("web", seed)[: seed % 100])
+                most = max(most, sum("process_request_thread" in thread.name for thread in threading.enumerate()))
+                while client.recv(1 << 16):
+                    pass
+            except OSError:
+                pass  # it was reset with bytes of ours unread
+
+    with ThreadPoolExecutor(60) as crowd:
+        list(crowd.map(come_and_stay, range(240)))
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+        client.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := client.recv(4096):
+            answer += part
+    server.close()
+    assert answer.endswith(b"\r\n\r\nok\n")
+    assert 0 < most <= web._MAX_CONNECTIONS
+    for thread in threading.enumerate():
+        if "process_request_thread" in thread.name:
+            thread.join(30)
+    assert not any("process_request_thread" in thread.name for thread in threading.enumerate())
