@@ -6,8 +6,10 @@ The one invariant: Settings exist only if every check has passed, so nobody afte
 
 import os
 import re
+import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,7 +34,12 @@ _UNIT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9:_.\\-]*(@[A-Za-z0-9:_.\\-]+)?\.servi
 _OTHER_UNIT = re.compile(r"\.(socket|target|timer|path|mount|automount|swap|slice|scope|device)$")
 _MAX_UNIT_CHARACTERS = 255
 # Endings of files that an interpreter named in ``run`` may be given.
+# Endings of files that an interpreter may be given, and interpreters that take any file first.
 _SCRIPTS = (".py", ".sh", ".ps1", ".cmd", ".bat", ".pl", ".rb", ".js", ".vbs")
+_INTERPRETERS = re.compile(
+    r"((ba|da|k|z)?sh|python[0-9.]*|perl|ruby|node|php|pwsh|powershell)(\.exe)?", re.IGNORECASE
+)
+_SHEBANG = re.compile(rb"#![ \t]*([^ \t\r\n]+)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Searching backtracks, and nothing can end it. These limits, with that of the text searched (policy.py), keep the
 # shapes whose time grows without bound, or to hours, from the engine's thread.
@@ -227,6 +234,15 @@ def check_files(loaded: Loaded) -> tuple[Problem, ...]:
     """Warnings about what hooks name and this machine lacks or refuses, and of files that others could change."""
     exposed = _exposed(loaded.settings, None if loaded.name == BUILT_IN_NAME else Path(loaded.name))
     return loaded.parsed.gather([*exposed, *_missing(loaded.settings)])
+
+
+def hook_tampering_fault(hook: Hook) -> str | None:
+    """Who could change what the hook runs, and should not, and the way out; None if nobody is known who could.
+
+    Looked at are the program, the interpreter in its first line, and arguments that are programs or scripts, if
+    their paths are absolute. What a shell line names, or a program starts in its turn, is not.
+    """
+    return next((fault for file in _code_files(hook) if (fault := host.tampering_fault(file, hook.user))), None)
 
 
 def parse_endpoint(text: str) -> tuple[str, int] | None:
@@ -528,8 +544,8 @@ def _missing(settings: Settings) -> Iterator[_Finding]:
         if hook.cwd is not None and not Path(hook.cwd).is_dir():
             yield f"{path}.cwd", f"{hook.cwd} is not a directory on this machine"
         if hook.run:
-            fault = _program_fault(hook.run[0], hook.cwd) or host.command_fault(hook.run, None, hook.cwd, hook.env)
-            fault = fault or _tampering_fault(hook.run, hook.cwd)
+            fault = _program_fault(hook) or host.command_fault(hook.run, None, hook.cwd, hook.env)
+            fault = fault or hook_tampering_fault(hook)
             if fault:
                 yield f"{path}.run", fault
         elif fault := host.command_fault(None, hook.shell, hook.cwd, hook.env):
@@ -547,12 +563,11 @@ def _missing(settings: Settings) -> Iterator[_Finding]:
                 yield f"{path}.unit", fault
 
 
-def _program_fault(program: str, cwd: str | None) -> str | None:
-    import shutil  # noqa: PLC0415  # needed when a policy is loaded, not afterwards
-
-    if os.sep not in program and "/" not in program:
-        return None if shutil.which(program) else f"{program} is not found in PATH"
-    file = Path(cwd or os.sep) / program
+def _program_fault(hook: Hook) -> str | None:
+    name = hook.run[0] if hook.run else ""
+    file = host.find_program(name, hook.cwd, hook.env)
+    if file is None:
+        return f"{name} is not found in PATH"
     if file.is_dir():
         return f"{file} is a directory"
     if not file.exists():
@@ -560,9 +575,22 @@ def _program_fault(program: str, cwd: str | None) -> str | None:
     return None if os.access(file, os.X_OK) else f"{file} is not executable: chmod +x {file}"
 
 
-def _tampering_fault(run: Sequence[str], cwd: str | None) -> str | None:
-    """Of the program, if its path is given, and of scripts that it is given to run."""
-    files = [Path(cwd or os.sep) / run[0]] if os.sep in run[0] or "/" in run[0] else []
-    paths = [Path(argument) for argument in run[1:] if argument.endswith(_SCRIPTS)]
-    files += [path for path in paths if path.is_absolute() and path.is_file()]
-    return next((fault for file in files if (fault := host.tampering_fault(file))), None)
+def _code_files(hook: Hook) -> Iterator[Path]:
+    if not hook.run:
+        return
+    program = host.find_program(hook.run[0], hook.cwd, hook.env)
+    if program is None:
+        return
+    yield program
+    with suppress(OSError), program.open("rb") as file:
+        if match := _SHEBANG.match(file.read(256)):
+            yield Path(os.fsdecode(match[1]))
+    takes_any = _INTERPRETERS.fullmatch(program.name) is not None
+    for argument in hook.run[1:]:
+        path = Path(argument)
+        with suppress(OSError, ValueError):
+            facts = path.stat() if path.is_absolute() else None
+            if facts is not None and stat.S_ISREG(facts.st_mode):
+                if takes_any or argument.endswith(_SCRIPTS) or facts.st_mode & 0o111:
+                    yield path
+                takes_any = False

@@ -10,9 +10,7 @@ killed, and is joined when it is run again.
 
 import os
 import re
-import shutil
 import signal
-import stat
 import threading
 import time
 from collections import deque
@@ -24,6 +22,7 @@ from typing import Literal
 import msgspec
 
 from agent import AgentError, host
+from agent.config import hook_tampering_fault
 from agent.events import ScheduledEvent
 from agent.policy import Hook
 from agent.workflow import HookOutcome
@@ -48,13 +47,6 @@ _MAX_VARIABLE = 8192
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 # The latter end a line, or turn the direction of writing, for some who show it.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-
-# Endings of files that an interpreter may be given, and interpreters that take any file first.
-_SCRIPTS = (".py", ".sh", ".ps1", ".cmd", ".bat", ".pl", ".rb", ".js", ".vbs")
-_INTERPRETERS = re.compile(
-    r"((ba|da|k|z)?sh|python[0-9.]*|perl|ruby|node|php|pwsh|powershell)(\.exe)?", re.IGNORECASE
-)
-_SHEBANG = re.compile(rb"#![ \t]*([^ \t\r\n]+)")
 
 # Variables of a hook whose values its output should not repeat.
 _SECRET_NAMES = re.compile(
@@ -119,15 +111,6 @@ def end_leftovers(instance: str) -> int:
     To be called once at start, before any hook runs. An ``instance`` that only begins like this one is another's.
     """
     return host.end_marked(f"{instance}:")
-
-
-def tampering_fault(hook: Hook) -> str | None:
-    """Who could change what the hook runs, and should not, and the way out; None if nobody is known who could.
-
-    Looked at are the program, the interpreter in its first line, and arguments that are programs or scripts, if
-    their paths are absolute. What a shell line names, or a program starts in its turn, is not.
-    """
-    return next((fault for file in _code_files(hook) if (fault := host.tampering_fault(file, hook.user))), None)
 
 
 class HookRun:
@@ -217,7 +200,7 @@ class HookRun:
         started_at = time.monotonic()
         self._has_ended, self._exit_code = False, None
         # Not only when the policy is read: a file may have been given away since.
-        if host.is_privileged() and (fault := tampering_fault(self._hook)):
+        if host.is_privileged() and (fault := hook_tampering_fault(self._hook)):
             return self._result(attempt, begun_at, "not_started", fault)
         inherited = {} if self._hook.unit else host.base_environment(self._hook.user)
         try:
@@ -435,32 +418,6 @@ class _Output:
 
     def _redacted(self, data: bytes) -> bytes:
         return self._secrets.sub(b"***", data) if self._secrets else data
-
-
-def _code_files(hook: Hook) -> Iterator[Path]:
-    if not hook.run:
-        return
-    name, *arguments = hook.run
-    if os.sep in name or "/" in name:
-        program = Path(hook.cwd or os.sep) / name
-    else:
-        found = shutil.which(name, path=hook.env.get("PATH") or host.base_environment(None).get("PATH"))
-        if found is None:
-            return
-        program = Path(found)
-    yield program
-    with suppress(OSError), program.open("rb") as file:
-        if match := _SHEBANG.match(file.read(256)):
-            yield Path(os.fsdecode(match[1]))
-    takes_any = _INTERPRETERS.fullmatch(program.name) is not None
-    for argument in arguments:
-        path = Path(argument)
-        with suppress(OSError, ValueError):
-            facts = path.stat() if path.is_absolute() else None
-            if facts is not None and stat.S_ISREG(facts.st_mode):
-                if takes_any or argument.endswith(_SCRIPTS) or facts.st_mode & 0o111:
-                    yield path
-                takes_any = False
 
 
 def _secrets(hook: Hook) -> list[bytes]:

@@ -52,15 +52,15 @@ def refuse_exposed(loaded: "Loaded") -> None:
 
     (Or the like: whoever is no more than an ordinary user is only warned, by ``check_files``.)
     """
-    from agent import hooks, host  # noqa: PLC0415 - as are the imports below: heavy, and for nobody else
-    from agent.config import BUILT_IN_NAME, ConfigError  # noqa: PLC0415
+    from agent import host  # noqa: PLC0415 - as are the imports below: heavy, and for nobody else
+    from agent.config import BUILT_IN_NAME, ConfigError, hook_tampering_fault  # noqa: PLC0415
 
     if not host.is_privileged():
         return
     fault = None if loaded.name == BUILT_IN_NAME else host.tampering_fault(Path(loaded.name))
     findings = [("", fault)] if fault else []
     for name, hook in loaded.settings.hooks.items():
-        if fault := hooks.tampering_fault(hook):
+        if fault := hook_tampering_fault(hook):
             findings.append((f"hooks.{name}.run", fault))
     if findings:
         raise ConfigError(tuple(str(problem) for problem in loaded.parsed.gather(findings)))

@@ -276,6 +276,14 @@ def base_environment(user: str | None) -> dict[str, str]:
     return environment | _account_environment(user)
 
 
+def find_program(name: str, cwd: str | None, env: Mapping[str, str]) -> Path | None:
+    """The file that a hook's program is, whether it is there or not; None for a name that is not on the PATH."""
+    if "/" in name:
+        return Path(cwd or "/") / name
+    found = shutil.which(name, path=env.get("PATH") or base_environment(None).get("PATH"))
+    return None if found is None else Path(found)
+
+
 def decode_output(data: bytes) -> str:
     """What a program wrote, as text."""
     return data.decode("utf-8", "replace")

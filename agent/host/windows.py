@@ -320,6 +320,16 @@ def base_environment(user: str | None) -> dict[str, str]:
     return {name: inherited[name] for name in _PASSED_ON if name in inherited}
 
 
+def find_program(name: str, cwd: str | None, env: Mapping[str, str]) -> Path | None:
+    """The file that a hook's program is, whether it is there or not; None for a name that is not on the PATH."""
+    env = {name.upper(): value for name, value in {**base_environment(None), **env}.items()}
+    directory = cwd or env.get("SYSTEMDRIVE", "C:") + "\\"
+    try:
+        return Path(_find_program(name, env, directory))
+    except HostError:
+        return Path(directory, name) if any(mark in name for mark in "\\/:") else None
+
+
 def decode_output(data: bytes) -> str:
     """What a program wrote, or a piece of it, as text: UTF-8, UTF-16, else a code page of this system.
 

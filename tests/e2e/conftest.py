@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import Agent
-
-from agent.simulator import Simulator
+from harness import Agent, Simulator
 
 MakeAgent = Callable[..., Agent]
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -24,19 +25,30 @@ from typing import Any, Self, TypeVar
 import psutil
 import yaml
 
+from agent import simulator
+
 T = TypeVar("T")
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 HOOK = Path(__file__).with_name("hook.py")
-# Far more than anything here takes, also under Wine, where a process needs seconds to start; only a test that
-# fails waits for so long.
-PATIENCE = 30.0
-# Seconds that a hook's process may need until it does something, where that is not next to nothing.
-STARTING = 1.0 if sys.platform == "win32" else 0.0
+# Far more than anything here takes, also under Wine on a machine with far too much to do, where a process was seen
+# to need half a minute to start; only a test that fails waits for so long.
+PATIENCE = 60.0
+# Seconds that may be added to what the agent is allowed, where processes start and end slowly: under Wine, on two
+# processors with other work, a hook was seen to need nearly two until it did something. A limit that this is added
+# to must still be less than what it rules out.
+SLOWNESS = 3.0 if sys.platform == "win32" else 0.0
 _METRIC = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 Policy = dict[str, Any]
+
+
+class Simulator(simulator.Simulator):
+    """The agent's own simulator, as patient as everything here."""
+
+    def wait_until(self, test: Callable[[], T], what: str, timeout_seconds: float = PATIENCE) -> T:
+        return super().wait_until(test, what, max(timeout_seconds, PATIENCE))
 
 
 class Agent:
@@ -186,7 +198,7 @@ class Agent:
                     if str(self.give_up_file) in process.cmdline():
                         process.kill()
 
-    def run(self, *arguments: str, timeout: float = 30.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
         """Run another command of the agent to its end, such as ``approve``."""
         done = subprocess.run(
             self.command(*arguments),
@@ -293,6 +305,11 @@ class Agent:
         with contextlib.closing(sqlite3.connect(path, timeout=5)) as connection:
             names = ", ".join(columns or ("kind", "stage", "hook", "text"))
             return [tuple(row) for row in connection.execute(f"SELECT {names} FROM journal ORDER BY id")]
+
+    def journal_times(self, **fields: str) -> list[datetime]:
+        """When the entries of the journal with these fields were made, oldest first: the agent's own account."""
+        rows = self.journal("at", *fields)
+        return [datetime.fromisoformat(at) for at, *values in rows if values == [*fields.values()]]
 
     def notes(self, *words: str) -> list[dict[str, Any]]:
         """What the hooks noted (``start`` and ``end`` of each), oldest first."""

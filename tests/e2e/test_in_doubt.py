@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from conftest import MakeAgent
-from harness import Agent
+from harness import Agent, Simulator
 
-from agent.simulator import Simulator, VirtualMachine
+from agent.simulator import VirtualMachine
 
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
 AT_ONCE = {"name": "all", "approve": "immediately"}
@@ -76,12 +76,13 @@ def test_a_copied_disk_does_not_make_the_agent_overlook_what_is_pending_for_its_
         agent.kill()
     with Simulator(vms=(VirtualMachine(name="vm-2", vm_id="the-second"),), rate_limit=None) as second:
         # The document comes first: under the remembered name the event is somebody else's.
-        second.fault(None, "slow", on="instance", delay_seconds=4.0)
+        second.fault(None, "status", on="instance", status=500)
         event = second.schedule("Reboot")
         agent.endpoint = second.endpoint()
         agent.write_policy(rules=[AT_ONCE])
         agent.start()
         assert "does not name this VM" in agent.wait_log("decided", event_id=event)["reason"]
+        second.clear_faults()
         second.wait_approved(event)
 
 
@@ -93,7 +94,9 @@ def test_hooks_that_are_stopped_together_with_the_agent_have_not_failed(sim: Sim
     resume = agent.hook("resume", until="resumed")
     agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("drain"), "resume": resume})
     agent.start()
-    event = sim.schedule("Reboot", lasts_seconds=0.5, start_delay_seconds=0)
+    event = sim.schedule("Reboot", lasts_seconds=None, start_delay_seconds=0)
+    agent.wait_log("started", event_id=event)
+    sim.end(event)
     agent.wait_hook("resume", "start")
     agent.process.send_signal(signal.SIGTERM)
     os.kill(agent.notes("start")[-1]["pid"], signal.SIGTERM)  # as a service manager does that ends them all

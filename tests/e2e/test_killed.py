@@ -1,19 +1,19 @@
 """Killed at any moment: after each restart the agent reaches the state it would have reached without."""
 
 import random
+import sys
 import time
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from harness import PATIENCE, Agent
+from harness import Agent, Simulator
 
-from agent.simulator import Simulator
+pytestmark = pytest.mark.timeout(600)  # some forty starts
 
-pytestmark = pytest.mark.timeout(300)  # some forty starts, each of which takes seconds under Wine
-
-ROUNDS = 20
+# A start and its hooks take seconds under Wine; there the moments are tried by a sample.
+ROUNDS = 8 if sys.platform == "win32" else 20
 SEED = 20260101
 
 
@@ -38,7 +38,7 @@ def test_killed_at_random_moments_the_agent_never_approves_too_soon_and_recovers
             if is_canceled and sim.event(event).status == "Scheduled":
                 sim.cancel(event)
             agent.start(is_awaited=False)
-        sim.wait_gone(event, timeout_seconds=PATIENCE)
+        sim.wait_gone(event)
         agent.wait_until(lambda: agent.log("this VM is known") or agent.log("agent started"), "it was started")
         agent.wait_until(lambda: is_over(agent, event), f"round {number} was over")  # noqa: B023
         agent.wait_until(agent.is_ready, "it was ready again")
@@ -70,9 +70,9 @@ def check(sim: Simulator, agent: Agent, event: str, kills: list[tuple[datetime, 
     assert kinds.count("closed") <= 1
 
     approvals = [request.monotonic for request in sim.approvals(event)]
-    if approvals:
-        assert min(times(ends, "one")) < min(times(starts, "two"))
-        assert min(times(ends, "two")) < min(approvals)
+    if approvals:  # the clock of Windows stands still for up to 16 ms
+        assert min(times(ends, "one")) <= min(times(starts, "two"))
+        assert min(times(ends, "two")) <= min(approvals)
     approved_at = [at for at, kind, _ in journal if kind == "approving"]
     assert is_each_repetition_due_to_a_kill(approved_at, kills)
     assert len(approvals) <= len(approved_at)

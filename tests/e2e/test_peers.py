@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from conftest import MakeAgent
-from harness import STARTING, Agent, Endpoint, approved_ids, document
+from harness import SLOWNESS, Agent, Endpoint, Simulator, approved_ids, document
 
-from agent.simulator import RequestRecord, Simulator
+from agent.simulator import RequestRecord
 
 AT_ONCE = {"name": "at-once", "approve": "immediately"}
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
@@ -33,9 +33,14 @@ def wait_some_polls(sim: Simulator) -> None:
     sim.wait_polls(4)
 
 
+def polls(sim: Simulator) -> list[RequestRecord]:
+    events = "/metadata/scheduledevents"
+    return [request for request in sim.requests() if request.method == "GET" and request.path.startswith(events)]
+
+
 def longest_gap_seconds(sim: Simulator, since: float, until: float) -> float:
     """The longest time without a poll within this part of the monotonic clock."""
-    times = [request.monotonic for request in sim.requests() if request.method == "GET"]
+    times = [request.monotonic for request in polls(sim)]
     marks = [since, *(at for at in times if since < at < until), until]
     return max(later - earlier for earlier, later in pairwise(marks))
 
@@ -89,7 +94,8 @@ def test_an_event_that_names_others_too_is_approved_only_by_the_first_vm_of_it(m
         for agent in agents:
             agent.write_policy(rules=[AT_ONCE])
             agent.start(is_awaited=False)
-        event = sim.schedule("Reboot", vms=["vm-2", "vm-1"], start_delay_seconds=1.0, lasts_seconds=None)
+        # It does not start before the slower of the two has seen it.
+        event = sim.schedule("Reboot", vms=["vm-2", "vm-1"], start_delay_seconds=600.0, lasts_seconds=None)
         held = agents[0].wait_log("held", event_id=event)
         assert "it names other VMs too (vm-2, vm-1) and shared is first" in held["reason"]
         sim.wait_approved(event)
@@ -164,7 +170,9 @@ def test_an_approval_that_counted_although_it_was_answered_with_a_500_ends_well(
     agent.write_policy(rules=[AT_ONCE])
     agent.start()
     sim.fault("vm-1", "status", on="approve", status=500, count=1, takes_effect=True)
-    event = sim.schedule("Reboot", start_delay_seconds=0.2, lasts_seconds=1.5)
+    event = sim.schedule("Reboot", start_delay_seconds=0.2, lasts_seconds=None)
+    agent.wait_log("started", event_id=event)
+    sim.end(event)
     closed = agent.wait_log("closed", event_id=event)
     assert closed["reason"] == "is over: completed"
     assert [request.status for request in posts(sim)] == [500]
@@ -182,8 +190,10 @@ def test_an_error_with_a_json_body_is_a_failed_poll_and_nothing_is_recovered(
     event = sim.schedule("Reboot")
     agent.wait_log("prepared", event_id=event)
     sim.fault("vm-1", "status", on="poll", status=status, count=1)
-    agent.wait_log("polling the metadata service fails", timeout=3)
-    agent.wait_log("polling the metadata service works again", timeout=8)
+    agent.wait_log("polling the metadata service fails")
+    assert agent.wait_log("polling the metadata service works again")["failures"] == 1
+    failed, again = next(pair for pair in pairwise(polls(sim)) if pair[0].fault)
+    assert again.monotonic - failed.monotonic < 8  # soon, and not as after further failures
     assert agent.ran() == ["drain"]
     assert agent.pending()[event]["phase"] == "prepared"
     assert not agent.is_ready()
@@ -204,7 +214,7 @@ def test_while_the_service_is_away_the_agent_lives_and_says_so_and_then_goes_on(
     sim: Simulator, agent: Agent
 ) -> None:
     agent.write_policy(
-        imds={"request_timeout": "500ms"},
+        imds={"request_timeout": f"{1500 + 1000 * SLOWNESS:.0f}ms"},
         agent={"healthy_within": "1s"},
         rules=[BY_HAND],
         hooks=agent.hooks("drain", "resume"),
@@ -212,7 +222,7 @@ def test_while_the_service_is_away_the_agent_lives_and_says_so_and_then_goes_on(
     agent.start()
     event = sim.schedule("Reboot")
     agent.wait_log("prepared", event_id=event)
-    assert agent.get("/healthz") == (200, "ok\n")
+    agent.wait_until(lambda: agent.get("/healthz") == (200, "ok\n"), "it was healthy")
     sim.fault("vm-1", "stall", on="poll", count=1)
     sim.fault("vm-1", "reset", on="poll", count=1)
     status, text = agent.wait_until(
@@ -222,9 +232,9 @@ def test_while_the_service_is_away_the_agent_lives_and_says_so_and_then_goes_on(
     assert text.startswith("no poll has succeeded for ")
     back = agent.wait_log("polling the metadata service works again")
     assert back["failures"] == 2
-    assert back["after_seconds"] > 2
+    assert back["after_seconds"] >= 0.2  # an interval of 250 ms, as the log rounds it
     assert [line["kind"] for line in agent.log("polling the metadata service fails")] == ["timeout", "unreachable"]
-    assert agent.get("/healthz") == (200, "ok\n")
+    agent.wait_until(lambda: agent.get("/healthz") == (200, "ok\n"), "it was healthy again")
     assert agent.metric("polls_total", outcome="timeout") == 1
     assert agent.pending()[event]["phase"] == "prepared"
     assert agent.ran() == ["drain"]
@@ -243,7 +253,7 @@ def test_an_agent_that_starts_before_the_service_waits_for_it_and_then_knows_its
     assert agent.get("/readyz")[0] == 200
     with Simulator(vms=("vm-1",), port=port, rate_limit=None) as sim:
         event = sim.schedule("Preempt", lasts_seconds=None)
-        sim.wait_approved(event, timeout_seconds=6)
+        sim.wait_approved(event)
 
 
 def test_a_name_that_could_not_be_had_at_once_is_asked_for_again_soon(sim: Simulator, agent: Agent) -> None:
@@ -252,8 +262,11 @@ def test_a_name_that_could_not_be_had_at_once_is_asked_for_again_soon(sim: Simul
     event = sim.schedule("Preempt", lasts_seconds=None)
     agent.start(is_awaited=False)
     agent.wait_log("asking for this VM's name fails")
-    sim.wait_approved(event, timeout_seconds=6)
+    sim.wait_approved(event)
     assert agent.wait_log("asking for this VM's name works again")["failures"] == 2
+    asked = [request.monotonic for request in sim.requests() if request.path.startswith("/metadata/instance")]
+    assert len(asked) == 3
+    assert asked[-1] - asked[0] < 6
 
 
 def test_an_incarnation_that_falls_back_hides_nothing(make_agent: MakeAgent) -> None:
@@ -343,10 +356,10 @@ def test_at_the_default_pace_a_spot_eviction_with_ten_seconds_of_notice_is_prepa
     )
     agent.start()
     event = sim.schedule("Preempt", notice_seconds=10, lasts_seconds=None)
-    approved = sim.wait_approved(event, timeout_seconds=4)
+    approved = sim.wait_approved(event)
     assert agent.ran() == ["save"]
     assert approved.approved_at is not None
-    assert approved.not_before_at - approved.approved_at > timedelta(seconds=6)
+    assert approved.not_before_at - approved.approved_at > timedelta(seconds=6 - SLOWNESS)
 
 
 def test_an_event_days_ahead_is_not_prepared_for_now(sim: Simulator, agent: Agent) -> None:
@@ -379,19 +392,22 @@ def test_an_event_days_ahead_is_not_prepared_for_now(sim: Simulator, agent: Agen
 
 
 def test_a_hook_that_hangs_is_killed_at_its_limit_and_polling_never_stops(sim: Simulator, agent: Agent) -> None:
-    hang = agent.hook("drain", until="never", timeout="1s")
+    # Long enough for the hook to start, and then for a pause in the polling to be told from a slow platform.
+    limit = 1 + 2 * SLOWNESS
+    hang = agent.hook("drain", until="never", timeout=f"{limit:g}s")
     agent.write_policy(rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": hang})
     agent.start()
     event = sim.schedule("Reboot")
     began = agent.wait_hook("drain", "start")["monotonic"]
     held = agent.wait_log("held", event_id=event)
     ended = time.monotonic()
-    reason = "held, NotBefore decides: preparation failed (hook drain: killed after 1s, its time limit)"
+    reason = f"held, NotBefore decides: preparation failed (hook drain: killed after {limit:g}s, its time limit)"
     assert held["reason"] == reason
-    started = agent.wait_log("hook started", event_id=event)  # the hook itself notes its start when it has started
-    lasted = datetime.fromisoformat(held["time"]) - datetime.fromisoformat(started["time"])
-    assert timedelta(seconds=0.95) < lasted < timedelta(seconds=2)
-    assert longest_gap_seconds(sim, began, ended) < 0.6
+    # The agent's own times: the hook itself notes its start when it has started.
+    (started_at,) = agent.journal_times(kind="hook_started")
+    (held_at,) = agent.journal_times(kind="held")
+    assert timedelta(0) < held_at - started_at - timedelta(seconds=limit) < timedelta(seconds=1 + SLOWNESS)
+    assert longest_gap_seconds(sim, began, ended) < 0.6 + SLOWNESS
     assert agent.notes("end") == []
     assert agent.metric("hook_duration_seconds_count", hook="drain", outcome="timed_out") == 1
 
@@ -412,8 +428,8 @@ def test_a_preempt_that_arrives_during_a_long_drain_is_acted_on_within_a_second(
     came = time.monotonic()
     preempt = sim.schedule("Preempt", notice_seconds=10, lasts_seconds=None)
     sim.wait_approved(preempt)
-    assert agent.wait_hook("save")["monotonic"] - came < 1.0 + STARTING
-    assert sim.approvals(preempt)[0].monotonic - came < 1.0 + STARTING
+    assert agent.wait_hook("save")["monotonic"] - came < 1.0 + SLOWNESS
+    assert sim.approvals(preempt)[0].monotonic - came < 1.0 + SLOWNESS
     assert agent.pending()[reboot]["phase"] == "preparing"
 
 
@@ -642,8 +658,9 @@ def test_a_machine_that_stood_still_is_measured_in_log_metric_and_journal(agent:
     agent.thaw()
     lasted = time.monotonic() - began
     measured = agent.wait_log("this machine stood still")
+    told_after = time.monotonic() - began
     assert measured["level"] == "warning"
-    assert lasted - 0.5 < measured["seconds"] < lasted + 0.5
+    assert lasted - 0.5 < measured["seconds"] < told_after + 0.1
     assert agent.metric("pause_seconds_count") == 1
     assert agent.metric("last_pause_seconds") == pytest.approx(measured["seconds"], abs=0.1)
     agent.wait_until(

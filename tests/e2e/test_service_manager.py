@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness import PATIENCE, Agent
-
-from agent.simulator import Simulator
+from harness import PATIENCE, Agent, Simulator
 
 if sys.platform == "win32":
     pytest.skip("systemd is Linux's; Windows has a service manager of its own", allow_module_level=True)

@@ -13,7 +13,8 @@ import pytest
 
 from agent import host
 from agent.cli import main
-from agent.hooks import HookResult, HookRun, tampering_fault
+from agent.config import hook_tampering_fault
+from agent.hooks import HookResult, HookRun
 from agent.policy import Hook
 
 if sys.platform == "win32":
@@ -189,20 +190,20 @@ def open_to_all(path: Path, text: str = "", mode: int = 0o777) -> Path:
 def test_the_program_is_looked_at_by_its_path_in_its_directory_or_on_the_path(tmp_path: Path) -> None:
     path = open_to_all(tmp_path / "drain")
     fault = danger(path, "everybody", f"chmod go-w {path}")
-    assert tampering_fault(Hook(run=(str(path), "now"))) == fault
-    assert tampering_fault(Hook(run=("./drain",), cwd=str(tmp_path))) == danger(
+    assert hook_tampering_fault(Hook(run=(str(path), "now"))) == fault
+    assert hook_tampering_fault(Hook(run=("./drain",), cwd=str(tmp_path))) == danger(
         path, "everybody", f"chmod go-w {path}"
     )
-    assert tampering_fault(Hook(run=("drain",), env={"PATH": f"/usr/bin:{tmp_path}"})) == fault
-    assert tampering_fault(Hook(run=("true",))) is None
-    assert tampering_fault(Hook(run=("no-such-program",))) is None
+    assert hook_tampering_fault(Hook(run=("drain",), env={"PATH": f"/usr/bin:{tmp_path}"})) == fault
+    assert hook_tampering_fault(Hook(run=("true",))) is None
+    assert hook_tampering_fault(Hook(run=("no-such-program",))) is None
 
 
 def test_the_interpreter_of_a_script_is_looked_at(tmp_path: Path) -> None:
     interpreter = open_to_all(tmp_path / "python")
     script = tmp_path / "drain"
     script.write_text(f"#! {interpreter} -I\n")
-    assert tampering_fault(Hook(run=(str(script),))) == danger(
+    assert hook_tampering_fault(Hook(run=(str(script),))) == danger(
         interpreter, "everybody", f"chmod go-w {interpreter}"
     )
 
@@ -226,12 +227,12 @@ def test_an_argument_counts_if_it_is_a_program_a_script_or_what_an_interpreter_r
         open_to_all(path, mode=mode)
     fault = danger(path, "everybody", f"chmod go-w {path}")
     hook = Hook(run=tuple(word.format(path) for word in run))
-    assert tampering_fault(hook) == (fault if is_code else None)
+    assert hook_tampering_fault(hook) == (fault if is_code else None)
 
 
 def test_a_shell_line_and_a_unit_are_not_looked_into() -> None:
-    assert tampering_fault(Hook(shell="/tmp/anything")) is None
-    assert tampering_fault(Hook(unit="drain.service")) is None
+    assert hook_tampering_fault(Hook(shell="/tmp/anything")) is None
+    assert hook_tampering_fault(Hook(unit="drain.service")) is None
 
 
 # --- what is done about it
