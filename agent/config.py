@@ -387,7 +387,9 @@ def _hook_faults(path: str, hook: Hook, *, may_change_user: bool, may_start_unit
             yield f"{path}.{key}", "the character U+0000 cannot be passed to a program"
     for variable in hook.env:
         if not variable or "=" in variable or "\0" in variable:
-            yield f"{path}.env", f'expected a variable\'s name; got "{variable}"'
+            # What stands after a = was meant for its value, and may be secret.
+            name, equals, _ = variable.partition("=")
+            yield f"{path}.env", f'expected a variable\'s name; got "{name}{equals and "=..."}"'
 
 
 def _unit_faults(path: str, hook: Hook, unit: str, *, may_start_units: bool) -> Iterator[_Finding]:

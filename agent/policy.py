@@ -133,7 +133,9 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     retry_delay: Annotated[Duration, Meta(description="Pause between attempts.")] = 1.0
     user: Annotated[str | None, Meta(description="Account to run as (Linux only). Default: the agent's.")] = None
     cwd: Annotated[str | None, Meta(description="Working directory. Default: the root directory.")] = None
-    env: Annotated[dict[str, str], Meta(description="Additional environment variables.")] = {}
+    env: Annotated[
+        dict[str, str], Meta(description="Additional environment variables.", extra={"kind": "secret"})
+    ] = {}
     serialize: Annotated[bool, Meta(description="Never run this hook for two events at the same time.")] = False
 
 

@@ -328,6 +328,8 @@ class _Reader:
         key_type, key_metas = _peel(types[0])
         if key_type is not str:
             raise TypeError(f"{key_type}: keys can only be read as str")
+        if "secret" in _kinds(metas) and node.id == "scalar" and not _is_null(node):
+            raise _ValueProblemError("expected keys with values; got a text, not shown here for it may be secret")
         for key, value in self._items(node, path):
             try:
                 _check(key, key_metas)
