@@ -522,7 +522,9 @@ def _decide_anew(workflow: Workflow, context: Context) -> Step:
         # prepared besides is added: it must not be approved without.
         more = tuple(hook for hook in new.prepare if hook not in old.prepare)
         if more and _may_prepare_more(workflow):
-            workflow = replace(workflow, prepare=replace(workflow.prepare, state="running"))
+            # What was prepared without any hook, by the promise to recover, has been begun all the same.
+            run = max(1, workflow.prepare.run) if workflow.prepare.state == "succeeded" else workflow.prepare.run
+            workflow = replace(workflow, prepare=replace(workflow.prepare, state="running", run=run))
             more_recover = tuple(hook for hook in new.recover if hook not in old.recover)
         else:
             more, more_recover = (), ()

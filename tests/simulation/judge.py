@@ -48,6 +48,10 @@ class Life:
     """Something may have been prepared."""
     plan: Rule | None = None
     """The rule that began it."""
+    is_unsure: bool = False
+    """It was seen under one policy and begun under another: which of the two rules began it is not known."""
+    policies: int = 0
+    """How many policies there had been when it was first seen."""
     succeeded: set[str] = field(default_factory=set)
     has_failed: bool = False
     is_confirmed: bool = False
@@ -56,10 +60,10 @@ class Life:
     words: frozenset[str] = frozenset({""})
     """What the operator may have said last."""
 
-    def share(self, other: "Life") -> bool:
+    def share(self, other: "Life", *, if_unsure: bool = False) -> bool:
         """Whether the recovery of one would undo what the other needs."""
-        if self.plan is None or other.plan is None:
-            return False
+        if self.plan is None or other.plan is None or self.is_unsure or other.is_unsure:
+            return if_unsure
         mine = {*self.plan.prepare, *self.plan.recover}
         return not mine.isdisjoint((*other.plan.prepare, *other.plan.recover))
 
@@ -93,13 +97,13 @@ class Judge:
         self._allowed: set[Key] = set()
         """(event, recover hook): may run."""
         self._fresh: list[Life] = []
-        self.has_reloaded = False
+        self._policies = 0
 
     # --- What the world tells.
 
     def policy(self, rules: tuple[Rule, ...]) -> None:
         """These rules are in force."""
-        self.has_reloaded = bool(self.rules)
+        self._policies += 1
         self.rules = rules
         self.all_rules += rules
         for life in self.lives.values():
@@ -116,7 +120,7 @@ class Judge:
             present.add(name)
             life = self.lives.get(name)
             if life is None:
-                life = Life(name, type_, resources, status, is_state_lost)
+                life = Life(name, type_, resources, status, is_state_lost, policies=self._policies)
                 self.lives[name] = life
                 self._fresh.append(life)
             life.status, life.current_id = status, current_id
@@ -188,13 +192,18 @@ class Judge:
         if stage == "prepare" and outcome in ("failed", "timed_out", "not_started"):
             life.has_failed = True
         if stage == "recover" and outcome != "canceled":
-            gone = {other.name for other in self.lives.values() if other.is_gone}
+            over = [other for other in self.lives.values() if other.is_gone]
+            gone = {other.name for other in over}
             self._owed = {key for key in self._owed if key[1] != hook or key[0] not in gone}
-            # Peers that share the hook are done with it too, if their own preparation has ended by then.
+            # Peers that share the hook are done with it too, unless they have to wait for others.
             preparing = {run.event for run in self.runs if run.stage == "prepare"}
-            self._allowed = {
-                key for key in self._allowed if key[1] != hook or key[0] not in gone or key[0] in preparing
+            waiting = [other for other in self.lives.values() if other.may_be_begun and not other.is_gone]
+            done = {
+                other.name
+                for other in over
+                if other.name not in preparing and not any(one.share(other, if_unsure=True) for one in waiting)
             }
+            self._allowed = {key for key in self._allowed if key[1] != hook or key[0] not in done}
 
     def not_run(self, event: str, stage: str, hook: str) -> None:
         """The hook failed, and counts as not run because the machine went down."""
@@ -252,7 +261,7 @@ class Judge:
         if life is None or life.is_confirmed or life.was_started or not self._may_approve(life):
             return
         rule = self.rule(life)
-        if rule is None or rule.lead is not None or self._waits_for_lead(life, rule) or self.has_reloaded:
+        if rule is None or rule.lead is not None or self._waits_for_lead(life, rule) or self._policies > 1:
             return
         has_ended = life.has_failed or all(hook in life.succeeded for hook in rule.prepare)
         if rule.approve == "immediately" or has_ended:
@@ -277,25 +286,28 @@ class Judge:
     def _shares(self, event: str, rule: Rule) -> bool:
         plan = self.lives[event].plan
         mine = {*rule.prepare, *rule.recover}
-        return plan is None or not mine.isdisjoint((*plan.prepare, *plan.recover))
+        if plan is None or self.lives[event].is_unsure:
+            return True
+        return not mine.isdisjoint((*plan.prepare, *plan.recover))
 
     def _begin(self, life: Life, *, is_certain: bool, hook: str = "") -> None:
         """Something is, or may be, prepared for it: its recovery is owed, and that of others once more."""
         rule = self.rule(life)
         if life.plan is None:
-            life.plan = rule
+            life.plan, life.is_unsure = rule, life.policies != self._policies
         life.may_be_begun = True
         plans = [plan for plan in (life.plan, rule) if plan is not None]
-        if hook and hook not in plans[0].prepare:
+        if life.is_unsure or (hook and hook not in plans[0].prepare):
             plans = [plan for plan in self.all_rules if life.type in plan.when.type]
         self._allowed |= {(life.name, what) for plan in plans for what in plan.recover}
-        if is_certain and life.plan is not None:
+        if is_certain and life.plan is not None and not life.is_unsure:
             self._owed |= {(life.name, what) for what in life.plan.recover}
         recovering = {run.event for run in self.runs if run.stage == "recover"}
         for tokens, is_meant in ((self._allowed, True), (self._owed, is_certain)):
             for name in {name for name, _ in tokens} | recovering:
                 other = self.lives[name]
-                if is_meant and other is not life and other.plan is not None and other.share(life):
+                shares = other.share(life, if_unsure=tokens is self._allowed)
+                if is_meant and other is not life and other.plan is not None and shares:
                     tokens |= {(name, what) for what in other.plan.recover}
 
     def _check_forward(self, life: Life, stage: str, hook: str, text: str) -> None:
@@ -308,9 +320,9 @@ class Judge:
             return
         self._begin(life, is_certain=True, hook=hook)
         assert life.plan is not None
-        may_finish = life.plan.on_early_start == "finish"
+        may_finish = life.plan.on_early_start == "finish" or life.is_unsure
         self._expect(not life.was_started or may_finish, f"(5) {text} though the event has started")
-        if hook in life.plan.prepare:
+        if hook in life.plan.prepare and not life.is_unsure:
             before = life.plan.prepare[: life.plan.prepare.index(hook)]
             missing = [name for name in before if name not in life.succeeded]
             self._expect(not missing, f"(3) {text} before {missing}")

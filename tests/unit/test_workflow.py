@@ -759,6 +759,18 @@ def test_a_recovery_waits_for_a_hook_that_the_policy_lacks_until_it_is_put_back(
     assert agent.board == {}
 
 
+def test_a_recovery_that_was_promised_without_preparation_is_kept_when_a_new_policy_wants_one_that_never_ran() -> (
+    None
+):
+    agent = Agent(a_rule(prepare=(), recover=("resume",), approve="never"))
+    agent.document(an_event())
+    assert not is_ready(agent.board)
+    agent.context = replace(agent.context, document_at=None)  # it restarts under the new policy
+    agent.reload(a_rule(prepare=("drain",), recover=("resume",), approve="never"))
+    agent.context = replace(agent.context, document_at=agent.context.now)
+    assert agent.document() == ["A: recover resume"]
+
+
 def test_recovery_waits_for_the_last_event_and_each_hook_runs_once() -> None:
     agent = Agent(a_rule(prepare=("drain",), recover=("resume", "tell")))
     one, other = an_event(), an_event(id="B", type="Redeploy")
