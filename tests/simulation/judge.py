@@ -303,7 +303,8 @@ class Judge:
         if is_certain and life.plan is not None and not life.is_unsure:
             self._owed |= {(life.name, what) for what in life.plan.recover}
         recovering = {run.event for run in self.runs if run.stage == "recover"}
-        for tokens, is_meant in ((self._allowed, True), (self._owed, is_certain)):
+        # A drain alone leaves alone what the recovery of another event does.
+        for tokens, is_meant in ((self._allowed, True), (self._owed, is_certain and bool(hook))):
             for name in {name for name, _ in tokens} | recovering:
                 other = self.lives[name]
                 shares = other.share(life, if_unsure=tokens is self._allowed)

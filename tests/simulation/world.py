@@ -625,8 +625,10 @@ class World:
         if not is_done:
             self._wake_soon(1.0)
         elif wake_at is not None:
-            self._wake_soon(max(0.001, (wake_at - self.now()).total_seconds()))
-            self._poll_soon()
+            seconds = (wake_at - self.now()).total_seconds()
+            self._wake_soon(max(0.001, seconds))
+            if seconds < 5.0:
+                self._poll_soon()
 
     def _see_readiness(self) -> None:
         """What the page /readyz tells."""
