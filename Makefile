@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 MINUTES ?= 60
 
-.PHONY: demo test lint faults simulation fuzz soak bench system packages deb rpm msi clean
+.PHONY: demo test lint audit faults simulation fuzz soak bench system packages deb rpm msi clean
 
 demo: $(VENV)/.ready          ## The main job, end to end, against the built-in simulator
 	$(BIN)/scheduled-events-agent demo
@@ -20,6 +20,11 @@ lint: $(VENV)/.ready          ## Style and types, for Linux and for Windows
 
 simulation: $(VENV)/.ready    ## Ten thousand lives of the agent under every kind of trouble, seed by seed
 	$(BIN)/python tests/simulation
+
+audit: $(VENV)/.ready         ## Known vulnerabilities of what the packages bring (needs a database of them on the network)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
+	$(BIN)/pip-audit --strict --disable-pip --requirement packaging/requirements.txt
+	$(BIN)/pip-audit --strict --disable-pip --requirement packaging/windows/requirements.txt
 
 faults: $(VENV)/.ready        ## The real agent without disk, memory, descriptors, clock (root on Linux: else in part)
 	$(BIN)/python -m pytest -n 2 tests/faults

@@ -65,7 +65,10 @@ class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ] = ()
     description: Annotated[
         tuple[str, ...],
-        Meta(description="A regular expression searched in the description, ignoring case.", extra=_ONE_OR_MANY),
+        Meta(
+            description="A regular expression searched in the description's first 256 characters, ignoring case.",
+            extra=_ONE_OR_MANY,
+        ),
     ] = ()
     duration_below: Annotated[
         Duration | None, Meta(description="The estimated interruption is known and shorter than this.")

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 _ROOT = Path(__file__).parent.parent
+_UNIT = _ROOT / "systemd" / "scheduled-events-agent.service"
 _MIB = 2.0**20
 
 
@@ -21,7 +22,7 @@ class Program:
     def __init__(self, arguments: Sequence[str], log: Path, cache: Path) -> None:
         """``cache`` is where compiled modules are kept: an installed agent has them, whatever this shell says."""
         self._log = log
-        environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(cache)}
+        environment = {**os.environ, **_of_the_unit(), "PYTHONPYCACHEPREFIX": str(cache)}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         with log.open("ab") as stream:
             self.executed_at = time.monotonic()
@@ -85,3 +86,10 @@ class Program:
             raise NotImplementedError
         pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGESIZE") / _MIB
+
+
+def _of_the_unit() -> dict[str, str]:
+    """The environment that the agent's unit gives it."""
+    lines = _UNIT.read_text(encoding="utf-8").splitlines()
+    words = [word for line in lines if line.startswith("Environment=") for word in line[12:].split()]
+    return dict(word.split("=", 1) for word in words)

@@ -10,6 +10,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -61,6 +62,8 @@ class Agent:
         self.state_dir = directory / "state"
         self.notes_file = directory / "hooks.jsonl"
         self.give_up_file = directory / "hooks-give-up"
+        # A copy, for a checkout may stand where anybody can write, whose hooks an agent with privileges refuses.
+        self.hook_file = Path(shutil.copy(HOOK, directory))
         self.endpoint = endpoint
         self.environment: dict[str, str] = {}
         self.lines: list[dict[str, Any]] = []
@@ -101,7 +104,10 @@ class Agent:
         wait_for = str(self.directory / until) if until else ""
         arguments = [str(self.notes_file), name, str(seconds), wait_for, str(exit_code), str(int(ignores_sigterm))]
         # Without site-packages it starts in 15 ms.
-        return {"run": [sys.executable, "-I", "-S", str(HOOK), str(self.give_up_file), *arguments], **settings}
+        return {
+            "run": [sys.executable, "-I", "-S", str(self.hook_file), str(self.give_up_file), *arguments],
+            **settings,
+        }
 
     def hooks(self, *names: str) -> dict[str, Any]:
         """Hooks that succeed at once."""

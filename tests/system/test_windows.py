@@ -13,7 +13,7 @@ if sys.platform == "win32":
 
 from wine_python import CHECKOUT, WinePython, WineUnavailableError, wine_python
 
-# All of it takes some five minutes on two processors with nothing else to do, and much longer beside other work.
+# On two processors it has taken eight minutes beside a little other work, and nineteen beside very much.
 _SUITE_SECONDS = 2400
 pytestmark = pytest.mark.timeout(_SUITE_SECONDS + 300)  # the first time, Wine and a Windows Python are fetched
 
