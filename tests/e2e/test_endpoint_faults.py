@@ -16,7 +16,7 @@ from harness import SLOWNESS, Agent, Simulator
 from agent.simulator.faults import FaultKind
 
 INTERVAL = 0.25
-TIME_LIMIT = 0.5 + SLOWNESS
+TIME_LIMIT = 0.5 + SLOWNESS / 3
 POLLS = 5
 # Seconds for a slow machine. Pauses that grow, which are ruled out, would add far more to so many failures.
 ROOM = 6.0
