@@ -139,7 +139,16 @@ class _Run:
     since: float = field(default_factory=time.monotonic)
 
     def is_over(self) -> bool:
-        return self.results.poll() or not self.process.is_alive()
+        return self._has_report() or not self.process.is_alive()
+
+    def _has_report(self) -> bool:
+        try:
+            has_report: bool = self.results.poll()
+        except (
+            BrokenPipeError
+        ):  # what Windows says when the other end is gone; Linux says there is something to read
+            return True
+        return has_report
 
     def hangs(self) -> bool:
         if self.at.value != self.seed:
@@ -150,11 +159,11 @@ class _Run:
         """The process's report, or what can be said of one that could not make it."""
         seed = self.at.value
         try:
-            if self.process.is_alive() and not self.results.poll():
+            if self.process.is_alive() and not self._has_report():
                 self.process.kill()
                 raise EOFError
             report: Report = self.results.recv()
-        except EOFError:
+        except (EOFError, BrokenPipeError):
             self.process.join()
             text = f"the process hangs or died, with exit code {self.process.exitcode}"
             fault = Fault(self.target, seed, text)
