@@ -34,6 +34,8 @@ _LEFTOVER_GRACE_SECONDS = 1.0
 _GRACE_SHARE = 0.1
 # What even SIGKILL does not end within this (a process stuck in the kernel) is left to itself.
 _KILL_SECONDS = 10.0
+# But not before so many tries: where very many processes starve this one, each takes seconds.
+_KILLS = 3
 _CHECK_SECONDS = (0.002, 0.05)  # first and longest pause between two looks at processes that are ending
 _SWEEP_SECONDS = 1.0
 
@@ -287,7 +289,7 @@ class HookRun:
         asked_at = time.monotonic()
         kill_at: float | None = None
         pause, longest_pause = _CHECK_SECONDS
-        is_asked = False
+        is_asked, kills = False, 0
         while not (self._has_ended and tree.is_empty()):
             now = time.monotonic()
             if not is_asked:
@@ -296,9 +298,10 @@ class HookRun:
             if kill_at is None and now >= min(asked_at + grace_seconds, now + self._seconds_left()):
                 kill_at = now
             if kill_at is not None:
-                if now >= kill_at + _KILL_SECONDS:
+                if now >= kill_at + _KILL_SECONDS and kills >= _KILLS:
                     return False
                 tree.kill()
+                kills += 1
             with self._changed:
                 self._changed.wait(pause)
             pause = min(2 * pause, longest_pause)
