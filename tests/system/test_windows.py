@@ -1,4 +1,4 @@
-"""The demo and all tests but those of installations, inside a real Windows Python under Wine."""
+"""The demo, the unit, the integration and the end-to-end tests, inside a real Windows Python under Wine."""
 
 import sys
 import xml.etree.ElementTree as ET
@@ -17,7 +17,7 @@ from wine_python import CHECKOUT, WinePython, WineUnavailableError, wine_python
 _SUITE_SECONDS = 2400
 pytestmark = pytest.mark.timeout(_SUITE_SECONDS + 300)  # the first time, Wine and a Windows Python are fetched
 
-_SUITE = ("tests/unit", "tests/integration", "tests/fuzz", "tests/simulation", "tests/e2e")
+_SUITE = ("tests/unit", "tests/integration", "tests/e2e")
 # They wait more than they work; but with more of them, two processors do not keep the times that tests allow.
 _WORKERS = 2
 # For one test: more than elsewhere, for each start of a process takes its time.
