@@ -89,12 +89,13 @@ class CrashingStore(Store):
             world.is_cut_after_commit = True
 
 
-class World:
+class World(Machine):
     """One run. ``story`` tells what happened, a line for each thing."""
 
     def __init__(self, seed: int, directory: Path, troubles: frozenset[Trouble] | None = None) -> None:
         """``troubles``: exactly these; by default, what chance gives to the seed."""
         self.seed = seed
+        self._chances: dict[str, random.Random] = {}
         self.story: list[str] = []
         self.judge = Judge()
         given = (trouble for trouble in TROUBLES if self.chance(f"has {trouble}").random() < 0.3)
@@ -103,7 +104,6 @@ class World:
         self.is_cut_after_commit = False
         self.engine: Engine | None = None
         self._directory = directory
-        self._chances: dict[str, random.Random] = {}
         self._at = 0.0
         self._wall_offset = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -139,7 +139,6 @@ class World:
         self._transactions = 0
         self._crashes = self._plan_crashes()
         self._scheduled_since: dict[str, float] = {}
-        self._gone: set[str] = set()
 
     @property
     def event_count(self) -> int:
@@ -150,11 +149,9 @@ class World:
 
     def chance(self, what: str) -> random.Random:
         """The chance that decides on this, and on nothing else."""
-        chances = self.__dict__.setdefault("_chances", {})
-        if what not in chances:
-            chances[what] = random.Random(f"{self.seed}/{what}")
-        found: random.Random = chances[what]
-        return found
+        if what not in self._chances:
+            self._chances[what] = random.Random(f"{self.seed}/{what}")
+        return self._chances[what]
 
     def has(self, trouble: Trouble) -> bool:
         """Whether there is this trouble, now."""
@@ -311,7 +308,6 @@ class World:
                     if self.has(trouble) and is_due and self._at + seconds < BUSY_SECONDS - 300.0:
                         self.after(seconds, what)
             elif happening.kind == "gone":
-                self._gone.add(event.ids[0])
                 since = self._scheduled_since.pop(event.ids[0], None)
                 if since is not None and not event.approved_at:
                     self._judge_neglect(event.ids[0], since)
@@ -408,7 +404,7 @@ class World:
         self._hands = Hands(self)
         self.tell(f"the agent starts, boot {self._boot}")
         try:
-            self.engine = Engine(self._settings, store, self._metrics, self._hands, _MachineView(self))
+            self.engine = Engine(self._settings, store, self._metrics, self._hands, self)
             self.engine.start()
         except PowerCut:
             self._crash("killed while it started")
@@ -823,16 +819,6 @@ class World:
                     del self._requests[number]
                     self._words[name] = before if answer.startswith("refused") else {word}
                     self.judge.spoke(name, self._words[name])
-
-
-class _MachineView(Machine):
-    """The world as the engine's machine."""
-
-    def __init__(self, world: World) -> None:
-        self.now = world.now  # type: ignore[method-assign]
-        self.monotonic = world.monotonic  # type: ignore[method-assign]
-        self.boot_id = world.boot_id  # type: ignore[method-assign]
-        self.is_shutting_down = world.is_shutting_down  # type: ignore[method-assign]
 
 
 class Hands:
