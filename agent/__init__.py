@@ -5,12 +5,14 @@ Decisions are values; someone else carries them out.
     events.py     PURE   what Azure says: bytes -> Document, ScheduledEvent
     policy.py     PURE   what the operator wants: (rules, event, facts) -> Decision with a reason
     workflow.py   PURE   what happens next: (workflow, signal, context) -> Step
+    status.py     PURE   what there is to see: the agent and its events as values, and the words for them
+    page.py       PURE   the status page: HTML from those values
     typed_yaml.py PURE   YAML text -> frozen values along their types, every error with its line
     config.py            the policy file: its types, checks, warnings and schema
     imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name
     hooks.py      EDGE   run one hook: environment, time limit, whole process tree, output
     store.py      EDGE   SQLite: workflows, journal, operator requests
-    web.py        EDGE   /metrics /healthz /readyz /status
+    web.py        EDGE   the pages / /status /metrics /healthz /readyz
     metrics.py    EDGE   every metric in one table
     log.py        EDGE   structlog set-up; event fields; failures logged on change
     host/         SEAM   what differs between Linux and Windows, and nothing else

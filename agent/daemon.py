@@ -23,24 +23,25 @@ from http import HTTPStatus
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from agent import __version__, host
-from agent.config import ImdsSettings, Settings
+from agent.config import BUILT_IN_NAME, ImdsSettings, Settings
 from agent.engine import Engine, HookEnded, HookKey, News, Paused, key_of, without_run
 from agent.events import DocumentError, parse_document
 from agent.hooks import HookRun, end_leftovers
 from agent.imds import ImdsClient, ImdsError, backoff_seconds, resolve_endpoint
 from agent.log import FailureLog, Logger, get_logger
 from agent.metrics import Metrics
+from agent.page import render_page
 from agent.policy import Hook
+from agent.status import PolicyInForce, RunningHook, Status, Vm, summarize
 from agent.store import Store, StoreError
-from agent.web import Page, WebServer
+from agent.web import HTML, Page, WebServer
 from agent.workflow import ApprovalAnswered, Approve, RunHook, Workflow, is_ready
 
-# The engine's own pace: how soon an operator's word is taken up, and how often /healthz hears of it.
+# The engine's own pace: how soon an operator is answered, and how often /healthz hears of it.
 _TICK_SECONDS = 1.0
-# The same while nothing is pending, and so nobody has anything to say.
-_IDLE_TICK_SECONDS = 5.0
 # A loop that has not turned for this long hangs; a slow disk alone is given two seconds by the store.
 _STALL_SECONDS = 15.0
 # A tick later than asked for by more than this is a pause of the machine, not the scheduler's noise.
@@ -60,6 +61,8 @@ _START_TICK_SECONDS = 0.1
 # What a poll may take beside its time limit: resolving a name that the policy gives, on a bad day.
 _RESOLVE_SECONDS = 30.0
 _COMMIT_RETRY_SECONDS = 1.0
+# Events, and pauses, that the status page shows.
+_RECENT = 20
 DEFAULT_STOP_TIMEOUT = 5.0
 
 
@@ -83,10 +86,13 @@ class Daemon:
         load_settings: Callable[[], Settings],
         store: Store,
         *,
+        policy_name: str = BUILT_IN_NAME,
         stop_timeout: float = DEFAULT_STOP_TIMEOUT,
         service: host.ServiceManager | None = None,
     ) -> None:
-        """``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
+        """``policy_name``: how people know the policy, for the status.
+
+        ``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
 
         ``service``: who is told how the agent is; by default whoever started this process.
         """
@@ -101,11 +107,13 @@ class Daemon:
         self._identifier = _Identifier(endpoint, self._inbox.put, self._poller.stop_requested)
         self._instance = str(store.path.resolve())
         self._hands = _Threads(endpoint, self._inbox.put, self._instance)
-        self._engine = Engine(settings, store, self._metrics, self._hands)
-        self._started_at = time.monotonic()
+        self._engine = Engine(settings, store, self._metrics, self._hands, describe=self._describe_as_json)
+        self._state_dir = store.path.parent
+        self._started = time.monotonic()
+        self._started_at = datetime.now(UTC)
+        self._policy = PolicyInForce(file=policy_name, read_at=self._started_at)
         self._service = service or host.ServiceManager()
         self._told_status: str | None = None  # None until it has been told that the agent is ready
-        self._refusal_of_policy = ""
         self.web: WebServer | None = None
         """The web server while ``run`` runs; None if the policy has it off."""
 
@@ -184,7 +192,7 @@ class Daemon:
         self._poller.stop()
         # What has a bug is best started anew, and soon.
         stop_timeout = self._stop_timeout if self._crash is None else min(self._stop_timeout, DEFAULT_STOP_TIMEOUT)
-        names = self._hands.names()
+        names = [running.hook for running in self._hands.running()]
         waits_for = f", once these hooks have ended: {', '.join(names)}" if names else ""
         self._service.tell("stopping", f"Stopping{waits_for}")
         if waits_for:
@@ -235,8 +243,6 @@ class Daemon:
     def _seconds_to_next_turn(self) -> float:
         if self._told_status is None:
             return _START_TICK_SECONDS
-        if not self._engine.board:
-            return _IDLE_TICK_SECONDS
         wake_at = self._engine.next_wake_at()
         return min(_TICK_SECONDS, (wake_at - datetime.now(UTC)).total_seconds()) if wake_at else _TICK_SECONDS
 
@@ -266,7 +272,7 @@ class Daemon:
     def _tell_service(self) -> None:
         status = self._describe()
         if self._told_status is None:
-            if not (self._poller.has_tried or self._engine.turned_at - self._started_at > _READY_PATIENCE_SECONDS):
+            if not (self._poller.has_tried or self._engine.turned_at - self._started > _READY_PATIENCE_SECONDS):
                 return
             self._service.tell("ready", status)
         elif status != self._told_status:
@@ -287,9 +293,9 @@ class Daemon:
             parts.append(f"cannot write the state file ({self._engine.store_failure})")
         if self._poller.failure:
             parts.append(f"polling fails ({self._poller.failure})")
-        if self._refusal_of_policy:
+        if self._policy.refused:
             parts.append("the policy file was refused, the one from before is in force")
-        pending = [_describe_workflow(workflow) for workflow in self._engine.board.values()]
+        pending = [summarize(workflow) for workflow in self._engine.board.values()]
         parts += pending or ["nothing is pending"]
         return "; ".join(parts)
 
@@ -305,16 +311,17 @@ class Daemon:
         try:
             settings = self._load_settings()
         except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the old policy is still good
-            self._refusal_of_policy = str(error)
+            self._policy = replace(self._policy, refused=str(error))
             self._engine.refuse_settings(str(error))
             return
-        self._refusal_of_policy = ""
+        self._policy = replace(self._policy, read_at=datetime.now(UTC), refused="")
         self._engine.change_settings(settings)
 
     # --- pages
 
     def _pages(self) -> dict[str, Callable[[], Page]]:
         return {
+            "/": self._human_page,
             "/healthz": self._health_page,
             "/readyz": self._ready_page,
             "/metrics": self._metrics_page,
@@ -330,7 +337,7 @@ class Daemon:
             problems.append(f"nothing can be done until the state file can be written: {failure}")
         if hangs_for := self._poller.hangs_for():
             problems.append(f"a poll should have ended {hangs_for:.0f}s ago")
-        since_poll = now - (self._poller.succeeded or self._started_at)
+        since_poll = now - (self._poller.succeeded or self._started)
         if since_poll > self._engine.settings.agent.healthy_within:
             problems.append(f"no poll has succeeded for {since_poll:.0f}s: {self._poller.failure or 'it hangs'}")
         return problems
@@ -355,19 +362,46 @@ class Daemon:
         return Page(HTTPStatus.OK, self._metrics.expose(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _status_page(self) -> Page:
-        status = {
-            "version": __version__,
-            "vm": {"names": list(self._engine.names()), "vm_id": self._engine.identity.vm_id},
-            "mode": self._engine.settings.agent.mode,
-            "ready": is_ready(self._engine.board),
-            "health": self._health_problems() or "ok",
-            "rules": [rule.name for rule in self._engine.settings.rules],
-            "last_poll_at": self._poller.succeeded_at,
-            "poll_failure": self._poller.failure,
-            "incarnation": self._engine.incarnation(),
-            "pending": list(self._engine.board.values()),
-        }
-        return Page(HTTPStatus.OK, msgspec.json.format(msgspec.json.encode(status)) + b"\n", "application/json")
+        return Page(HTTPStatus.OK, msgspec.json.format(self._describe_as_json()) + b"\n", "application/json")
+
+    def _human_page(self) -> Page:
+        status = self._status()
+        try:
+            store = Store.look_into(self._state_dir)
+            try:
+                recent = store.load_histories(limit=_RECENT)
+                pauses = store.load_notes(kind="pause", limit=_RECENT)
+            finally:
+                store.close()
+        except StoreError as error:
+            return Page(HTTPStatus.OK, render_page(status, unread=str(error)).encode(), HTML)
+        return Page(HTTPStatus.OK, render_page(status, recent, pauses).encode(), HTML)
+
+    def _status(self) -> Status:
+        """How the agent is now. For any thread."""
+        engine = self._engine
+        problems = self._health_problems()
+        return Status(
+            at=datetime.now(UTC),
+            version=__version__,
+            started_at=self._started_at,
+            vm=Vm(names=engine.names(), vm_id=engine.identity.vm_id),
+            mode=engine.settings.agent.mode,
+            is_paused=engine.is_paused,
+            ready=is_ready(engine.board),
+            health=tuple(problems) if problems else "ok",
+            policy=self._policy,
+            rules=tuple([rule.name for rule in engine.settings.rules]),
+            endpoint=engine.settings.imds.endpoint,
+            last_poll_at=self._poller.succeeded_at,
+            poll_failure=self._poller.failure,
+            incarnation=engine.incarnation(),
+            running=self._hands.running(),
+            pending=tuple(engine.board.values()),
+        )
+
+    def _describe_as_json(self) -> bytes:
+        return msgspec.json.encode(self._status())
 
 
 class _Endpoint:
@@ -519,7 +553,7 @@ class _Threads:
         self._endpoint = endpoint
         self._put = put
         self._instance = instance
-        self._runs: dict[HookKey | None, HookRun] = {}
+        self._runs: dict[HookKey | None, tuple[HookRun, RunningHook]] = {}
         self._have_run = False
 
     def start_hook(
@@ -557,7 +591,13 @@ class _Threads:
                 result = without_run(name, "not_started", f"a bug in the agent: {error!r}")
             self._put(HookEnded(effect, result))
 
-        self._runs[key_of(effect)], self._have_run = run, True
+        started = RunningHook(
+            workflow_id=effect.workflow_id if effect else "",
+            stage=effect.stage if effect else "on_clear",
+            hook=name,
+            since=datetime.now(UTC),
+        )
+        self._runs[key_of(effect)], self._have_run = (run, started), True
         try:
             threading.Thread(target=work, name=f"hook-{name}", daemon=True).start()
         except RuntimeError as error:  # no memory for a thread
@@ -566,12 +606,12 @@ class _Threads:
     def cancel_hook(self, key: HookKey | None) -> None:
         """Have the hook in flight ended, if there is one; its result says canceled."""
         if key in self._runs:
-            self._runs[key].cancel()
+            self._runs[key][0].cancel()
 
     def set_deadline(self, key: HookKey, deadline: float | None) -> None:
         """NotBefore has moved."""
         if key in self._runs:
-            self._runs[key].set_deadline(deadline)
+            self._runs[key][0].set_deadline(deadline)
 
     def forget_hook(self, effect: RunHook | None) -> None:
         """The end of this hook has been taken from the inbox."""
@@ -588,13 +628,13 @@ class _Threads:
     def are_running(self) -> bool:
         return bool(self._runs)
 
-    def names(self) -> list[str]:
-        """Of the hooks that run."""
-        return [run.name for run in self._runs.values()]
+    def running(self) -> tuple[RunningHook, ...]:
+        """The hooks that run, for any thread."""
+        return tuple([started for _, started in list(self._runs.values())])
 
     def cancel_all(self, grace_seconds: float) -> None:
         """End everything within the grace."""
-        for run in self._runs.values():
+        for run, _ in self._runs.values():
             run.cancel()
             run.set_deadline(time.monotonic() + grace_seconds)
 
@@ -626,14 +666,6 @@ class _Threads:
     def _answer(self, approvals: list[Approve], kind: str, detail: str) -> None:
         for approve in approvals:
             self._put(ApprovalAnswered(workflow_id=approve.workflow_id, error_kind=kind, detail=detail))
-
-
-def _describe_workflow(workflow: Workflow) -> str:
-    event = workflow.event
-    rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
-    not_before = f", not before {event.not_before:%Y-%m-%dT%H:%M:%SZ}" if event.not_before else ""
-    waits_for = f", waits for {workflow.waits_for}" if workflow.waits_for else ""
-    return f"{event.type} {event.id} ({rule}{not_before}): {workflow.phase}{waits_for}"
 
 
 def _log_output(log: Logger, line: str) -> None:

@@ -9,7 +9,7 @@ For one thread. The board and the settings are replaced, never changed, so that 
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
@@ -136,9 +136,18 @@ class Engine:
     """What the agent knows and does about events. ``take`` what has come, then ``turn``."""
 
     def __init__(
-        self, settings: Settings, store: Store, metrics: Metrics, hands: Hands, machine: Machine | None = None
+        self,
+        settings: Settings,
+        store: Store,
+        metrics: Metrics,
+        hands: Hands,
+        machine: Machine | None = None,
+        *,
+        describe: Callable[[], bytes] = bytes,
     ) -> None:
+        """``describe``: the answer to whoever asks through the store how the agent is, a ``Status`` as JSON."""
         self._machine = machine or Machine()
+        self._describe = describe
         self._store = store
         self._metrics = metrics
         self._hands = hands
@@ -466,7 +475,9 @@ class Engine:
 
     def _take_requests(self, now: datetime) -> None:
         for request in self._store.load_requests(now):
-            if request.workflow_id not in self.board:
+            if request.word == "status":
+                self._store.answer_request(request.id, self._describe().decode())
+            elif request.workflow_id not in self.board:
                 self._store.answer_request(request.id, "refused: the event is not pending any more")
             elif request.word == "approved" and self.settings.agent.mode == "observe":
                 self._store.answer_request(request.id, "refused: the agent only observes (agent.mode, --observe)")
@@ -492,8 +503,8 @@ class Engine:
             if workflow is None:
                 continue
             approval = f", approval {workflow.approval.state}" if workflow.approval.state != "none" else ""
-            waits_for = f", for {workflow.waits_for}" if workflow.waits_for else ""
-            answer = f"{request.word or 'released'}: the event is {workflow.phase}{approval}{waits_for}"
+            reason = f": {workflow.waits_for}" if workflow.waits_for else ""
+            answer = f"{request.word or 'released'}: the event is {workflow.phase}{approval}{reason}"
             self._store.answer_request(request.id, answer)
 
     def _learn_identity(self, now: datetime) -> None:

@@ -4,8 +4,8 @@ Owns the file's schema, its durability and what is done when it is damaged. Deci
 The one invariant: when ``commit`` returns, the steps are on the disk (WAL with synchronous=FULL), all of
 them or none.
 
-A Store belongs to one thread at a time. The agent opens the file; other processes (``approve``, ``hold``) join
-it. Its permissions are the authorization.
+A Store belongs to one thread at a time. The agent opens the file; others (``approve``, ``hold``, ``status``) join
+it, or only look into it. Its permissions are the authorization.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from agent import AgentError, host
+from agent.status import History, JournalEntry
 from agent.workflow import Note, Step, Workflow
 
 FILE_NAME = "state.db"
@@ -57,6 +58,8 @@ _MAX_LOG_BYTES = 4 * 1024 * 1024
 # A request that no agent has taken up by then is void: whoever made it has been told so.
 _REQUEST_VALID_SECONDS = 30.0
 
+_SELECT_JOURNAL = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal"
+
 FactName = Literal["vm_name", "vm_id", "boot_id", "state_lost"]
 
 
@@ -64,18 +67,8 @@ class StoreError(AgentError):
     """The state file cannot be read or written now. Kinds: unusable, newer, older, write, read."""
 
 
-class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the journal."""
-
-    at: datetime
-    workflow_id: str
-    event_id: str
-    kind: str
-    stage: str
-    hook: str
-    outcome: str
-    text: str
-    detail: str
+RequestWord = Literal["", "approved", "held", "status"]
+"""An operator's word about an event ("" takes it back), or the question how the agent is."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +76,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
     id: int
     workflow_id: str
-    word: Literal["", "approved", "held"]
+    """"" if it is about the agent."""
+    word: RequestWord
     user: str
 
 
@@ -136,6 +130,36 @@ class Store:
                 f"{path} is damaged ({error}): the agent sets it aside when it is started again", kind="unusable"
             ) from error
 
+    @classmethod
+    def look_into(cls, directory: Path) -> "Store":
+        """Open the file for reading only; it costs next to nothing and works while the disk is full.
+
+        Raises StoreError. A damaged file is found when what is damaged is read.
+        """
+        path = directory / FILE_NAME
+        try:
+            path.stat()
+            connection = sqlite3.connect(
+                f"{path.absolute().as_uri()}?mode=ro",
+                uri=True,
+                timeout=_BUSY_SECONDS,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            try:
+                (version,) = connection.execute("PRAGMA user_version").fetchone()
+                _refuse_other_version(path, version, is_owner=False)
+            except BaseException:
+                connection.close()
+                raise
+        except OSError as error:
+            raise StoreError(
+                f"cannot open the state file {path}: {error.strerror or error}", kind="unusable"
+            ) from error
+        except sqlite3.Error as error:
+            raise StoreError(f"cannot read {path}: {error}", kind="read") from error
+        return cls(connection, path, None)
+
     def close(self) -> None:
         """Close the file; the store cannot be used any more."""
         self._connection.close()
@@ -184,10 +208,36 @@ class Store:
 
     def load_journal(self) -> list[JournalEntry]:
         """All entries, oldest first."""
+        return self._load_entries("ORDER BY id")
+
+    def load_notes(
+        self, *, kind: str | None = None, since: datetime | None = None, limit: int = -1
+    ) -> list[JournalEntry]:
+        """The latest entries that concern the agent and no single event, oldest first."""
+        newest_first = "WHERE workflow_id = '' AND kind = ifnull(?, kind) AND at >= ? ORDER BY id DESC LIMIT ?"
+        return self._load_entries(newest_first, kind, _stamp(since) if since else "", limit)[::-1]
+
+    def load_histories(self, *, since: datetime | None = None, limit: int = -1) -> list[History]:
+        """The latest events of which something was noted since then, pending ones too, whole, oldest first."""
         with self._reading():
             rows = self._connection.execute(
-                "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail"
-                " FROM journal ORDER BY id"
+                "SELECT body FROM workflow WHERE updated_at >= ? ORDER BY rowid DESC LIMIT ?",
+                (_stamp(since) if since else "", limit),
+            ).fetchall()
+            workflows = [msgspec.json.decode(body, type=Workflow) for (body,) in reversed(rows)]
+        return [
+            History(
+                workflow=workflow,
+                entries=tuple(self._load_entries("WHERE workflow_id = ? ORDER BY id", workflow.id)),
+            )
+            for workflow in workflows
+        ]
+
+    def _load_entries(self, which: str, *values: str | int | None) -> list[JournalEntry]:
+        with self._reading():
+            rows = self._connection.execute(
+                f"{_SELECT_JOURNAL} {which}",
+                values,
             ).fetchall()
             return [
                 JournalEntry(
@@ -219,7 +269,7 @@ class Store:
                 list(facts.items()),
             )
 
-    def add_request(self, workflow_id: str, word: str, user: str, at: datetime) -> int:
+    def add_request(self, workflow_id: str, word: RequestWord, user: str, at: datetime) -> int:
         """Ask the running agent for something; returns the request's number."""
         with self._transaction():
             cursor = self._connection.execute(
@@ -234,10 +284,12 @@ class Store:
             row = self._connection.execute("SELECT answer FROM request WHERE id = ?", (request_id,)).fetchone()
         return row[0] if row else None
 
-    def withdraw_request(self, request_id: int) -> None:
-        """Take back a request that nobody has answered."""
+    def withdraw_request(self, request_id: int) -> str | None:
+        """Take back a request; returns the answer if there was one already, which is as well thrown away."""
         with self._transaction():
-            self._connection.execute("DELETE FROM request WHERE id = ? AND answer IS NULL", (request_id,))
+            row = self._connection.execute("SELECT answer FROM request WHERE id = ?", (request_id,)).fetchone()
+            self._connection.execute("DELETE FROM request WHERE id = ?", (request_id,))
+        return row[0] if row else None
 
     def load_requests(self, now: datetime) -> list[Request]:
         """Requests that wait for an answer. Costs a few microseconds while no other process has written."""
@@ -380,20 +432,9 @@ def _prepare(connection: sqlite3.Connection, path: Path, *, is_new: bool, is_own
         if result != "ok":
             raise _DamagedError(" ".join(result.split()))
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version > len(_MIGRATIONS):
-            raise StoreError(
-                f"{path} was written by a newer version of the agent (schema {version}, "
-                f"known {len(_MIGRATIONS)}): install that version again, or move the file away",
-                kind="newer",
-            )
         if version == 0 and not is_new:  # cut to nothing, or its write-ahead log is lost
             raise _DamagedError("there is nothing in it")
-        if version < len(_MIGRATIONS) and not is_owner:
-            raise StoreError(
-                f"{path} was written by an older version of the agent (schema {version}, "
-                f"known {len(_MIGRATIONS)}): restart the agent, which brings it up to date",
-                kind="older",
-            )
+        _refuse_other_version(path, version, is_owner=is_owner)
         for number, script in enumerate(_MIGRATIONS[version:], start=version + 1):
             connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
         for (body,) in connection.execute("SELECT body FROM workflow WHERE is_open"):
@@ -406,6 +447,21 @@ def _prepare(connection: sqlite3.Connection, path: Path, *, is_new: bool, is_own
         if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
             raise StoreError(f"cannot open the state file {path}: {error}", kind="unusable") from error
         raise _DamagedError(str(error)) from error
+
+
+def _refuse_other_version(path: Path, version: int, *, is_owner: bool) -> None:
+    if version > len(_MIGRATIONS):
+        raise StoreError(
+            f"{path} was written by a newer version of the agent (schema {version}, "
+            f"known {len(_MIGRATIONS)}): install that version again, or move the file away",
+            kind="newer",
+        )
+    if version < len(_MIGRATIONS) and not is_owner:
+        raise StoreError(
+            f"{path} was written by an older version of the agent (schema {version}, "
+            f"known {len(_MIGRATIONS)}): restart the agent, which brings it up to date",
+            kind="older",
+        )
 
 
 def _clean(text: str) -> str:

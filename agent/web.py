@@ -24,6 +24,9 @@ _TIMEOUT_SECONDS = 5.0
 _REFUSED_SECONDS = 0.1
 
 
+HTML = "text/html; charset=utf-8"
+
+
 @dataclass(frozen=True)
 class Page:
     """A finished answer."""

@@ -31,7 +31,6 @@ def run(policy: Path, state_dir: Path, interval_seconds: float, keep_seconds: fl
         return replace(loaded.settings, imds=replace(loaded.settings.imds, poll_interval=interval_seconds))
 
     agent.daemon._TICK_SECONDS = interval_seconds  # noqa: SLF001
-    agent.daemon._IDLE_TICK_SECONDS = interval_seconds  # noqa: SLF001
     if keep_seconds is not None:
         agent.engine._KEEP_JOURNAL = timedelta(seconds=keep_seconds)  # noqa: SLF001
         agent.engine._PRUNE_SECONDS = keep_seconds / 90  # noqa: SLF001

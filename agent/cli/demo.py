@@ -18,7 +18,7 @@ from agent import AgentError
 
 if TYPE_CHECKING:
     from agent.simulator import Happening, SimulatedEvent, Simulator
-    from agent.store import JournalEntry
+    from agent.status import JournalEntry
 
 _VM = "web-1"
 _START_WITHIN_SECONDS = 15.0

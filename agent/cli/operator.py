@@ -5,10 +5,13 @@ import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent import AgentError
 from agent.cli import add_config_option
+
+if TYPE_CHECKING:
+    from agent.store import RequestWord, Store
 
 _ANSWER_WITHIN_SECONDS = 5.0
 
@@ -31,6 +34,18 @@ def add_parsers(commands: Any) -> None:
         parser.set_defaults(handler=_ask, word=word)
 
 
+def ask_agent(store: "Store", workflow_id: str, word: "RequestWord", user: str) -> str | None:
+    """The running agent's answer; None if there was none within five seconds: then the request is withdrawn."""
+    request = store.add_request(workflow_id, word, user, datetime.now(UTC))
+    deadline = time.monotonic() + _ANSWER_WITHIN_SECONDS
+    try:
+        while store.load_answer(request) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        answer = store.withdraw_request(request)
+    return answer
+
+
 def _ask(arguments: argparse.Namespace) -> int:
     from agent import host  # noqa: PLC0415 - as are the imports below: only these commands need them
     from agent.config import find_config, load_settings  # noqa: PLC0415
@@ -45,15 +60,11 @@ def _ask(arguments: argparse.Namespace) -> int:
         raise AgentError(f"no agent has run with the state directory {state_dir}: name it with --state-dir")
     store = Store.join(state_dir)
     try:
-        request = store.add_request(_find(store, arguments.id), arguments.word, _user(), datetime.now(UTC))
-        deadline = time.monotonic() + _ANSWER_WITHIN_SECONDS
-        while (answer := store.load_answer(request)) is None:
-            if time.monotonic() > deadline:
-                store.withdraw_request(request)
-                raise AgentError("no agent has answered, and the request is withdrawn: is the agent running?")
-            time.sleep(0.05)
+        answer = ask_agent(store, _find(store, arguments.id), arguments.word, _user())
     finally:
         store.close()
+    if answer is None:
+        raise AgentError("no agent has answered, and the request is withdrawn: is the agent running?")
     print(answer)
     return 1 if answer.startswith("refused") else 0
 

@@ -122,7 +122,7 @@ def open_daemon(
     from msgspec.structs import replace  # noqa: PLC0415 - as are the imports below: heavy, and for nobody else
 
     from agent import host  # noqa: PLC0415
-    from agent.config import check_files, find_config, load_policy  # noqa: PLC0415
+    from agent.config import BUILT_IN_NAME, check_files, find_config, load_policy  # noqa: PLC0415
     from agent.daemon import Daemon  # noqa: PLC0415
     from agent.log import get_logger  # noqa: PLC0415
     from agent.store import Store  # noqa: PLC0415
@@ -159,7 +159,14 @@ def open_daemon(
             get_logger().info(
                 "policy", file=str(path) if path else "built in: no policy file", state_dir=str(directory)
             )
-            yield Daemon(settings, load_settings, store, stop_timeout=stop_timeout, service=service)
+            yield Daemon(
+                settings,
+                load_settings,
+                store,
+                policy_name=str(path) if path else BUILT_IN_NAME,
+                stop_timeout=stop_timeout,
+                service=service,
+            )
         finally:
             store.close()
     finally:

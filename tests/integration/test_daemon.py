@@ -67,7 +67,7 @@ def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_STALL_SECONDS", 1.5)
-    monkeypatch.setattr(module, "_IDLE_TICK_SECONDS", 0.2)
+    monkeypatch.setattr(module, "_TICK_SECONDS", 0.2)
     hangs, may_go_on = threading.Event(), threading.Event()
 
     def commit(*_: object) -> None:

@@ -17,7 +17,8 @@ import pytest
 from agent import store as store_module
 from agent.events import ScheduledEvent
 from agent.policy import Decision
-from agent.store import FILE_NAME, JournalEntry, Store, StoreError
+from agent.status import JournalEntry
+from agent.store import FILE_NAME, Store, StoreError
 from agent.workflow import Note, Phase, Step, Workflow
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, 123456, tzinfo=UTC)

@@ -28,7 +28,7 @@ def watched(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         listener.bind(str(directory / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(directory / "notify"))
         monkeypatch.setenv("WATCHDOG_USEC", "60000000")
-        monkeypatch.setattr(module, "_IDLE_TICK_SECONDS", 0.1)
+        monkeypatch.setattr(module, "_TICK_SECONDS", 0.1)
 
         def is_alive(seconds: float) -> bool:
             listener.setblocking(False)  # what has come until now is old news

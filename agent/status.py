@@ -1,0 +1,154 @@
+"""What there is to see: the agent and its events as values for people, and the words for them.
+
+Owns the shape of /status and of ``status --json``, and the sentences that the terminal, the status page and the
+service manager share. Decides nothing, reads nothing, knows no clock. The one invariant: nothing stands here that
+``workflow`` or the journal does not say; a reader is never told what somebody only expects.
+"""
+
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+
+from agent.events import ScheduledEvent
+from agent.workflow import Stage, Workflow
+
+
+class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the journal."""
+
+    at: datetime
+    workflow_id: str
+    """"" in what concerns the agent and no single event."""
+    event_id: str
+    kind: str
+    """Of an event: a ``workflow.NoteKind``. Of the agent: agent_started, pause, reloaded and the like."""
+    stage: str
+    hook: str
+    outcome: str
+    text: str
+    detail: str
+    """What else there is, such as the end of a hook's output."""
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """One event from first sight to its end, or to now."""
+
+    workflow: Workflow
+    entries: tuple[JournalEntry, ...]
+    """Oldest first."""
+
+
+class Vm(msgspec.Struct, frozen=True, kw_only=True):
+    """Who this VM is."""
+
+    names: tuple[str, ...]
+    """What Resources may call it; empty as long as nobody knows."""
+    vm_id: str
+
+
+class PolicyInForce(msgspec.Struct, frozen=True, kw_only=True):
+    """Which policy is in force."""
+
+    file: str
+    """Its path, or ``config.BUILT_IN_NAME``."""
+    read_at: datetime
+    refused: str = ""
+    """Why the file as it is by now was refused, so that an older one is in force; "" if it is the file's."""
+
+
+class RunningHook(msgspec.Struct, frozen=True, kw_only=True):
+    """A hook that runs now."""
+
+    workflow_id: str
+    """"" if it is one of on_clear."""
+    stage: Stage | Literal["on_clear"]
+    hook: str
+    since: datetime
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent at one moment."""
+
+    at: datetime
+    version: str
+    started_at: datetime
+    vm: Vm
+    mode: Literal["act", "observe"]
+    is_paused: bool
+    """The service manager has told it to pause: it watches, and does nothing."""
+    ready: bool
+    """As /readyz says."""
+    health: Literal["ok"] | tuple[str, ...]
+    """What is wrong, one sentence each."""
+    policy: PolicyInForce
+    rules: tuple[str, ...]
+    endpoint: str
+    """Of the metadata service, as the policy names it."""
+    last_poll_at: datetime | None
+    """When a request for the document last succeeded."""
+    poll_failure: str
+    """Why the last one failed; "" if it did not."""
+    incarnation: str
+    """Of the document that was last decided on."""
+    running: tuple[RunningHook, ...]
+    pending: tuple[Workflow, ...]
+    """Oldest first."""
+
+    def running_for(self, workflow_id: str) -> tuple[RunningHook, ...]:
+        """The hooks that run for this event."""
+        return tuple([hook for hook in self.running if hook.workflow_id == workflow_id])
+
+
+def summarize(workflow: Workflow) -> str:
+    """The event in one line, which changes only when something happens to it."""
+    event = workflow.event
+    rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
+    not_before = f", not before {event.not_before:%Y-%m-%dT%H:%M:%SZ}" if event.not_before else ""
+    reason = f", {workflow.waits_for}" if workflow.waits_for else ""
+    return f"{event.type} {event.id} ({rule}{not_before}): {workflow.phase}{reason}"
+
+
+def activity(workflow: Workflow, running: Iterable[RunningHook], now: datetime) -> str:
+    """What the agent does about the event now, or what it waits for, as one sentence without its stop."""
+    hooks = [f"runs the {hook.stage} hook {hook.hook}, {span(hook.since, now)} so far" for hook in running]
+    if hooks:
+        return "; ".join(hooks)
+    if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
+        return f"drains for {span(now, workflow.drain_until)} more (/readyz answers 503)"
+    if workflow.phase == "held":
+        return f"held, and NotBefore decides: {workflow.waits_for}"
+    if workflow.waits_for:
+        return f"waits: {workflow.waits_for}"
+    match workflow.phase:
+        case "approved":
+            return "approved; the event is Azure's to start"
+        case "started":
+            return "under way"
+        case "closed":
+            return f"over: {workflow.outcome}"
+        case _ if workflow.approval.state == "requested":
+            return "asks Azure to start it"
+        case phase:
+            return phase
+
+
+def time_left(event: ScheduledEvent, now: datetime) -> str:
+    """How long until the event may start, as a phrase."""
+    if event.status == "Started":
+        return "has started"
+    if event.not_before is None or event.not_before <= now:
+        return "may start at any moment"
+    return f"not before {span(now, event.not_before)} from now"
+
+
+def span(earlier: datetime, later: datetime) -> str:
+    """The time between, in at most two units, rounded down; 0s if there is none."""
+    seconds = max(0, int((later - earlier).total_seconds()))
+    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
+    if days:
+        return f"{days}d {hours % 24}h"
+    if hours:
+        return f"{hours}h {minutes % 60}m"
+    return f"{minutes}m {seconds % 60}s" if minutes else f"{seconds}s"
