@@ -63,13 +63,18 @@ _PROGRAMS = {
 _UNNEEDED = (".pyi", "/py.typed", ".dist-info/RECORD", ".dist-info/WHEEL", ".dist-info/top_level.txt")
 
 
-# What the documents refer to by its place in the sources, and its place in a package.
-_ELSEWHERE = {
+# Folders of the sources, and their places in a package.
+_FOLDERS = {
+    "docs": _DOC,
+    "config/examples": f"{_DOC}/examples",
+    "config/hooks": f"usr/share/{NAME}/hooks",
+    "config/prometheus": f"usr/share/{NAME}/prometheus",
+}
+# Files that have another place than their folder has.
+_FILES = {
     "config/policy.schema.json": f"/usr/share/{NAME}/policy.schema.json",
     "config/policy.yaml": f"/etc/{NAME}/policy.yaml",
     "config/hooks/README.md": f"/etc/{NAME}/hooks/README.md",
-    "config/examples": "examples/",
-    "config/examples/": "examples/",
     "systemd/strict.conf": f"/usr/share/{NAME}/systemd/strict.conf",
     f"systemd/{NAME}.service": f"/usr/lib/systemd/system/{NAME}.service",
     "agent/__init__.py": f"/{HOME}/agent/__init__.py",
@@ -310,26 +315,34 @@ def _place_system_files(root: Path) -> None:
 
 
 def _place_documents(root: Path) -> None:
-    doc = root / _DOC
-    pages = sorted((SOURCES / "docs").glob("*.md"))
+    for folder, place in _FOLDERS.items():
+        for source in sorted((SOURCES / folder).rglob("*")):
+            if not source.is_file() or source.relative_to(SOURCES).as_posix() in _FILES:
+                continue
+            target = root / place / source.relative_to(SOURCES / folder)
+            if source.suffix == ".md":
+                write(target, _with_links(source).encode())
+                continue
+            copy(source, target, mode=0o755 if os.access(source, os.X_OK) else 0o644)
+            if folder == "config/examples":
+                edit(target, "$schema=../policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
+
+
+def _with_links(page: Path) -> str:
+    """A page whose links lead to where the packages have what they lead to; or that are none if they do not."""
 
     def link(match: re.Match[str]) -> str:
-        """As in the sources if it leads to another page, else to where that file is; or no link if it is not."""
         words, target, heading = match.groups(default="")
-        place = _ELSEWHERE.get(target.removeprefix("../"))
-        if place is None and "://" not in target and target not in ("", *(page.name for page in pages)):
-            return words
-        return f"[{words}]({place or target}{heading})"
+        if target == "" or "://" in target:
+            return match[0]
+        source = Path(os.path.normpath(page.parent / target)).relative_to(SOURCES).as_posix()
+        place = _FILES.get(source)
+        for folder, its_place in _FOLDERS.items():
+            if place is None and (source == folder or source.startswith(f"{folder}/")):
+                place = f"/{its_place}{source.removeprefix(folder)}"
+        return f"[{words}]({place}{heading})" if place else words
 
-    for page in pages:
-        text = re.sub(r"\[([^\]]+)\]\(([^)#\s]*)(#[^)\s]*)?\)", link, page.read_text("utf-8"))
-        write(doc / page.name, text.encode())
-    for source in sorted((SOURCES / "config/examples").rglob("*")):
-        if source.is_file():
-            target = doc / "examples" / source.relative_to(SOURCES / "config/examples")
-            copy(source, target, mode=0o755 if os.access(source, os.X_OK) else 0o644)
-            if source.suffix == ".yaml":
-                edit(target, "$schema=../policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
+    return re.sub(r"\[([^\]]+)\]\(([^)#\s]*)(#[^)\s]*)?\)", link, page.read_text("utf-8"))
 
 
 def _generate_from_parser(root: Path, tools: Path, version: str, epoch: int) -> None:

@@ -73,6 +73,7 @@ _SEARCHES = (
     ("INSTALLED_AT", _OWN_KEY, "InstallDir"),
 )
 _HOST = "-I -m agent service host"
+_EXAMPLE = "examples/windows-web-server.yaml"
 _LEFT = ("policy.replaced", "service.halted")  # what installation.py writes beside itself
 # Of the wheels, what nobody needs here: pywin32's editor, COM and ODBC parts and programs, and build leftovers.
 _UNNEEDED = re.compile(
@@ -227,8 +228,10 @@ def stage(root: Path, interpreter: Path, version: str) -> None:
     copy(HERE / "installation.py", root / "installation.py")
     for source, name in ((f"{NAME}.cmd", f"bin/{NAME}.cmd"), ("status-page.url", "status-page.url")):
         write(root / name, (HERE / source).read_bytes().replace(b"\n", b"\r\n"))
-    for name in ("policy.yaml", "policy.schema.json"):
-        copy(SOURCES / "config" / name, root / "config" / name)
+    config = SOURCES / "config"
+    scripts = sorted(config.glob("hooks/*.ps1"))
+    for path in (config / "policy.yaml", config / "policy.schema.json", config / _EXAMPLE, *scripts):
+        copy(path, root / path.relative_to(SOURCES))
     copy(SOURCES / "LICENSE", root / "licenses" / NAME / "LICENSE")
     _compile_messages(root)
     epoch = source_epoch()

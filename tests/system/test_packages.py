@@ -34,7 +34,9 @@ HOME = f"usr/lib/{NAME}"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine of ELF
 DEBS = {"x86_64": "amd64", "aarch64": "arm64"}
-EXECUTABLE = {f"usr/bin/{NAME}", f"{HOME}/bytecode.sh"}
+EXECUTABLE = {f"usr/bin/{NAME}", f"{HOME}/bytecode.sh"} | {
+    f"usr/share/{NAME}/hooks/{path.name}" for path in CHECKOUT.glob("config/hooks/*") if path.suffix == ""
+}
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -231,19 +233,18 @@ def test_the_policy_is_the_default_one_and_editors_find_its_schema(
     assert installed.splitlines()[0] == f"# yaml-language-server: $schema=/{schema}"
     assert text_of(debs["x86_64"], schema) == (CHECKOUT / "config/policy.schema.json").read_text()
     examples = [name for name in debs["x86_64"] if re.search(r"/examples/.*\.yaml$", name)]
-    assert examples
+    assert len(examples) == len([*(CHECKOUT / "config/examples").glob("*.yaml")])
     for name in examples:
         assert "$schema=../" not in text_of(debs["x86_64"], name)
 
 
 def test_every_file_that_a_document_refers_to_is_there(debs: Mapping[str, Mapping[str, Entry]]) -> None:
-    place = f"usr/share/doc/{NAME}"
     missing = {}
     for name in debs["x86_64"]:
         if name.endswith(".md"):
             for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text_of(debs["x86_64"], name)):
                 if "://" not in target:
-                    path = os.path.normpath(target if target.startswith("/") else f"/{place}/{target}")[1:]
+                    path = os.path.normpath(os.path.join("/", os.path.dirname(name), target))[1:]  # noqa: PTH118, PTH120
                     if path not in debs["x86_64"]:
                         missing[target] = name
     assert missing == {}
@@ -252,7 +253,7 @@ def test_every_file_that_a_document_refers_to_is_there(debs: Mapping[str, Mappin
 def test_what_the_documents_say_is_in_the_package_is(debs: Mapping[str, Mapping[str, Entry]]) -> None:
     text = (CHECKOUT / "docs/install-linux.md").read_text()
     places = [place.strip("/") for place in re.findall(r"^\| `(/[^`]+)` \|", text, re.MULTILINE)]
-    assert len(places) == 10
+    assert len(places) == 12
     assert [place for place in places if place not in debs["x86_64"]] == [f"var/lib/{NAME}"]  # made by the service
 
 
