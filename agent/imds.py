@@ -101,6 +101,17 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     vm_id: str
 
 
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole answer of whatever status, for a diagnosis."""
+
+    status: int
+    headers: dict[str, str]
+    """Names in lower case."""
+    body: bytes
+    fault: ImdsError | None
+    """What a client says of it; None for status 200."""
+
+
 def resolve_endpoint(setting: str) -> str:
     """The endpoint that ``imds.endpoint`` means. ``auto`` reads DHCP leases. Raises EndpointError."""
     if setting != "auto":
@@ -108,6 +119,23 @@ def resolve_endpoint(setting: str) -> str:
         return setting.rstrip("/")
     address = host.dhcp_option_245()
     return DEFAULT_ENDPOINT if address in (None, _WIRE_SERVER) else f"http://{address}"
+
+
+def parse_identity(body: bytes) -> Identity | None:
+    """Who the instance document says that this VM is; None if it is no JSON object."""
+    try:
+        document = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if not isinstance(document, dict):
+        return None
+    compute = document.get("compute")
+    known: dict[str, Any] = compute if isinstance(compute, dict) else {}
+    name, vm_id = known.get("name"), known.get("vmId")
+    return Identity(
+        name=name if isinstance(name, str) else "",
+        vm_id=vm_id if isinstance(vm_id, str) else "",
+    )
 
 
 def backoff_seconds(kind: ImdsErrorKind, failures: int) -> float:
@@ -163,19 +191,27 @@ class ImdsClient:
     def fetch_identity(self) -> Identity:
         """This VM's name and id. Raises ImdsError."""
         body = self._request("GET", _INSTANCE_PATH, self._to_get(_INSTANCE_PATH), self._request_timeout)
-        try:
-            document = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            document = None
-        if not isinstance(document, dict):
+        identity = parse_identity(body)
+        if identity is None:
             what = f"expected a JSON object; got {_excerpt(body) or 'nothing'}"
             raise self._error("GET", _INSTANCE_PATH, what, "malformed")
-        compute = document.get("compute")
-        known: dict[str, Any] = compute if isinstance(compute, dict) else {}
-        name, vm_id = known.get("name"), known.get("vmId")
-        return Identity(
-            name=name if isinstance(name, str) else "",
-            vm_id=vm_id if isinstance(vm_id, str) else "",
+        return identity
+
+    def inspect(self, what: Literal["document", "instance"], *, has_metadata_header: bool = True) -> Answer:
+        """Whatever is answered, with its headers. Raises ImdsError if that is no whole answer in time."""
+        is_document = what == "document"
+        path = self._path if is_document else _INSTANCE_PATH
+        request = self._to_get(path)
+        if not has_metadata_header:
+            request = request.replace(b"Metadata: true\r\n", b"")
+        timeout = self._fetch_timeout if is_document else self._request_timeout
+        status, body = self._exchange("GET", path, request, timeout)
+        lines = (line.decode("latin-1").partition(":") for line in self._connection.header_lines)
+        return Answer(
+            status=status,
+            headers={name.lower(): value.strip() for name, _, value in lines},
+            body=body,
+            fault=None if status == 200 else self._refusal("GET", path, status, body),
         )
 
     def close(self) -> None:
@@ -187,14 +223,20 @@ class ImdsClient:
 
     def _request(self, method: str, path: str, request: bytes, timeout: float) -> bytes:
         """The body of an answer with status 200. Whatever else happens is told with the request it happened to."""
+        status, body = self._exchange(method, path, request, timeout)
+        if status == 200:
+            return body
+        raise self._refusal(method, path, status, body)
+
+    def _refusal(self, method: str, path: str, status: int, body: bytes) -> ImdsError:
+        what = f"{status} {_phrase(status)}"
+        return self._error(method, path, f"{what}: {_excerpt(body)}" if body else what, _kind_of(status))
+
+    def _exchange(self, method: str, path: str, request: bytes, timeout: float) -> tuple[int, bytes]:
+        """Status and body of an answer."""
         kind: ImdsErrorKind
         try:
-            status, body = self._connection.exchange(request, monotonic() + timeout)
-            if status == 200:
-                return body
-            kind, what = _kind_of(status), f"{status} {_phrase(status)}"
-            if body:
-                what = f"{what}: {_excerpt(body)}"
+            return self._connection.exchange(request, monotonic() + timeout)
         except _AnswerError as error:
             kind, what = error.kind, str(error)
         except TimeoutError:
@@ -235,6 +277,8 @@ class _Connection:
         self._address = (name, port)
         # Only the answer may take long the first time; a service that does not even connect is away.
         self._connect_timeout = connect_timeout
+        self.header_lines: Sequence[bytes] = ()
+        """Of the last answer."""
         self._socket: socket.socket | None = None
         self._is_closed = False
 
@@ -288,6 +332,7 @@ class _Connection:
             raise _NoAnswerError("the connection was closed without an answer") from error
         answer = _Answer(connection, deadline)
         status, body, may_continue = answer.read()
+        self.header_lines = answer.header_lines
         if not may_continue:
             self._disconnect()
         return status, body
@@ -296,7 +341,7 @@ class _Connection:
 class _Answer:
     """Reads one HTTP/1.x answer, strictly: where its end is in doubt it is an error, not a shorter answer."""
 
-    __slots__ = ("_buffer", "_connection", "_deadline")
+    __slots__ = ("_buffer", "_connection", "_deadline", "header_lines")
 
     def __init__(self, connection: socket.socket, deadline: float) -> None:
         self._connection = connection
@@ -306,6 +351,7 @@ class _Answer:
     def read(self) -> tuple[int, bytes, bool]:
         """Status, body, and whether the connection may be used again."""
         first, *lines = self._read_head().split(b"\r\n")
+        self.header_lines = lines
         match = _STATUS_LINE.fullmatch(first)
         if match is None:
             raise _AnswerError(f"not an HTTP answer: {_excerpt(first)}")

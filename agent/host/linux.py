@@ -27,9 +27,12 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, TYPE_CHECKING, Literal, NamedTuple
 
 from agent import AgentError
+
+if TYPE_CHECKING:
+    from agent.host.surroundings import Approver, OwnService
 
 if sys.platform == "win32":
     raise ImportError("agent.host.linux is for Linux; import agent.host instead")
@@ -50,6 +53,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LEFTOVER_GRACE_SECONDS = 1.0
 _MAX_STATUS_CHARACTERS = 1000
 _SHUTDOWN_QUESTION_SECONDS = 2.0
+_SERVICE_QUESTION_SECONDS = 10.0
+_SERVICE = "scheduled-events-agent.service"
 _TELL_SECONDS = 1.0
 _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the root of that disk
 
@@ -122,6 +127,17 @@ def privacy_fault(path: Path) -> str | None:
     return None
 
 
+def ownership_fault(path: Path, user: str | None) -> str | None:
+    """Whose the directory is, if not the account's (None: this one) or root's, and the way out."""
+    import pwd  # noqa: PLC0415 - Linux only
+
+    with suppress(OSError, KeyError):
+        owner, who = path.stat().st_uid, user or account_name()
+        if owner not in (0, os.geteuid() if user is None else pwd.getpwnam(user).pw_uid):
+            return f"it belongs to uid {owner}: if it is the agent's own, chown -R {who} {path}"
+    return None
+
+
 def tampering_fault(path: Path, user: str | None = None) -> str | None:
     """Who could change the file, or put another in its place, and should not, and the way out; None if nobody.
 
@@ -152,10 +168,103 @@ def is_privileged() -> bool:
     return os.geteuid() == 0
 
 
-def temporary_disk(path: Path) -> Path | None:
-    """The root of the temporary disk of this VM that the path is on; None if it is on none."""
-    path = path.absolute()
-    return next((place for place in (path, *path.parents) if (place / _TEMPORARY_WARNING).exists()), None)
+def temporary_disk(path: Path, root: Path = Path("/")) -> Path | None:
+    """The root of the temporary disk of this VM that the path is on; None if it is on none that is known.
+
+    Told by the warning that Azure puts into it, by its device, or by who mounted it: see ``surroundings``.
+    """
+    from agent.host import surroundings  # noqa: PLC0415 - asked at start and reload only
+
+    path = Path(os.path.realpath(path))
+    for place in (path, *path.parents):
+        if (root / str(place)[1:] / _TEMPORARY_WARNING).exists():
+            return place
+    mount = surroundings.mount_of(path, root)
+    return Path(mount.place) if mount is not None and surroundings.is_temporary(mount, root) else None
+
+
+def file_system(path: Path, root: Path = Path("/")) -> tuple[str, Path] | None:
+    """Kind of the file system that the path is on, and where that is mounted; None if it cannot be told."""
+    from agent.host import surroundings  # noqa: PLC0415 - for a diagnosis only
+
+    mount = surroundings.mount_of(Path(os.path.realpath(path)), root)
+    return None if mount is None else (mount.kind, Path(mount.place))
+
+
+def other_approvers(root: Path = Path("/")) -> "list[Approver]":
+    """Other programs on this machine that approve events, as far as they are known."""
+    from agent.host import surroundings  # noqa: PLC0415 - as above
+
+    return surroundings.linux_approvers(root)
+
+
+def own_service() -> "OwnService | None":
+    """The agent's service as the service manager has it; None if it has none. Raises HostError if none answers."""
+    from agent.host import surroundings  # noqa: PLC0415 - as above
+
+    names = ("LoadState", "UnitFileState", "ActiveState", "SubState", "MainPID", "User", "NeedDaemonReload")
+    command = [find_systemctl(), "show", _SERVICE, f"--property={','.join(names)}"]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SERVICE_QUESTION_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise HostError(f"systemd cannot be asked: {error}", kind="systemctl") from None
+    if done.returncode:
+        raise HostError(f"systemd cannot be asked: {' '.join(done.stderr.split())}", kind="systemctl")
+    facts = {name: value for name, _, value in (line.partition("=") for line in done.stdout.splitlines())}
+    if facts.get("LoadState", "not-found") == "not-found":
+        return None
+    return surroundings.OwnService(
+        is_enabled=facts.get("UnitFileState", "").startswith("enabled"),
+        state=f"{facts.get('ActiveState', 'unknown')} ({facts.get('SubState', '')})",
+        is_running=facts.get("ActiveState") in ("active", "reloading"),
+        pid=int(facts.get("MainPID") or 0),
+        account=facts.get("User") or "root",
+        is_stale=facts.get("NeedDaemonReload") == "yes",
+    )
+
+
+def access_fault(path: Path, purpose: Literal["execute", "write"], user: str | None) -> str | None:
+    """Why the account (None: this one) cannot use the file or directory so; None if it can.
+
+    Raises HostError if that cannot be told, or no such account can be.
+    """
+    if user is not None and user != account_name() and os.geteuid() != 0:
+        raise HostError(f"only root can tell what {user} may do", kind="access")
+    uid, gid, groups = _identity(user)
+    places = [*reversed(path.absolute().parents), path.absolute()]
+    for place in places:
+        wanted = [("-x", os.X_OK)] if place != path.absolute() or purpose == "execute" else [("-w", os.W_OK)]
+        if purpose == "write" and place == path.absolute() and place.is_dir():
+            wanted.append(("-x", os.X_OK))
+        for option, mode in wanted:
+            if uid is None:
+                may = os.access(place, mode)
+            else:  # by who may be asked, for it knows access lists and how the file system is mounted
+                try:
+                    may = not subprocess.run(
+                        ["/usr/bin/test", option, str(place)],
+                        user=uid,
+                        group=gid,
+                        extra_groups=groups,
+                        env={},
+                        cwd="/",
+                        check=False,
+                    ).returncode
+                except (OSError, subprocess.SubprocessError) as error:
+                    raise HostError(f"cannot ask as {user}: {error}", kind="access") from None
+            if not may:
+                who = user or account_name()
+                if place != path.absolute():
+                    return f"{who} cannot pass through {place}"
+                return f"{who} cannot {purpose} {path}"
+    return None
 
 
 def find_systemctl() -> str:
@@ -211,6 +320,32 @@ def hold_lock(path: Path) -> HeldLock:
         os.ftruncate(file.fileno(), 0)
         os.pwrite(file.fileno(), b"%d\n" % os.getpid(), 0)
     return HeldLock(file)
+
+
+def lock_holder(path: Path) -> str | None:
+    """The pid of the process that has the lock, "unknown" if it left none; None if nobody has it.
+
+    Raises HostError if that cannot be told. Does not take the lock, not even for a moment, in which an agent would
+    fail to start.
+    """
+    try:
+        with path.open("rb") as file:
+            facts, written = os.fstat(file.fileno()), file.read(20).decode("ascii", "replace").strip()
+        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise HostError(f"{path}: who has this lock cannot be told; {error.strerror}", kind="lock") from None
+    device = f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}"
+    for line in lines:  # such as "1: FLOCK  ADVISORY  WRITE 4711 08:01:131 0 EOF"
+        words = line.split()
+        if len(words) < 6 or words[1] != "FLOCK" or words[3] != "WRITE":
+            continue
+        place, _, inode = words[5].rpartition(":")
+        # Some file systems show another device here than to stat.
+        if inode == str(facts.st_ino) and (place == device or words[4] == written):
+            return written or "unknown"
+    return None
 
 
 def has_terminal_colors() -> bool:

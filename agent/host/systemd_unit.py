@@ -201,6 +201,17 @@ polkit.addRule(function (action, subject) {{
 """
 
 
+def unnamed_units(units: Iterable[str], root: Path = Path("/")) -> list[str] | None:
+    """Those that the installed polkit rule does not let the agent start; None if that cannot be read."""
+    try:
+        text = _at(root, RULE_FILE).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        text = ""
+    except (OSError, UnicodeDecodeError):
+        return None
+    return [name for name in sorted(set(units)) if json.dumps(name) not in text]
+
+
 def sealed(body: str, comment: str = "#") -> str:
     """The text under a line that tells who wrote it, and whether anybody edited it since."""
     digest = hashlib.sha256(body.encode()).hexdigest()

@@ -22,9 +22,12 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from agent import AgentError
+
+if TYPE_CHECKING:
+    from agent.host.surroundings import Approver, OwnService
 
 _MARKER = "SCHEDULED_EVENTS_AGENT_HOOK_RUN"
 _PASSED_ON = (
@@ -62,6 +65,7 @@ _PASSED_ON = (
 _SAME_BOOT_SECONDS = 120.0
 _SM_SHUTTINGDOWN = 0x2000
 _SHARING_VIOLATION = 32
+_NOT_FOUND = (2, 3)  # the file, a directory above it
 _SEPARATORS = "\\/"
 _TEMPORARY_LABEL = "Temporary Storage"
 _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"
@@ -169,6 +173,12 @@ def privacy_fault(path: Path) -> str | None:
         return None
 
 
+def ownership_fault(path: Path, user: str | None) -> str | None:
+    """Whose the directory is, if not the account's, and the way out; here ``privacy_fault`` tells that."""
+    del path, user
+    return None
+
+
 def tampering_fault(path: Path, user: str | None = None) -> str | None:
     """Who could change the file, or put another in its place, and should not, and the way out; None if nobody.
 
@@ -202,11 +212,13 @@ def is_privileged() -> bool:
     return windows_paths.is_administrator()
 
 
-def temporary_disk(path: Path) -> Path | None:
+def temporary_disk(path: Path, root: Path = Path("/")) -> Path | None:
     """The root of the temporary disk of this VM that the path is on; None if it is on none.
 
-    Azure gives that disk a label of its own, and puts a warning into it, which somebody may have removed.
+    Azure gives that disk a label of its own, and puts a warning into it, which somebody may have removed. ``root``
+    is Linux's.
     """
+    del root
     import pywintypes  # noqa: PLC0415 - Windows only
     import win32api  # noqa: PLC0415 - Windows only
 
@@ -216,6 +228,71 @@ def temporary_disk(path: Path) -> Path | None:
         if win32api.GetVolumeInformation(f"{str(root).rstrip(_SEPARATORS)}\\")[0] == _TEMPORARY_LABEL:
             return root
     return next((place for place in (path, *path.parents) if (place / _TEMPORARY_WARNING).exists()), None)
+
+
+def file_system(path: Path, root: Path = Path("/")) -> tuple[str, Path] | None:
+    """Kind of the file system that the path is on, and its root; None if it cannot be told."""
+    import pywintypes  # noqa: PLC0415 - Windows only
+    import win32api  # noqa: PLC0415 - Windows only
+
+    del root
+    place = path.absolute().anchor
+    with contextlib.suppress(pywintypes.error):
+        return str(win32api.GetVolumeInformation(f"{place.rstrip(_SEPARATORS)}\\")[4]), Path(place)
+    return None
+
+
+def other_approvers(root: Path = Path("/")) -> "list[Approver]":
+    """Other programs on this machine that approve events, as far as they are known."""
+    import pywintypes  # noqa: PLC0415 - Windows only
+    import win32service  # noqa: PLC0415 - Windows only
+
+    from agent.host import surroundings  # noqa: PLC0415 - for a diagnosis only
+
+    services = []
+    with contextlib.suppress(pywintypes.error):
+        manager = win32service.OpenSCManager(None, None, win32service.SC_MANAGER_ENUMERATE_SERVICE)
+        try:
+            for name, display, status in win32service.EnumServicesStatus(
+                manager, win32service.SERVICE_WIN32, win32service.SERVICE_STATE_ALL
+            ):
+                services.append((str(name), str(display), status[1] != win32service.SERVICE_STOPPED))
+        finally:
+            win32service.CloseServiceHandle(manager)
+    if root == Path("/"):
+        root = Path(f"{os.environ.get('SYSTEMDRIVE', 'C:')}\\")
+    return surroundings.windows_approvers(services, root)
+
+
+def own_service() -> "OwnService | None":
+    """The agent's service as the service manager has it; None if it has none. Raises HostError if none answers."""
+    from agent.host import surroundings, windows_service  # noqa: PLC0415 - it imports this module
+
+    facts = windows_service.query()
+    if facts is None:
+        return None
+    return surroundings.OwnService(
+        is_enabled=facts.start == "automatic",
+        state=facts.state,
+        is_running=facts.state in ("running", "paused"),
+        pid=facts.pid,
+        account=facts.account,
+        is_stale=False,
+    )
+
+
+def access_fault(path: Path, purpose: Literal["execute", "write"], user: str | None) -> str | None:
+    """Why this account cannot use the file or directory so; None if it can.
+
+    Raises HostError if that cannot be told, as for any other account.
+    """
+    name = "" if user is None else user.rpartition("\\")[2].casefold()
+    is_like_us = name in ("", account_name().casefold()) or (name in ("localsystem", "system") and is_privileged())
+    if not is_like_us:
+        raise HostError(f"what {user} may do cannot be told: run this as that account", kind="access")
+    if os.access(path, os.X_OK if purpose == "execute" else os.W_OK):
+        return None
+    return f"{account_name()} cannot {purpose} {path}"
 
 
 def find_systemctl() -> str:
@@ -265,6 +342,31 @@ def hold_lock(path: Path) -> HeldLock:
     with contextlib.suppress(pywintypes.error):  # a full disk takes no number: the next one is told of an unknown
         win32file.WriteFile(handle, b"%d\n" % os.getpid())
     return HeldLock(handle)
+
+
+def lock_holder(path: Path) -> str | None:
+    """The pid of the process that has the lock, "unknown" if it left none; None if nobody has it.
+
+    Raises HostError if that cannot be told.
+    """
+    import pywintypes  # noqa: PLC0415 - Windows only
+    import win32con  # noqa: PLC0415 - Windows only
+    import win32file  # noqa: PLC0415 - Windows only
+
+    try:
+        handle: Any = win32file.CreateFile(
+            str(path), win32con.GENERIC_READ, win32con.FILE_SHARE_READ, None, win32con.OPEN_EXISTING, 0, None
+        )
+    except pywintypes.error as error:
+        if error.winerror in _NOT_FOUND:
+            return None
+        if error.winerror != _SHARING_VIOLATION:
+            raise HostError(f"{path}: who has this lock cannot be told; {_reason(error)}", kind="lock") from None
+        with contextlib.suppress(OSError):
+            return path.read_text(encoding="ascii").strip() or "unknown"
+        return "unknown"
+    handle.Close()
+    return None
 
 
 def has_terminal_colors() -> bool:

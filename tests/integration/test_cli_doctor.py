@@ -1,0 +1,554 @@
+"""doctor as a command, against the simulator, against endpoints that are none, and beside a running agent."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from agent import __version__, cli, host
+from agent.cli import doctor
+from agent.config import CONFIG_VARIABLE
+from agent.simulator import Simulator
+
+needs_modes = pytest.mark.skipif(sys.platform == "win32", reason="modes and accounts are Linux's")
+needs_root = pytest.mark.skipif(
+    sys.platform == "win32" or os.geteuid() != 0, reason="only root can ask what others may do"
+)
+
+
+class Check(NamedTuple):
+    verdict: str
+    finding: str
+    advice: str
+
+
+class Report(NamedTuple):
+    code: int
+    checks: dict[str, list[Check]]
+
+    def one(self, check: str) -> Check:
+        (found,) = self.checks[check]
+        return found
+
+    def verdicts(self, *checks: str) -> list[str]:
+        return [self.one(check).verdict for check in checks]
+
+
+Examine = Callable[..., Report]
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
+DOCUMENTED = set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
+SPACING_SECONDS = doctor._SPACING_SECONDS
+OF_IMDS = ("endpoint", "direct", "header", "name", "version", "events", "clock", "rate")
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str, str]]:
+    """The command line with only this command; returns exit code, output and errors."""
+    monkeypatch.setattr(cli, "_GROUPS", ("doctor",))
+    monkeypatch.setattr(doctor, "_SPACING_SECONDS", 0.01)
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def run_command(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(("doctor", *arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_command
+
+
+@pytest.fixture
+def examine(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> Examine:
+    """The checks of a policy with this endpoint and these sections."""
+
+    def examine_policy(endpoint: str, policy: str = "", *arguments: str, listen: str = "off") -> Report:
+        settings = f"imds: {{endpoint: '{endpoint}'}}\n"
+        settings += f"agent: {{state_dir: '{tmp_path / 'state'}', listen: '{listen}'}}\n"
+        (tmp_path / "p.yaml").write_text(settings + policy, encoding="utf-8")
+        code, out, err = run("--config", str(tmp_path / "p.yaml"), "--json", *arguments)
+        assert err == ""
+        report = json.loads(out)
+        checks: dict[str, list[Check]] = {}
+        for check in report["checks"]:
+            checks.setdefault(check.pop("check"), []).append(Check(**check))
+        assert "failure" not in {found.verdict for found in checks["policy"]}
+        counted = [found.verdict for several in checks.values() for found in several]
+        assert {word: report[word] for word in ("ok", "warning", "failure")} == {
+            word: counted.count(word) for word in ("ok", "warning", "failure")
+        }
+        assert report["version"] == __version__
+        assert code == (1 if report["failure"] else 0)
+        assert all(found.advice for several in checks.values() for found in several if found.verdict != "ok")
+        return Report(code, checks)
+
+    return examine_policy
+
+
+@pytest.fixture
+def simulator() -> Iterator[Simulator]:
+    with Simulator(vms=("vm-1", "vm-2")) as simulator:
+        yield simulator
+
+
+class Endpoint:
+    """Something that answers HTTP, and need not be the metadata service."""
+
+    def __init__(self) -> None:
+        self.name = "vm-1"
+        self.document: Any = {"DocumentIncarnation": 1, "Events": []}
+        self.headers: dict[str, str] = {}
+        self.ahead = 0.0
+        self.asks_for_header = True
+        self.asked: list[tuple[float, str, str]] = []
+        """When, method and path."""
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                outer.asked.append((time.monotonic(), self.command, self.path.partition("?")[0]))
+                is_refused = outer.asks_for_header and self.headers.get("Metadata") != "true"
+                content = {"compute": {"name": outer.name, "vmId": "1"}}
+                content = outer.document if self.path.startswith("/metadata/scheduledevents?") else content
+                error = {"error": "Bad request. Required metadata header not specified"}
+                body = json.dumps(error if is_refused else content).encode()
+                self.send_response_only(400 if is_refused else 200)
+                date = datetime.now(UTC) + timedelta(seconds=outer.ahead)
+                fields = {"Date": format_datetime(date, usegmt=True), "Content-Length": str(len(body))}
+                for name, value in {**fields, **outer.headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            do_POST = do_GET  # noqa: N815 - the library's name
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    endpoint = Endpoint()
+    yield endpoint
+    endpoint.close()
+
+
+# --- the metadata service
+
+
+def test_the_service_as_it_should_be_is_well(
+    examine: Examine, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("http_proxy", "http://user:secret@127.0.0.1:1")
+    report = examine(endpoint.url)
+    assert set(report.checks) == DOCUMENTED
+    assert report.one("endpoint").finding.startswith(f"{endpoint.url} answers, in ")
+    harmless = "that this environment has http_proxy does no harm: the agent ignores that"
+    harmless = harmless if sys.platform != "win32" else harmless.replace("http_proxy", "HTTP_PROXY")
+    assert {check: report.one(check) for check in OF_IMDS[1:]} == {
+        "direct": Check("ok", f"no sign of a proxy; {harmless}", ""),
+        "header": Check("ok", "Metadata: true is accepted, and a request without it is refused", ""),
+        "name": Check("ok", "this VM is vm-1", ""),
+        "version": Check("ok", "2020-07-01 is known to the service", ""),
+        "events": Check("ok", "none is pending, so what Resources call this VM cannot be told now", ""),
+        "clock": Check("ok", "as the service's, to the second or two", ""),
+        "rate": Check("ok", "the agent asks every 1 s; no request was refused for too many (429)", ""),
+    }
+
+
+def test_few_requests_are_made_none_approves_and_they_leave_the_limit_to_the_agent(
+    examine: Examine, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_SPACING_SECONDS", SPACING_SECONDS)
+    examine(endpoint.url)
+    assert [(method, path) for _, method, path in endpoint.asked] == [
+        ("GET", "/metadata/instance"),
+        ("GET", "/metadata/instance"),
+        ("GET", "/metadata/scheduledevents"),
+    ]
+    times = [at for at, *_ in endpoint.asked]
+    assert SPACING_SECONDS == 0.5
+    assert min(later - earlier for earlier, later in pairwise(times)) > 0.4
+
+
+def test_the_simulator_is_well_and_its_events_name_this_vm(examine: Examine, simulator: Simulator) -> None:
+    simulator.schedule("Freeze", vms=("vm-1",))
+    simulator.schedule("Reboot", vms=("vm-2",))
+    report = examine(simulator.endpoint("vm-1"))
+    assert report.verdicts(*(check for check in OF_IMDS if check != "clock")) == ["ok"] * 7
+    assert report.one("name").finding == "this VM is vm-1"
+    assert report.one("events").finding == "2 events pending, Resources of 1 name this VM"
+    assert [record.method for record in simulator.requests()] == ["GET", "GET", "GET"]
+
+
+def test_a_host_name_in_resources_is_told(examine: Examine, endpoint: Endpoint) -> None:
+    endpoint.document = {"Events": [{"EventId": "1", "Resources": [socket.gethostname()]}]}
+    found = examine(endpoint.url).one("events")
+    assert (found.verdict, found.advice) == (
+        "warning",
+        f"if that is this VM, add {socket.gethostname()} to vm.aliases in the policy",
+    )
+
+
+def test_an_endpoint_that_nobody_listens_on_is_one_failure_and_the_rest_is_looked_at(
+    examine: Examine,
+) -> None:
+    report = examine("http://127.0.0.1:1")
+    found = report.one("endpoint")
+    assert (report.code, found.verdict) == (1, "failure")
+    assert found.finding.startswith("GET http://127.0.0.1:1/metadata/instance?")
+    assert "connection refused" in found.finding or "no connection within" in found.finding  # Windows tries again
+    assert found.advice.startswith("run this on the VM itself: ")
+    assert set(report.checks) == {
+        *("endpoint", "policy", "hooks", "files", "state", "disk", "agent", "listen", "service", "others")
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "sign"),
+    [("html", "a web page"), ("redirect", "a redirect (302) to ")],
+)
+def test_something_else_that_answers_is_a_failure(
+    examine: Examine, simulator: Simulator, kind: Any, sign: str
+) -> None:
+    simulator.fault("vm-1", kind)
+    report = examine(simulator.endpoint("vm-1"))
+    assert report.code == 1
+    found = report.one("direct")
+    assert found.verdict == "failure"
+    assert found.finding.startswith(
+        f"something other than the metadata service has answered, or had a hand in it: {sign}"
+    )
+    assert not {"header", "name", "events", "clock"} & set(report.checks)
+    assert len(list(simulator.requests())) == 1
+
+
+def test_a_proxy_that_passes_on_what_the_service_says_is_a_failure_too(
+    examine: Examine, endpoint: Endpoint
+) -> None:
+    endpoint.headers = {"Via": "1.1 squid (squid/5.7)"}
+    report = examine(endpoint.url)
+    assert report.one("direct").verdict == "failure"
+    assert report.one("direct").finding.endswith("the header via: 1.1 squid (squid/5.7)")
+    assert report.one("name") == Check("ok", "this VM is vm-1", "")
+
+
+def test_a_service_without_the_check_of_the_header_is_a_warning(examine: Examine, endpoint: Endpoint) -> None:
+    endpoint.asks_for_header = False
+    report = examine(endpoint.url)
+    assert report.verdicts(*OF_IMDS) == ["ok", "ok", "warning", *["ok"] * 5]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "verdict"), [(-10.0, "warning"), (10.0, "warning"), (-45.0, "failure"), (45.0, "failure")]
+)
+def test_a_wrong_clock_is_told(examine: Examine, endpoint: Endpoint, ahead: float, verdict: str) -> None:
+    endpoint.ahead = ahead
+    report = examine(endpoint.url)
+    found = report.one("clock")
+    assert found.verdict == verdict
+    assert ("behind the service's" if ahead > 0 else "ahead of the service's") in found.finding
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict", "text"),
+    [
+        (
+            "empty",
+            "warning",
+            "the service is still switching scheduled events on for this VM: its answer is empty",
+        ),
+        ("garbage", "failure", ""),
+        ("reset", "failure", ""),
+    ],
+)
+def test_a_document_that_is_none_is_told(
+    examine: Examine, simulator: Simulator, kind: Any, verdict: str, text: str
+) -> None:
+    simulator.fault("vm-1", kind, on="poll")
+    report = examine(simulator.endpoint("vm-1"))
+    assert report.one("events").verdict == verdict
+    assert report.one("events").finding.startswith(text)
+    assert report.one("name").verdict == "ok"
+
+
+def test_a_version_that_is_refused_is_told(examine: Examine, simulator: Simulator) -> None:
+    simulator.fault("vm-1", "status", on="poll", status=400)
+    report = examine(simulator.endpoint("vm-1"))
+    assert report.verdicts("header", "name", "version") == ["ok", "ok", "failure"]
+    assert "events" not in report.checks
+
+
+def test_a_request_too_many_is_tried_once_more(
+    examine: Examine, simulator: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_AFTER_THROTTLED_SECONDS", 0.1)
+    simulator.fault("vm-1", "status", status=429, count=1)
+    report = examine(simulator.endpoint("vm-1"))
+    assert report.verdicts("endpoint", "name", "events", "rate") == ["ok", "ok", "ok", "warning"]
+
+    simulator.fault("vm-1", "status", status=429)
+    before = len(list(simulator.requests()))
+    report = examine(simulator.endpoint("vm-1"))
+    assert report.one("rate").verdict == "failure"
+    assert not {"endpoint", "name", "events"} & set(report.checks)
+    assert len(list(simulator.requests())) - before == 2
+
+
+# --- the policy and what it names
+
+
+HOOKS = """\
+rules: [{{name: all, prepare: [drain], approve: when-prepared}}]
+hooks: {{drain: {0}}}
+"""
+
+
+def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_looked_at_without_it(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint
+) -> None:
+    monkeypatch.setattr("agent.imds.resolve_endpoint", lambda _: endpoint.url)  # not the machine's own
+    (tmp_path / "p.yaml").write_text("rules:\n  - {name: a, aprove: never}\nhooks: {x: {}}\n")
+    code, out, _ = run("--config", "p.yaml", "--json", "--state-dir", str(tmp_path / "state"))
+    checks = json.loads(out)["checks"]
+    assert code == 1
+    assert [(one["verdict"], one["finding"]) for one in checks if one["check"] == "policy"] == [
+        ("failure", 'p.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?'),
+        (
+            "failure",
+            (
+                "p.yaml:3: hooks.x: expected one of run (a program and its arguments), shell (a command line) or "
+                "unit (a systemd service); got none"
+            ),
+        ),
+    ]
+    seen = {one["check"] for one in checks}
+    assert {*OF_IMDS, "state", "disk", "agent", "listen", "service", "others"} <= seen
+
+
+def test_doubts_about_the_policy_are_carried_over(examine: Examine, endpoint: Endpoint) -> None:
+    report = examine(endpoint.url, "hooks: {idle: {shell: 'exit 0'}}\n")
+    found = report.one("policy")
+    assert (found.verdict, found.advice) == ("warning", "see whether it is meant so")
+    assert found.finding.endswith("p.yaml:3: hooks.idle: no rule names this hook")
+
+
+def test_hooks_that_are_there_are_well(examine: Examine, endpoint: Endpoint) -> None:
+    report = examine(endpoint.url, HOOKS.format(f"{{run: ['{sys.executable}', -c, '']}}"))
+    assert report.one("hooks") == Check("ok", "1 hook: what they name is there, and can be started", "")
+
+
+def test_a_hook_that_is_not_there_is_a_failure(examine: Examine, endpoint: Endpoint, tmp_path: Path) -> None:
+    absent = tmp_path / "absent"
+    found = examine(endpoint.url, HOOKS.format(f"{{run: ['{absent}']}}")).one("hooks")
+    assert found.verdict == "failure"
+    assert found.finding.endswith(f"p.yaml:4: hooks.drain.run: {absent} does not exist")
+
+
+@needs_root
+def test_a_hook_is_tried_as_the_user_who_will_run_it(examine: Examine, endpoint: Endpoint) -> None:
+    with tempfile.TemporaryDirectory() as directory:  # pytest's own is for this account alone
+        place = Path(directory)
+        place.chmod(0o755)
+        hook = place / "drain"
+        hook.write_text("#!/bin/sh\n")
+        hook.chmod(0o755)
+        policy = HOOKS.format(f"{{run: ['{hook}'], user: nobody}}")
+        assert examine(endpoint.url, policy).one("hooks").verdict == "ok"
+        hook.chmod(0o700)
+        assert examine(endpoint.url, policy).one("hooks") == Check(
+            "failure",
+            f"hooks.drain.run: nobody cannot execute {hook}",
+            "put it right: until then the hook fails, and a failed preparation holds its event",
+        )
+        hook.chmod(0o755)
+        place.chmod(0o700)
+        assert examine(endpoint.url, policy).one("hooks").finding == (
+            f"hooks.drain.run: nobody cannot pass through {place}"
+        )
+
+
+@needs_modes
+def test_a_policy_that_others_can_change_is_told(examine: Examine, endpoint: Endpoint, tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").touch()
+    (tmp_path / "p.yaml").chmod(0o666)
+    found = examine(endpoint.url).one("files")
+    file = tmp_path / "p.yaml"
+    assert found.verdict == ("failure" if host.is_privileged() else "warning")
+    assert found.finding == (
+        f"{file} can be changed by everybody, who could so have the agent run anything: chmod go-w {file}"
+    )
+
+
+# --- the state
+
+
+def test_a_state_directory_that_is_not_there_is_no_fault_and_is_not_made(
+    examine: Examine, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    assert examine(endpoint.url).one("state") == Check(
+        "ok", f"{state} is not there yet: the agent makes it when it first starts", ""
+    )
+    assert not state.exists()
+
+
+def test_a_state_directory_is_written_to_and_left_as_it_was(
+    examine: Examine, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    state = tmp_path / "given"
+    host.create_private_dir(state)
+    report = examine(endpoint.url, "", "--state-dir", str(state))
+    assert report.one("state") == Check(
+        "ok", f"{state} is there, for {host.account_name()} alone, and writable", ""
+    )
+    assert list(state.iterdir()) == []
+
+
+@needs_modes
+def test_a_state_directory_that_is_open_to_others_is_a_failure(
+    examine: Examine, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    state.mkdir(mode=0o755)
+    assert examine(endpoint.url).one("state") == Check(
+        "failure",
+        f"{state}: it is open to others: if it is the agent's own, chmod 700 {state}",
+        "do so: the agent does not start with it",
+    )
+
+
+@needs_root
+def test_a_state_directory_of_another_account_is_a_failure(
+    examine: Examine, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    if sys.platform != "win32":  # for the type checker
+        os.chown(state, 12345, 12345)
+    assert examine(endpoint.url).one("state").finding == (
+        f"{state}: it belongs to uid 12345: if it is the agent's own, chown -R root {state}"
+    )
+
+
+def test_a_file_in_place_of_the_state_directory_is_a_failure(
+    examine: Examine, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    (tmp_path / "state").touch()
+    found = examine(endpoint.url).one("state")
+    assert (found.verdict, found.finding) == ("failure", f"{tmp_path / 'state'} is no directory")
+
+
+def test_a_state_directory_on_the_temporary_disk_is_a_failure(
+    examine: Examine, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    (tmp_path / "DATALOSS_WARNING_README.txt").touch()
+    found = examine(endpoint.url).one("disk")
+    assert found.verdict == "failure"
+    assert found.finding.endswith(f"is on Azure's temporary disk {tmp_path}, empty after a redeployment")
+
+
+# --- the agent
+
+
+def test_a_port_that_another_program_has_is_a_failure(examine: Examine, endpoint: Endpoint) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        listen = f"127.0.0.1:{other.getsockname()[1]}"
+        found = examine(endpoint.url, listen=listen).one("listen")
+    assert found.verdict == "failure"
+    assert found.finding.startswith(f"{listen} cannot be used: ")
+    assert examine(endpoint.url, listen=listen).one("listen") == Check("ok", f"{listen} is free", "")
+
+
+def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
+    examine: Examine, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        listen = f"127.0.0.1:{other.getsockname()[1]}"
+    assert examine(endpoint.url, listen=listen).one("agent").verdict == "warning"
+    command = [sys.executable, "-m", "agent", "run", "--config", str(tmp_path / "p.yaml")]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if "agent started" in line:
+                break
+        report = examine(endpoint.url, listen=listen)
+        assert report.one("agent") == Check("ok", f"runs (pid {process.pid}), version {__version__}", "")
+        assert report.one("listen") == Check("ok", f"the agent serves its pages on {listen}", "")
+        assert process.poll() is None
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def test_a_lock_is_told_by_its_holder_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    assert host.lock_holder(path) is None
+    lock = host.hold_lock(path)
+    try:
+        assert host.lock_holder(path) == str(os.getpid())
+    finally:
+        lock.close()
+    assert host.lock_holder(path) is None
+    host.hold_lock(path).close()
+
+
+# --- the command
+
+
+def test_the_text_is_plain_where_no_terminal_is_and_has_what_the_json_has(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "p.yaml").write_text(
+        f"imds: {{endpoint: 'http://127.0.0.1:1'}}\nagent: {{state_dir: '{tmp_path / 'state'}', listen: 'off'}}\n"
+    )
+    code, out, err = run("--config", "p.yaml")
+    assert (code, err) == (1, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("failure  endpoint  GET http://127.0.0.1:1/metadata/instance?")
+    assert lines[1].startswith("                   -> run this on the VM itself: ")
+    assert lines[2:5] == [
+        "ok       policy    p.yaml: valid",
+        "ok       hooks     the policy names none",
+        "ok       files     nobody else can change the policy or what its hooks run",
+    ]
+    assert "ok       listen    off: the agent serves no pages" in lines
+    assert "\x1b" not in out
+
+
+def test_wrong_usage_ends_with_2(run: Callable[..., tuple[int, str, str]]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("--no-such-option")
+    assert caught.value.code == 2

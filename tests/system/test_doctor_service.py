@@ -1,0 +1,159 @@
+"""doctor beside a real systemd: the service, the account that it runs as, and what that account may start."""
+
+import json
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+if sys.platform == "win32":
+    pytest.skip("systemd is Linux's", allow_module_level=True)
+
+from container import Container
+from service import DROP_INS, Service
+
+from agent.simulator import Simulator
+
+pytest_plugins = ["machines", "installed"]
+pytestmark = pytest.mark.timeout(900)  # the first time, Debian is fetched
+
+STATE = "/var/lib/scheduled-events-agent"
+RULES = [{"name": "all", "prepare": ["drain"], "approve": "when-prepared"}]
+HOOK = "/etc/scheduled-events-agent/hooks/drain"
+ADVICE = "put it right: until then the hook fails, and a failed preparation holds its event"
+
+
+@pytest.fixture
+def service(installed: Container, sim: Simulator) -> Iterator[Service]:
+    """The agent, installed from its package in a booted container of its own; it polls the simulator."""
+    with Container(installed) as machine:
+        service = Service(machine, sim.endpoint())
+        service.write_policy()
+        service.systemctl("restart")
+        yield service
+        sys.stdout.write(machine.account())
+
+
+def examine(service: Service) -> tuple[int, dict[str, list[list[str]]]]:
+    """Exit code, and of each check its verdicts and findings."""
+    done = service.machine.run("scheduled-events-agent", "doctor", "--json", check=False)
+    assert done.stderr == ""
+    checks: dict[str, list[list[str]]] = {}
+    for one in json.loads(done.stdout)["checks"]:
+        checks.setdefault(one["check"], []).append([one["verdict"], one["finding"], one["advice"]])
+    return done.returncode, checks
+
+
+def test_the_service_that_the_package_installs_is_well(service: Service) -> None:
+    code, checks = examine(service)
+    assert [name for name, found in checks.items() if any(verdict == "failure" for verdict, *_ in found)] == []
+    assert code == 0
+    assert checks["service"] == [["ok", "installed, enabled, active (running), runs as root", ""]]
+    assert checks["agent"][0][1].startswith(f"runs (pid {service.pid()}), ")
+    assert checks["state"] == [["ok", f"{STATE} is there, for root alone, and writable", ""]]
+
+
+def test_a_service_that_is_stopped_is_a_failure_and_one_that_is_disabled_a_warning(service: Service) -> None:
+    service.systemctl("disable")
+    _, checks = examine(service)
+    assert [verdict for verdict, *_ in checks["service"]] == ["warning"]
+    service.systemctl("stop")
+    code, checks = examine(service)
+    assert code == 1
+    assert checks["service"][0][:2] == ["failure", "installed, not enabled, inactive (dead), runs as root"]
+    assert checks["agent"][0][:2] == ["warning", f"none runs with the state directory {STATE}"]
+
+
+def test_a_unit_that_was_edited_and_not_read_again_is_a_warning(service: Service) -> None:
+    service.add_drop_in("[Service]\nNice=1\n")
+    service.machine.write(f"{DROP_INS}/90-test.conf", "[Service]\nNice=2\n")
+    _, checks = examine(service)
+    assert checks["service"] == [
+        [
+            "warning",
+            "installed, enabled, active (running), runs as root; its files have changed since",
+            "systemctl daemon-reload, and restart it",
+        ]
+    ]
+
+
+def test_hooks_of_an_agent_without_privileges_are_tried_as_its_account(service: Service) -> None:
+    machine = service.machine
+    machine.write("/etc/systemd/system/drain-web.service", "[Service]\nType=oneshot\nExecStart=/bin/true\n")
+    machine.run("systemctl", "daemon-reload")
+    machine.write(HOOK, "#!/bin/sh\n", 0o700)
+    machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
+    service.write_policy(rules=RULES, hooks={"drain": {"unit": "drain-web.service"}})
+    rule = "/etc/polkit-1/rules.d/50-scheduled-events-agent.rules"
+    code, checks = examine(service)
+    assert code == 1
+    assert checks["service"][0][1] == "installed, enabled, active (running), runs as scheduled-events-agent"
+    assert checks["hooks"] == [
+        [
+            "failure",
+            f"drain-web.service is not named by the polkit rule {rule}: install-unit --strict writes it anew",
+            ADVICE,
+        ]
+    ]
+    assert checks["state"] == [["ok", f"{STATE} is there, for scheduled-events-agent alone, and writable", ""]]
+
+    machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
+    code, checks = examine(service)
+    assert checks["hooks"] == [["ok", "1 hook: what they name is there, and can be started", ""]]
+    assert code == 0
+
+    service.write_policy(rules=RULES, hooks={"drain": {"run": [HOOK]}})
+    _, checks = examine(service)
+    assert checks["hooks"] == [
+        ["failure", f"hooks.drain.run: scheduled-events-agent cannot execute {HOOK}", ADVICE]
+    ]
+
+
+def test_a_hook_whose_unit_systemd_does_not_know_is_a_failure(service: Service) -> None:
+    service.write_policy(rules=RULES, hooks={"drain": {"unit": "no-such.service"}})
+    _, checks = examine(service)
+    ((verdict, finding, _),) = checks["hooks"]
+    assert verdict == "failure"
+    assert "hooks.drain.unit: " in finding
+    assert "no-such.service" in finding
+
+
+def test_a_state_directory_in_memory_and_a_pacemaker_that_acts_are_failures(service: Service) -> None:
+    machine = service.machine
+    service.write_policy(agent={"state_dir": "/run/somewhere"})
+    machine.write("/var/lib/pacemaker/cib/cib.xml", '<cib><primitive type="azure-events-az"/></cib>')
+    machine.run("cp", "/bin/sleep", "/root/pacemakerd")
+    machine.run("systemd-run", "--unit=pacemaker-like", "/root/pacemakerd", "1000")
+    _, checks = examine(service)
+    assert checks["disk"][0][:2] == ["failure", "/run/somewhere is in memory (tmpfs), and gone after a reboot"]
+    assert checks["agent"][0][0] == "warning"  # the service runs with another one
+    assert checks["agent"][0][1].startswith("the service runs (pid ")
+    ((verdict, finding, _),) = checks["others"]
+    assert verdict == "failure"
+    assert finding.startswith(
+        "Pacemaker's azure-events-az approves events too, perhaps before the hooks have run ("
+    )
+
+
+def test_an_ordinary_account_is_told_what_it_may_not_see(service: Service) -> None:
+    command = (
+        "setpriv",
+        "--reuid=nobody",
+        "--regid=nogroup",
+        "--clear-groups",
+        "scheduled-events-agent",
+        "doctor",
+    )
+    done = service.machine.run(*command, check=False)
+    assert done.stderr == ""
+    print(done.stdout)
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    as_root = "-> run this as root"
+    for check, finding in (
+        ("state", f"{STATE}: only root can tell what root may do"),
+        ("agent", f"{STATE}/lock: who has this lock cannot be told; Permission denied"),
+    ):
+        at = next(index for index, line in enumerate(lines) if line.split()[:2] == ["warning", check])
+        assert lines[at].split(maxsplit=2)[2] == finding
+        assert lines[at + 1].strip().startswith(as_root)
