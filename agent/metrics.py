@@ -3,7 +3,8 @@
 Owns names, types and labels. Must not read the engine's state: what is pending now comes from the snapshot
 that the engine publishes. The one invariant: labels come from closed sets (types, sources, rules, hooks,
 stages, outcomes, kinds), never from an event's id or a resource's name; only the gauge that lists what is
-pending now carries ids, and its series go when the event goes.
+pending now carries ids, and its series go when the event goes. Counters of failures are there from the start, at
+0: a counter that appears with its first failure shows Prometheus no increase.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,6 +26,13 @@ from agent.events import EVENT_TYPES
 from agent.workflow import Note, Workflow
 
 _PREFIX = "scheduled_events_"
+# How requests to the service fail (imds.IMDS_ERROR_KINDS, out of reach from here; a test compares).
+_REQUEST_FAILURES = (
+    "refused", "timeout", "unreachable", "not_found", "gone", "throttled", "server_error", "bad_request",
+    "redirect", "too_large", "empty", "malformed", "unexpected_status",
+)  # fmt: skip
+_STAGES = ("prepare", "on_start", "recover")
+_HOOK_FAILURES = ("failed", "timed_out", "not_started")
 _FAST_SECONDS = (0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60)
 _SLOW_SECONDS = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600)
 
@@ -71,6 +79,9 @@ class Metrics:
             "hook_duration_seconds", "Run time of hooks, by how they ended.", "hook", "stage", "outcome",
             buckets=_SLOW_SECONDS,
         )  # fmt: skip
+        self.hook_failures = counter(
+            "hook_failures_total", "Hooks of events that failed, ran out of time or could not be started.", "stage"
+        )
         self.closed = counter("closed_total", "Events that are over, by how they ended.", "type", "outcome")
         self.recovery_failures = counter(
             "recovery_failures_total", "Events whose recovery failed, at least in part."
@@ -86,6 +97,14 @@ class Metrics:
         )
         self.store_errors = counter("store_errors_total", "Failed accesses to the state file.", "kind")
         self.faults = counter("faults_total", "Bugs met while handling an event; the log has the details.")
+        for family, words in (
+            (self.polls, ("ok", *_REQUEST_FAILURES, "document")),
+            (self.approvals, ("confirmed", *_REQUEST_FAILURES, "no_thread", "bug")),
+            (self.hook_failures, _STAGES),
+            (self.store_errors, ("write", "read")),
+        ):
+            for word in words:
+                family.labels(word)
         registry.register(_Pending(load_pending))
         ProcessCollector(registry=registry)
 
@@ -99,6 +118,9 @@ class Metrics:
         elif note.kind == "approved":
             self.approvals.labels("confirmed").inc()
             self.approval_seconds.labels(rule).observe(max(0.0, now - workflow.first_seen_at.timestamp()))
+        elif note.kind == "hook_finished":
+            if note.outcome in _HOOK_FAILURES:
+                self.hook_failures.labels(note.stage).inc()
         elif note.kind == "closed":
             self.closed.labels(event_type(event.type), workflow.outcome).inc()
             if workflow.recover.failure:

@@ -65,14 +65,17 @@ def samples(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
     return {tuple(value for _, value in sorted(sample.labels.items())): sample.value for sample in found}
 
 
+def counted(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:
+    """The same without what stands at 0."""
+    return {labels: value for labels, value in samples(metrics, name).items() if value}
+
+
 def use_everything(metrics: Metrics, pending: list[Workflow]) -> None:
     """Bring every metric and every label to light."""
     workflow = replace(make_workflow(), outcome="completed", recover=Progress(failure="exit code 1"))
     pending.append(workflow)
     record(metrics, workflow, "seen", "decided", "approved", "closed")
-    metrics.polls.labels("ok").inc()
     metrics.hook_seconds.labels("drain", "prepare", "succeeded").observe(1.0)
-    metrics.store_errors.labels("write").inc()
 
 
 def table(metrics: Metrics) -> Iterator[str]:
@@ -201,7 +204,7 @@ def test_hooks_that_run_are_counted(metrics: Metrics, pending: list[Workflow]) -
 
 def test_an_approval_is_counted_with_its_delay(metrics: Metrics) -> None:
     record(metrics, make_workflow(), "approved", seconds_later=42.0)
-    assert samples(metrics, "scheduled_events_approvals_total") == {("confirmed",): 1}
+    assert counted(metrics, "scheduled_events_approvals_total") == {("confirmed",): 1}
     family = families(metrics)["scheduled_events_approval_delay_seconds"]
     sums = [sample.value for sample in family.samples if sample.name.endswith("_sum")]
     assert sums == [42.0]
@@ -226,6 +229,33 @@ def test_a_failed_recovery_is_counted_when_the_event_is_closed(metrics: Metrics)
     record(metrics, replace(workflow, recover=Progress(failure="exit code 1")), "closed")
     assert samples(metrics, "scheduled_events_recovery_failures_total") == {(): 1}
     assert samples(metrics, "scheduled_events_closed_total") == {("canceled", "Reboot"): 2}
+
+
+def test_what_may_fail_is_counted_from_0_so_that_the_first_failure_is_an_increase(metrics: Metrics) -> None:
+    kinds = {(kind,) for kind in IMDS_ERROR_KINDS}
+    counters: dict[str, set[tuple[str, ...]]] = {
+        "scheduled_events_polls_total": {("ok",), *kinds, (DocumentError("").kind,)},
+        "scheduled_events_approvals_total": {("confirmed",), *kinds, ("no_thread",), ("bug",)},
+        "scheduled_events_hook_failures_total": {(stage,) for stage in get_args(Stage)},
+        "scheduled_events_store_errors_total": {("write",), ("read",)},
+        "scheduled_events_recovery_failures_total": {()},
+        "scheduled_events_faults_total": {()},
+    }
+    for name, labels in counters.items():
+        assert samples(metrics, name) == dict.fromkeys(labels, 0.0), name
+
+
+def test_hooks_that_fail_are_counted_by_stage(metrics: Metrics) -> None:
+    outcomes: tuple[HookOutcome, ...] = get_args(HookOutcome)
+    for outcome in outcomes:
+        note = Note(kind="hook_finished", text="", stage="recover", hook="resume", outcome=outcome)
+        metrics.record_note(make_workflow(), note, NOW.timestamp())
+    # succeeded is none, and canceled is what the agent wanted.
+    assert samples(metrics, "scheduled_events_hook_failures_total") == {
+        ("prepare",): 0,
+        ("on_start",): 0,
+        ("recover",): 3,
+    }
 
 
 def test_the_version_is_there(metrics: Metrics) -> None:

@@ -1,0 +1,661 @@
+"""config/prometheus with Prometheus itself, fed by the real agent: each alert fires when it should, and only then.
+
+Real agents live through all that can go wrong; what they expose on the way is kept. Laid out along a time of
+hours, it becomes the input of promtool's rule tests. And a Prometheus scrapes live agents by the same rules, their
+times cut short, and is asked what the dashboard asks.
+"""
+
+import contextlib
+import http.client
+import json
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+if sys.platform == "win32":
+    pytest.skip("Prometheus is taken from a Linux distribution", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+from harness import PATIENCE, Agent, Simulator
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "config" / "prometheus"
+CACHE = ROOT / ".cache" / "prometheus"
+TARGET = 'job="scheduled-events-agent",instance="vm-1:9769"'
+# As the scrape configuration has it.
+SCRAPE_SECONDS = 15
+DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
+AT_ONCE = {"name": "at-once", "when": {"source": "User"}, "approve": "immediately"}
+# An agent with a bug in it: it cannot take in a Freeze.
+WITH_BUG = """
+import sys
+from agent import workflow
+from agent.cli import main
+admit = workflow._admit
+def faulty(event, context):
+    if event.type == "Freeze":
+        raise RuntimeError("a bug")
+    return admit(event, context)
+workflow._admit = faulty
+sys.exit(main(sys.argv[1:]))
+"""
+
+Series = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What an agent exposed at one moment."""
+
+    at: float
+    """Unix time."""
+    series: Series
+
+
+class BuggyAgent(Agent):
+    """An agent that is not as it should be."""
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-c", WITH_BUG, *arguments]
+
+
+class Timeline:
+    """Moments, each held for a time as if it had lasted, and what is to fire at the end of each."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._scrapes: list[Series] = []
+        self._moment: Moment | None = None
+        self._began = 0
+        self._expected: list[tuple[int, tuple[str, ...]]] = []
+
+    def hold(self, moment: Moment | None, minutes: float, *alerts: str, is_polling: bool = True) -> None:
+        """Go on with this moment (None: nothing is heard of the agent), at whose end just these alerts fire.
+
+        It may go on from one call to the next. Times of the clock stay what they were, except that of the last
+        poll where the agent goes on polling.
+        """
+        now = len(self._scrapes) * SCRAPE_SECONDS
+        if moment is not self._moment:
+            self._moment, self._began = moment, now
+        taken_at, series = (moment.at, moment.series) if moment else (0.0, {})
+        for at in range(now, now + round(minutes * 60), SCRAPE_SECONDS):
+            scrape = {f"up{{{TARGET}}}": 1.0 if series else 0.0}
+            for name, value in series.items():
+                is_fresh = is_polling and "_last_successful_poll_" in name
+                scraped_at = at if is_fresh else self._began
+                scrape[name] = value + (scraped_at - taken_at if "_timestamp_seconds" in name else 0.0)
+            self._scrapes.append(scrape)
+        self._expected.append(((len(self._scrapes) - 1) * SCRAPE_SECONDS, alerts))
+
+    def to_test(self) -> dict[str, Any]:
+        """As a group of promtool's tests."""
+        names = list(dict.fromkeys(name for scrape in self._scrapes for name in scrape))
+        tests = [
+            {
+                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+                "eval_time": f"{seconds}s",
+                "exp_samples": [
+                    {"labels": f'{{alertname="ScheduledEvents{name}"}}', "value": 1} for name in alerts
+                ],
+            }
+            for seconds, alerts in self._expected
+        ]
+        inputs = [{"series": name, "values": " ".join(self._values(name))} for name in names]
+        return {
+            "name": self._name,
+            "interval": f"{SCRAPE_SECONDS}s",
+            "input_series": inputs,
+            "promql_expr_test": tests,
+        }
+
+    def _values(self, name: str) -> Iterator[str]:
+        was_there = False
+        for scrape in self._scrapes:
+            if name in scrape:
+                yield f"{scrape[name]:.3f}"
+            else:
+                yield "stale" if was_there else "_"
+            was_there = name in scrape
+
+
+def expose(agent: Agent) -> Moment:
+    """Scrape it."""
+    status, text = agent.get("/metrics")
+    assert status == 200
+    series = {}
+    for line in text.splitlines():
+        match = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
+        if match and not line.startswith("#"):
+            labels = f"{TARGET},{match[2]}" if match[2] else TARGET
+            series[f"{match[1]}{{{labels}}}"] = float(match[3])
+    return Moment(time.time(), series)
+
+
+def wait_count(agent: Agent, count: float, name: str, **labels: str) -> None:
+    """Wait until a counter has come so far."""
+    agent.wait_until(lambda: agent.metric(name, **labels) >= count, f"{name} with {labels} was {count:g}")
+
+
+def wait_reloaded(agent: Agent) -> None:
+    """Wait until the agent has taken its policy anew, for the first time."""
+    agent.wait_log("the policy file was read again")
+    agent.wait_metric(1, "config_last_reload_successful")
+
+
+@contextlib.contextmanager
+def living(
+    directory: Path, kind: type[Agent] = Agent, *, is_awaited: bool = True, **sections: Any
+) -> Iterator[tuple[Simulator, Agent]]:
+    """A simulator and an agent that has polled."""
+    with Simulator(vms=("vm-1",), others=("vm-2",), rate_limit=None) as sim:
+        agent = kind(directory, sim.endpoint())
+        try:
+            if not is_awaited:
+                sim.fault(None, "status", on="poll")
+            sections.setdefault("rules", [AT_ONCE, DRAIN])
+            sections.setdefault("hooks", agent.hooks("drain", "resume"))
+            agent.write_policy(**sections)
+            agent.start(is_awaited=is_awaited)
+            agent.wait_log("agent started")
+            yield sim, agent
+        except BaseException:
+            sys.stdout.write("".join(agent.history))
+            raise
+        finally:
+            agent.close()
+
+
+# --- What agents live through. Each returns timelines.
+
+
+def live_well(directory: Path) -> list[Timeline]:
+    """A drain, with an approval that has to be repeated and a short pause; then one of a user's events."""
+    with living(directory) as (sim, agent):
+        agent.write_policy(
+            rules=[AT_ONCE, DRAIN],
+            hooks={
+                "drain": agent.hook("drain", until="drained"),
+                "resume": agent.hook("resume", until="resumed"),
+            },
+        )
+        agent.reload()
+        wait_reloaded(agent)
+        idle = expose(agent)
+        sim.fault(None, "status", on="approve", count=1)
+        event = sim.schedule("Reboot", notice_seconds=900, lasts_seconds=None, start_delay_seconds=600.0)
+        agent.wait_hook("drain", "start")
+        preparing = expose(agent)
+        agent.let_go("drained")
+        agent.wait_phase(event, "approved")
+        approved = expose(agent)
+        sim.start_event(event)
+        agent.wait_phase(event, "started")
+        agent.freeze()
+        time.sleep(2.5)  # there is nothing to wait for: this is how long it stands still
+        agent.thaw()
+        wait_count(agent, 1, "pause_seconds_count")
+        started = expose(agent)
+        sim.end(event)
+        agent.wait_hook("resume", "start")
+        recovering = expose(agent)
+        agent.let_go("resumed")
+        wait_count(agent, 1, "closed_total")
+        closed = expose(agent)
+        users = sim.schedule("Redeploy", source="User", notice_seconds=900, lasts_seconds=None)
+        agent.wait_phase(users, "started")
+        users_started = expose(agent)
+        sim.end(users)
+        wait_count(agent, 2, "closed_total")
+        over = expose(agent)
+
+    well = Timeline("a life in which nothing goes wrong")
+    well.hold(idle, 30)
+    well.hold(preparing, 4, "EventPending")
+    well.hold(approved, 10, "EventPending")
+    well.hold(None, 3)  # it reboots
+    well.hold(started, 5)
+    well.hold(recovering, 5)
+    well.hold(closed, 10)
+    well.hold(users_started, 2)
+    well.hold(over, 60)
+
+    down = Timeline("an agent that is away")
+    down.hold(idle, 10)
+    down.hold(None, 4.5)
+    down.hold(None, 2, "AgentDown")
+    down.hold(idle, 2)
+
+    stuck = Timeline("recovery that does not end")
+    stuck.hold(idle, 10)
+    stuck.hold(recovering, 29)
+    stuck.hold(recovering, 4, "RecoveryStuck")
+    stuck.hold(closed, 2)
+    return [well, down, stuck]
+
+
+def live_held(directory: Path) -> list[Timeline]:
+    """Hooks fail: to prepare, and to recover."""
+    with living(directory) as (sim, agent):
+        failing = {"drain": agent.hook("drain", exit_code=3), "resume": agent.hook("resume", exit_code=1)}
+        agent.write_policy(rules=[DRAIN], hooks=failing)
+        agent.reload()
+        wait_reloaded(agent)
+        idle = expose(agent)
+        event = sim.schedule("Reboot", notice_seconds=900, lasts_seconds=None)
+        agent.wait_phase(event, "held")
+        wait_count(agent, 1, "hook_failures_total", stage="prepare")
+        held = expose(agent)
+        sim.cancel(event)
+        wait_count(agent, 1, "recovery_failures_total")
+        closed = expose(agent)
+    timeline = Timeline("hooks that fail")
+    timeline.hold(idle, 10)
+    timeline.hold(held, 1, "EventHeld", "EventPending", "HookFailed")
+    timeline.hold(held, 8, "EventHeld", "EventPending", "HookFailed")
+    timeline.hold(held, 1.5, "EventHeld", "EventPending", "HookFailed")
+    timeline.hold(held, 1.25, "EventHeld", "EventPending", "EventUnapproved", "HookFailed")
+    timeline.hold(closed, 5, "HookFailed", "RecoveryFailed")
+    timeline.hold(closed, 30, "RecoveryFailed")
+    timeline.hold(closed, 60)
+    return [timeline]
+
+
+def live_watching(directory: Path) -> list[Timeline]:
+    """Events that no rule takes, or that are of another machine."""
+    with living(directory, rules=[AT_ONCE], hooks={}) as (sim, agent):
+        sim.schedule("Reboot", notice_seconds=900)
+        sim.schedule("Reboot", notice_seconds=900, vms=["vm-2"])
+        wait_count(agent, 2, "pending")
+        timeline = Timeline("events that are only observed")
+        timeline.hold(expose(agent), 14, "EventPending")
+        return [timeline]
+
+
+def live_unheard(directory: Path) -> list[Timeline]:
+    """The service answers approvals with errors, then polls, too."""
+    with living(directory) as (sim, agent):
+        idle = expose(agent)
+        sim.fault(None, "status", on="approve")
+        event = sim.schedule("Reboot", notice_seconds=900, lasts_seconds=None)
+        failing = []
+        for count in range(1, 5):
+            wait_count(agent, count, "approvals_total", outcome="server_error")
+            failing.append(expose(agent))
+        sim.clear_faults()
+        sim.wait_approved(event)
+        sim.end(event)
+        wait_count(agent, 1, "closed_total")
+        closed = expose(agent)
+        sim.fault(None, "status", on="poll")
+        wait_count(agent, 2, "polls_total", outcome="server_error")
+        unheard = expose(agent)
+        sim.clear_faults()
+        wait_count(agent, agent.metric("polls_total", outcome="ok") + 1, "polls_total", outcome="ok")
+        heard = expose(agent)
+    approvals = Timeline("approvals that fail")
+    approvals.hold(idle, 10)
+    approvals.hold(failing[0], 0.5, "EventPending")
+    approvals.hold(failing[1], 0.5, "EventPending")
+    approvals.hold(failing[2], 0.5, "EventPending")
+    approvals.hold(failing[3], 1, "ApprovalFailing", "EventPending")
+    approvals.hold(closed, 5)
+    polls_fail = Timeline("polls that fail")
+    polls_fail.hold(closed, 10)
+    polls_fail.hold(unheard, 4.5, is_polling=False)
+    polls_fail.hold(unheard, 2, "PollingStale", is_polling=False)
+    polls_fail.hold(heard, 1)
+    with living(directory / "never", is_awaited=False) as (_, agent):
+        wait_count(agent, 1, "polls_total", outcome="server_error")
+        never = expose(agent)
+    from_start = Timeline("polls that never succeeded")
+    from_start.hold(never, 2, is_polling=False)
+    from_start.hold(never, 2, "PollingStale", is_polling=False)
+    return [approvals, polls_fail, from_start]
+
+
+def live_refused(directory: Path) -> list[Timeline]:
+    """A policy file with a mistake is offered, then mended; the machine stands still for eleven seconds."""
+    with living(directory) as (_, agent):
+        idle = expose(agent)
+        good = agent.config.read_text(encoding="utf-8")
+        agent.config.write_text("rules: [{name: x, aprove: never}]\n", encoding="utf-8")
+        agent.reload()
+        agent.wait_log("the policy file is refused; the old policy stays in force")
+        refused = expose(agent)
+        agent.config.write_text(good, encoding="utf-8")
+        agent.reload()
+        wait_reloaded(agent)
+        mended = expose(agent)
+        agent.freeze()
+        time.sleep(11.5)  # there is nothing to wait for: this is how long it stands still
+        agent.thaw()
+        wait_count(agent, 10, "last_pause_seconds")
+        paused = expose(agent)
+    reload = Timeline("a policy file that is refused")
+    reload.hold(idle, 10)
+    reload.hold(refused, 4.5)
+    reload.hold(refused, 2, "ReloadFailed")
+    reload.hold(mended, 2)
+    pause = Timeline("a long pause")
+    pause.hold(mended, 10)
+    pause.hold(paused, 10, "LongPause")
+    pause.hold(paused, 10)
+    return [reload, pause]
+
+
+def live_without_disk(directory: Path) -> list[Timeline]:
+    """Something else keeps the state file locked while an event comes: once for a moment, once for long."""
+
+    def count(number: int) -> None:
+        wait_count(agent, number, "store_errors_total", kind="write")
+
+    with living(directory) as (sim, agent):
+        idle = expose(agent)
+        with contextlib.closing(sqlite3.connect(agent.state_dir / "state.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            event = sim.schedule("Reboot", source="User", notice_seconds=900, lasts_seconds=0.5)
+            count(1)
+            other.execute("ROLLBACK")
+            sim.wait_gone(event)
+            wait_count(agent, 1, "closed_total")
+            works = expose(agent)
+            errors = round(agent.metric("store_errors_total", kind="write"))
+            other.execute("BEGIN IMMEDIATE")
+            sim.schedule("Reboot", source="User", notice_seconds=900)
+            failing = []
+            for number in range(1, 4):
+                count(errors + number)
+                failing.append(expose(agent))
+            other.execute("ROLLBACK")
+    timeline = Timeline("a state file that cannot be written")
+    timeline.hold(idle, 10)
+    for _ in range(4):
+        timeline.hold(works, 1)
+    timeline.hold(failing[0], 1)
+    timeline.hold(failing[1], 1)
+    timeline.hold(failing[2], 1, "StateFileErrors")
+    timeline.hold(failing[2], 4)
+    return [timeline]
+
+
+def live_with_a_bug(directory: Path) -> list[Timeline]:
+    """An agent with a bug, one of whose on_clear hooks fails."""
+    with living(directory, BuggyAgent) as (sim, agent):
+        agent.write_policy(
+            rules=[DRAIN],
+            on_clear=["uncordon"],
+            hooks={**agent.hooks("drain", "resume"), "uncordon": agent.hook("uncordon", exit_code=1)},
+        )
+        agent.stop()
+        agent.start()
+        agent.wait_log("on_clear hook ended")
+        cleared = expose(agent)
+        sim.schedule("Freeze", notice_seconds=900)
+        wait_count(agent, 1, "faults_total")
+        met = expose(agent)
+    timeline = Timeline("an agent with a bug")
+    timeline.hold(cleared, 10, "OnClearFailed")
+    timeline.hold(met, 10, "AgentBug", "OnClearFailed")
+    timeline.hold(met, 60, "OnClearFailed")
+    return [timeline]
+
+
+def nobody() -> Timeline:
+    """Prometheus has no target at all."""
+    timeline = Timeline("no target")
+    timeline._scrapes = [{"another": 1.0}] * 80
+    timeline._expected = [(9 * 60, ()), (11 * 60, ("AgentAbsent",))]
+    return timeline
+
+
+LIVES: tuple[Callable[[Path], list[Timeline]], ...] = (
+    live_well,
+    live_held,
+    live_watching,
+    live_unheard,
+    live_refused,
+    live_without_disk,
+    live_with_a_bug,
+)
+
+
+# --- Prometheus' programs
+
+
+@pytest.fixture(scope="session")
+def programs() -> Path:
+    """Where prometheus and promtool are. Unpacked, not installed: a package of it would start a server."""
+    for found in (CACHE / "usr/bin", Path("/usr/bin")):
+        if (found / "promtool").exists() and (found / "prometheus").exists():
+            return found
+    if not shutil.which("apt-get"):
+        pytest.skip("prometheus and promtool are missing, and there is no apt-get to fetch them")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    fetch = ["apt-get", "download", "-q", "prometheus"]
+    if subprocess.run(fetch, cwd=CACHE, capture_output=True, check=False, timeout=600).returncode != 0:
+        subprocess.run(["apt-get", "update", "-q"], check=True, capture_output=True, timeout=600)
+        subprocess.run(fetch, cwd=CACHE, check=True, capture_output=True, timeout=600)
+    (package,) = CACHE.glob("prometheus_*.deb")
+    subprocess.run(["dpkg-deb", "--extract", package, CACHE], check=True, capture_output=True, timeout=300)
+    package.unlink()
+    return CACHE / "usr/bin"
+
+
+def promtool(programs: Path, *arguments: str, cwd: Path = PACKAGE) -> str:
+    """Run it; returns what it says if all is well."""
+    done = subprocess.run(
+        [str(programs / "promtool"), *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE * 2,
+    )
+    assert done.returncode == 0, f"promtool {' '.join(arguments)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+class Prometheus:
+    """A server of our own on a free port of loopback."""
+
+    def __init__(self, programs: Path, directory: Path) -> None:
+        self._process = subprocess.Popen(
+            [
+                str(programs / "prometheus"),
+                f"--config.file={directory / 'prometheus.yaml'}",
+                f"--storage.tsdb.path={directory / 'data'}",
+                "--web.listen-address=127.0.0.1:0",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._address = ""
+        self._has_begun = threading.Event()  # to answer, or ended
+        threading.Thread(target=self._read, daemon=True).start()
+        self._has_begun.wait(PATIENCE)
+        assert self._process.poll() is None, "".join(self.lines)
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.lines.append(line)
+            match = re.search(r'msg="Listening on" address=(\S+)', line)
+            if match:
+                self._address = match[1]
+            if "Server is ready to receive web requests" in line:
+                self._has_begun.set()
+        self._has_begun.set()
+
+    def ask(self, path: str, **parameters: str) -> Any:
+        """The data of an answer of its API."""
+        with contextlib.closing(http.client.HTTPConnection(self._address, timeout=PATIENCE)) as connection:
+            connection.request("GET", f"/api/v1/{path}?{urllib.parse.urlencode(parameters)}")
+            answer = json.load(connection.getresponse())
+        assert answer["status"] == "success", (path, parameters, answer)
+        return answer["data"]
+
+    def firing(self) -> dict[tuple[str, str], Mapping[str, Any]]:
+        """Alerts that fire, by instance and name."""
+        return {
+            (
+                alert["labels"].get("instance", ""),
+                alert["labels"]["alertname"].removeprefix("ScheduledEvents"),
+            ): alert
+            for alert in self.ask("alerts")["alerts"]
+            if alert["state"] == "firing"
+        }
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(PATIENCE)
+        if self._process.stderr is not None:
+            self._process.stderr.close()
+
+
+# --- The tests
+
+
+def test_promtool_accepts_what_the_readme_has_it_check(programs: Path) -> None:
+    commands = re.findall(r"^\$ promtool (.+)$", (PACKAGE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    said = [promtool(programs, *command.split()) for command in commands]
+    assert [command.split()[0] for command in commands] == ["check", "test", "check"]
+    assert "SUCCESS: 20 rules found" in said[0]
+
+
+def test_prometheus_accepts_the_configuration_with_all_that_is_commented_out(
+    programs: Path, tmp_path: Path
+) -> None:
+    text = (PACKAGE / "prometheus.yaml").read_text(encoding="utf-8")
+    (tmp_path / "prometheus.yaml").write_text(re.sub(r"^( *)#(?! \S)", r"\1", text, flags=re.MULTILINE))
+    shutil.copy(PACKAGE / "rules.yaml", tmp_path)
+    for name in ("ca.pem", "client.pem", "client.key", "password"):
+        (tmp_path / name).touch()
+    assert "SUCCESS" in promtool(programs, "check", "config", "--syntax-only", "prometheus.yaml", cwd=tmp_path)
+
+
+def test_promtool_parses_every_query_of_the_dashboard(programs: Path, tmp_path: Path) -> None:
+    queries = [expression for _, expression in dashboard_queries()]
+    rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+    said = promtool(programs, "check", "rules", "rules.yaml", cwd=tmp_path)
+    assert f"SUCCESS: {len(queries)} rules found" in said
+
+
+def test_alerts_fire_on_what_troubled_agents_expose_and_not_on_what_healthy_ones_do(
+    programs: Path, tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(len(LIVES)) as pool:
+        lives = [pool.submit(live, tmp_path / live.__name__) for live in LIVES]
+        timelines = [timeline for life in lives for timeline in life.result()] + [nobody()]
+    fired = {name for timeline in timelines for _, alerts in timeline._expected for name in alerts}
+    known = {rule["alert"].removeprefix("ScheduledEvents") for rule in rules_of(PACKAGE) if "alert" in rule}
+    assert fired == known
+    tests = {
+        "rule_files": [str(PACKAGE / "rules.yaml")],
+        "evaluation_interval": f"{SCRAPE_SECONDS}s",
+        "tests": [timeline.to_test() for timeline in timelines],
+    }
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(tests, sort_keys=False, width=10**9))
+    assert "SUCCESS" in promtool(programs, "test", "rules", "tests.yaml", cwd=tmp_path)
+
+
+def test_a_prometheus_that_scrapes_agents_raises_the_alerts_and_answers_the_dashboard(
+    programs: Path, tmp_path: Path
+) -> None:
+    with (
+        living(tmp_path / "well") as (well, healthy),
+        living(tmp_path / "ill") as (ill, troubled),
+    ):
+        failing = {**troubled.hooks("resume"), "drain": troubled.hook("drain", exit_code=3)}
+        troubled.write_policy(rules=[AT_ONCE, DRAIN], hooks=failing)
+        troubled.reload()
+        wait_reloaded(troubled)
+        addresses = [agent.wait_log("agent started")["listen"] for agent in (healthy, troubled)]
+        write_quick_configuration(tmp_path, addresses)
+        prometheus = Prometheus(programs, tmp_path)
+        try:
+            troubled.wait_until(
+                lambda: len(prometheus.ask("query", query="scheduled_events_ready")["result"]) == 2,
+                "both had been scraped",
+            )
+            # Before its first scrape Prometheus knew no agent at all.
+            troubled.wait_until(lambda: not prometheus.firing(), "nothing fired")
+            for sim in (well, ill):
+                users = sim.schedule("Freeze", source="User", notice_seconds=900, lasts_seconds=0.5)
+                sim.wait_gone(users)
+            event = ill.schedule("Reboot", notice_seconds=290, lasts_seconds=None)
+            troubled.wait_phase(event, "held")
+            troubled.config.write_text("rules: [{name: x, aprove: never}]\n", encoding="utf-8")
+            troubled.reload()
+            names = ("EventPending", "EventHeld", "EventUnapproved", "HookFailed", "ReloadFailed")
+            expected = {(addresses[1], name) for name in names}
+            fires = troubled.wait_until(
+                lambda: found if (found := prometheus.firing()).keys() == expected else {}, f"just {names} fired"
+            )
+            held = fires[addresses[1], "EventHeld"]["annotations"]
+            assert re.fullmatch(
+                rf"Reboot of {addresses[1]} is held, with [1-4]m \d+s left until NotBefore\.", held["summary"]
+            )
+            failed = fires[addresses[1], "HookFailed"]["annotations"]["description"]
+            assert failed.startswith(
+                "Failed since the agent started: drain (failed, 1x). The log has the output. "
+            )
+            texts = " ".join(text for alert in fires.values() for text in alert["annotations"].values())
+            assert "error expanding" not in texts
+            assert "<no value>" not in texts
+            empty = {
+                title for title, query in dashboard_queries() if not prometheus.ask("query", query=query)["result"]
+            }
+            # Where nothing need have happened.
+            assert empty <= {"Measured pauses", "Agent trouble"}
+        finally:
+            prometheus.close()
+
+
+def rules_of(directory: Path) -> list[dict[str, Any]]:
+    document = yaml.safe_load((directory / "rules.yaml").read_text(encoding="utf-8"))
+    return [rule for group in document["groups"] for rule in group["rules"]]
+
+
+def dashboard_queries() -> list[tuple[str, str]]:
+    """Title of the panel and query, as Grafana would ask for all agents."""
+    model = json.loads((PACKAGE / "dashboard.json").read_text(encoding="utf-8"))
+    return [
+        (
+            panel["title"],
+            re.sub(r"\$(job|instance)", ".*", target["expr"]).replace("$__rate_interval", "5m"),
+        )
+        for panel in model["panels"]
+        for target in panel.get("targets", [])
+    ]
+
+
+def write_quick_configuration(directory: Path, addresses: list[str]) -> None:
+    """The package's own configuration and rules for these agents, with minutes made seconds."""
+    config = yaml.safe_load((PACKAGE / "prometheus.yaml").read_text(encoding="utf-8"))
+    config["global"] = {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"}
+    (job,) = config["scrape_configs"]
+    job["scrape_timeout"] = "500ms"
+    job["static_configs"] = [{"targets": addresses}]
+    (directory / "prometheus.yaml").write_text(yaml.safe_dump(config))
+    rules = (PACKAGE / "rules.yaml").read_text(encoding="utf-8")
+    rules = re.sub(r"for: \d+m", "for: 2s", rules)
+    (directory / "rules.yaml").write_text(rules)
