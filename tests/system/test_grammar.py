@@ -36,7 +36,7 @@ def powershell_scripts() -> dict[str, str]:
     for place, text in list(scripts.items()):
         written = re.findall(r"'([\w-]+)\.ps1'\) @'\n(.*?)\n'@", text, re.DOTALL)
         scripts |= {f"{name}, which {place} writes": inner for name, inner in written}
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("winservice/*.md")):
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("winservice/*.md")):
         blocks = re.findall(r"^```powershell\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
         scripts |= {f"{page.relative_to(ROOT)}, {index}": text for index, text in enumerate(blocks)}
     for job in yaml.safe_load(WORKFLOW.read_text("utf-8"))["jobs"].values():
@@ -86,7 +86,8 @@ def test_a_powershell_script_is_well_formed(faults: Callable[[str], list[str]], 
 
 def test_the_scripts_are_those_that_are_meant() -> None:
     files = {place for place in SCRIPTS if place.endswith(".ps1")}
-    assert files == {"winservice/install.ps1", "winservice/uninstall.ps1", "packaging/windows/try.ps1"}
+    hooks = {"config/hooks/iis-prepare.ps1", "config/hooks/iis-recover.ps1"}
+    assert files == {"winservice/install.ps1", "winservice/uninstall.ps1", "packaging/windows/try.ps1", *hooks}
     assert "drain, which packaging/windows/try.ps1 writes" in SCRIPTS
     assert sum(place.startswith("docs/windows.md, ") for place in SCRIPTS) > 10
     assert sum(place.startswith("the MSI on Windows, ") for place in SCRIPTS) == 1

@@ -9,7 +9,7 @@ from agent.cli import build_parser
 from agent.workflow import TRANSITIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "config").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "config").rglob("*.md")])
 
 
 def text_of(page: str) -> str:
@@ -41,5 +41,5 @@ def test_every_command_that_a_page_shows_is_one(page: Path) -> None:
     for line in re.findall(
         r"^(?:\$ )?scheduled-events-agent (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE
     ):
-        words = line.partition("#")[0].split()
+        words = re.split("[#|]", line)[0].split()
         parser.parse_args(words)  # exits, and so fails, on what it does not know

@@ -1,0 +1,59 @@
+"""Every shell script that is shipped as a hook, and every one that the cookbook shows, read by shellcheck."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.platform == "win32":
+    pytest.skip("the hooks are scripts for a Unix shell", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def scripts() -> dict[str, str]:
+    """Each script with where it stands."""
+    found = {f"config/hooks/{path.name}": path.read_text("utf-8") for path in (ROOT / "config/hooks").iterdir()}
+    for page in (ROOT / "config/hooks/README.md", *(ROOT / "docs/cookbook").glob("*.md")):
+        blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+        found |= {f"{page.relative_to(ROOT)}, {index}": text for index, text in enumerate(blocks)}
+    return {place: text for place, text in found.items() if text.startswith("#!/bin/sh\n")}
+
+
+SCRIPTS = scripts()
+
+
+@pytest.fixture(scope="module")
+def shellcheck() -> str:
+    """The program, installed if it is missing."""
+    if not (program := shutil.which("shellcheck")):
+        if os.geteuid() != 0 or not shutil.which("apt-get"):
+            pytest.skip("shellcheck is missing, and only root on Debian or Ubuntu can install it here")
+        for command in (["update", "-q"], ["install", "-qy", "--no-install-recommends", "shellcheck"]):
+            lock = "-oDPkg::Lock::Timeout=300"
+            subprocess.run(["apt-get", lock, *command], check=True, capture_output=True, timeout=600)
+        program = shutil.which("shellcheck")
+    assert program is not None
+    return program
+
+
+def complaints(program: str, script: str) -> str:
+    command = [program, "--shell=sh", "--severity=style", "--format=gcc", "-"]
+    return subprocess.run(command, input=script, capture_output=True, text=True, timeout=60, check=False).stdout
+
+
+@pytest.mark.parametrize("place", sorted(SCRIPTS))
+def test_shellcheck_has_nothing_to_say(shellcheck: str, place: str) -> None:
+    assert complaints(shellcheck, SCRIPTS[place]) == ""
+
+
+def test_it_would_speak_of_a_variable_without_quotes(shellcheck: str) -> None:
+    assert "[SC2086]" in complaints(shellcheck, "#!/bin/sh\nset -eu\nrm -rf $1\n")
+
+
+def test_the_hooks_of_the_examples_are_among_them() -> None:
+    assert {"config/hooks/nginx-prepare", "config/hooks/ci-runner-prepare"} <= set(SCRIPTS)

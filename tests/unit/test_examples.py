@@ -1,0 +1,126 @@
+"""The shipped examples and hooks: policies that are valid, programs that exist, and what each says it needs."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agent.cli import main
+from agent.config import parse_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted((ROOT / "config/examples").glob("*.yaml"))
+HOOKS = sorted(path for path in (ROOT / "config/hooks").iterdir() if path.name != "README.md")
+PAGES = sorted((ROOT / "docs/cookbook").glob("*.md"))
+# Where hooks are installed, and what stands there in config/hooks.
+PLACES = ("/etc/scheduled-events-agent/hooks/", "C:\\ProgramData\\ScheduledEventsAgent\\hooks\\")
+# What an example may name that not every machine has.
+_ABSENT = re.compile(r"does not exist|is not found in PATH|has no account|No such file or directory")
+
+by_name = pytest.mark.parametrize("path", [*EXAMPLES], ids=lambda path: path.stem)
+
+
+def hook_files(policy: str) -> set[str]:
+    """Of the programs that a policy runs, those that are installed where hooks are."""
+    hooks = (yaml.safe_load(policy).get("hooks") or {}).values()
+    words = [word for hook in hooks for word in [*hook.get("run", ()), *hook.get("shell", "").split()]]
+    return {word.removeprefix(place) for word in words for place in PLACES if word.startswith(place)}
+
+
+def policies_of(page: Path) -> list[str]:
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    return [block for block in blocks if re.search(r"^(rules|hooks|agent):", block, re.MULTILINE)]
+
+
+@by_name
+@pytest.mark.skipif(sys.platform == "win32", reason="there the examples for Linux name what Windows cannot start")
+def test_check_finds_nothing_in_an_example_but_what_this_machine_lacks(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copy(path, tmp_path))  # for a checkout may stand where anybody can write
+    copy.chmod(0o600)
+    assert main(["check", "--json", "--config", str(copy)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    doubts = [warning for warning in told["warnings"] if not _ABSENT.search(str(warning))]
+    assert doubts == []
+
+
+@by_name
+def test_an_example_names_the_schema_and_tells_where_its_story_stands(path: Path) -> None:
+    text = path.read_text("utf-8")
+    assert text.startswith("# yaml-language-server: $schema=../policy.schema.json\n#\n# ")
+    (page,) = set(re.findall(r"docs/cookbook/[\w-]+\.md", text))
+    assert f"](../../config/examples/{path.name})" in (ROOT / page).read_text("utf-8")
+
+
+@by_name
+def test_the_hooks_of_an_example_are_shipped(path: Path) -> None:
+    files = hook_files(path.read_text("utf-8"))
+    assert files != set()
+    assert files <= {hook.name for hook in HOOKS}
+
+
+def test_no_hook_is_shipped_that_nobody_shows() -> None:
+    shown = set[str]().union(*(hook_files(path.read_text("utf-8")) for path in EXAMPLES))
+    shown |= {name for page in PAGES for policy in policies_of(page) for name in hook_files(policy)}
+    assert {hook.name for hook in HOOKS} == shown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_the_policies_of_a_page_are_valid_and_their_hooks_shipped(page: Path) -> None:
+    for policy in policies_of(page):
+        parse_settings(policy, page.name, may_change_user=True, may_start_units=True)  # raises what is wrong
+        assert hook_files(policy) <= {hook.name for hook in HOOKS}
+
+
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda path: path.name)
+def test_a_hook_tells_at_its_head_what_it_does_and_what_it_needs(hook: Path) -> None:
+    text = hook.read_text("utf-8")
+    if hook.suffix == ".ps1":
+        assert text.startswith("#Requires -Version ")
+        head, _, _ = text.partition("#>")
+        assert re.search(r"^\.SYNOPSIS\n\S", head, re.MULTILINE)
+        assert "$ErrorActionPreference = 'Stop'" in text
+    elif text.startswith("#!/usr/bin/env python3\n"):
+        head = text.split('"""')[1]
+    else:
+        first, *lines = text.splitlines()
+        assert first == "#!/bin/sh"
+        assert "set -eu" in lines
+        head = "\n".join(lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))])
+    assert re.search(r"\b[Nn]eeds\b", head)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such bit")
+@pytest.mark.parametrize("hook", HOOKS, ids=lambda path: path.name)
+def test_a_hook_can_be_started(hook: Path) -> None:
+    assert os.access(hook, os.X_OK) == (hook.suffix != ".ps1")
+
+
+def test_the_list_of_hooks_is_complete() -> None:
+    text = (ROOT / "config/hooks/README.md").read_text("utf-8")
+    listed = set(re.findall(r"`([\w-]+(?:\.ps1)?)`", "".join(re.findall(r"^\| .*", text, re.MULTILINE))))
+    assert {hook.name for hook in HOOKS} <= listed
+
+
+def test_the_list_of_examples_is_complete() -> None:
+    text = (ROOT / "docs/cookbook/README.md").read_text("utf-8")
+    rows = re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\) \| \[([\w-]+\.yaml)\]", text, re.MULTILINE)
+    assert {example for _, example in rows} == {path.name for path in EXAMPLES}
+    assert {page for page, _ in rows} == {page.name for page in PAGES} - {"README.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_the_links_of_a_page_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        file, _, heading = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert target.startswith("https://") or path.exists(), target
+        headings = re.findall(r"^#+ (.+)$", path.read_text("utf-8"), re.MULTILINE) if heading else []
+        names = {re.sub(r"[^\w -]", "", one).strip().lower().replace(" ", "-") for one in headings}
+        assert not heading or heading in names, target
