@@ -231,6 +231,8 @@ class Engine:
     def turn(self, document_at: datetime | None) -> bool:
         """Decide, commit, perform. False if the state file could not be written: then nothing was done.
 
+        Raises StoreError if the file is damaged: the agent is to be started again, which sets it aside.
+
         ``document_at``: when a document was last read; everything that was read until then has been taken.
         """
         self.turned_at = self._machine.monotonic()
@@ -251,6 +253,11 @@ class Engine:
             # Nothing was done. What was taken in waits, and is decided on again.
             self._metrics.store_errors.labels(error.kind).inc()
             self._store_failures.failed(error.kind, str(error), self.turned_at)
+            if error.kind == "damaged":
+                raise  # only a start sets the file aside
+            # What operators said is read again, unless they have withdrawn it by then: so they were told.
+            self._signals = [signal for signal in self._signals if not isinstance(signal, OperatorSpoke)]
+            self._requests = []
             return False
         self._store_failures.succeeded(self.turned_at)
         self.store_failure = ""
@@ -477,24 +484,33 @@ class Engine:
         for request in self._store.load_requests(now):
             if request.word == "status":
                 self._store.answer_request(request.id, self._describe().decode())
-            elif request.workflow_id not in self.board:
-                self._store.answer_request(request.id, "refused: the event is not pending any more")
-            elif request.word == "approved" and self.settings.agent.mode == "observe":
-                self._store.answer_request(request.id, "refused: the agent only observes (agent.mode, --observe)")
-            elif request.word == "approved" and self.is_paused:
-                self._store.answer_request(request.id, "refused: the agent's service is paused; have it continue")
-            elif request.word == "approved" and (refusal := self._refusal(self.board[request.workflow_id], now)):
+            elif refusal := self._refusal(request, now):
                 self._store.answer_request(request.id, f"refused: {refusal}")
             else:
                 self._requests.append(request)
                 word = OperatorSpoke(workflow_id=request.workflow_id, word=request.word, user=request.user)
                 self._signals.append(word)
 
-    def _refusal(self, workflow: Workflow, now: datetime) -> str:
-        """Why not even an operator can have the event approved; "" if one can."""
-        approved = replace(workflow, operator="approved")
-        leave = ask_gates(approved, self._context(now, self._document_at))
-        return leave.reason if leave.answer == "no" else ""
+    def _refusal(self, request: Request, now: datetime) -> str:
+        """Why not even an operator can have that; "" if one can."""
+        workflow = self.board.get(request.workflow_id)
+        if workflow is None:
+            return "the event is not pending any more"
+        match request.word:
+            case "held" if workflow.was_started or workflow.event.is_started:
+                return "the event has started"
+            case "held" if workflow.approval.state == "confirmed":
+                return "Azure has taken the approval, and nobody can take that back"
+            case "approved" if self.settings.agent.mode == "observe":
+                return "the agent only observes (agent.mode, --observe)"
+            case "approved" if self.is_paused:
+                return "the agent's service is paused; have it continue"
+            case "approved":
+                approved = replace(workflow, operator="approved")
+                leave = ask_gates(approved, self._context(now, self._document_at))
+                return leave.reason if leave.answer == "no" else ""
+            case _:
+                return ""
 
     def _answer_requests(self, changed: dict[str, Workflow]) -> None:
         requests, self._requests = self._requests, []

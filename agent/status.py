@@ -14,6 +14,8 @@ import msgspec
 from agent.events import ScheduledEvent
 from agent.workflow import Stage, Workflow
 
+OperatorWord = Literal["approve", "hold", "release"]
+
 
 class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the journal."""
@@ -38,6 +40,20 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     workflow: Workflow
     entries: tuple[JournalEntry, ...]
     """Oldest first."""
+
+
+class LastKnown(msgspec.Struct, frozen=True, kw_only=True):
+    """What the state file says while no agent answers."""
+
+    at: datetime
+    problem: str
+    """Why no agent answers, or could not be asked."""
+    state_file: str
+    vm_name: str
+    notes: tuple[JournalEntry, ...]
+    """When the agent last started, and last stopped."""
+    pending: tuple[Workflow, ...]
+    """As of the last commit; oldest first."""
 
 
 class Vm(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +138,8 @@ def activity(workflow: Workflow, running: Iterable[RunningHook], now: datetime) 
     if workflow.waits_for:
         return f"waits: {workflow.waits_for}"
     match workflow.phase:
+        case "waiting" if not (workflow.decision.has_preparation or workflow.decision.approve != "never"):
+            return "only observed"
         case "approved":
             return "approved; the event is Azure's to start"
         case "started":
@@ -134,6 +152,24 @@ def activity(workflow: Workflow, running: Iterable[RunningHook], now: datetime) 
             return phase
 
 
+def last_known_activity(workflow: Workflow) -> str:
+    """What the agent was about when it last wrote about the event; whether it goes on is not known."""
+    stages = {"prepare": workflow.prepare, "on_start": workflow.on_start, "recover": workflow.recover}
+    hooks = [
+        f"had begun the {stage} hook {progress.current}" for stage, progress in stages.items() if progress.current
+    ]
+    waits = f"waited: {workflow.waits_for}" if workflow.waits_for else ""
+    approval = f"approval {workflow.approval.state}" if workflow.approval.state != "none" else ""
+    return "; ".join(filter(None, [f"was {workflow.phase}", *hooks, approval, waits]))
+
+
+def lasting(event: ScheduledEvent) -> str:
+    """Azure's estimate of the interruption, as a phrase."""
+    if event.duration_seconds is None:
+        return "for an unknown time"
+    return f"for about {event.duration_seconds:g}s" if event.duration_seconds else "without an interruption"
+
+
 def time_left(event: ScheduledEvent, now: datetime) -> str:
     """How long until the event may start, as a phrase."""
     if event.status == "Started":
@@ -141,6 +177,92 @@ def time_left(event: ScheduledEvent, now: datetime) -> str:
     if event.not_before is None or event.not_before <= now:
         return "may start at any moment"
     return f"not before {span(now, event.not_before)} from now"
+
+
+def verdict(status: Status) -> str:
+    """The agent in one line: is it well, what may it do, is anything pending."""
+    acts = "acts" if status.mode == "act" else "only observes"
+    parts = [
+        "healthy" if status.health == "ok" else "NOT HEALTHY",
+        "paused: watches, and does nothing" if status.is_paused else acts,
+        pending_in_words(status.pending),
+    ]
+    if not status.vm.names:
+        parts.append("the name of this VM is not known")
+    if status.policy.refused:
+        parts.append("the policy file is refused")
+    return "; ".join(parts)
+
+
+def pending_in_words(pending: Iterable[Workflow]) -> str:
+    """How many events are pending, and in which of them somebody may have to do something."""
+    workflows = list(pending)
+    if not workflows:
+        return "nothing is pending"
+    of_others = sum(workflow.decision.affects == "others" for workflow in workflows)
+    counts = {
+        "held": sum(workflow.phase == "held" for workflow in workflows),
+        "started": sum(workflow.phase == "started" for workflow in workflows),
+        "recovering": sum(workflow.phase == "recovering" for workflow in workflows),
+        "waiting for an operator": sum(map(waits_for_operator, workflows)),
+        "of other VMs": of_others,
+    }
+    told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    events = "1 event is pending" if len(workflows) == 1 else f"{len(workflows)} events are pending"
+    return f"{events} ({told})" if told else events
+
+
+def waits_for_operator(workflow: Workflow) -> bool:
+    """Whether it is ready, and its rule wants an operator to approve it."""
+    return workflow.phase == "prepared" and workflow.decision.approve == "manual" and not workflow.operator
+
+
+def by_urgency(pending: Iterable[Workflow]) -> list[Workflow]:
+    """What concerns this VM first; of that what may start soonest, then what has started, then what is over."""
+
+    def rank(workflow: Workflow) -> tuple[bool, bool, bool, float]:
+        not_before = workflow.event.not_before
+        return (
+            workflow.decision.affects == "others",
+            workflow.is_gone,
+            workflow.event.is_started,
+            not_before.timestamp() if not_before else 0.0,
+        )
+
+    return sorted(pending, key=rank)
+
+
+def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
+    """With which words an operator can change what an acting agent will do about the event, likeliest first."""
+    event, decision = workflow.event, workflow.decision
+    is_open = event.status == "Scheduled" and not (workflow.is_gone or workflow.was_started)
+    if not is_open or not event.id or decision.affects not in ("self", "shared"):
+        return ()
+    if workflow.approval.state == "confirmed":
+        return ()
+    if workflow.operator:
+        return ("release", "approve") if workflow.operator == "held" else ("release", "hold")
+    if workflow.phase == "held" or decision.approve in ("manual", "never"):
+        return ("approve",)
+    return ("hold", "approve") if workflow.phase == "waiting" else ("hold",)
+
+
+def short_ids(ids: Iterable[str]) -> dict[str, str]:
+    """For each id its shortest beginning that fits no other, whatever the case; at least 8 characters."""
+    folded = {id_: id_.casefold() for id_ in ids}
+    short = {}
+    for id_, mine in folded.items():
+        others = [other for other in folded.values() if other != mine]
+        length = min(8, len(id_))
+        while length < len(id_) and any(other.startswith(mine[:length]) for other in others):
+            length += 1
+        short[id_] = id_[:length]
+    return short
+
+
+def clock(at: datetime, now: datetime) -> str:
+    """Time of day, UTC, with the date if it is another one than that of ``now``."""
+    return f"{at:%H:%M:%S}Z" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}Z"
 
 
 def span(earlier: datetime, later: datetime) -> str:

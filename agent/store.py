@@ -11,7 +11,7 @@ it, or only look into it. Its permissions are the authorization.
 import contextlib
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
@@ -64,7 +64,7 @@ FactName = Literal["vm_name", "vm_id", "boot_id", "state_lost"]
 
 
 class StoreError(AgentError):
-    """The state file cannot be read or written now. Kinds: unusable, newer, older, write, read."""
+    """The state file cannot be read or written now. Kinds: unusable, newer, older, write, read, damaged."""
 
 
 RequestWord = Literal["", "approved", "held", "status"]
@@ -137,26 +137,17 @@ class Store:
         Raises StoreError. A damaged file is found when what is damaged is read.
         """
         path = directory / FILE_NAME
+        _try_open(path, os.O_RDONLY)
         try:
-            path.stat()
-            connection = sqlite3.connect(
-                f"{path.absolute().as_uri()}?mode=ro",
-                uri=True,
-                timeout=_BUSY_SECONDS,
-                isolation_level=None,
-                check_same_thread=False,
-            )
             try:
-                (version,) = connection.execute("PRAGMA user_version").fetchone()
-                _refuse_other_version(path, version, is_owner=False)
-            except BaseException:
-                connection.close()
-                raise
-        except OSError as error:
-            raise StoreError(
-                f"cannot open the state file {path}: {error.strerror or error}", kind="unusable"
-            ) from error
-        except sqlite3.Error as error:
+                connection = _connect_to_read(path, "mode=ro")
+            except sqlite3.OperationalError:
+                log = path.with_name(f"{path.name}-wal")
+                if log.exists() and log.stat().st_size:
+                    raise
+                # Even readers share some memory in a file, which a full disk has no room for. Here nobody writes.
+                connection = _connect_to_read(path, "mode=ro&immutable=1")
+        except (sqlite3.Error, OSError) as error:
             raise StoreError(f"cannot read {path}: {error}", kind="read") from error
         return cls(connection, path, None)
 
@@ -217,14 +208,30 @@ class Store:
         newest_first = "WHERE workflow_id = '' AND kind = ifnull(?, kind) AND at >= ? ORDER BY id DESC LIMIT ?"
         return self._load_entries(newest_first, kind, _stamp(since) if since else "", limit)[::-1]
 
-    def load_histories(self, *, since: datetime | None = None, limit: int = -1) -> list[History]:
-        """The latest events of which something was noted since then, pending ones too, whole, oldest first."""
+    def load_histories(
+        self,
+        *,
+        since: datetime | None = None,
+        limit: int = -1,
+        is_wanted: Callable[[Workflow], bool] | None = None,
+    ) -> list[History]:
+        """The latest events of which something was noted since then, pending ones too, whole, oldest first.
+
+        ``is_wanted``: which of them, if not all; those that are not do not count for the limit (-1: none).
+        """
+        workflows: list[Workflow] = []
         with self._reading():
             rows = self._connection.execute(
-                "SELECT body FROM workflow WHERE updated_at >= ? ORDER BY rowid DESC LIMIT ?",
-                (_stamp(since) if since else "", limit),
-            ).fetchall()
-            workflows = [msgspec.json.decode(body, type=Workflow) for (body,) in reversed(rows)]
+                "SELECT body FROM workflow WHERE updated_at >= ? ORDER BY rowid DESC",
+                (_stamp(since) if since else "",),
+            )
+            for (body,) in rows:
+                if len(workflows) == limit:
+                    break
+                workflow = msgspec.json.decode(body, type=Workflow)
+                if is_wanted is None or is_wanted(workflow):
+                    workflows.insert(0, workflow)
+            rows.close()
         return [
             History(
                 workflow=workflow,
@@ -341,14 +348,23 @@ class Store:
                     self._connection.execute("ROLLBACK")
                 raise
         except sqlite3.Error as error:
-            raise StoreError(f"cannot write {self.path}: {error}", kind="write") from error
+            # Whoever took requests up and could not keep them reads them again: they may be withdrawn by then.
+            self._data_version = -1
+            kind = "damaged" if _is_damage(error) else "write"
+            raise StoreError(f"cannot write {self.path}: {error}", kind=kind) from error
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         try:
             yield
         except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
-            raise StoreError(f"cannot read {self.path}: {error}", kind="read") from error
+            kind = "damaged" if _is_damage(error) else "read"
+            raise StoreError(f"cannot read {self.path}: {error}", kind=kind) from error
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether SQLite has found the file to be none of its own; unlike a lack of room, that does not pass."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class _DamagedError(Exception):
@@ -391,6 +407,8 @@ def _parts(path: Path) -> list[Path]:
 
 def _connect(path: Path, *, is_owner: bool) -> sqlite3.Connection:
     beginning = path.with_name(path.name + _BEGINNING)
+    if not is_owner:
+        _try_open(path, os.O_RDWR)
     try:
         is_new = is_owner and _create(path, beginning)
         os.close(os.open(path, os.O_RDWR))  # SQLite's own message would not say why not
@@ -405,6 +423,41 @@ def _connect(path: Path, *, is_owner: bool) -> sqlite3.Connection:
         _prepare(connection, path, is_new=is_new, is_owner=is_owner)
         if is_new:
             beginning.unlink()
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _try_open(path: Path, flags: int) -> None:
+    """For who does not own the file: raises StoreError, which says more than SQLite would."""
+    try:
+        os.close(os.open(path, flags))
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"no agent has run with the state directory {path.parent}: name it with --state-dir", kind="unusable"
+        ) from error
+    except OSError as error:
+        way_out = (
+            ": the state is for the agent's account alone; run this as that or as root (sudo), "
+            "on Windows in an elevated prompt"
+            if isinstance(error, PermissionError)
+            else ""
+        )
+        raise StoreError(f"cannot open {path}: {error.strerror or error}{way_out}", kind="unusable") from error
+
+
+def _connect_to_read(path: Path, options: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?{options}",
+        uri=True,
+        timeout=_BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    try:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        _refuse_other_version(path, version, is_owner=False)
     except BaseException:
         connection.close()
         raise

@@ -359,7 +359,8 @@ def _generate_from_parser(root: Path, tools: Path, version: str, epoch: int) -> 
     }
     for shell, place in completions.items():
         command = [str(tools / "bin/python"), "-m", "shtab", "--shell", shell, "--error-unimportable"]
-        text = run([*command, "--prefix", NAME.replace("-", "_"), "agent.cli.build_parser"], env=environment)
+        grammar = ["--prefix", NAME.replace("-", "_"), "agent.cli.completion.hinted_parser"]
+        text = run([*command, *grammar], env=environment)
         write(root / place, text.encode())
 
 

@@ -7,16 +7,32 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 
 from agent import AgentError, __version__
 
 # Each module adds its parsers and sets ``handler``: a function of the parsed arguments that returns the exit code.
 # Modules keep heavy imports inside their handlers, so that --help and a wrong option answer at once.
-_GROUPS = ("run", "policy", "operator", "simulate", "demo", "install_unit", "service")
+_GROUPS = (
+    "run",
+    "policy",
+    "operator",
+    "status",
+    "history",
+    "doctor",
+    "simulate",
+    "demo",
+    "install_unit",
+    "service",
+    "completion",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # not so under pythonw, nor in some tests
+            stream.reconfigure(errors="backslashreplace")  # Azure's texts may hold what this locale lacks
     arguments = build_parser().parse_args(argv)
     try:
         code: int = arguments.handler(arguments)

@@ -1,19 +1,28 @@
-"""``approve`` and ``hold``: an operator's word about one event, carried to the running agent by its state file."""
+"""``approve``, ``hold``, ``release``: an operator's word about one event, carried to the agent in its state file.
+
+Owns the way to the running agent: where its state is, whether it runs, what it is asked and how long for an answer
+is waited. The one invariant: nobody is told that a request was taken, or withdrawn, if that is not so.
+"""
 
 import argparse
 import os
+import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent import AgentError
 from agent.cli import add_config_option
+from agent.cli.terminal import printable
 
 if TYPE_CHECKING:
     from agent.store import RequestWord, Store
+    from agent.workflow import Workflow
 
 _ANSWER_WITHIN_SECONDS = 5.0
+_LISTED = 20
 
 _WORDS = {
     "approve": ("approved", "approve an event that waits, is held, or that the policy would not approve"),
@@ -25,13 +34,54 @@ _WORDS = {
 def add_parsers(commands: Any) -> None:
     """Register ``approve``, ``hold`` and ``release``."""
     for name, (word, help_) in _WORDS.items():
-        parser = commands.add_parser(name, help=help_, description=f"{help_[0].upper()}{help_[1:]}.")
-        parser.add_argument("id", metavar="ID", help="the event's id, or a beginning of it that fits only one")
-        parser.add_argument(
-            "--state-dir", metavar="DIR", help="the agent's state directory (overrides the policy file)"
+        parser = commands.add_parser(
+            name,
+            help=help_,
+            description=f"{help_[0].upper()}{help_[1:]}. Exit code 1: the agent refuses, or does not answer.",
         )
-        add_config_option(parser)
+        parser.add_argument("id", metavar="ID", help="the event's id, or a beginning of it that fits only one")
+        add_state_options(parser)
         parser.set_defaults(handler=_ask, word=word)
+
+
+def add_state_options(parser: argparse.ArgumentParser) -> None:
+    """--state-dir and --config, for whoever wants to know of the agent that runs."""
+    parser.add_argument(
+        "--state-dir", metavar="DIR", help="the agent's state directory (overrides the policy file)"
+    )
+    add_config_option(parser)
+
+
+def find_state_dir(arguments: argparse.Namespace) -> Path:
+    """Where the agent keeps its state. Raises AgentError if nobody knows."""
+    from agent import host  # noqa: PLC0415 - as are the imports below: only commands that ask the agent need them
+    from agent.config import ConfigError, find_config, load_settings  # noqa: PLC0415
+    from agent.store import FILE_NAME  # noqa: PLC0415
+
+    if arguments.state_dir:
+        return Path(arguments.state_dir)
+    try:
+        settings = load_settings(find_config(arguments.config, host.default_config_path()))
+        return Path(settings.agent.state_dir) if settings.agent.state_dir else host.default_state_dir()
+    except ConfigError as error:
+        # An agent that runs goes on with the policy from before: it must be reachable all the same.
+        directory = host.default_state_dir()
+        problem, *more = error.problems
+        told = f"{problem}{f' (and {len(more)} more problems)' if more else ''}"
+        if arguments.config or not _may_exist(directory / FILE_NAME):
+            raise AgentError(f"{told}\nso name the state directory with --state-dir", kind="config") from error
+        print(f"{told}\nso this looks in {directory}; --state-dir names another", file=sys.stderr)
+        return directory
+
+
+def find_agent(state_dir: Path) -> str | None:
+    """The pid of the agent that runs there, "unknown" if that is not known; None if none does."""
+    from agent import host  # noqa: PLC0415 - as above
+
+    try:
+        return host.lock_holder(state_dir / "lock")
+    except host.HostError:
+        return "unknown"  # who is to be asked all the same
 
 
 def ask_agent(store: "Store", workflow_id: str, word: "RequestWord", user: str) -> str | None:
@@ -46,44 +96,62 @@ def ask_agent(store: "Store", workflow_id: str, word: "RequestWord", user: str) 
     return answer
 
 
-def _ask(arguments: argparse.Namespace) -> int:
-    from agent import host  # noqa: PLC0415 - as are the imports below: only these commands need them
-    from agent.config import find_config, load_settings  # noqa: PLC0415
-    from agent.store import FILE_NAME, Store  # noqa: PLC0415
+def find_by_prefix(prefix: str, workflows: "Sequence[Workflow]", *, kind: str = "") -> "list[Workflow]":
+    """The workflows of the one event that the prefix fits, whatever the case. Raises AgentError, with a list.
 
-    if arguments.state_dir is None:
-        arguments.state_dir = load_settings(
-            find_config(arguments.config, host.default_config_path())
-        ).agent.state_dir
-    state_dir = Path(arguments.state_dir) if arguments.state_dir else host.default_state_dir()
-    if not (state_dir / FILE_NAME).exists():
-        raise AgentError(f"no agent has run with the state directory {state_dir}: name it with --state-dir")
-    store = Store.join(state_dir)
-    try:
-        answer = ask_agent(store, _find(store, arguments.id), arguments.word, _user())
-    finally:
-        store.close()
-    if answer is None:
-        raise AgentError("no agent has answered, and the request is withdrawn: is the agent running?")
-    print(answer)
-    return 1 if answer.startswith("refused") else 0
-
-
-def _find(store: Any, prefix: str) -> str:
-    pending = [workflow for workflow in store.load_workflows() if not workflow.is_gone]
-    found = [workflow for workflow in pending if workflow.event.key.startswith(prefix.casefold())]
-    if len(found) == 1:
-        workflow_id: str = found[0].id
-        return workflow_id
-    listed = "".join(f"\n  {w.event.id}  {w.event.type}  {w.phase}" for w in (found or pending))
+    ``kind``: what all of these events are, such as pending.
+    """
+    folded, of_kind = prefix.casefold(), f"{kind} " if kind else ""
+    found = [workflow for workflow in workflows if folded and workflow.event.key.startswith(folded)]
+    found = [workflow for workflow in found if workflow.event.key == folded] or found
+    if len({workflow.event.key for workflow in found}) == 1:
+        return found
+    listed = {w.event.key: f"\n  {_line(w)}" for w in (found or workflows)[-_LISTED:]}
     if found:
-        raise AgentError(f'"{prefix}" fits {len(found)} pending events; give more of the id:{listed}')
-    raise AgentError(f'no pending event begins with "{prefix}"; pending are:{listed or " none"}')
+        count = len({workflow.event.key for workflow in found})
+        message = f'"{prefix}" fits {count} {of_kind}events; give more of the id:'
+    else:
+        message = f'no {of_kind}event begins with "{prefix}"; {kind or "known"} are:'
+    raise AgentError(message + ("".join(listed.values()) or " none"))
 
 
-def _user() -> str:
+def user_name() -> str:
     """Who asks: the account of this process, and, as a mere remark, who became it by sudo."""
     from agent import host  # noqa: PLC0415 - as above
 
     before = os.environ.get("SUDO_USER", "")
     return f"{host.account_name()} (sudo: {before})" if before and before.isprintable() else host.account_name()
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    from agent.store import Store  # noqa: PLC0415 - as above
+
+    state_dir = find_state_dir(arguments)
+    store = Store.join(state_dir)
+    try:
+        pending = [workflow for workflow in store.load_workflows() if not workflow.is_gone]
+        (workflow,) = find_by_prefix(arguments.id, pending, kind="pending")
+        pid = find_agent(state_dir)
+        if pid is None:
+            raise AgentError(f"no agent runs with the state directory {state_dir}: there is nobody to do that")
+        answer = ask_agent(store, workflow.id, arguments.word, user_name())
+    finally:
+        store.close()
+    if answer is None:
+        raise AgentError(
+            f"the agent (pid {pid}) has not answered within {_ANSWER_WITHIN_SECONDS:g} s, and the request is "
+            "withdrawn: is it stopped, or its disk slow? See scheduled-events-agent status"
+        )
+    print(printable(answer))
+    return 1 if answer.startswith("refused") else 0
+
+
+def _line(workflow: "Workflow") -> str:
+    return printable(f"{workflow.event.id or workflow.event.key}  {workflow.event.type}  {workflow.phase}")
+
+
+def _may_exist(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # out of reach for this account, which will be told so
+        return True

@@ -279,7 +279,8 @@ def test_without_a_running_agent_an_operators_word_is_withdrawn(sim: Simulator, 
     said = agent.say("approve", event)
     assert (said.returncode, said.stdout) == (1, "")
     assert said.stderr == (
-        "scheduled-events-agent: no agent has answered, and the request is withdrawn: is the agent running?\n"
+        "scheduled-events-agent: no agent runs with the state directory "
+        f"{agent.state_dir}: there is nobody to do that\n"
     )
     agent.start()
     sim.wait_polls(3)

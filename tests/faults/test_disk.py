@@ -191,6 +191,34 @@ def test_on_a_disk_that_has_become_read_only_nothing_is_approved_and_after_its_r
     assert len(sim.approvals(event)) == 1
 
 
+def test_a_state_file_that_is_found_damaged_at_work_ends_the_agent_and_the_next_one_sets_it_aside(
+    sim: Simulator, agent: FaultyAgent
+) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    event = sim.schedule("Reboot", start_delay_seconds=600, lasts_seconds=None)
+    agent.wait_log("approved", event_id=event)
+    path = agent.state_dir / "state.db"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with path.open("r+b") as file:
+            pages = file.seek(0, 2) // 4096
+            file.seek(4096)
+            file.write(b"\xff" * 4096 * (pages - 1))
+        other.execute("PRAGMA user_version = 1")  # what the agent remembers of the file is out of date now
+    assert agent.wait_exit() == 1
+    reason = f"cannot read {path}: database disk image is malformed"
+    assert agent.wait_log("writing the state file fails", kind="damaged")["reason"] == reason
+    assert f"scheduled-events-agent: {reason}\n" in agent.plain_lines()
+    agent.start()
+    agent.wait_log(
+        "the state file was damaged and has been set aside; what was done before is not known, so no "
+        "event that is pending now will be approved unless an operator does"
+    )
+    agent.wait_log("held", event_id=event)
+    assert len(sim.approvals(event)) == 1
+
+
 def test_while_another_process_holds_the_state_file_for_ten_seconds_only_polling_and_what_runs_go_on(
     sim: Simulator, agent: FaultyAgent
 ) -> None:

@@ -374,10 +374,7 @@ def test_who_joins_an_older_file_does_not_change_it(tmp_path: Path, monkeypatch:
 def test_there_is_nothing_to_join_where_no_agent_has_run(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught:
         Store.join(tmp_path)
-    assert str(caught.value) == (
-        f"cannot open the state file {tmp_path / FILE_NAME}: No such file or directory; "
-        "run as the agent's user, or set agent.state_dir to a directory that is writable"
-    )
+    assert str(caught.value) == (f"no agent has run with the state directory {tmp_path}: name it with --state-dir")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -75,6 +75,7 @@ class Run:
     event: str
     stage: str
     hook: str
+    is_told_to_end: bool = False
 
 
 class Judge:
@@ -153,9 +154,12 @@ class Judge:
                 continue
             if not rule.prepare or rule.drain_for or rule.lead is not None or self._waits_for_lead(life, rule):
                 continue
-            is_held_up = self.on_clear_runs or any(
-                run.stage == "recover" and self._shares(run.event, rule) for run in self.runs
-            )
+            in_the_way = [run for run in self.runs if run.stage == "recover" and self._shares(run.event, rule)]
+            for run in in_the_way:
+                is_sure = self.lives[run.event].plan is not None and not self.lives[run.event].is_unsure
+                text = f"(8) {life.name} waits for hook {run.hook} of {run.event}, which nobody has told to end"
+                self._expect(run.is_told_to_end or not is_sure, text)
+            is_held_up = self.on_clear_runs or in_the_way
             is_begun = any((run.event, run.stage) == (life.name, "prepare") for run in self.runs)
             self._expect(is_begun or bool(is_held_up), f"(8) {life.name} is not prepared for at once")
 
@@ -179,6 +183,11 @@ class Judge:
         life = self.lives[event]
         if stage == "prepare":
             self._begin(life, is_certain=False, hook=hook)
+
+    def told_to_end(self, event: str, stage: str) -> None:
+        """A hook that runs is not wanted any more."""
+        for run in self.runs:
+            run.is_told_to_end |= (run.event, run.stage) == (event, stage)
 
     def ended(self, event: str, stage: str, hook: str, outcome: HookOutcome) -> None:
         """A hook has ended, which the agent need not know yet."""

@@ -128,6 +128,11 @@ def _restart_that_repeats_approvals(workflow: Workflow, context: Context) -> Ste
     return replace(step, workflow=replace(step.workflow, approval=Approval()))
 
 
+def _restart_that_waits_for_an_answer(workflow: Workflow, context: Context) -> Step:
+    step = REAL_RESTART(workflow, context)
+    return replace(step, workflow=replace(step.workflow, approval=workflow.approval))
+
+
 def _answer_that_gives_up(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Step | None:
     step = REAL_ANSWER(workflow, signal, context)
     if step is None or not signal.error_kind:
@@ -137,6 +142,10 @@ def _answer_that_gives_up(workflow: Workflow, signal: ApprovalAnswered, context:
 
 def _cut_nothing_short(workflow: Workflow, stage: Any) -> Step | None:
     return None if stage == "prepare" else REAL_CUT_SHORT(workflow, stage)
+
+
+def _cut_no_recovery_short(workflow: Workflow, stage: Any) -> Step | None:
+    return None if stage == "recover" else REAL_CUT_SHORT(workflow, stage)
 
 
 def _close_at_once(workflow: Workflow, *_: object) -> Step | None:
@@ -211,6 +220,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "5: a started event is prepared for": Mutant(machine, {"_cut_short": _cut_nothing_short}, ""),
     "6: a restart repeats approvals": Mutant(machine, {"_restart": _restart_that_repeats_approvals}, "(6)"),
+    "6: a restart waits for an answer that cannot come": Mutant(
+        machine, {"_restart": _restart_that_waits_for_an_answer}, "(6)", frozenset({"power cuts"})
+    ),
     "6: a failed approval is given up": Mutant(
         machine, {"_answer": _answer_that_gives_up}, "(6)", frozenset({"lost answers"})
     ),
@@ -219,6 +231,9 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "7: acts before it has read a document": Mutant(Engine, {"turn": _turn_that_acts_before_it_knows}, "(7)"),
     "8: begins at a later turn": Mutant(machine, {"_move_scheduled": _begin_late}, "(8)"),
+    "8: a recovery in the way is let run": Mutant(
+        machine, {"_cut_short": _cut_no_recovery_short}, "(8)", frozenset({"many events"})
+    ),
     "9: a restart forgets the hook in flight": Mutant(machine, {"_restart": _restart_that_forgets_the_hook}, ""),
     "9: the state file is not read": Mutant(Store, {"load_workflows": _load_nothing}, "(9)"),
     "9: results are lost": Mutant(engine_module, {"proceed": _proceed_that_loses_what_fails}, ""),

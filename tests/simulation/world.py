@@ -32,7 +32,7 @@ from agent.imds import Identity
 from agent.metrics import Metrics
 from agent.policy import Hook, Rule, When
 from agent.simulator.azure import Azure, EventType, Plan
-from agent.store import Store, StoreError
+from agent.store import RequestWord, Store, StoreError
 from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Step, Workflow, is_ready
 
 Trouble = Literal[
@@ -78,7 +78,8 @@ class CrashingStore(Store):
         if crash == "before":
             raise PowerCut
         if world.is_disk_full:
-            raise StoreError(f"cannot write {self.path}: database or disk is full", kind="write")
+            with super()._transaction():
+                raise sqlite3.OperationalError("database or disk is full")
         before = _contents(self.path) if crash == "torn" else {}
         with super()._transaction():
             yield
@@ -293,8 +294,11 @@ class World(Machine):
             self.tell(f"Azure: {happening.kind} {_describe(event) if event else happening.text}")
             if event is None:
                 continue
+            if happening.kind in ("started", "gone"):
+                since = self._scheduled_since.pop(event.ids[0], None)
+                if since is not None and not event.approved_at:
+                    self._judge_neglect(event.ids[0], since)
             if happening.kind == "started" and VM in event.plan.vms:
-                self._scheduled_since.pop(event.ids[0], None)
                 if event.plan.type in ("Reboot", "Redeploy"):
                     self.after(self.chance("reboot").uniform(0.0, 3.0), self._reboot)
                 else:
@@ -307,10 +311,6 @@ class World(Machine):
                     is_due, seconds = chance.random() < 0.5, chance.expovariate(1 / 20.0)
                     if self.has(trouble) and is_due and self._at + seconds < BUSY_SECONDS - 300.0:
                         self.after(seconds, what)
-            elif happening.kind == "gone":
-                since = self._scheduled_since.pop(event.ids[0], None)
-                if since is not None and not event.approved_at:
-                    self._judge_neglect(event.ids[0], since)
         if len(history) > self._azure_told:
             self._azure_told = len(history)
             self._poll_soon()
@@ -668,6 +668,11 @@ class World(Machine):
         for answer in self._answers:
             self.judge.answered(self._names[answer.workflow_id], is_confirmed=not answer.error_kind)
         self._results, self._answers = [], []
+        # An approval that is on the disk and not on its way is rare, and what it costs if it is forgotten is most.
+        if self.has("power cuts") and any(
+            isinstance(effect, Approve) for step in steps for effect in step.effects
+        ):
+            self.is_cut_after_commit |= self.chance("power cuts at an approval").random() < 0.2
         if self.is_cut_after_commit or self.judge.on_clear_runs:
             # The start is on the disk, and comes never, or only when the on_clear hook has ended.
             for step in steps:
@@ -698,6 +703,10 @@ class World(Machine):
         event = self._azure.event(environment["SCHEDULED_EVENT_ID"]).ids[0]
         self.tell(f"{event}: {effect.stage} hook {name} starts")
         self.judge.started(event, effect.stage, name)
+
+    def hook_is_told_to_end(self, effect: RunHook | None) -> None:
+        if effect is not None:
+            self.judge.told_to_end(self._event_of(effect), effect.stage)
 
     def hook_ends(self, effect: RunHook | None, name: str, outcome: HookOutcome) -> None:
         if effect is not None:
@@ -794,7 +803,8 @@ class World(Machine):
             return
         chance = self.chance("operator")
         workflow: Workflow = chance.choice([*self.engine.board.values()])
-        word = chance.choice(("approved", "held", ""))
+        words: tuple[RequestWord, ...] = ("approved", "held", "")
+        word = chance.choice(words)
         name = self._azure.event(workflow.event.id).ids[0]
         self.tell(f"an operator says of {name}: {word or 'release'}")
         store = Store.join(self._store.path.parent)
@@ -863,6 +873,7 @@ class Hands:
 
     def cancel_hook(self, key: HookKey | None) -> None:
         if key in self._live:
+            self._world.hook_is_told_to_end(self._runs[key][0])
             chance, number = self._world.chance("cancel"), self._numbers[key]
             # It may have been about to end anyway.
             outcome: HookOutcome = "succeeded" if chance.random() < 0.2 else "canceled"

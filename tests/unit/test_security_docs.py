@@ -12,7 +12,11 @@ PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 SOURCES = sorted((ROOT / "agent").rglob("*.py"))
 
 # The two places that make a command line for a shell of what a `shell:` hook says, and nothing else.
-SHELLS = {"agent/host/linux.py": {"/bin/sh"}, "agent/host/windows.py": {"cmd.exe"}}
+SHELLS = {
+    "agent/host/linux.py": {"/bin/sh"},
+    "agent/host/windows.py": {"cmd.exe"},
+    "agent/cli/completion.py": {"bash", "zsh"},  # the words of ``completion SHELL``: it prints, and starts none
+}
 _SHELL = re.compile(r"(^|[\\/])((ba|da|z|k)?sh|cmd\.exe|cmd)$")
 STARTERS = re.compile(
     r"os\.(system|popen|spawn\w*|exec\w*|posix_spawn\w*|startfile)|pty\.spawn|subprocess\.(getoutput|getstatusoutput)"

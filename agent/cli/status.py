@@ -1,0 +1,459 @@
+"""``status`` and ``events``: what the agent does now and why, and what Azure says now.
+
+Owns the layout of both for people. Decides nothing: what is said comes from ``agent.status``. The one invariant:
+what is said of the agent was said by the agent itself, or else the first line says that it was not.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agent import __version__
+from agent.cli.operator import add_state_options, ask_agent, find_agent, find_state_dir, user_name
+from agent.cli.terminal import Row, Style, Terminal, View, watch
+
+if TYPE_CHECKING:
+    from agent.events import Document, ScheduledEvent
+    from agent.status import JournalEntry, LastKnown, Status
+    from agent.workflow import Workflow
+
+# Names of VMs that are shown of an event; there may be a hundred.
+_SHOWN_NAMES = 8
+
+
+def add_parsers(commands: Any) -> None:
+    """Register ``status`` and ``events``."""
+    status = commands.add_parser(
+        "status",
+        help="what the agent does now, and why",
+        description="Asks the running agent how it is, and shows each pending event: how long is left, what is "
+        "done or waited for, why, and the command to overrule that. If no agent answers, shows what the state "
+        "file says. Exit code 0: the agent is healthy; 1: it is not, or none answers.",
+    )
+    _add_form(status, "print JSON: what /status answers, or {problem, ...} if no agent answers")
+    add_state_options(status)
+    status.set_defaults(handler=_run_status)
+
+    events = commands.add_parser(
+        "events",
+        help="what Azure says now, readable",
+        description="Asks the metadata service for the document and shows its events; beside each, what the agent "
+        "makes of it if its state file can be read.",
+    )
+    events.add_argument(
+        "--vm", metavar="NAME", help="this VM's name in Resources (default: as the agent knows it)"
+    )
+    _add_form(events, "print JSON")
+    add_state_options(events)
+    events.set_defaults(handler=_run_events)
+
+
+def _add_form(parser: argparse.ArgumentParser, json_help: str) -> None:
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help=json_help)
+    form.add_argument(
+        "--watch", action="store_true", help="look again each second; away from a terminal, print what changes"
+    )
+
+
+# --- status
+
+
+def _run_status(arguments: argparse.Namespace) -> int:
+    import msgspec  # noqa: PLC0415 - as are the imports below: heavy, and --help does not need them
+
+    from agent.status import Status  # noqa: PLC0415
+
+    state_dir = find_state_dir(arguments)
+    options = "".join(
+        f" --{name} {_quoted(value)}"
+        for name, value in (("state-dir", arguments.state_dir), ("config", arguments.config))
+        if value
+    )
+    if arguments.watch:
+        watch(lambda terminal: _view_status(_look(state_dir), terminal, options))
+        return 0
+    seen = _look(state_dir)
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(seen)).decode())
+    else:
+        print(*_view_status(seen, Terminal.of(sys.stdout), options).lines, sep="\n")
+    return 0 if isinstance(seen, Status) and seen.health == "ok" else 1
+
+
+def _look(state_dir: Path) -> "Status | LastKnown":
+    """What the agent says, or else its state file. Raises AgentError if there is neither."""
+    pid = find_agent(state_dir)
+    answer, problem = _ask(state_dir, pid) if pid is not None else (None, "no agent runs")
+    return answer or _last_known(state_dir, problem)
+
+
+def _ask(state_dir: Path, pid: str) -> "tuple[Status | None, str]":
+    import msgspec  # noqa: PLC0415 - as above
+
+    from agent.status import Status  # noqa: PLC0415
+    from agent.store import Store, StoreError  # noqa: PLC0415
+
+    class OtherVersion(msgspec.Struct):
+        version: str
+
+    agent = f"the agent (pid {pid})"
+    try:
+        store = Store.join(state_dir)
+        try:
+            answer = ask_agent(store, "", "status", user_name())
+        finally:
+            store.close()
+    except StoreError as error:
+        return None, f"{agent} cannot be asked: {error}"
+    if answer is None:
+        return None, f"{agent} does not answer"
+    try:
+        return msgspec.json.decode(answer, type=Status), ""
+    except msgspec.MsgspecError:
+        try:
+            version = msgspec.json.decode(answer, type=OtherVersion).version
+        except msgspec.MsgspecError:
+            version = "unknown"
+        way_out = "is the agent to be restarted after an upgrade?"
+        return None, f"{agent} is of version {version}, and this program of {__version__}: {way_out}"
+
+
+def _last_known(state_dir: Path, problem: str) -> "LastKnown":
+    from agent.status import LastKnown  # noqa: PLC0415 - as above
+    from agent.store import Store  # noqa: PLC0415
+
+    store = Store.look_into(state_dir)
+    try:
+        notes = [
+            note for kind in ("agent_started", "agent_stopped") for note in store.load_notes(kind=kind, limit=1)
+        ]
+        return LastKnown(
+            at=datetime.now(UTC),
+            problem=problem,
+            state_file=str(store.path),
+            vm_name=store.load_fact("vm_name"),
+            notes=tuple(sorted(notes, key=lambda note: note.at)),
+            pending=tuple(store.load_workflows()),
+        )
+    finally:
+        store.close()
+
+
+def _view_status(seen: "Status | LastKnown", terminal: Terminal, options: str) -> View:
+    """``options``: what the commands that are shown need besides, to find the same agent."""
+    from agent.status import Status  # noqa: PLC0415 - as above
+
+    return _view_answer(seen, terminal, options) if isinstance(seen, Status) else _view_last_known(seen, terminal)
+
+
+def _view_answer(status: "Status", terminal: Terminal, options: str) -> View:
+    from agent.status import activity, by_urgency, overruling, short_ids, span, verdict, waits_for_operator  # noqa: PLC0415 - as above
+
+    now, policy = status.at, status.policy
+    problems = () if status.health == "ok" else status.health
+    needs_somebody = policy.refused or any(
+        workflow.phase == "held" or waits_for_operator(workflow) for workflow in status.pending
+    )
+    style: Style = "red" if problems else "yellow" if needs_somebody or not status.vm.names else "green"
+    rows = [Row("problem", problem, "red") for problem in problems]
+    rows.append(Row("vm", _who(status)))
+    rows.append(Row("policy", f"{policy.file}, read {_ago(policy.read_at, now)}"))
+    if policy.refused:
+        rows.append(Row("refused", f"the file as it is by now: {policy.refused}", "yellow"))
+    rows.append(_last_poll(status))
+    since = f"since {_ago(status.started_at, now)}"
+    rows.append(
+        Row("agent", f"version {status.version}, {since}; {'ready' if status.ready else 'not ready'} (/readyz)")
+    )
+    rows += [
+        Row("runs", f"the on_clear hook {hook.hook}, {span(hook.since, now)} so far", "cyan")
+        for hook in status.running_for("")
+    ]
+    lines = [*terminal.line(verdict(status), style), *terminal.rows(rows)]
+    short = short_ids([workflow.event.id for workflow in status.pending])
+    may_act = status.mode == "act" and not status.is_paused
+    for workflow in by_urgency(status.pending):
+        running = status.running_for(workflow.id)
+        card = _card(
+            workflow,
+            terminal,
+            at=now,
+            short_id=short[workflow.event.id],
+            doing=activity(workflow, running, now),
+            is_busy=bool(running),
+            commands=[
+                f"scheduled-events-agent {word} {_quoted(short[workflow.event.id])}{options}"
+                for word in (overruling(workflow) if may_act else ())
+            ],
+        )
+        lines += ["", *card]
+    essence = (
+        bool(problems),
+        status.version,
+        status.started_at,
+        status.vm,
+        (status.mode, status.is_paused, status.ready),
+        policy,
+        status.poll_failure,
+        status.running,
+        status.pending,
+    )
+    return View(lines, essence)
+
+
+def _view_last_known(seen: "LastKnown", terminal: Terminal) -> View:
+    from agent.status import by_urgency, last_known_activity, pending_in_words, short_ids  # noqa: PLC0415 - as above
+
+    rows = [
+        Row("vm", seen.vm_name or "its name is not known"),
+        Row("source", f"what follows is what {seen.state_file} says"),
+    ]
+    rows += [Row("agent", _life(note, seen.at)) for note in seen.notes]
+    runs = seen.problem != "no agent runs"
+    if not runs and seen.notes and seen.notes[-1].kind == "agent_started":
+        rows.append(Row("", "and did not say that it stopped: it was killed, or the machine went down", "yellow"))
+    rows.append(
+        Row("next", f"{'' if runs else 'start it; '}scheduled-events-agent doctor looks for what is wrong")
+    )
+    lines = terminal.line(f"{seen.problem}; when last heard of, {pending_in_words(seen.pending)}", "red")
+    lines += terminal.rows(rows)
+    short = short_ids([workflow.event.id for workflow in seen.pending])
+    for workflow in by_urgency(seen.pending):
+        short_id, doing = short[workflow.event.id], last_known_activity(workflow)
+        lines += ["", *_card(workflow, terminal, at=seen.at, short_id=short_id, doing=doing)]
+    return View(lines, (seen.problem, seen.notes, seen.pending))
+
+
+def _card(
+    workflow: "Workflow",
+    terminal: Terminal,
+    *,
+    at: datetime,
+    short_id: str,
+    doing: str,
+    is_busy: bool = False,
+    commands: Iterable[str] = (),
+) -> Iterator[str]:
+    event, decision = workflow.event, workflow.decision
+    styles: dict[str, Style] = {"held": "yellow", "started": "cyan", "recovering": "cyan", "approved": "green"}
+    style: Style = "cyan" if is_busy else styles.get(workflow.phase, "")
+    yield from terminal.line(f"{_name(event, short_id)}: {_when(event, at, is_gone=workflow.is_gone)}", "bold")
+    if decision.rule is None:
+        rows = [Row("now", f"{doing}; {decision.reason}")]
+    else:
+        rows = [Row("now", doing, style), Row("rule", decision.reason.removeprefix("rule "))]
+    if workflow.operator:
+        rows.append(Row("operator", f"an operator has {workflow.operator} it"))
+    rows.append(Row("event", _facts(event)))
+    rows.append(Row("names", _names(event, decision.affects)))
+    rows += [Row("" if index else "overrule", command) for index, command in enumerate(commands)]
+    yield from terminal.rows(rows)
+
+
+def _quoted(word: str) -> str:
+    """As a shell takes it for one word; a path of Windows as it is."""
+    return word if re.fullmatch(r"[\w@%+=:,./\\-]+", word) else shlex.quote(word)
+
+
+def _who(status: "Status") -> str:
+    names = " or ".join(status.vm.names) or "its name is not known yet, so no event is taken for its own"
+    return f"{names} (vmId {status.vm.vm_id})" if status.vm.vm_id else names
+
+
+def _last_poll(status: "Status") -> Row:
+    where = f"{status.endpoint}, document {status.incarnation or '(none yet)'}"
+    when = f"succeeded {_ago(status.last_poll_at, status.at)}" if status.last_poll_at else "none has succeeded"
+    if status.poll_failure:
+        return Row("last poll", f"failed: {status.poll_failure}; {when}; {where}", "yellow")
+    return Row("last poll", f"{when}; {where}")
+
+
+def _life(note: "JournalEntry", now: datetime) -> str:
+    what = note.kind.removeprefix("agent_")
+    return f"{what} {_ago(note.at, now)}{f': {note.text}' if note.text else ''}"
+
+
+def _name(event: "ScheduledEvent", id_: str) -> str:
+    return f"{event.type or 'event without a type'} {id_ or '(no id)'}"
+
+
+def _when(event: "ScheduledEvent", now: datetime, *, is_gone: bool = False) -> str:
+    from agent.status import clock, time_left  # noqa: PLC0415 - as above
+
+    if is_gone:
+        return "is over"
+    left = time_left(event, now)
+    return f"{left} ({clock(event.not_before, now)})" if event.not_before and not event.is_started else left
+
+
+def _facts(event: "ScheduledEvent") -> str:
+    from agent.status import lasting  # noqa: PLC0415 - as above
+
+    parts = [event.status or "no status", f"from {event.source}" if event.source else "", lasting(event)]
+    parts.append(f'"{event.description}"' if event.description else "")
+    return ", ".join(filter(None, parts))
+
+
+def _names(event: "ScheduledEvent", affects: str, ours: tuple[str, ...] = ()) -> str:
+    """Whom it names, ourselves first (marked, if ``ours`` says which they are)."""
+    names = sorted(event.resources, key=lambda name: name not in ours)
+    shown = [f"{name} (this VM)" if name in ours else name for name in names[:_SHOWN_NAMES]]
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    listed = ", ".join(shown) + more
+    match affects:
+        case "self":
+            return "this VM only" if not ours else listed
+        case "shared":
+            return f"this VM and {len(names) - 1} others: {listed}" if not ours else listed
+        case "others":
+            return f"not this VM: {listed}"
+        case _:
+            return f"{listed or 'no VM'}; nothing says whether this one"
+
+
+def _ago(at: datetime, now: datetime) -> str:
+    from agent.status import clock, span  # noqa: PLC0415 - as above
+
+    return (
+        f"{span(at, now)} ago ({clock(at, now)})" if (now - at).total_seconds() >= 60 else f"{span(at, now)} ago"
+    )
+
+
+# --- events
+
+
+def _run_events(arguments: argparse.Namespace) -> int:
+    source = _Source(arguments)
+    try:
+        if arguments.watch:
+            watch(lambda terminal: _view_events(source, terminal))
+        elif arguments.json:
+            print(json.dumps(_events_as_json(source), indent=2))
+        else:
+            print(*_view_events(source, Terminal.of(sys.stdout)).lines, sep="\n")
+    finally:
+        source.close()
+    return 0
+
+
+class _Source:
+    """Where events come from: the service for what there is, the agent's state file for what is made of it."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        from agent import host  # noqa: PLC0415 - as above
+        from agent.config import find_config, load_settings  # noqa: PLC0415
+        from agent.imds import ImdsClient, resolve_endpoint  # noqa: PLC0415
+
+        settings = load_settings(find_config(arguments.config, host.default_config_path()))
+        directory = arguments.state_dir or settings.agent.state_dir
+        self._state_dir = Path(directory) if directory else host.default_state_dir()
+        self._name = arguments.vm or settings.vm.name or ""
+        self._aliases = settings.vm.aliases
+        imds = settings.imds
+        self.endpoint = resolve_endpoint(imds.endpoint)
+        self._client = ImdsClient(
+            self.endpoint,
+            api_version=imds.api_version,
+            request_timeout=imds.request_timeout,
+            first_request_timeout=imds.first_request_timeout,
+        )
+
+    def fetch(self) -> "Document":
+        """One request. Raises AgentError."""
+        from agent.events import parse_document  # noqa: PLC0415 - as above
+
+        return parse_document(self._client.fetch())
+
+    def load_workflows(self) -> "tuple[dict[str, Workflow], str]":
+        """What the agent makes of the events, by key; and why that is not known, if so."""
+        from agent.store import Store, StoreError  # noqa: PLC0415 - as above
+
+        try:
+            store = Store.look_into(self._state_dir)
+            try:
+                self._name = self._name or store.load_fact("vm_name")
+                return {w.event.key: w for w in store.load_workflows() if not w.is_gone}, ""
+            finally:
+                store.close()
+        except StoreError as error:
+            return {}, str(error)
+
+    def names(self) -> tuple[str, ...]:
+        """What Resources may call this VM; asked of the service (once) if neither policy nor state file knows."""
+        self._name = self._name or self._client.fetch_identity().name
+        return tuple(filter(None, (self._name, *self._aliases)))
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _view_events(source: _Source, terminal: Terminal) -> View:
+    from agent.status import activity, lasting  # noqa: PLC0415 - as above
+
+    now = datetime.now(UTC)
+    document = source.fetch()
+    workflows, trouble = source.load_workflows()
+    names = source.names()
+    count = len(document.events)
+    events = "no event" if not count else "1 event" if count == 1 else f"{count} events"
+    who = " or ".join(names) or "a VM whose name is not known"
+    lines = terminal.line(f"{events} in document {document.incarnation or '(no number)'}, seen from {who}", "bold")
+    if trouble and count:
+        lines += terminal.line(f"What the agent makes of them is not known: {trouble}", "dim")
+    for event in document.events:
+        workflow = workflows.get(event.key)
+        rows = [
+            Row("status", f"{event.status or 'none'}{f', from {event.source}' if event.source else ''}"),
+            Row("start", _when(event, now)),
+            Row("lasts", lasting(event)),
+            Row("names", _names(event, event.affects(names), _ours(event, names))),
+            Row("says", f'"{event.description}"' if event.description else "nothing"),
+        ]
+        if workflow is not None:
+            rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule takes it"
+            rows.append(Row("agent", f"{rule}; {activity(workflow, (), now)}", "cyan"))
+        elif not trouble:
+            rows.append(Row("agent", "has not seen it (yet)", "yellow"))
+        lines += ["", *terminal.line(_name(event, event.id), "bold"), *terminal.rows(rows)]
+    return View(lines, (document, names, tuple(workflows.values()), trouble))
+
+
+def _events_as_json(source: _Source) -> dict[str, Any]:
+    from agent.events import to_azure_json  # noqa: PLC0415 - as above
+
+    document = source.fetch()
+    workflows, trouble = source.load_workflows()
+    names = source.names()
+    events = []
+    for event in document.events:
+        workflow = workflows.get(event.key)
+        events.append(
+            {
+                "event": json.loads(to_azure_json(event)),
+                "affects": event.affects(names),
+                "rule": workflow.decision.rule if workflow else None,
+                "phase": workflow.phase if workflow else None,
+                "waits_for": workflow.waits_for if workflow else None,
+            }
+        )
+    return {
+        "at": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
+        "vm": names,
+        "incarnation": document.incarnation,
+        "agent_unknown_because": trouble,
+        "events": events,
+    }
+
+
+def _ours(event: "ScheduledEvent", names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the event's resources that are this VM."""
+    from msgspec.structs import replace  # noqa: PLC0415 - as above
+
+    return tuple(name for name in event.resources if replace(event, resources=(name,)).affects(names) == "self")

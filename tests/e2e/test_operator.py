@@ -1,0 +1,330 @@
+"""What an operator sees and says: status, events, history, approve, hold and release against a real agent."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from harness import CHECKOUT, PATIENCE, Agent, Endpoint, Simulator, document
+
+from agent import host
+from agent.store import Store
+
+DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
+BY_HAND = {"name": "by-hand", "approve": "manual"}
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e"
+# As root in a directory that only root can pass through, so that everything is loaded before.
+AS_NOBODY = """\
+import os, sys
+import agent.cli, agent.config, agent.host, agent.status, agent.store, agent.typed_yaml, difflib, pwd, yaml
+agent.cli.build_parser()
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+sys.exit(agent.cli.main(sys.argv[1:]))
+"""
+# What a watching terminal is told: move, erase, colours.
+REDRAWING = re.compile(r"\x1b\[(?:2J|H|J|K|[0-9;]*m)")
+
+needs_terminal = pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals as POSIX has them")
+
+
+def ask(agent: Agent, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return agent.run(*arguments, "--state-dir", str(agent.state_dir), "--config", str(agent.config))
+
+
+def in_terminal(agent: Agent, *arguments: str, columns: int, until: str = "", lines: int = 24) -> tuple[int, str]:
+    """Exit code and output of a command in such a window; Ctrl-C is pressed once ``until`` is seen again."""
+    if sys.platform == "win32":
+        raise NotImplementedError
+    import fcntl
+    import pty
+    import struct
+    import termios
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
+    }
+    process = subprocess.Popen(
+        agent.command(*arguments, "--state-dir", str(agent.state_dir), "--config", str(agent.config)),
+        cwd=CHECKOUT,
+        env={**environment, "TERM": "xterm-256color"},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - nothing else runs in the child
+    )
+    os.close(theirs)
+    output = b""
+    try:
+        while True:
+            output += os.read(ours, 65536)
+            if until and output.count(until.encode()) > 1:  # so that it was redrawn
+                os.write(ours, b"\x03")
+                until = ""
+    except OSError:  # it has ended
+        return process.wait(PATIENCE), output.decode().replace("\r\n", "\n").replace("^C", "")
+    finally:
+        os.close(ours)
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def endpoint_agent(make_agent: Callable[..., Agent]) -> Any:
+    """An endpoint of which every byte is ours, and its agent."""
+    with Endpoint() as endpoint:
+        yield endpoint, make_agent(endpoint.url)
+
+
+def test_an_operators_word_takes_effect_within_two_seconds_and_is_journalled_with_the_name(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(rules=[BY_HAND])
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_log("prepared", event_id=event)
+    store = Store.join(agent.state_dir)
+    (workflow,) = store.load_workflows()
+    seconds = []
+    try:
+        for count, word in enumerate(("held", "", "held", "", "held", ""), start=1):
+            asked_at = datetime.now(UTC)
+            request = store.add_request(workflow.id, word, "kim", asked_at)  # type: ignore[arg-type]
+            agent.wait_until(partial(store.load_answer, request), "the agent had answered")
+            times = agent.journal_times(kind="operator")
+            assert len(times) == count
+            seconds.append((times[-1] - asked_at).total_seconds())
+    finally:
+        store.close()
+    # By the journal's own stamps. A machine under load may be late once, and is not each time.
+    assert sorted(seconds)[2] < 2.0, f"from the request to the journal: {seconds}"
+    assert agent.say("approve", event[:8].lower()).returncode == 0
+    said = agent.journal("kind", "text")
+    assert ("operator", "kim says: held") in said
+    assert ("operator", "kim says: released") in said
+    spoken = [text for kind, text in said if kind == "operator"][-1]
+    assert re.fullmatch(rf"{re.escape(host.account_name())}( \(sudo: .+\))? says: approved", spoken)
+    sim.wait_approved(event)
+
+
+def test_what_azure_has_taken_is_not_said_to_be_held(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[BY_HAND])
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None, starts_when_approved=False)
+    agent.wait_log("prepared", event_id=event)
+    assert agent.say("approve", event).returncode == 0
+    agent.wait_phase(event, "approved")
+    said = agent.say("hold", event)
+    assert (said.returncode, said.stdout) == (
+        1,
+        "refused: Azure has taken the approval, and nobody can take that back\n",
+    )
+    sim.start_event(event)
+    agent.wait_phase(event, "started")
+    assert agent.say("hold", event).stdout == "refused: the event has started\n"
+    assert agent.journal_times(kind="operator", text=f"{host.account_name()} says: held") == []
+
+
+def test_status_tells_what_runs_and_the_command_that_it_shows_works(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(
+        rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": agent.hook("drain", until="drained")}
+    )
+    agent.start()
+    idle = ask(agent, "status")
+    assert (idle.returncode, idle.stdout.splitlines()[0]) == (0, "healthy; acts; nothing is pending")
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_hook("drain", "start")
+    busy = ask(agent, "status")
+    assert busy.returncode == 0
+    assert busy.stdout.splitlines()[0] == "healthy; acts; 1 event is pending"
+    assert re.search(r"^  now +runs the prepare hook drain, \d+s so far$", busy.stdout, re.MULTILINE)
+    command = re.findall(r"^  overrule +scheduled-events-agent (.*)$", busy.stdout, re.MULTILINE)
+    place = f"--state-dir {agent.state_dir} --config {agent.config}"
+    assert command == [f"hold {event[:8]} {place}"]
+    assert agent.run(*command[0].split()).stdout == "held: the event is preparing\n"
+    agent.let_go("drained")
+    agent.wait_phase(event, "held")
+    held = ask(agent, "status").stdout
+    assert "(1 held)" in held.splitlines()[0]
+    assert "  now       held, and NotBefore decides: an operator holds it\n" in held
+    assert f"  overrule  scheduled-events-agent release {event[:8]} {place}\n" in held
+    assert json.loads(ask(agent, "status", "--json").stdout)["pending"] == list(agent.pending().values())
+    agent.kill()
+    dead = ask(agent, "status")
+    assert dead.returncode == 1
+    assert dead.stdout.splitlines()[0] == "no agent runs; when last heard of, 1 event is pending (1 held)"
+    assert "did not say that it stopped" in dead.stdout
+
+
+def test_events_shows_the_document_as_it_is_now_and_what_the_agent_makes_of_it(
+    endpoint_agent: tuple[Endpoint, Agent],
+) -> None:
+    endpoint, agent = endpoint_agent
+    agent.write_policy(rules=[{**BY_HAND, "shared": "any"}])
+    agent.start()
+    not_before = datetime.now(UTC) + timedelta(hours=2, minutes=30)
+    endpoint.body = document(
+        {
+            "EventId": "AAAA1111-0000",
+            "EventStatus": "Scheduled",
+            "EventType": "Freeze",
+            "Resources": [*(f"vm-{number}" for number in range(100, 1, -1)), "VM-1"],
+            "NotBefore": f"{not_before:%a, %d %b %Y %H:%M:%S GMT}",
+            "EventSource": "Platform",
+            "DurationInSeconds": 9,
+            "Description": "Host server is undergoing maintenance.",
+        },
+        {"EventId": "BBBB2222-0000", "EventStatus": "Started", "EventType": "Reboot", "Resources": ["vm-2"]},
+        incarnation=7,
+    )
+    agent.wait_log("waits", event_id="AAAA1111-0000")
+    agent.wait_log("decided", event_id="BBBB2222-0000")
+    polls = endpoint.polls
+    shown = ask(agent, "events")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    text = re.sub(r"from now \(.*?Z\)", "from now (THEN)", shown.stdout)
+    assert re.sub(r"2h \d+m", "2h 30m", text) == (
+        "2 events in document 7, seen from vm-1\n"
+        "\n"
+        "Freeze AAAA1111-0000\n"
+        "  status  Scheduled, from Platform\n"
+        "  start   not before 2h 30m from now (THEN)\n"
+        "  lasts   for about 9s\n"
+        "  names   VM-1 (this VM), vm-100, vm-99, vm-98, vm-97, vm-96, vm-95, vm-94 and 92 more\n"
+        '  says    "Host server is undergoing maintenance."\n'
+        "  agent   rule by-hand; waits: an operator must approve it\n"
+        "\n"
+        "Reboot BBBB2222-0000\n"
+        "  status  Started\n"
+        "  start   has started\n"
+        "  lasts   for an unknown time\n"
+        "  names   not this VM: vm-2\n"
+        "  says    nothing\n"
+        "  agent   no rule takes it; under way\n"
+    )
+    assert endpoint.polls > polls
+    told = json.loads(ask(agent, "events", "--json").stdout)
+    assert (told["incarnation"], told["vm"], told["agent_unknown_because"]) == ("7", ["vm-1"], "")
+    assert [(one["event"]["EventId"], one["affects"], one["rule"]) for one in told["events"]] == [
+        ("AAAA1111-0000", "shared", "by-hand"),
+        ("BBBB2222-0000", "others", None),
+    ]
+
+
+def test_events_needs_no_agent(endpoint_agent: tuple[Endpoint, Agent]) -> None:
+    endpoint, agent = endpoint_agent
+    agent.write_policy()
+    endpoint.body = document(
+        {"EventId": "A", "EventStatus": "Scheduled", "EventType": "Reboot", "Resources": ["vm-1"]}
+    )
+    shown = ask(agent, "events")
+    assert shown.returncode == 0
+    assert "What the agent makes of them is not known: no agent has run with the state directory " in shown.stdout
+    assert "  names   vm-1 (this VM)\n" in shown.stdout
+    endpoint.status = 500
+    failed = ask(agent, "events")
+    assert (failed.returncode, failed.stdout) == (1, "")
+    assert failed.stderr.startswith("scheduled-events-agent: GET ")
+
+
+def test_nothing_from_outside_commands_the_terminal(endpoint_agent: tuple[Endpoint, Agent]) -> None:
+    endpoint, agent = endpoint_agent
+    hook = f"import sys; sys.stdout.reconfigure(encoding='utf-8'); print({HOSTILE!r} * 3); sys.exit(3)"
+    agent.write_policy(
+        rules=[DRAIN], hooks={"drain": {"run": [sys.executable, "-c", hook]}, **agent.hooks("resume")}
+    )
+    endpoint.body = document(
+        {
+            "EventId": f"AAAA{HOSTILE}",
+            "EventStatus": "Scheduled",
+            "EventType": f"Re{HOSTILE}",
+            "Resources": ["vm-1", f"vm{HOSTILE}"],
+            "NotBefore": HOSTILE,
+            "Description": HOSTILE * 5,
+        },
+        {
+            "EventId": "BBBB",
+            "EventStatus": "Scheduled",
+            "EventType": "Reboot",
+            "Resources": ["vm-1"],
+            "Description": HOSTILE,
+        },
+    )
+    agent.start()
+    agent.wait_log("held", event_id="BBBB")
+    for command in ("status", "events", "history"):
+        plain = ask(agent, command)
+        assert plain.returncode == 0
+        assert [line for line in plain.stdout.splitlines() if not line.isprintable()] == []
+        if sys.platform != "win32":
+            code, shown = in_terminal(agent, command, columns=80)
+            assert code == 0
+            assert "owned" in shown
+            rest = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+            assert [line for line in rest.splitlines() if not line.isprintable()] == []
+
+
+@needs_terminal
+@pytest.mark.parametrize("columns", [80, 200])
+def test_in_a_terminal_no_line_is_wider_than_it(sim: Simulator, agent: Agent, columns: int) -> None:
+    agent.write_policy(rules=[BY_HAND])
+    agent.start()
+    everybody = ["vm-1", "vm-2"]
+    for number in range(6):
+        sim.schedule(
+            "Reboot", id_=f"AAAA111{number}-1B2C-4A5D-9E8F-0123456789AB", vms=everybody, description="Words " * 40
+        )
+    agent.wait_log("prepared", count=6)
+    for command in ("status", "events", "history"):
+        code, shown = in_terminal(agent, command, columns=columns)
+        assert code == 0
+        assert "\x1b[1" in shown
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+        assert max(map(len, lines)) <= columns
+
+
+@needs_terminal
+def test_watching_a_terminal_redraws_it_within_its_height_and_ctrl_c_ends_it_quietly(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(rules=[BY_HAND])
+    agent.start()
+    for number in range(6):
+        sim.schedule("Reboot", id_=f"AAAA111{number}")
+    agent.wait_log("prepared", count=6)
+    for command in ("status", "events"):
+        code, shown = in_terminal(agent, command, "--watch", columns=80, lines=12, until="without --watch")
+        assert code == 0
+        assert "Traceback" not in shown
+        first, *again = shown.removeprefix("\x1b[2J").split("\x1b[H")[1:]
+        assert again
+        assert [len(picture.splitlines()) <= 12 for picture in (first, *again)] == [True] * (1 + len(again))
+        assert [line for line in REDRAWING.sub("", shown).splitlines() if not line.isprintable()] == []
+
+
+@pytest.mark.skipif(sys.platform == "win32" or host.account_name() != "root", reason="only root can become nobody")
+@pytest.mark.parametrize("command", [("status",), ("history",), ("approve", "aaaa")])
+def test_who_may_not_read_the_state_is_told_who_may(agent: Agent, command: tuple[str, ...]) -> None:
+    agent.write_policy(rules=[BY_HAND])
+    agent.start()
+    done = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, *command, "--state-dir", str(agent.state_dir)],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"scheduled-events-agent: cannot open {agent.state_dir / 'state.db'}: Permission denied: the state is for "
+        "the agent's account alone; run this as that or as root (sudo), on Windows in an elevated prompt\n"
+    )

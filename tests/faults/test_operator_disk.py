@@ -1,0 +1,53 @@
+"""The disk is full, and somebody asks how the agent is: what can be read is shown."""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faulty import FaultyAgent, Simulator, needs_root
+
+if sys.platform == "win32":
+    pytest.skip("file systems are mounted and limited as Linux does it", allow_module_level=True)
+
+from test_disk import fill, mounted
+
+pytest_plugins = ["stage"]
+
+
+@pytest.fixture
+def full_disk(agent: FaultyAgent) -> Iterator[Path]:
+    """The agent's state directory as a file system of its own, of half a megabyte."""
+    with mounted(agent.state_dir, "-t", "tmpfs", "-o", "size=512k,mode=700", "none"):
+        yield agent.state_dir
+
+
+@needs_root
+@pytest.mark.parametrize("end", ["runs", "was killed", "has stopped"])
+def test_on_a_full_disk_the_state_is_shown_and_the_reason_told(
+    sim: Simulator, agent: FaultyAgent, full_disk: Path, end: str
+) -> None:
+    agent.write_policy(rules=[{"name": "by-hand", "approve": "manual"}])
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_log("prepared", event_id=event)
+    if end == "has stopped":
+        agent.stop()
+    fill(full_disk)
+    if end == "was killed":
+        agent.kill()
+    status = agent.run("status", "--state-dir", str(full_disk))
+    assert status.returncode == 1
+    problem = (
+        rf"the agent \(pid \d+\) cannot be asked: cannot write {full_disk}/state.db: database or disk is full"
+        if end == "runs"
+        else "no agent runs"
+    )
+    assert re.match(
+        rf"{problem}; when last heard of, 1 event is pending \(1 waiting for an operator\)\n", status.stdout
+    )
+    assert "was prepared; waited: an operator must approve it\n" in status.stdout
+    history = agent.run("history", "--state-dir", str(full_disk))
+    assert (history.returncode, history.stderr) == (0, "")
+    assert f"Reboot {event} is pending: prepared\n" in history.stdout

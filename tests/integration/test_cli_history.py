@@ -1,0 +1,190 @@
+"""history as a command: timelines from a journal that the store itself has written."""
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from agent import cli, host
+from agent.config import CONFIG_VARIABLE
+from agent.events import ScheduledEvent
+from agent.policy import Decision
+from agent.store import Store
+from agent.workflow import Note, NoteKind, Phase, Step, Workflow
+
+BEGAN = datetime.now(UTC).replace(hour=10, minute=0, second=0, microsecond=0) - timedelta(days=2)
+DAY = f"{BEGAN:%Y-%m-%d}"
+HALF_A_DAY_LATER = f"{int((datetime.now(UTC) - BEGAN).total_seconds() // 3600) - 12}h"
+REBOOT = Workflow(
+    id="602d9444-aaaa@1",
+    event=ScheduledEvent(id="602D9444-AAAA", type="Reboot", status="Scheduled", resources=("web-1",)),
+    decision=Decision(rule="impactful", reason="rule impactful takes it", affects="self", prepare=("drain",)),
+    first_seen_at=BEGAN,
+    noticed_at=BEGAN,
+    boot_id="boot",
+)
+FREEZE = replace(
+    REBOOT,
+    id="602d9444-bbbb@1",
+    event=replace(REBOOT.event, id="602D9444-BBBB", type="Freeze"),
+    decision=replace(REBOOT.decision, rule="short-freeze"),
+    first_seen_at=BEGAN + timedelta(days=1),
+)
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def note(kind: NoteKind, text: str, *, outcome: str = "", detail: str = "") -> Note:
+    return Note(kind=kind, text=text, outcome=outcome, detail=detail)
+
+
+def commit(store: Store, workflow: Workflow, seconds: float, phase: Phase, *notes: Note) -> None:
+    step = Step(workflow=replace(workflow, phase=phase), notes=notes)
+    store.commit([step], workflow.first_seen_at + timedelta(seconds=seconds))
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Path:
+    """A reboot of two days ago with a pause in it, and a freeze of yesterday that is pending."""
+    directory = tmp_path / "state"
+    host.create_private_dir(directory)
+    store = Store.open(directory, BEGAN)
+    store.record("agent_started", "version 0.1.0, mode act", BEGAN - timedelta(hours=1))
+    commit(
+        store, REBOOT, 0, "preparing", note("seen", "Reboot Scheduled"), note("decided", "rule impactful takes it")
+    )
+    failed = note(
+        "hook_finished", "hook drain: exit code 3", outcome="failed", detail="one\n\x1b[2J\x1b]0;two\x07"
+    )
+    commit(store, REBOOT, 61, "held", failed, note("held", "held, NotBefore decides"))
+    store.record("pause", "stood still for 6.2s", BEGAN + timedelta(seconds=70))
+    commit(store, REBOOT, 3700, "closed", note("closed", "is over: completed"))
+    store.record("reloaded", "rules: impactful", BEGAN + timedelta(hours=2))
+    commit(store, FREEZE, 0, "held", note("seen", "Freeze Scheduled"))
+    store.close()
+    return directory
+
+
+@pytest.fixture
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, state_dir: Path
+) -> Run:
+    """The command, where there is no policy file; returns exit code, output and errors."""
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    monkeypatch.setattr(host, "default_config_path", lambda: tmp_path / "none.yaml")
+
+    def run_command(*options: str) -> tuple[int, str, str]:
+        code = cli.main(["history", "--state-dir", str(state_dir), *options])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_command
+
+
+def test_an_event_is_told_from_first_sight_to_its_end_with_what_hooks_wrote(run: Run) -> None:
+    code, out, err = run("--event", "602d9444-a")
+    assert (code, err) == (0, "")
+    assert out == (
+        "Reboot 602D9444-AAAA is over: completed\n"
+        f"  rule impactful; seen from {DAY} 10:00:00Z until 11:01:40Z, for 1h 1m\n"
+        "  10:00:00Z       +0s  seen           Reboot Scheduled\n"
+        "  10:00:00Z       +0s  decided        rule impactful takes it\n"
+        "  10:01:01Z    +1m 1s  hook finished  hook drain: exit code 3\n"
+        "                                      | one\n"
+        "                                      | \\x1b[2J\\x1b]0;two\\x07\n"
+        "  10:01:01Z    +1m 1s  held           held, NotBefore decides\n"
+        "  10:01:10Z   +1m 10s  pause          stood still for 6.2s\n"
+        "  11:01:40Z    +1h 1m  closed         is over: completed\n"
+    )
+
+
+def test_what_concerns_the_agent_stands_in_its_place(run: Run) -> None:
+    lines = run()[1].splitlines()
+    heads = [line for line in lines if line and not line.startswith(" ")]
+    assert heads == [
+        f"{DAY} 09:00:00Z  agent started: version 0.1.0, mode act",
+        "Reboot 602D9444-AAAA is over: completed",
+        f"{DAY} 12:00:00Z  reloaded: rules: impactful",
+        "Freeze 602D9444-BBBB is pending: held",
+    ]
+    assert sum("stood still" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--rule", "short-freeze"], ["602D9444-BBBB"]),
+        (["--type", "reboot"], ["602D9444-AAAA"]),
+        (["--since", HALF_A_DAY_LATER], ["602D9444-BBBB"]),
+        (["--since", f"{DAY}T11:00:00Z"], ["602D9444-AAAA", "602D9444-BBBB"]),
+        (["--since", f"{DAY}T12:00:00+00:00"], ["602D9444-BBBB"]),
+        (["--limit", "1"], ["602D9444-BBBB"]),
+        (["--limit", "1", "--rule", "impactful"], ["602D9444-AAAA"]),
+        (["--limit", "0"], ["602D9444-AAAA", "602D9444-BBBB"]),
+        (["--event", "602D9444-AAAA"], ["602D9444-AAAA"]),
+        (["--rule", "nobody"], []),
+    ],
+)
+def test_events_are_chosen(run: Run, options: list[str], told: list[str]) -> None:
+    array = json.loads(run(*options, "--json")[1])
+    assert [item["workflow"]["event"]["id"] for item in array if item["workflow"]] == told
+    is_chosen = not {"--event", "--rule", "--type"}.isdisjoint(options)
+    assert any(item["workflow"] is None for item in array) is (not is_chosen and HALF_A_DAY_LATER not in options)
+
+
+def test_json_is_one_array_of_events_with_their_entries_and_of_notes(run: Run) -> None:
+    first, reboot, *_ = json.loads(run("--json")[1])
+    assert (first["workflow"], [entry["kind"] for entry in first["entries"]]) == (None, ["agent_started"])
+    assert reboot["workflow"]["decision"]["rule"] == "impactful"
+    assert [entry["kind"] for entry in reboot["entries"]] == [
+        "seen", "decided", "hook_finished", "held", "closed",
+    ]  # fmt: skip
+    assert reboot["entries"][2]["detail"] == "one\n\x1b[2J\x1b]0;two\x07"
+
+
+def test_where_nothing_fits_that_is_said(run: Run) -> None:
+    assert run("--rule", "nobody") == (0, "Nothing of that kind is in the journal.\n", "")
+
+
+def test_a_prefix_that_fits_two_events_or_none_is_answered_with_a_list(run: Run) -> None:
+    code, out, err = run("--event", "602D")
+    assert (code, out) == (1, "")
+    assert err == (
+        'scheduled-events-agent: "602D" fits 2 events; give more of the id:\n'
+        "  602D9444-AAAA  Reboot  closed\n"
+        "  602D9444-BBBB  Freeze  held\n"
+    )
+    assert run("--event", "7")[2] == (
+        'scheduled-events-agent: no event begins with "7"; known are:\n'
+        "  602D9444-AAAA  Reboot  closed\n"
+        "  602D9444-BBBB  Freeze  held\n"
+    )
+
+
+def test_what_another_machine_left_behind_is_over_by_the_words_of_the_journal(run: Run, state_dir: Path) -> None:
+    store = Store.join(state_dir)
+    store.disown_workflows(BEGAN + timedelta(days=1, hours=1), "the state is that of another VM")
+    store.close()
+    assert run("--event", "602d9444-b")[1].startswith("Freeze 602D9444-BBBB the state is that of another VM\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--since", "yesterday"],
+            "expected a duration such as 2d or 1h30m, or a time such as 2022-04-11T22:12:00Z",
+        ),
+        (["--limit", "-1"], "expected a number, 0 for all; got '-1'"),
+    ],
+)
+def test_a_wrong_choice_is_explained(
+    run: Run, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(*options)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err

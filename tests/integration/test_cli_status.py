@@ -1,0 +1,364 @@
+"""status as a command: what it shows of an agent that answers, of one that does not, and of none."""
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from agent import __version__, cli, host
+from agent.cli import operator
+from agent.config import CONFIG_VARIABLE
+from agent.events import ScheduledEvent
+from agent.policy import Decision
+from agent.status import PolicyInForce, RunningHook, Status, Vm
+from agent.store import Store
+from agent.workflow import Note, Progress, Step, Workflow
+
+NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
+POLICY = PolicyInForce(file="policy.yaml", read_at=NOW - timedelta(hours=2))
+EVENT = ScheduledEvent(
+    id="602D9444-1B2C-4A5D-9E8F-0123456789AB",
+    type="Redeploy",
+    status="Scheduled",
+    source="Platform",
+    resources=("web-1",),
+    not_before=NOW + timedelta(minutes=14, seconds=12),
+    duration_seconds=9,
+    description="Host server is undergoing maintenance.",
+)
+DECISION = Decision(
+    rule="impactful",
+    reason="rule impactful takes it: type Redeploy",
+    affects="self",
+    prepare=("drain",),
+    approve="when-prepared",
+)
+PREPARING = Workflow(
+    id="602d9444@1",
+    event=EVENT,
+    decision=DECISION,
+    first_seen_at=NOW,
+    noticed_at=NOW,
+    boot_id="boot",
+    phase="preparing",
+    prepare=Progress(state="running", current="drain", run=1),
+)
+STATUS = Status(
+    at=NOW,
+    version="0.1.0",
+    started_at=NOW - timedelta(days=3),
+    vm=Vm(names=("web-1",), vm_id="5d1c"),
+    mode="act",
+    is_paused=False,
+    ready=True,
+    health="ok",
+    policy=POLICY,
+    rules=("impactful",),
+    endpoint="auto",
+    last_poll_at=NOW,
+    poll_failure="",
+    incarnation="7",
+    running=(),
+    pending=(),
+)
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Path:
+    """Where an agent has run."""
+    directory = tmp_path / "state"
+    host.create_private_dir(directory)
+    store = Store.open(directory, NOW)
+    store.save_facts({"vm_name": "web-1"})
+    store.record("agent_started", "version 0.1.0, mode act", datetime.now(UTC) - timedelta(minutes=2))
+    store.close()
+    return directory
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    """The command line, where there is no policy file; returns exit code, output and errors."""
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    monkeypatch.setattr(host, "default_config_path", lambda: tmp_path / "none.yaml")
+    monkeypatch.chdir(tmp_path)
+
+    def run_command(*arguments: str) -> tuple[int, str, str]:
+        code = cli.main(arguments)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_command
+
+
+@contextmanager
+def an_agent(state_dir: Path, answer: bytes | None) -> Iterator[None]:
+    """Somebody who holds the lock, as an agent does, and gives this answer to every request."""
+    is_over = threading.Event()
+
+    def answer_requests() -> None:
+        store = Store.join(state_dir)
+        while not is_over.wait(0.01):
+            for request in store.load_requests(datetime.now(UTC)):
+                if answer is not None:
+                    store.answer_request(request.id, answer.decode())
+        store.close()
+
+    lock = host.hold_lock(state_dir / "lock")
+    thread = threading.Thread(target=answer_requests)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        lock.close()
+
+
+def answered(state_dir: Path, status: Status, run: Run, *options: str) -> tuple[int, str, str]:
+    """What the command says of an agent that answers this."""
+    with an_agent(state_dir, msgspec.json.encode(status)):
+        return run("status", "--state-dir", str(state_dir), *options)
+
+
+def commit(state_dir: Path, *workflows: Workflow) -> None:
+    """As the agent would have done."""
+    store = Store.join(state_dir)
+    store.commit([Step(workflow=w, notes=(Note(kind="seen", text="it"),)) for w in workflows], NOW)
+    store.close()
+
+
+def without_ages(text: str) -> str:
+    return re.sub(r"\d+m \d+s ago \([^)]*Z\)", "AGO", text)
+
+
+def test_of_a_healthy_agent_with_nothing_to_do_five_lines_are_told(state_dir: Path, run: Run) -> None:
+    code, out, err = answered(state_dir, STATUS, run)
+    assert (code, err) == (0, "")
+    assert out == (
+        "healthy; acts; nothing is pending\n"
+        "  vm         web-1 (vmId 5d1c)\n"
+        "  policy     policy.yaml, read 2h 0m ago (20:12:00Z)\n"
+        "  last poll  succeeded 0s ago; auto, document 7\n"
+        "  agent      version 0.1.0, since 3d 0h ago (2026-04-08 22:12:00Z); ready (/readyz)\n"
+    )
+
+
+def test_each_pending_event_is_told_with_the_time_left_the_reason_and_the_command_to_overrule_it(
+    state_dir: Path, run: Run
+) -> None:
+    hook = RunningHook(workflow_id=PREPARING.id, stage="prepare", hook="drain", since=NOW - timedelta(seconds=12))
+    code, out, _ = answered(
+        state_dir, msgspec.structs.replace(STATUS, pending=(PREPARING,), running=(hook,), ready=False), run
+    )
+    assert code == 0
+    head, _, card = out.partition("\n\n")
+    assert head.splitlines()[0] == "healthy; acts; 1 event is pending"
+    assert head.splitlines()[-1].endswith("; not ready (/readyz)")
+    assert card == (
+        "Redeploy 602D9444: not before 14m 12s from now (22:26:12Z)\n"
+        "  now       runs the prepare hook drain, 12s so far\n"
+        "  rule      impactful takes it: type Redeploy\n"
+        '  event     Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
+        "  names     this VM only\n"
+        f"  overrule  scheduled-events-agent hold 602D9444 --state-dir {state_dir}\n"
+    )
+
+
+def test_the_shortened_ids_tell_events_apart_and_of_a_hundred_names_some_are_shown(
+    state_dir: Path, run: Run
+) -> None:
+    twin = msgspec.structs.replace(
+        EVENT,
+        id="602d9444-9999",
+        resources=tuple(f"web-{number}" for number in range(1, 101)),
+        not_before=NOW + timedelta(hours=1),
+    )
+    other = msgspec.structs.replace(
+        PREPARING,
+        id="2",
+        event=twin,
+        phase="held",
+        waits_for="preparation failed (hook drain: exit code 3)",
+        decision=msgspec.structs.replace(DECISION, affects="shared"),
+    )
+    _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(other, PREPARING)), run)
+    assert out.splitlines()[0] == "healthy; acts; 2 events are pending (1 held)"
+    assert re.findall("overrule  (.*) --state-dir", out) == [
+        "scheduled-events-agent hold 602D9444-1",
+        "scheduled-events-agent approve 602d9444-9",
+    ]
+    assert "now       held, and NotBefore decides: preparation failed (hook drain: exit code 3)\n" in out
+    assert "this VM and 99 others: web-1, web-2, web-3, web-4, web-5, web-6, web-7, web-8 and 92 more\n" in out
+
+
+def test_an_agent_that_only_observes_is_not_to_be_overruled(state_dir: Path, run: Run) -> None:
+    _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, mode="observe", pending=(PREPARING,)), run)
+    assert out.startswith("healthy; only observes; 1 event is pending\n")
+    assert "overrule" not in out
+
+
+def test_what_is_wrong_comes_first_and_the_exit_code_is_1(state_dir: Path, run: Run) -> None:
+    ill = msgspec.structs.replace(
+        STATUS,
+        health=("no poll has succeeded for 61s: timed out",),
+        poll_failure="timed out",
+        last_poll_at=NOW - timedelta(seconds=61),
+        policy=msgspec.structs.replace(POLICY, refused="policy.yaml:3: rules: expected a list"),
+    )
+    code, out, _ = answered(state_dir, ill, run)
+    assert code == 1
+    assert out == (
+        "NOT HEALTHY; acts; nothing is pending; the policy file is refused\n"
+        "  problem    no poll has succeeded for 61s: timed out\n"
+        "  vm         web-1 (vmId 5d1c)\n"
+        "  policy     policy.yaml, read 2h 0m ago (20:12:00Z)\n"
+        "  refused    the file as it is by now: policy.yaml:3: rules: expected a list\n"
+        "  last poll  failed: timed out; succeeded 1m 1s ago (22:10:59Z); auto, document 7\n"
+        "  agent      version 0.1.0, since 3d 0h ago (2026-04-08 22:12:00Z); ready (/readyz)\n"
+    )
+
+
+def test_json_is_what_the_agent_answered(state_dir: Path, run: Run) -> None:
+    code, out, _ = answered(state_dir, STATUS, run, "--json")
+    assert code == 0
+    assert msgspec.json.decode(out, type=Status) == STATUS
+
+
+def test_without_an_agent_it_is_told_what_the_state_file_says(state_dir: Path, run: Run) -> None:
+    commit(state_dir, PREPARING)
+    code, out, _ = run("status", "--state-dir", str(state_dir))
+    assert code == 1
+    assert without_ages(out) == (
+        "no agent runs; when last heard of, 1 event is pending\n"
+        "  vm      web-1\n"
+        f"  source  what follows is what {state_dir / 'state.db'} says\n"
+        "  agent   started AGO: version 0.1.0, mode act\n"
+        "          and did not say that it stopped: it was killed, or the machine went down\n"
+        "  next    start it; scheduled-events-agent doctor looks for what is wrong\n"
+        "\n"
+        "Redeploy 602D9444: may start at any moment (2026-04-11 22:26:12Z)\n"
+        "  now    was preparing; had begun the prepare hook drain\n"
+        "  rule   impactful takes it: type Redeploy\n"
+        '  event  Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
+        "  names  this VM only\n"
+    )
+
+
+def test_without_an_agent_json_names_the_problem(state_dir: Path, run: Run) -> None:
+    commit(state_dir, PREPARING)
+    code, out, _ = run("status", "--state-dir", str(state_dir), "--json")
+    told = json.loads(out)
+    assert (code, told["problem"], told["vm_name"]) == (1, "no agent runs", "web-1")
+    assert [workflow["phase"] for workflow in told["pending"]] == ["preparing"]
+
+
+def test_an_agent_that_does_not_answer_is_named(
+    state_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", 0.2)
+    with an_agent(state_dir, None):
+        code, out, _ = run("status", "--state-dir", str(state_dir))
+    assert code == 1
+    assert re.match(r"the agent \(pid \d+\) does not answer; when last heard of, nothing is pending\n", out)
+    assert "it was killed" not in out
+
+
+@pytest.mark.parametrize(
+    ("answer", "version"),
+    [(b'{"version":"9.9.9"}', "9.9.9"), (b"refused: the event is not pending any more", "unknown")],
+)
+def test_an_agent_of_another_version_is_told_from_one_that_hangs(
+    state_dir: Path, run: Run, answer: bytes, version: str
+) -> None:
+    with an_agent(state_dir, answer):
+        code, out, _ = run("status", "--state-dir", str(state_dir))
+    assert code == 1
+    assert f" is of version {version}, and this program of {__version__}: " in out.splitlines()[0]
+
+
+def test_where_no_agent_has_ever_run_that_is_said(run: Run, tmp_path: Path) -> None:
+    said = (
+        f"scheduled-events-agent: no agent has run with the state directory {tmp_path}: name it with --state-dir\n"
+    )
+    for command in (("status",), ("history",), ("approve", "602d")):
+        assert run(*command, "--state-dir", str(tmp_path)) == (1, "", said)
+
+
+def test_a_policy_file_that_is_broken_hides_no_agent(
+    state_dir: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "none.yaml"
+    broken.write_text("rules: yes\n")
+    monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
+    with an_agent(state_dir, msgspec.json.encode(STATUS)):
+        code, out, err = run("status")
+    assert (code, out.splitlines()[0]) == (0, "healthy; acts; nothing is pending")
+    problem = f'{broken}:1: rules: expected a list; got "yes": write [yes]\n'
+    assert err == f"{problem}so this looks in {state_dir}; --state-dir names another\n"
+    name_it = f"{problem}so name the state directory with --state-dir\n"
+    assert run("status", "--config", str(broken)) == (2, "", name_it)
+
+
+def test_texts_from_outside_command_no_terminal(state_dir: Path, run: Run) -> None:
+    hostile = "\x1b[2J\x1b]0;evil\x07\u202e"
+    event = msgspec.structs.replace(EVENT, description=hostile, type=hostile, resources=(hostile, "web-1"))
+    decision = msgspec.structs.replace(DECISION, affects="shared", reason=hostile)
+    workflow = msgspec.structs.replace(PREPARING, event=event, decision=decision, waits_for=hostile, phase="held")
+    commit(state_dir, workflow)
+    status = msgspec.structs.replace(STATUS, pending=(workflow,), poll_failure=hostile, health=(hostile,))
+    outputs = [answered(state_dir, status, run)[1], run("status", "--state-dir", str(state_dir))[1]]
+    for out in outputs:
+        assert r"\x1b[2J\x1b]0;evil\x07\u202e" in out
+        assert [line for line in out.splitlines() if not line.isprintable()] == []
+
+
+def test_texts_that_the_locale_lacks_are_told_all_the_same(
+    state_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(
+        state_dir,
+        msgspec.structs.replace(PREPARING, event=msgspec.structs.replace(EVENT, description="Wartung für 漢")),
+    )
+    with (tmp_path / "out").open("w", encoding="latin-1") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        cli.main(["status", "--state-dir", str(state_dir)])
+    assert r'"Wartung für \u6f22"' in (tmp_path / "out").read_text(encoding="latin-1")
+
+
+def test_watching_away_from_a_terminal_tells_what_changes_and_ends_quietly(
+    state_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Any] = []
+
+    def next_second(_: float) -> None:
+        looks.append(None)
+        if len(looks) == 2:
+            commit(state_dir, PREPARING)
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("agent.cli.terminal.time.sleep", next_second)
+    code, out, err = run("status", "--state-dir", str(state_dir), "--watch")
+    assert (code, err) == (0, "")
+    verdicts = [line for line in out.splitlines() if line.startswith("no agent runs")]
+    assert verdicts == [
+        "no agent runs; when last heard of, nothing is pending",
+        "no agent runs; when last heard of, 1 event is pending",
+    ]
+
+
+@pytest.mark.parametrize("command", ["status", "events"])
+def test_watching_and_json_exclude_each_other(run: Run, command: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(command, "--watch", "--json")
+    assert caught.value.code == 2

@@ -1,0 +1,167 @@
+"""The engine alone, on a real state file that others use and that fails it."""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from agent.config import Settings
+from agent.engine import Engine, Hands, HookEnded
+from agent.events import Document, ScheduledEvent
+from agent.imds import Identity
+from agent.metrics import Metrics
+from agent.policy import Hook, Rule
+from agent.store import FILE_NAME, Store
+from agent.workflow import Approve
+
+EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))
+
+
+class Approvals:
+    """Hands that only ever have to approve."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    def approve(self, approvals: list[Approve], incarnation: str) -> None:
+        del incarnation
+        self.sent += [one.event_id for one in approvals]
+
+    def is_running(self, key: object) -> bool:
+        del key
+        return False
+
+
+@pytest.fixture
+def hands() -> Approvals:
+    return Approvals()
+
+
+@pytest.fixture
+def engine(tmp_path: Path, hands: Approvals) -> Iterator[Engine]:
+    """One that has an event before it which waits for an operator."""
+    store = Store.open(tmp_path, datetime.now(UTC))
+    # A lock is found at once, and not waited for.
+    store._connection.execute("PRAGMA busy_timeout = 0")
+    engine = Engine(
+        Settings(rules=(Rule(name="hand", approve="manual"),)), store, Metrics(tuple), cast("Hands", hands)
+    )
+    engine.start()
+    engine.take(Identity(name="vm-1", vm_id="id-1"))
+    engine.take(Document(incarnation="1", events=(EVENT,)))
+    assert engine.turn(datetime.now(UTC))
+    yield engine
+    store.close()
+
+
+@pytest.fixture
+def operator(engine: Engine, tmp_path: Path) -> Iterator[Store]:
+    """The state file, as the command of an operator has it open."""
+    del engine
+    store = Store.join(tmp_path)
+    yield store
+    store.close()
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """The state file in the hands of somebody else."""
+    with contextlib.closing(sqlite3.connect(directory / FILE_NAME, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
+
+
+def ask_for_approval(engine: Engine, operator: Store) -> int:
+    (workflow_id,) = engine.board
+    return operator.add_request(workflow_id, "approved", "kim", datetime.now(UTC))
+
+
+def test_a_word_that_could_not_be_kept_is_taken_up_when_it_can_be(
+    engine: Engine, operator: Store, hands: Approvals, tmp_path: Path
+) -> None:
+    request = ask_for_approval(engine, operator)
+    with locked(tmp_path):
+        assert not engine.turn(datetime.now(UTC))
+        assert not engine.turn(datetime.now(UTC))
+    assert hands.sent == []
+    assert engine.turn(datetime.now(UTC))
+    assert hands.sent == ["E1"]
+    assert operator.load_answer(request) == "approved: the event is prepared, approval requested"
+
+
+def test_a_word_that_could_not_be_kept_and_was_withdrawn_meanwhile_is_void(
+    engine: Engine, operator: Store, hands: Approvals, tmp_path: Path
+) -> None:
+    request = ask_for_approval(engine, operator)
+    with locked(tmp_path):
+        assert not engine.turn(datetime.now(UTC))
+    operator.withdraw_request(request)
+    assert engine.turn(datetime.now(UTC))
+    assert hands.sent == []
+    assert [workflow.operator for workflow in engine.board.values()] == [""]
+
+
+def test_of_several_words_none_is_lost_because_an_answer_to_one_could_not_be_written(
+    engine: Engine, operator: Store, hands: Approvals, tmp_path: Path
+) -> None:
+    late = operator.add_request("one that is over", "approved", "kim", datetime.now(UTC))
+    request = ask_for_approval(engine, operator)
+    with locked(tmp_path):
+        assert not engine.turn(datetime.now(UTC))
+    assert engine.turn(datetime.now(UTC))
+    assert operator.load_answer(late) == "refused: the event is not pending any more"
+    assert operator.load_answer(request) == "approved: the event is prepared, approval requested"
+    assert hands.sent == ["E1"]
+
+
+class Clearing(Approvals):
+    """Hands whose on_clear hook runs until it is told otherwise, and what they were to report."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[str] = []
+        self.reported: list[HookEnded] = []
+
+    def start_hook(self, effect: object, name: str, *_: object, **__: object) -> None:
+        del effect
+        self.started.append(name)
+
+    def is_running(self, key: object) -> bool:
+        return key is None
+
+    def cancel_hook(self, key: object) -> None:
+        pass
+
+    def forget_hook(self, effect: object) -> None:
+        pass
+
+    def report(self, news: HookEnded) -> None:
+        self.reported.append(news)
+
+
+def test_an_event_that_is_over_before_its_hook_could_start_does_not_stay_pending(tmp_path: Path) -> None:
+    hooks = {name: Hook(run=("/bin/true",)) for name in ("clear", "drain", "resume")}
+    rule = Rule(name="drain", prepare=("drain",), approve="when-prepared")
+    hands = Clearing()
+    store = Store.open(tmp_path, datetime.now(UTC))
+    try:
+        settings = Settings(rules=(rule,), hooks=hooks, on_clear=("clear",))
+        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands))
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        for events in ((), (EVENT,), ()):
+            engine.take(Document(incarnation="", events=events))
+            assert engine.turn(datetime.now(UTC))
+        (canceled,) = hands.reported
+        assert canceled.result.detail == "canceled before it started"
+        assert list(engine.board) != []
+        engine.take(canceled)
+        assert engine.turn(datetime.now(UTC))
+        assert (engine.board, hands.started) == ({}, ["clear"])
+    finally:
+        store.close()

@@ -1,0 +1,95 @@
+"""Completions of the command line: in a real bash and zsh, and PowerShell's as far as its grammar can judge."""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_grammar import faults
+
+from agent.cli import build_parser
+from agent.cli.completion import powershell_script
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ROOT / "packaging/tools.txt"
+NAME = "scheduled-events-agent"
+__all__ = ["faults"]  # the fixture
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """What ``completion SHELL`` prints where shtab is installed beside the agent, in a file."""
+    place = tmp_path_factory.mktemp("completion")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--quiet",
+        "--disable-pip-version-check",
+        "install",
+        "--target",
+        str(place),
+    ]
+    subprocess.run([*pip, "--requirement", str(TOOLS), "--no-deps"], check=True, timeout=300)
+
+    def made(shell: str) -> Path:
+        program = f"import sys; sys.path.insert(0, {str(place)!r}); import agent.cli; sys.exit(agent.cli.main())"
+        command = [sys.executable, "-c", program, "completion", shell]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+        script = place / f"_{NAME}.{shell}"
+        script.write_text(done.stdout)
+        return script
+
+    return made
+
+
+def complete_in_bash(script: Path, directory: Path, *words: str) -> list[str]:
+    line = f"source {script}; COMP_WORDS=({NAME} {' '.join(map(repr, words))}); COMP_CWORD={len(words)}; "
+    line += f'$(complete -p {NAME} | sed "s/.*-F \\([^ ]*\\).*/\\1/"); printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=directory, capture_output=True, text=True, check=True, timeout=60
+    )
+    return [word.strip() for word in done.stdout.split()]
+
+
+def test_bash_completes_commands_options_and_files(scripts: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").touch()
+    (tmp_path / "state").mkdir()
+    script = scripts("bash")
+    assert complete_in_bash(script, tmp_path, "stat") == ["status"]
+    assert complete_in_bash(script, tmp_path, "status", "--wa") == ["--watch"]
+    assert complete_in_bash(script, tmp_path, "completion", "pow") == ["powershell"]
+    assert complete_in_bash(script, tmp_path, "check", "--config", "pol") == ["policy.yaml"]
+    assert complete_in_bash(script, tmp_path, "explain", "pol") == ["policy.yaml"]
+    assert complete_in_bash(script, tmp_path, "history", "--state-dir", "") == ["state"]
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_find_no_fault_in_their_script(scripts: Callable[[str], Path], shell: str) -> None:
+    script = scripts(shell)
+    if shutil.which(shell) is None:
+        environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "DEBIAN_FRONTEND": "noninteractive"}
+        for arguments in (["update", "-q"], ["install", "-qy", "--no-install-recommends", shell]):
+            subprocess.run(["apt-get", *arguments], check=True, env=environment, capture_output=True, timeout=300)
+    done = subprocess.run([shell, "-n", str(script)], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert all(word in script.read_text() for word in ("status", "history", "watch", "since"))
+
+
+def test_the_script_for_powershell_is_well_formed(faults: Callable[[str], list[str]]) -> None:
+    script = powershell_script(build_parser())
+    assert faults(script) == []
+    assert script.isascii()
+    commands = re.findall(r"^        '(.+)' = \[ordered\]@\{$", script, re.MULTILINE)
+    assert {"status", "approve", "service install", "completion"} <= set(commands)
+
+
+def test_texts_of_the_grammar_cannot_end_the_words_they_stand_in(faults: Callable[[str], list[str]]) -> None:
+    parser = build_parser()
+    parser.add_argument("--strange", metavar="X", help="it's $(Get-Date) `\"'; }")
+    script = powershell_script(parser)
+    assert "'--strange' = 'it''s $(Get-Date) `\"''; }'" in script
+    assert faults(script) == []

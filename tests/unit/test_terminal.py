@@ -1,0 +1,59 @@
+"""Lines for people: they fit the window, and nothing from outside can command the terminal."""
+
+import pytest
+
+from agent.cli.terminal import Row, Terminal, printable
+
+NOWHERE = Terminal(width=None, height=0, has_colors=False, can_redraw=False)
+WINDOW = Terminal(width=40, height=24, has_colors=False, can_redraw=False)
+COLORFUL = Terminal(width=40, height=24, has_colors=True, can_redraw=True)
+
+
+@pytest.mark.parametrize(
+    ("hostile", "shown"),
+    [
+        ("\x1b[2J\x1b[Hgone", r"\x1b[2J\x1b[Hgone"),
+        ("\x1b]0;title\x07", r"\x1b]0;title\x07"),
+        ("\x1b[1;31mred\x1b[0m", "red"),
+        ("\x9b2Jeight bits", r"\x9b2Jeight bits"),
+        ("over\rwritten\nbroken", r"over\rwritten\nbroken"),
+        ("a\u202eb\u2028c", r"a\u202eb\u2028c"),
+        ("a\udc80b", r"a\udc80b"),
+        ("a\tb", "a    b"),
+        ("schön, 漢字", "schön, 漢字"),
+    ],
+)
+def test_a_control_character_is_shown_as_its_code(hostile: str, shown: str) -> None:
+    assert printable(hostile) == shown
+    assert shown.isprintable()
+
+
+def test_every_way_of_printing_cleans() -> None:
+    hostile = "\x1b[2Jx"
+    lines = [*NOWHERE.line(hostile), *NOWHERE.rows([Row(hostile, hostile)]), NOWHERE.paint(hostile)]
+    lines += [*WINDOW.line(hostile), *WINDOW.rows([Row(hostile, hostile)])]
+    assert [line for line in lines if not line.isprintable()] == []
+    assert COLORFUL.paint(hostile, "red") == "\x1b[1;31m\\x1b[2Jx\x1b[0m"
+
+
+def test_rows_stand_in_two_columns_that_fit_the_window() -> None:
+    rows = [Row("vm", "web-1"), Row("last poll", "succeeded 0s ago; http://127.0.0.1, document 1")]
+    assert WINDOW.rows(rows) == [
+        "  vm         web-1",
+        "  last poll  succeeded 0s ago;",
+        "             http://127.0.0.1, document",
+        "             1",
+    ]
+
+
+def test_away_from_a_terminal_each_fact_stays_in_its_line() -> None:
+    assert NOWHERE.rows([Row("names", "web-1, " * 50)]) == [f"  names  {('web-1, ' * 50).rstrip()}"]
+
+
+def test_a_long_word_is_cut_and_the_window_kept() -> None:
+    assert max(map(len, WINDOW.rows([Row("id", "x" * 200)]))) == 40
+
+
+def test_colours_are_only_where_they_are_understood() -> None:
+    assert WINDOW.line("held", "yellow") == ["held"]
+    assert COLORFUL.line("held", "yellow") == ["\x1b[1;33mheld\x1b[0m"]
