@@ -1,0 +1,162 @@
+"""The shipped example policies and their hooks, put to work in a test; and systemctl as these hooks call it.
+
+An example is taken as it is shipped, but for the texts that a test replaces in it (paths, addresses, durations),
+each of which must be there. ``ServiceManager`` stands for systemd where there is none: it runs real processes,
+outside of every hook, and knows no more of systemctl than the hooks use.
+"""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from harness import CHECKOUT, PATIENCE
+
+HOOKS = "/etc/scheduled-events-agent/hooks"
+"""Where the examples have their hooks."""
+
+_SYSTEMCTL = """#!{python} -IS
+import json, socket, sys
+with socket.create_connection(("127.0.0.1", {port})) as connection, connection.makefile("rw") as stream:
+    stream.write(json.dumps(sys.argv[1:]) + "\\n")
+    stream.flush()
+    code, text = json.loads(stream.readline())
+if text:
+    print(text, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def copy_hooks(directory: Path) -> Path:
+    """Copy the shipped hooks to ``directory``/hooks: the checkout may stand where everybody may write."""
+    return Path(shutil.copytree(CHECKOUT / "config" / "hooks", directory / "hooks"))
+
+
+def example(name: str, hooks: Path, endpoint: str, replacements: Mapping[str, str]) -> str:
+    """A shipped policy, with these texts replaced, for a simulated endpoint."""
+    text = (CHECKOUT / "config" / "examples" / name).read_text(encoding="utf-8")
+    for old, new in {HOOKS: str(hooks), **replacements}.items():
+        assert old in text, f"{name} does not hold {old!r}"
+        text = text.replace(old, new)
+    return f"{text}\nimds: {{endpoint: '{endpoint}', poll_interval: 250ms}}\nagent: {{listen: '127.0.0.1:0'}}\n"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A service: what it runs, as whom, and the signal that stops it."""
+
+    run: Sequence[str]
+    user: str | None = None
+    stop_signal: int = signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of systemctl, and when it was answered."""
+
+    arguments: tuple[str, ...]
+    answered_at: float
+
+
+class ServiceManager:
+    """Runs units when the ``systemctl`` in ``directory`` asks it to, which belongs first on a hook's PATH."""
+
+    def __init__(self, directory: Path, units: Mapping[str, Unit]) -> None:
+        self.directory = directory
+        self.calls: list[Call] = []
+        self.log = directory / "units.log"
+        self._units = units
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._lock = threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> Self:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.chmod(0o755)
+        systemctl = self.directory / "systemctl"
+        port = self._listener.getsockname()[1]
+        systemctl.write_text(_SYSTEMCTL.format(python=sys.executable, port=port), encoding="utf-8")
+        systemctl.chmod(0o755)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with socket.create_connection(self._listener.getsockname()):  # ends the thread
+            pass
+        self._thread.join(PATIENCE)
+        self._listener.close()
+        for name in self._units:
+            self.power_off(name)
+
+    def start(self, name: str) -> None:
+        """Start a unit, unless it runs."""
+        with self._lock:
+            if not self._runs(name):
+                unit = self._units[name]
+                with self.log.open("ab") as log:
+                    self._processes[name] = subprocess.Popen(
+                        unit.run, user=unit.user, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                    )
+
+    def power_off(self, name: str) -> None:
+        """End a unit as a power cut does."""
+        with self._lock:
+            if self._runs(name):
+                self._processes[name].kill()
+                self._processes[name].wait(PATIENCE)
+
+    def runs(self, name: str) -> bool:
+        with self._lock:
+            return self._runs(name)
+
+    def _runs(self, name: str) -> bool:
+        return name in self._processes and self._processes[name].poll() is None
+
+    def _serve(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            with connection, connection.makefile("rw", encoding="utf-8") as stream:
+                line = stream.readline()
+                if not line:
+                    return
+                arguments = json.loads(line)
+                answer = self._do(arguments)
+                self.calls.append(Call(tuple(arguments), time.monotonic()))
+                stream.write(json.dumps(answer) + "\n")
+                stream.flush()
+
+    def _do(self, arguments: list[str]) -> tuple[int, str]:
+        verb, *options, name = arguments
+        if name not in self._units:
+            return 5, f"Unit {name} not found."
+        match [verb, *options]:
+            case ["start"]:
+                self.start(name)
+            case ["stop"]:
+                with self._lock:
+                    if self._runs(name):
+                        self._processes[name].send_signal(self._units[name].stop_signal)
+                        self._processes[name].wait(PATIENCE)
+            case ["is-active", "--quiet"]:
+                return (0 if self.runs(name) else 3), ""
+            case ["is-enabled", "--quiet"]:
+                pass
+            case ["kill", "--kill-who=main", option] if option.startswith("--signal="):
+                if not self.runs(name):
+                    return 1, f"Failed to kill unit {name}: no such process"
+                self._processes[name].send_signal(signal.Signals[f"SIG{option.removeprefix('--signal=')}"])
+            case _:
+                return 64, f"the stand-in for systemctl does not know {arguments}"
+        return 0, ""

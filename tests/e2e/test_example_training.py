@@ -1,0 +1,165 @@
+"""The example policy for a training job on a Spot VM, with a real job that answers SIGUSR1 with a checkpoint."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import MakeAgent
+from examples import ServiceManager, Unit, copy_hooks, example
+from harness import PATIENCE, Agent, Simulator
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are shell scripts for Linux")
+
+UNIT = "training.service"
+TRAINER = Path(__file__).with_name("trainer.py")
+NEVER = 10**9  # steps
+
+
+class Job:
+    """A training job, the disk with its checkpoint that outlives a VM, and the policy for it."""
+
+    def __init__(self, directory: Path, manager: ServiceManager, endpoint: str) -> None:
+        self.manager = manager
+        self.checkpoint = directory / "disk" / "latest"
+        self._hooks = copy_hooks(directory)
+        self._endpoint = endpoint
+
+    def give_policy(self, agent: Agent) -> None:
+        # All that the test changes in the example.
+        replacements = {
+            "env: &job\n": f"env: &job\n      PATH: {self.manager.directory}:/usr/bin:/bin\n",
+            "/mnt/checkpoints/latest": str(self.checkpoint),
+        }
+        policy = example("spot-training.yaml", self._hooks, self._endpoint, replacements)
+        agent.config.write_text(policy, encoding="utf-8")
+
+    def numbers(self, pattern: str) -> list[int]:
+        """What stands in the job's log where the pattern has its group."""
+        log = self.manager.log.read_text(encoding="utf-8") if self.manager.log.exists() else ""
+        return [int(found) for found in re.findall(rf"^{pattern}$", log, re.MULTILINE)]
+
+    def last_step(self) -> int:
+        return max(self.numbers(r"step (\d+)"), default=0)
+
+    def saved_step(self) -> int:
+        return int(json.loads(self.checkpoint.read_text(encoding="utf-8"))["step"])
+
+    def run_hook(self, name: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(self._hooks / name)],
+            env={
+                "PATH": f"{self.manager.directory}:/usr/bin:/bin",
+                "TRAINING_UNIT": UNIT,
+                "TRAINING_CHECKPOINT": str(self.checkpoint),
+            },
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+
+
+@contextmanager
+def a_job(directory: Path, sim: Simulator, *, every: int = NEVER, run: tuple[str, ...] = ()) -> Iterator[Job]:
+    (directory / "disk").mkdir()
+    trainer = (sys.executable, "-IS", str(TRAINER), str(directory / "disk" / "latest"), str(every))
+    with ServiceManager(directory / "bin", {UNIT: Unit(run or trainer)}) as manager:
+        yield Job(directory, manager, sim.endpoint())
+
+
+def test_an_eviction_leaves_a_complete_checkpoint_from_which_the_next_vm_goes_on(
+    sim: Simulator, make_agent: MakeAgent, tmp_path: Path
+) -> None:
+    with a_job(tmp_path, sim) as job:
+        agent = make_agent(sim.endpoint())
+        job.give_policy(agent)
+        agent.start()  # starts the job, by on_clear
+        agent.wait_until(lambda: job.last_step() > 20, "the job was at work")
+        assert not job.checkpoint.exists()
+
+        before = job.last_step()
+        event = sim.schedule("Preempt", notice_seconds=30, lasts_seconds=None)
+        agent.wait_log("hook finished", reason="hook checkpoint: exit code 0 (succeeded)")
+        assert sim.event(event).status == "Scheduled"  # there was time to spare
+        assert sim.approvals() == ()
+        assert not job.manager.runs(UNIT)
+        saved = job.saved_step()
+        assert saved > before
+        assert [path.name for path in job.checkpoint.parent.iterdir()] == ["latest"]
+
+        agent.kill()  # the VM is gone
+        sim.end(event)
+        successor = make_agent(sim.endpoint(), "successor")
+        job.give_policy(successor)
+        successor.start()
+        successor.wait_until(lambda: len(job.numbers(r"begins after step (\d+)")) == 2, "the job was back")
+        assert job.numbers(r"begins after step (\d+)") == [0, saved]
+
+
+def test_a_redeployment_is_approved_when_the_checkpoint_is_complete_and_training_goes_on_afterwards(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    with a_job(tmp_path, sim) as job:
+        job.give_policy(agent)
+        agent.start()
+        agent.wait_until(lambda: job.last_step() > 20, "the job was at work")
+        event = sim.schedule("Redeploy", notice_seconds=200, lasts_seconds=None)
+        approved_at = sim.wait_approved(event).approved_at
+        assert approved_at is not None
+        assert approved_at.timestamp() > job.checkpoint.stat().st_mtime
+        assert not job.manager.runs(UNIT)
+        saved = job.saved_step()
+        sim.wait_started(event)
+        sim.end(event)
+        agent.wait_log("closed", event_id=event)
+        agent.wait_until(lambda: job.last_step() > saved + 5, "the job was at work again")
+        assert job.numbers(r"begins after step (\d+)") == [0, saved]
+
+
+def test_without_the_agent_the_work_since_the_last_periodic_checkpoint_is_lost(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    with a_job(tmp_path, sim, every=200) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: job.last_step() % 200 > 20 and job.checkpoint.exists(), "there was work to lose")
+        job.manager.power_off(UNIT)
+        lost = job.last_step()
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: len(job.numbers(r"begins after step (\d+)")) == 2, "the job was back")
+        again = job.numbers(r"begins after step (\d+)")[1]
+        assert again % 200 == 0
+        assert lost > again
+
+
+def test_a_job_that_does_not_know_the_signal_is_a_failure(sim: Simulator, tmp_path: Path) -> None:
+    with a_job(tmp_path, sim, run=("sleep", "300")) as job:
+        job.manager.start(UNIT)
+        done = job.run_hook("training-checkpoint")
+        assert (done.returncode, done.stdout, done.stderr) == (
+            1,
+            "",
+            f"training-checkpoint: {UNIT} has ended without a new checkpoint\n",
+        )
+        # Nor may a second run call that a success, while there is no checkpoint at all.
+        done = job.run_hook("training-checkpoint")
+        assert (done.returncode, done.stderr) == (
+            1,
+            f"training-checkpoint: {UNIT} does not run, and there is no {job.checkpoint}\n",
+        )
+
+
+def test_both_hooks_may_run_again(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
+    with a_job(tmp_path, sim) as job:
+        assert job.run_hook("training-resume").stdout == f"training-resume: {UNIT} runs\n"
+        assert job.run_hook("training-resume").stdout == f"training-resume: {UNIT} runs\n"
+        agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
+        assert job.run_hook("training-checkpoint").returncode == 0
+        saved = job.saved_step()
+        done = job.run_hook("training-checkpoint")
+        assert done.stdout == f"training-checkpoint: {UNIT} does not run; the last checkpoint stands\n"
+        assert job.saved_step() == saved
