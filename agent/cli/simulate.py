@@ -1,14 +1,18 @@
-"""``simulate``: serve a scenario on loopback ports and tell what happens."""
+"""``simulate``: serve a scenario or a recording on loopback ports; record a real endpoint."""
 
 import argparse
 import contextlib
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from agent import AgentError
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from agent.simulator import Happening, Simulator
+    from agent.simulator import Happening, Scenario, Simulator
+    from agent.simulator.recording import Recording
 
 
 def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -16,13 +20,19 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser = commands.add_parser(
         "simulate",
         help="serve a simulated Scheduled Events endpoint",
-        description="Serves a scenario as Azure's endpoint would, one loopback port for each VM of it, and "
-        "tells what happens. Its time begins with the first request for a document.",
+        description="Serves a scenario, or a recording of a real endpoint, as Azure's endpoint would, one "
+        "loopback port for each VM of it, and tells what happens. Its time begins with the first request for a "
+        "document.",
     )
     parser.add_argument(
-        "scenario", nargs="?", metavar="SCENARIO", help="a shipped scenario, or the path of a .yaml file"
+        "scenario",
+        nargs="?",
+        metavar="SCENARIO",
+        help="a shipped scenario, or the path of a .yaml file, or of a recording (.jsonl); "
+        "default: platform-reboot, or with --control nothing but what is asked for there",
     )
     parser.add_argument("--list", action="store_true", help="list the shipped scenarios")
+    parser.add_argument("--check", action="store_true", help="only say whether SCENARIO is right")
     parser.add_argument(
         "--speed", type=float, default=1.0, metavar="N", help="let the scenario's time pass N times as fast"
     )
@@ -34,37 +44,129 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="port of the first VM, the others follow (default: free ones)",
     )
     parser.add_argument(
+        "--control",
+        type=int,
+        metavar="PORT",
+        help="a port on which anything can be let happen: a page, and JSON (0: a free one); "
+        "the simulator then ends with Ctrl-C only",
+    )
+    parser.add_argument(
         "--vm", action="append", default=[], metavar="NAME", help="call the first VM this; again for the next one"
     )
     parser.add_argument("--now", action="store_true", help="do not wait for the first request")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="write each request as a line of JSON")
+    parser.add_argument("--requests", type=Path, metavar="FILE", help="write each request as a line of JSON")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
+    recording = parser.add_argument_group("to record a real endpoint, and simulate nothing")
+    recording.add_argument(
+        "--record", type=Path, metavar="FILE", help="write its documents to a new FILE.jsonl until Ctrl-C"
+    )
+    recording.add_argument(
+        "--from", dest="from_", metavar="URL", help="the endpoint (default: http://169.254.169.254)"
+    )
+    recording.add_argument("--for", dest="for_", metavar="DURATION", help="stop by itself after this, such as 2h")
     parser.set_defaults(handler=run_simulate)
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:
     """Serve until the scenario's end or Ctrl-C; returns the exit code."""
-    from agent.simulator import Simulator, list_scenarios, load_scenario, rename_vms  # noqa: PLC0415
+    from agent.simulator import Simulator, list_scenarios  # noqa: PLC0415 - as below: only this command needs it
+    from agent.simulator.control import Control  # noqa: PLC0415
     from agent.simulator.scenario import DEFAULT_SCENARIO  # noqa: PLC0415
 
+    if arguments.record:
+        return _record(arguments)
+    if arguments.from_ or arguments.for_:
+        raise AgentError("--from and --for say what to record: name a file with --record", kind="usage")
     if arguments.list:
         _print_list(list_scenarios(), arguments.json)
         return 0
-    name = arguments.scenario or DEFAULT_SCENARIO
-    scenario = rename_vms(load_scenario(name), tuple(arguments.vm))
+    if arguments.check:
+        return _check(arguments.scenario)
+    name = arguments.scenario or (None if arguments.control is not None else DEFAULT_SCENARIO)
     simulator = Simulator(
-        scenario=scenario,
+        scenario=_load(name, tuple(arguments.vm)) if name else None,
+        vms=() if name else tuple(arguments.vm),
         speed=arguments.speed,
         port=arguments.port,
         begins_at_first_poll=not arguments.now,
-        record_file=arguments.record,
+        is_endless=arguments.control is not None,
+        requests_file=arguments.requests,
     )
     tell = _JsonTeller() if arguments.json else _TextTeller()
-    with contextlib.suppress(KeyboardInterrupt), simulator:
-        tell.beginning(simulator, name, waits=not arguments.now)
+    with contextlib.suppress(KeyboardInterrupt), simulator, contextlib.ExitStack() as stack:
+        control = None
+        if arguments.control is not None:
+            control = stack.enter_context(Control(simulator, arguments.control))
+        tell.beginning(simulator, name or "", control.url if control else "", waits=not arguments.now)
         for happening in simulator.follow():
             tell.happening(happening)
         tell.end()
+    return 0
+
+
+def _load(name: str, vms: tuple[str, ...]) -> "Scenario | Recording":
+    from agent.simulator import load_scenario, rename_vms  # noqa: PLC0415
+    from agent.simulator.recording import SUFFIX, load_recording, rename_vm  # noqa: PLC0415
+
+    if name.endswith(SUFFIX):
+        return rename_vm(load_recording(name), vms)
+    return rename_vms(load_scenario(name), vms)
+
+
+def _check(name: str | None) -> int:
+    from agent.simulator import Scenario  # noqa: PLC0415
+
+    if name is None:
+        raise AgentError("--check: expected SCENARIO, the file to look at; got none", kind="usage")
+    found = _load(name, ())
+    if isinstance(found, Scenario):
+        print(f"{name}: right, with {_count(len(found.timeline), 'step')} for {', '.join(found.vms)}")
+    else:
+        print(f"{name}: right, with {_count(len(found.documents), 'document')} of {found.origin.vm}")
+    return 0
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _record(arguments: argparse.Namespace) -> int:
+    """Write down what a real endpoint gives, until Ctrl-C or the end of ``--for``."""
+    from agent.simulator.recorder import REAL_ENDPOINT, record  # noqa: PLC0415
+    from agent.simulator.recording import SUFFIX  # noqa: PLC0415
+    from agent.typed_yaml import parse_duration  # noqa: PLC0415
+
+    others = {
+        "SCENARIO": arguments.scenario, "--list": arguments.list, "--check": arguments.check, "--vm": arguments.vm,
+        "--port": arguments.port, "--control": arguments.control is not None, "--requests": arguments.requests,
+        "--now": arguments.now, "--speed": arguments.speed != 1, "--json": arguments.json,
+    }  # fmt: skip
+    if needless := [option for option, value in others.items() if value]:
+        raise AgentError(f"--record simulates nothing: leave out {', '.join(needless)}", kind="usage")
+    if arguments.record.suffix != SUFFIX:
+        raise AgentError(f"--record: expected a file that ends in {SUFFIX}; got {arguments.record}", kind="usage")
+    stop_requested = threading.Event()
+    if arguments.for_:
+        try:
+            seconds = parse_duration(arguments.for_)
+        except ValueError as error:
+            raise AgentError(f"--for: {error}", kind="usage") from None
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), stop_requested.set)
+        timer.daemon = True
+        timer.start()
+    endpoint = arguments.from_ or REAL_ENDPOINT
+    print(f"records {endpoint} to {arguments.record}; Ctrl-C ends it", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        record(
+            endpoint,
+            arguments.record,
+            stop_requested,
+            lambda at, text: print(f"{at:%H:%M:%SZ}  {text}", flush=True),
+        )
+    if arguments.record.stat().st_size == 0:
+        arguments.record.unlink()
+        raise AgentError(f"{endpoint} has given nothing to record")
+    print(f"recorded; play it with: scheduled-events-agent simulate {arguments.record}", flush=True)
     return 0
 
 
@@ -74,13 +176,16 @@ class _TextTeller:
     def __init__(self) -> None:
         self._began_at: datetime | None = None
 
-    def beginning(self, simulator: "Simulator", name: str, *, waits: bool) -> None:
-        width = max(map(len, simulator.vms))
+    def beginning(self, simulator: "Simulator", name: str, control: str, *, waits: bool) -> None:
+        width = max(map(len, (*simulator.vms, *(["control"] if control else []))))
         for vm in simulator.vms:
             print(f"{vm:{width}}  {simulator.endpoint(vm)}/metadata/scheduledevents")
+        if control:
+            print(f"{'control':{width}}  {control}")
         pace = "" if simulator.speed == 1 else f", {simulator.speed:g} times as fast"
         when = "begins with the first request" if waits else "begins now"
-        print(f"scenario {name} {when}{pace}; Ctrl-C ends it", flush=True)
+        what = f"scenario {name} {when}" if name else "nothing happens but what is asked for"
+        print(f"{what}{pace}; Ctrl-C ends it", flush=True)
 
     def happening(self, happening: "Happening") -> None:
         self._began_at = self._began_at or happening.at
@@ -94,9 +199,11 @@ class _TextTeller:
 class _JsonTeller:
     """Lines for programs."""
 
-    def beginning(self, simulator: "Simulator", name: str, *, waits: bool) -> None:
+    def beginning(self, simulator: "Simulator", name: str, control: str, *, waits: bool) -> None:
         for vm, machine in simulator.vms.items():
             self._print(kind="endpoint", vm=vm, vm_id=machine.id, url=simulator.endpoint(vm))
+        if control:
+            self._print(kind="control", url=control)
         self._print(kind="scenario", name=name, speed=simulator.speed, waits=waits)
 
     def happening(self, happening: "Happening") -> None:
@@ -131,7 +238,7 @@ class _JsonTeller:
 def _sentence(happening: "Happening") -> str:
     event = happening.event
     if event is None:
-        what = {"began": "begins", "fault": "fault", "reset": "reset", "skipped": "skipped"}[happening.kind]
+        what = {"began": "begins", "behaved": "behaves"}.get(happening.kind, happening.kind)
         return "  ".join(part for part in (f"{what:9}", happening.vm, happening.text) if part).rstrip()
     who = f"{event.plan.type} {event.id[:8]}"
     match happening.kind:

@@ -4,8 +4,12 @@
     protocol.py    PURE   what the metadata service answers: headers, api-versions, error bodies
     faults.py      PURE   how it misbehaves, and the request limit
     scenario.py           scenario files: YAML -> frozen values
+    recording.py          recordings of real documents, and their playing
     server.py      EDGE   one HTTP port per VM
+    recorder.py    EDGE   asks a real endpoint and writes a recording
     simulation.py  SHELL  all of it under one lock and one clock; the record of what clients sent
+    control.py     SHELL  a port with a page and JSON, to let anything happen by hand
+    testing.py     SHELL  a pytest plugin: a simulator and the real agent, for tests of policies and hooks
 
 It shares no code with the agent's own reading of the protocol, so that each checks the other.
 """

@@ -24,7 +24,18 @@ Source = Literal["Platform", "User"]
 Status = Literal["Scheduled", "Started", "Gone"]
 Outcome = Literal["", "completed", "canceled"]
 HappeningKind = Literal[
-    "began", "scheduled", "polled", "approved", "started", "renamed", "gone", "reset", "fault", "skipped"
+    "began",
+    "scheduled",
+    "polled",
+    "approved",
+    "started",
+    "renamed",
+    "gone",
+    "reset",
+    "fault",
+    "behaved",
+    "document",
+    "skipped",
 ]
 
 EVENTS_VERSIONS = (

@@ -76,6 +76,10 @@ class FaultBook:
         """When the last fault with an end in time is over; 0 if there is none."""
         return max((fault.until for fault, _ in self._faults if fault.until is not None), default=0.0)
 
+    def active(self, now: float) -> tuple[tuple[Fault, int | None], ...]:
+        """The faults that may still befall a request, each with how many it is to befall (None: any number)."""
+        return tuple((fault, left) for fault, left in self._faults if fault.until is None or now < fault.until)
+
     def take(self, now: float, purpose: Purpose) -> Fault | None:
         """The fault that befalls a request of this purpose that comes now."""
         for index, (fault, left) in enumerate(self._faults):

@@ -67,6 +67,7 @@ _REASONS = {
     410: "Gone",
     411: "Length Required",
     413: "Content Too Large",
+    415: "Unsupported Media Type",
     429: "Too Many Requests",
     500: "Internal Server Error",
     502: "Bad Gateway",

@@ -24,6 +24,7 @@ Name = Annotated[str, Meta(pattern=r"^\S{1,128}$", description="no blanks")]
 _Names = Annotated[tuple[Name, ...], Meta(extra={"kind": "one-or-many"})]
 
 DEFAULT_SCENARIO = "platform-reboot"
+_MAX_FILE_BYTES = 1024 * 1024
 
 
 class EventStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +58,7 @@ class FaultStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     count: Annotated[int | None, Meta(ge=1)] = None
     status: Annotated[int, Meta(ge=100, le=599)] = 500
     delay: Duration = 1.0
-    size_bytes: Annotated[int, Meta(ge=0)] = 64 * 1024 * 1024
+    size_bytes: Annotated[int, Meta(ge=0, le=2**30)] = 64 * 1024 * 1024
     takes_effect: bool = False
 
 
@@ -110,14 +111,14 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """By default, when everything is over."""
 
 
-def parse_scenario(text: str, name: str) -> Scenario:
-    """Read a scenario; raises SimulatorError with a line for each thing that is wrong with it."""
+def parse_scenario(text: str | bytes, name: str) -> Scenario:
+    """Read a scenario; raises SimulatorError (kind ``config``), a line for each thing that is wrong with it."""
     parsed = typed_yaml.parse(text, Scenario, name)
     problems = list(parsed.problems)
     if parsed.value is not None:
         problems = list(parsed.gather(_mistakes(parsed.value)))
     if problems or parsed.value is None:
-        raise SimulatorError("\n".join(map(str, problems)), kind="usage")
+        raise SimulatorError("\n".join(map(str, problems)), kind="config")
     return parsed.value
 
 
@@ -127,11 +128,18 @@ def load_scenario(name: str) -> Scenario:
     path = Path(name)
     try:
         if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-            return parse_scenario(path.read_text(encoding="utf-8"), name)
+            with path.open("rb") as file:
+                text = file.read(_MAX_FILE_BYTES + 1)
+            if len(text) > _MAX_FILE_BYTES:
+                raise SimulatorError(
+                    f"{name}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger", kind="config"
+                )
+            return parse_scenario(text, name)
         if shipped.is_file():
             return parse_scenario(shipped.read_text(encoding="utf-8"), f"{name}.yaml")
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no path at all
-        raise SimulatorError(f"cannot read the scenario {name}: {error}", kind="usage") from error
+    except (OSError, ValueError) as error:  # ValueError: no path at all
+        reason = getattr(error, "strerror", None) or error
+        raise SimulatorError(f"cannot read the scenario {name}: {reason}", kind="usage") from error
     names = tuple(list_scenarios())
     guess = typed_yaml.nearest(name, names)
     hint = f'perhaps "{guess}" is meant' if guess else f"there are {', '.join(names)}"

@@ -12,10 +12,11 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterable
-from io import BufferedReader
+from io import BufferedReader, RawIOBase
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from agent.simulator.azure import SimulatorError
 from agent.simulator.faults import Fault
@@ -45,8 +46,22 @@ class Responder(Protocol):
 class Server:
     """One listening socket per VM, on 127.0.0.1."""
 
-    def __init__(self, vms: Iterable[str], responder: Responder, first_port: int = 0) -> None:
+    def __init__(
+        self,
+        vms: Iterable[str],
+        responder: Responder,
+        first_port: int = 0,
+        *,
+        request_seconds: float | None = None,
+        max_connections: int | None = None,
+    ) -> None:
+        """``request_seconds``: within this a request must have come, and a connection serves only one.
+
+        ``max_connections``: any further one is closed at once. Faults need neither limit.
+        """
         self.ports: dict[str, int] = {}
+        self._request_seconds = request_seconds
+        self._max_connections = max_connections
         self._responder = responder
         self._closing = threading.Event()
         self._selector = selectors.DefaultSelector()
@@ -117,6 +132,9 @@ class Server:
                     connection, _ = listener.accept()
                 except OSError:  # the client has gone again
                     continue
+                if self._max_connections is not None and len(self._connections) >= self._max_connections:
+                    connection.close()
+                    continue
                 connection.setblocking(True)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 number = next(self._numbers)
@@ -132,9 +150,9 @@ class Server:
 
     def _serve(self, connection: socket.socket, vm: str, number: int) -> None:
         try:
-            with connection, connection.makefile("rb") as stream:
+            with connection, self._reader(connection) as stream:
                 try:
-                    while self._serve_one(connection, stream, vm, number):
+                    while self._serve_one(connection, stream, vm, number) and self._request_seconds is None:
                         pass
                 except _BadRequestError as error:
                     text = str(error).encode()
@@ -147,6 +165,11 @@ class Server:
                         self._connections.pop(connection, None)
         except OSError:  # the client has gone, or close() has cut the connection
             pass
+
+    def _reader(self, connection: socket.socket) -> BufferedReader:
+        if self._request_seconds is None:
+            return connection.makefile("rb")
+        return BufferedReader(_ReadUntil(connection, time.monotonic() + self._request_seconds))
 
     def _serve_one(self, connection: socket.socket, stream: BufferedReader, vm: str, number: int) -> bool:
         """Serve one request; False if the connection is not to be used again."""
@@ -197,6 +220,21 @@ class Server:
             connection.sendall(wire)
             return keep_alive and kind not in ("not-http", "truncated", "bad-chunks")
         return keep_alive
+
+
+class _ReadUntil(RawIOBase):
+    """Reads from a connection until a deadline, also from a client that sends a byte now and then."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self._connection = connection
+        self._deadline = deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._connection.settimeout(max(0.001, self._deadline - time.monotonic()))
+        return self._connection.recv_into(buffer)
 
 
 def _has_gone(connection: socket.socket) -> bool:

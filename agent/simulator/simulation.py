@@ -1,8 +1,8 @@
 """The simulator as a whole: Azure's model, the metadata service and the HTTP ports under one lock and one clock.
 
-Owns the passing of time, the scenario's agenda and the record of what clients sent. The one invariant:
-everything that was due is done before a request is answered, so that what a document shows never depends on
-which thread ran first.
+Owns the passing of time, the agenda of a scenario or a recording, and the record of what clients sent. The one
+invariant: everything that was due is done before a request is answered, so that what a document shows never
+depends on which thread ran first.
 """
 
 import heapq
@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO, TypeVar
@@ -43,6 +43,7 @@ from agent.simulator.protocol import (
     make_error,
     purpose_of,
 )
+from agent.simulator.recording import Recording, Replay, as_played
 from agent.simulator.scenario import EventStep, FaultStep, Scenario, Step
 from agent.simulator.server import Server
 
@@ -50,6 +51,8 @@ T = TypeVar("T")
 
 # More than a day of one VM polling once a second; a bound so that a simulator left running does not grow.
 _MAX_RECORDS = 100_000
+# Within these, every time that a scenario can name is a date, on Windows too (where they end with the year 3000).
+_MIN_SPEED, _MAX_SPEED = 0.1, 1e6
 _SOMEBODY = "somebody else"
 _PAGE = b"<!DOCTYPE html><html><head><title>Sign in</title></head><body>Please sign in.</body></html>"
 
@@ -94,12 +97,13 @@ class Simulator:
         vms: Sequence[str | VirtualMachine] = (),
         *,
         others: Sequence[str] = (),
-        scenario: Scenario | None = None,
+        scenario: Scenario | Recording | None = None,
         speed: float = 1.0,
         port: int = 0,
         rate_limit: int | None = RATE_LIMIT,
         begins_at_first_poll: bool = False,
-        record_file: Path | None = None,
+        is_endless: bool = False,
+        requests_file: Path | None = None,
         linger_seconds: float = 3.0,
         incarnation: int | None = None,
         incarnation_step: int | None = None,
@@ -107,26 +111,32 @@ class Simulator:
     ) -> None:
         """Without ``vms``: those of the scenario, else vm-1. Listens at once, but answers from ``start`` on.
 
+        ``scenario``: a recording plays by itself; nothing else can be scheduled beside it.
+
         ``others``: names of further VMs that events may name and that have no port.
         ``begins_at_first_poll``: the scenario's time begins with the first request for a document.
-        ``linger_seconds``: real time in which clients can still see that a scenario's last event has gone.
+        ``is_endless``: the scenario's end is not the simulator's; ``linger_seconds``: real time in which clients
+        can still see that its last event has gone. ``requests_file`` gets each request as a line of JSON.
         ``clock`` gives seconds since the epoch and must run as fast as real time.
         """
-        if not speed > 0 or math.isinf(speed):
-            raise SimulatorError(f"speed: expected a number above 0; got {speed}", kind="usage")
+        if not _MIN_SPEED <= speed <= _MAX_SPEED:
+            expected = f"a number from {_MIN_SPEED:g} to {_MAX_SPEED:.0f}"
+            raise SimulatorError(f"speed: expected {expected}; got {speed:g}", kind="usage")
         machines = _machines(vms, scenario)
-        numbering = scenario or Scenario()
+        numbering = scenario if isinstance(scenario, Scenario) else Scenario()
         self.speed = speed
         self.vms: dict[str, VirtualMachine] = machines
+        self._is_endless = is_endless
         self._linger_seconds = linger_seconds
         self._clock = clock or _steady_wall_clock()
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         # One of its own for the one thread that waits for a time, so that a request does not wake it.
         self._agenda_changed = threading.Condition(lock)
-        self._azure = Azure(
+        self._replay = Replay(machines, new_id=_new_id) if isinstance(scenario, Recording) else None
+        self._azure = self._replay or Azure(
             (*machines, *others, *numbering.others),
-            new_id=lambda: str(uuid4()).upper(),
+            new_id=_new_id,
             incarnation=numbering.incarnation if incarnation is None else incarnation,
             incarnation_step=incarnation_step or numbering.incarnation_step,
         )
@@ -138,21 +148,22 @@ class Simulator:
         self._scenario = scenario
         self._begins_at_first_poll = begins_at_first_poll
         self._began: float | None = None
-        self._agenda: list[tuple[float, int, Step]] = []
-        steps = scenario.timeline if scenario else ()
-        self._planned = {step.event.name for step in steps if step.event and step.event.name}
+        self._agenda: list[tuple[float, int, Callable[[float], None]]] = []
+        self._planned = {step.event.name for step in numbering.timeline if step.event and step.event.name}
         self._named: dict[str, str] = {}  # a scenario's names of events -> ids
         self._ended = threading.Event()
         self._is_closed = False
         self._timekeeper = threading.Thread(target=self._keep_time, name="simulator-time", daemon=True)
         self._server = Server(machines, self, port)
         self._record_stream: TextIO | None = None
-        if record_file is not None:
+        if requests_file is not None:
             try:
-                self._record_stream = record_file.open("w", encoding="utf-8", buffering=1)
+                self._record_stream = requests_file.open("w", encoding="utf-8", buffering=1)
             except OSError as error:
                 self._server.close()
-                raise SimulatorError(f"cannot record to {record_file}: {error.strerror}", kind="usage") from error
+                raise SimulatorError(
+                    f"cannot write requests to {requests_file}: {error.strerror}", kind="usage"
+                ) from error
 
     # Its own life
 
@@ -193,6 +204,17 @@ class Simulator:
         return f"http://127.0.0.1:{self._server.ports[self._vm(vm)]}"
 
     # What happens
+
+    def play(self, step: Step) -> str:
+        """Do what a step of a scenario's timeline says, whatever its ``at``; returns the id of its event, if any.
+
+        Events may be given by the names that scenario files give them, or by their ids. Raises SimulatorError if
+        it cannot be done.
+        """
+        name = step.event.name if step.event else None
+        if name and (name in self._planned or name in self._named):
+            raise SimulatorError(f'there is an event "{name}" already; give another name', kind="usage")
+        return self._do(lambda now: self._carry_out(now, step))
 
     def schedule(
         self,
@@ -283,7 +305,7 @@ class Simulator:
     def clear_faults(self, vm: str | None = None) -> None:
         """Behave again."""
         vms = tuple(self.vms) if vm is None else (self._vm(vm),)
-        self._do(lambda _now: self._clear_faults(vms))
+        self._do(lambda now: self._clear_faults(now, vms))
 
     # What has happened
 
@@ -298,6 +320,33 @@ class Simulator:
         with self._changed:
             self._advance()
             return self._azure.events()
+
+    @property
+    def incarnation(self) -> int:
+        """DocumentIncarnation as it is now."""
+        with self._changed:
+            self._advance()
+            return self._azure.incarnation
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the scenario is at its end."""
+        return self._ended.is_set()
+
+    def names(self) -> dict[str, str]:
+        """Names that a scenario or ``play`` gave to events, and the ids that these had first."""
+        with self._changed:
+            return dict(self._named)
+
+    def faults(self, vm: str = "") -> tuple[tuple[Fault, int | None], ...]:
+        """The faults that may befall a request to this VM, each with how many it still will (None: any number)."""
+        with self._changed:
+            return self._faults[self._vm(vm)].active(self._clock())
+
+    def polls(self, vm: str = "") -> int:
+        """How many documents this VM has been served."""
+        with self._changed:
+            return self._polls[self._vm(vm)]
 
     def requests(self, vm: str | None = None) -> tuple[RequestRecord, ...]:
         """What clients sent, in the order in which it was answered (the last 100,000)."""
@@ -498,11 +547,19 @@ class Simulator:
 
     def _begin(self, now: float) -> None:
         self._began = now
-        steps = self._scenario.timeline if self._scenario else ()
-        if steps:
+        if isinstance(self._scenario, Recording):
+            assert self._replay is not None  # noqa: S101  # made together
+            plan = [
+                (due, partial(self._replay.show, recorded=recorded, body=body))
+                for due, recorded, body in as_played(self._scenario, now, self.speed)
+            ]
+        else:
+            steps = self._scenario.timeline if self._scenario else ()
+            plan = [(now + step.at / self.speed, partial(self._play, step=step)) for step in steps]
+        if plan:
             self._azure.history.append(Happening(kind="began", at=_time(now)))
-        for number, step in enumerate(steps):
-            heapq.heappush(self._agenda, (now + step.at / self.speed, number, step))
+        self._agenda = [(due, number, action) for number, (due, action) in enumerate(plan)]
+        heapq.heapify(self._agenda)
         self._agenda_changed.notify()
 
     def _advance(self) -> None:
@@ -511,7 +568,7 @@ class Simulator:
         told = len(self._azure.history)
         while (due := self._next_due()) <= now:
             if self._agenda and self._agenda[0][0] == due:
-                self._play(due, heapq.heappop(self._agenda)[2])
+                heapq.heappop(self._agenda)[2](due)
             elif self._azure.next_due <= due:
                 self._azure.advance(due)
             else:
@@ -526,9 +583,9 @@ class Simulator:
 
     def _end_due(self) -> float:
         """When the scenario is at its end, as far as can be told now."""
-        if self._scenario is None or self._began is None or self._ended.is_set():
+        if self._is_endless or self._scenario is None or self._began is None or self._ended.is_set():
             return math.inf
-        if self._scenario.ends is not None:
+        if isinstance(self._scenario, Scenario) and self._scenario.ends is not None:
             return self._began + self._scenario.ends / self.speed
         if self._agenda or self._azure.next_due < math.inf:
             return math.inf
@@ -545,27 +602,33 @@ class Simulator:
     def _play(self, now: float, step: Step) -> None:
         """Take one step of the scenario; one that has become impossible is told and left out."""
         try:
-            if step.event:
-                event_id = self._azure.schedule(now, self._plan_of(step.event))
-                if step.event.name:
-                    self._named[step.event.name] = event_id
-            elif step.fault:
-                self._add_fault(now, step.fault)
-            elif step.clear_faults:
-                self._clear_faults(tuple(self.vms))
-            elif step.reset_incarnation is not None:
-                self._azure.reset_incarnation(now, step.reset_incarnation)
-            elif step.named:
-                action, name = step.named
-                event_id = self._named[name]
-                if action == "approve":
-                    self._azure.approve(now, event_id, _SOMEBODY)
-                else:
-                    {"cancel": self._azure.cancel, "start": self._azure.start, "end": self._azure.end}[action](
-                        now, event_id
-                    )
+            self._carry_out(now, step)
         except SimulatorError as error:
             self._azure.history.append(Happening(kind="skipped", at=_time(now), text=str(error)))
+
+    def _carry_out(self, now: float, step: Step) -> str:
+        """Do what a step says; returns the id of the event it was about, if it was about one."""
+        event_id = ""
+        if step.event:
+            event_id = self._azure.schedule(now, self._plan_of(step.event))
+            if step.event.name:
+                self._named[step.event.name] = event_id
+        elif step.fault:
+            self._add_fault(now, step.fault)
+        elif step.clear_faults:
+            self._clear_faults(now, tuple(self.vms))
+        elif step.reset_incarnation is not None:
+            self._azure.reset_incarnation(now, step.reset_incarnation)
+        elif step.named:
+            action, name = step.named
+            event_id = self._id(name)
+            if action == "approve":
+                self._azure.approve(now, event_id, _SOMEBODY)
+            else:
+                {"cancel": self._azure.cancel, "start": self._azure.start, "end": self._azure.end}[action](
+                    now, event_id
+                )
+        return event_id
 
     def _plan_of(self, step: EventStep) -> Plan:
         notice = NOTICE_SECONDS[step.type] if step.notice is None else step.notice
@@ -597,13 +660,14 @@ class Simulator:
             takes_effect=step.takes_effect,
         )
         text = f"{step.kind} {step.status}" if step.kind == "status" else step.kind
-        for name in step.vms or self.vms:
+        for name in [self._vm(vm) for vm in step.vms] or self.vms:
             self._faults[name].add(fault)
             self._azure.history.append(Happening(kind="fault", at=_time(now), vm=name, text=text))
 
-    def _clear_faults(self, vms: tuple[str, ...]) -> None:
+    def _clear_faults(self, now: float, vms: tuple[str, ...]) -> None:
         for name in vms:
             self._faults[name].clear()
+            self._azure.history.append(Happening(kind="behaved", at=_time(now), vm=name))
 
     def _vm(self, name: str) -> str:
         if not name:
@@ -662,8 +726,13 @@ def _pack(size_bytes: int) -> bytes:
     return b"".join([*parts, packer.compress(blank[: size_bytes % len(blank)]), packer.flush()])
 
 
-def _machines(vms: Sequence[str | VirtualMachine], scenario: Scenario | None) -> dict[str, VirtualMachine]:
-    if not vms and scenario:
+def _machines(
+    vms: Sequence[str | VirtualMachine], scenario: Scenario | Recording | None
+) -> dict[str, VirtualMachine]:
+    if not vms and isinstance(scenario, Recording):
+        origin = scenario.origin
+        vms = [VirtualMachine(name=origin.vm, vm_id=origin.vm_id, scale_set=origin.scale_set)]
+    elif not vms and isinstance(scenario, Scenario):
         vms = [
             VirtualMachine(name=name, vm_id=scenario.vm_ids.get(name, ""), scale_set=scenario.scale_set)
             for name in scenario.vms
@@ -673,6 +742,10 @@ def _machines(vms: Sequence[str | VirtualMachine], scenario: Scenario | None) ->
     if len(by_name) < len(machines):
         raise SimulatorError("two VMs have the same name", kind="usage")
     return by_name
+
+
+def _new_id() -> str:
+    return str(uuid4()).upper()
 
 
 def _steady_wall_clock() -> Callable[[], float]:

@@ -387,9 +387,9 @@ def test_every_request_is_recorded_with_what_it_got(simulator: Simulator, client
     assert simulator.requests("vm-2") == ()
 
 
-def test_the_record_can_be_written_to_a_file_as_json_lines(tmp_path: Path) -> None:
+def test_requests_can_be_written_to_a_file_as_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
-    with Simulator(record_file=path) as simulator:
+    with Simulator(requests_file=path) as simulator:
         client = Client(simulator)
         event_id = simulator.schedule("Reboot")
         client.ask()
@@ -403,7 +403,7 @@ def test_the_record_can_be_written_to_a_file_as_json_lines(tmp_path: Path) -> No
     ]
 
 
-def test_a_record_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_file_for_requests_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(SimulatorError) as caught:
-        Simulator(record_file=tmp_path)
-    assert str(caught.value).startswith(f"cannot record to {tmp_path}: ")
+        Simulator(requests_file=tmp_path)
+    assert str(caught.value).startswith(f"cannot write requests to {tmp_path}: ")

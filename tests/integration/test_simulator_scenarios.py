@@ -168,7 +168,7 @@ def test_the_command_serves_a_scenario_from_the_first_request_to_its_end(tmp_pat
     path, record = tmp_path / "mine.yaml", tmp_path / "requests.jsonl"
     path.write_text("timeline: [{at: 0s, event: {type: Redeploy, begins_started: true, lasts: 10s}}]\n")
     command = [sys.executable, "-m", "agent", "simulate", str(path), "--speed", "20", "--vm", "real"]
-    with subprocess.Popen([*command, "--record", str(record)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([*command, "--requests", str(record)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         first_line = process.stdout.readline()
         vm, url = first_line.split()
@@ -204,7 +204,7 @@ def test_the_command_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
     path.write_text("vms: []\n")
     for arguments, message in (
         ([str(path)], f"{path}:1: vms: expected at least 1 items; got 0"),
-        (["--speed", "0"], "speed: expected a number above 0; got 0.0"),
+        (["--speed", "0"], "scheduled-events-agent: speed: expected a number from 0.1 to 1000000; got 0"),
     ):
         ran = run_command(*arguments)
-        assert (ran.returncode, ran.stderr) == (2, f"scheduled-events-agent: {message}\n")
+        assert (ran.returncode, ran.stderr) == (2, f"{message}\n")

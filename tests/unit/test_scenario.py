@@ -1,14 +1,21 @@
 """Scenario files: what they may say, and what is said about mistakes in them."""
 
+import argparse
+import contextlib
+import io
 import re
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import pytest
 
+from agent.cli.simulate import add_parsers
 from agent.simulator import SimulatorError, list_scenarios, load_scenario, parse_scenario, rename_vms
+from agent.simulator.control import _ACTIONS as ACTIONS
 from agent.simulator.faults import FaultKind
 from agent.simulator.scenario import DEFAULT_SCENARIO, EventStep, FaultStep, Scenario, Step
+from agent.typed_yaml import format_duration
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
 LIVES = {
@@ -37,7 +44,7 @@ LIVES = {
 def problems_of(text: str) -> list[str]:
     with pytest.raises(SimulatorError) as caught:
         parse_scenario(text, "mine.yaml")
-    assert caught.value.kind == "usage"
+    assert caught.value.kind == "config"
     return str(caught.value).splitlines()
 
 
@@ -205,3 +212,26 @@ def test_the_guide_explains_every_key_and_every_kind_of_fault() -> None:
         word for row in re.findall(r"^\| (`.*?) \|", GUIDE, re.MULTILINE) for word in re.findall(r"\w[\w-]*", row)
     }
     assert keys | set(get_args(FaultKind)) <= explained
+
+
+def test_the_guide_tells_the_defaults_that_the_types_have() -> None:
+    _, _, rest = GUIDE.partition("\nAn event:\n")
+    of_events, _, of_faults = rest.partition("\nA fault:\n")
+    for text, struct in ((of_events, EventStep), (of_faults, FaultStep)):
+        told = dict(re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", text, re.MULTILINE))
+        for field in msgspec.structs.fields(struct):
+            default = field.default
+            if isinstance(default, float):
+                default = format_duration(default)
+            if default not in (None, (), msgspec.NODEFAULT):
+                assert told[field.encode_name] == str(default).replace("True", "true").replace("False", "false")
+
+
+def test_the_guide_tells_of_every_option_and_every_path_of_the_control_port() -> None:
+    parser = argparse.ArgumentParser()
+    add_parsers(parser.add_subparsers())
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as shown:
+        parser.parse_args(["simulate", "--help"])
+    options = set(re.findall(r"--\w[\w-]*", shown.getvalue())) - {"--help"}
+    assert options <= set(re.findall(r"--\w[\w-]*", GUIDE))
+    assert {path for path in ACTIONS if f"`{path}`" not in GUIDE and f"POST {path}`" not in GUIDE} == set()

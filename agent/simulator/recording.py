@@ -1,0 +1,237 @@
+"""Recordings: documents that a real endpoint gave, one line of JSON each, and their playing.
+
+Owns the format of the file, and what of a document changes when it is played later. Knows nothing of HTTP and
+starts nothing. The one invariant: of a document nothing is changed but its NotBefore times, so that they lie
+ahead when it is played as they did when it was recorded.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from email.utils import format_datetime, parsedate_to_datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from agent.simulator.azure import Azure, Plan, SimulatorError
+
+SUFFIX = ".jsonl"
+_MAX_FILE_BYTES = 64 * 1024 * 1024
+_MAX_PROBLEMS = 20
+_Aware = Annotated[datetime, Meta(tz=True)]
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The first line: whose documents these are."""
+
+    vm: Annotated[str, Meta(pattern=r"^\S{1,128}$")]
+    vm_id: str = ""
+    scale_set: str = ""
+
+
+class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Any further line: what the endpoint gave from ``at`` on, until the next one."""
+
+    at: _Aware
+    document: dict[str, Any] | None = None
+    body: str | None = None
+    """In place of ``document``, if what came was not a JSON object."""
+
+    def __post_init__(self) -> None:
+        if (self.document is None) == (self.body is None):
+            raise ValueError("expected either document or body")
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole file."""
+
+    origin: Origin
+    documents: tuple[Recorded, ...]
+
+    @property
+    def vms(self) -> tuple[str, ...]:
+        return (self.origin.vm,)
+
+
+class Replay(Azure):
+    """Documents as they were recorded, in place of events that are simulated.
+
+    Approvals of events in the present document are counted, and change nothing.
+    """
+
+    def __init__(self, vms: Iterable[str], *, new_id: Callable[[], str]) -> None:
+        super().__init__(vms, new_id=new_id)
+        self._body = b""
+        self._ids: frozenset[str] = frozenset()
+
+    def show(self, now: float, recorded: Recorded, body: bytes) -> None:
+        """From now on every document, in whatever api-version, is this body."""
+        events = _events(recorded.document)
+        self._body = body
+        self._ids = frozenset(str(event.get("EventId", "")).casefold() for event in events)
+        incarnation = (recorded.document or {}).get("DocumentIncarnation")
+        self.incarnation = incarnation if isinstance(incarnation, int) else self.incarnation
+        self._tell("document", now, text=summarize(recorded))
+
+    def document(self, version: str) -> bytes:  # noqa: ARG002 - it is as it was recorded
+        return self._body
+
+    def mark_served(self, now: float, vm: str, version: str) -> None:
+        """Nobody asks."""
+
+    def is_pending(self, event_id: str) -> bool:
+        return event_id.casefold() in self._ids
+
+    def approve(self, now: float, event_id: str, by: str) -> None:
+        self._tell("approved", now, vm=by, text=f"{event_id}; the recording goes on as it is")
+
+    def schedule(self, now: float, plan: Plan) -> str:  # noqa: ARG002 - refused, whatever it is
+        raise SimulatorError(
+            "a recording is played, which has its own events; play a scenario instead", kind="usage"
+        )
+
+
+def load_recording(name: str) -> Recording:
+    """The recording in a file; raises SimulatorError, with a line for each thing that is wrong with it."""
+    try:
+        with Path(name).open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SimulatorError(f"cannot read the recording {name}: {reason}", kind="usage") from error
+    if len(text) > _MAX_FILE_BYTES:
+        raise SimulatorError(f"{name}: expected at most {_MAX_FILE_BYTES >> 20} MiB; it is larger", kind="config")
+    return parse_recording(text, name)
+
+
+def parse_recording(text: bytes, name: str) -> Recording:
+    """Read a recording; raises SimulatorError, with a line for each thing that is wrong with it."""
+    origin: Origin | None = None
+    documents: list[Recorded] = []
+    problems: list[str] = []
+    previous: tuple[int, Recorded] | None = None
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            if origin is None and not problems:
+                origin = msgspec.json.decode(line, type=Origin)
+                continue
+            recorded = msgspec.json.decode(line, type=Recorded)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            which = "a" if origin or problems else "the first"
+            problems.append(f"{name}:{number}: not {which} line of a recording: {error}")
+            if len(problems) == _MAX_PROBLEMS:
+                break
+            continue
+        if previous is not None and recorded.at < previous[1].at:
+            problems.append(f"{name}:{number}: at: it is earlier than that of line {previous[0]}: sort the lines")
+        previous = number, recorded
+        documents.append(recorded)
+    if not problems and (origin is None or not documents):
+        problems.append(f"{name}:1: there is no document in it: make one with simulate --record {name}")
+    if problems or origin is None:
+        raise SimulatorError("\n".join(problems), kind="config")
+    return Recording(origin=origin, documents=tuple(documents))
+
+
+def make_recorded(at: datetime, body: bytes) -> Recorded:
+    """The line for what an endpoint gave."""
+    try:
+        content = json.loads(body.decode())
+    except (ValueError, RecursionError):
+        content = None
+    if isinstance(content, dict):
+        return Recorded(at=at, document=content)
+    return Recorded(at=at, body=body.decode("utf-8", "replace"))
+
+
+def as_played(recording: Recording, began: float, speed: float) -> list[tuple[float, Recorded, bytes]]:
+    """When (seconds since the epoch) each document is shown if the first one is at ``began``, and its bytes."""
+    first = recording.documents[0].at.timestamp()
+
+    def played(time: float) -> float:
+        return began + (time - first) / speed
+
+    return [
+        (played(recorded.at.timestamp()), recorded, _shifted(recorded, played)) for recorded in recording.documents
+    ]
+
+
+def rename_vm(recording: Recording, names: tuple[str, ...]) -> Recording:
+    """The same recording, with its VM called by another name, such as that of a real machine."""
+    if not names:
+        return recording
+    if len(names) > 1:
+        raise SimulatorError(f"--vm: a recording has 1 VM; got {len(names)} names", kind="usage")
+    old, new = recording.origin.vm, names[0]
+    replace = msgspec.structs.replace
+    documents = tuple(
+        replace(recorded, document=recorded.document and _with_events(recorded.document, _renamer(old, new)))
+        for recorded in recording.documents
+    )
+    return Recording(origin=replace(recording.origin, vm=new), documents=documents)
+
+
+def summarize(recorded: Recorded) -> str:
+    """What is in a document, for people."""
+    if recorded.document is None:
+        return "not a document" if recorded.body else "empty"
+    events = [
+        " ".join(
+            str(event.get(key, "?"))[: 8 if key == "EventId" else 40]
+            for key in ("EventType", "EventId", "EventStatus")
+        )
+        for event in _events(recorded.document)
+    ]
+    return ", ".join(events) or "no events"
+
+
+def _shifted(recorded: Recorded, played: Callable[[float], float]) -> bytes:
+    if recorded.document is None:
+        return (recorded.body or "").encode()
+
+    def shift(event: dict[str, Any]) -> dict[str, Any]:
+        return {key: _shifted_time(value, played) if key == "NotBefore" else value for key, value in event.items()}
+
+    document = _with_events(recorded.document, shift)
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
+
+
+def _shifted_time(value: Any, played: Callable[[float], float]) -> Any:
+    """A later time written in the same form, on the next whole second; what is no time stays as it is."""
+    if not isinstance(value, str) or not value.strip():
+        return value
+    is_iso = value[:1].isdigit() and "T" in value
+    try:
+        at = datetime.fromisoformat(value) if is_iso else parsedate_to_datetime(value)
+        at = at if at.tzinfo else at.replace(tzinfo=UTC)
+        new = datetime.fromtimestamp(math.ceil(round(played(at.timestamp()), 3)), UTC)
+    except (ValueError, OverflowError, OSError):
+        return value
+    return new.strftime("%Y-%m-%dT%H:%M:%SZ") if is_iso else format_datetime(new, usegmt=True)
+
+
+def _events(document: dict[str, Any] | None) -> list[dict[str, Any]]:
+    events = (document or {}).get("Events")
+    return [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
+
+
+def _with_events(document: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    events = document.get("Events")
+    if not isinstance(events, list):
+        return document
+    return {**document, "Events": [change(event) if isinstance(event, dict) else event for event in events]}
+
+
+def _renamer(old: str, new: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    def rename(event: dict[str, Any]) -> dict[str, Any]:
+        names = event.get("Resources")
+        if not isinstance(names, list):
+            return event
+        return {**event, "Resources": [new if name == old else name for name in names]}
+
+    return rename

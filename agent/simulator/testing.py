@@ -1,0 +1,397 @@
+"""A pytest plugin to test a policy and its hooks: the simulated Azure, and the real agent as a process.
+
+Owns the agent's process, its directory, and what it tells of what came of an event. Decides nothing about
+events: what is seen here is what the agent did. The one invariant: after a test nothing that it started is left.
+
+Switched on by ``pytest_plugins = ["agent.simulator.testing"]`` in conftest.py. It is the only module of the agent
+that knows pytest.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import pytest
+
+import agent
+from agent.config import Settings, load_policy
+from agent.policy import Hook
+from agent.simulator.simulation import Simulator
+from agent.store import Store, StoreError
+from agent.typed_yaml import plain
+
+if TYPE_CHECKING:
+    from agent.status import JournalEntry
+
+T = TypeVar("T")
+
+PATIENCE_SECONDS = 60.0
+"""How long waiting lasts at most, by default: far more than what is waited for takes."""
+_STOP_SECONDS = 5.0
+_PAUSE_SECONDS = 0.05
+# Notes the variables that a hook was given, then becomes the hook.
+_RECORDER = """\
+import json, os, subprocess, sys
+notes, name, shell, *command = sys.argv[1:]
+given = {key: value for key, value in os.environ.items() if key.startswith("SCHEDULED_EVENT_")}
+line = json.dumps({"hook": name, "given": given}) + "\\n"
+descriptor = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+os.write(descriptor, line.encode())
+os.close(descriptor)
+if os.name != "nt":
+    command = ["/bin/sh", "-c", shell] if shell else command
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"cannot be started: {command[0]}: {error.strerror}")
+try:
+    sys.exit(subprocess.call(shell if shell else command, shell=bool(shell)))
+except OSError as error:
+    sys.exit(f"cannot be started: {command[0]}: {error.strerror}")
+"""
+
+
+class OutcomeError(AssertionError):
+    """What was waited for did not happen."""
+
+
+class HookEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """A hook that has run, its attempts included."""
+
+    name: str
+    stage: str
+    """prepare, on_start or recover."""
+    event_id: str
+    outcome: str
+    """succeeded, failed, timed_out, canceled or not_started."""
+    reason: str
+    """A sentence, such as ``hook drain: exit code 3 (failed)``."""
+    output: str
+    """The end of what it wrote, 4 KiB at most."""
+    environment: dict[str, str]
+    """The SCHEDULED_EVENT_* variables of its last attempt; empty if it is a unit or has a ``user``."""
+
+
+class ScheduledEvents:
+    """A simulated Azure with one VM, and an agent of that VM that runs once ``run`` is called.
+
+    The agent keeps its state from one ``run`` to the next. Waiting raises OutcomeError when it was in vain.
+    """
+
+    def __init__(self, directory: Path, azure: Simulator) -> None:
+        self.azure = azure
+        """The service: ``schedule``, ``approve``, ``cancel``, ``end``, ``fault``, ``wait_gone`` ..."""
+        self.directory = directory
+        self._policy_file = directory / "policy.json"
+        self._state_dir = directory / "state"
+        self._notes_file = directory / "hooks.jsonl"
+        self._recorder_file = directory / "record_hook.py"
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self._log: list[str] = []
+        self._polls_before = 0
+
+    # The agent's life
+
+    def run(
+        self,
+        policy: str | os.PathLike[str],
+        *,
+        hooks: Mapping[str, Sequence[str | os.PathLike[str]]] | None = None,
+    ) -> None:
+        """Start the agent with a policy file; returns when it has polled.
+
+        ``hooks``: programs and arguments to run in place of what the policy names, by the hook's name, such as a
+        script of this checkout in place of the one that is installed. A Path among them is made absolute, for
+        hooks run elsewhere. A ``user`` of such a hook is left out.
+
+        Of the policy, ``imds``, ``vm`` and ``agent.listen``, ``agent.state_dir`` and ``agent.log`` are the test's.
+        Raises ConfigError, with a line for each thing that is wrong with the policy.
+        """
+        if self._process is not None:
+            raise OutcomeError("the agent runs already: stop() or kill() it first")
+        settings = load_policy(Path(policy)).settings
+        unknown = set(hooks or ()) - set(settings.hooks)
+        if unknown:
+            known = ", ".join(settings.hooks) or "none"
+            raise ValueError(f"hooks: {policy} has no hook {', '.join(sorted(unknown))}; it has {known}")
+        self._recorder_file.write_text(_RECORDER, encoding="utf-8")
+        self._write_policy(settings, hooks or {})
+        self._start()
+        self._wait_until(lambda: self._polls_since_start() > 0, "the agent had polled", PATIENCE_SECONDS)
+
+    def stop(self) -> None:
+        """Ask the agent to stop, and wait for its end (on Windows it is killed)."""
+        self._end(subprocess.Popen.terminate)
+
+    def kill(self) -> None:
+        """End the agent at once, as a power cut would; ``run`` starts it again with the state that it had."""
+        self._end(subprocess.Popen.kill)
+
+    @property
+    def log(self) -> str:
+        """What the agent has written so far, over all its runs."""
+        return "".join(self._log)
+
+    # What came of it
+
+    def hooks(self, event_id: str = "", *, name: str = "", stage: str = "") -> tuple[HookEnd, ...]:
+        """Hooks that have ended, oldest first: all, or those of one event, name or stage."""
+        notes = self._notes()
+        ends: list[HookEnd] = []
+        for entry in self._journal():
+            if entry.kind not in ("hook_finished", "hook_canceled") or not entry.outcome:
+                continue
+            given = [
+                note["given"]
+                for note in notes
+                if note["hook"] == entry.hook
+                and note["given"].get("SCHEDULED_EVENT_ID", "").casefold() == entry.event_id.casefold()
+                and note["given"].get("SCHEDULED_EVENT_STAGE") == entry.stage
+            ]
+            ends.append(
+                HookEnd(
+                    name=entry.hook,
+                    stage=entry.stage,
+                    event_id=entry.event_id,
+                    outcome=entry.outcome,
+                    reason=entry.text,
+                    output=entry.detail,
+                    environment=given[-1] if given else {},
+                )
+            )
+        return tuple(
+            end
+            for end in ends
+            if (not event_id or self._is(end.event_id, event_id))
+            and name in ("", end.name)
+            and stage in ("", end.stage)
+        )
+
+    def wait_hook(
+        self,
+        name: str,
+        *,
+        event_id: str = "",
+        stage: str = "",
+        count: int = 1,
+        timeout_seconds: float = PATIENCE_SECONDS,
+    ) -> HookEnd:
+        """Wait until the hook has ended for the ``count``-th time, and return how."""
+        __tracebackhide__ = True
+
+        def found() -> tuple[HookEnd, ...]:
+            ends = self.hooks(event_id, name=name, stage=stage)
+            return ends if len(ends) >= count else ()
+
+        times = f"hook {name} had ended" if count == 1 else f"hook {name} had ended {count} times"
+        return self._wait_until(found, times, timeout_seconds)[count - 1]
+
+    def wait_held(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> str:
+        """Wait until the agent holds the event, and return its reason."""
+        return self._wait_told("held", event_id, "was held", timeout_seconds)
+
+    def wait_approved(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> str:
+        """Wait until Azure has taken the agent's approval, and return why it was given."""
+        self._wait_told("approved", event_id, "was approved by the agent", timeout_seconds)
+        return self._wait_told("approving", event_id, "was approved by the agent", timeout_seconds)
+
+    def wait_closed(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> str:
+        """Wait until the agent is done with the event, recovery included, and return its last word about it."""
+        return self._wait_told("closed", event_id, "was closed", timeout_seconds)
+
+    def was_approved(self, event_id: str) -> bool:
+        """Whether the agent has ever sent an approval of the event that Azure accepted."""
+        return bool(self.azure.approvals(event_id))
+
+    def story(self, event_id: str = "") -> tuple[str, ...]:
+        """What the agent's journal tells of the event, or of all: ``kind: text``, oldest first."""
+        return tuple(
+            f"{entry.kind}: {entry.text}"
+            for entry in self._journal()
+            if not event_id or self._is(entry.event_id, event_id)
+        )
+
+    # How
+
+    def _write_policy(self, settings: Settings, hooks: Mapping[str, Sequence[str | os.PathLike[str]]]) -> None:
+        replace = msgspec.structs.replace
+        recorded = {
+            name: self._recorded(
+                name, replace(hook, run=tuple(map(_argument, hooks[name])), shell=None, unit=None, user=None)
+            )
+            if name in hooks
+            else self._recorded(name, hook)
+            for name, hook in settings.hooks.items()
+        }
+        changed = replace(
+            settings,
+            hooks=recorded,
+            imds=replace(settings.imds, endpoint=self.azure.endpoint(), poll_interval=0.25),
+            vm=replace(settings.vm, name=None, aliases=()),
+            agent=replace(
+                settings.agent,
+                listen="127.0.0.1:0",
+                state_dir=str(self._state_dir),
+                log=replace(settings.agent.log, level="info", format="json"),
+            ),
+        )
+        content = json.dumps(plain(changed, Settings), ensure_ascii=False, indent=2)
+        self._policy_file.write_text(content, encoding="utf-8")
+
+    def _recorded(self, name: str, hook: Hook) -> Hook:
+        """The hook, noting its environment before it begins; one of another account could not write the notes."""
+        if hook.unit is not None or hook.user is not None:
+            return hook
+        program = (sys.executable, "-I", "-S", str(self._recorder_file), str(self._notes_file), name)
+        return msgspec.structs.replace(hook, run=(*program, hook.shell or "", *(hook.run or ())), shell=None)
+
+    def _start(self) -> None:
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")
+        }
+        home = str(Path(agent.__file__).resolve().parents[1])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+        # -P: a folder called agent beside the tests is not the agent.
+        command = [sys.executable, "-P", "-m", "agent", "run", "--config", str(self._policy_file)]
+        self._polls_before = self.azure.polls()
+        self._process = subprocess.Popen(
+            [*command, "--stop-timeout", f"{_STOP_SECONDS:g}s"],
+            cwd=self.directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
+        self._reader.start()
+
+    def _polls_since_start(self) -> int:
+        return self.azure.polls() - self._polls_before
+
+    def _read(self, process: "subprocess.Popen[str]") -> None:
+        for line in process.stderr or ():
+            self._log.append(line)
+
+    def _end(self, how: Callable[["subprocess.Popen[str]"], None]) -> None:
+        process, reader = self._process, self._reader
+        if process is None:
+            return
+        how(process)
+        try:
+            process.wait(2 * _STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._process = None
+        if reader is not None:
+            reader.join(_STOP_SECONDS)
+        if process.stderr is not None:
+            process.stderr.close()
+        self._log.append(f"--- the agent has ended: {process.returncode}\n")
+
+    def _journal(self) -> "Sequence[JournalEntry]":
+        if not (self._state_dir / "state.db").exists():
+            return ()
+        try:
+            store = Store.look_into(self._state_dir)
+        except StoreError:
+            if self._process is None:
+                raise
+            return ()  # it is being made just now
+        try:
+            return store.load_journal()
+        finally:
+            store.close()
+
+    def _notes(self) -> list[dict[str, Any]]:
+        if not self._notes_file.exists():
+            return []
+        lines = self._notes_file.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be in the writing
+        return [json.loads(line) for line in lines]
+
+    def _is(self, found: str, event_id: str) -> bool:
+        """Whether an id of the journal is that of an event, which may have gone on under another one."""
+        return found.casefold() in {known.casefold() for known in self.azure.event(event_id).ids}
+
+    def _wait_told(self, kind: str, event_id: str, what: str, timeout_seconds: float) -> str:
+        __tracebackhide__ = True
+
+        def found() -> list[str]:
+            return [e.text for e in self._journal() if e.kind == kind and self._is(e.event_id, event_id)]
+
+        return self._wait_until(found, f"event {event_id} {what}", timeout_seconds)[-1]
+
+    def _wait_until(self, test: Callable[[], T], what: str, timeout_seconds: float) -> T:
+        __tracebackhide__ = True  # a failure is the test's
+        deadline = time.monotonic() + timeout_seconds
+        while not (result := test()):
+            process = self._process
+            if process is not None and process.poll() is not None and self._reader is not None:
+                self._reader.join(_STOP_SECONDS)  # so that the account below has its last words
+            if process is None or process.poll() is not None:
+                why = "the agent does not run"
+                if process is not None:
+                    why = f"the agent has ended, with exit code {process.returncode}"
+            elif time.monotonic() > deadline:
+                why = f"it took longer than {timeout_seconds:g} s"
+            else:
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            raise OutcomeError(f"waited in vain until {what}: {why}; {self._account()}")
+        return result
+
+    def _account(self) -> str:
+        told = self.story()[-15:]
+        lines = "".join(f"\n  {line}" for line in told) or " nothing"
+        last = "".join(f"  {line}" for line in self._log[-15:]) or "  nothing\n"
+        return f"the agent's journal tells:{lines}\nand its log ends:\n{last}".rstrip()
+
+
+@pytest.fixture
+def scheduled_events_vm() -> str:
+    """Name of the simulated VM in Resources; a fixture of the same name replaces it."""
+    return "vm-1"
+
+
+@pytest.fixture
+def scheduled_events(
+    tmp_path: Path, request: pytest.FixtureRequest, scheduled_events_vm: str
+) -> Iterator[ScheduledEvents]:
+    """The simulated Azure of one VM, and its agent; both end with the test."""
+    directory = tmp_path / "scheduled-events-agent"
+    directory.mkdir(mode=0o700)
+    # Without the request limit, for the agent polls at its fastest pace.
+    with Simulator(vms=(scheduled_events_vm,), rate_limit=None) as azure:
+        events = ScheduledEvents(directory, azure)
+        request.node.stash[_KEY] = events
+        try:
+            yield events
+        finally:
+            events.stop()
+
+
+def _argument(given: str | os.PathLike[str]) -> str:
+    return given if isinstance(given, str) else str(Path(given).absolute())
+
+
+_KEY = pytest.StashKey[ScheduledEvents]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") -> Iterator[None]:
+    """Show the agent's log with a test that has failed."""
+    events = item.stash.get(_KEY, None)
+    if call.when == "call" and call.excinfo is not None and events is not None:
+        item.add_report_section("call", "log of scheduled-events-agent", events.log)
+    return (yield)

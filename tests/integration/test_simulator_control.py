@@ -1,0 +1,338 @@
+"""The simulator's control port: what can be let happen there, by whom, and what it refuses."""
+
+import base64
+import hashlib
+import http.client
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import msgspec
+import pytest
+
+from agent.simulator import Simulator, control, parse_scenario
+from agent.simulator.azure import EventType
+from agent.simulator.control import Control, State
+from agent.simulator.faults import FaultKind
+from agent.simulator.scenario import EventStep, FaultStep
+
+JSON = {"Content-Type": "application/json"}
+EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+
+
+@pytest.fixture
+def simulator() -> Iterator[Simulator]:
+    with Simulator(vms=("vm-1", "vm-2"), others=("vm-3",), rate_limit=None) as running:
+        yield running
+
+
+@pytest.fixture
+def port(simulator: Simulator) -> Iterator[int]:
+    with Control(simulator) as running:
+        yield running.port
+
+
+def ask(
+    port: int, path: str, body: bytes | None = None, headers: dict[str, str] | None = None, method: str = ""
+) -> tuple[int, http.client.HTTPMessage, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request(method or ("GET" if body is None else "POST"), path, body, headers or {})
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def post(port: int, path: str, content: Any, **headers: str) -> tuple[int, dict[str, str]]:
+    more = {name.replace("_", "-"): value for name, value in headers.items()}
+    status, _, body = ask(port, path, json.dumps(content).encode(), {**JSON, **more})
+    return status, json.loads(body)
+
+
+def state(port: int) -> State:
+    return msgspec.json.decode(ask(port, "/state")[2], type=State)
+
+
+def test_an_event_is_announced_in_the_words_of_a_scenario_file(simulator: Simulator, port: int) -> None:
+    content = {
+        "type": "Freeze", "name": "pause", "vms": ["vm-2", "vm-3"], "source": "User", "notice": "5m",
+        "duration": "9s", "description": "a <pause> \ud83d\ude00 / \\", "lasts": None, "id": "my-id",
+    }  # fmt: skip
+    assert post(port, "/schedule", content) == (200, {"event": "my-id"})
+
+    plan = simulator.event("pause").plan
+    assert (plan.type, plan.vms, plan.source, plan.duration_seconds) == ("Freeze", ("vm-2", "vm-3"), "User", 9)
+    assert (plan.notice_seconds, plan.lasts_seconds) == (300.0, None)
+    assert plan.description == "a <pause> \U0001f600 / \\"
+
+
+def test_an_event_is_led_through_its_life_by_its_name_or_its_id(simulator: Simulator, port: int) -> None:
+    _, first = post(port, "/schedule", {"type": "Reboot", "name": "first", "start_delay": "1h", "lasts": None})
+    assert post(port, "/approve", {"event": "first"}) == (200, first)
+    assert simulator.event("first").approved_by == "somebody else"
+    assert post(port, "/start", {"event": first["event"]}) == (200, first)
+    assert simulator.event("first").status == "Started"
+    assert post(port, "/end", {"event": "first"}) == (200, first)
+    assert simulator.event("first").outcome == "completed"
+
+    _, second = post(port, "/schedule", {"type": "Redeploy"})
+    assert post(port, "/cancel", second) == (200, second)
+    assert simulator.event(second["event"]).outcome == "canceled"
+
+
+def test_faults_begin_and_end_and_the_numbering_too(simulator: Simulator, port: int) -> None:
+    assert post(port, "/fault", {"kind": "status", "status": 410, "vms": "vm-2", "on": "poll", "count": 3}) == (
+        200,
+        {},
+    )
+    assert simulator.faults("vm-1") == ()
+    ((fault, left),) = simulator.faults("vm-2")
+    assert (fault.kind, fault.status, fault.on, left) == ("status", 410, "poll", 3)
+    assert post(port, "/clear-faults", {}) == (200, {})
+    assert simulator.faults("vm-2") == ()
+    assert post(port, "/reset-incarnation", {"incarnation": 41}) == (200, {})
+    assert state(port).incarnation == 41
+
+
+def test_the_state_tells_of_vms_faults_events_and_what_happened(simulator: Simulator, port: int) -> None:
+    event_id = simulator.schedule("Preempt", vms=["vm-2"])
+    gone_id = simulator.schedule("Reboot")
+    simulator.cancel(gone_id)
+    simulator.fault("vm-1", "stall", count=2)
+    ask(int(simulator.endpoint("vm-2").rpartition(":")[2]), EVENTS, headers={"Metadata": "true"})
+    told = state(port)
+
+    assert [(vm.name, vm.endpoint, vm.polls) for vm in told.vms] == [
+        ("vm-1", simulator.endpoint("vm-1"), 0),
+        ("vm-2", simulator.endpoint("vm-2"), 1),
+    ]
+    assert [(fault.kind, fault.on, fault.count, fault.until) for fault in told.vms[0].faults] == [
+        ("stall", "any", 2, None)
+    ]
+    assert [(event.id, event.status, event.outcome, event.seen_by) for event in told.events] == [
+        (event_id, "Scheduled", "", ("vm-2",)),
+        (gone_id, "Gone", "canceled", ()),
+    ]
+    assert [(one.kind, one.event, one.vm) for one in told.happenings] == [
+        ("polled", f"Preempt {event_id}", "vm-2"),
+        ("fault", "", "vm-1"),
+        ("gone", f"Reboot {gone_id}", ""),
+        ("scheduled", f"Reboot {gone_id}", ""),
+        ("scheduled", f"Preempt {event_id}", ""),
+    ]
+    assert told.choices["type"] == get_args(EventType)
+    assert told.choices["kind"] == get_args(FaultKind)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/schedule", b'{"type": "Reboot", "source": "Me"}', 'source: expected one of Platform, User; got "Me"'),
+        ("/schedule", b"{}", 'the key "type" is missing'),
+        ("/schedule", b'{"type": "Reboot", "notise": "5s"}', 'unknown key "notise"; did you mean "notice"?'),
+        (
+            "/schedule",
+            b'{"type": "Reboot", "notice": 30}',
+            'notice: expected a duration such as 9s, 5m, 1h30m or 2d; got "30": write 30s if seconds are meant',
+        ),
+        ("/fault", b'{"kind": "status", "status": 99}', "status: expected at least 100; got 99"),
+        (
+            "/fault",
+            b'{"kind": "gzip-bomb", "size_bytes": 1e300}',
+            'size_bytes: expected a whole number; got "1e+300"',
+        ),
+        ("/approve", b"[]", "expected keys with values; got a list"),
+        ("/approve", b'{"event": ', "expected JSON; Expecting value: line 1 column 11 (char 10)"),
+        ("/approve", b'{"event": NaN}', "expected JSON; NaN is no JSON"),
+        (
+            "/approve",
+            b"\xff",
+            "expected JSON; 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        ),
+        ("/clear-faults", b'{"vms": []}', 'unknown key "vms"; known here: '),
+        ("/reset-incarnation", b'{"incarnation": -1}', "incarnation: expected at least 0; got -1"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_as_in_a_scenario_file(port: int, path: str, body: bytes, message: str) -> None:
+    status, _, answer = ask(port, path, body, JSON)
+    assert (status, json.loads(answer)) == (400, {"error": f"{path[1:]}: {message}"})
+
+
+def test_what_cannot_be_is_told(simulator: Simulator, port: int) -> None:
+    first = post(port, "/schedule", {"type": "Reboot", "name": "first", "lasts": None})[1]["event"]
+    assert [
+        post(port, "/schedule", {"type": "Reboot", "vms": ["vm-9"]}),
+        post(port, "/fault", {"kind": "stall", "vms": ["vm-3"]}),
+        post(port, "/schedule", {"type": "Freeze", "name": "first"}),
+        post(port, "/cancel", {"event": "second"}),
+    ] == [
+        (400, {"error": "no VM 'vm-9' here; expected one of vm-1, vm-2, vm-3"}),
+        (400, {"error": "no VM 'vm-3' here; expected one of vm-1, vm-2"}),
+        (400, {"error": 'there is an event "first" already; give another name'}),
+        (400, {"error": "there has never been an event 'second'"}),
+    ]
+    simulator.start_event("first")
+    assert post(port, "/cancel", {"event": "first"}) == (
+        400,
+        {"error": f"event {first} is Started; only a Scheduled one can be canceled"},
+    )
+
+
+def test_the_longest_times_at_the_slowest_pace_are_still_dates() -> None:
+    with Simulator(speed=0.1) as slow, Control(slow) as running:
+        assert post(running.port, "/schedule", {"type": "Freeze", "notice": "3650d", "lasts": "3650d"})[0] == 200
+        assert post(running.port, "/fault", {"kind": "stall", "for": "3650d"})[0] == 200
+        told = state(running.port)
+        assert told.events[0].not_before.year > 2100
+        assert (told.vms[0].faults[0].until or told.now).year > 2100
+
+
+def test_no_more_than_a_hundred_events_are_pending(simulator: Simulator, port: int) -> None:
+    for _ in range(100):
+        simulator.schedule("Reboot")
+    assert post(port, "/schedule", {"type": "Reboot"}) == (
+        400,
+        {"error": "there are 100 pending events; end some of them first"},
+    )
+
+
+def test_a_name_that_resolves_to_this_machine_is_not_enough(port: int) -> None:
+    for path in ("/", "/state", "/nowhere"):
+        status, _, body = ask(port, path, headers={"Host": f"rebound.example:{port}"})
+        assert (status, json.loads(body)["error"]) == (
+            403,
+            f'expected the Host 127.0.0.1:{port}; got "rebound.example:{port}"',
+        )
+    assert ask(port, "/state", headers={"Host": f"localhost:{port}"})[0] == 200
+
+
+def test_a_page_of_another_site_can_do_nothing(simulator: Simulator, port: int) -> None:
+    event = {"type": "Reboot"}
+    assert [
+        post(port, "/schedule", event, Origin="https://evil.example")[0],
+        post(port, "/schedule", event, Origin="null")[0],
+        post(port, "/schedule", event, Origin=f"http://127.0.0.1:{port + 1}")[0],
+        post(port, "/schedule", event, Sec_Fetch_Site="cross-site")[0],
+        post(port, "/schedule", event, Sec_Fetch_Site="same-site")[0],
+        # What a form, or a script that does not ask first, may send anywhere.
+        ask(port, "/schedule", b'{"type": "Reboot"}', {"Content-Type": "text/plain"})[0],
+        ask(port, "/schedule", b'{"type": "Reboot"}', {"Content-Type": "application/x-www-form-urlencoded"})[0],
+        ask(port, "/schedule", b'{"type": "Reboot"}')[0],
+        ask(port, "/schedule", headers=JSON, method="OPTIONS")[0],
+    ] == [403, 403, 403, 403, 403, 415, 415, 415, 405]
+    assert simulator.events() == ()
+
+    own = {"Origin": f"http://127.0.0.1:{port}", "Sec_Fetch_Site": "same-origin"}
+    assert post(port, "/schedule", event, **own)[0] == 200
+
+
+def test_other_paths_and_methods_are_refused_with_the_way_out(port: int) -> None:
+    status, _, body = ask(port, "/nowhere")
+    paths = "/, /state, /schedule, /approve, /cancel, /start, /end, /fault, /clear-faults, /reset-incarnation"
+    assert (status, json.loads(body)) == (404, {"error": f"there is no /nowhere here; there are {paths}"})
+    status, headers, body = ask(port, "/schedule")
+    assert (status, headers["Allow"], json.loads(body)) == (
+        405,
+        "POST",
+        {"error": "/schedule is for POST; got GET"},
+    )
+
+
+def test_a_body_that_is_too_large_is_refused(port: int) -> None:
+    body = b'{"type": "Reboot", "description": "' + b"x" * 65536 + b'"}'
+    status, _, answer = ask(port, "/schedule", body, JSON)
+    assert (status, json.loads(answer)) == (413, {"error": f"expected at most 64 KiB; got {len(body)} bytes"})
+
+
+def test_a_client_that_is_too_slow_is_cut_off(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_REQUEST_SECONDS", 0.3)
+    with Control(simulator) as running:
+        for pieces in (b"G", b"GET /state HTTP/1.1\r\nX: " + b"x" * 100_000):
+            with socket.create_connection(("127.0.0.1", running.port), timeout=0.02) as client:
+                for index in range(len(pieces)):
+                    try:
+                        client.send(pieces[index : index + 1])
+                        if client.recv(1) == b"":
+                            break
+                    except TimeoutError:
+                        continue
+                    except OSError:  # cut off with a reset
+                        break
+                else:  # all is sent; the end must come by itself
+                    client.settimeout(30)
+                    assert client.recv(1) == b""
+
+
+def test_more_clients_than_are_allowed_are_turned_away(simulator: Simulator) -> None:
+    with Control(simulator) as running:
+        clients = [socket.create_connection(("127.0.0.1", running.port), timeout=30) for _ in range(32)]
+        try:
+            with socket.create_connection(("127.0.0.1", running.port), timeout=5) as one_more:
+                assert one_more.recv(1) == b""  # long before the time that a request may take
+        finally:
+            for client in clients:
+                client.close()
+
+
+def test_the_page_lets_nothing_in_but_what_stands_in_it(port: int) -> None:
+    status, headers, page = ask(port, "/")
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+
+    def digest(text: str) -> str:
+        return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+    assert status == 200
+    assert headers["Content-Type"] == "text/html; charset=utf-8"
+    assert headers["Content-Security-Policy"] == (
+        f"default-src 'none'; script-src 'sha256-{digest(script)}'; style-src 'sha256-{digest(style)}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-store")
+    # Nothing from elsewhere, no handler or style in an attribute, and no text that could become markup.
+    assert (
+        re.findall(r"https?://|\bsrc=|\bon\w+=\"|\bstyle=|innerHTML|insertAdjacent|document\.write|eval\(", page)
+        == []
+    )
+
+
+def test_the_page_has_a_field_for_every_word_of_an_event_and_a_fault(port: int) -> None:
+    page = ask(port, "/")[2]
+    forms = dict(re.findall(r'<form id="(\w+)">(.*?)</form>', page, re.DOTALL))
+    fields = {name: set(re.findall(r'name="(\w+)"', form)) for name, form in forms.items()}
+    assert fields["schedule"] == set(EventStep.__struct_encode_fields__)
+    assert fields["fault"] == set(FaultStep.__struct_encode_fields__) - {"delay", "size_bytes", "takes_effect"}
+
+
+def test_the_command_serves_nothing_but_what_is_asked_for() -> None:
+    command = [sys.executable, "-m", "agent", "simulate", "--control", "0", "--vm", "a", "--vm", "b", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            told = [json.loads(process.stdout.readline()) for _ in range(4)]
+            assert [line["kind"] for line in told] == ["endpoint", "endpoint", "control", "scenario"]
+            assert [line["vm"] for line in told[:2]] == ["a", "b"]
+            status, answer = post(
+                int(told[2]["url"].rstrip("/").rpartition(":")[2]), "/schedule", {"type": "Preempt"}
+            )
+            happened = json.loads(process.stdout.readline())
+            assert (status, answer["event"]) == (200, happened["event"]["id"])
+            document = ask(int(told[0]["url"].rpartition(":")[2]), EVENTS, headers={"Metadata": "true"})[2]
+            assert [event["EventId"] for event in json.loads(document)["Events"]] == [answer["event"]]
+        finally:
+            process.kill()
+
+
+def test_a_scenario_with_a_control_port_does_not_end_by_itself() -> None:
+    scenario = parse_scenario("{timeline: [{at: 0s, event: {type: Reboot, name: r}}], ends: 1s}", "mine.yaml")
+    for is_endless in (True, False):
+        now = [1000.0]
+        with Simulator(scenario=scenario, is_endless=is_endless, clock=lambda now=now: now[0]) as simulator:  # type: ignore[misc]
+            now[0] += 60.0
+            assert simulator.event("r").status == "Scheduled"
+            assert simulator.is_finished is not is_endless
