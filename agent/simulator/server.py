@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
+from email.utils import formatdate
 from io import BufferedReader, RawIOBase
 from itertools import count
 from typing import Any, Protocol
@@ -186,7 +187,7 @@ class Server:
         if not is_heard:
             return False
         if fault is None:
-            connection.sendall(wire)
+            connection.sendall(_dated(wire))
         elif kind == "stall":
             while connection.recv(4096):  # until the client gives up, or close()
                 pass
@@ -242,6 +243,12 @@ def _has_gone(connection: socket.socket) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         return bool(selector.select(0)) and not connection.recv(1, socket.MSG_PEEK)
+
+
+def _dated(wire: bytes) -> bytes:
+    """The answer with the time in its head."""
+    status_line, _, rest = wire.partition(b"\r\n")
+    return b"%b\r\nDate: %b\r\n%b" % (status_line, formatdate(usegmt=True).encode(), rest)
 
 
 def _read_request(connection: socket.socket, stream: BufferedReader) -> tuple[Request, bool] | None:
