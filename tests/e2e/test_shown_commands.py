@@ -1,0 +1,195 @@
+"""Every command line that the documentation shows: run here as it stands, or named with where it is run.
+
+What is ours runs for real, beside an agent that works on an event, with an id, a file or a port of this machine in
+the place of the one that is written. Everything else must be in ``ELSEWHERE``, or with the reason in ``NOT_RUN``.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from harness import CHECKOUT, PATIENCE, Agent, Simulator
+
+PAGES = sorted(
+    path
+    for place in ("", "docs/**/", "config/**/", "packaging/", "systemd/", "winservice/")
+    for path in CHECKOUT.glob(f"{place}*.md")
+)
+OURS = "scheduled-events-agent "
+CURL = "curl "  # of the simulator
+
+# A command line that begins so -> the file in which the same is run, and a text that stands there for it.
+ELSEWHERE = {
+    "make demo": (".ci/run", "make demo"),
+    "make test": (".ci/run", "make test"),
+    "make packages": ("tests/system/test_packages.py", 'build("deb"'),
+    "apt install ./": ("tests/system/installed.py", '"dpkg", "--install"'),
+    "systemctl reload scheduled-events-agent": ("tests/system/test_unit.py", 'systemctl("reload")'),
+    f"{OURS}completion bash": ("tests/system/test_completion.py", "complete_in_bash"),
+    f"{OURS}install-unit": ("tests/system/test_install_other.py", "install-unit"),
+    f"{OURS}service ": ("tests/system/test_windows_service.py", '"service"'),
+    "pipx install": ("tests/system/test_install_other.py", '"pipx", "install"'),
+    "/usr/local/bin/scheduled-events-agent install-unit": ("tests/system/test_install_other.py", "install-unit"),
+    "python3 -m venv /opt/scheduled-events-agent": ("tests/system/test_install_other.py", '"-m", "venv"'),
+    "/opt/scheduled-events-agent/bin/": ("tests/system/test_install_other.py", "install-unit"),
+    ".venv/bin/python tests/simulation": ("Makefile", "$(BIN)/python tests/simulation"),
+    ".venv/bin/python -m benchmarks.soak": ("tests/integration/test_soak.py", "benchmarks.soak"),
+    ".venv/bin/python -m benchmarks": ("tests/integration/test_benchmarks.py", "benchmarks"),
+    "promtool ": ("tests/system/test_prometheus.py", "promtool"),
+    "curl --cacert": ("tests/integration/test_web_access.py", '"curl"'),
+}
+# The same -> why it is run nowhere.
+NOT_RUN = {
+    "az ": "needs an Azure subscription; the real command line read each of them once, see docs/azure.md",
+    "dnf install": "no distribution with dnf can be had here; tests/system/test_rpm.py installs the rpm with rpm",
+    "tdnf install": "Azure Linux cannot be had here, see docs/install-linux.md",
+    "zypper install": "SLES cannot be had here, see docs/install-linux.md",
+    "podman ": "there is no container engine; tests/system/test_install_other.py carries the recipe out",
+    "pipx run pip-audit": "the database of vulnerabilities is not to be had everywhere; make audit",
+    "SIGN_COMMAND=": "needs a certificate",
+    "systemctl status": "the system tests ask systemd for the same by systemctl show",
+}
+
+
+class Shown(NamedTuple):
+    """A command line on a page."""
+
+    page: str
+    line: str
+
+
+def shown() -> Iterator[Shown]:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for language, body in re.findall(r"^[ ]*```(\w*)\n(.*?)^[ ]*```", text, re.MULTILINE | re.DOTALL):
+            for line in map(str.strip, re.sub(r"\\\n\s*", "", body).splitlines()):
+                is_console = language in ("console", "") and line.startswith("$ ")
+                is_ours = line.startswith(OURS) and language != "text"
+                is_shell = language in ("sh", "bash") and not body.startswith("#!") and bool(line)
+                if is_console or is_ours or (is_shell and not line.startswith("#")):
+                    command = line.removeprefix("$ ")
+                    yield Shown(
+                        page.relative_to(CHECKOUT).as_posix(), re.sub(r"\s+(# |\| ).*", "", command).strip()
+                    )
+
+
+SHOWN = sorted(set(shown()))
+
+
+def is_run_here(command: Shown) -> bool:
+    return command.line.startswith((OURS, CURL)) and not command.line.startswith((*ELSEWHERE,))
+
+
+RUN_HERE = [command for command in SHOWN if is_run_here(command) and command.line.startswith(OURS)]
+
+
+def test_every_command_line_in_the_documentation_is_run_somewhere_or_says_why_not() -> None:
+    known = (*ELSEWHERE, *NOT_RUN)
+    assert [one for one in SHOWN if not is_run_here(one) and not one.line.startswith(known)] == []
+    for start in known:
+        assert any(command.line.startswith(start) for command in SHOWN), f"no page shows {start!r} any more"
+
+
+@pytest.mark.parametrize("start", ELSEWHERE)
+def test_what_is_said_to_be_run_elsewhere_is(start: str) -> None:
+    file, proof = ELSEWHERE[start]
+    assert proof in (CHECKOUT / file).read_text(encoding="utf-8")
+
+
+DOCUMENT = str(next((CHECKOUT / "tests/payloads").glob("*.json")))
+RECORDING = (
+    '{"vm": "vm-1"}\n'
+    '{"at": "2026-01-01T00:00:00Z", "document": {"DocumentIncarnation": 1, "Events": []}}\n'
+    '{"at": "2026-01-01T00:00:09Z", "document": {"DocumentIncarnation": 2, "Events": []}}\n'
+)
+# What goes on until it is told to stop; whether it has begun is told by its first words.
+LASTING = re.compile(r"^(run|demo|status --watch|events --watch|simulate (?!--list|--check))")
+
+
+@pytest.fixture
+def event(agent: Agent, sim: Simulator) -> str:
+    """An event that a running agent holds."""
+    agent.write_policy(
+        agent={"state_dir": str(agent.state_dir), "listen": "127.0.0.1:0"},
+        rules=[{"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "approve": "when-prepared"}],
+        hooks={"drain": agent.hook("drain", exit_code=3)},
+    )
+    agent.start()
+    event = sim.schedule("Reboot", notice_seconds=600)
+    agent.wait_phase(event, "held")
+    return event
+
+
+def words_of(line: str, event: str, directory: Path, endpoint: str) -> list[str]:
+    """The arguments, with what is the reader's own filled in."""
+    words = shlex.split(line.removeprefix(OURS))
+    words = [DOCUMENT if word in ("FILE", "DOCUMENT") else word for word in words]
+    if "--record" in words:  # by default, of the real endpoint
+        words += ["--from", endpoint]
+    elif words[0] == "simulate" and words[1].endswith(".jsonl"):
+        (directory / words[1]).write_text(RECORDING, encoding="utf-8")
+    # A port may be taken here; a free one is found if none is named.
+    words = [word for before, word in zip(["", *words], words, strict=False) if "--port" not in (before, word)]
+    return [event[:8].lower() if re.fullmatch(r"[0-9a-f]{6,8}", word) else word for word in words]
+
+
+@pytest.mark.parametrize("command", RUN_HERE, ids=lambda command: f"{command.page}:{command.line}")
+def test_a_command_of_the_documentation_does_what_it_is_shown_for(
+    command: Shown, agent: Agent, event: str, tmp_path: Path
+) -> None:
+    words = words_of(command.line, event, tmp_path, agent.endpoint)
+    if words[0] == "run":
+        agent.stop()
+    process = subprocess.Popen(
+        agent.command(*words),
+        cwd=tmp_path if words[0] == "simulate" else CHECKOUT,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(CHECKOUT),
+            "SCHEDULED_EVENTS_AGENT_CONFIG": str(agent.config),
+            "COLUMNS": "100",
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+    )
+    try:
+        assert process.stdout is not None
+        if LASTING.match(" ".join(words)):
+            first = process.stdout.readline()
+            assert first, "it says nothing"
+            assert not re.match("usage:|scheduled-events-agent: |Traceback", first), first + process.stdout.read()
+        else:
+            output, _ = process.communicate(timeout=PATIENCE)
+            assert (process.returncode, "Traceback" in output) == (0, False), output
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_the_requests_to_the_simulator_that_are_shown_are_answered(agent: Agent) -> None:
+    lines = [command.line for command in SHOWN if is_run_here(command) and command.line.startswith(CURL)]
+    assert len(lines) == 3
+    simulate = subprocess.Popen(
+        agent.command("simulate", "--control", "0", "--json"), cwd=CHECKOUT, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert simulate.stdout is not None
+        endpoint, control = (json.loads(simulate.stdout.readline())["url"].rstrip("/") for _ in range(2))
+        for line in sorted(lines, key=lambda line: ("cancel" in line, line)):  # what is canceled has to be there
+            here = line.replace("http://127.0.0.1:8169", endpoint).replace("http://127.0.0.1:8170", control)
+            done = subprocess.run([*shlex.split(here), "--fail", "-sS"], check=False, capture_output=True)
+            assert done.returncode == 0, (here, done.stderr)
+    finally:
+        simulate.kill()
+        simulate.communicate()
