@@ -11,15 +11,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from agent import AgentError, host
+from agent.access import AccessError, doubts, load_web_config
 from agent.events import EVENT_TYPES, ApiVersion
 from agent.policy import Duration, Hook, MaintenanceWindow, Name, Rule, When
 from agent.typed_yaml import Parsed, Problem, format_duration, json_schema, nearest, parse
+
+if TYPE_CHECKING:
+    from ipaddress import IPv4Address, IPv6Address
 
 CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"
 BUILT_IN_NAME = "built-in policy"
@@ -30,6 +34,7 @@ _MAX_POLL_SECONDS = 60.0  # a Spot VM may be gone 30 s after its notice; longer 
 _MAX_WINDOW_SECONDS = 7 * 86400.0
 _ENDPOINT = re.compile(r"http://(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?/?")
 _LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _UNIT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9:_.\\-]*(@[A-Za-z0-9:_.\\-]+)?\.service")
 _OTHER_UNIT = re.compile(r"\.(socket|target|timer|path|mount|automount|swap|slice|scope|device)$")
 _MAX_UNIT_CHARACTERS = 255
@@ -125,6 +130,14 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     listen: Annotated[
         str, Meta(description="ADDRESS:PORT of /metrics, /healthz, /readyz and /status, or off.")
     ] = "127.0.0.1:9769"
+    listen_names: Annotated[
+        tuple[str, ...],
+        Meta(description="Further names by which a browser or a proxy on this machine may ask for the pages."),
+    ] = ()
+    web_config: Annotated[
+        str | None,
+        Meta(description="File with TLS and passwords for the pages, as Prometheus' exporters have it."),
+    ] = None
 
 
 DEFAULT_RULES = (
@@ -233,7 +246,7 @@ def parse_settings(
 def check_files(loaded: Loaded) -> tuple[Problem, ...]:
     """Warnings about what hooks name and this machine lacks or refuses, and of files that others could change."""
     exposed = _exposed(loaded.settings, None if loaded.name == BUILT_IN_NAME else Path(loaded.name))
-    return loaded.parsed.gather([*exposed, *_missing(loaded.settings)])
+    return loaded.parsed.gather([*exposed, *_web_doubts(loaded.settings.agent), *_missing(loaded.settings)])
 
 
 def hook_tampering_fault(hook: Hook) -> str | None:
@@ -306,14 +319,40 @@ def _setting_faults(settings: Settings) -> Iterator[_Finding]:
     if imds.endpoint != "auto" and parse_endpoint(imds.endpoint) is None:
         yield "imds.endpoint", f'expected auto or http://HOST[:PORT]; got "{imds.endpoint}"'
     match = _LISTEN.fullmatch(agent.listen)
-    if agent.listen != "off" and (match is None or int(match["port"]) > 65535):
+    if agent.listen != "off" and (match is None or int(match["port"]) > 65535 or not _can_be(match["address"])):
         yield "agent.listen", f'expected ADDRESS:PORT or off; got "{agent.listen}"'
+    for index, name in enumerate(agent.listen_names):
+        if not _HOST_NAME.fullmatch(name):
+            yield f"agent.listen_names[{index}]", f'expected a name such as vm.example.com; got "{name}"'
     if agent.healthy_within <= imds.poll_interval:
         expected = f"more than imds.poll_interval ({format_duration(imds.poll_interval)})"
         yield "agent.healthy_within", f"expected {expected}; got {format_duration(agent.healthy_within)}"
-    texts = {"vm.name": settings.vm.name, "agent.state_dir": agent.state_dir}
+    texts = {"vm.name": settings.vm.name, "agent.state_dir": agent.state_dir, "agent.web_config": agent.web_config}
     texts |= {f"vm.aliases[{index}]": alias for index, alias in enumerate(settings.vm.aliases)}
     yield from _blank_faults(texts)
+
+
+def _can_be(address: str) -> bool:
+    """Whether what stands before the port may be an address or a name of this machine."""
+    is_number = address.startswith("[") or not address.strip("0123456789.")
+    return not is_number or _ip_address(address) is not None
+
+
+def _ip_address(address: str) -> "IPv4Address | IPv6Address | None":
+    from ipaddress import ip_address  # noqa: PLC0415 - only an agent that listens on something special needs it
+
+    with suppress(ValueError):
+        return ip_address(address.strip("[]"))
+    return None
+
+
+def _is_open(listen: str) -> bool:
+    """Whether others than this machine may reach the pages."""
+    address = listen.rpartition(":")[0]
+    if listen == "off" or address in ("127.0.0.1", "localhost"):
+        return False
+    ip = _ip_address(address)
+    return ip is None or not ip.is_loopback
 
 
 def _hook_list_faults(
@@ -447,6 +486,9 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 def _doubts(settings: Settings) -> Iterator[_Finding]:
     """What is allowed but hardly meant."""
+    if _is_open(settings.agent.listen) and settings.agent.web_config is None:
+        text = "whoever reaches this address may read the pages: name a file with TLS and passwords as web_config"
+        yield "agent.listen", text
     used = set(settings.on_clear)
     for index, rule in enumerate(settings.rules):
         path = f"rules[{index}]"
@@ -537,6 +579,23 @@ def _exposed(settings: Settings, policy: Path | None) -> Iterator[_Finding]:
         )
     if fault := host.privacy_fault(state_dir):
         yield "agent.state_dir", f"{state_dir} should be for the agent's account alone; {fault}"
+
+
+def _web_doubts(agent: AgentSettings) -> Iterator[_Finding]:
+    """Why the pages would not be shown, or to too many."""
+    if agent.web_config is None or agent.listen == "off":
+        return
+    path = Path(agent.web_config)
+    if fault := host.tampering_fault(path):
+        yield "agent.web_config", fault
+    try:
+        web_config = load_web_config(path)
+    except AccessError as error:
+        for problem in str(error).splitlines():
+            yield "agent.web_config", f"without it the pages are not shown: {problem}"
+    else:
+        for doubt in doubts(web_config, is_open=_is_open(agent.listen)):
+            yield "agent.web_config", doubt
 
 
 def _missing(settings: Settings) -> Iterator[_Finding]:

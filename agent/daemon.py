@@ -9,6 +9,7 @@ next turn.
     identity    asks who this VM is, until it is known     -> inbox
     approvals   one thread for each request to approve     -> inbox
     hooks       one thread for each hook that runs         -> inbox
+    pages       opens the web server, until it is open
     web         answers from the published board
 """
 
@@ -20,12 +21,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from agent import __version__, host
+from agent.access import Access, AccessError
 from agent.config import BUILT_IN_NAME, ImdsSettings, Settings
 from agent.engine import Engine, HookEnded, HookKey, News, Paused, key_of, without_run
 from agent.events import DocumentError, parse_document
@@ -33,11 +36,11 @@ from agent.hooks import HookRun, end_leftovers
 from agent.imds import ImdsClient, ImdsError, backoff_seconds, resolve_endpoint
 from agent.log import FailureLog, Logger, get_logger
 from agent.metrics import Metrics
-from agent.page import render_page
+from agent.page import HEADERS, render_page
 from agent.policy import Hook
 from agent.status import PolicyInForce, RunningHook, Status, Vm, summarize
 from agent.store import Store, StoreError
-from agent.web import HTML, Page, WebServer
+from agent.web import HTML, Page, WebError, WebServer
 from agent.workflow import ApprovalAnswered, Approve, RunHook, Workflow, is_ready
 
 # The engine's own pace: how soon an operator is answered, and how often /healthz hears of it.
@@ -63,6 +66,12 @@ _RESOLVE_SECONDS = 30.0
 _COMMIT_RETRY_SECONDS = 1.0
 # Events, and pauses, that the status page shows.
 _RECENT = 20
+# The page is made this often at most, however many ask for it, and a disk that hangs is waited for this long.
+_PAGE_SECONDS = 1.0
+_PAGE_PATIENCE_SECONDS = 2.0
+# The agent starts without its pages if their port is taken; for the first attempt it waits, but not for long.
+_WEB_RETRY_SECONDS = 3.0
+_WEB_PATIENCE_SECONDS = 2.0
 DEFAULT_STOP_TIMEOUT = 5.0
 
 
@@ -114,8 +123,12 @@ class Daemon:
         self._policy = PolicyInForce(file=policy_name, read_at=self._started_at)
         self._service = service or host.ServiceManager()
         self._told_status: str | None = None  # None until it has been told that the agent is ready
+        self._access: Access | None = None
+        self._web_failure = ""  # why there is no web server, though there should be
+        self._web_tried = threading.Event()
+        self._web_opener: threading.Thread | None = None
         self.web: WebServer | None = None
-        """The web server while ``run`` runs; None if the policy has it off."""
+        """The web server while ``run`` runs; None if the policy has it off, or as long as it cannot listen."""
 
     def _load_pending(self) -> Iterable[Workflow]:
         return self._engine.board.values()
@@ -153,7 +166,8 @@ class Daemon:
     def _start(self) -> None:
         settings = self._engine.settings
         if settings.agent.listen != "off":
-            self.web = WebServer(settings.agent.listen, self._pages())
+            self._web_opener = self._start_thread("pages", self._open_web)
+            self._web_tried.wait(_WEB_PATIENCE_SECONDS)
         self._engine.start()
         self._log.info(
             "agent started",
@@ -163,7 +177,7 @@ class Daemon:
             endpoint=settings.imds.endpoint,
             vm=self._engine.identity.name or "not known yet",
             pending=len(self._engine.board),
-            listen=self.web.address if self.web else "off",
+            listen=self.web.address if self.web else settings.agent.listen if self._web_opener else "off",
         )
         ended = end_leftovers(self._instance)
         if ended:
@@ -176,7 +190,35 @@ class Daemon:
         self._identifier.has_tried.wait(_IDENTITY_PATIENCE_SECONDS)
         self._poller.run()
 
-    def _start_thread(self, name: str, target: Callable[[], None]) -> None:
+    def _open_web(self) -> None:
+        """Have the pages served, sooner or later: without them the machine is protected all the same."""
+        agent = self._engine.settings.agent
+        while not self._poller.stop_requested.is_set():
+            try:
+                if agent.web_config and not self._access:
+                    self._access = Access(Path(agent.web_config), self._tell_access)
+                web = WebServer(agent.listen, self._pages(), access=self._access, names=agent.listen_names)
+            except (AccessError, WebError) as error:
+                if str(error) != self._web_failure:
+                    self._log.error("the pages cannot be shown; this is tried again", reason=str(error))
+                self._web_failure = str(error)
+            else:
+                self.web = web
+                if self._web_failure:
+                    self._log.info("the pages are shown now", listen=web.address)
+                self._web_failure = ""
+                self._web_tried.set()
+                return
+            self._web_tried.set()
+            self._poller.stop_requested.wait(_WEB_RETRY_SECONDS)
+
+    def _tell_access(self, refused: str) -> None:
+        if refused:
+            self._log.error("agent.web_config was refused, what it said before is in force", reason=refused)
+        else:
+            self._log.info("agent.web_config is in force as it is now")
+
+    def _start_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
         def guarded() -> None:
             try:
                 target()
@@ -185,7 +227,9 @@ class Daemon:
                 self._crash = error
                 self.stop()
 
-        threading.Thread(target=guarded, name=name, daemon=True).start()
+        thread = threading.Thread(target=guarded, name=name, daemon=True)
+        thread.start()
+        return thread
 
     def _shut_down(self) -> None:
         """Stop in time: running hooks may end by themselves first, then are made to."""
@@ -204,6 +248,8 @@ class Daemon:
             self._engine.finish(ended)
         except StoreError as error:
             self._log.error("could not write the state file while stopping", reason=str(error))
+        if self._web_opener is not None:
+            self._web_opener.join(_WEB_PATIENCE_SECONDS)
         if self.web is not None:
             self.web.close()
         self._log.info("agent stopped")
@@ -295,6 +341,10 @@ class Daemon:
             parts.append(f"polling fails ({self._poller.failure})")
         if self._policy.refused:
             parts.append("the policy file was refused, the one from before is in force")
+        if self._web_failure:
+            parts.append(f"its pages are not shown ({self._web_failure})")
+        if self._access and self._access.refused:
+            parts.append("agent.web_config was refused, what it said before is in force")
         pending = [summarize(workflow) for workflow in self._engine.board.values()]
         parts += pending or ["nothing is pending"]
         return "; ".join(parts)
@@ -321,7 +371,7 @@ class Daemon:
 
     def _pages(self) -> dict[str, Callable[[], Page]]:
         return {
-            "/": self._human_page,
+            "/": _Shared(self._human_page),
             "/healthz": self._health_page,
             "/readyz": self._ready_page,
             "/metrics": self._metrics_page,
@@ -340,6 +390,8 @@ class Daemon:
         since_poll = now - (self._poller.succeeded or self._started)
         if since_poll > self._engine.settings.agent.healthy_within:
             problems.append(f"no poll has succeeded for {since_poll:.0f}s: {self._poller.failure or 'it hangs'}")
+        if self._web_failure:  # to be read by ``status``, which asks through the state file
+            problems.append(f"the pages are not shown: {self._web_failure}")
         return problems
 
     def _health_page(self) -> Page:
@@ -373,9 +425,11 @@ class Daemon:
                 pauses = store.load_notes(kind="pause", limit=_RECENT)
             finally:
                 store.close()
+            text = render_page(status, recent, pauses)
         except StoreError as error:
-            return Page(HTTPStatus.OK, render_page(status, unread=str(error)).encode(), HTML)
-        return Page(HTTPStatus.OK, render_page(status, recent, pauses).encode(), HTML)
+            text = render_page(status, unread=str(error))
+        # Text from a hook may be no text in UTF-8's sense.
+        return Page(HTTPStatus.OK, text.encode("utf-8", "replace"), HTML, HEADERS)
 
     def _status(self) -> Status:
         """How the agent is now. For any thread."""
@@ -402,6 +456,32 @@ class Daemon:
 
     def _describe_as_json(self) -> bytes:
         return msgspec.json.encode(self._status())
+
+
+class _Shared:
+    """A page that takes some work, made once for all who ask within a second. For any thread."""
+
+    def __init__(self, make: Callable[[], Page]) -> None:
+        self._make = make
+        self._making = threading.Lock()
+        self._made: tuple[float, Page] | None = None
+
+    def __call__(self) -> Page:
+        if self._made and time.monotonic() - self._made[0] < _PAGE_SECONDS:
+            return self._made[1]
+        # While somebody else makes it, the one before will do; that may take long if the disk hangs.
+        if self._making.acquire(timeout=0.0 if self._made else _PAGE_PATIENCE_SECONDS):
+            try:
+                if not self._made or time.monotonic() - self._made[0] >= _PAGE_SECONDS:
+                    page = self._make()
+                    self._made = (time.monotonic(), page)
+            finally:
+                self._making.release()
+        if self._made:
+            return self._made[1]
+        return Page(
+            HTTPStatus.SERVICE_UNAVAILABLE, b"the page takes long to make; try again, or ask for /status\n"
+        )
 
 
 class _Endpoint:

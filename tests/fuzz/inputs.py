@@ -269,7 +269,7 @@ _POOLS: dict[str, tuple[str, ...]] = {
     "prepare": ("drain",), "on_start": ("drain",), "recover": ("resume",), "on_clear": ("resume",),
     "window": ("night",),
     "endpoint": ("auto", "http://127.0.0.1:8080", "http://h", "https://h", "http://[::1]", '"http://h\\n"'),
-    "listen": ("off", "127.0.0.1:9769", '"[::1]:1"', "0.0.0.0:0", "a:b", "h:65536", "h:٣", ":1"),
+    "listen": ("off", "127.0.0.1:9769", '"[::1]:1"', "0.0.0.0:0", "a:b", "h:65536", "h:٣", ":1", "9.9:9"),
     "timezone": ("UTC", "Europe/Berlin", "Asia/Tokyo", "Europe", "../../etc/passwd", "/etc/localtime", '"\\0"'),
     "unit": ("drain.service", "a@b.service", "x-y.service", "x.timer", "-", "../x.service", "drain-web.service"),
     "run": ("/bin/true", "drain", "--now", '""', "x y"),
@@ -568,9 +568,9 @@ def _registry(random: Random) -> bytes:
 # --- HTTP
 
 _REQUESTS = (
-    b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nHost: localhost:9769\r\n\r\n",
     b"HEAD /healthz HTTP/1.0\r\n\r\n",
-    b"GET /readyz?verbose=1 HTTP/1.1\r\nHost: x\r\nConnection: keep-alive\r\n\r\n",
+    b"GET /readyz?verbose=1 HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: keep-alive\r\n\r\n",
     b"POST /status HTTP/1.1\r\nContent-Length: 11\r\n\r\nGET / HTTP/1",
     b"GET / HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n",
     b"GET /status\r\n\r\n",
@@ -580,6 +580,7 @@ _HTTP_TOKENS = (
     b"/healthz", b"/", b"//", b"http://evil/metrics", b"*", b"/../../etc/passwd", b"/%00", b"/metrics#x",
     b" HTTP/1.1\r\n", b" HTTP/1.0\r\n", b" HTTP/0.9\r\n", b" HTTP/9.9\r\n", b" HTTP/1.99999999999\r\n",
     b" HTTP/1.\xb2\r\n", b" http/1.1\r\n", b"\r\n", b"\n", b"\r", b"\r\n\r\n", b"\r\n ", b"\r\n\t", b"Host: x\r\n",
+    b"Host: [::1]:1\r\n", b"Host: ]:[\r\n", b"Host: ::\r\n", b"Authorization: Basic \xff=\r\n",
     b"Host:\r\n", b": y\r\n", b"X: " + b"y" * 9000 + b"\r\n", b"X: y\r\n" * 120,
     b"Content-Length: 99999999999999999999\r\n", b"Content-Length: -1\r\n",
     b"Content-Length: 5\r\nContent-Length: 6\r\n", b"Transfer-Encoding: chunked\r\n",

@@ -2,9 +2,10 @@
 
 import http.client
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http import HTTPStatus
 from typing import Any
@@ -14,6 +15,9 @@ import pytest
 from agent import __version__, web
 from agent.web import Page, Pages, WebError, WebServer
 
+STRANGE_NAME = (
+    "asked by a name that is not this server's: use its address, or add the name to agent.listen_names\n"
+)
 NOT_FOUND = "no such page; there are: /healthz /metrics /slow\n"
 
 
@@ -110,8 +114,9 @@ def test_any_other_path_is_told_what_pages_there_are(server: WebServer, path: st
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 def test_nothing_but_reading_is_possible(server: WebServer, method: str) -> None:
-    answer, _ = ask(server, method, "/metrics", body=b"x")
-    assert answer.status == 501
+    answer, body = ask(server, method, "/metrics", body=b"x")
+    assert (answer.status, answer.getheader("Allow")) == (405, "GET, HEAD")
+    assert body == "only GET and HEAD: nothing can be changed here\n"
 
 
 def test_a_slow_page_does_not_hold_up_another_one(server: WebServer, slow: Slow) -> None:
@@ -126,7 +131,7 @@ def test_a_slow_page_does_not_hold_up_another_one(server: WebServer, slow: Slow)
 
 def test_a_client_that_says_nothing_or_half_a_request_does_not_hold_up_another_one(server: WebServer) -> None:
     with ExitStack() as stack:
-        for text in (b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: x\r\n"):
+        for text in (b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"):
             mute = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             mute.sendall(text)
         began = time.monotonic()
@@ -174,7 +179,7 @@ def test_more_clients_than_there_are_places_are_all_served_in_the_end(server: We
 
 
 def test_a_client_that_closes_its_side_after_asking_gets_its_answer(server: WebServer) -> None:
-    answer = say(server, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", half_close=True)
+    answer = say(server, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", half_close=True)
     assert answer.startswith(b"HTTP/1.0 200 OK\r\n")
     assert answer.endswith(b"\r\n\r\n# metrics\n")
 
@@ -185,7 +190,7 @@ def test_a_client_that_goes_away_while_it_is_answered_harms_nobody(
     for _ in range(web._MAX_CONNECTIONS):
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # reset at close
-            connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+            connection.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert slow.entered.acquire(timeout=10)
     slow.may_answer.set()
     answer, _ = ask(server, "GET", "/metrics")
@@ -284,7 +289,7 @@ def test_close_does_not_wait_for_clients_that_hang() -> None:
         # All places are taken, and one more waits outside.
         for _ in range(web._MAX_CONNECTIONS + 1):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-            client.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+            client.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
         for _ in range(web._MAX_CONNECTIONS):
             assert slow.entered.acquire(timeout=10)
         began = time.monotonic()
@@ -312,3 +317,141 @@ def test_closing_a_server_on_every_address_works_as_well(monkeypatch: pytest.Mon
     server.close()
     assert time.monotonic() - began < 1
     assert set(threading.enumerate()) <= before
+
+
+def come(server: WebServer, source: str) -> socket.socket:
+    """A client that comes from another address, and says nothing yet."""
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20, source_address=(source, 0))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 at once")
+def test_one_address_that_takes_every_place_slowly_keeps_no_other_one_out(server: WebServer) -> None:
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(come(server, "127.0.0.66")) for _ in range(web._MAX_CONNECTIONS)]
+        for client in crowd:
+            client.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+        wait_until(lambda: len(server._server.places._taken) == web._MAX_CONNECTIONS)
+        began = time.monotonic()
+        for _ in range(5):
+            with come(server, "127.0.0.1") as client:
+                client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+                assert client.recv(100).startswith(b"HTTP/1.0 200 ")
+        # The first had to wait for one of the crowd to have been there for a moment; none for a time limit.
+        assert time.monotonic() - began < web._TIMEOUT_SECONDS - 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 at once")
+def test_a_client_that_is_slow_keeps_its_place_when_another_address_takes_all_the_others(
+    server: WebServer,
+) -> None:
+    with ExitStack() as stack:
+        few = stack.enter_context(come(server, "127.0.0.1"))
+        few.sendall(b"GET /metrics HTTP/1.1\r\n")
+        for _ in range(3 * web._MAX_CONNECTIONS):
+            stack.enter_context(come(server, "127.0.0.66")).sendall(b"GET /met")
+        with come(server, "127.0.0.2") as last:
+            last.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert last.recv(100).startswith(b"HTTP/1.0 200 ")
+        few.sendall(b"\r\n")
+        assert few.recv(100).startswith(b"HTTP/1.0 200 ")
+
+
+def test_of_a_crowd_from_one_address_who_has_something_to_say_is_served_all_the_same(server: WebServer) -> None:
+    with ExitStack() as stack:
+        for _ in range(2 * web._MAX_CONNECTIONS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port))).sendall(b"GET /met")
+        assert ask(server, "GET", "/metrics")[0].status == 200
+
+
+def test_a_client_that_takes_its_answer_slowly_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "_SEND_SECONDS", 1.0)
+    server = WebServer("127.0.0.1:0", {"/big": lambda: Page(HTTPStatus.OK, b"x" * 64 * 1024 * 1024)})
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(b"GET /big HTTP/1.1\r\n\r\n")
+        wait_until(lambda: server._server.places._taken)
+        wait_until(lambda: not server._server.places._taken)  # though a byte now and then is taken
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "are_one"),
+    [
+        ("10.0.0.1", "10.0.0.2", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+        ("2001:db8::1", "2001:db8::2:3:4:5", True),
+        ("2001:db8:0:1::1", "2001:db8:0:2::1", False),
+        ("fe80::1%2", "fe80::2%2", True),
+    ],
+)
+def test_all_addresses_that_a_host_may_give_itself_count_as_one(one: str, other: str, are_one: bool) -> None:
+    assert (web._origin(one) == web._origin(other)) is are_one
+
+
+def wait_until(test: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not test():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1:9769", 200),
+        ("10.1.2.3", 200),  # whoever forwards to us may keep the address that it was asked at
+        ("[::1]:9769", 200),
+        ("[::1]", 200),
+        ("localhost", 200),
+        ("LocalHost.:9769", 200),
+        ("vm.localhost", 200),
+        (socket.gethostname(), 200),
+        ("status.example.com", 200),
+        ("evil.example", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("localhost.evil.example:9769", 421),
+        ("", 421),
+        ("[evil.example]", 421),
+        ("127.0.0.1@evil.example", 421),
+    ],
+)
+def test_a_browser_that_was_led_here_by_a_strange_name_gets_nothing(host: str, status: int) -> None:
+    server = WebServer(
+        "127.0.0.1:0", {"/status": lambda: Page(HTTPStatus.OK, b"{}")}, names=("Status.example.com",)
+    )
+    try:
+        answer, body = ask(server, "GET", "/status", headers={"Host": host})
+        assert answer.status == status
+        assert body == ("{}" if status == 200 else STRANGE_NAME)
+    finally:
+        server.close()
+
+
+def test_a_probe_by_a_strange_name_learns_yes_or_no(server: WebServer) -> None:
+    answer, body = ask(server, "GET", "/healthz", headers={"Host": "evil.example"})
+    assert (answer.status, body) == (503, "no\n")
+
+
+def test_one_strange_name_among_others_is_enough(server: WebServer) -> None:
+    told = say(server, b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+    assert told.startswith(b"HTTP/1.0 421 ")
+
+
+def test_a_server_for_other_machines_may_be_asked_by_any_name() -> None:
+    server = WebServer("0.0.0.0:0", {"/status": lambda: Page(HTTPStatus.OK, b"{}")})
+    try:
+        assert ask(server, "GET", "/status", headers={"Host": "vm.example.com"})[0].status == 200
+    finally:
+        server.close()
+
+
+def test_a_bug_in_a_page_is_told_to_who_asked_for_it() -> None:
+    def page() -> Page:
+        raise RuntimeError("a bug")
+
+    server = WebServer("127.0.0.1:0", {"/x": page})
+    try:
+        answer, body = ask(server, "GET", "/x")
+        assert (answer.status, body) == (500, "a bug in the agent: RuntimeError('a bug')\n")
+    finally:
+        server.close()

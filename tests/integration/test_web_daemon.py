@@ -1,0 +1,236 @@
+"""The pages of a daemon that runs: with or without a port it protects the machine, and nobody can keep it busy."""
+
+import http.client
+import io
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from agent import daemon as module
+from agent import log
+from agent.config import AgentSettings, ImdsSettings, Settings, parse_settings
+from agent.daemon import Daemon
+from agent.page import HEADERS
+from agent.policy import Rule
+from agent.simulator import Simulator
+from agent.store import Store
+
+OUTPUT = "x" * 4096
+RULES = (Rule(name="all", approve="immediately"),)
+
+
+@pytest.fixture
+def lines() -> Iterator[list[Mapping[str, object]]]:
+    """What the log has said so far."""
+    said: list[Mapping[str, object]] = []
+    log.set_up("info", "json", stream=io.StringIO(), on_entry=said.append)
+    yield said
+    log.set_up("error", "json")
+
+
+@contextmanager
+def running(directory: Path, endpoint: str, agent: AgentSettings) -> Iterator[Daemon]:
+    imds = ImdsSettings(endpoint=endpoint, poll_interval=0.25)
+    settings = Settings(imds=imds, agent=agent, rules=RULES)
+    directory.mkdir(exist_ok=True)
+    store = Store.open(directory, datetime.now(UTC))
+    daemon = Daemon(settings, lambda: settings, store)
+    thread = threading.Thread(target=daemon.run)
+    thread.start()
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
+        thread.join(20.0)
+        store.close()
+    assert not thread.is_alive()
+
+
+def get(port: int, path: str) -> tuple[http.client.HTTPResponse, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def wait_until(test: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not test():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_agent_whose_port_is_taken_protects_the_machine_says_so_and_shows_its_pages_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[Mapping[str, object]]
+) -> None:
+    monkeypatch.setattr(module, "_WEB_RETRY_SECONDS", 0.2)
+    other = socket.create_server(("127.0.0.1", 0))
+    port = other.getsockname()[1]
+    settings = AgentSettings(listen=f"127.0.0.1:{port}")
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), settings) as daemon:
+        assert azure.wait_approved(azure.schedule("Reboot", notice_seconds=600)).approved_at is not None
+        wait_until(lambda: daemon._web_failure)
+        failure = daemon._web_failure
+        assert failure.startswith(f"cannot listen on 127.0.0.1:{port}: ")
+        assert failure.endswith("; set agent.listen to a free ADDRESS:PORT, or to off")
+        assert daemon._status().health == (f"the pages are not shown: {failure}",)
+        assert f"its pages are not shown ({failure})" in daemon._describe()
+        wait_until(lambda: sum(line["message"] == "agent started" for line in lines))
+        said = [line for line in lines if "cannot be shown" in str(line["message"])]
+        assert [(line["level"], line["reason"]) for line in said] == [
+            ("error", failure)
+        ]  # once, though tried often
+        other.close()
+        wait_until(lambda: daemon.web)
+        assert get(port, "/healthz")[1] == "ok\n"
+        wait_until(lambda: any(line["message"] == "the pages are shown now" for line in lines))
+        assert "not shown" not in daemon._describe()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+def test_an_agent_that_never_gets_its_port_can_be_stopped(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, Simulator(vms=("vm-1",)) as azure:
+        settings = AgentSettings(listen=f"127.0.0.1:{other.getsockname()[1]}")
+        with running(tmp_path, azure.endpoint(), settings) as daemon:
+            azure.wait_polls(1)
+            assert daemon.web is None
+
+
+@pytest.mark.skipif(find_spec("bcrypt") is None, reason="passwords need bcrypt, which is optional")
+def test_pages_that_are_to_be_protected_are_not_shown_without_protection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WEB_RETRY_SECONDS", 0.2)
+    file = tmp_path / "web.yml"
+    settings = AgentSettings(listen="127.0.0.1:0", web_config=str(file))
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path / "state", azure.endpoint(), settings) as daemon:
+        azure.wait_polls(2)
+        assert daemon.web is None
+        assert daemon._web_failure.startswith(f"{file}: cannot be read: ")
+        file.write_text("basic_auth_users: {ada: $2b$04$abcdefghijklmnopqrstuuDZyGsW8WrR8yq7cQ1FzqkqyPz1JmQ4e}\n")
+        wait_until(lambda: daemon.web)
+        assert daemon.web is not None
+        assert get(daemon.web.port, "/status")[0].status == 401
+
+
+@pytest.mark.parametrize(
+    "listen", ["999.1.1.1:9769", "127.0.0.1", "127.0.0.1:99999", "[::g]:1", "[127.0.0.1:1", ":1"]
+)
+def test_an_address_that_can_never_work_is_refused_at_once(listen: str) -> None:
+    with pytest.raises(Exception, match="expected ADDRESS:PORT or off; got") as caught:
+        parse_settings(f"agent: {{listen: '{listen}'}}", "p")
+    assert str(caught.value) == f'p:1: agent.listen: expected ADDRESS:PORT or off; got "{listen}"'
+
+
+def test_the_page_is_made_once_a_second_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[float] = []
+    look_into = Store.look_into
+
+    def counting(directory: Path) -> Store:
+        made.append(time.monotonic())
+        return look_into(directory)
+
+    monkeypatch.setattr(Store, "look_into", counting)
+    with (
+        Simulator(vms=("vm-1",)) as azure,
+        running(tmp_path, azure.endpoint(), AgentSettings(listen="127.0.0.1:0")) as daemon,
+    ):
+        wait_until(daemon._engine.names)
+        assert daemon.web is not None
+        began = time.monotonic()
+        answers = [get(daemon.web.port, "/") for _ in range(100)]
+        passed = time.monotonic() - began
+        assert 1 <= len(made) <= passed / module._PAGE_SECONDS + 1
+    for answer, body in answers:
+        assert answer.status == 200
+        assert "<h1>vm-1</h1>" in body
+        assert {name: answer.getheader(name) for name in HEADERS} == HEADERS
+
+
+def test_a_disk_that_hangs_leaves_the_other_pages_and_the_last_view_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PAGE_PATIENCE_SECONDS", 0.2)
+    look_into, may_go_on, hangs = Store.look_into, threading.Event(), threading.Event()
+
+    def hanging(directory: Path) -> Store:
+        hangs.set()
+        assert may_go_on.wait(60)
+        return look_into(directory)
+
+    with (
+        Simulator(vms=("vm-1",)) as azure,
+        running(tmp_path, azure.endpoint(), AgentSettings(listen="127.0.0.1:0")) as daemon,
+    ):
+        wait_until(daemon._engine.names)
+        assert daemon.web is not None
+        port = daemon.web.port
+        monkeypatch.setattr(Store, "look_into", hanging)
+        first = threading.Thread(target=get, args=(port, "/"))
+        first.start()
+        assert hangs.wait(20)
+        assert get(port, "/")[0].status == 503  # there is no view yet
+        assert get(port, "/healthz")[1] == "ok\n"
+        may_go_on.set()
+        first.join()
+        may_go_on.clear()
+        hangs.clear()
+        time.sleep(module._PAGE_SECONDS)  # what was made is old then
+        second = threading.Thread(target=get, args=(port, "/"))
+        second.start()
+        assert hangs.wait(20)
+        assert "<h1>vm-1</h1>" in get(port, "/")[1]
+        may_go_on.set()
+        second.join()
+
+
+def test_the_page_of_ninety_busy_days_is_made_in_no_time(tmp_path: Path) -> None:
+    """4,000 events with 60,000 entries, which is 45 a day; most of the time goes into reading the last twenty."""
+    with Simulator(vms=("vm-1",)) as azure:
+        settings = AgentSettings(listen="127.0.0.1:0")
+        with running(tmp_path, azure.endpoint(), settings) as daemon:
+            azure.wait_approved(azure.schedule("Reboot", notice_seconds=600))
+            (one,) = daemon._engine.board.values()
+        database = sqlite3.connect(tmp_path / "state.db")
+        begin = datetime.now(UTC) - timedelta(days=90)
+        at = [
+            (begin + timedelta(minutes=number * 32)).isoformat(timespec="microseconds") for number in range(4000)
+        ]
+        closed = msgspec.structs.replace(one, phase="closed", outcome="completed", is_gone=True)
+        rows = [
+            (f"w{n}", f"e{n}", 0, at[n], msgspec.json.encode(msgspec.structs.replace(closed, id=f"w{n}")).decode())
+            for n in range(4000)
+        ]
+        sql = "INSERT INTO workflow (id, event_id, is_open, updated_at, body) VALUES (?, ?, ?, ?, ?)"
+        database.executemany(sql, rows)
+        sql = "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, outcome, text, detail) VALUES "
+        entries = [(at[n], f"w{n}", f"e{n}", "hook_finished", OUTPUT if k % 5 == 0 else "") for n in range(4000)
+                   for k in range(15)]  # fmt: skip
+        database.executemany(
+            sql + "(?, ?, ?, ?, 'prepare', 'drain', 'succeeded', 'hook drain succeeded', ?)", entries
+        )
+        database.commit()
+        database.close()
+        with running(tmp_path, azure.endpoint(), settings) as daemon:
+            azure.wait_polls(1)
+            began = time.monotonic()
+            page = daemon._human_page()
+            seconds = time.monotonic() - began
+    assert page.status == 200
+    assert page.body.count(b"<details") >= 15
+    assert len(page.body) < 700_000
+    print(f"made in {seconds:.3f} s, {len(page.body):,} bytes")
+    assert seconds < 5  # 0.02 s where nothing else runs

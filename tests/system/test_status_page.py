@@ -1,0 +1,334 @@
+"""The status page in a real browser: nothing hostile runs, nothing overflows, nothing is disturbed."""
+
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+if sys.platform == "win32":
+    pytest.skip("the browser comes from Debian's packages", allow_module_level=True)
+
+from chromium import Browser, Tab, browser
+
+from agent.events import ScheduledEvent, Seen
+from agent.page import HEADERS, render_page
+from agent.policy import Rule
+from agent.status import History, JournalEntry, PolicyInForce, RunningHook, Status, Vm
+from agent.web import HTML, Page, WebServer
+from agent.workflow import Approval, Context, Phase, Progress, Workflow, proceed
+
+NOW = datetime.now(UTC).replace(microsecond=0)
+RULE = Rule(name="impactful", prepare=("drain", "checkpoint"), recover=("resume",), approve="when-prepared")
+PHONE, DESKTOP = 360, 1280
+HOSTILE = (
+    "<script>window.ran=1</script><img src=x onerror=window.ran=2> \"'><svg/onload=window.ran=3> & &lt; "
+    "\u202egnirts\u202c \u05e9\u05dc\u05d5\u05dd 🧊🔥 </style></main><a href=javascript:window.ran=4>x</a> "
+    + "x"
+    * 4096
+)
+
+
+def event(number: int = 1, **changes: Any) -> ScheduledEvent:
+    plain = ScheduledEvent(
+        id=f"C7061BAC-AFDC-4513-B24B-AA5F13A1612{number}",
+        type="Reboot",
+        status="Scheduled",
+        source="Platform",
+        resources=("web_3",),
+        not_before=NOW + timedelta(minutes=11, seconds=42),
+        duration_seconds=None,
+        description="Virtual machine is going to be restarted as requested by authorized user.",
+    )
+    return replace(plain, **changes)
+
+
+def workflow(one: ScheduledEvent, phase: Phase = "waiting", rule: Rule | None = RULE, **changes: Any) -> Workflow:
+    context = Context(
+        now=NOW - timedelta(minutes=3),
+        names=("web_3",),
+        rules=(rule,) if rule else (),
+        windows={},
+        hooks=("drain", "checkpoint", "resume"),
+        boot_id="boot",
+        document_at=NOW,
+        is_acting=False,
+    )
+    (first,) = proceed({}, [Seen(one)], context).board.values()
+    plain = {"phase": phase, "waits_for": "", "prepare": Progress(), **changes}
+    return replace(first, **plain)
+
+
+def entry(seconds: float, kind: str, text: str, **fields: str) -> JournalEntry:
+    empty = {"workflow_id": "w", "event_id": "e", "stage": "", "hook": "", "outcome": "", "detail": ""}
+    return JournalEntry(at=NOW - timedelta(seconds=seconds), kind=kind, text=text, **{**empty, **fields})
+
+
+def status(*pending: Workflow, **changes: Any) -> Status:
+    plain = Status(
+        at=NOW,
+        version="0.1.0",
+        started_at=NOW - timedelta(days=12, hours=4),
+        vm=Vm(names=("web_3",), vm_id="02aab8a4-74ef-476e-8182-f6d2ba4166a6"),
+        mode="act",
+        is_paused=False,
+        ready=not any(one.is_prepared_for for one in pending),
+        health="ok",
+        policy=PolicyInForce(file="/etc/scheduled-events-agent/policy.yaml", read_at=NOW - timedelta(days=3)),
+        rules=("user-initiated", "short-freeze", "impactful"),
+        endpoint="http://169.254.169.254",
+        last_poll_at=NOW - timedelta(seconds=1),
+        poll_failure="",
+        incarnation="42",
+        running=(),
+        pending=pending,
+    )
+    return replace(plain, **changes)
+
+
+DRAINED = "draining web_3 from backend web\n128 connections left\n64 connections left\n0 connections left\ndone"
+PAST = (
+    entry(7300, "seen", "Freeze Scheduled, from Platform, for web_3, not before 2022-04-11T22:26:58Z (900s)"),
+    entry(7300, "decided", "rule impactful: approve when-prepared"),
+    entry(7300, "preparing", "preparation begins: drain, checkpoint"),
+    entry(7299, "hook_started", "hook drain starts", stage="prepare", hook="drain"),
+    entry(7260, "hook_finished", "hook drain succeeded after 39.2s", outcome="succeeded", detail=DRAINED),
+    entry(7259, "hook_finished", "hook checkpoint failed: exit code 3", outcome="failed", detail="no space left"),
+    entry(7258, "held", "held, NotBefore decides: hook checkpoint failed"),
+    entry(7200, "operator", "ada says: approved"),
+    entry(7199, "approved", "Azure has taken the approval"),
+    entry(7100, "started", "has started"),
+    entry(6900, "gone", "stands in the document no more: completed"),
+    entry(6890, "closed", "is over: completed"),
+)
+
+
+def past(count: int) -> list[History]:
+    ended = [
+        workflow(event(number, type=kind), "closed", outcome="completed", id=f"past {number}", is_gone=True)
+        for number, kind in zip(range(count), ("Freeze", "Redeploy", "Freeze", "Terminate"), strict=False)
+    ]
+    return [History(workflow=one, entries=PAST) for one in ended]
+
+
+PAUSES = [entry(90_000, "pause", "stood still for 6.2s"), entry(7_000, "pause", "stood still for 28.9s")]
+PREPARING = workflow(
+    event(),
+    "preparing",
+    prepare=Progress(state="running", done=("drain",), current="checkpoint", run=2),
+    id="Preparing",
+)
+RUNNING = RunningHook(
+    workflow_id=PREPARING.id, stage="prepare", hook="checkpoint", since=NOW - timedelta(seconds=12)
+)
+HELD = workflow(
+    event(2, type="Redeploy", not_before=NOW + timedelta(minutes=4, seconds=8)),
+    "held",
+    prepare=Progress(state="failed", done=("drain",), run=2, failure="hook checkpoint failed: exit code 3"),
+    waits_for="hook checkpoint failed: exit code 3",
+    id="Held",
+)
+MANY = (
+    workflow(event(0, type="Freeze"), "approved", approval=Approval(state="confirmed"), id="many 0"),
+    workflow(event(1, type="Preempt", status="Started"), "started", was_started=True, id="many 1"),
+    workflow(
+        event(2, type="Terminate"), "recovering", is_gone=True, recover=Progress(state="running"), id="many 2"
+    ),
+    workflow(
+        event(3, not_before=NOW - timedelta(seconds=3)), "prepared", approval=Approval(failures=3), id="many 3"
+    ),
+    workflow(event(4, type="Redeploy", not_before=NOW + timedelta(days=6, hours=3)), id="many 4"),
+    workflow(event(5, resources=("web_4", "web_5")), rule=None, id="many 5"),
+)
+MONSTER = event(
+    7, description=HOSTILE, resources=("web_3", *(f"a-very-long-name-of-a-machine_{n:06}" for n in range(100)))
+)
+BAD = workflow(
+    MONSTER, "preparing", id='"><script>window.ran=5</script>', prepare=Progress(state="running", run=1)
+)
+REFUSED = (
+    'policy.yaml:14: rules[2].approve: expected one of immediately, when-prepared, manual, never; got "yes"\n'
+)
+REFUSED += 'policy.yaml:15: rules[2]: unknown key "recovr"; did you mean "recover"?'
+POLICY = status().policy
+
+SCENES: dict[str, tuple[Status, list[History], list[JournalEntry]]] = {
+    "idle": (status(), past(4), PAUSES),
+    "fresh": (status(last_poll_at=None, vm=Vm(names=(), vm_id=""), incarnation=""), [], []),
+    "preparing": (
+        status(PREPARING, running=(RUNNING,)),
+        [*past(2), History(workflow=PREPARING, entries=PAST[:5])],
+        PAUSES,
+    ),
+    "held": (status(HELD), [History(workflow=HELD, entries=PAST[:7]), *past(1)], PAUSES),
+    "many": (status(*MANY), past(4), PAUSES),
+    "hostile": (
+        status(BAD, vm=Vm(names=("web_3", "<b>"), vm_id="<i>"), endpoint="http://<u>"),
+        [
+            History(
+                workflow=BAD,
+                entries=(entry(9, "hook_finished", HOSTILE, outcome="failed", detail=HOSTILE[:4096]),),
+            )
+        ],
+        [entry(1, "pause", HOSTILE)],
+    ),
+    "failing": (
+        status(
+            health=("no poll has succeeded for 212s: connection refused by 169.254.169.254:80",),
+            poll_failure="connection refused by 169.254.169.254:80",
+            last_poll_at=NOW - timedelta(seconds=212),
+        ),
+        past(1),
+        [],
+    ),
+    "refused": (status(policy=replace(POLICY, refused=REFUSED), mode="observe", is_paused=True), past(1), PAUSES),
+}
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[WebServer]:
+    pages = {f"/{name}": lambda scene=scene: page_of(*scene) for name, scene in SCENES.items()}
+    one = WebServer("127.0.0.1:0", pages)
+    yield one
+    one.close()
+
+
+def page_of(one: Status, recent: list[History], pauses: list[JournalEntry]) -> Page:
+    return Page(HTTPStatus.OK, render_page(one, recent, pauses).encode(), HTML, HEADERS)
+
+
+@pytest.fixture
+def tab(chromium: Browser) -> Tab:
+    return chromium.tab()
+
+
+# Of each element with text of its own: how much its colour stands out from what is behind it.
+CONTRASTS = """(() => {
+  const light = (color) => {
+    const part = color.match(/[0-9.]+/g).map(Number).slice(0, 3).map((value) => {
+      const share = value / 255;
+      return share <= 0.03928 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * part[0] + 0.7152 * part[1] + 0.0722 * part[2];
+  };
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const color = getComputedStyle(node).backgroundColor;
+      if (!/, 0\\)$/.test(color)) return color;
+    }
+  };
+  const bad = [];
+  for (const node of document.body.querySelectorAll("*")) {
+    const hasText = [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+    if (!hasText || ["SCRIPT", "STYLE"].includes(node.tagName) || !node.getClientRects().length) continue;
+    const [one, two] = [light(getComputedStyle(node).color), light(behind(node))].sort((a, b) => b - a);
+    if ((one + 0.05) / (two + 0.05) < 4.5) bad.push(node.tagName + " " + node.textContent.slice(0, 40));
+  }
+  return bad;
+})()"""
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_nothing_overflows_is_too_faint_or_runs_that_should_not(
+    tab: Tab, server: WebServer, name: str, tmp_path: Path
+) -> None:
+    for width, is_dark in ((PHONE, False), (PHONE, True), (DESKTOP, False), (DESKTOP, True)):
+        tab.look(width, is_dark=is_dark)
+        tab.open(f"http://127.0.0.1:{server.port}/{name}")
+        tab.screenshot(tmp_path / f"{name}-{width}-{'dark' if is_dark else 'light'}.png")  # to be looked at
+        assert tab.ask("document.documentElement.scrollWidth") <= width
+        assert tab.ask(CONTRASTS) == []
+    assert tab.ask("window.ran") is None
+    assert tab.ask("document.querySelectorAll('script, img, svg, main a[href^=javascript]').length") == 1
+    assert tab.ask("new Set([...document.querySelectorAll('[id]')].map((one) => one.id)).size") == tab.ask(
+        "document.querySelectorAll('[id]').length"
+    )
+    assert tab.complaints == []
+
+
+def test_what_is_hostile_is_shown_as_the_text_that_it_is(tab: Tab, server: WebServer) -> None:
+    tab.look(PHONE)
+    tab.open(f"http://127.0.0.1:{server.port}/hostile")
+    assert tab.ask("document.querySelector('q').textContent").startswith(HOSTILE[:400])
+    assert tab.ask("document.querySelector('pre').textContent").endswith("xxxx")
+    assert tab.ask("document.title") == "web_3: Preparing for a Reboot"
+
+
+def test_the_policy_of_the_page_keeps_out_what_would_slip_in(tab: Tab, server: WebServer) -> None:
+    tab.look(DESKTOP)
+    tab.open(f"http://127.0.0.1:{server.port}/idle")
+    tab.ask("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=window.ran=1><p style=color:red>')")
+    script = "Object.assign(document.createElement('script'), {textContent: 'window.ran = 2'})"
+    tab.ask(f"document.body.append({script})")
+    tab.wait("document.querySelector('img') && true")
+    assert tab.ask("window.ran") is None
+    assert tab.ask("getComputedStyle(document.querySelector('p[style]')).color") != "rgb(255, 0, 0)"
+    assert len(tab.complaints) >= 3  # which also shows that complaints are heard of
+
+
+def test_without_a_script_the_page_is_complete_and_loads_itself_again(tab: Tab, server: WebServer) -> None:
+    tab.look(DESKTOP, has_script=False)
+    tab.open(f"http://127.0.0.1:{server.port}/held")
+    # (What the test itself asks is not the page's own script.)
+    shown = tab.ask("document.body.innerText")
+    for text in ("Redeploy is held: hook checkpoint failed", "4m 8s", "no space left", "Pauses of this machine"):
+        assert text in shown
+    assert tab.ask("document.querySelector('noscript meta').httpEquiv") == "refresh"
+    assert tab.ask("document.querySelector('.count time').textContent") == "4m 8s"  # nothing counts down
+    tab.ask("window.isOld = true")
+    tab.wait("!window.isOld && document.readyState === 'complete'")
+    assert tab.complaints == []
+
+
+def test_a_page_that_follows_the_agent_disturbs_nobody_who_reads_it(tab: Tab) -> None:
+    scene = [SCENES["held"]]
+    asked = [0]
+
+    def page() -> Page:
+        asked[0] += 1
+        return page_of(*scene[0])
+
+    server = WebServer("127.0.0.1:0", {"/": page})
+    tab.look(DESKTOP)
+    tab.open(f"http://127.0.0.1:{server.port}/")
+    count = tab.ask("document.querySelector('.count time').textContent")
+    tab.wait(f"document.querySelector('.count time').textContent !== {count!r}")
+    # Somebody opens the past, closes the present, stands on a summary and has selected a text.
+    tab.ask("window.isHere = true")
+    tab.ask("document.querySelector('article details').open = false")
+    tab.ask("document.querySelector('section > details').open = true")
+    tab.ask("document.querySelector('section > details summary').focus()")
+    tab.ask("getSelection().selectAllChildren(document.querySelector('section > details pre'))")
+    selected = tab.ask("getSelection().toString()")
+    status_now, recent, pauses = SCENES["held"]
+    scene[0] = (replace(status_now, incarnation="43", health=("a disk is full",)), recent, pauses)
+    tab.wait("document.querySelector('[role=status]').textContent.startsWith('Not healthy. Redeploy is held')")
+    assert tab.ask("document.title").startswith("web_3: Not healthy. Redeploy is held")
+    before = asked[0]
+    while asked[0] < before + 2:
+        tab.ask("1")
+    assert tab.ask("document.querySelector('article details').open") is False
+    assert tab.ask("document.querySelector('section > details').open") is True
+    assert tab.ask("document.activeElement.tagName") == "SUMMARY"
+    assert tab.ask("getSelection().toString()") == selected
+    # One more event comes: what was opened stays so, though it is at another place now.
+    opened = tab.ask("document.querySelector('section > details').id")
+    scene[0] = (replace(status_now, pending=(PREPARING, HELD)), recent, pauses)
+    tab.wait("document.querySelectorAll('article').length === 2")
+    assert tab.ask(f"document.getElementById({opened!r}).open") is True
+    assert tab.ask("document.activeElement.tagName") == "SUMMARY"
+    assert tab.ask("window.isHere") is True  # all that without loading the page again
+    assert tab.complaints == []
+    server.close()
+    told = tab.wait("document.getElementById('lost').textContent")
+    assert told.startswith("The agent does not answer. This is how things were at ")
