@@ -784,7 +784,10 @@ def _move_gone(workflow: Workflow, workflows: Mapping[str, Workflow], context: C
         if _progress(workflow, stage).state == "running":
             return _cut_short(workflow, stage)
     if workflow.prepare.state == "idle":
-        return _close(workflow)
+        if not (workflow.is_doubtful and workflow.was_started and workflow.decision.recover):
+            return _close(workflow)
+        # Recovering what was not prepared does little harm; what is forgotten stays out of service for ever.
+        workflow = replace(workflow, prepare=Progress(state="canceled"))
     if workflow.phase != "recovering":
         plan = ", ".join(workflow.decision.recover) or "nothing to run"
         recovering = replace(workflow, recover=replace(workflow.recover, state="running"))

@@ -9,7 +9,8 @@ what the agent knows, both are right.
     2  no approval for an event of another VM, one that has started, is over, or is held
     3  a prepare or on_start hook starts once, and once more only after a crash that it did not survive
     4  what was prepared is recovered exactly once after the event, never while another event needs it prepared;
-       what was never prepared is never recovered
+       what was never prepared is never recovered (of an event that had started when the state was lost, that it
+       was not is not known: it is recovered)
     5  all of this over restarts, with and without a reboot, for canceled and completed events
     6  an approval that was confirmed is not sent again; one that was not is, until it is
     7  nothing is approved in doubt: before a document was read, without a name, after the state was lost
@@ -131,6 +132,9 @@ class Judge:
                 self._allowed |= {(life.name, hook) for hook in rule.recover}
             life.was_started |= status == "Started"
         for life in self.lives.values():
+            if not life.is_gone and life.name not in present and life.is_doubtful and life.was_started:
+                # For all that is known it was prepared for, by the agent that had lost its state.
+                self._begin(life, is_certain=self.has_name and not life.may_be_begun)
             life.is_gone |= life.name not in present
 
     def unready(self, name: str) -> None:

@@ -15,7 +15,7 @@ import itertools
 import random
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -62,8 +62,8 @@ class CrashingStore(Store):
 
     world: "World | None" = None
 
-    def commit(self, steps: Sequence[Step], at: datetime) -> None:
-        super().commit(steps, at)
+    def commit(self, steps: Sequence[Step], at: datetime, answers: Mapping[int, str] | None = None) -> None:
+        super().commit(steps, at, answers)
         if self.world is not None:
             self.world.committed(steps)
 

@@ -1090,6 +1090,24 @@ def test_events_found_after_the_state_was_lost_are_not_approved_without_an_opera
     assert agent.operator("approved") == ["A: approve A"]
 
 
+def test_an_event_found_started_after_the_state_was_lost_is_recovered_from_for_it_may_have_been_prepared_for() -> (
+    None
+):
+    agent, event = Agent(a_rule(prepare=("drain",), recover=("resume",)), is_state_lost=True), an_event()
+    assert agent.document(started(event)) == []
+    assert agent.document() == ["A: recover resume"]
+    assert not is_ready(agent.board)
+    assert agent.ends("resume") == []
+    assert agent.board == {}
+
+
+def test_an_event_first_found_started_is_not_recovered_from_if_the_state_is_whole() -> None:
+    agent, event = Agent(a_rule(prepare=("drain",), recover=("resume",))), an_event()
+    assert agent.document(started(event)) == []
+    assert agent.document() == []
+    assert agent.board == {}
+
+
 def test_an_observing_agent_runs_nothing_and_approves_nothing() -> None:
     agent, event = Agent(a_rule(on_start=("tell",)), is_acting=False), an_event()
     assert agent.document(event) == []

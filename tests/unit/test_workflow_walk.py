@@ -271,7 +271,8 @@ class World:
         for event in new:
             self.first_boot[self.present(event)] = self.boot
             rule = self.script.rule(event)
-            if self.read[event] == "Scheduled" and (rule.drain_for or not rule.prepare):
+            is_doubtful = self.script.is_state_lost and self.read[event] == "Started"
+            if is_doubtful or (self.read[event] == "Scheduled" and (rule.drain_for or not rule.prepare)):
                 self.owed |= {(self.present(event), hook) for hook in rule.recover}
         self._send(*compare(known_events(self.board), Document(incarnation="1", events=events)))
         for event in new:
