@@ -95,6 +95,21 @@ KINDS = (
         ("the log file is not written",),
     ),
     Kind(
+        114,
+        "error",
+        "The pages cannot be shown, or a change of agent.web_config was refused.",
+        (
+            "the pages cannot be shown; this is tried again",
+            "agent.web_config was refused, what it said before is in force",
+        ),
+    ),
+    Kind(
+        115,
+        "info",
+        "The pages are shown, or agent.web_config is in force as it is now.",
+        ("the pages are shown now", "agent.web_config is in force as it is now"),
+    ),
+    Kind(
         120,
         "warning",
         "The service was paused, or continues.",
