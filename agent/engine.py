@@ -24,7 +24,7 @@ from agent.imds import Identity
 from agent.log import FailureLog, get_logger
 from agent.metrics import Metrics
 from agent.policy import Hook
-from agent.store import Request, Store, StoreError
+from agent.store import Request, Store, StoreError, WithdrawnError
 from agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,
@@ -37,6 +37,7 @@ from agent.workflow import (
     MoveDeadline,
     Note,
     OperatorSpoke,
+    Progression,
     Reconsider,
     RunHook,
     Signal,
@@ -255,9 +256,7 @@ class Engine:
             self._store_failures.failed(error.kind, str(error), self.turned_at)
             if error.kind == "damaged":
                 raise  # only a start sets the file aside
-            # What operators said is read again, unless they have withdrawn it by then: so they were told.
-            self._signals = [signal for signal in self._signals if not isinstance(signal, OperatorSpoke)]
-            self._requests = []
+            self._forget_requests()
             return False
         self._store_failures.succeeded(self.turned_at)
         self.store_failure = ""
@@ -351,7 +350,14 @@ class Engine:
             return
         seen = compare(known_events(self.board), self._document) if self._document is not None else []
         progression = proceed(self.board, [*self._signals, *seen], self._context(now, self._document_at))
-        self._store.commit(progression.steps, now)
+        try:
+            self._store.commit(progression.steps, now, self._answers(progression))
+        except WithdrawnError:
+            self._forget_requests()
+            self._take_requests(now)
+            self._decide_and_do(now)
+            return
+        self._requests = []
         if self._document is not None:
             self._latest = self._document
         # What a bug kept from being taken in is compared again, at each turn, until it is.
@@ -363,7 +369,6 @@ class Engine:
         for workflow_id, fault in progression.faults:
             self._tell_fault(workflow_id, fault)
         self._perform(progression.steps, now)
-        self._answer_requests({step.workflow.id: step.workflow for step in progression.steps})
 
     def _perform(self, steps: Iterable[Step], now: datetime) -> None:
         together: list[Approve] = []
@@ -512,16 +517,21 @@ class Engine:
             case _:
                 return ""
 
-    def _answer_requests(self, changed: dict[str, Workflow]) -> None:
-        requests, self._requests = self._requests, []
-        for request in requests:
-            workflow = changed.get(request.workflow_id) or self.board.get(request.workflow_id)
-            if workflow is None:
-                continue
+    def _answers(self, progression: Progression) -> dict[int, str]:
+        """What is said to whom of those whose words were taken in."""
+        workflows = progression.board | {step.workflow.id: step.workflow for step in progression.steps}
+        answers = {}
+        for request in self._requests:
+            workflow = workflows[request.workflow_id]
             approval = f", approval {workflow.approval.state}" if workflow.approval.state != "none" else ""
             reason = f": {workflow.waits_for}" if workflow.waits_for else ""
-            answer = f"{request.word or 'released'}: the event is {workflow.phase}{approval}{reason}"
-            self._store.answer_request(request.id, answer)
+            answers[request.id] = f"{request.word or 'released'}: the event is {workflow.phase}{approval}{reason}"
+        return answers
+
+    def _forget_requests(self) -> None:
+        """What operators said is read again, unless they have withdrawn it by then: so they were told."""
+        self._signals = [signal for signal in self._signals if not isinstance(signal, OperatorSpoke)]
+        self._requests = []
 
     def _learn_identity(self, now: datetime) -> None:
         identity, known = self._new_identity, self.identity

@@ -11,7 +11,7 @@ it, or only look into it. Its permissions are the authorization.
 import contextlib
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
@@ -56,7 +56,7 @@ _BUSY_SECONDS = 2.0
 # What the write-ahead log needs from one checkpoint of SQLite's own to the next.
 _MAX_LOG_BYTES = 4 * 1024 * 1024
 # A request that no agent has taken up by then is void: whoever made it has been told so.
-_REQUEST_VALID_SECONDS = 30.0
+REQUEST_VALID_SECONDS = 30.0
 
 _SELECT_JOURNAL = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal"
 
@@ -65,6 +65,10 @@ FactName = Literal["vm_name", "vm_id", "boot_id", "state_lost"]
 
 class StoreError(AgentError):
     """The state file cannot be read or written now. Kinds: unusable, newer, older, write, read, damaged."""
+
+
+class WithdrawnError(Exception):
+    """A request was taken back before its answer could be written: whoever made it has been told so."""
 
 
 RequestWord = Literal["", "approved", "held", "status"]
@@ -161,9 +165,12 @@ class Store:
             rows = self._connection.execute("SELECT body FROM workflow WHERE is_open ORDER BY rowid").fetchall()
             return [msgspec.json.decode(body, type=Workflow) for (body,) in rows]
 
-    def commit(self, steps: Sequence[Step], at: datetime) -> None:
-        """Put the workflows and what there is to tell of them on disk. Raises StoreError; then nothing is."""
-        if not steps:
+    def commit(self, steps: Sequence[Step], at: datetime, answers: Mapping[int, str] | None = None) -> None:
+        """Put the workflows and what there is to tell of them on disk, and the answers to who asked for that.
+
+        Raises StoreError, or WithdrawnError if one of these requests is no more; then nothing is.
+        """
+        if not steps and not answers:
             return
         latest = {step.workflow.id: step.workflow for step in steps}
         stamp = _stamp(at)
@@ -178,6 +185,9 @@ class Store:
                 ],
             )
             self._write_journal([(stamp, step.workflow, note) for step in steps for note in step.notes])
+            for request_id, answer in (answers or {}).items():
+                if not self._write_answer(request_id, answer):
+                    raise WithdrawnError
 
     def record(self, kind: str, text: str, at: datetime) -> None:
         """Put what concerns the agent and no single event into the journal."""
@@ -208,14 +218,23 @@ class Store:
         newest_first = "WHERE workflow_id = '' AND kind = ifnull(?, kind) AND at >= ? ORDER BY id DESC LIMIT ?"
         return self._load_entries(newest_first, kind, _stamp(since) if since else "", limit)[::-1]
 
-    def load_histories(
+    def load_life(self) -> list[JournalEntry]:
+        """When the agent last started, and last stopped, in the order in which that was written."""
+        return self._load_entries(
+            "WHERE id IN (SELECT max(id) FROM journal WHERE workflow_id = '' AND kind IN (?, ?) GROUP BY kind)"
+            " ORDER BY id",
+            "agent_started",
+            "agent_stopped",
+        )
+
+    def find_workflows(
         self,
         *,
         since: datetime | None = None,
         limit: int = -1,
         is_wanted: Callable[[Workflow], bool] | None = None,
-    ) -> list[History]:
-        """The latest events of which something was noted since then, pending ones too, whole, oldest first.
+    ) -> list[Workflow]:
+        """The latest events of which something was noted since then, pending ones too, oldest first.
 
         ``is_wanted``: which of them, if not all; those that are not do not count for the limit (-1: none).
         """
@@ -230,14 +249,24 @@ class Store:
                     break
                 workflow = msgspec.json.decode(body, type=Workflow)
                 if is_wanted is None or is_wanted(workflow):
-                    workflows.insert(0, workflow)
+                    workflows.append(workflow)
             rows.close()
+        return workflows[::-1]
+
+    def load_histories(
+        self,
+        *,
+        since: datetime | None = None,
+        limit: int = -1,
+        is_wanted: Callable[[Workflow], bool] | None = None,
+    ) -> list[History]:
+        """What ``find_workflows`` finds, each with its journal."""
         return [
             History(
                 workflow=workflow,
                 entries=tuple(self._load_entries("WHERE workflow_id = ? ORDER BY id", workflow.id)),
             )
-            for workflow in workflows
+            for workflow in self.find_workflows(since=since, limit=limit, is_wanted=is_wanted)
         ]
 
     def _load_entries(self, which: str, *values: str | int | None) -> list[JournalEntry]:
@@ -306,7 +335,7 @@ class Store:
                 return []
             rows = self._connection.execute(
                 "SELECT id, workflow_id, word, user FROM request WHERE answer IS NULL AND at > ? ORDER BY id",
-                (_stamp(now - timedelta(seconds=_REQUEST_VALID_SECONDS)),),
+                (_stamp(now - timedelta(seconds=REQUEST_VALID_SECONDS)),),
             ).fetchall()
             self._data_version = version
         return [Request(id=id_, workflow_id=workflow, word=word, user=user) for id_, workflow, word, user in rows]
@@ -314,7 +343,7 @@ class Store:
     def answer_request(self, request_id: int, answer: str) -> None:
         """Tell whoever asked what became of it."""
         with self._transaction():
-            self._connection.execute("UPDATE request SET answer = ? WHERE id = ?", (answer, request_id))
+            self._write_answer(request_id, answer)
 
     def prune(self, before: datetime) -> None:
         """Forget what ended before that time; open workflows and their journal stay."""
@@ -325,6 +354,11 @@ class Store:
                 "DELETE FROM journal WHERE at < ? AND workflow_id NOT IN (SELECT id FROM workflow)", (stamp,)
             )
             self._connection.execute("DELETE FROM request WHERE at < ?", (stamp,))
+
+    def _write_answer(self, request_id: int, answer: str) -> bool:
+        """Whether somebody still waits for it."""
+        cursor = self._connection.execute("UPDATE request SET answer = ? WHERE id = ?", (answer, request_id))
+        return cursor.rowcount == 1
 
     def _write_journal(self, entries: Iterable[tuple[str, Workflow, Note]]) -> None:
         self._connection.executemany(

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from agent.cli.terminal import Style, Terminal
 from agent.config import VmSettings
 from agent.events import Document, DocumentError, parse_document
 from agent.host.surroundings import Approver
@@ -17,7 +18,7 @@ from agent.imds import Answer, ImdsError, ImdsErrorKind, parse_identity
 
 Verdict = Literal["ok", "warning", "failure"]
 
-_COLORS: dict[Verdict, str] = {"ok": "\x1b[32m", "warning": "\x1b[33m", "failure": "\x1b[31m"}
+_STYLES: dict[Verdict, Style] = {"ok": "green", "warning": "yellow", "failure": "red"}
 # What only something between us and the service writes into an answer.
 _OF_PROXIES = ("via", "x-cache", "x-squid-error", "proxy-agent", "proxy-connection", "proxy-authenticate")
 _SKEW_WARNING_SECONDS = 2.0
@@ -69,15 +70,17 @@ def failure(check: str, finding: str, advice: str) -> Finding:
     return Finding(check=check, verdict="failure", finding=finding, advice=advice)
 
 
-def in_words(findings: Iterable[Finding], *, has_colors: bool) -> Iterator[str]:
+def in_words(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:
     """The lines to show, each as soon as there is a finding, the last of them a summary."""
-    width, counts = len("endpoint"), dict.fromkeys(_COLORS, 0)  # no check has a longer name
+    width, counts = len("endpoint"), dict.fromkeys(_STYLES, 0)  # no check has a longer name
     for finding in findings:
         counts[finding.verdict] += 1
-        color, end = (_COLORS[finding.verdict], "\x1b[0m") if has_colors else ("", "")
-        yield f"{color}{finding.verdict:7}{end}  {finding.check:{width}}  {_printable(finding.finding)}"
+        lead = f"{finding.verdict:7}  {finding.check:{width}}  "
+        first, *more = terminal.line(f"{lead}{finding.finding}", indent=len(lead))
+        yield terminal.paint(finding.verdict, _STYLES[finding.verdict]) + first[len(finding.verdict) :]
+        yield from more
         if finding.advice:
-            yield f"{'':{width + 11}}-> {_printable(finding.advice)}"
+            yield from terminal.line(f"{'':{len(lead)}}-> {finding.advice}", indent=len(lead) + 3)
     yield f"{counts['ok']} ok, {count(counts['warning'], 'warning')}, {count(counts['failure'], 'failure')}"
 
 
@@ -327,11 +330,6 @@ def judge_others(approvers: Iterable[Approver], *, is_acting: bool) -> Iterator[
             what = (
                 "approves events too"
                 if other.life == "active"
-                else "runs, and approves events unless told otherwise"
+                else "runs, and may approve events too: that stands in its configuration"
             )
             yield warning("others", f"{other.name} {what} ({other.where})", other.way_out)
-
-
-def _printable(text: str) -> str:
-    """What may come from the network or from a file's name, without what a terminal would obey."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)

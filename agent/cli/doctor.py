@@ -31,6 +31,7 @@ _AFTER_THROTTLED_SECONDS = 2.0
 _PAGE_SECONDS = 5.0
 _MAX_PAGE_BYTES = 4096
 _SERVER = "scheduled-events-agent/"
+_AS_AGENT = "run this as root, or as the agent's account"
 _START = "start it: systemctl start scheduled-events-agent, or scheduled-events-agent service start on Windows"
 
 
@@ -56,8 +57,8 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
 
     from msgspec import to_builtins  # noqa: PLC0415
 
-    from agent import host  # noqa: PLC0415
     from agent.cli import diagnosis  # noqa: PLC0415
+    from agent.cli.terminal import Terminal  # noqa: PLC0415
 
     findings: list[Finding] = []
 
@@ -71,8 +72,7 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
         counts = {verdict: number[verdict] for verdict in get_args(diagnosis.Verdict)}
         print(json.dumps({"version": __version__, **counts, "checks": to_builtins(findings)}, indent=2))
     else:
-        has_colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and host.has_terminal_colors()
-        for line in diagnosis.in_words(examine(), has_colors=has_colors):
+        for line in diagnosis.in_words(examine(), Terminal.of(sys.stdout)):
             print(line, flush=True)
     return 1 if any(finding.verdict == "failure" for finding in findings) else 0
 
@@ -84,10 +84,11 @@ def _examine(config: str | None, state_option: str | None) -> "Iterator[Finding]
 
     loaded: Loaded | None = None
     problems: tuple[str, ...] = ()
+    is_hidden = False
     try:
         loaded = load_policy(find_config(config, host.default_config_path()))
     except ConfigError as error:
-        problems = error.problems
+        problems, is_hidden = error.problems, isinstance(error.__cause__, PermissionError)
     # Of an invalid policy nothing is certain, so the rest is seen with what holds without one.
     settings = loaded.settings if loaded is not None else Settings()
     service: OwnService | None = None
@@ -100,23 +101,34 @@ def _examine(config: str | None, state_option: str | None) -> "Iterator[Finding]
 
     yield from _look_at_imds(settings)
     for problem in problems:
-        yield failure("policy", problem, "correct it: the agent does not start with this policy")
+        if is_hidden:
+            yield warning("policy", problem, _AS_AGENT)
+        else:
+            yield failure("policy", problem, "correct it: the agent does not start with this policy")
     if loaded is not None:
         lines = [str(doubt) for doubt in loaded.warnings]
         for line in lines:
             yield warning("policy", line, "see whether it is meant so")
         if not lines:
             yield ok("policy", f"{loaded.name}: valid")
-        yield from _look_at_hooks(loaded, account)
-        yield from _look_at_files(loaded, account)
+        if account is None or host.is_privileged():
+            yield from _look_at_hooks(loaded, account)
+            yield from _look_at_files(loaded, account)
+        else:
+            for check in ("hooks", "files"):
+                told = f"the agent runs as {account}, and {host.account_name()} cannot tell what that may do"
+                yield warning(check, told, _AS_AGENT)
     chosen = state_option or settings.agent.state_dir
     state_dir = Path(chosen).absolute() if chosen else host.default_state_dir()
-    yield _look_at_state(state_dir, account)
-    yield _look_at_disk(state_dir)
+    holder, lock_fault = None, ""
     try:
         holder = host.lock_holder(state_dir / "lock")
     except host.HostError as error:
-        yield warning("agent", str(error), "run this as root or administrator")
+        lock_fault = str(error)
+    yield _look_at_state(state_dir, account, is_in_use=holder is not None)
+    yield _look_at_disk(state_dir)
+    if lock_fault:
+        yield warning("agent", lock_fault, "run this as root or administrator")
     else:
         page = _fetch_health(settings.agent.listen) if holder is not None else None
         yield _look_at_agent(state_dir, holder, page, service)
@@ -307,7 +319,8 @@ def _is_system(account: str) -> bool:
 # --- the state
 
 
-def _look_at_state(directory: Path, account: str | None) -> "Finding":
+def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> "Finding":
+    """``account``: the service's, if it is not that of this process; ``is_in_use``: an agent is at work there."""
     import tempfile  # noqa: PLC0415 - as above
 
     from agent import host  # noqa: PLC0415
@@ -319,9 +332,17 @@ def _look_at_state(directory: Path, account: str | None) -> "Finding":
         if not directory.is_dir():
             return failure("state", f"{directory} is no directory", "name another one with agent.state_dir")
         who = account or host.account_name()
-        if fault := host.privacy_fault(directory) or host.ownership_fault(directory, account):
+        if fault := host.privacy_fault(directory):
+            return failure("state", f"{directory}: {fault}", "do so: the agent does not start with it")
+        if fault := host.ownership_fault(directory, account):
+            if account is None and is_in_use:
+                return ok("state", f"{directory} is there, for the agent that is at work in it")
+            if account is None:  # whoever it belongs to may be whom the agent runs as
+                return warning("state", f"{directory}: {fault}", _AS_AGENT)
             return failure("state", f"{directory}: {fault}", "do so: the agent does not start with it")
         if fault := host.access_fault(directory, "write", account):
+            if account is None and not host.is_privileged():
+                return warning("state", fault, _AS_AGENT)
             return failure("state", fault, f"make it writable for {who}, or name another one with agent.state_dir")
         if account is None:
             with tempfile.TemporaryFile(dir=directory) as file:  # without a name, where the system can do that
@@ -329,13 +350,12 @@ def _look_at_state(directory: Path, account: str | None) -> "Finding":
                 file.flush()
         return ok("state", f"{directory} is there, for {who} alone, and writable")
     except host.HostError as error:
-        return warning("state", f"{directory}: {error}", "run this as root, or as the agent's account")
+        return warning("state", f"{directory}: {error}", _AS_AGENT)
     except OSError as error:
-        return failure(
-            "state",
-            f"{directory}: cannot be written by {host.account_name()}: {error.strerror}",
-            "run this as root, or as the agent's account; if that is so, make it writable",
-        )
+        told = f"{directory}: cannot be written by {host.account_name()}: {error.strerror}"
+        if isinstance(error, PermissionError) and not host.is_privileged():
+            return warning("state", told, _AS_AGENT)
+        return failure("state", told, "make it writable, or name another one with agent.state_dir")
 
 
 def _look_at_disk(directory: Path) -> "Finding":
@@ -349,7 +369,7 @@ def _look_at_disk(directory: Path) -> "Finding":
         temporary, system = host.temporary_disk(place), host.file_system(place)
         free_bytes = shutil.disk_usage(place).free
     except (OSError, StopIteration) as error:
-        return warning("disk", f"{directory}: {error}", "run this as root, or as the agent's account")
+        return warning("disk", f"{directory}: {error}", _AS_AGENT)
     return judge_disk(
         str(directory), None if temporary is None else str(temporary), system[0] if system else None, free_bytes
     )
@@ -370,7 +390,7 @@ def _address_of(listen: str) -> tuple[str, int]:
 
 
 def _fetch_health(listen: str) -> _Page | None:
-    """What the agent says of itself at /healthz; None if nothing answers there in HTTP."""
+    """What the agent says of itself at /healthz, with status 0 if it takes too long; None if no agent is there."""
     import http.client  # noqa: PLC0415 - as above
 
     if listen == "off":
@@ -382,7 +402,11 @@ def _fetch_health(listen: str) -> _Page | None:
             connection.request("GET", "/healthz")
             answer = connection.getresponse()
             text = answer.read(_MAX_PAGE_BYTES).decode("utf-8", "replace")
-            return _Page(answer.status, answer.headers.get("Server", ""), " ".join(text.split()))
+            server = answer.headers.get("Server", "")
+            is_ours = server.startswith(_SERVER)
+            return _Page(answer.status, server, " ".join(text.split())) if is_ours else None
+        except TimeoutError:
+            return _Page(0, "", "")
         except (OSError, http.client.HTTPException):
             return None
 
@@ -400,7 +424,13 @@ def _look_at_agent(
                 "name with --config and --state-dir what the service is started with",
             )
         return warning("agent", f"none runs with the state directory {state_dir}", _START)
-    version = page.server.removeprefix(_SERVER).split(" ")[0] if page and page.server.startswith(_SERVER) else ""
+    if page is not None and not page.status:
+        return warning(
+            "agent",
+            f"runs (pid {holder}), and its page /healthz does not answer within {_PAGE_SECONDS:g} s: it may hang",
+            "see whether it answers scheduled-events-agent status; if not, see its log, and restart it",
+        )
+    version = page.server.removeprefix(_SERVER).split(" ")[0] if page else ""
     if version and version != __version__:
         return warning(
             "agent",
@@ -421,7 +451,7 @@ def _look_at_pages(listen: str, page: _Page | None, *, is_running: bool) -> "Fin
 
     if listen == "off":
         return ok("listen", "off: the agent serves no pages")
-    if page is not None:
+    if page is not None and page.status:
         return ok("listen", f"the agent serves its pages on {listen}")
     address, port = _address_of(listen)
     try:
@@ -433,7 +463,9 @@ def _look_at_pages(listen: str, page: _Page | None, *, is_running: bool) -> "Fin
             claim.bind(place)  # and not listen: nobody can connect
     except OSError as error:
         if is_running:
-            return ok("listen", f"{listen} is taken, it seems by the agent, and does not answer in plain HTTP")
+            return ok(
+                "listen", f"{listen} is taken, perhaps by the agent, and no page of it answers in plain HTTP"
+            )
         return failure(
             "listen",
             f"{listen} cannot be used: {error.strerror or error}",

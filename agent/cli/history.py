@@ -5,7 +5,10 @@ says in the journal's own words.
 """
 
 import argparse
+import heapq
+import json
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,7 +69,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def _run_history(arguments: argparse.Namespace) -> int:
-    import msgspec  # noqa: PLC0415 - as are the imports below: heavy, and --help does not need them
+    from msgspec import to_builtins  # noqa: PLC0415 - as are the imports below: heavy, and --help does not need them
 
     from agent.status import History  # noqa: PLC0415
 
@@ -75,7 +78,7 @@ def _run_history(arguments: argparse.Namespace) -> int:
         array = [
             item if isinstance(item, History) else {"workflow": None, "entries": [item]} for item in _merge(told)
         ]
-        print(msgspec.json.format(msgspec.json.encode(array)).decode())
+        print(json.dumps(to_builtins(array), indent=2))
         return 0
     lines = list(_in_words(told, datetime.now(UTC), Terminal.of(sys.stdout)))
     print(*(lines or ["Nothing of that kind is in the journal."]), sep="\n")
@@ -87,7 +90,7 @@ class _Told(NamedTuple):
 
     histories: "Sequence[History]"
     notes: "Sequence[JournalEntry]"
-    """Of the agent, for a place of their own or for one in a timeline."""
+    """Of the agent, for a place of their own or for one in a timeline; by time."""
     is_chosen: bool
     """Whether only certain events are wanted: then notes have no place of their own."""
     limit: int
@@ -102,8 +105,8 @@ def _load(arguments: argparse.Namespace) -> _Told:
     try:
         keys = None
         if arguments.event is not None:
-            everything = [history.workflow for history in store.load_histories()]
-            keys = {workflow.event.key for workflow in find_by_prefix(arguments.event, everything)}
+            found = find_by_prefix(arguments.event, store.find_workflows())
+            keys = {workflow.event.key for workflow in found}
 
         def is_wanted(workflow: "Workflow") -> bool:
             return (
@@ -114,7 +117,8 @@ def _load(arguments: argparse.Namespace) -> _Told:
 
         histories = store.load_histories(since=arguments.since, limit=limit, is_wanted=is_wanted)
         is_chosen = not (arguments.event is None and arguments.rule is None and arguments.type is None)
-        return _Told(histories, store.load_notes(since=arguments.since), is_chosen, limit)
+        notes = sorted(store.load_notes(since=arguments.since), key=lambda note: note.at)
+        return _Told(histories, notes, is_chosen, limit)
     finally:
         store.close()
 
@@ -125,15 +129,18 @@ def _merge(told: _Told) -> "list[History | JournalEntry]":
         (history.workflow.first_seen_at, history) for history in told.histories
     ]
     if not told.is_chosen:
-        apart = [note for note in told.notes if not any(_spans(history, note) for history in told.histories)]
+        placed = {index for history in told.histories for index in _span(history, told.notes)}
+        apart = [note for index, note in enumerate(told.notes) if index not in placed]
         items += [(note.at, note) for note in (apart if told.limit < 0 else apart[-told.limit :])]
     return [item for _, item in sorted(items, key=lambda item: item[0])]
 
 
-def _spans(history: "History", note: "JournalEntry") -> bool:
-    """Whether the note falls into the time of the event, and so has its place in its timeline."""
-    begins, ends = history.workflow.first_seen_at, history.entries[-1].at if _is_over(history) else None
-    return begins <= note.at and (ends is None or note.at <= ends)
+def _span(history: "History", notes: "Sequence[JournalEntry]") -> range:
+    """Which notes fall into the time of the event, and so have their place in its timeline."""
+    begins = bisect_left(notes, history.workflow.first_seen_at, key=lambda note: note.at)
+    if not _is_over(history):
+        return range(begins, len(notes))
+    return range(begins, bisect_right(notes, history.entries[-1].at, key=lambda note: note.at))
 
 
 def _is_over(history: "History") -> bool:
@@ -151,7 +158,7 @@ def _in_words(told: _Told, now: datetime, terminal: Terminal) -> Iterator[str]:
             yield ""
         was_note = is_note
         if isinstance(item, History):
-            notes = [note for note in told.notes if _spans(item, note)]
+            notes = [told.notes[index] for index in _span(item, told.notes)]
             yield from _timeline(item, notes, now, terminal)
         else:
             style = _STYLES.get(item.kind, "dim")
@@ -175,7 +182,8 @@ def _timeline(
     head = f"{event.type or 'event without a type'} {event.id or '(no id)'} {outcome}"
     yield from terminal.line(head, "bold", indent=4)
     yield from terminal.line(f"  {rule}; seen from {began:%Y-%m-%d %H:%M:%S}Z {period}", "dim", indent=4)
-    entries = sorted([*history.entries, *notes], key=lambda entry: entry.at)  # stable: each list is in order
+    # What was noted of the event stays in its order, whatever was done to the clock.
+    entries = list(heapq.merge(history.entries, notes, key=lambda entry: entry.at))
     yield from _entries(entries, began, terminal)
 
 
@@ -202,11 +210,11 @@ def _since(text: str) -> datetime:
         pass
     try:
         time = datetime.fromisoformat(text)
-    except ValueError:
+        return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(
             f"expected a duration such as 2d or 1h30m, or a time such as 2022-04-11T22:12:00Z; got {text!r}"
         ) from None
-    return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def _count(text: str) -> int:

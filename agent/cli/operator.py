@@ -85,14 +85,25 @@ def find_agent(state_dir: Path) -> str | None:
 
 
 def ask_agent(store: "Store", workflow_id: str, word: "RequestWord", user: str) -> str | None:
-    """The running agent's answer; None if there was none within five seconds: then the request is withdrawn."""
+    """The running agent's answer; None if there was none within five seconds: then the request is withdrawn.
+
+    Raises StoreError.
+    """
+    from agent.store import REQUEST_VALID_SECONDS, StoreError  # noqa: PLC0415 - as above
+
     request = store.add_request(workflow_id, word, user, datetime.now(UTC))
     deadline = time.monotonic() + _ANSWER_WITHIN_SECONDS
     try:
         while store.load_answer(request) is None and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:
-        answer = store.withdraw_request(request)
+        try:
+            answer = store.withdraw_request(request)
+        except StoreError as error:
+            within = f"within {REQUEST_VALID_SECONDS:g} s"
+            raise StoreError(
+                f"{error}, so the request could not be withdrawn, and the agent may still take it {within}"
+            ) from error
     return answer
 
 

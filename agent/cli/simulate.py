@@ -163,7 +163,7 @@ def _record(arguments: argparse.Namespace) -> int:
             stop_requested,
             lambda at, text: print(f"{at:%H:%M:%SZ}  {text}", flush=True),
         )
-    if arguments.record.stat().st_size == 0:
+    if arguments.record.read_bytes().count(b"\n") < 2:  # the first line says whose documents they are
         arguments.record.unlink()
         raise AgentError(f"{endpoint} has given nothing to record")
     print(f"recorded; play it with: scheduled-events-agent simulate {arguments.record}", flush=True)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agent.status import JournalEntry, LastKnown, Status
     from agent.workflow import Workflow
 
+_NO_AGENT = "no agent runs"
 # Names of VMs that are shown of an event; there may be a hundred.
 _SHOWN_NAMES = 8
 
@@ -66,7 +67,7 @@ def _add_form(parser: argparse.ArgumentParser, json_help: str) -> None:
 
 
 def _run_status(arguments: argparse.Namespace) -> int:
-    import msgspec  # noqa: PLC0415 - as are the imports below: heavy, and --help does not need them
+    from msgspec import to_builtins  # noqa: PLC0415 - as are the imports below: heavy, and --help does not need them
 
     from agent.status import Status  # noqa: PLC0415
 
@@ -81,7 +82,7 @@ def _run_status(arguments: argparse.Namespace) -> int:
         return 0
     seen = _look(state_dir)
     if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(seen)).decode())
+        print(json.dumps(to_builtins(seen), indent=2))
     else:
         print(*_view_status(seen, Terminal.of(sys.stdout), options).lines, sep="\n")
     return 0 if isinstance(seen, Status) and seen.health == "ok" else 1
@@ -90,7 +91,7 @@ def _run_status(arguments: argparse.Namespace) -> int:
 def _look(state_dir: Path) -> "Status | LastKnown":
     """What the agent says, or else its state file. Raises AgentError if there is neither."""
     pid = find_agent(state_dir)
-    answer, problem = _ask(state_dir, pid) if pid is not None else (None, "no agent runs")
+    answer, problem = _ask(state_dir, pid) if pid is not None else (None, _NO_AGENT)
     return answer or _last_known(state_dir, problem)
 
 
@@ -131,15 +132,12 @@ def _last_known(state_dir: Path, problem: str) -> "LastKnown":
 
     store = Store.look_into(state_dir)
     try:
-        notes = [
-            note for kind in ("agent_started", "agent_stopped") for note in store.load_notes(kind=kind, limit=1)
-        ]
         return LastKnown(
             at=datetime.now(UTC),
             problem=problem,
             state_file=str(store.path),
             vm_name=store.load_fact("vm_name"),
-            notes=tuple(sorted(notes, key=lambda note: note.at)),
+            notes=tuple(store.load_life()),
             pending=tuple(store.load_workflows()),
         )
     finally:
@@ -216,9 +214,10 @@ def _view_last_known(seen: "LastKnown", terminal: Terminal) -> View:
         Row("source", f"what follows is what {seen.state_file} says"),
     ]
     rows += [Row("agent", _life(note, seen.at)) for note in seen.notes]
-    runs = seen.problem != "no agent runs"
+    runs = seen.problem != _NO_AGENT
     if not runs and seen.notes and seen.notes[-1].kind == "agent_started":
-        rows.append(Row("", "and did not say that it stopped: it was killed, or the machine went down", "yellow"))
+        why = "it was killed, the machine went down, or its disk was full"
+        rows.append(Row("", f"and did not say that it stopped: {why}", "yellow"))
     rows.append(
         Row("next", f"{'' if runs else 'start it; '}scheduled-events-agent doctor looks for what is wrong")
     )
@@ -311,7 +310,8 @@ def _names(event: "ScheduledEvent", affects: str, ours: tuple[str, ...] = ()) ->
         case "self":
             return "this VM only" if not ours else listed
         case "shared":
-            return f"this VM and {len(names) - 1} others: {listed}" if not ours else listed
+            others = "1 other" if len(names) == 2 else f"{len(names) - 1} others"
+            return f"this VM and {others}: {listed}" if not ours else listed
         case "others":
             return f"not this VM: {listed}"
         case _:
@@ -385,6 +385,10 @@ class _Source:
         except StoreError as error:
             return {}, str(error)
 
+    def agent_runs(self) -> bool:
+        """Whether an agent is at work, as far as that can be told."""
+        return find_agent(self._state_dir) is not None
+
     def names(self) -> tuple[str, ...]:
         """What Resources may call this VM; asked of the service (once) if neither policy nor state file knows."""
         self._name = self._name or self._client.fetch_identity().name
@@ -395,11 +399,12 @@ class _Source:
 
 
 def _view_events(source: _Source, terminal: Terminal) -> View:
-    from agent.status import activity, lasting  # noqa: PLC0415 - as above
+    from agent.status import activity, last_known_activity, lasting  # noqa: PLC0415 - as above
 
     now = datetime.now(UTC)
     document = source.fetch()
     workflows, trouble = source.load_workflows()
+    runs = source.agent_runs()
     names = source.names()
     count = len(document.events)
     events = "no event" if not count else "1 event" if count == 1 else f"{count} events"
@@ -407,6 +412,8 @@ def _view_events(source: _Source, terminal: Terminal) -> View:
     lines = terminal.line(f"{events} in document {document.incarnation or '(no number)'}, seen from {who}", "bold")
     if trouble and count:
         lines += terminal.line(f"What the agent makes of them is not known: {trouble}", "dim")
+    elif not runs:
+        lines += terminal.line("No agent runs: what is told of it is what it wrote last", "red")
     for event in document.events:
         workflow = workflows.get(event.key)
         rows = [
@@ -418,11 +425,12 @@ def _view_events(source: _Source, terminal: Terminal) -> View:
         ]
         if workflow is not None:
             rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule takes it"
-            rows.append(Row("agent", f"{rule}; {activity(workflow, (), now)}", "cyan"))
+            doing = activity(workflow, (), now) if runs else last_known_activity(workflow)
+            rows.append(Row("agent", f"{rule}; {doing}", "cyan" if runs else ""))
         elif not trouble:
-            rows.append(Row("agent", "has not seen it (yet)", "yellow"))
+            rows.append(Row("agent", "has not seen it (yet)" if runs else "had not seen it", "yellow"))
         lines += ["", *terminal.line(_name(event, event.id), "bold"), *terminal.rows(rows)]
-    return View(lines, (document, names, tuple(workflows.values()), trouble))
+    return View(lines, (document, names, tuple(workflows.values()), trouble, runs))
 
 
 def _events_as_json(source: _Source) -> dict[str, Any]:
@@ -447,6 +455,7 @@ def _events_as_json(source: _Source) -> dict[str, Any]:
         "at": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
         "vm": names,
         "incarnation": document.incarnation,
+        "agent_runs": source.agent_runs(),
         "agent_unknown_because": trouble,
         "events": events,
     }

@@ -54,6 +54,7 @@ _LEFTOVER_GRACE_SECONDS = 1.0
 _MAX_STATUS_CHARACTERS = 1000
 _SHUTDOWN_QUESTION_SECONDS = 2.0
 _SERVICE_QUESTION_SECONDS = 10.0
+_LOCK_PATIENCE_SECONDS = 0.5  # whoever only asks who has a lock may have it for an instant
 _SERVICE = "scheduled-events-agent.service"
 _TELL_SECONDS = 1.0
 _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the root of that disk
@@ -303,19 +304,25 @@ def hold_lock(path: Path) -> HeldLock:
     """Take the lock that ``path`` stands for. Raises HostError, naming the holder, if another process has it."""
     import fcntl  # noqa: PLC0415 - Linux only, as is all of this file
 
+    patience_ends = time.monotonic() + _LOCK_PATIENCE_SECONDS
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
     except OSError as error:
         raise HostError(f"{path}: cannot be opened for locking; {error.strerror}", kind="lock") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if time.monotonic() < patience_ends:
+                time.sleep(0.01)
+                continue
         holder = file.read(20).decode("ascii", "replace").strip() or "unknown"
         file.close()
         raise HostError(
             f"{path}: another agent (pid {holder}) is at work here; stop it, or give this one another state_dir",
             kind="locked",
-        ) from None
+        )
     with suppress(OSError):  # a full disk takes no number: the next one is then told of an unknown holder
         os.ftruncate(file.fileno(), 0)
         os.pwrite(file.fileno(), b"%d\n" % os.getpid(), 0)
@@ -325,26 +332,21 @@ def hold_lock(path: Path) -> HeldLock:
 def lock_holder(path: Path) -> str | None:
     """The pid of the process that has the lock, "unknown" if it left none; None if nobody has it.
 
-    Raises HostError if that cannot be told. Does not take the lock, not even for a moment, in which an agent would
-    fail to start.
+    Raises HostError if that cannot be told. Shares the lock for an instant, which ``hold_lock`` sits out. (Who has
+    it stands in /proc as well, but not for who looks from another container.)
     """
+    import fcntl  # noqa: PLC0415 - as above
+
     try:
         with path.open("rb") as file:
-            facts, written = os.fstat(file.fileno()), file.read(20).decode("ascii", "replace").strip()
-        lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read(20).decode("ascii", "replace").strip() or "unknown"
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise HostError(f"{path}: who has this lock cannot be told; {error.strerror}", kind="lock") from None
-    device = f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}"
-    for line in lines:  # such as "1: FLOCK  ADVISORY  WRITE 4711 08:01:131 0 EOF"
-        words = line.split()
-        if len(words) < 6 or words[1] != "FLOCK" or words[3] != "WRITE":
-            continue
-        place, _, inode = words[5].rpartition(":")
-        # Some file systems show another device here than to stat.
-        if inode == str(facts.st_ino) and (place == device or words[4] == written):
-            return written or "unknown"
     return None
 
 

@@ -18,6 +18,8 @@ _UNIT_PLACES = ("etc/systemd/system", "run/systemd/system", "usr/lib/systemd/sys
 _INTERPRETER = re.compile(r"(python|bash|sh|ruby|perl)[0-9.]*")
 _CIB = "var/lib/pacemaker/cib/cib.xml"
 _CIB_AGENT = re.compile(r'\btype="(azure-events(?:-az)?)"')
+# Some resource is not to run; which one, only the cluster tells.
+_CIB_STOPPED = re.compile(r'\bname="target-role" value="Stopped"')
 _MAX_FILE_BYTES = 4 * 1024 * 1024
 
 
@@ -53,11 +55,11 @@ class _Known(NamedTuple):
     """The name of the file that runs, or the beginning of its path."""
     services: tuple[str, ...]
     """Names of services, without .service."""
-    approves: bool
-    """Whether it does whenever it runs."""
     way_out: str
 
 
+# All of these approve if their configuration says so. (aks-node-termination-handler, which drains a node as well,
+# sends no approval in any of its sources.)
 _KNOWN = (
     # Since 8.2.2 it approves each event at once for which /opt/cycle/jetpack/scripts has no script, unless the
     # configuration of the node says otherwise; that stands on CycleCloud's server (the page "Use scheduled events"
@@ -66,24 +68,14 @@ _KNOWN = (
         "CycleCloud's jetpack",
         "/opt/cycle/jetpack/",
         ("jetpackd",),
-        False,
         "set cyclecloud.monitor_scheduled_events = false for this node in CycleCloud, or leave the events to it",
     ),
-    # The name of its program in its Makefile and Dockerfile.
+    # The name of its program is in its Makefile and Dockerfile, the option, off by default, in its config/opts.go.
     _Known(
         "webdevops' azure-scheduledevents-manager",
         "azure-scheduledevents-manager",
         ("azure-scheduledevents-manager",),
-        True,
-        "stop one of the two",
-    ),
-    # Runs in a pod of each node, whose processes the node sees; the name of its program in its Dockerfile.
-    _Known(
-        "aks-node-termination-handler",
-        "aks-node-termination-handler",
-        ("aks-node-termination-handler",),
-        True,
-        "remove its DaemonSet, or keep it from this node, or stop this agent",
+        "take --azure.approve-scheduledevent (AZURE_APPROVE_SCHEDULEDEVENT) from it, or stop one of the two",
     ),
 )
 # Microsoft's sample for Windows, SchService.ps1, installs itself under its file's name and this display name.
@@ -109,20 +101,21 @@ def linux_approvers(root: Path) -> list[Approver]:
         runs = [pid for pid, words in commands if _is_program(words, known.program)]
         named = [path for path in units if path.stem in known.services]
         if runs:
-            life: Life = "active" if known.approves else "maybe"
-            found.append(Approver(known.name, f"process {runs[0]} runs", life, known.way_out))
+            found.append(Approver(known.name, f"process {runs[0]} runs", "maybe", known.way_out))
         elif named:
             found.append(Approver(known.name, f"unit {named[0].name} is there", "installed", known.way_out))
         elif known.program.startswith("/") and (root / known.program[1:]).is_dir():
             found.append(Approver(known.name, f"{known.program} is there", "installed", known.way_out))
     # Installed with many others by the package resource-agents; only who is in the cluster's configuration runs.
-    if agent := _CIB_AGENT.search(_text(root / _CIB)):
+    cib = _text(root / _CIB)
+    if agent := _CIB_AGENT.search(cib):
+        life: Life = "maybe" if _CIB_STOPPED.search(cib) else "active"
         runs = [pid for pid, words in commands if _is_program(words, "pacemakerd")]
         found.append(
             Approver(
                 f"Pacemaker's {agent[1]}",
                 f"/{_CIB} names it" + (f" and process {runs[0]}, pacemakerd, runs" if runs else ""),
-                "active" if runs else "installed",
+                life if runs else "installed",
                 "have this agent only observe (agent.mode: observe), or take the resource out of the cluster",
             )
         )
@@ -139,7 +132,7 @@ def windows_approvers(services: Iterable[tuple[str, str, bool]], root: Path) -> 
             found.append(Approver(_SAMPLE, _service_in_words(name, is_running), life, way_out))
         for known in _KNOWN:
             if name.casefold() in known.services:
-                life = "installed" if not is_running else "active" if known.approves else "maybe"
+                life = "maybe" if is_running else "installed"
                 found.append(Approver(known.name, _service_in_words(name, is_running), life, known.way_out))
     jetpack = _KNOWN[0]
     if (root / "cycle" / "jetpack").is_dir() and not any(one.name == jetpack.name for one in found):
@@ -199,6 +192,12 @@ def _disks_below(device: str, root: Path) -> set[str]:
 
 def _is_configured(mount: Mount, root: Path) -> bool:
     """Whether waagent, or cloud-init's line in fstab, says that the temporary disk is mounted there."""
+    for line in _text(root / "etc/fstab").splitlines():
+        source, place, _, options, *_ = [*line.split(), "", "", "", ""]
+        by_cloud_init = "comment=cloudconfig" in options or "x-systemd.requires=cloud-init" in options
+        if place == mount.place and not line.startswith("#"):
+            # It also mounts data disks so, wherever the image's user wanted them.
+            return "azure_resource" in source or (by_cloud_init and place in ("/mnt", "/mnt/resource"))
     settings = {
         name.strip(): value.strip()
         for name, equals, value in (
@@ -206,17 +205,10 @@ def _is_configured(mount: Mount, root: Path) -> bool:
         )
         if equals
     }
-    if settings.get("ResourceDisk.Format", "").lower() == "y" and (
+    # It mounts the disk by itself, so what fstab mounts there instead is another one.
+    return settings.get("ResourceDisk.Format", "").lower() == "y" and (
         mount.place == settings.get("ResourceDisk.MountPoint", "/mnt/resource")
-    ):
-        return True
-    for line in _text(root / "etc/fstab").splitlines():
-        source, place, _, options, *_ = [*line.split(), "", "", "", ""]
-        by_cloud_init = "comment=cloudconfig" in options or "x-systemd.requires=cloud-init" in options
-        if place == mount.place and not line.startswith("#"):
-            # It also mounts data disks so, wherever the image's user wanted them.
-            return "azure_resource" in source or (by_cloud_init and place in ("/mnt", "/mnt/resource"))
-    return False
+    )
 
 
 def _commands(root: Path) -> Iterator[tuple[int, list[str]]]:

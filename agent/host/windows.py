@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -63,6 +64,7 @@ _PASSED_ON = (
 )
 # A clock that is set right moves the boot's computed time; no machine boots twice within this.
 _SAME_BOOT_SECONDS = 120.0
+_LOCK_PATIENCE_SECONDS = 0.5  # whoever only asks who has a lock may have it for an instant
 _SM_SHUTTINGDOWN = 0x2000
 _SHARING_VIOLATION = 32
 _NOT_FOUND = (2, 3)  # the file, a directory above it
@@ -324,21 +326,27 @@ def hold_lock(path: Path) -> HeldLock:
     import win32con  # noqa: PLC0415 - Windows only
     import win32file  # noqa: PLC0415 - Windows only
 
-    try:
-        # Others may read who we are; nobody else may open it for writing.
-        handle: Any = win32file.CreateFile(
-            str(path), win32con.GENERIC_WRITE, win32con.FILE_SHARE_READ, None, win32con.CREATE_ALWAYS, 0, None
-        )
-    except pywintypes.error as error:
-        if error.winerror != _SHARING_VIOLATION:
-            raise HostError(f"{path}: cannot be opened for locking; {_reason(error)}", kind="lock") from None
+    patience_ends = time.monotonic() + _LOCK_PATIENCE_SECONDS
+    while True:
+        try:
+            # Others may read who we are; nobody else may open it for writing.
+            handle: Any = win32file.CreateFile(
+                str(path), win32con.GENERIC_WRITE, win32con.FILE_SHARE_READ, None, win32con.CREATE_ALWAYS, 0, None
+            )
+            break
+        except pywintypes.error as error:
+            if error.winerror != _SHARING_VIOLATION:
+                raise HostError(f"{path}: cannot be opened for locking; {_reason(error)}", kind="lock") from None
+            if time.monotonic() < patience_ends:
+                time.sleep(0.01)
+                continue
         holder = "unknown"
         with contextlib.suppress(OSError):
             holder = path.read_text(encoding="ascii").strip() or holder
         raise HostError(
             f"{path}: another agent (pid {holder}) is at work here; stop it, or give this one another state_dir",
             kind="locked",
-        ) from None
+        )
     with contextlib.suppress(pywintypes.error):  # a full disk takes no number: the next one is told of an unknown
         win32file.WriteFile(handle, b"%d\n" % os.getpid())
     return HeldLock(handle)
@@ -347,7 +355,7 @@ def hold_lock(path: Path) -> HeldLock:
 def lock_holder(path: Path) -> str | None:
     """The pid of the process that has the lock, "unknown" if it left none; None if nobody has it.
 
-    Raises HostError if that cannot be told.
+    Raises HostError if that cannot be told. Has the file open for an instant, which ``hold_lock`` sits out.
     """
     import pywintypes  # noqa: PLC0415 - Windows only
     import win32con  # noqa: PLC0415 - Windows only

@@ -219,6 +219,20 @@ def test_events_shows_the_document_as_it_is_now_and_what_the_agent_makes_of_it(
     ]
 
 
+def test_events_tells_what_an_agent_that_is_gone_was_about(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[BY_HAND])
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_log("waits", event_id=event)
+    assert "  agent   rule by-hand; waits: an operator must approve it\n" in ask(agent, "events").stdout
+    assert json.loads(ask(agent, "events", "--json").stdout)["agent_runs"] is True
+    agent.kill()
+    shown = ask(agent, "events").stdout
+    assert shown.splitlines()[1] == "No agent runs: what is told of it is what it wrote last"
+    assert "  agent   rule by-hand; was prepared; waited: an operator must approve it\n" in shown
+    assert json.loads(ask(agent, "events", "--json").stdout)["agent_runs"] is False
+
+
 def test_events_needs_no_agent(endpoint_agent: tuple[Endpoint, Agent]) -> None:
     endpoint, agent = endpoint_agent
     agent.write_policy()

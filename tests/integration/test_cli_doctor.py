@@ -1,5 +1,6 @@
 """doctor as a command, against the simulator, against endpoints that are none, and beside a running agent."""
 
+import contextlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ import pytest
 from agent import __version__, cli, host
 from agent.cli import doctor
 from agent.config import CONFIG_VARIABLE
+from agent.host.surroundings import OwnService
 from agent.simulator import Simulator
 
 needs_modes = pytest.mark.skipif(sys.platform == "win32", reason="modes and accounts are Linux's")
@@ -449,17 +451,79 @@ def test_a_state_directory_that_is_open_to_others_is_a_failure(
     )
 
 
+AS_AGENT = "run this as root, or as the agent's account"
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Be an ordinary account for a while."""
+    if sys.platform == "win32":
+        raise NotImplementedError
+    groups = os.getgroups()
+    os.setgroups([])
+    os.setresgid(65534, 65534, 0)
+    os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+        os.setresgid(0, 0, 0)
+        os.setgroups(groups)
+
+
+def service_of(account: str) -> OwnService:
+    return OwnService(is_enabled=True, state="active", is_running=True, pid=1, account=account, is_stale=False)
+
+
 @needs_root
-def test_a_state_directory_of_another_account_is_a_failure(
-    examine: Examine, endpoint: Endpoint, tmp_path: Path
+def test_a_state_directory_of_another_account_is_a_failure_if_it_is_known_whose_it_should_be(
+    examine: Examine, endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = tmp_path / "state"
     state.mkdir(mode=0o700)
     if sys.platform != "win32":  # for the type checker
         os.chown(state, 12345, 12345)
-    assert examine(endpoint.url).one("state").finding == (
-        f"{state}: it belongs to uid 12345: if it is the agent's own, chown -R root {state}"
+    finding = f"{state}: it belongs to uid 12345: if it is the agent's own, chown -R"
+    assert examine(endpoint.url).one("state") == Check("warning", f"{finding} root {state}", AS_AGENT)
+    with contextlib.closing(host.hold_lock(state / "lock")):  # as in a container whose agent is not root
+        assert examine(endpoint.url).one("state") == Check(
+            "ok", f"{state} is there, for the agent that is at work in it", ""
+        )
+    monkeypatch.setattr(host, "own_service", lambda: service_of("daemon"))
+    assert examine(endpoint.url).one("state") == Check(
+        "failure", f"{finding} daemon {state}", "do so: the agent does not start with it"
     )
+
+
+@needs_root
+def test_an_ordinary_account_makes_no_failure_of_what_it_may_not_see(
+    run: Callable[..., tuple[int, str, str]], endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def examine_as_nobody(file: Path, *options: str) -> dict[str, tuple[str, str]]:
+        with as_nobody():
+            code, out, _ = run("--config", str(file), "--json", *options)
+        assert code == 0
+        return {one["check"]: (one["verdict"], one["finding"]) for one in json.loads(out)["checks"]}
+
+    monkeypatch.setattr("agent.imds.resolve_endpoint", lambda _: endpoint.url)
+    with tempfile.TemporaryDirectory() as directory:  # pytest's own is for this account alone
+        place = Path(directory)
+        place.chmod(0o755)
+        closed = place / "closed"
+        closed.mkdir(mode=0o700)
+        (closed / "drain").write_text("#!/bin/sh\n")
+        file = place / "p.yaml"
+        file.write_text(f"agent: {{state_dir: '{closed}'}}\n" + HOOKS.format(f"{{run: ['{closed / 'drain'}']}}"))
+        monkeypatch.setattr(host, "own_service", lambda: service_of("root"))
+        seen = examine_as_nobody(file)
+        told = "the agent runs as root, and nobody cannot tell what that may do"
+        assert (seen["hooks"], seen["files"]) == (("warning", told), ("warning", told))
+        assert seen["state"] == ("warning", f"{closed}: only root can tell what root may do")
+        monkeypatch.setattr(host, "own_service", lambda: None)
+        file.chmod(0o600)
+        seen = examine_as_nobody(file, "--state-dir", str(closed))
+        assert seen["policy"] == ("warning", f"{file}: cannot be read: Permission denied")
+        assert seen["state"] == ("warning", f"nobody cannot write {closed}")
 
 
 def test_a_file_in_place_of_the_state_directory_is_a_failure(
@@ -511,6 +575,37 @@ def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
     finally:
         process.terminate()
         process.communicate()
+
+
+def test_who_holds_the_lock_and_does_not_answer_is_not_said_to_be_well(
+    examine: Examine, endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_PAGE_SECONDS", 0.2)
+    state = tmp_path / "state"
+    host.create_private_dir(state)
+    with contextlib.closing(host.hold_lock(state / "lock")), socket.create_server(("127.0.0.1", 0)) as server:
+        listen = f"127.0.0.1:{server.getsockname()[1]}"
+        report = examine(endpoint.url, listen=listen)
+    assert report.one("agent") == Check(
+        "warning",
+        f"runs (pid {os.getpid()}), and its page /healthz does not answer within 0.2 s: it may hang",
+        "see whether it answers scheduled-events-agent status; if not, see its log, and restart it",
+    )
+    assert report.one("listen").finding == (
+        f"{listen} is taken, perhaps by the agent, and no page of it answers in plain HTTP"
+    )
+
+
+def test_what_another_program_says_on_the_port_is_not_taken_for_the_agents_word(
+    examine: Examine, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    state = tmp_path / "state"
+    host.create_private_dir(state)
+    listen = endpoint.url.removeprefix("http://")  # answers 400 to what lacks the header, and could as well 503
+    with contextlib.closing(host.hold_lock(state / "lock")):
+        report = examine(endpoint.url, listen=listen)
+    assert report.one("agent") == Check("ok", f"runs (pid {os.getpid()}), its version cannot be told", "")
+    assert report.one("listen").finding.startswith(f"{listen} is taken, perhaps by the agent, and no page of it ")
 
 
 def test_a_lock_is_told_by_its_holder_and_left_alone(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from agent.config import CONFIG_VARIABLE
 from agent.events import ScheduledEvent
 from agent.policy import Decision
 from agent.status import PolicyInForce, RunningHook, Status, Vm
-from agent.store import Store
+from agent.store import Store, StoreError
 from agent.workflow import Note, Progress, Step, Workflow
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
@@ -243,7 +243,7 @@ def test_without_an_agent_it_is_told_what_the_state_file_says(state_dir: Path, r
         "  vm      web-1\n"
         f"  source  what follows is what {state_dir / 'state.db'} says\n"
         "  agent   started AGO: version 0.1.0, mode act\n"
-        "          and did not say that it stopped: it was killed, or the machine went down\n"
+        "          and did not say that it stopped: it was killed, the machine went down, or its disk was full\n"
         "  next    start it; scheduled-events-agent doctor looks for what is wrong\n"
         "\n"
         "Redeploy 602D9444: may start at any moment (2026-04-11 22:26:12Z)\n"
@@ -320,6 +320,54 @@ def test_texts_from_outside_command_no_terminal(state_dir: Path, run: Run) -> No
     for out in outputs:
         assert r"\x1b[2J\x1b]0;evil\x07\u202e" in out
         assert [line for line in out.splitlines() if not line.isprintable()] == []
+
+
+def test_json_is_plain_ascii_so_that_it_commands_no_terminal_either(state_dir: Path, run: Run) -> None:
+    hostile = "\x9b2J\u202eschön"
+    workflow = msgspec.structs.replace(PREPARING, event=msgspec.structs.replace(EVENT, description=hostile))
+    commit(state_dir, workflow)
+    status = msgspec.structs.replace(STATUS, pending=(workflow,))
+    outputs = [
+        answered(state_dir, status, run, "--json")[1],
+        run("status", "--state-dir", str(state_dir), "--json")[1],
+        run("history", "--state-dir", str(state_dir), "--json")[1],
+    ]
+    for out in outputs:
+        assert out.isascii()
+        assert r'"\u009b2J\u202esch\u00f6n"' in out
+    assert msgspec.json.decode(outputs[0], type=Status) == status
+
+
+def test_whether_the_agent_stopped_is_told_by_what_was_written_last_whatever_the_clock_did(
+    state_dir: Path, run: Run
+) -> None:
+    store = Store.join(state_dir)
+    store.record("agent_stopped", "pending: 0", datetime.now(UTC) - timedelta(hours=1))  # it was set back
+    store.close()
+    lives = [
+        line.split()[1] for line in run("status", "--state-dir", str(state_dir))[1].splitlines() if " ago" in line
+    ]
+    assert lives == ["started", "stopped"]
+    assert "did not say" not in run("status", "--state-dir", str(state_dir))[1]
+
+
+def test_a_request_that_cannot_be_withdrawn_is_not_said_to_be(
+    state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", 0.1)
+    store = Store.join(state_dir)
+    monkeypatch.setattr(
+        "agent.cli.operator.time.sleep", lambda _: store._connection.execute("PRAGMA query_only = 1")
+    )
+    try:
+        with pytest.raises(StoreError) as caught:
+            operator.ask_agent(store, "602d9444@1", "approved", "kim")
+    finally:
+        store.close()
+    assert str(caught.value) == (
+        f"cannot write {state_dir / 'state.db'}: attempt to write a readonly database, so the request could not "
+        "be withdrawn, and the agent may still take it within 30 s"
+    )
 
 
 def test_texts_that_the_locale_lacks_are_told_all_the_same(

@@ -119,6 +119,44 @@ def test_of_several_words_none_is_lost_because_an_answer_to_one_could_not_be_wri
     assert hands.sent == ["E1"]
 
 
+def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_not(
+    engine: Engine, operator: Store, hands: Approvals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workflow_id,) = engine.board
+    impatient = ask_for_approval(engine, operator)
+    patient = operator.add_request(workflow_id, "held", "lee", datetime.now(UTC))
+    commit = engine._store.commit
+    withdrawn: list[str | None] = []
+
+    def commit_late(*arguments: object) -> None:
+        if not withdrawn:
+            withdrawn.append(operator.withdraw_request(impatient))
+        commit(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine._store, "commit", commit_late)
+    assert engine.turn(datetime.now(UTC))
+    assert withdrawn == [None]  # so whoever asked was told that it is withdrawn
+    assert hands.sent == []
+    assert operator.load_answer(patient) == "held: the event is held: an operator holds it"
+    said = [entry.text for entry in operator.load_journal() if entry.kind == "operator"]
+    assert said == ["lee says: held"]
+
+
+def test_what_was_answered_has_been_done_whatever_becomes_of_the_disk(
+    engine: Engine, operator: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = ask_for_approval(engine, operator)
+    perform = engine._perform
+
+    def perform_on_a_full_disk(*arguments: object) -> None:
+        perform(*arguments)  # type: ignore[arg-type]
+        engine._store._connection.execute("PRAGMA query_only = 1")
+
+    monkeypatch.setattr(engine, "_perform", perform_on_a_full_disk)
+    engine.turn(datetime.now(UTC))
+    assert operator.load_answer(request) == "approved: the event is prepared, approval requested"
+
+
 class Clearing(Approvals):
     """Hands whose on_clear hook runs until it is told otherwise, and what they were to report."""
 

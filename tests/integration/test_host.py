@@ -3,7 +3,9 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -47,6 +49,44 @@ def test_the_lock_of_an_agent_that_was_killed_is_free(tmp_path: Path) -> None:
         holder.kill()
     lock = host.hold_lock(path)
     lock.close()
+    host.hold_lock(path).close()
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.geteuid() != 0, reason="only root makes namespaces of processes")
+def test_the_holder_of_a_lock_is_seen_from_another_container(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    ask = f"from pathlib import Path; from agent import host; print(host.lock_holder(Path({str(path)!r})))"
+    with _start_holder(path) as holder:
+        apart = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", ask]
+        said = subprocess.run(apart, capture_output=True, text=True, check=True).stdout
+        holder.kill()
+    assert said == f"{holder.pid}\n"
+
+
+def _start_asking(path: Path) -> Callable[[], Any]:
+    """Have the lock as somebody has it who only asks who has it; returns what ends that."""
+    if sys.platform == "win32":
+        import win32con
+        import win32file
+
+        handle: Any = win32file.CreateFile(
+            str(path), win32con.GENERIC_READ, win32con.FILE_SHARE_READ, None, win32con.OPEN_ALWAYS, 0, None
+        )
+        close: Callable[[], Any] = handle.Close
+        return close
+    import fcntl
+
+    file = path.open("w")
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file.close
+
+
+def test_an_agent_starts_although_somebody_asks_for_it_in_that_very_instant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    stop_asking = _start_asking(path)
+    monkeypatch.setattr("time.sleep", lambda _: stop_asking())
     host.hold_lock(path).close()
 
 
@@ -148,7 +188,7 @@ def test_a_file_in_place_of_the_parent_of_a_private_directory_is_an_error(tmp_pa
 
 
 def _say_who_asks(**environment: str) -> str:
-    code = "from agent.cli.operator import _user; print(_user())"
+    code = "from agent.cli.operator import user_name; print(user_name())"
     names = dict.fromkeys(("LOGNAME", "USER", "LNAME", "USERNAME"), "somebody-else")
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -170,17 +170,19 @@ def _proceed_after_performing(engine: Engine, now: datetime) -> None:
     """A turn whose effects are under way before they are on disk."""
     commit = engine._store.commit
     late: list[Step] = []
+    late_answers: dict[int, str] = {}
 
-    def commit_nothing(steps: Any, at: datetime) -> None:
+    def commit_nothing(steps: Any, at: datetime, answers: Any) -> None:
         del at
         late.extend(steps)
+        late_answers.update(answers)
 
-    engine._store.commit = commit_nothing  # type: ignore[method-assign]
+    engine._store.commit = commit_nothing  # type: ignore[method-assign,assignment]
     try:
         REAL_DECIDE(engine, now)
     finally:
         engine._store.commit = commit  # type: ignore[method-assign]
-    commit(late, now)
+    commit(late, now, late_answers)
 
 
 def _load_nothing(_: Store) -> list[Workflow]:

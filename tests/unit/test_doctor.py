@@ -24,6 +24,7 @@ from agent.cli.diagnosis import (
     ok,
     warning,
 )
+from agent.cli.terminal import Terminal
 from agent.config import VmSettings
 from agent.host.surroundings import Approver, Life
 from agent.imds import Answer, ImdsError
@@ -49,6 +50,8 @@ def events(*resources: list[str]) -> Answer:
 
 # --- the words
 
+NOWHERE = Terminal(width=None, height=0, has_colors=False, can_redraw=False)
+WINDOW = Terminal(width=40, height=24, has_colors=True, can_redraw=True)
 
 FINDINGS = [
     ok("endpoint", "answers"),
@@ -58,19 +61,29 @@ FINDINGS = [
 
 
 def test_findings_are_an_aligned_list_with_what_to_do_below_each() -> None:
-    assert list(in_words(FINDINGS, has_colors=False)) == [
+    assert list(in_words(FINDINGS, NOWHERE)) == [
         "ok       endpoint  answers",
         "warning  clock     late",
         "                   -> set it",
-        "failure  a         bad\N{REPLACEMENT CHARACTER}[2Jname",
+        r"failure  a         bad\x1b[2Jname",
         "                   -> mend it",
         "1 ok, 1 warning, 1 failure",
     ]
 
 
 def test_only_the_verdict_is_coloured() -> None:
-    lines = list(in_words(FINDINGS, has_colors=True))
-    assert lines[:2] == ["\x1b[32mok     \x1b[0m  endpoint  answers", "\x1b[33mwarning\x1b[0m  clock     late"]
+    lines = list(in_words(FINDINGS, WINDOW))
+    assert lines[:2] == ["\x1b[32mok\x1b[0m       endpoint  answers", "\x1b[1;33mwarning\x1b[0m  clock     late"]
+
+
+def test_in_a_window_findings_are_broken_to_fit_it() -> None:
+    finding = warning("clock", "two words and a lot more of them", "set it, or have it set by somebody else")
+    assert list(in_words([finding], WINDOW))[:-1] == [
+        "\x1b[1;33mwarning\x1b[0m  clock     two words and a lot",
+        "                   more of them",
+        "                   -> set it, or have it",
+        "                      set by somebody else",
+    ]
 
 
 # --- the metadata service
@@ -333,7 +346,7 @@ def test_the_states_disk_has_to_survive_a_redeployment_and_have_room(
     [
         ("active", True, "failure", "X approves events too, perhaps before the hooks have run (here)"),
         ("active", False, "warning", "X approves events too (here)"),
-        ("maybe", True, "warning", "X runs, and approves events unless told otherwise (here)"),
+        ("maybe", True, "warning", "X runs, and may approve events too: that stands in its configuration (here)"),
         ("installed", True, "warning", "X is there and does not run; it would approve events too (here)"),
     ],
 )

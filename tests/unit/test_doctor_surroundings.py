@@ -94,26 +94,19 @@ def test_who_only_names_another_agent_is_none(tmp_path: Path) -> None:
     assert linux_approvers(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("program", "name", "way_out"),
-    [
-        (
-            "/azure-scheduledevents-manager",
-            "webdevops' azure-scheduledevents-manager",
-            "stop one of the two",
-        ),
-        (
-            "/app/aks-node-termination-handler",
-            "aks-node-termination-handler",
-            "remove its DaemonSet, or keep it from this node, or stop this agent",
-        ),
-    ],
-)
-def test_an_agent_in_a_container_is_found_by_its_process(
-    tmp_path: Path, program: str, name: str, way_out: str
+def test_an_agent_in_a_container_is_found_by_its_process_and_approves_only_if_it_is_told_to(
+    tmp_path: Path,
 ) -> None:
-    _process(tmp_path, 4711, program, "--some-option")
-    assert linux_approvers(tmp_path) == [Approver(name, "process 4711 runs", "active", way_out)]
+    _process(tmp_path, 4711, "/azure-scheduledevents-manager", "--some-option")
+    way_out = "take --azure.approve-scheduledevent (AZURE_APPROVE_SCHEDULEDEVENT) from it, or stop one of the two"
+    assert linux_approvers(tmp_path) == [
+        Approver("webdevops' azure-scheduledevents-manager", "process 4711 runs", "maybe", way_out)
+    ]
+
+
+def test_who_only_drains_a_node_approves_nothing(tmp_path: Path) -> None:
+    _process(tmp_path, 4711, "/app/aks-node-termination-handler")
+    assert linux_approvers(tmp_path) == []
 
 
 @pytest.mark.parametrize("agent", ["azure-events", "azure-events-az"])
@@ -128,6 +121,17 @@ def test_pacemakers_agent_counts_when_the_cluster_is_configured_with_it(tmp_path
             f"Pacemaker's {agent}", f"{_CIB} names it and process 900, pacemakerd, runs", "active", _CIB_WAY_OUT
         )
     ]
+
+
+def test_a_cluster_in_which_some_resource_is_stopped_may_approve_and_may_not(tmp_path: Path) -> None:
+    _cib(tmp_path, "azure-events-az")
+    _process(tmp_path, 900, "/usr/sbin/pacemakerd")
+    cib = tmp_path / _CIB[1:]
+    stopped = (
+        '<meta_attributes id="m"><nvpair id="n" name="target-role" value="Stopped"/></meta_attributes></clone>'
+    )
+    cib.write_text(cib.read_text().replace("</clone>", stopped))
+    assert [one.life for one in linux_approvers(tmp_path)] == ["maybe"]
 
 
 def test_a_cluster_without_that_resource_is_none(tmp_path: Path) -> None:
@@ -250,6 +254,12 @@ def test_waagents_configuration_tells_where_it_mounts_the_temporary_disk(
 ) -> None:
     _file(machine, "etc/waagent.conf", text)
     assert _temporary(machine, "/mnt/state") is expected
+
+
+def test_a_disk_of_ones_own_in_the_place_where_waagent_would_mount_it_is_not_temporary(machine: Path) -> None:
+    _file(machine, "etc/waagent.conf", "ResourceDisk.Format=y\nResourceDisk.MountPoint=/mnt\n")
+    _file(machine, "etc/fstab", "UUID=1 /mnt xfs defaults,nofail 0 2\n")
+    assert not _temporary(machine, "/mnt/state")
 
 
 @pytest.mark.parametrize(
