@@ -61,8 +61,8 @@ _PROGRAMS = {
 # Of a wheel, what nobody needs at run time (nor its tests): hints for type checkers, and how it was built and is
 # to be installed.
 _UNNEEDED = (".pyi", "/py.typed", ".dist-info/RECORD", ".dist-info/WHEEL", ".dist-info/top_level.txt")
-
-
+# Of what wheels have compiled in without a word of it, the licences besides their own; licenses/ has the texts.
+_COMPILED_IN = {"bcrypt": "BSD-3-Clause AND MIT"}
 # Folders of the sources, and their places in a package.
 _FOLDERS = {
     "docs": _DOC,
@@ -74,6 +74,7 @@ _FOLDERS = {
 _FILES = {
     "config/policy.schema.json": f"/usr/share/{NAME}/policy.schema.json",
     "config/policy.yaml": f"/etc/{NAME}/policy.yaml",
+    "README.md": f"/{_DOC}/README.md",
     "config/hooks/README.md": f"/etc/{NAME}/hooks/README.md",
     "systemd/strict.conf": f"/usr/share/{NAME}/systemd/strict.conf",
     f"systemd/{NAME}.service": f"/usr/lib/systemd/system/{NAME}.service",
@@ -227,15 +228,16 @@ def check_version(version: str | None) -> None:
 
 
 def _vendor(wheels: Iterable[Path], root: Path) -> tuple[Distribution, ...]:
-    """Unpack the wheels: pure ones once, compiled ones into a directory for each ABI."""
+    """Unpack the wheels: those for every Python once, others into a directory for each ABI."""
     found: dict[str, Distribution] = {}
     for wheel in sorted(wheels):
         python, abi = wheel.stem.split("-")[2:4]
-        place = HOME if abi == "none" else f"{HOME}/{python}"
+        is_for_all = abi in ("none", "abi3")
+        place = HOME if is_for_all else f"{HOME}/{python}"
         distribution, files = read_wheel(wheel)
         for name, content in files.items():
             write(root / place / name, content)
-        place = HOME if abi == "none" else f"{HOME}/cp3*"
+        place = HOME if is_for_all else f"{HOME}/cp3*"
         known = found.get(distribution.name)
         places = {f"{place}/{top}" for top in distribution.places} | set(known.places if known else ())
         found[distribution.name] = replace(distribution, places=tuple(sorted(places)))
@@ -262,9 +264,12 @@ def read_wheel(wheel: Path) -> tuple[Distribution, dict[str, bytes]]:
         for name, content in contents.items()
         if not name.endswith(_UNNEEDED) and "/tests/" not in name and ".dist-info/licenses/" not in name
     }
-    license_name = str(metadata["License-Expression"] or metadata["License"])
+    name, license_name = str(metadata["Name"]), str(metadata["License-Expression"] or metadata["License"])
+    if name in _COMPILED_IN:
+        license_name = f"{license_name} AND {_COMPILED_IN[name]}"
+        texts["compiled-in"] = (PACKAGING / "licenses" / name).read_text("utf-8")
     tops = tuple(sorted({name.split("/")[0] for name in contents}))
-    return Distribution(str(metadata["Name"]), str(metadata["Version"]), license_name, tops, texts), files
+    return Distribution(name, str(metadata["Version"]), license_name, tops, texts), files
 
 
 def find_libyaml() -> Distribution:
@@ -303,8 +308,8 @@ def _place_system_files(root: Path) -> None:
     share = root / "usr/share" / NAME
     copy(SOURCES / "config/policy.yaml", etc / "policy.yaml")
     edit(etc / "policy.yaml", "$schema=policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
-    copy(SOURCES / "config/hooks/README.md", etc / "hooks/README.md")
-    edit(etc / "hooks/README.md", "../../docs/", f"/{_DOC}/")
+    write(etc / "hooks/README.md", _in_package(SOURCES / "config/hooks/README.md").encode())
+    edit(etc / "hooks/README.md", "Ready ones, each", f"Ready ones, in `/usr/share/{NAME}/hooks/`, each")
     (etc / "credentials").mkdir(parents=True)
     copy(SOURCES / "config/policy.schema.json", share / "policy.schema.json")
     copy(SOURCES / "systemd/strict.conf", share / "systemd/strict.conf")
@@ -315,21 +320,22 @@ def _place_system_files(root: Path) -> None:
 
 
 def _place_documents(root: Path) -> None:
+    write(root / _DOC / "README.md", _in_package(SOURCES / "README.md").encode())
     for folder, place in _FOLDERS.items():
         for source in sorted((SOURCES / folder).rglob("*")):
             if not source.is_file() or source.relative_to(SOURCES).as_posix() in _FILES:
                 continue
             target = root / place / source.relative_to(SOURCES / folder)
-            if source.suffix == ".md":
-                write(target, _with_links(source).encode())
-                continue
-            copy(source, target, mode=0o755 if os.access(source, os.X_OK) else 0o644)
+            if source.suffix == ".md" or folder == "config/examples":
+                write(target, _in_package(source).encode())
+            else:
+                copy(source, target, mode=0o755 if os.access(source, os.X_OK) else 0o644)
             if folder == "config/examples":
                 edit(target, "$schema=../policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
 
 
-def _with_links(page: Path) -> str:
-    """A page whose links lead to where the packages have what they lead to; or that are none if they do not."""
+def _in_package(page: Path) -> str:
+    """A text that has links and commands name things by their places in the packages; other links are none."""
 
     def link(match: re.Match[str]) -> str:
         words, target, heading = match.groups(default="")
@@ -342,7 +348,9 @@ def _with_links(page: Path) -> str:
                 place = f"/{its_place}{source.removeprefix(folder)}"
         return f"[{words}]({place}{heading})" if place else words
 
-    return re.sub(r"\[([^\]]+)\]\(([^)#\s]*)(#[^)\s]*)?\)", link, page.read_text("utf-8"))
+    text = re.sub(r"\[([^\]]+)\]\(([^)#\s]*)(#[^)\s]*)?\)", link, page.read_text("utf-8"))
+    folders = "|".join(_FOLDERS)
+    return re.sub(rf"(?<![\w./\[-])({folders})/(?=[\w-])", lambda match: f"/{_FOLDERS[match[1]]}/", text)
 
 
 def _generate_from_parser(root: Path, tools: Path, version: str, epoch: int) -> None:
@@ -447,7 +455,7 @@ def fetch_pinned(wanted: Path, name: str, targets: Iterable[Iterable[str]]) -> l
 
 def _targets(architecture: Architecture, python: str) -> Iterator[str]:
     yield from ("--only-binary", ":all:", "--no-deps", "--implementation", "cp", "--python-version", python)
-    yield from ("--abi", f"cp{python.replace('.', '')}", "--abi", "none")
+    yield from ("--abi", f"cp{python.replace('.', '')}", "--abi", "abi3", "--abi", "none")
     for system in ("manylinux2014", "manylinux_2_17", "manylinux_2_28"):
         yield from ("--platform", f"{system}_{architecture.rpm}")
 

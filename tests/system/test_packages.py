@@ -24,6 +24,8 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("packages for Linux are built on Linux", allow_module_level=True)
 
+import apt
+
 from agent import __version__
 from agent.cli import build_parser
 
@@ -66,20 +68,10 @@ def output_of(*command: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def need(program: str, package: str) -> None:
-    """Have a program of the distribution's, or skip."""
-    if shutil.which(program):
-        return
-    if os.geteuid() != 0 or not shutil.which("apt-get"):
-        pytest.skip(f"{program} is not installed, and only root on Debian or Ubuntu can install {package} here")
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["update", "-q"], ["install", "-qy", "--no-install-recommends", package]):
-        subprocess.run(["apt-get", *command], env=environment, check=True, capture_output=True, timeout=300)
-
-
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All four packages, as "make packages" builds them."""
+    apt.need("rpmbuild", "rpm")  # for build.py's own apt-get would not wait for another one
     output = tmp_path_factory.mktemp("dist")
     for what in ("deb", "rpm"):
         done = build(what, "--output", str(output))
@@ -170,7 +162,7 @@ def test_both_processors_get_the_same_files_but_for_the_compiled_ones(
 
 
 def test_the_same_tree_is_in_the_deb_and_in_the_rpm(dist: Path, debs: Mapping[str, Mapping[str, Entry]]) -> None:
-    need("rpm", "rpm")
+    apt.need("rpm", "rpm")
     of_format = (f"/usr/share/doc/{NAME}", "/usr/share/licenses/", "/usr/share/lintian", "/usr/share/zsh", "/var")
     for machine in MACHINES:
         in_rpm = set(output_of("rpm", "-qpl", str(rpm_path(dist, machine))).split())
@@ -192,6 +184,7 @@ def test_what_is_compiled_is_for_the_processor_of_the_package_and_for_every_pyth
         f"{HOME}/cp{python.replace('.', '')}/{module}.cpython-{python.replace('.', '')}-{machine}-linux-gnu.so"
         for python, module in itertools.product(PYTHONS, ("msgspec/_core", "yaml/_yaml"))
     ]
+    places.append(f"{HOME}/bcrypt/_bcrypt.abi3.so")  # one for every Python
     assert sorted(found) == sorted(places)
     kinds = {struct.unpack_from("<4sBB12xH", content or b"") for content in found.values()}
     assert kinds == {(b"\x7fELF", 2, 1, MACHINES[machine])}  # 64 bits, little endian
@@ -250,6 +243,27 @@ def test_every_file_that_a_document_refers_to_is_there(debs: Mapping[str, Mappin
     assert missing == {}
 
 
+def test_examples_hooks_and_rules_are_all_there_and_the_texts_name_them_by_their_places(
+    debs: Mapping[str, Mapping[str, Entry]],
+) -> None:
+    share, doc = f"usr/share/{NAME}", f"usr/share/doc/{NAME}"
+    places = {"examples": f"{doc}/examples", "hooks": f"{share}/hooks", "prometheus": f"{share}/prometheus"}
+    for folder, place in places.items():
+        there = {name.removeprefix(f"{place}/") for name in debs["x86_64"] if name.startswith(f"{place}/")}
+        elsewhere = {"README.md"} if folder == "hooks" else set()  # in /etc, beside the operator's own
+        assert there == {path.name for path in (CHECKOUT / "config" / folder).iterdir()} - elsewhere
+    named, left = set(), {}
+    for name in debs["x86_64"]:
+        if name.endswith(".md") or name.startswith(f"{doc}/examples/"):
+            text = text_of(debs["x86_64"], name)
+            named |= set(re.findall(rf"/((?:{share}|{doc})/[\w./-]*\w)", text))
+            if found := re.findall(r"(?<![\w./\[-])(?:config/(?:examples|hooks|prometheus)|docs)/[\w-]+", text):
+                left[name] = found
+    assert left == {}
+    assert f"{share}/hooks/nginx-prepare" in named
+    assert sorted(name for name in named if not any(known.startswith(name) for known in debs["x86_64"])) == []
+
+
 def test_what_the_documents_say_is_in_the_package_is(debs: Mapping[str, Mapping[str, Entry]]) -> None:
     text = (CHECKOUT / "docs/install-linux.md").read_text()
     places = [place.strip("/") for place in re.findall(r"^\| `(/[^`]+)` \|", text, re.MULTILINE)]
@@ -261,7 +275,7 @@ def test_the_licence_of_everything_inside_is_included(
     dist: Path, debs: Mapping[str, Mapping[str, Entry]], tree: Path
 ) -> None:
     vendored = {path.parent.name.split("-")[0].lower() for path in (tree / HOME).rglob("*.dist-info/METADATA")}
-    assert vendored == {"jeepney", "msgspec", "prometheus_client", "pyyaml", "structlog"}
+    assert vendored == {"bcrypt", "jeepney", "msgspec", "prometheus_client", "pyyaml", "structlog"}
     paragraphs = text_of(debs["x86_64"], f"usr/share/doc/{NAME}/copyright").split("\n\n")
     for name in (*vendored, "libyaml"):
         (directory,) = (
@@ -286,7 +300,7 @@ def test_the_licence_of_everything_inside_is_included(
 
 
 def test_the_man_page_names_every_command_and_option(tree: Path, tmp_path: Path) -> None:
-    need("man", "man-db")
+    apt.need("man", "man-db")
     page = tmp_path / "page.1"
     page.write_bytes(gzip.decompress((tree / f"usr/share/man/man1/{NAME}.1.gz").read_bytes()))
     done = subprocess.run(
@@ -334,14 +348,14 @@ def test_other_shells_completions_know_every_command(tree: Path, place: str) -> 
 
 
 def test_lintian_has_nothing_to_say(dist: Path) -> None:
-    need("lintian", "lintian")
+    apt.need("lintian", "lintian")
     for machine in MACHINES:
         said = output_of("lintian", "--allow-root", "--fail-on", "none", str(deb_path(dist, machine)))
         assert said == ""
 
 
 def test_rpmlint_has_nothing_to_say(dist: Path) -> None:
-    need("rpmlint", "rpmlint")
+    apt.need("rpmlint", "rpmlint")
     config = CHECKOUT / "packaging/rpm/rpmlint.toml"
     # Debian's program runs with Debian's Python, whatever else is in PATH.
     command = ["/usr/bin/python3", "-I", "/usr/bin/rpmlint", "--config", str(config)]
@@ -350,14 +364,14 @@ def test_rpmlint_has_nothing_to_say(dist: Path) -> None:
 
 
 def test_shellcheck_has_nothing_to_say() -> None:
-    need("shellcheck", "shellcheck")
+    apt.need("shellcheck", "shellcheck")
     scripts = [*(CHECKOUT / "packaging").glob("*.sh"), *(CHECKOUT / "packaging/deb").glob("p*")]
     assert len(scripts) == 6
     assert output_of("shellcheck", "-x", "-P", str(CHECKOUT), *map(str, scripts)) == ""
 
 
 def test_the_scripts_of_the_rpm_are_clean_shell(dist: Path, tmp_path: Path) -> None:
-    need("shellcheck", "shellcheck")
+    apt.need("shellcheck", "shellcheck")
     tags = ("POSTIN", "PREUN", "POSTUN")
     for tag in tags:
         script = tmp_path / f"{tag}.sh"
@@ -373,7 +387,7 @@ def test_the_scripts_of_the_rpm_are_clean_shell(dist: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_an_rpm_says_what_it_is_and_needs(dist: Path, machine: str) -> None:
-    need("rpm", "rpm")
+    apt.need("rpm", "rpm")
     path = str(rpm_path(dist, machine))
     glibc = {"x86_64": "2.14", "aarch64": "2.17"}[machine]
     needed = {line for line in output_of("rpm", "-qp", "--requires", path).splitlines() if "rpmlib(" not in line}
@@ -393,7 +407,7 @@ def test_an_rpm_says_what_it_is_and_needs(dist: Path, machine: str) -> None:
 
 
 def test_an_rpm_owns_its_directories_and_leaves_the_state_to_the_agent(dist: Path) -> None:
-    need("rpm", "rpm")
+    apt.need("rpm", "rpm")
     rows = output_of(
         *("rpm", "-qp", "--qf", "[%{FILEMODES:perms} %{FILEUSERNAME} %{FILEFLAGS:fflags} %{FILENAMES}\\n]"),
         str(rpm_path(dist, "x86_64")),
@@ -413,7 +427,7 @@ def test_an_rpm_owns_its_directories_and_leaves_the_state_to_the_agent(dist: Pat
 
 
 def test_building_twice_gives_the_same_bytes_whatever_the_place_the_umask_and_the_times(tmp_path: Path) -> None:
-    need("rpmbuild", "rpm")
+    apt.need("rpmbuild", "rpm")
     built = []
     for number, umask in enumerate((0o022, 0o077)):
         sources = tmp_path / f"sources{'x' * number}"
@@ -426,6 +440,7 @@ def test_building_twice_gives_the_same_bytes_whatever_the_place_the_umask_and_th
             "systemd",
             "CHANGELOG.md",
             "LICENSE",
+            "README.md",
             "pyproject.toml",
         ):
             source = (
@@ -507,7 +522,7 @@ def test_who_cannot_install_what_packs_is_told_what_to_install(
 def test_a_tree_without_a_date_and_a_wheel_that_is_not_the_pinned_one_are_refused(tmp_path: Path) -> None:
     sources = tmp_path / "sources"
     shutil.copytree(CHECKOUT / "packaging", sources / "packaging", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("agent", "config", "docs", "systemd", "CHANGELOG.md"):
+    for name in ("agent", "config", "docs", "systemd", "CHANGELOG.md", "README.md"):
         (sources / name).symlink_to(CHECKOUT / name)
     cache = sources / ".cache/packaging"
     pinned = hashlib.sha256((sources / "packaging/requirements.txt").read_bytes()).hexdigest()[:16]
@@ -567,8 +582,8 @@ def test_the_modules_of_the_other_processor_run(tmp_path: Path) -> None:
 
     if os.uname().machine != "x86_64":
         pytest.skip("the other processor is emulated on x86_64 only")
-    need("debootstrap", "debootstrap")
-    need("qemu-aarch64-static", "qemu-user-static")
+    apt.need("debootstrap", "debootstrap")
+    apt.need("qemu-aarch64-static", "qemu-user-static")
     done = build("stage", "--architecture", "aarch64", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
     root = CHECKOUT / ".cache/packaging/arm64-bookworm"
@@ -741,7 +756,7 @@ def test_bytecode_is_made_for_the_python_that_will_run_and_removed_without_trace
         if not path.is_relative_to(machine.home / "start.py")
         and (
             path.relative_to(machine.home).parts[0]
-            in ("agent", "jeepney", "structlog", "prometheus_client", f"cp{tag[8:]}")
+            in ("agent", "bcrypt", "jeepney", "structlog", "prometheus_client", f"cp{tag[8:]}")
         )
     ]
     assert {

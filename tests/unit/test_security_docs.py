@@ -104,6 +104,6 @@ def test_everything_that_is_shipped_is_pinned_by_hash(file: str) -> None:
     assert [
         line for line in entries if not re.fullmatch(r"[\w-]+==\S+( +--hash=sha256:[0-9a-f]{64})+ *", line)
     ] == []
-    counts = {"packaging/requirements.txt": "Five", "packaging/windows/requirements.txt": "seven"}
-    assert {5: "Five", 7: "seven"}[len(entries)] == counts[file]
-    assert "Five libraries on Linux and seven on Windows" in PAGE
+    counts = {"packaging/requirements.txt": "Six", "packaging/windows/requirements.txt": "eight"}
+    assert {6: "Six", 8: "eight"}[len(entries)] == counts[file]
+    assert "Six libraries on Linux and eight on Windows" in PAGE
