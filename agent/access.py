@@ -26,7 +26,6 @@ from agent.typed_yaml import Parsed, parse
 if TYPE_CHECKING:
     import ssl
 
-_LOOK_SECONDS = 1.0
 _MAX_FILE_BYTES = 1024 * 1024
 _HASH = re.compile(r"\$2[aby]\$(?P<cost>[0-9]{2})\$[./A-Za-z0-9]{53}")
 # Each step doubles the time of one check; at 14 it is about a second.
@@ -90,22 +89,20 @@ class _InForce:
 
 
 class Access:
-    """Follows the file, as certificates are renewed under a running agent. For any thread."""
+    """What the file asks for, now: certificates are renewed under a running agent. For any thread."""
 
     def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
         """``tell`` hears why the file was refused, and "" when it is good again. Raises AccessError."""
         self._path = path
         self._tell = tell
-        self._lock = threading.Lock()
-        self._looked = time.monotonic()
         self._stamps: tuple[object, ...] = ()
         self.refused = ""
         """Why the file as it is now was refused; "" if it is in force."""
         self._in_force = _read(path)
 
+    @property
     def tls(self) -> "ssl.SSLContext | None":
-        """What a connection is to be wrapped in, as the files are now, or were a second ago."""
-        self._look()
+        """What a connection is to be wrapped in."""
         return self._in_force.tls
 
     def admits(self, authorization: str, address: str) -> bool:
@@ -116,29 +113,24 @@ class Access:
         passwords = self._in_force.passwords
         return passwords is None or passwords.admit(authorization, address)
 
-    def _look(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            return  # somebody does
+    def look(self) -> None:
+        """Read the files again if they have changed. For one thread; blocks as long as the disk does."""
+        stamps = _stamps(self._in_force.files)
+        if stamps == self._stamps and not self.refused:
+            return
         try:
-            if time.monotonic() - self._looked < _LOOK_SECONDS:
-                return
-            self._looked = time.monotonic()
-            stamps = _stamps(self._in_force.files)
-            if stamps == self._stamps and not self.refused:
-                return
-            try:
-                fresh = _read(self._path)
-            except AccessError as error:
-                refused = str(error)
-            else:
-                # Of files that were not looked at before the reading, a change meanwhile would be missed.
-                self._stamps = stamps if fresh.files == self._in_force.files else ()
-                self._in_force, refused = _with_what_is_known(fresh, self._in_force), ""
-            if refused != self.refused:
-                self.refused = refused
-                self._tell(refused)
-        finally:
-            self._lock.release()
+            fresh = _read(self._path)
+        except AccessError as error:
+            refused = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever is in a file, the one before it is still good
+            refused = f"{self._path}: a bug in the agent: {error!r}"
+        else:
+            # Of files that were not looked at before the reading, a change meanwhile would be missed.
+            self._stamps = stamps if fresh.files == self._in_force.files else ()
+            self._in_force, refused = _with_what_is_known(fresh, self._in_force), ""
+        if refused != self.refused:
+            self.refused = refused
+            self._tell(refused)
 
 
 def load_web_config(path: Path) -> WebConfig:
@@ -160,7 +152,7 @@ def doubts(config: WebConfig, *, is_open: bool) -> Iterator[str]:
 def _read(path: Path) -> _InForce:
     config, context = _parse(path)
     passwords = _Passwords(config.basic_auth_users) if config.basic_auth_users else None
-    return _InForce(tls=context, passwords=passwords, files=(path, *_named(path, config).values()))
+    return _InForce(tls=context, passwords=passwords, files=(path, *named_files(path, config).values()))
 
 
 def _with_what_is_known(fresh: _InForce, old: _InForce) -> _InForce:
@@ -220,9 +212,9 @@ def _faults(
     if config.basic_auth_users:
         try:
             import bcrypt  # noqa: F401, PLC0415 - most agents ask for no password
-        except ImportError:
-            way_out = 'pip install "scheduled-events-agent[web]", or ask for client certificates instead'
-            yield "basic_auth_users", f"to check passwords, the Python package bcrypt is needed: {way_out}"
+        except ImportError as error:
+            way_out = "ask for client certificates instead, or have a proxy ask for passwords"
+            yield "basic_auth_users", f"bcrypt, which checks passwords, cannot be loaded ({error}): {way_out}"
     tls = config.tls_server_config
     if tls is None:
         return
@@ -232,7 +224,7 @@ def _faults(
         yield "tls_server_config", f"client_auth_type and client_ca_file go together: {missing} is missing"
         return
     is_readable = True
-    for key, file in _named(path, config).items():
+    for key, file in named_files(path, config).items():
         try:
             file.open("rb").close()
         except OSError as error:
@@ -240,7 +232,7 @@ def _faults(
             yield f"tls_server_config.{key}", f"{file} cannot be read: {error.strerror}"
     if is_readable:
         try:
-            context.append(_context(tls, _named(path, config)))
+            context.append(_context(tls, named_files(path, config)))
         except _TlsError as error:
             yield f"tls_server_config.{error.key}", str(error)
 
@@ -253,7 +245,7 @@ class _TlsError(Exception):
         self.key = key
 
 
-def _named(path: Path, config: WebConfig) -> dict[str, Path]:
+def named_files(path: Path, config: WebConfig) -> dict[str, Path]:
     """The files that the file names, by their keys."""
     tls = config.tls_server_config
     if tls is None:

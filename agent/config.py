@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from agent import AgentError, host
-from agent.access import AccessError, doubts, load_web_config
+from agent.access import AccessError, doubts, load_web_config, named_files
 from agent.events import EVENT_TYPES, ApiVersion
 from agent.policy import Duration, Hook, MaintenanceWindow, Name, Rule, When
 from agent.typed_yaml import Parsed, Problem, format_duration, json_schema, nearest, parse
@@ -586,16 +586,18 @@ def _web_doubts(agent: AgentSettings) -> Iterator[_Finding]:
     if agent.web_config is None or agent.listen == "off":
         return
     path = Path(agent.web_config)
-    if fault := host.tampering_fault(path):
-        yield "agent.web_config", fault
+    faults = {host.tampering_fault(path): None}
     try:
         web_config = load_web_config(path)
     except AccessError as error:
         for problem in str(error).splitlines():
             yield "agent.web_config", f"without it the pages are not shown: {problem}"
     else:
+        faults |= {host.tampering_fault(file): None for file in named_files(path, web_config).values()}
         for doubt in doubts(web_config, is_open=_is_open(agent.listen)):
             yield "agent.web_config", doubt
+    for fault in filter(None, faults):  # each once: most often they are of one directory
+        yield "agent.web_config", fault
 
 
 def _missing(settings: Settings) -> Iterator[_Finding]:

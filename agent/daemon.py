@@ -9,7 +9,7 @@ next turn.
     identity    asks who this VM is, until it is known     -> inbox
     approvals   one thread for each request to approve     -> inbox
     hooks       one thread for each hook that runs         -> inbox
-    pages       opens the web server, until it is open
+    pages       opens the web server, until it is open; then follows agent.web_config, if there is one
     web         answers from the published board
 """
 
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
+from math import inf
 from pathlib import Path
 from typing import Literal
 
@@ -68,10 +69,14 @@ _COMMIT_RETRY_SECONDS = 1.0
 _RECENT = 20
 # The page is made this often at most, however many ask for it, and a disk that hangs is waited for this long.
 _PAGE_SECONDS = 1.0
-_PAGE_PATIENCE_SECONDS = 2.0
+_PAGE_PATIENCE_SECONDS = 1.0
+# The metrics cost a millisecond, which a crowd could make use of.
+_METRICS_SECONDS = 0.1
 # The agent starts without its pages if their port is taken; for the first attempt it waits, but not for long.
 _WEB_RETRY_SECONDS = 3.0
 _WEB_PATIENCE_SECONDS = 2.0
+# How soon a changed agent.web_config or a renewed certificate is in force.
+_ACCESS_LOOK_SECONDS = 1.0
 DEFAULT_STOP_TIMEOUT = 5.0
 
 
@@ -208,9 +213,11 @@ class Daemon:
                     self._log.info("the pages are shown now", listen=web.address)
                 self._web_failure = ""
                 self._web_tried.set()
-                return
+                break
             self._web_tried.set()
             self._poller.stop_requested.wait(_WEB_RETRY_SECONDS)
+        while self._access and not self._poller.stop_requested.wait(_ACCESS_LOOK_SECONDS):
+            self._access.look()
 
     def _tell_access(self, refused: str) -> None:
         if refused:
@@ -371,10 +378,10 @@ class Daemon:
 
     def _pages(self) -> dict[str, Callable[[], Page]]:
         return {
-            "/": _Shared(self._human_page),
+            "/": _Shared(self._human_page, _PAGE_SECONDS),
             "/healthz": self._health_page,
             "/readyz": self._ready_page,
-            "/metrics": self._metrics_page,
+            "/metrics": _Shared(self._metrics_page, _METRICS_SECONDS),
             "/status": self._status_page,
         }
 
@@ -459,29 +466,40 @@ class Daemon:
 
 
 class _Shared:
-    """A page that takes some work, made once for all who ask within a second. For any thread."""
+    """A page that takes some work, made once for all who ask within ``seconds``. For any thread."""
 
-    def __init__(self, make: Callable[[], Page]) -> None:
+    def __init__(self, make: Callable[[], Page], seconds: float) -> None:
         self._make = make
+        self._seconds = seconds
         self._making = threading.Lock()
+        self._began = inf
         self._made: tuple[float, Page] | None = None
 
     def __call__(self) -> Page:
-        if self._made and time.monotonic() - self._made[0] < _PAGE_SECONDS:
-            return self._made[1]
-        # While somebody else makes it, the one before will do; that may take long if the disk hangs.
-        if self._making.acquire(timeout=0.0 if self._made else _PAGE_PATIENCE_SECONDS):
+        if page := self._fresh():
+            return page
+        # While somebody else makes it, it is soon there; of a disk that hangs, one who waits is enough.
+        hangs = time.monotonic() - self._began > _PAGE_PATIENCE_SECONDS
+        if self._making.acquire(timeout=0.0 if hangs else _PAGE_PATIENCE_SECONDS):
             try:
-                if not self._made or time.monotonic() - self._made[0] >= _PAGE_SECONDS:
-                    page = self._make()
-                    self._made = (time.monotonic(), page)
+                if page := self._fresh():
+                    return page
+                self._began = time.monotonic()
+                page = self._make()
+                self._made = (time.monotonic(), page)
+                return page
             finally:
+                self._began = inf
                 self._making.release()
         if self._made:
             return self._made[1]
         return Page(
             HTTPStatus.SERVICE_UNAVAILABLE, b"the page takes long to make; try again, or ask for /status\n"
         )
+
+    def _fresh(self) -> Page | None:
+        made = self._made
+        return made[1] if made and time.monotonic() - made[0] < self._seconds else None
 
 
 class _Endpoint:

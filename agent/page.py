@@ -29,7 +29,7 @@ _TONES: dict[Phase, str] = {"held": "bad", "preparing": "busy", "recovering": "b
 _STAGES: tuple[tuple[Stage, str], ...] = (("prepare", "prepare"), ("on_start", "on start"), ("recover", "recover"))
 _STEPS = {
     "done": ("good", "✓", "done"), "current": ("busy", "▸", "running"), "failed": ("bad", "✕", "failed"),
-    "open": ("", "·", "to do"),
+    "open": ("", "·", "to do"), "missed": ("", "-", "not run"),
 }  # fmt: skip
 _APPROVALS = {
     "immediately": "wanted at once", "when-prepared": "wanted when prepared",
@@ -122,6 +122,10 @@ def _headline(status: Status) -> tuple[str, str]:
     elif status.pending:
         count = len(status.pending)
         text, tone = f"{count} event{'s' if count > 1 else ''} pending, none for this VM", "good"
+    elif status.last_poll_at is None:
+        text, tone = "Azure has told nothing yet", "busy"
+    elif status.poll_failure:
+        text, tone = "Nothing was pending at the last good poll", "busy"
     else:
         text, tone = "Nothing is pending", "good"
     if status.health != "ok":
@@ -219,13 +223,19 @@ def _card(status: Status, workflow: Workflow, history: History | None, budget: _
         ("Decision", _text(decision.reason)),
         ("Approval", _approval(workflow)),
         ("Hooks", _hooks(workflow, running)),
+    ]
+    about = [
         ("Affects", _resources(event, status.vm.names, decision.affects)),
         ("From", _text(_origin(event))),
         ("Azure says", f"<q>{_text(event.description)}</q>" if event.description else ""),
         ("Id", f"<code>{_text(event.id) or 'none'}</code>"),
         ("First seen", f"{_moment(workflow.first_seen_at)}, {_since(workflow.first_seen_at, status.at)} ago"),
     ]
-    timeline = _timeline(history, budget) if history else ""
+    more = _timeline(history, budget) if history else ""
+    if is_first:
+        facts += about
+    else:  # of many, each card is as short as it can be
+        more = _list(about) + more
     key = _key(workflow)
     return (
         f'<article id="c-{key}" class="card {tone}" aria-labelledby="e-{key}"><div class="lead"><div>'
@@ -233,7 +243,7 @@ def _card(status: Status, workflow: Workflow, history: History | None, budget: _
         f"{_chip('pending' if workflow.phase == 'waiting' else workflow.phase, tone)}</div>"
         f"{_countdown(workflow, status.at)}</div>"
         f"{_list(facts)}{_way_out(workflow, status.pending)}"
-        + (_details(f"t-{key}", "Timeline", timeline, is_open=is_first) if timeline else "")
+        + (_details(f"t-{key}", "Timeline" if is_first else "More", more, is_open=is_first) if more else "")
         + "</article>"
     )
 
@@ -303,6 +313,10 @@ def _hooks(workflow: Workflow, running: Iterable[RunningHook]) -> str:
     states: dict[Stage, Progress] = {
         "prepare": workflow.prepare, "on_start": workflow.on_start, "recover": workflow.recover,
     }  # fmt: skip
+    is_over = workflow.is_gone or workflow.phase == "recovering"
+    is_past: dict[Stage, bool] = {
+        "prepare": is_over or workflow.was_started, "on_start": is_over, "recover": workflow.phase == "closed",
+    }  # fmt: skip
     lines = []
     for stage, title in _STAGES:
         steps = []
@@ -314,7 +328,7 @@ def _hooks(workflow: Workflow, running: Iterable[RunningHook]) -> str:
                 word = "done"
             else:
                 is_next = progress.state == "failed" and name == _first_open(names[stage], progress)
-                word = "failed" if is_next else "open"
+                word = "failed" if is_next else "missed" if is_past[stage] else "open"
             tone, sign, meaning = _STEPS[word]
             steps.append(
                 f'<li class="{tone}"><span aria-hidden="true">{sign}</span> {_text(name)}'

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -161,7 +161,7 @@ def test_a_client_that_never_comes_to_the_point_is_let_go(monkeypatch: pytest.Mo
 
 
 def test_more_clients_than_there_are_places_are_all_served_in_the_end(server: WebServer, slow: Slow) -> None:
-    clients = web._MAX_CONNECTIONS + 8
+    clients = web._MAX_MAKERS + 8
     served: list[int] = []
     threads = [
         threading.Thread(target=lambda: served.append(ask(server, "GET", "/slow")[0].status))
@@ -169,7 +169,7 @@ def test_more_clients_than_there_are_places_are_all_served_in_the_end(server: We
     ]
     for thread in threads:
         thread.start()
-    for _ in range(web._MAX_CONNECTIONS):
+    for _ in range(web._MAX_MAKERS):
         assert slow.entered.acquire(timeout=10)
     assert not slow.entered.acquire(timeout=0.2)  # no more than that at a time
     slow.may_answer.set()
@@ -187,7 +187,7 @@ def test_a_client_that_closes_its_side_after_asking_gets_its_answer(server: WebS
 def test_a_client_that_goes_away_while_it_is_answered_harms_nobody(
     server: WebServer, slow: Slow, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for _ in range(web._MAX_CONNECTIONS):
+    for _ in range(web._MAX_MAKERS):
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # reset at close
             connection.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -218,6 +218,38 @@ def test_what_is_too_long_or_not_http_is_refused_and_the_server_goes_on(
     assert b"200" not in answer[:20]
     assert ask(server, "GET", "/metrics")[0].status == 200
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (b"GET /metrics HTTP/1.0\r\n\r\n", 200),
+        (b"GET /metrics HTTP/1.1\n\n", 200),
+        (b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\nGET /healthz HTTP/1.1\r\n\r\n", 200),
+        (b"GET /metrics HTTP/1.1\r\nX:" + b" \t" * 7000 + b"\r\n\r\n", 200),
+        (b"GET http://localhost/metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET //metrics HTTP/1.1\r\n\r\n", 404),
+        (b"GET /metrics\r\n\r\n", 400),
+        (b"GET  /metrics HTTP/1.1\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.1 \r\n\r\n", 400),
+        (b"GET /metrics\x00 HTTP/1.1\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.1\r\nHost : evil.example\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n evil.example\r\n\r\n", 400),
+        (b"GET /metrics HTTP/1.1\r\nX: y\rHost: evil.example\r\n\r\n", 200),  # one header, and not that one
+        (b"GET /metrics HTTP/1.1\r\nnonsense\r\n\r\n", 400),
+        (b"\r\nGET /metrics HTTP/1.1\r\n\r\n", 400),
+        (b"GET /metrics HTTP/2.0\r\n\r\n", 505),
+        (b"BREW /metrics HTTP/1.1\r\n\r\n", 405),
+        (b"get /metrics HTTP/1.1\r\n\r\n", 405),
+    ],
+)
+def test_a_request_is_read_as_it_stands_or_refused_with_one_answer(
+    server: WebServer, text: bytes, status: int
+) -> None:
+    answer = say(server, text)
+    assert answer.startswith(b"HTTP/1.0 %d " % status)
+    assert answer.count(b"HTTP/1.0") == 1
+    assert b"\r\nX-Content-Type-Options: nosniff\r\n" in answer
 
 
 def test_it_listens_on_ipv6_too() -> None:
@@ -287,10 +319,10 @@ def test_close_does_not_wait_for_clients_that_hang() -> None:
     server = WebServer("127.0.0.1:0", {"/slow": slow})
     with ExitStack() as stack:
         # All places are taken, and one more waits outside.
-        for _ in range(web._MAX_CONNECTIONS + 1):
+        for _ in range(web._MAX_MAKERS + 1):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             client.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        for _ in range(web._MAX_CONNECTIONS):
+        for _ in range(web._MAX_MAKERS):
             assert slow.entered.acquire(timeout=10)
         began = time.monotonic()
         server.close()
@@ -319,18 +351,25 @@ def test_closing_a_server_on_every_address_works_as_well(monkeypatch: pytest.Mon
     assert set(threading.enumerate()) <= before
 
 
+@pytest.fixture
+def strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each address of 127.0.0.0/8 count as a machine of its own."""
+    monkeypatch.setattr(web, "_origin", str)
+
+
 def come(server: WebServer, source: str) -> socket.socket:
     """A client that comes from another address, and says nothing yet."""
     return socket.create_connection(("127.0.0.1", server.port), timeout=20, source_address=(source, 0))
 
 
+@pytest.mark.usefixtures("strangers")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 at once")
 def test_one_address_that_takes_every_place_slowly_keeps_no_other_one_out(server: WebServer) -> None:
     with ExitStack() as stack:
-        crowd = [stack.enter_context(come(server, "127.0.0.66")) for _ in range(web._MAX_CONNECTIONS)]
+        crowd = [stack.enter_context(come(server, "127.0.0.66")) for _ in range(web._MAX_CLIENTS)]
         for client in crowd:
             client.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
-        wait_until(lambda: len(server._server.places._taken) == web._MAX_CONNECTIONS)
+        wait_until(lambda: len(server._clients) == web._MAX_CLIENTS)
         began = time.monotonic()
         for _ in range(5):
             with come(server, "127.0.0.1") as client:
@@ -340,6 +379,7 @@ def test_one_address_that_takes_every_place_slowly_keeps_no_other_one_out(server
         assert time.monotonic() - began < web._TIMEOUT_SECONDS - 1
 
 
+@pytest.mark.usefixtures("strangers")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 at once")
 def test_a_client_that_is_slow_keeps_its_place_when_another_address_takes_all_the_others(
     server: WebServer,
@@ -347,7 +387,7 @@ def test_a_client_that_is_slow_keeps_its_place_when_another_address_takes_all_th
     with ExitStack() as stack:
         few = stack.enter_context(come(server, "127.0.0.1"))
         few.sendall(b"GET /metrics HTTP/1.1\r\n")
-        for _ in range(3 * web._MAX_CONNECTIONS):
+        for _ in range(3 * web._MAX_CLIENTS):
             stack.enter_context(come(server, "127.0.0.66")).sendall(b"GET /met")
         with come(server, "127.0.0.2") as last:
             last.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
@@ -358,9 +398,57 @@ def test_a_client_that_is_slow_keeps_its_place_when_another_address_takes_all_th
 
 def test_of_a_crowd_from_one_address_who_has_something_to_say_is_served_all_the_same(server: WebServer) -> None:
     with ExitStack() as stack:
-        for _ in range(2 * web._MAX_CONNECTIONS):
+        for _ in range(2 * web._MAX_CLIENTS):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port))).sendall(b"GET /met")
         assert ask(server, "GET", "/metrics")[0].status == 200
+
+
+def test_a_thousand_mute_connections_from_the_address_of_a_probe_do_not_keep_it_waiting(server: WebServer) -> None:
+    began = time.monotonic()
+    with ExitStack() as stack:
+        for _ in range(1000):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+        assert ask(server, "GET", "/healthz")[0].status == 503
+        assert len(server._clients) <= web._MAX_CLIENTS
+    # 0.4 s where nothing else runs; a place at a time, each after a tenth of a second, would take six.
+    assert time.monotonic() - began < 4
+
+
+def test_connections_that_come_again_whenever_they_are_let_go_do_not_keep_a_probe_waiting(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "_MAX_CLIENTS", 16)
+    is_over = threading.Event()
+
+    def come_again() -> None:
+        while not is_over.is_set():
+            with suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+                client.sendall(b"GET /met")
+                client.recv(1)
+
+    crowd = [threading.Thread(target=come_again) for _ in range(60)]
+    for thread in crowd:
+        thread.start()
+    try:
+        wait_until(lambda: len(server._clients) == web._MAX_CLIENTS)
+        assert [ask(server, "GET", "/healthz")[0].status for _ in range(10)] == [503] * 10
+    finally:
+        is_over.set()
+        server.close()
+        for thread in crowd:
+            thread.join()
+
+
+def test_answers_that_nobody_takes_are_few() -> None:
+    server = WebServer("127.0.0.1:0", {"/big": lambda: Page(HTTPStatus.OK, b"x" * 64 * 1024 * 1024)})
+    with ExitStack() as stack:
+        for _ in range(2 * web._MAX_TAKING):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            client.sendall(b"GET /big HTTP/1.1\r\n\r\n")
+            wait_until(lambda: all(one.stage == "takes" for one in set(server._clients)))
+            time.sleep(web._UNDISTURBED_SECONDS)  # for so long each has its place
+        assert len(server._clients) <= web._MAX_TAKING + 2
+    server.close()
 
 
 def test_a_client_that_takes_its_answer_slowly_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,8 +456,8 @@ def test_a_client_that_takes_its_answer_slowly_is_let_go(monkeypatch: pytest.Mon
     server = WebServer("127.0.0.1:0", {"/big": lambda: Page(HTTPStatus.OK, b"x" * 64 * 1024 * 1024)})
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
         client.sendall(b"GET /big HTTP/1.1\r\n\r\n")
-        wait_until(lambda: server._server.places._taken)
-        wait_until(lambda: not server._server.places._taken)  # though a byte now and then is taken
+        wait_until(lambda: server._clients)
+        wait_until(lambda: not server._clients)  # though a byte now and then is taken
     server.close()
 
 
@@ -382,6 +470,10 @@ def test_a_client_that_takes_its_answer_slowly_is_let_go(monkeypatch: pytest.Mon
         ("2001:db8::1", "2001:db8::2:3:4:5", True),
         ("2001:db8:0:1::1", "2001:db8:0:2::1", False),
         ("fe80::1%2", "fe80::2%2", True),
+        ("127.0.0.1", "127.66.0.66", True),
+        ("127.0.0.1", "::1", True),
+        ("::ffff:127.0.0.1", "127.0.0.2", True),
+        ("127.0.0.1", "10.0.0.1", False),
     ],
 )
 def test_all_addresses_that_a_host_may_give_itself_count_as_one(one: str, other: str, are_one: bool) -> None:

@@ -7,6 +7,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -80,10 +81,21 @@ USERS = f"basic_auth_users:\n  ada: {ADA}\n"
 
 @contextmanager
 def serving(file: Path, tell: Callable[[str], None] = lambda _: None) -> Iterator[WebServer]:
-    server = WebServer("127.0.0.1:0", PAGES, access=Access(file, tell))
+    door = Access(file, tell)
+    server = WebServer("127.0.0.1:0", PAGES, access=door)
+    is_over = threading.Event()
+
+    def follow() -> None:
+        while not is_over.wait(0.05):
+            door.look()
+
+    thread = threading.Thread(target=follow)
+    thread.start()
     try:
         yield server
     finally:
+        is_over.set()
+        thread.join()
         server.close()
 
 
@@ -177,19 +189,18 @@ def test_who_stops_in_the_middle_of_a_handshake_holds_up_nobody_and_is_let_go(
     with serving(write(place, TLS)) as server:
         mute = socket.create_connection(("127.0.0.1", server.port), timeout=20)
         mute.sendall(beginning)
-        wait_until(lambda: server._server.places._taken)
+        wait_until(lambda: server._clients)
         assert ask(server, context=trusting(place))[0] == 200
         with mute, suppress(ConnectionResetError):  # let go with bytes of it unread
             assert mute.recv(100) == b""
-        wait_until(lambda: not server._server.places._taken)
+        wait_until(lambda: not server._clients)
 
 
 @needs_openssl
 def test_a_crowd_that_never_ends_its_handshake_keeps_nobody_out(place: Path) -> None:
     with serving(write(place, TLS)) as server:
         crowd = [
-            socket.create_connection(("127.0.0.1", server.port), timeout=20)
-            for _ in range(web._MAX_CONNECTIONS * 2)
+            socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(web._MAX_CLIENTS * 2)
         ]
         for client in crowd:
             client.sendall(b"\x16\x03\x01")
@@ -345,18 +356,18 @@ def test_a_renewed_certificate_makes_nobody_unknown_and_a_changed_password_does(
         return check(password, hashed)
 
     monkeypatch.setattr(bcrypt, "checkpw", counting)
-    monkeypatch.setattr(access, "_LOOK_SECONDS", 0.0)
     door = Access(write(place, TLS + USERS), lambda _: None)
-    context = door.tls()
+    context = door.tls
     assert door.admits(basic("ada:secret"), "10.0.0.1")
     (place / "renewed.key").replace(place / "server.key")
     (place / "renewed.pem").replace(place / "server.pem")
-    assert door.tls() is not context
+    door.look()
+    assert door.tls is not context
     assert door.admits(basic("ada:secret"), "10.0.0.1")
     assert checks == [ADA.encode()]
     changed = bcrypt.hashpw(b"changed", bcrypt.gensalt(4))
     write(place, f"{TLS}basic_auth_users:\n  ada: {changed.decode()}\n")
-    door.tls()
+    door.look()
     assert not door.admits(basic("ada:secret"), "10.0.0.1")
     assert door.admits(basic("ada:changed"), "10.0.0.1")
 
@@ -537,16 +548,15 @@ def test_the_file_of_the_documentation_can_be_used_as_it_is(place: Path) -> None
         assert parse_settings(block, "docs/web.md").warnings == ()
 
 
-def test_without_the_package_passwords_are_refused_with_the_way_out(
+def test_where_bcrypt_cannot_be_loaded_passwords_are_refused_with_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, "bcrypt", None)
     assert problems(write(tmp_path, USERS)) == [
         (
-            "DIR/web.yml:1: basic_auth_users: to check passwords, the Python package bcrypt is needed: "
-            'pip install "scheduled-events-agent[web]", or ask for client certificates instead'
+            "DIR/web.yml:1: basic_auth_users: bcrypt, which checks passwords, cannot be loaded "
+            "(import of bcrypt halted; None in sys.modules): "
+            "ask for client certificates instead, or have a proxy ask for passwords"
         )
     ]
 
@@ -584,6 +594,38 @@ def test_check_tells_when_the_pages_are_open_to_others(
     # (That others could change the file depends on where the tests run.)
     assert [text for text in messages if "could change" not in text and "can change" not in text] == expected
     assert {problem.line for problem in found} <= {3}
+
+
+@needs_openssl
+@pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's; Windows' lists have tests of their own")
+def test_check_tells_who_could_let_themselves_in(place: Path) -> None:
+    file = write(place, TLS + CLIENTS)
+    loaded = parse_settings(f"agent:\n  web_config: '{file}'\n", "p")
+    (place / "ca.pem").chmod(0o666)
+    (text,) = [str(problem) for problem in check_files(loaded) if "ca.pem can be changed by" in str(problem)]
+    assert text.startswith(f"p:2: agent.web_config: {place / 'ca.pem'} can be changed by everybody, ")
+    place.chmod(0o777)
+    found = [str(problem) for problem in check_files(loaded) if f"{place} can be changed by" in str(problem)]
+    assert len(found) == 1  # though four files are in it
+
+
+@needs_openssl
+def test_whatever_is_wrong_while_a_file_is_read_leaves_the_doors_as_they_were(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    file = write(place, TLS)
+    door = Access(file, told.append)
+    context = door.tls
+
+    def parse(_path: Path) -> object:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(access, "_parse", parse)
+    door.look()
+    door.look()
+    assert door.tls is context
+    assert told == [f"{file}: a bug in the agent: RecursionError('too deep')"]
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:9769", "'[::]:9769'", "10.1.2.3:9769", "vm.example.com:9769"])

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from agent.page import HEADERS
 from agent.policy import Rule
 from agent.simulator import Simulator
 from agent.store import Store
+from agent.web import Page
 
 OUTPUT = "x" * 4096
 RULES = (Rule(name="all", approve="immediately"),)
@@ -124,6 +126,52 @@ def test_pages_that_are_to_be_protected_are_not_shown_without_protection(
         wait_until(lambda: daemon.web)
         assert daemon.web is not None
         assert get(daemon.web.port, "/status")[0].status == 401
+
+
+@pytest.mark.skipif(find_spec("bcrypt") is None, reason="passwords need bcrypt, which is optional")
+def test_a_changed_file_is_in_force_before_anybody_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[Mapping[str, object]]
+) -> None:
+    monkeypatch.setattr(module, "_ACCESS_LOOK_SECONDS", 0.1)
+    file = tmp_path / "web.yml"
+    users = "basic_auth_users: {ada: $2b$04$abcdefghijklmnopqrstuuDZyGsW8WrR8yq7cQ1FzqkqyPz1JmQ4e}\n"
+    file.write_text(users)
+    settings = AgentSettings(listen="127.0.0.1:0", web_config=str(file))
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path / "state", azure.endpoint(), settings) as daemon:
+        wait_until(lambda: daemon.web)
+        file.write_text("basic_auth_users: {ada: secret}\n")
+        wait_until(lambda: any("was refused" in str(line["message"]) for line in lines))
+        file.write_text(users.replace("ada", "eve"))
+        wait_until(lambda: any("is in force as it is now" in str(line["message"]) for line in lines))
+        assert daemon._access is not None
+        passwords = daemon._access._in_force.passwords
+        assert passwords is not None
+        assert list(passwords.hashes) == ["eve"]
+
+
+def test_who_asks_while_a_page_is_made_gets_that_one_and_not_an_old_one() -> None:
+    began, may_end = threading.Event(), threading.Event()
+    made: list[int] = []
+
+    def make() -> Page:
+        made.append(len(made))
+        if len(made) > 1:
+            began.set()
+            assert may_end.wait(20)
+        return Page(HTTPStatus.OK, str(made[-1]).encode())
+
+    shared = module._Shared(make, 0.0)
+    assert shared().body == b"0"
+    got: list[bytes] = []
+    first = threading.Thread(target=shared)
+    first.start()
+    assert began.wait(20)
+    second = threading.Thread(target=lambda: got.append(shared().body))
+    second.start()
+    may_end.set()
+    first.join()
+    second.join()
+    assert got in ([b"1"], [b"2"])  # the old one was 0
 
 
 @pytest.mark.parametrize(

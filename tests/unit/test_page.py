@@ -160,6 +160,25 @@ def test_the_headline_is_the_answer_in_one_line(changes: dict[str, Any], headlin
     assert "the disk is full" in unhealthy
 
 
+@pytest.mark.parametrize(
+    ("changes", "headline"),
+    [
+        ({"last_poll_at": None}, "Azure has told nothing yet"),
+        ({"poll_failure": "connection refused"}, "Nothing was pending at the last good poll"),
+        (
+            {"poll_failure": "x", "health": ("no poll has succeeded for 212s",)},
+            "Not healthy. Nothing was pending at the last good poll",
+        ),
+    ],
+)
+def test_that_nothing_is_pending_is_only_said_if_azure_has_just_said_so(
+    changes: dict[str, Any], headline: str
+) -> None:
+    page = render_page(status(**changes))
+    (shown_tone, text), *_ = re.findall(r'class="headline (\w+)" role="status">([^<]*)<', page)
+    assert (text, shown_tone) == (headline, "bad" if "health" in changes else "busy")
+
+
 def test_what_is_urgent_comes_first_and_what_concerns_others_last() -> None:
     others = workflow(event(id="A", resources=("vm-2",), not_before=NOW))
     late = workflow(event(id="B", not_before=NOW + timedelta(days=3)))
@@ -167,6 +186,35 @@ def test_what_is_urgent_comes_first_and_what_concerns_others_last() -> None:
     page = render_page(status(others, late, soon))
     assert re.findall(r"<code>([ABC])</code>", page) == ["C", "B", "A"]
     assert re.findall(r'role="status">([^<]*)<', page)[0] == "Reboot is pending, and 2 more"
+
+
+def test_of_many_events_only_the_first_is_told_at_length_and_the_rest_is_one_click_away() -> None:
+    page = render_page(status(workflow(event(id="A")), workflow(event(id="B"), id="b")))
+    first, second = re.findall(r"<article.*?</article>", page)
+    assert "<details" not in first
+    assert "<dt>Azure says</dt>" in first
+    shown_at_once, folded = second.split("<details")
+    assert "<dt>Now</dt>" in shown_at_once
+    assert "<dt>Azure says</dt>" not in shown_at_once
+    assert re.search(r'^ id="t-[0-9a-f]+"><summary>More</summary>.*<dt>Azure says</dt>.*<code>B</code>', folded)
+
+
+@pytest.mark.parametrize(
+    ("changes", "hooks"),
+    [
+        ({"phase": "waiting"}, "prepare · drain to do · checkpoint to do recover · resume to do"),
+        (
+            {"phase": "started", "was_started": True, "prepare": Progress(done=("drain",))},
+            "prepare ✓ drain done - checkpoint not run recover · resume to do",
+        ),
+        ({"phase": "recovering", "is_gone": True},
+         "prepare - drain not run - checkpoint not run recover · resume to do"),
+        ({"phase": "closed", "is_gone": True},
+         "prepare - drain not run - checkpoint not run recover - resume not run"),
+    ],
+)  # fmt: skip
+def test_a_hook_whose_time_has_passed_is_not_called_to_do(changes: dict[str, Any], hooks: str) -> None:
+    assert f" Hooks {hooks} Affects " in shown(status(workflow(**changes)))
 
 
 @pytest.mark.parametrize(
