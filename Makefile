@@ -42,10 +42,10 @@ bench: $(VENV)/.ready         ## Speed and size, as a table
 system: system-linux system-windows   ## Tests in real surroundings (root: fetches them once; make -j2 halves the time)
 
 system-linux: $(VENV)/.ready  ## In a booted Debian, and with the programs that hooks drain
-	$(BIN)/python -m pytest tests/system $(IN_WINE:%=--ignore=%)
+	$(BIN)/python -m pytest --timeout 600 tests/system $(IN_WINE:%=--ignore=%)
 
 system-windows: $(VENV)/.ready ## Under a Windows Python, in Wine
-	$(BIN)/python -m pytest $(IN_WINE)
+	$(BIN)/python -m pytest --timeout 600 $(IN_WINE)
 
 packages: deb rpm             ## Packages for Linux, both architectures, into dist/
 

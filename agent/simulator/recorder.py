@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +20,7 @@ import msgspec
 
 from agent.simulator.azure import EVENTS_VERSIONS, SimulatorError
 from agent.simulator.protocol import INSTANCE_VERSIONS
-from agent.simulator.recording import Origin, make_recorded, summarize
+from agent.simulator.recording import Origin, Recorded, make_recorded, summarize
 
 REAL_ENDPOINT = "http://169.254.169.254"
 _MAX_BODY_BYTES = 1024 * 1024
@@ -39,12 +40,12 @@ def record(
 ) -> int:
     """Write each document that differs from the one before to a new file, until stopped; returns how many.
 
-    Raises SimulatorError for an address that is none and a file that cannot be made. That the endpoint does not
-    answer, or not with a document, is told, and it is asked again.
+    Raises SimulatorError for an address that is none and a file that cannot be made or written. That the endpoint
+    does not answer, or not with a document, is told, and it is asked again.
     """
     host, port = _parse(endpoint)
     try:
-        stream = path.open("x", encoding="utf-8", buffering=1, newline="\n")
+        stream = path.open("xb", buffering=0)
     except FileExistsError:
         raise SimulatorError(f"{path} is there already: name a new file, or remove it", kind="usage") from None
     except OSError as error:
@@ -58,13 +59,13 @@ def record(
             try:
                 if origin is None:
                     origin = _origin(_get(host, port, _INSTANCE_PATH, timeout))
-                    stream.write(msgspec.json.encode(origin).decode() + "\n")
+                    _append(stream, path, origin)
                     tell(at, f"records the documents of {origin.vm}")
                 body = _get(host, port, _DOCUMENT_PATH, timeout)
                 timeout, news = _TIMEOUT_SECONDS, ""
                 if body != last:
                     recorded = make_recorded(datetime.now(UTC), body)
-                    stream.write(msgspec.json.encode(recorded).decode() + "\n")
+                    _append(stream, path, recorded)
                     last, count = body, count + 1
                     tell(at, summarize(recorded))
             except (OSError, http.client.HTTPException, _RefusedError) as error:
@@ -76,6 +77,17 @@ def record(
             said = news
             if stop_requested.wait(interval_seconds):
                 return count
+
+
+def _append(stream: FileIO, path: Path, line: Origin | Recorded) -> None:
+    rest = msgspec.json.encode(line) + b"\n"
+    begin = stream.tell()
+    try:
+        while rest:
+            rest = rest[stream.write(rest) :]
+    except OSError as error:
+        stream.truncate(begin)
+        raise SimulatorError(f"cannot record to {path}: {error.strerror}") from error
 
 
 class _RefusedError(Exception):

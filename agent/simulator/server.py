@@ -268,7 +268,7 @@ def _read_request(connection: socket.socket, stream: BufferedReader) -> tuple[Re
     if "transfer-encoding" in headers:
         raise _BadRequestError("only bodies with a Content-Length are understood")
     length = headers.get("content-length", "0")
-    if not (length.isascii() and length.isdigit()) or int(length) > _MAX_BODY:
+    if not (length.isascii() and length.isdigit()) or len(length) > len(str(_MAX_BODY)) or int(length) > _MAX_BODY:
         raise _BadRequestError("a Content-Length that cannot be, or is too large")
     if headers.get("expect", "").lower() == "100-continue":
         connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -39,6 +39,7 @@ PATIENCE = 60.0
 # processors with other work, a hook was seen to need nearly two until it did something. A limit that this is added
 # to must still be less than what it rules out.
 SLOWNESS = 3.0 if sys.platform == "win32" else 0.0
+_METRICS_AGE = 0.1  # seconds that the page /metrics may be old, for it is made at most ten times a second
 _METRIC = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -288,6 +289,7 @@ class Agent:
 
     def metrics(self) -> dict[str, list[tuple[dict[str, str], float]]]:
         """The page /metrics: series by name, without the common prefix."""
+        time.sleep(_METRICS_AGE)
         found: dict[str, list[tuple[dict[str, str], float]]] = {}
         for line in self.get("/metrics")[1].splitlines():
             match = _METRIC.fullmatch(line)

@@ -3,6 +3,7 @@
 import http.client
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -54,6 +55,8 @@ def running(
 
 def get(web: WebServer | None, path: str) -> tuple[int, str]:
     assert web is not None
+    if path == "/metrics":
+        time.sleep(module._METRICS_SECONDS)  # the page may be so old
     connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=5)
     try:
         connection.request("GET", path)

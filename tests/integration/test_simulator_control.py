@@ -249,6 +249,13 @@ def test_a_body_that_is_too_large_is_refused(port: int) -> None:
     assert (status, json.loads(answer)) == (413, {"error": f"expected at most 64 KiB; got {len(body)} bytes"})
 
 
+@pytest.mark.parametrize("length", ["-1", "1_0", "x", "1048577", "9" * 5000])
+def test_a_length_that_cannot_be_is_refused(port: int, length: str) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(f"POST /schedule HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode())
+        assert client.makefile("rb").read().startswith(b"HTTP/1.1 400 Bad Request\r\n")
+
+
 def test_a_client_that_is_too_slow_is_cut_off(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_REQUEST_SECONDS", 0.3)
     with Control(simulator) as running:

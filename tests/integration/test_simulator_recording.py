@@ -322,6 +322,35 @@ def test_the_command_leaves_no_empty_recording_behind(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_the_command_leaves_no_recording_without_a_document_behind(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    with Simulator() as azure:
+        azure.fault("vm-1", "status", on="poll")
+        ran = run_command("--record", str(path), "--from", azure.endpoint(), "--for", "100ms")
+    assert (ran.returncode, ran.stderr) == (
+        1,
+        f"scheduled-events-agent: {azure.endpoint()} has given nothing to record\n",
+    )
+    assert not path.exists()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the size of files can be limited on Unix only")
+def test_a_disk_that_is_full_ends_the_recording_after_a_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    code = (
+        "import resource, sys; from agent.cli import main; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); sys.exit(main(sys.argv[1:]))"
+    )
+    with Simulator() as azure:
+        for _ in range(5):
+            azure.schedule("Reboot", begins_started=True, lasts_seconds=None)
+        command = [sys.executable, "-c", code, "simulate", "--record", str(path), "--from", azure.endpoint()]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    told = f"scheduled-events-agent: cannot record to {path}: File too large\n"
+    assert (ran.returncode, ran.stderr) == (1, told)
+    assert [list(json.loads(line)) for line in path.read_text().splitlines()] == [["vm", "vm_id", "scale_set"]]
+
+
 def test_the_command_checks_a_scenario_without_playing_it(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("timeline:\n  - {at: 1s, event: {type: Rebot}}\n  - {at: 2s, cancel: x}\n")

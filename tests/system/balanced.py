@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
+import apt
 import yaml
 
 # Far more than anything here takes; only a test that fails waits for so long.
@@ -55,22 +55,10 @@ class Programs:
 def programs() -> Programs:
     """Both, fetched if they are missing; or skips the test."""
     path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-    nginx, haproxy = (shutil.which(name, path=path) for name in ("nginx", "haproxy"))
+    nginx, haproxy = apt.find("nginx"), apt.find("haproxy")
     if nginx and haproxy:
         return Programs(nginx, haproxy, {"PATH": path})
-    if not CACHE.exists():
-        if not shutil.which("apt-get") or os.geteuid() != 0:
-            pytest.skip("nginx or haproxy is missing, and only root on Debian or Ubuntu can fetch them here")
-        fresh = CACHE.with_name(f"{CACHE.name}.new")
-        shutil.rmtree(fresh, ignore_errors=True)
-        (fresh / "archives/partial").mkdir(parents=True)
-        subprocess.run(["apt-get", "update", "-q"], check=True, capture_output=True, timeout=300)
-        fetch = ["apt-get", "install", "-qy", "--download-only", "--reinstall", "--no-install-recommends"]
-        options = [f"-oDir::Cache::archives={fresh / 'archives'}", "-oDPkg::Lock::Timeout=300"]
-        subprocess.run([*fetch, *options, "nginx", "haproxy"], check=True, capture_output=True, timeout=300)
-        for package in (fresh / "archives").glob("*.deb"):
-            subprocess.run(["dpkg", "-x", str(package), str(fresh)], check=True, timeout=60)
-        fresh.rename(CACHE)
+    apt.unpack(CACHE, "nginx", "haproxy")
     libraries = ":".join(str(path) for path in sorted((CACHE / "usr/lib").glob("*-linux-gnu*")))
     return Programs(
         str(CACHE / "usr/sbin/nginx"),

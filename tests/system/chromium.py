@@ -13,7 +13,6 @@ import base64
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -23,21 +22,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import apt
+
 PROGRAM = "chromium-headless-shell"
 PATIENCE = 60.0
 
 
 def install() -> str:
     """The browser's path; from Debian's archive if it is not here yet, with letters for most scripts."""
-    found = shutil.which(PROGRAM)
-    if not found:
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        packages = [PROGRAM, "fonts-dejavu-core", "fonts-noto-color-emoji"]
-        for command in (["update", "-q"], ["install", "-qy", "--no-install-recommends", *packages]):
-            subprocess.run(["apt-get", *command], env=environment, check=True, stdout=subprocess.DEVNULL)
-        found = shutil.which(PROGRAM)
-    assert found is not None
-    return found
+    return apt.need(PROGRAM, PROGRAM, "fonts-dejavu-core", "fonts-noto-color-emoji")
 
 
 class Tab:

@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Self, TypeVar
 
+import apt
+
 if sys.platform == "win32":
     raise ImportError("containers are Linux's")
 
@@ -119,7 +121,7 @@ def _mirror() -> str:
             if line.startswith(f"Debian {release} main "):
                 return line.split()[-1]
         if is_fresh:
-            _host("apt-get", "update", "-q", timeout=300)
+            apt.update()
     raise ContainerUnavailableError(
         f"no mirror of Debian: apt gets nothing of origin Debian, release {release!r}, component main; "
         "see the output of: apt-get indextargets"
@@ -135,15 +137,8 @@ def _require_a_place_for_machines() -> None:
     for place in places:
         if not os.access(place, os.W_OK):
             raise ContainerUnavailableError(f"booting a container needs control groups, and {place} is read-only")
-    missing = [name for name in ("systemd-nspawn", "debootstrap") if not shutil.which(name)]
-    if not missing:
-        return
-    if not shutil.which("apt-get"):
-        raise ContainerUnavailableError(f"{' and '.join(missing)} missing, and there is no apt-get to install it")
-    _progress(f"installing what brings {' and '.join(missing)}")
-    _host("apt-get", "update", "-q", timeout=300)
-    packages = ("systemd-container", "debootstrap")
-    _host("apt-get", "install", "-q", "-y", "--no-install-recommends", *packages, timeout=600)
+    apt.need("systemd-nspawn", "systemd-container")
+    apt.need("debootstrap")
 
 
 # --- machines

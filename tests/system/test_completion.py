@@ -1,12 +1,12 @@
 """Completions of the command line: in a real bash and zsh, and PowerShell's as far as its grammar can judge."""
 
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import apt
 import pytest
 from test_grammar import faults
 
@@ -70,10 +70,7 @@ def test_bash_completes_commands_options_and_files(scripts: Callable[[str], Path
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_find_no_fault_in_their_script(scripts: Callable[[str], Path], shell: str) -> None:
     script = scripts(shell)
-    if shutil.which(shell) is None:
-        environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "DEBIAN_FRONTEND": "noninteractive"}
-        for arguments in (["update", "-q"], ["install", "-qy", "--no-install-recommends", shell]):
-            subprocess.run(["apt-get", *arguments], check=True, env=environment, capture_output=True, timeout=300)
+    apt.need(shell)
     done = subprocess.run([shell, "-n", str(script)], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert all(word in script.read_text() for word in ("status", "history", "watch", "since"))

@@ -3,8 +3,9 @@
 A cluster of our own in a temporary directory, on a Unix socket; ``systemctl`` is a stand-in (see examples.py).
 """
 
-import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,8 +21,7 @@ if sys.platform == "win32":
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-import signal
-
+import apt
 from examples import ServiceManager, Unit, copy_hooks, example
 from harness import PATIENCE, Agent, Simulator
 
@@ -34,23 +34,7 @@ STANDBY_UNIT = "standby.service"
 @pytest.fixture(scope="module", autouse=True)
 def postgresql() -> None:
     """PostgreSQL 15's programs; installed if need be."""
-    if not (BIN / "postgres").exists():
-        install = [
-            "apt-get",
-            "-oDPkg::Lock::Timeout=300",
-            "install",
-            "-qy",
-            "--no-install-recommends",
-            "postgresql-15",
-        ]
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}  # starts nothing
-        subprocess.run(
-            ["apt-get", "-oDPkg::Lock::Timeout=300", "update", "-q"],
-            check=True,
-            timeout=300,
-            stdout=subprocess.DEVNULL,
-        )
-        subprocess.run(install, check=True, timeout=600, env=environment, stdout=subprocess.DEVNULL)
+    apt.need(str(BIN / "postgres"), "postgresql-15")
 
 
 def as_user(program: str, *arguments: str) -> str:
@@ -105,13 +89,13 @@ class Writer:
 class Stage:
     """A primary, an agent with the example policy, and what there is to look at."""
 
-    def __init__(self, directory: Path, sim: Simulator, *, has_standby: bool) -> None:
+    def __init__(self, directory: Path, sim: Simulator, *, has_standby: bool, stop_signal: int) -> None:
         self.server = directory / "server"  # PostgreSQL's own: its sockets and its data
         self.data = self.server / "primary"
         self.standby_data = self.server / "standby"
         units = {
-            UNIT: self._unit(self.data, 5432),
-            STANDBY_UNIT: self._unit(self.standby_data, 5433),
+            UNIT: self._unit(self.data, 5432, stop_signal),
+            STANDBY_UNIT: self._unit(self.standby_data, 5433, signal.SIGINT),
         }
         self.manager = ServiceManager(directory / "bin", units)
         self.agent = Agent(directory / "agent", sim.endpoint())
@@ -137,11 +121,11 @@ class Stage:
         policy = example("database.yaml", self.hooks, sim.endpoint(), replacements)
         self.agent.config.write_text(policy, encoding="utf-8")
 
-    def _unit(self, data: Path, port: int) -> Unit:
+    def _unit(self, data: Path, port: int, stop_signal: int) -> Unit:
         run = [str(BIN / "postgres"), "-D", str(data), "-k", str(self.server), "-p", str(port), "-h", ""]
         # No machine crashes here, only processes end; and a standby should be back in less than its usual 5 s.
         run += ["-c", "fsync=off", "-c", "wal_retrieve_retry_interval=200ms"]
-        return Unit(run, USER, signal.SIGINT)
+        return Unit(run, USER, stop_signal)
 
     def start_primary(self) -> None:
         as_user("initdb", "-D", str(self.data), "--auth=trust", "--no-sync", "--encoding=UTF8")
@@ -176,9 +160,15 @@ class Stage:
         lines = as_user("pg_controldata", "-D", str(self.data)).splitlines()
         return next(line for line in lines if line.startswith("Database cluster state:")).partition(":")[2].strip()
 
-    def mark_as_standby(self) -> None:
-        (self.data / "standby.signal").touch()
-        shutil.chown(self.data / "standby.signal", USER)
+    def systemctl(self, verb: str) -> None:
+        subprocess.run([str(self.manager.directory / "systemctl"), verb, UNIT], check=True)
+
+    def stop_for_a_hand_over(self) -> None:
+        """As postgresql-prepare does, when it is ended just before the promotion."""
+        self.systemctl("stop")
+        for mark in ("stopped-by-agent", "standby.signal"):
+            (self.data / mark).touch()
+            shutil.chown(self.data / mark, USER)
 
     def run_hook(self, name: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -199,11 +189,11 @@ def sim() -> Iterator[Simulator]:
 
 
 @contextmanager
-def staged(sim: Simulator, *, has_standby: bool = False) -> Iterator[Stage]:
+def staged(sim: Simulator, *, has_standby: bool = False, stop_signal: int = signal.SIGINT) -> Iterator[Stage]:
     # Not in tmp_path, which is pytest's account's alone.
     directory = Path(tempfile.mkdtemp(prefix="database-", dir="/tmp"))
     directory.chmod(0o755)
-    stage = Stage(directory, sim, has_standby=has_standby)
+    stage = Stage(directory, sim, has_standby=has_standby, stop_signal=stop_signal)
     stage.server.mkdir()
     shutil.chown(stage.server, USER)
     try:
@@ -262,7 +252,43 @@ def test_a_stop_that_was_not_clean_is_no_success(sim: Simulator) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (
             1,
             "",
-            f'postgresql-prepare: not a clean stop: {stage.data} is "in production"\n',
+            f'postgresql-prepare: not a clean stop: {stage.data} was "in production"\n',
+        )
+        assert not stage.manager.runs(UNIT)
+
+
+def test_a_server_that_is_held_after_an_unclean_stop_serves_again(sim: Simulator) -> None:
+    with staged(sim, stop_signal=signal.SIGQUIT) as stage:  # as if systemd had lost its patience
+        done = stage.run_hook("postgresql-prepare")
+        assert done.returncode == 1
+        assert done.stderr.splitlines() == [
+            "postgresql-prepare: starting the server again, for nobody else serves",
+            f'postgresql-prepare: not a clean stop: {stage.data} was "in production"',
+        ]
+        stage.wait_up(5432)
+
+
+def test_a_server_that_somebody_else_has_stopped_is_neither_started_nor_handed_over(sim: Simulator) -> None:
+    with staged(sim, has_standby=True) as stage:
+        stage.start_standby()
+        stage.systemctl("stop")
+        runs = [stage.run_hook(f"postgresql-{stage_}") for stage_ in ("recover", "prepare", "recover")]
+        assert [(done.returncode, done.stdout) for done in runs] == [
+            (0, "postgresql-recover: not stopped by postgresql-prepare: left as it is\n"),
+            (0, "postgresql-prepare: stopped: shut down\n"),
+            (0, "postgresql-recover: not stopped by postgresql-prepare: left as it is\n"),
+        ]
+        assert stage.ask("SELECT pg_is_in_recovery()", 5433) == "t"
+        assert not stage.manager.runs(UNIT)
+
+
+def test_a_missing_data_directory_is_no_recovery(sim: Simulator) -> None:
+    with staged(sim) as stage:
+        stage.environment["PGDATA"] = str(stage.server / "not-mounted")
+        done = stage.run_hook("postgresql-recover")
+        assert (done.returncode, done.stderr) == (
+            1,
+            f"postgresql-recover: {stage.server}/not-mounted is no data directory: is its disk there?\n",
         )
 
 
@@ -271,7 +297,8 @@ def test_both_hooks_may_run_again(sim: Simulator) -> None:
         runs = [stage.run_hook(f"postgresql-{stage_}") for stage_ in ("prepare", "prepare", "recover", "recover")]
         assert [done.returncode for done in runs] == [0, 0, 0, 0]
         assert runs[1].stdout == "postgresql-prepare: stopped: shut down\n"
-        assert runs[3].stdout == "postgresql-recover: accepts connections, as primary\n"
+        assert runs[2].stdout == "postgresql-recover: accepts connections, as primary\n"
+        assert runs[3].stdout == "postgresql-recover: not stopped by postgresql-prepare: left as it is\n"
 
 
 def test_a_standby_takes_over_with_every_committed_row_and_the_old_primary_follows_it(sim: Simulator) -> None:
@@ -310,19 +337,44 @@ def test_without_a_standby_to_take_over_nothing_is_stopped_and_the_event_is_held
         )
 
 
+def test_a_standby_that_lags_behind_is_not_promoted_and_the_primary_serves_again(sim: Simulator) -> None:
+    with staged(sim, has_standby=True) as stage:
+        stage.start_standby()
+        stage.ask("SELECT pg_wal_replay_pause()", 5433)  # it goes on to receive
+        done = stage.run_hook("postgresql-prepare")
+        assert done.returncode == 1
+        started, failed = done.stderr.splitlines()
+        assert started == "postgresql-prepare: starting the server again, for nobody else serves"
+        assert re.fullmatch(
+            r"postgresql-prepare: the standby has not replayed everything up to \S+: not promoted", failed
+        )
+        stage.wait_up(5432)
+        assert [stage.ask("SELECT pg_is_in_recovery()", port) for port in (5432, 5433)] == ["f", "t"]
+
+
+def test_a_server_that_does_not_say_whether_it_is_the_primary_is_not_handed_over(sim: Simulator) -> None:
+    with staged(sim, has_standby=True) as stage:
+        stage.start_standby()
+        stage.environment["PGDATABASE"] = "missing"
+        done = stage.run_hook("postgresql-prepare")
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == (
+            "postgresql-prepare: the server does not say whether it is the primary; nothing was stopped"
+        )
+        assert stage.manager.runs(UNIT)
+
+
 def test_a_hand_over_that_ended_between_its_mark_and_the_promotion_leaves_one_primary(sim: Simulator) -> None:
     with staged(sim, has_standby=True) as stage:
         stage.start_standby()
-        subprocess.run([str(stage.manager.directory / "systemctl"), "stop", UNIT], check=True)
-        stage.mark_as_standby()
+        stage.stop_for_a_hand_over()
         done = stage.run_hook("postgresql-recover")  # the event was taken back
         assert done.stdout.splitlines() == [
             "postgresql-recover: the standby was not promoted: starting as the primary",
             "postgresql-recover: accepts connections, as primary",
         ]
         stage.wait_streaming()
-        subprocess.run([str(stage.manager.directory / "systemctl"), "stop", UNIT], check=True)
-        stage.mark_as_standby()
+        stage.stop_for_a_hand_over()
         done = stage.run_hook("postgresql-prepare")  # the event is still there
         assert done.returncode == 0, done.stderr
         assert stage.ask("SELECT pg_is_in_recovery()", 5433) == "f"

@@ -4,7 +4,6 @@ Jobs run as root without authentication between the daemons, which only a test m
 """
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +19,7 @@ if sys.platform == "win32":
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
+import apt
 from examples import copy_hooks, example
 from harness import PATIENCE, Agent, Simulator
 
@@ -48,6 +48,7 @@ AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 SchedulerParameters=sched_interval=1,sched_min_interval=100000
 NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 CPUs=1
+PrologSlurmctld={directory}/prolog
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -72,6 +73,9 @@ class Slurm:
             host=socket.gethostname().partition(".")[0],
         )
         self.configuration.write_text(text, encoding="utf-8")
+        prolog = directory / "prolog"
+        prolog.write_text(f"#!/bin/sh\nwhile [ -e {directory}/prolog-waits ]; do sleep 0.1; done\n")
+        prolog.chmod(0o755)
         self._environment = {**os.environ, "SLURM_CONF": str(self.configuration)}
 
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -96,6 +100,7 @@ class Slurm:
 
     def close(self) -> None:
         """End the daemons; and the jobs first, which outlive them."""
+        (self.directory / "prolog-waits").unlink(missing_ok=True)
         for number in self.run("squeue", "--noheader", "--format=%A").split():
             self.run("scancel", number)
         while self.run("squeue", "--noheader", "--format=%A"):  # empty as well if the controller is gone
@@ -141,17 +146,8 @@ def agent(tmp_path: Path, sim: Simulator) -> Iterator[Agent]:
 @pytest.fixture
 def slurm(tmp_path: Path, sim: Simulator, agent: Agent) -> Iterator[Slurm]:
     """A cluster whose node is idle, and the policy of its agent."""
-    if not all(map(shutil.which, ("slurmctld", "slurmd", "scontrol"))):
-        packages = ["slurmctld", "slurmd", "slurm-client"]
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}  # starts nothing
-        subprocess.run(
-            ["apt-get", "-oDPkg::Lock::Timeout=300", "update", "-q"],
-            check=True,
-            timeout=300,
-            stdout=subprocess.DEVNULL,
-        )
-        install = ["apt-get", "-oDPkg::Lock::Timeout=300", "install", "-qy", "--no-install-recommends", *packages]
-        subprocess.run(install, check=True, timeout=600, env=environment, stdout=subprocess.DEVNULL)
+    for program in ("slurmctld", "slurmd", "scontrol"):
+        apt.need(program, "slurmctld", "slurmd", "slurm-client")
     one = Slurm(tmp_path)
     # All that the test changes in the example.
     replacements = {
@@ -202,6 +198,24 @@ def test_an_eviction_requeues_the_job_in_time(slurm: Slurm, sim: Simulator, agen
     assert sim.event(event).status == "Scheduled"
     assert sim.approvals() == ()
     assert slurm.job(running) == "PD"
+
+
+def test_a_job_whose_prolog_still_runs_is_waited_for_as_well(
+    slurm: Slurm, sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    agent.start()
+    (tmp_path / "prolog-waits").touch()
+    job = slurm.submit(f"until [ -e {tmp_path}/finish ]; do sleep 0.1; done")
+    agent.wait_until(lambda: slurm.job(job) == "CF", "the job had the node")
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_log("hook output", line=f"slurm-prepare: {NODE} takes no new jobs")
+    (tmp_path / "prolog-waits").unlink()
+    agent.wait_until(lambda: slurm.job(job) == "R", "the job ran")
+    finished_at = time.monotonic()
+    (tmp_path / "finish").touch()
+    sim.wait_started(event)
+    assert sim.approvals(event)[0].monotonic > finished_at
+    assert slurm.job(job) == ""
 
 
 def test_what_somebody_else_has_drained_stays_drained_and_hooks_may_run_again(

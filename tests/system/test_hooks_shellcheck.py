@@ -1,8 +1,6 @@
 """Every shell script that is shipped as a hook, and every one that the cookbook shows, read by shellcheck."""
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +9,8 @@ import pytest
 
 if sys.platform == "win32":
     pytest.skip("the hooks are scripts for a Unix shell", allow_module_level=True)
+
+import apt
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,15 +30,7 @@ SCRIPTS = scripts()
 @pytest.fixture(scope="module")
 def shellcheck() -> str:
     """The program, installed if it is missing."""
-    if not (program := shutil.which("shellcheck")):
-        if os.geteuid() != 0 or not shutil.which("apt-get"):
-            pytest.skip("shellcheck is missing, and only root on Debian or Ubuntu can install it here")
-        for command in (["update", "-q"], ["install", "-qy", "--no-install-recommends", "shellcheck"]):
-            lock = "-oDPkg::Lock::Timeout=300"
-            subprocess.run(["apt-get", lock, *command], check=True, capture_output=True, timeout=600)
-        program = shutil.which("shellcheck")
-    assert program is not None
-    return program
+    return apt.need("shellcheck")
 
 
 def complaints(program: str, script: str) -> str:

@@ -22,6 +22,7 @@ import yaml
 if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
+import apt
 from container import CHECKOUT, Container
 from service import DROP_INS, POLICY, UNIT, Service
 
@@ -124,16 +125,6 @@ def run(command: list[str], **options: Any) -> "subprocess.CompletedProcess[str]
     )
     assert done.returncode == 0, f"{' '.join(command)}\nended with {done.returncode}\n{done.stdout}{done.stderr}"
     return done
-
-
-def need(program: str) -> str:
-    """A program of this machine, its package of the same name installed first if need be."""
-    if shutil.which(program) is None:
-        if os.geteuid() != 0 or shutil.which("apt-get") is None:
-            pytest.skip(f"{program} is missing, and there is no apt-get, or no root, to install it")
-        run(["apt-get", "update", "-q"])
-        run(["apt-get", "install", "-qy", "--no-install-recommends", program])
-    return program
 
 
 # --- install-unit
@@ -304,7 +295,7 @@ def user_data() -> dict[str, Any]:
 
 def test_the_scripts_are_clean_and_the_user_data_has_them_as_they_are(supplied: Container, tmp_path: Path) -> None:
     script = PACKAGING / "cloud-init" / "install.sh"
-    run([need("shellcheck"), str(script)])
+    run([apt.need("shellcheck"), str(script)])
     files = {file["path"]: file["content"] for file in user_data()["write_files"]}
     folder = "/run/scheduled-events-agent-install"
     assert files[f"{folder}/install.sh"] == script.read_text(encoding="utf-8")
@@ -507,7 +498,7 @@ class Images:
 @pytest.fixture(scope="module")
 def images(supplied: Container, wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Images]:
     """The image, built by its recipe on a Debian instead of the one it names, with wheels instead of an index."""
-    need("buildah")
+    apt.need("buildah")
     store = tmp_path_factory.mktemp("images")
     images = Images(store)
     base = images("from", "scratch")

@@ -1,8 +1,6 @@
 """The unit under a real systemd: ready, supervised, reloaded, stopped, ordered and confined as its file says."""
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +12,7 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
+import apt
 from container import CHECKOUT, Container
 from service import DROP_INS, UNIT, Service
 from stuck import hanging_thread, outer_pid, wait_killed
@@ -124,9 +123,7 @@ def test_a_poller_that_hangs_is_killed_and_started_again(service: Service, sim: 
 
 
 def test_a_store_that_hangs_is_killed_and_started_again(service: Service, sim: Simulator) -> None:
-    if shutil.which("strace") is None:
-        install = ["apt-get", "install", "--yes", "--quiet", "strace"]
-        subprocess.run(install, check=True, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, timeout=300)
+    apt.need("strace")
     service.write_policy(rules=[{"name": "reboots", "approve": "immediately"}])
     service.add_drop_in(SHORT_WATCHDOG)
     service.systemctl("restart")

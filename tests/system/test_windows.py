@@ -11,7 +11,7 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("on Windows, the tests themselves run", allow_module_level=True)
 
-from wine_python import CHECKOUT, WinePython, WineUnavailableError, wine_python
+from wine_python import CHECKOUT, WinePython, wine_python
 
 # On two processors it has taken eight minutes beside a little other work, and nineteen beside very much.
 _SUITE_SECONDS = 2400
@@ -26,14 +26,11 @@ _TEST_SECONDS = 300
 
 @pytest.fixture(scope="module")
 def python() -> Iterator[WinePython]:
-    try:
-        with wine_python() as ready:
-            # The agent is started some hundred times: compiled modules are kept, in a place of their own.
-            ready.environment.pop("PYTHONDONTWRITEBYTECODE", None)
-            ready.environment["PYTHONPYCACHEPREFIX"] = r"C:\bytecode"
-            yield ready
-    except WineUnavailableError as reason:
-        pytest.skip(str(reason))
+    with wine_python() as ready:
+        # The agent is started some hundred times: compiled modules are kept, in a place of their own.
+        ready.environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        ready.environment["PYTHONPYCACHEPREFIX"] = r"C:\bytecode"
+        yield ready
 
 
 def test_the_agent_runs_on_windows(python: WinePython) -> None:

@@ -23,7 +23,7 @@ import yaml
 if sys.platform == "win32":
     pytest.skip("it drives a Windows from outside", allow_module_level=True)
 
-from wine_python import WinePython, WineUnavailableError, wine_python
+from wine_python import WinePython, wine_python
 
 from agent.simulator import Simulator
 
@@ -191,11 +191,8 @@ class Service:
 
 @pytest.fixture(scope="module")
 def python() -> Iterator[WinePython]:
-    try:
-        with wine_python() as ready:
-            yield ready
-    except WineUnavailableError as reason:
-        pytest.skip(str(reason))
+    with wine_python() as ready:
+        yield ready
 
 
 @pytest.fixture

