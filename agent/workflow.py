@@ -784,8 +784,11 @@ def _move_gone(workflow: Workflow, workflows: Mapping[str, Workflow], context: C
         if _progress(workflow, stage).state == "running":
             return _cut_short(workflow, stage)
     if workflow.prepare.state == "idle":
-        if not (workflow.is_doubtful and workflow.was_started and workflow.decision.recover):
+        if not (workflow.is_doubtful and workflow.event.is_started and workflow.decision.recover):
             return _close(workflow)
+        if not workflow.was_started:
+            text = "had started, before this VM's name was known"
+            return _to(replace(workflow, was_started=True), "started", Note(kind="started", text=text))
         # Recovering what was not prepared does little harm; what is forgotten stays out of service for ever.
         workflow = replace(workflow, prepare=Progress(state="canceled"))
     if workflow.phase != "recovering":

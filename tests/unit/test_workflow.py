@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from agent import workflow as machine
-from agent.events import Document, ScheduledEvent, compare
+from agent.events import Document, Gone, ScheduledEvent, compare
 from agent.policy import MaintenanceWindow, Rule, When
 from agent.workflow import (
     TRANSITIONS,
@@ -1099,6 +1099,14 @@ def test_an_event_found_started_after_the_state_was_lost_is_recovered_from_for_i
     assert not is_ready(agent.board)
     assert agent.ends("resume") == []
     assert agent.board == {}
+
+
+def test_such_an_event_is_recovered_from_even_if_it_is_over_before_this_vm_knows_its_name() -> None:
+    agent = Agent(a_rule(prepare=("drain",), recover=("resume",)), is_state_lost=True)
+    names, agent.context = agent.context.names, replace(agent.context, names=())
+    assert agent.document(started(an_event())) == []
+    agent.context = replace(agent.context, names=names)
+    assert agent.send(Reconsider(), Gone("a")) == ["A: recover resume"]
 
 
 def test_an_event_first_found_started_is_not_recovered_from_if_the_state_is_whole() -> None:
