@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ PAGES = sorted(
 )
 OURS = "scheduled-events-agent "
 CURL = "curl "  # of the simulator
+INSTALL = "install -m "
 
 # A command line that begins so -> the file in which the same is run, and a text that stands there for it.
 ELSEWHERE = {
@@ -44,6 +46,8 @@ ELSEWHERE = {
     ".venv/bin/python -m benchmarks": ("tests/integration/test_benchmarks.py", "benchmarks"),
     "promtool ": ("tests/system/test_prometheus.py", "promtool"),
     "curl --cacert": ("tests/integration/test_web_access.py", '"curl"'),
+    "systemctl restart scheduled-events-agent": ("tests/system/test_deb.py", 'systemctl("restart")'),
+    "env PGDATA=": ("tests/system/test_example_database.py", "POSTGRESQL_BIN"),
 }
 # The same -> why it is run nowhere.
 NOT_RUN = {
@@ -54,6 +58,8 @@ NOT_RUN = {
     "podman ": "there is no container engine; tests/system/test_install_other.py carries the recipe out",
     "pipx run pip-audit": "the database of vulnerabilities is not to be had everywhere; make audit",
     "SIGN_COMMAND=": "needs a certificate",
+    "editor ": "is for people",
+    "iptables ": "needs root, and a kernel that filters",
     "systemctl status": "the system tests ask systemd for the same by systemctl show",
 }
 
@@ -70,21 +76,19 @@ def shown() -> Iterator[Shown]:
         text = page.read_text(encoding="utf-8")
         for language, body in re.findall(r"^[ ]*```(\w*)\n(.*?)^[ ]*```", text, re.MULTILINE | re.DOTALL):
             for line in map(str.strip, re.sub(r"\\\n\s*", "", body).splitlines()):
-                is_console = language in ("console", "") and line.startswith("$ ")
+                is_console = language in ("console", "") and line.startswith(("$ ", "# "))  # or root's prompt
                 is_ours = line.startswith(OURS) and language != "text"
                 is_shell = language in ("sh", "bash") and not body.startswith("#!") and bool(line)
                 if is_console or is_ours or (is_shell and not line.startswith("#")):
-                    command = line.removeprefix("$ ")
-                    yield Shown(
-                        page.relative_to(CHECKOUT).as_posix(), re.sub(r"\s+(# |\| ).*", "", command).strip()
-                    )
+                    command = re.sub(r"\s+(# |\| ).*", "", line.removeprefix("$ ").removeprefix("# "))
+                    yield Shown(page.relative_to(CHECKOUT).as_posix(), command.strip())
 
 
 SHOWN = sorted(set(shown()))
 
 
 def is_run_here(command: Shown) -> bool:
-    return command.line.startswith((OURS, CURL)) and not command.line.startswith((*ELSEWHERE,))
+    return command.line.startswith((OURS, CURL, INSTALL)) and not command.line.startswith((*ELSEWHERE,))
 
 
 RUN_HERE = [command for command in SHOWN if is_run_here(command) and command.line.startswith(OURS)]
@@ -193,3 +197,20 @@ def test_the_requests_to_the_simulator_that_are_shown_are_answered(agent: Agent)
     finally:
         simulate.kill()
         simulate.communicate()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no install command")
+@pytest.mark.parametrize(
+    "command",
+    [command for command in SHOWN if command.line.startswith(INSTALL)],
+    ids=lambda command: f"{command.page}:{command.line}",
+)
+def test_what_is_shown_installs_files_that_are_there(command: Shown, tmp_path: Path) -> None:
+    for folder in ("hooks", "credentials"):
+        (tmp_path / "etc" / folder).mkdir(parents=True)
+    for own in ("token", "kubeconfig"):  # the reader's
+        (tmp_path / own).touch()
+    (tmp_path / "config").symlink_to(CHECKOUT / "config")
+    words = shlex.split(command.line.replace("/etc/scheduled-events-agent", str(tmp_path / "etc")))
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
