@@ -150,7 +150,7 @@ def test_a_command_of_the_documentation_does_what_it_is_shown_for(
 ) -> None:
     words = words_of(command.line, event, tmp_path, agent.endpoint)
     if words[0] == "run":
-        agent.stop()
+        agent.kill()
     process = subprocess.Popen(
         agent.command(*words),
         cwd=tmp_path if words[0] == "simulate" else CHECKOUT,
