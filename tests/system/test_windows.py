@@ -82,8 +82,9 @@ class Account:
             where, name = case.attrib["classname"], case.attrib["name"]
             self.files.update(part for part in (where or name).split(".") if part.startswith("test_"))
             skipped = case.find("skipped")
-            if case.find("failure") is not None or case.find("error") is not None:
-                self.failed.append(f"{where}.{name}")
+            faults = [*case.findall("failure"), *case.findall("error")]
+            if faults:
+                self.failed.append(f"{where}.{name}: {faults[0].attrib.get('message', '')[:1000]}")
             elif skipped is None:
                 self.passed.append(f"{where}.{name}")
             else:
