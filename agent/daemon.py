@@ -296,6 +296,8 @@ class Daemon:
     def _seconds_to_next_turn(self) -> float:
         if self._told_status is None:
             return _START_TICK_SECONDS
+        if not self._engine.board:
+            return 2 * _TICK_SECONDS  # a turn is cheap, to wake up for it is not
         wake_at = self._engine.next_wake_at()
         return min(_TICK_SECONDS, (wake_at - datetime.now(UTC)).total_seconds()) if wake_at else _TICK_SECONDS
 
