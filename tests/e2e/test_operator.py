@@ -62,13 +62,13 @@ def in_terminal(agent: Agent, *arguments: str, columns: int, until: str = "", li
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - nothing else runs in the child
     )
     os.close(theirs)
-    output = b""
+    output, wanted = b"", 2
     try:
         while True:
             output += os.read(ours, 65536)
-            if until and output.count(until.encode()) > 1:  # so that it was redrawn
+            if until and output.count(until.encode()) >= wanted:  # so that it was redrawn
                 os.write(ours, b"\x03")
-                until = ""
+                wanted += 3  # pressed again if it goes on: Python loses one that falls into a finalizer
     except OSError:  # it has ended
         return process.wait(PATIENCE), output.decode().replace("\r\n", "\n").replace("^C", "")
     finally:
