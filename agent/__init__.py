@@ -19,7 +19,7 @@ Decisions are values; someone else carries them out.
     host/         SEAM   what differs between Linux and Windows, and nothing else
     simulator/           the service itself, for demos, users' tests and ours
     engine.py     SHELL  a turn: take in, decide, commit, perform; no thread, no clock of its own
-    daemon.py     SHELL  the loop and its threads around the engine
+    daemon/       SHELL  the loop and its threads around the engine
     cli/          SHELL  the command line; the only place that wires parts together
 
 Imports point downwards only; tests/unit/test_layering.py checks it.

@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from agent import daemon as module
 from agent import host, workflow
 from agent.config import AgentSettings, ImdsSettings, LogSettings, Settings
-from agent.daemon import Daemon
+from agent.daemon import Daemon, pages
+from agent.daemon.polling import Poller
 from agent.engine import HookEnded, without_run
 from agent.events import ScheduledEvent
 from agent.policy import Hook, Rule
@@ -24,6 +25,7 @@ from agent.store import Store
 from agent.web import WebServer
 
 RULES = (Rule(name="all", approve="immediately"),)
+AGENT = AgentSettings(listen="127.0.0.1:0", log=LogSettings(level="error", format="json"))
 
 
 @contextmanager
@@ -32,13 +34,10 @@ def running(
     endpoint: str,
     rules: tuple[Rule, ...] = RULES,
     hooks: dict[str, Hook] = {},  # noqa: B006 - nobody changes it
+    agent: AgentSettings = AGENT,
 ) -> Iterator[Daemon]:
-    settings = Settings(
-        imds=ImdsSettings(endpoint=endpoint, poll_interval=0.25),
-        agent=AgentSettings(listen="127.0.0.1:0", log=LogSettings(level="error", format="json")),
-        rules=rules,
-        hooks=hooks,
-    )
+    imds = ImdsSettings(endpoint=endpoint, poll_interval=0.25)
+    settings = Settings(imds=imds, agent=agent, rules=rules, hooks=hooks)
     directory.mkdir(exist_ok=True)
     store = Store.open(directory, datetime.now(UTC))
     daemon = Daemon(settings, lambda: settings, store)
@@ -48,7 +47,7 @@ def running(
         yield daemon
     finally:
         daemon.stop()
-        thread.join(10.0)
+        thread.join(20.0)
         store.close()
     assert not thread.is_alive()
 
@@ -56,7 +55,7 @@ def running(
 def get(web: WebServer | None, path: str) -> tuple[int, str]:
     assert web is not None
     if path == "/metrics":
-        time.sleep(module._METRICS_SECONDS)  # the page may be so old
+        time.sleep(pages._METRICS_SECONDS)  # the page may be so old
     connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=5)
     try:
         connection.request("GET", path)
@@ -69,7 +68,7 @@ def get(web: WebServer | None, path: str) -> tuple[int, str]:
 def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_STALL_SECONDS", 1.5)
+    monkeypatch.setattr(pages, "_STALL_SECONDS", 1.5)
     monkeypatch.setattr(module, "_TICK_SECONDS", 0.2)
     hangs, may_go_on = threading.Event(), threading.Event()
 
@@ -136,7 +135,7 @@ def test_a_thread_that_ends_by_a_bug_ends_the_agent(tmp_path: Path, monkeypatch:
     def poll(_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(module._Poller, "run", poll)
+    monkeypatch.setattr(Poller, "run", poll)
     settings = replace(Settings(), agent=AgentSettings(listen="off", log=LogSettings(level="error")))
     store = Store.open(tmp_path, datetime.now(UTC))
     try:

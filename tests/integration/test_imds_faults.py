@@ -13,8 +13,9 @@ from typing import Any, cast
 import pytest
 import structlog
 
-from agent import daemon as module
-from agent.daemon import _Endpoint, _Identifier, _Item, _Poller
+from agent.daemon import polling as module
+from agent.daemon.polling import Endpoint, Identifier, Poller
+from agent.engine import News
 from agent.events import Document, DocumentError
 from agent.imds import IMDS_ERROR_KINDS, Identity, ImdsError, ImdsErrorKind
 from agent.metrics import Metrics
@@ -87,10 +88,10 @@ class Run:
         self, poll_interval: float, lasts: float, answer: Callable[[float], tuple[float, Answer]]
     ) -> None:
         self.clock = Clock()
-        self.inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
         self.metrics = Metrics(tuple)
         self.service = Service(self.clock, poll_interval, answer)
-        poller = _Poller(cast("_Endpoint", self.service), self.inbox.put, self.metrics)
+        poller = Poller(cast("Endpoint", self.service), self.inbox.put, self.metrics)
         poller.stop_requested = cast("Any", self.clock)
         self.clock.ends = self.clock.now + lasts
         with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as self.log:
@@ -148,8 +149,8 @@ def test_hours_of_500_leave_nothing_behind_in_memory() -> None:
 
     clock = Clock()
     service = Service(clock, 1.0, answer)
-    inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-    poller = _Poller(cast("_Endpoint", service), inbox.put, Metrics(tuple))
+    inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
+    poller = Poller(cast("Endpoint", service), inbox.put, Metrics(tuple))
     poller.stop_requested = cast("Any", clock)
     clock.ends = clock.now + 10.5 * HOUR
     with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs():
@@ -244,9 +245,9 @@ def test_who_this_vm_is_is_asked_every_second_and_less_often_of_a_service_that_d
             return Identity(name="vm-1" if self.asked[-1] > over else "", vm_id="")
 
     service = Instance(clock, 1.0, lambda _: (0.0, DOCUMENT))
-    inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
     with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as log:
         patch.setattr(module, "time", clock)
-        _Identifier(cast("_Endpoint", service), inbox.put, cast("Any", clock)).run()
+        Identifier(cast("Endpoint", service), inbox.put, cast("Any", clock)).run()
     assert service.asked == [*asked, asked[-1] + 10.0]
     assert [line.get("kind") for line in log] == [kind, "no_name", None]

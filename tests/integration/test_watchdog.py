@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from test_daemon import get, running
 
-from agent import daemon as module
+from agent import daemon
+from agent.daemon import polling
 from agent.imds import ImdsClient, ImdsError
 from agent.simulator import Simulator
 from agent.store import Store
@@ -28,7 +29,7 @@ def watched(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         listener.bind(str(directory / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(directory / "notify"))
         monkeypatch.setenv("WATCHDOG_USEC", "60000000")
-        monkeypatch.setattr(module, "_TICK_SECONDS", 0.1)
+        monkeypatch.setattr(daemon, "_TICK_SECONDS", 0.1)
 
         def is_alive(seconds: float) -> bool:
             listener.setblocking(False)  # what has come until now is old news
@@ -71,7 +72,7 @@ def test_a_poller_that_hangs_ends_the_signs_of_life_and_is_named_on_the_health_p
         may_go_on.wait(10.0)
         raise ImdsError("gone on", kind="timeout")
 
-    monkeypatch.setattr(module, "_RESOLVE_SECONDS", 0.5)
+    monkeypatch.setattr(polling, "_RESOLVE_SECONDS", 0.5)
     with (
         watched(tmp_path, monkeypatch) as is_alive,
         Simulator(vms=("vm-1",)) as azure,

@@ -7,7 +7,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from importlib.util import find_spec
@@ -15,19 +14,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
+from test_daemon import running
 
-from agent import daemon as module
 from agent import log
-from agent.config import AgentSettings, ImdsSettings, Settings, parse_settings
-from agent.daemon import Daemon
+from agent.config import AgentSettings, parse_settings
+from agent.daemon import pages as module
 from agent.page import HEADERS
-from agent.policy import Rule
 from agent.simulator import Simulator
 from agent.store import Store
 from agent.web import Page
 
 OUTPUT = "x" * 4096
-RULES = (Rule(name="all", approve="immediately"),)
 
 
 @pytest.fixture
@@ -36,25 +34,7 @@ def lines() -> Iterator[list[Mapping[str, object]]]:
     said: list[Mapping[str, object]] = []
     log.set_up("info", "json", stream=io.StringIO(), on_entry=said.append)
     yield said
-    log.set_up("error", "json")
-
-
-@contextmanager
-def running(directory: Path, endpoint: str, agent: AgentSettings) -> Iterator[Daemon]:
-    imds = ImdsSettings(endpoint=endpoint, poll_interval=0.25)
-    settings = Settings(imds=imds, agent=agent, rules=RULES)
-    directory.mkdir(exist_ok=True)
-    store = Store.open(directory, datetime.now(UTC))
-    daemon = Daemon(settings, lambda: settings, store)
-    thread = threading.Thread(target=daemon.run)
-    thread.start()
-    try:
-        yield daemon
-    finally:
-        daemon.stop()
-        thread.join(20.0)
-        store.close()
-    assert not thread.is_alive()
+    structlog.reset_defaults()
 
 
 def get(port: int, path: str) -> tuple[http.client.HTTPResponse, str]:
@@ -81,13 +61,13 @@ def test_an_agent_whose_port_is_taken_protects_the_machine_says_so_and_shows_its
     other = socket.create_server(("127.0.0.1", 0))
     port = other.getsockname()[1]
     settings = AgentSettings(listen=f"127.0.0.1:{port}")
-    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), settings) as daemon:
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), agent=settings) as daemon:
         assert azure.wait_approved(azure.schedule("Reboot", notice_seconds=600)).approved_at is not None
-        wait_until(lambda: daemon._web_failure)
-        failure = daemon._web_failure
+        wait_until(lambda: daemon._pages.failure)
+        failure = daemon._pages.failure
         assert failure.startswith(f"cannot listen on 127.0.0.1:{port}: ")
         assert failure.endswith("; set agent.listen to a free ADDRESS:PORT, or to off")
-        assert daemon._status().health == (f"the pages are not shown: {failure}",)
+        assert daemon._pages.status().health == (f"the pages are not shown: {failure}",)
         assert f"its pages are not shown ({failure})" in daemon._describe()
         wait_until(lambda: sum(line["message"] == "agent started" for line in lines))
         said = [line for line in lines if "cannot be shown" in str(line["message"])]
@@ -106,7 +86,7 @@ def test_an_agent_whose_port_is_taken_protects_the_machine_says_so_and_shows_its
 def test_an_agent_that_never_gets_its_port_can_be_stopped(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, Simulator(vms=("vm-1",)) as azure:
         settings = AgentSettings(listen=f"127.0.0.1:{other.getsockname()[1]}")
-        with running(tmp_path, azure.endpoint(), settings) as daemon:
+        with running(tmp_path, azure.endpoint(), agent=settings) as daemon:
             azure.wait_polls(1)
             assert daemon.web is None
 
@@ -118,10 +98,13 @@ def test_pages_that_are_to_be_protected_are_not_shown_without_protection(
     monkeypatch.setattr(module, "_WEB_RETRY_SECONDS", 0.2)
     file = tmp_path / "web.yml"
     settings = AgentSettings(listen="127.0.0.1:0", web_config=str(file))
-    with Simulator(vms=("vm-1",)) as azure, running(tmp_path / "state", azure.endpoint(), settings) as daemon:
+    with (
+        Simulator(vms=("vm-1",)) as azure,
+        running(tmp_path / "state", azure.endpoint(), agent=settings) as daemon,
+    ):
         azure.wait_polls(2)
         assert daemon.web is None
-        assert daemon._web_failure.startswith(f"{file}: cannot be read: ")
+        assert daemon._pages.failure.startswith(f"{file}: cannot be read: ")
         file.write_text("basic_auth_users: {ada: $2b$04$abcdefghijklmnopqrstuuDZyGsW8WrR8yq7cQ1FzqkqyPz1JmQ4e}\n")
         wait_until(lambda: daemon.web)
         assert daemon.web is not None
@@ -137,14 +120,17 @@ def test_a_changed_file_is_in_force_before_anybody_asks(
     users = "basic_auth_users: {ada: $2b$04$abcdefghijklmnopqrstuuDZyGsW8WrR8yq7cQ1FzqkqyPz1JmQ4e}\n"
     file.write_text(users)
     settings = AgentSettings(listen="127.0.0.1:0", web_config=str(file))
-    with Simulator(vms=("vm-1",)) as azure, running(tmp_path / "state", azure.endpoint(), settings) as daemon:
+    with (
+        Simulator(vms=("vm-1",)) as azure,
+        running(tmp_path / "state", azure.endpoint(), agent=settings) as daemon,
+    ):
         wait_until(lambda: daemon.web)
         file.write_text("basic_auth_users: {ada: secret}\n")
         wait_until(lambda: any("was refused" in str(line["message"]) for line in lines))
         file.write_text(users.replace("ada", "eve"))
         wait_until(lambda: any("is in force as it is now" in str(line["message"]) for line in lines))
-        assert daemon._access is not None
-        passwords = daemon._access._in_force.passwords
+        assert daemon._pages.access is not None
+        passwords = daemon._pages.access._in_force.passwords
         assert passwords is not None
         assert list(passwords.hashes) == ["eve"]
 
@@ -194,7 +180,7 @@ def test_the_page_is_made_once_a_second_however_many_ask(tmp_path: Path, monkeyp
     monkeypatch.setattr(Store, "look_into", counting)
     with (
         Simulator(vms=("vm-1",)) as azure,
-        running(tmp_path, azure.endpoint(), AgentSettings(listen="127.0.0.1:0")) as daemon,
+        running(tmp_path, azure.endpoint()) as daemon,
     ):
         wait_until(daemon._engine.names)
         assert daemon.web is not None
@@ -221,7 +207,7 @@ def test_a_disk_that_hangs_leaves_the_other_pages_and_the_last_view_of_this_one(
 
     with (
         Simulator(vms=("vm-1",)) as azure,
-        running(tmp_path, azure.endpoint(), AgentSettings(listen="127.0.0.1:0")) as daemon,
+        running(tmp_path, azure.endpoint()) as daemon,
     ):
         wait_until(daemon._engine.names)
         assert daemon.web is not None
@@ -248,8 +234,7 @@ def test_a_disk_that_hangs_leaves_the_other_pages_and_the_last_view_of_this_one(
 def test_the_page_of_ninety_busy_days_is_made_in_no_time(tmp_path: Path) -> None:
     """4,000 events with 60,000 entries, which is 45 a day; most of the time goes into reading the last twenty."""
     with Simulator(vms=("vm-1",)) as azure:
-        settings = AgentSettings(listen="127.0.0.1:0")
-        with running(tmp_path, azure.endpoint(), settings) as daemon:
+        with running(tmp_path, azure.endpoint()) as daemon:
             azure.wait_approved(azure.schedule("Reboot", notice_seconds=600))
             (one,) = daemon._engine.board.values()
         database = sqlite3.connect(tmp_path / "state.db")
@@ -272,10 +257,10 @@ def test_the_page_of_ninety_busy_days_is_made_in_no_time(tmp_path: Path) -> None
         )
         database.commit()
         database.close()
-        with running(tmp_path, azure.endpoint(), settings) as daemon:
+        with running(tmp_path, azure.endpoint()) as daemon:
             azure.wait_polls(1)
             began = time.monotonic()
-            page = daemon._human_page()
+            page = daemon._pages._human_page()
             seconds = time.monotonic() - began
     assert page.status == 200
     assert page.body.count(b"<details") >= 15

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "log": PURE | {"config", "host"},
     "simulator": {"simulator", "typed_yaml"},
     "engine": PURE | EDGES - {"web"} | {"config", "host"},
-    "daemon": PURE | EDGES | {"config", "host", "engine", "page", "access"},
+    "daemon": PURE | EDGES | {"config", "host", "engine", "page", "access", "daemon"},
     "cli": PURE | EDGES | {"config", "host", "typed_yaml", "simulator", "daemon", "cli"},
 }
 # Files that wire parts together, though the rest of their folder does not.

@@ -18,7 +18,7 @@ from agent.workflow import NoteKind
 
 AGENT = Path(agent.__file__).parent
 DOCUMENT = AGENT.parent / "docs" / "windows.md"
-SPEAKERS = ("daemon.py", "engine.py", "cli/run.py", "cli/service.py", "host/windows_service.py")
+SPEAKERS = ("daemon/*.py", "engine.py", "cli/run.py", "cli/service.py", "host/windows_service.py")
 LEVELS = {"info": "info", "warning": "warning", "error": "error", "exception": "error"}
 FOR_THE_FILE_ONLY = {"hook output", "policy"}
 ANY = (998, 999)
@@ -71,7 +71,7 @@ def all_messages() -> frozenset[Message]:
     notes = {kind.replace("_", " ") for kind in get_args(NoteKind)}
     found = {("warning" if note in _LOUD_NOTES else "info", note) for note in notes}
     found |= {("warning", note) for note in _LOUD_AT_TIMES}
-    return frozenset(found.union(*(messages_of(AGENT / name) for name in SPEAKERS)))
+    return frozenset(found.union(*(messages_of(path) for name in SPEAKERS for path in AGENT.glob(name))))
 
 
 def id_of(level: str, message: str) -> int | None:

@@ -1,0 +1,327 @@
+"""The agent as a process: waits for what comes, has the engine turn, and tells the service manager how it is.
+
+Owns the inbox and starts every thread; knows nothing of what is decided. The one invariant: only the engine's
+thread touches the engine, and nothing that others wait for (a poll, a hook, an approval, a client) can keep it
+from its next turn.
+
+    engine      takes the inbox, turns (the thread that calls ``run``)
+    poller      fetches, compares bytes, parses            -> inbox     (polling.py)
+    identity    asks who this VM is, until it is known     -> inbox
+    approvals   one thread for each request to approve     -> inbox     (hands.py)
+    hooks       one thread for each hook that runs         -> inbox
+    pages       opens the web server, until it is open; then follows agent.web_config, if there is one (pages.py)
+    web         answers from the published board
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from msgspec.structs import replace
+
+from agent import __version__, host
+from agent.config import BUILT_IN_NAME, Settings
+from agent.daemon.hands import Threads
+from agent.daemon.pages import Pages
+from agent.daemon.polling import Endpoint, Identifier, Poller
+from agent.engine import Engine, HookEnded, News
+from agent.hooks import end_leftovers
+from agent.log import get_logger
+from agent.metrics import Metrics
+from agent.status import PolicyInForce, summarize
+from agent.store import Store, StoreError
+from agent.web import WebServer
+from agent.workflow import Workflow
+
+# The engine's own pace: how soon an operator is answered, and how often /healthz hears of it.
+_TICK_SECONDS = 1.0
+# On stop, running hooks may end by themselves first; of the time that is left, this is for them after they were
+# told to, and as much for the state file and the log.
+_STOP_GRACE_SECONDS = 1.5
+# The first poll waits this long for the first answer to who this VM is, and no longer.
+_IDENTITY_PATIENCE_SECONDS = 2.0
+# The service manager hears that the agent is ready when the first poll has been tried, or takes longer than this.
+_READY_PATIENCE_SECONDS = 2.0
+_START_TICK_SECONDS = 0.1
+_COMMIT_RETRY_SECONDS = 1.0
+# For the web server to be there at the start, and gone at the end.
+_WEB_PATIENCE_SECONDS = 2.0
+DEFAULT_STOP_TIMEOUT = 5.0
+
+
+@dataclass(frozen=True)
+class _Command:
+    """Somebody wants the daemon to stop or to read its policy again."""
+
+    word: Literal["stop", "reload", "pause", "resume"]
+
+
+_Item = News | _Command
+
+
+class Daemon:
+    """The agent as a process. ``stop`` and ``reload`` may be called from any thread and from signal handlers."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        load_settings: Callable[[], Settings],
+        store: Store,
+        *,
+        policy_name: str = BUILT_IN_NAME,
+        stop_timeout: float = DEFAULT_STOP_TIMEOUT,
+        service: host.ServiceManager | None = None,
+    ) -> None:
+        """``policy_name``: how people know the policy, for the status.
+
+        ``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
+
+        ``service``: who is told how the agent is; by default whoever started this process.
+        """
+        self._stop_timeout = stop_timeout
+        self._load_settings = load_settings
+        self._log = get_logger()
+        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._crash: BaseException | None = None
+        self._metrics = Metrics(self._load_pending)
+        endpoint = Endpoint(lambda: self._engine.settings.imds, settings.imds)
+        self._poller = Poller(endpoint, self._inbox.put, self._metrics)
+        self._identifier = Identifier(endpoint, self._inbox.put, self._poller.stop_requested)
+        self._instance = str(store.path.resolve())
+        self._hands = Threads(endpoint, self._inbox.put, self._instance)
+        self._engine = Engine(settings, store, self._metrics, self._hands, describe=self._load_status)
+        self._started = time.monotonic()
+        self._policy = PolicyInForce(file=policy_name, read_at=datetime.now(UTC))
+        self._pages = Pages(
+            self._engine,
+            self._poller,
+            self._hands,
+            self._metrics,
+            state_dir=store.path.parent,
+            policy=lambda: self._policy,
+        )
+        self._service = service or host.ServiceManager()
+        self._told_status: str | None = None  # None until it has been told that the agent is ready
+        self._web_thread: threading.Thread | None = None
+
+    @property
+    def web(self) -> WebServer | None:
+        """The web server while ``run`` runs; None if the policy has it off, or as long as it cannot listen."""
+        return self._pages.web
+
+    def _load_pending(self) -> Iterable[Workflow]:
+        return self._engine.board.values()
+
+    def _load_status(self) -> bytes:
+        return self._pages.status_as_json()
+
+    def stop(self) -> None:
+        """Have ``run`` return within the stop time-out; at once, or nearly, if it is called again."""
+        self._inbox.put(_Command("stop"))
+
+    def reload(self) -> None:
+        """Read the policy file again; a bad one is refused, and the old one stays in force."""
+        self._inbox.put(_Command("reload"))
+
+    def pause(self) -> None:
+        """Go on watching, but begin nothing and approve nothing until ``resume``; a hook that runs is let end."""
+        self._inbox.put(_Command("pause"))
+
+    def resume(self) -> None:
+        """Act again."""
+        self._inbox.put(_Command("resume"))
+
+    def run(self) -> None:
+        """Work until ``stop`` is called. Blocks. Raises what ended a thread that must not end."""
+        self._start()
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:  # noqa: BLE001 - raised when all has been put in order
+            self._crash = error
+        self._shut_down()
+        if self._crash is not None:
+            raise self._crash
+
+    # --- start and stop
+
+    def _start(self) -> None:
+        settings = self._engine.settings
+        if settings.agent.listen != "off":
+            self._web_thread = self._start_thread("pages", self._pages.serve)
+            self._pages.has_tried.wait(_WEB_PATIENCE_SECONDS)
+        self._engine.start()
+        self._log.info(
+            "agent started",
+            version=__version__,
+            mode=settings.agent.mode,
+            rules=[rule.name for rule in settings.rules],
+            endpoint=settings.imds.endpoint,
+            vm=self._engine.identity.name or "not known yet",
+            pending=len(self._engine.board),
+            listen=self.web.address if self.web else settings.agent.listen if self._web_thread else "off",
+        )
+        ended = end_leftovers(self._instance)
+        if ended:
+            self._log.warning("ended what hooks of an agent that was killed had left running", processes=ended)
+        self._start_thread("identity", self._identifier.run)
+        self._start_thread("poller", self._poll)
+
+    def _poll(self) -> None:
+        # Whose the state on disk is, and what Resources call this VM, is best known before the first document.
+        self._identifier.has_tried.wait(_IDENTITY_PATIENCE_SECONDS)
+        self._poller.run()
+
+    def _start_thread(self, name: str, target: Callable[[], None]) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                target()
+            except BaseException as error:  # noqa: BLE001 - dying unseen, it would leave a daemon that only looks alive
+                get_logger().exception(f"the {name} thread has ended by a bug; the agent stops")
+                self._crash = error
+                self.stop()
+
+        thread = threading.Thread(target=guarded, name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _shut_down(self) -> None:
+        """Stop in time: running hooks may end by themselves first, then are made to."""
+        self._poller.stop()
+        # What has a bug is best started anew, and soon.
+        stop_timeout = self._stop_timeout if self._crash is None else min(self._stop_timeout, DEFAULT_STOP_TIMEOUT)
+        names = [running.hook for running in self._hands.running()]
+        waits_for = f", once these hooks have ended: {', '.join(names)}" if names else ""
+        self._service.tell("stopping", f"Stopping{waits_for}")
+        if waits_for:
+            self._log.info(f"stopping{waits_for}", patience_seconds=stop_timeout)
+        ended = self._collect_hooks(time.monotonic() + stop_timeout - 2 * _STOP_GRACE_SECONDS)
+        self._hands.cancel_all(_STOP_GRACE_SECONDS)
+        self._collect_hooks(time.monotonic() + _STOP_GRACE_SECONDS + 0.5)
+        try:
+            self._engine.finish(ended)
+        except StoreError as error:
+            self._log.error("could not write the state file while stopping", reason=str(error))
+        if self._web_thread is not None:
+            self._web_thread.join(_WEB_PATIENCE_SECONDS)
+        self._pages.close()
+        self._log.info("agent stopped")
+
+    def _collect_hooks(self, deadline: float) -> list[HookEnded]:
+        """Results of hooks that end until the deadline, or until somebody is tired of waiting."""
+        ended: list[HookEnded] = []
+        while self._hands.are_running() and time.monotonic() < deadline:
+            try:
+                item = self._inbox.get(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                break
+            if item == _Command("stop"):
+                break
+            if isinstance(item, HookEnded):
+                self._hands.forget_hook(item.effect)
+                ended.append(item)
+        return ended
+
+    # --- a turn of the engine
+
+    def _turn(self) -> bool:
+        """Take what has come, decide, commit, perform. False when it is time to stop."""
+        document_at = self._poller.succeeded_at  # before the inbox is emptied: nothing later is in it
+        timeout = self._seconds_to_next_turn()
+        may_go_on = True
+        for item in self._take_items(timeout):
+            may_go_on = self._take(item) and may_go_on
+        self._hands.reap()
+        if not may_go_on:
+            return False
+        if not self._engine.turn(document_at):
+            time.sleep(_COMMIT_RETRY_SECONDS)
+        self._tell_service()
+        return True
+
+    def _seconds_to_next_turn(self) -> float:
+        if self._told_status is None:
+            return _START_TICK_SECONDS
+        if not self._engine.board:
+            return 2 * _TICK_SECONDS  # a turn is cheap, to wake up for it is not
+        wake_at = self._engine.next_wake_at()
+        return min(_TICK_SECONDS, (wake_at - datetime.now(UTC)).total_seconds()) if wake_at else _TICK_SECONDS
+
+    def _take_items(self, timeout: float) -> list[_Item]:
+        items: list[_Item] = []
+        try:
+            items.append(self._inbox.get(timeout=max(0.0, timeout)))
+            while True:
+                items.append(self._inbox.get_nowait())
+        except queue.Empty:
+            return items
+
+    def _take(self, item: _Item) -> bool:
+        match item:
+            case _Command(word="reload"):
+                self._reload()
+            case _Command(word="pause" | "resume" as word):
+                self._engine.set_paused(is_paused=word == "pause")
+            case _Command():
+                return False
+            case _:
+                self._engine.take(item)
+        return True
+
+    # --- the service manager
+
+    def _tell_service(self) -> None:
+        status = self._describe()
+        if self._told_status is None:
+            if not (self._poller.has_tried or self._engine.turned_at - self._started > _READY_PATIENCE_SECONDS):
+                return
+            self._service.tell("ready", status)
+        elif status != self._told_status:
+            self._service.tell_status(status)
+        self._told_status = status
+        # This turn has come to its end, so engine and store do; a poller that hangs is cured by a restart as well.
+        if not self._poller.hangs_for():
+            self._service.keep_alive()
+
+    def _describe(self) -> str:
+        """What the agent is at, in one line, which only changes when that does."""
+        parts = []
+        if self._engine.settings.agent.mode == "observe":
+            parts.append("only observes")
+        if self._engine.is_paused:
+            parts.append("is paused: watches, and does nothing")
+        if self._engine.store_failure:
+            parts.append(f"cannot write the state file ({self._engine.store_failure})")
+        if self._poller.failure:
+            parts.append(f"polling fails ({self._poller.failure})")
+        if self._policy.refused:
+            parts.append("the policy file was refused, the one from before is in force")
+        if self._pages.failure:
+            parts.append(f"its pages are not shown ({self._pages.failure})")
+        if self._pages.access and self._pages.access.refused:
+            parts.append("agent.web_config was refused, what it said before is in force")
+        pending = [summarize(workflow) for workflow in self._engine.board.values()]
+        parts += pending or ["nothing is pending"]
+        return "; ".join(parts)
+
+    # --- policy
+
+    def _reload(self) -> None:
+        self._service.tell("reloading", "reads the policy file again")
+        self._read_policy()
+        self._service.tell("ready", self._describe())
+        self._told_status = self._describe()
+
+    def _read_policy(self) -> None:
+        try:
+            settings = self._load_settings()
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the old policy is still good
+            self._policy = replace(self._policy, refused=str(error))
+            self._engine.refuse_settings(str(error))
+            return
+        self._policy = replace(self._policy, read_at=datetime.now(UTC), refused="")
+        self._engine.change_settings(settings)

@@ -1,0 +1,148 @@
+"""The engine's hands: what it has decided is carried out by threads that it need not wait for.
+
+The one invariant: whatever was begun is answered through the inbox, also what could not even begin.
+"""
+
+import threading
+import time
+from datetime import UTC, datetime
+from functools import partial
+
+from agent import host
+from agent.daemon.polling import Endpoint, Put
+from agent.engine import HookEnded, HookKey, key_of, without_run
+from agent.hooks import HookRun
+from agent.imds import ImdsError
+from agent.log import Logger, get_logger
+from agent.policy import Hook
+from agent.status import RunningHook
+from agent.workflow import ApprovalAnswered, Approve, RunHook
+
+
+class Threads:
+    """The engine's hands: each hook has a thread of its own, and so has each request to approve.
+
+    One that has no answer must not hold up another. For the engine's thread.
+    """
+
+    def __init__(self, endpoint: Endpoint, put: Put, instance: str) -> None:
+        self._endpoint = endpoint
+        self._put = put
+        self._instance = instance
+        self._runs: dict[HookKey | None, tuple[HookRun, RunningHook]] = {}
+        self._have_run = False
+
+    def start_hook(
+        self,
+        effect: RunHook | None,
+        name: str,
+        hook: Hook | None,
+        *,
+        environment: dict[str, str],
+        stdin: bytes = b"",
+        deadline: float | None = None,
+        event_id: str = "",
+    ) -> None:
+        """Run a hook, for ``effect`` or (None) for on_clear; its end comes through the inbox. Never raises."""
+        if hook is None:
+            result = without_run(name, "not_started", "there is no such hook in the policy any more")
+            self._put(HookEnded(effect, result))
+            return
+        log = get_logger().bind(hook=name, stage=environment["SCHEDULED_EVENT_STAGE"], event_id=event_id)
+        run = HookRun(
+            name,
+            hook,
+            environment=environment,
+            stdin=stdin,
+            deadline=deadline,
+            on_line=partial(_log_output, log),
+            instance=self._instance,
+        )
+
+        def work() -> None:
+            try:
+                result = run.run()
+            except BaseException as error:  # or the workflow would wait for its hook for ever
+                log.exception("a bug in the agent")
+                result = without_run(name, "not_started", f"a bug in the agent: {error!r}")
+            self._put(HookEnded(effect, result))
+
+        started = RunningHook(
+            workflow_id=effect.workflow_id if effect else "",
+            stage=effect.stage if effect else "on_clear",
+            hook=name,
+            since=datetime.now(UTC),
+        )
+        self._runs[key_of(effect)], self._have_run = (run, started), True
+        try:
+            threading.Thread(target=work, name=f"hook-{name}", daemon=True).start()
+        except RuntimeError as error:  # no memory for a thread
+            self._put(HookEnded(effect, without_run(name, "not_started", str(error))))
+
+    def cancel_hook(self, key: HookKey | None) -> None:
+        """Have the hook in flight ended, if there is one; its result says canceled."""
+        if key in self._runs:
+            self._runs[key][0].cancel()
+
+    def set_deadline(self, key: HookKey, deadline: float | None) -> None:
+        """NotBefore has moved."""
+        if key in self._runs:
+            self._runs[key][0].set_deadline(deadline)
+
+    def forget_hook(self, effect: RunHook | None) -> None:
+        """The end of this hook has been taken from the inbox."""
+        self._runs.pop(key_of(effect), None)
+
+    def is_running(self, key: HookKey | None) -> bool:
+        return key in self._runs
+
+    def reap(self) -> None:
+        """Release what hooks left behind and what has ended since: a process that dies may leave others to us."""
+        if self._have_run:
+            host.reap_orphans()
+
+    def are_running(self) -> bool:
+        return bool(self._runs)
+
+    def running(self) -> tuple[RunningHook, ...]:
+        """The hooks that run, for any thread."""
+        return tuple([started for _, started in list(self._runs.values())])
+
+    def cancel_all(self, grace_seconds: float) -> None:
+        """End everything within the grace."""
+        for run, _ in self._runs.values():
+            run.cancel()
+            run.set_deadline(time.monotonic() + grace_seconds)
+
+    def report(self, news: HookEnded) -> None:
+        """Into the inbox."""
+        self._put(news)
+
+    def approve(self, approvals: list[Approve], incarnation: str) -> None:
+        """Send all of them in one request; each is answered through the inbox."""
+
+        def work() -> None:
+            client = self._endpoint.connect()
+            try:
+                client.approve([approve.event_id for approve in approvals], incarnation)
+                self._answer(approvals, "", "")
+            except ImdsError as error:
+                self._answer(approvals, error.kind, str(error))
+            except BaseException as error:  # noqa: BLE001 - or the workflows would wait for an answer for ever
+                get_logger().exception("a bug in the agent")
+                self._answer(approvals, "bug", repr(error))
+            finally:
+                client.close()
+
+        try:
+            threading.Thread(target=work, name="approval", daemon=True).start()
+        except RuntimeError as error:  # no memory for a thread
+            self._answer(approvals, "no_thread", str(error))
+
+    def _answer(self, approvals: list[Approve], kind: str, detail: str) -> None:
+        for approve in approvals:
+            self._put(ApprovalAnswered(workflow_id=approve.workflow_id, error_kind=kind, detail=detail))
+
+
+def _log_output(log: Logger, line: str) -> None:
+    log.info("hook output", line=line)

@@ -1,0 +1,235 @@
+"""The agent as others see it: what each address of the web server answers, and the server, opened when it can be.
+
+Reads what the engine, the poller and the hands publish, and changes nothing. The one invariant: whoever asks,
+however often and however slowly, costs a bounded amount of work, and none of it is the engine's.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from http import HTTPStatus
+from math import inf
+from pathlib import Path
+
+import msgspec
+
+from agent import __version__
+from agent.access import Access, AccessError
+from agent.daemon.hands import Threads
+from agent.daemon.polling import Poller
+from agent.engine import Engine
+from agent.log import get_logger
+from agent.metrics import Metrics
+from agent.page import HEADERS, render_page
+from agent.status import PolicyInForce, Status, Vm
+from agent.store import Store, StoreError
+from agent.web import HTML, Page, WebError, WebServer
+from agent.workflow import is_ready
+
+# A loop that has not turned for this long hangs; a slow disk alone is given two seconds by the store.
+_STALL_SECONDS = 15.0
+# Events, and pauses, that the status page shows.
+_RECENT = 20
+# The page is made this often at most, however many ask for it, and a disk that hangs is waited for this long.
+_PAGE_SECONDS = 1.0
+_PAGE_PATIENCE_SECONDS = 1.0
+# The metrics cost a millisecond, which a crowd could make use of.
+_METRICS_SECONDS = 0.1
+# The agent starts without its pages if their port is taken.
+_WEB_RETRY_SECONDS = 3.0
+# How soon a changed agent.web_config or a renewed certificate is in force.
+_ACCESS_LOOK_SECONDS = 1.0
+
+
+class Pages:
+    """The pages and their server. Whatever is public may be called from any thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        poller: Poller,
+        hands: Threads,
+        metrics: Metrics,
+        *,
+        state_dir: Path,
+        policy: Callable[[], PolicyInForce],
+    ) -> None:
+        """``policy``: tells which one is in force."""
+        self._engine = engine
+        self._poller = poller
+        self._hands = hands
+        self._metrics = metrics
+        self._state_dir = state_dir
+        self._policy = policy
+        self._log = get_logger()
+        self._started = time.monotonic()
+        self._started_at = datetime.now(UTC)
+        self.web: WebServer | None = None
+        """The web server while there is one; None as long as it cannot listen."""
+        self.access: Access | None = None
+        """Who may ask; None if there is no agent.web_config, or it could not be read yet."""
+        self.failure = ""
+        """Why there is no web server, though there should be."""
+        self.has_tried = threading.Event()
+        """Set when the first attempt to open it has ended, in whatever way."""
+
+    def serve(self) -> None:
+        """Open the web server, sooner or later, and follow its configuration until the agent stops. Blocks."""
+        agent = self._engine.settings.agent
+        while not self._poller.stop_requested.is_set():
+            try:
+                if agent.web_config and not self.access:
+                    self.access = Access(Path(agent.web_config), self._tell_access)
+                web = WebServer(agent.listen, self._makers(), access=self.access, names=agent.listen_names)
+            except (AccessError, WebError) as error:
+                if str(error) != self.failure:
+                    self._log.error("the pages cannot be shown; this is tried again", reason=str(error))
+                self.failure = str(error)
+            else:
+                self.web = web
+                if self.failure:
+                    self._log.info("the pages are shown now", listen=web.address)
+                self.failure = ""
+                self.has_tried.set()
+                break
+            self.has_tried.set()
+            self._poller.stop_requested.wait(_WEB_RETRY_SECONDS)
+        while self.access and not self._poller.stop_requested.wait(_ACCESS_LOOK_SECONDS):
+            self.access.look()
+
+    def _tell_access(self, refused: str) -> None:
+        if refused:
+            self._log.error("agent.web_config was refused, what it said before is in force", reason=refused)
+        else:
+            self._log.info("agent.web_config is in force as it is now")
+
+    def close(self) -> None:
+        """Serve no more."""
+        if self.web is not None:
+            self.web.close()
+
+    def _makers(self) -> dict[str, Callable[[], Page]]:
+        return {
+            "/": _Shared(self._human_page, _PAGE_SECONDS),
+            "/healthz": self._health_page,
+            "/readyz": self._ready_page,
+            "/metrics": _Shared(self._metrics_page, _METRICS_SECONDS),
+            "/status": self._status_page,
+        }
+
+    def _health_problems(self) -> list[str]:
+        now = time.monotonic()
+        problems = []
+        if now - self._engine.turned_at > _STALL_SECONDS:
+            problems.append(f"the engine has not turned for {now - self._engine.turned_at:.0f}s")
+        if failure := self._engine.store_failure:
+            problems.append(f"nothing can be done until the state file can be written: {failure}")
+        if hangs_for := self._poller.hangs_for():
+            problems.append(f"a poll should have ended {hangs_for:.0f}s ago")
+        since_poll = now - (self._poller.succeeded or self._started)
+        if since_poll > self._engine.settings.agent.healthy_within:
+            problems.append(f"no poll has succeeded for {since_poll:.0f}s: {self._poller.failure or 'it hangs'}")
+        if self.failure:  # to be read by ``status``, which asks through the state file
+            problems.append(f"the pages are not shown: {self.failure}")
+        return problems
+
+    def _health_page(self) -> Page:
+        problems = self._health_problems()
+        if problems:
+            return Page(HTTPStatus.SERVICE_UNAVAILABLE, ("\n".join(problems) + "\n").encode())
+        return Page(HTTPStatus.OK, b"ok\n")
+
+    def _ready_page(self) -> Page:
+        busy = [workflow for workflow in self._engine.board.values() if workflow.is_prepared_for]
+        if not busy:
+            return Page(HTTPStatus.OK, b"ready\n")
+        lines = [f"not ready: {w.event.type} {w.event.id} is {w.phase}\n" for w in busy]
+        return Page(HTTPStatus.SERVICE_UNAVAILABLE, "".join(lines).encode())
+
+    def _metrics_page(self) -> Page:
+        self._metrics.is_ready.set(is_ready(self._engine.board))
+        if self._poller.succeeded_at is not None:
+            self._metrics.last_poll_at.set(self._poller.succeeded_at.timestamp())
+        return Page(HTTPStatus.OK, self._metrics.expose(), "text/plain; version=0.0.4; charset=utf-8")
+
+    def _status_page(self) -> Page:
+        return Page(HTTPStatus.OK, msgspec.json.format(self.status_as_json()) + b"\n", "application/json")
+
+    def _human_page(self) -> Page:
+        status = self.status()
+        try:
+            store = Store.look_into(self._state_dir)
+            try:
+                recent = store.load_histories(limit=_RECENT)
+                pauses = store.load_notes(kind="pause", limit=_RECENT)
+            finally:
+                store.close()
+            text = render_page(status, recent, pauses)
+        except StoreError as error:
+            text = render_page(status, unread=str(error))
+        # Text from a hook may be no text in UTF-8's sense.
+        return Page(HTTPStatus.OK, text.encode("utf-8", "replace"), HTML, HEADERS)
+
+    def status(self) -> Status:
+        """How the agent is now. For any thread."""
+        engine = self._engine
+        problems = self._health_problems()
+        return Status(
+            at=datetime.now(UTC),
+            version=__version__,
+            started_at=self._started_at,
+            vm=Vm(names=engine.names(), vm_id=engine.identity.vm_id),
+            mode=engine.settings.agent.mode,
+            is_paused=engine.is_paused,
+            ready=is_ready(engine.board),
+            health=tuple(problems) if problems else "ok",
+            policy=self._policy(),
+            rules=tuple([rule.name for rule in engine.settings.rules]),
+            endpoint=engine.settings.imds.endpoint,
+            last_poll_at=self._poller.succeeded_at,
+            poll_failure=self._poller.failure,
+            incarnation=engine.incarnation(),
+            running=self._hands.running(),
+            pending=tuple(engine.board.values()),
+        )
+
+    def status_as_json(self) -> bytes:
+        return msgspec.json.encode(self.status())
+
+
+class _Shared:
+    """A page that takes some work, made once for all who ask within ``seconds``. For any thread."""
+
+    def __init__(self, make: Callable[[], Page], seconds: float) -> None:
+        self._make = make
+        self._seconds = seconds
+        self._making = threading.Lock()
+        self._began = inf
+        self._made: tuple[float, Page] | None = None
+
+    def __call__(self) -> Page:
+        if page := self._fresh():
+            return page
+        # While somebody else makes it, it is soon there; of a disk that hangs, one who waits is enough.
+        hangs = time.monotonic() - self._began > _PAGE_PATIENCE_SECONDS
+        if self._making.acquire(timeout=0.0 if hangs else _PAGE_PATIENCE_SECONDS):
+            try:
+                if page := self._fresh():
+                    return page
+                self._began = time.monotonic()
+                page = self._make()
+                self._made = (time.monotonic(), page)
+                return page
+            finally:
+                self._began = inf
+                self._making.release()
+        if self._made:
+            return self._made[1]
+        return Page(
+            HTTPStatus.SERVICE_UNAVAILABLE, b"the page takes long to make; try again, or ask for /status\n"
+        )
+
+    def _fresh(self) -> Page | None:
+        made = self._made
+        return made[1] if made and time.monotonic() - made[0] < self._seconds else None

@@ -1,0 +1,167 @@
+"""What comes from the metadata service: the document again and again, and who this VM is, into the engine's inbox.
+
+The one invariant: the poller waits for nothing but the service, and for that no longer than the time limits say.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from agent.config import ImdsSettings
+from agent.engine import News, Paused
+from agent.events import DocumentError, parse_document
+from agent.imds import ImdsClient, ImdsError, backoff_seconds, resolve_endpoint
+from agent.log import FailureLog
+from agent.metrics import Metrics
+
+# A tick later than asked for by more than this is a pause of the machine, not the scheduler's noise.
+_PAUSE_SECONDS = 1.0
+# Who this VM is, is asked again as soon as the document is, for without that nothing is done; of a service that
+# has answered, and does not know, less often.
+_IDENTITY_RETRY_SECONDS = 1.0
+_NO_NAME_RETRY_SECONDS = 10.0
+# What a poll may take beside its time limit: resolving a name that the policy gives, on a bad day.
+_RESOLVE_SECONDS = 30.0
+
+Put = Callable[[News], None]
+"""Into the engine's inbox; from any thread, never waits."""
+
+
+class Endpoint:
+    """Where the service is, the same for all who talk to it. For any thread."""
+
+    def __init__(self, load_settings: Callable[[], ImdsSettings], imds: ImdsSettings) -> None:
+        self._load_settings = load_settings
+        self._imds = imds
+        self._url = resolve_endpoint(self._imds.endpoint)
+
+    def look_again(self, *, has_failed: bool) -> bool:
+        """Follow the policy, and after a failure the lease that names the endpoint; True if there is news."""
+        imds = self._load_settings()
+        is_stale = imds != self._imds or (has_failed and imds.endpoint == "auto")
+        url = resolve_endpoint(imds.endpoint) if is_stale else self._url
+        has_changed = (imds, url) != (self._imds, self._url)
+        self._imds, self._url = imds, url
+        return has_changed
+
+    @property
+    def poll_interval(self) -> float:
+        """Seconds."""
+        return self._imds.poll_interval
+
+    def connect(self) -> ImdsClient:
+        """A client of one's own."""
+        return ImdsClient(
+            self._url,
+            api_version=self._imds.api_version,
+            request_timeout=self._imds.request_timeout,
+            first_request_timeout=self._imds.first_request_timeout,
+        )
+
+
+class Poller:
+    """Fetches the document at the policy's pace. Never waits for anything but the service."""
+
+    def __init__(self, endpoint: Endpoint, put: Put, metrics: Metrics) -> None:
+        self._endpoint = endpoint
+        self._put = put
+        self._metrics = metrics
+        self._good_polls = metrics.polls.labels("ok")  # looked up once: this is done every second, for ever
+        self._failures = 0
+        self._failure_log = FailureLog("polling the metadata service")
+        self.stop_requested = threading.Event()
+        self.succeeded: float | None = None
+        """When a poll last succeeded, monotonic."""
+        self.succeeded_at: datetime | None = None
+        self.failure = ""
+        """Why the last poll failed; "" if it did not."""
+        self.has_tried = False
+        """Whether the first poll has ended, in whatever way."""
+        self._expected_back: float | None = None
+
+    def hangs_for(self) -> float:
+        """For how many seconds the loop is overdue; 0 if it is not."""
+        if self._expected_back is None or self.stop_requested.is_set():
+            return 0.0
+        return max(0.0, time.monotonic() - self._expected_back)
+
+    def stop(self) -> None:
+        self.stop_requested.set()
+
+    def run(self) -> None:
+        client = self._endpoint.connect()
+        body = b""
+        while not self.stop_requested.is_set():
+            if self._endpoint.look_again(has_failed=bool(self.failure)):
+                client.close()
+                client, body = self._endpoint.connect(), b""
+            began = time.monotonic()
+            self._expected_back = began + _RESOLVE_SECONDS + client.fetch_timeout
+            delay = self._endpoint.poll_interval
+            try:
+                new_body = client.fetch()
+                if new_body != body:
+                    self._put(parse_document(new_body))
+                    self._metrics.documents.inc()
+                    body = new_body
+                self._succeed(began)
+            except (ImdsError, DocumentError) as error:
+                delay = max(delay, self._fail(error))
+            self.has_tried = True
+            due = max(time.monotonic(), began + delay)  # missed ticks are dropped, not made up for
+            self._expected_back = due + _RESOLVE_SECONDS
+            self.stop_requested.wait(due - time.monotonic())
+            late = time.monotonic() - due
+            if late > _PAUSE_SECONDS:
+                self._put(Paused(late))
+        client.close()
+
+    def _succeed(self, began: float) -> None:
+        now = time.monotonic()
+        self._good_polls.inc()
+        self._metrics.poll_seconds.observe(now - began)
+        self._failure_log.succeeded(now)
+        self._failures, self.failure = 0, ""
+        self.succeeded, self.succeeded_at = now, datetime.now(UTC)
+
+    def _fail(self, error: ImdsError | DocumentError) -> float:
+        """Count and tell; returns how long to wait."""
+        self._failures += 1
+        self.failure = str(error)
+        self._metrics.polls.labels(error.kind).inc()
+        self._failure_log.failed(error.kind, str(error), time.monotonic())
+        return backoff_seconds(error.kind if isinstance(error, ImdsError) else "malformed", self._failures)
+
+
+class Identifier:
+    """Asks the service who this VM is, until it says so; without a name no event can be told to be ours."""
+
+    def __init__(self, endpoint: Endpoint, put: Put, stop_requested: threading.Event) -> None:
+        self._endpoint = endpoint
+        self._put = put
+        self._stop_requested = stop_requested
+        self.has_tried = threading.Event()
+
+    def run(self) -> None:
+        failure_log = FailureLog("asking for this VM's name")
+        failures = 0
+        while True:
+            client = self._endpoint.connect()
+            try:
+                identity = client.fetch_identity()
+                self._put(identity)
+                if identity.name:
+                    failure_log.succeeded(time.monotonic())
+                    return
+                failure_log.failed("no_name", "the service does not tell it; set vm.name", time.monotonic())
+                delay = _NO_NAME_RETRY_SECONDS
+            except ImdsError as error:
+                failures += 1
+                delay = max(_IDENTITY_RETRY_SECONDS, backoff_seconds(error.kind, failures))
+                failure_log.failed(error.kind, str(error), time.monotonic())
+            finally:
+                client.close()
+                self.has_tried.set()
+            if self._stop_requested.wait(delay):
+                return
