@@ -458,9 +458,8 @@ class Windows:
 
     def run(self, *command: str) -> tuple[int, str]:
         """Run a program to its end; its exit code, and what it wrote."""
-        process = self.launch(*command)
-        told, _ = process.communicate(timeout=180)
-        return process.returncode, told.replace("\r", "")
+        done = wine_python.run_in_wine(*command, environment=self._environment, timeout=180)
+        return done.returncode, done.stdout.replace("\r", "")
 
     def agent(self, *arguments: str) -> tuple[int, str]:
         """The command as an operator has it in a prompt."""
@@ -481,7 +480,8 @@ class Windows:
 
     def state(self) -> str:
         """Of the service; empty if there is none."""
-        found = re.search(r"STATE +: \d+ +(\w+)", self.run("sc", "query", SERVICE)[1])
+        query = wine_python.run_in_wine("sc", "query", SERVICE, environment=self._environment, timeout=180)
+        found = re.search(r"STATE +: \d+ +(\w+)", wine_python.parse_service(query))
         return found[1] if found else ""
 
     def registry(self, key: str) -> dict[str, str]:

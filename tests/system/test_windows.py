@@ -11,7 +11,7 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("on Windows, the tests themselves run", allow_module_level=True)
 
-from wine_python import CHECKOUT, WinePython, wine_python
+from wine_python import CHECKOUT, WinePython, run_in_wine, wine_python
 
 # On two processors it has taken eight minutes beside a little other work, and nineteen beside very much.
 _SUITE_SECONDS = 2400
@@ -31,6 +31,19 @@ def python() -> Iterator[WinePython]:
         ready.environment.pop("PYTHONDONTWRITEBYTECODE", None)
         ready.environment["PYTHONPYCACHEPREFIX"] = r"C:\bytecode"
         yield ready
+
+
+def test_what_wine_could_not_start_is_started_again_and_what_failed_is_not(tmp_path: Path) -> None:
+    wine = tmp_path / "wine"  # a stand-in, for the real one fails too seldom
+    wine.write_text(
+        '#!/bin/sh\n[ -e "$1" ] && echo runs || { echo "ShellExecuteEx failed: $2."; : >"$1"; exit 1; }\n'
+    )
+    wine.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    done = run_in_wine(str(tmp_path / "first"), "Internal error", environment=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "runs\n")
+    done = run_in_wine(str(tmp_path / "second"), "File not found", environment=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "ShellExecuteEx failed: File not found.\n")
 
 
 def test_the_agent_runs_on_windows(python: WinePython) -> None:

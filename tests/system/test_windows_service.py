@@ -23,7 +23,7 @@ import yaml
 if sys.platform == "win32":
     pytest.skip("it drives a Windows from outside", allow_module_level=True)
 
-from wine_python import WinePython, wine_python
+from wine_python import WinePython, parse_service, wine_python
 
 from agent.simulator import Simulator
 
@@ -134,7 +134,9 @@ class Service:
 
     def state(self) -> State | None:
         """None if it is not installed."""
-        text = self.python.run_program("sc", "query", NAME, timeout=60).stdout
+        text = parse_service(self.python.run_program("sc", "query", NAME, timeout=60))
+        if not text:
+            return None
 
         def number(name: str) -> int:
             found = re.search(rf"{name}\s+: (0x[0-9a-fA-F]+|\d+)", text)
@@ -142,8 +144,7 @@ class Service:
             return int(found[1], 0)
 
         found = re.search(r"STATE\s+: \d+\s+(\w+)", text)
-        if found is None:
-            return None
+        assert found, text
         return State(found[1], number("WIN32_EXIT_CODE"), number("SERVICE_EXIT_CODE"), number("CHECKPOINT"))
 
     def wait_state(self, name: str, patience: float = PATIENCE) -> State:

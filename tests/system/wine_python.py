@@ -37,6 +37,8 @@ _ADDITIONAL_PACKAGES = ("colorama", "bcrypt<4.3", "jsonschema<4.18")
 _TEST_PACKAGES = ("pytest", "hypothesis")
 _SERVER = "/usr/lib/wine/wineserver64"
 _PYTHON = rf"C:\py{_VERSION}\python.exe"
+# On a busy machine Wine says this about once in a thousand times, and has started nothing.
+_NOT_STARTED = "ShellExecuteEx failed: Internal error"
 
 
 class WinePython:
@@ -52,10 +54,16 @@ class WinePython:
 
     def run_program(self, *command: str, timeout: float) -> "subprocess.CompletedProcess[str]":
         """The same for any program of Windows, such as sc."""
-        return subprocess.run(
+        return run_in_wine(*command, environment=self.environment, timeout=timeout)
+
+
+def run_in_wine(*command: str, environment: dict[str, str], timeout: float) -> "subprocess.CompletedProcess[str]":
+    """Run a program of Windows to its end, in the checkout; what Wine itself could not start is started again."""
+    for _ in range(3):
+        done = subprocess.run(
             ["wine", *command],
             cwd=CHECKOUT,
-            env=self.environment,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -64,6 +72,16 @@ class WinePython:
             timeout=timeout,
             check=False,
         )
+        if _NOT_STARTED not in done.stdout:
+            break
+    return done
+
+
+def parse_service(query: "subprocess.CompletedProcess[str]") -> str:
+    """What ``sc query`` has said of a service, or "" if there is none, of which Wine's sc says nothing at all."""
+    if "STATE" not in query.stdout:
+        assert (query.returncode, query.stdout) == (1, "")
+    return query.stdout
 
 
 @contextmanager
