@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import psutil
 import yaml
@@ -358,39 +358,43 @@ class Agent:
             self._news.notify_all()
 
 
-class Endpoint:
-    """An endpoint that serves a text as it is: for documents that the simulator would never write."""
+class Request(NamedTuple):
+    """What a ``Server`` is asked."""
 
-    def __init__(self, vm: str = "vm-1") -> None:
-        self.body = document()
-        self.status = 200
-        self.vm = vm
-        self.approved: list[list[str]] = []
-        """The ids of each request to approve."""
-        self.polls = 0
-        endpoint = self
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Answer(NamedTuple):
+    """What it answers."""
+
+    status: int
+    body: bytes = b""
+    headers: Mapping[str, str] = {}
+
+
+class Server:
+    """A small HTTP server on loopback, a context manager; what it answers is for those to say who inherit."""
+
+    def __init__(self) -> None:
+        server = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             disable_nagle_algorithm = True
 
-            def do_GET(self) -> None:
-                if self.path.startswith("/metadata/instance"):
-                    self.answer(200, json.dumps({"compute": {"name": endpoint.vm, "vmId": endpoint.vm}}).encode())
-                    return
-                self.answer(endpoint.status, endpoint.body)
-                endpoint.polls += 1
-
-            def do_POST(self) -> None:
-                requests = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                endpoint.approved.append([item["EventId"] for item in requests["StartRequests"]])
-                self.answer(200, b"")
-
-            def answer(self, status: int, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
+            def respond(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+                answer = server.answer(Request(self.command, self.path, dict(self.headers), body))
+                self.send_response(answer.status)
+                for name, value in {"Content-Length": str(len(answer.body)), **answer.headers}.items():
+                    self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(body)
+                self.wfile.write(answer.body)
+
+            do_GET = do_POST = do_PATCH = do_DELETE = respond  # noqa: N815 - as http.server calls them
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -400,6 +404,10 @@ class Endpoint:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
+    def answer(self, request: Request) -> Answer:
+        """Called in a thread of the connection's own."""
+        raise NotImplementedError
+
     def __enter__(self) -> Self:
         self._thread.start()
         return self
@@ -408,6 +416,29 @@ class Endpoint:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+class Endpoint(Server):
+    """An endpoint that serves a text as it is: for documents that the simulator would never write."""
+
+    def __init__(self, vm: str = "vm-1") -> None:
+        super().__init__()
+        self.body = document()
+        self.status = 200
+        self.vm = vm
+        self.approved: list[list[str]] = []
+        """The ids of each request to approve."""
+        self.polls = 0
+
+    def answer(self, request: Request) -> Answer:
+        if request.method == "POST":
+            requests = json.loads(request.body)["StartRequests"]
+            self.approved.append([item["EventId"] for item in requests])
+            return Answer(200)
+        if request.path.startswith("/metadata/instance"):
+            return Answer(200, json.dumps({"compute": {"name": self.vm, "vmId": self.vm}}).encode())
+        self.polls += 1
+        return Answer(self.status, self.body)
 
 
 def document(*events: Mapping[str, Any], incarnation: int = 1) -> bytes:

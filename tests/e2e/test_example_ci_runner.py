@@ -15,24 +15,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
-from harness import CHECKOUT, PATIENCE, Agent, Simulator
+from harness import CHECKOUT, PATIENCE, Agent, Answer, Request, Server, Simulator
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are scripts for a Unix shell")
 
 HOOKS = CHECKOUT / "config/hooks"
-TOKEN = "a token that nobody must see"
-# Takes jobs, each of which lasts until there is a file of its name, and notes what it does.
+TOKEN = "ghp_nobody-must-see-this"
+# Takes jobs, each of which lasts until there is a file of its name, and notes what it does. Told twice to finish,
+# it cuts the job off, as some runners do.
 RUNNER = """
 import pathlib, signal, sys, time
 place = pathlib.Path(sys.argv[1])
 is_finishing = []
-signal.signal(signal.SIGQUIT, lambda *_: is_finishing.append(True))
+def finish(*_):
+    if is_finishing:
+        notes.write("is cut off\\n")
+        sys.exit(1)
+    is_finishing.append(True)
+signal.signal(signal.SIGQUIT, finish)
 (place / "pid").write_text(str(__import__("os").getpid()))
 notes = (place / "notes").open("a", buffering=1)
 while not is_finishing:
@@ -153,7 +159,6 @@ def test_the_running_job_ends_before_the_approval_and_the_next_one_begins_after_
     agent.wait_log("started", event_id=event)
 
     agent.kill()
-    (busy.place / "mark").unlink()  # lay in /run
     with contextlib.closing(sqlite3.connect(agent.state_dir / "state.db")) as state, state:
         state.execute("UPDATE workflow SET body = json_set(body, '$.boot_id', 'the boot before')")
     sim.end(event)
@@ -202,70 +207,126 @@ def test_a_freeze_is_no_reason_to_stop_jobs(busy: Runner, sim: Simulator, agent:
     busy.wait_note("two begins")
 
 
-def test_the_hooks_may_run_again(runner: Runner) -> None:
-    def run(name: str) -> tuple[int, str]:
-        environment = {"PATH": os.environ["PATH"], **runner.environment}
-        done = subprocess.run(
-            [str(HOOKS / name)], env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-        )
-        return done.returncode, done.stdout + done.stderr
+def environment_of(runner: Runner, event: str = "A") -> dict[str, str]:
+    return {"PATH": os.environ["PATH"], "SCHEDULED_EVENT_ID": event, **runner.environment}
 
+
+def start_hook(runner: Runner, name: str, event: str = "A") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(HOOKS / name)], env=environment_of(runner, event), stdout=subprocess.PIPE, text=True
+    )
+
+
+def run_hook(runner: Runner, name: str, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [str(HOOKS / name)],
+        env={**environment_of(runner), **environment},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+LEFT = (0, "not stopped by ci-runner-prepare: left as it is\n")
+
+
+def test_the_hooks_may_run_again(runner: Runner) -> None:
     runner.start()
     pid = runner.pid()
-    assert run("ci-runner-recover") == (0, f"the runner ({pid}) runs already\n")
-    assert run("ci-runner-prepare") == (
+    assert run_hook(runner, "ci-runner-recover") == LEFT
+    assert run_hook(runner, "ci-runner-prepare") == (
         *(0, f"the runner ({pid}) takes no more jobs; waiting for those that it runs\nthe runner has ended\n"),
     )
-    assert run("ci-runner-prepare") == (0, "the runner does not run\n")
-    for _ in range(2):
-        assert run("ci-runner-recover") == (0, "the runner was started\n")
+    assert run_hook(runner, "ci-runner-prepare") == (0, "the runner does not run\n")
+    assert run_hook(runner, "ci-runner-recover") == (0, "the runner was started\n")
+    assert run_hook(runner, "ci-runner-recover") == LEFT
+
+
+def test_a_runner_that_did_not_run_before_the_event_is_not_started_after_it(runner: Runner) -> None:
+    assert run_hook(runner, "ci-runner-prepare") == (0, "the runner does not run\n")
+    assert run_hook(runner, "ci-runner-recover") == LEFT
+    assert not (runner.place / "to be started").exists()
+
+
+def test_a_runner_is_told_once_to_finish_whatever_hooks_wait_for_it(runner: Runner) -> None:
+    runner.start()
+    runner.give("one")
+    runner.wait_note("one begins")
+    with start_hook(runner, "ci-runner-prepare") as first:
+        assert first.stdout is not None
+        assert "takes no more jobs" in first.stdout.readline()
+        with start_hook(runner, "ci-runner-prepare", "B") as second:
+            assert second.stdout is not None
+            assert "was told to finish before" in second.stdout.readline()
+            first.terminate()  # one of the two events is canceled
+            runner.let_end("one")
+            assert second.wait(PATIENCE) == 0
+    assert runner.notes() == ["one begins", "one is done", "ends"]
+    assert run_hook(runner, "ci-runner-recover") == (0, "the runner was started\n")
+
+
+def test_a_mark_that_is_older_than_the_boot_takes_nobody_for_the_one_that_is_finishing(runner: Runner) -> None:
+    runner.start()
+    mark = runner.place / "mark"
+    mark.write_text(f"A\n\n{runner.pid()} the-boot-before\n")
+    assert run_hook(runner, "ci-runner-recover") == (0, f"the runner ({runner.pid()}) runs already\n")
+    assert not mark.exists()
+
+
+def test_without_a_place_for_the_mark_no_runner_is_stopped(runner: Runner) -> None:
+    runner.start()
+    code, output = run_hook(runner, "ci-runner-prepare", CI_RUNNER_MARK="/nowhere/mark")
+    assert code == 1
+    assert output.splitlines()[-1] == "no mark: see CI_RUNNER_MARK"
+    runner.give("one")
+    runner.wait_note("one begins")
+
+
+def test_a_runner_that_somebody_starts_again_at_once_is_told(runner: Runner) -> None:
+    runner.start()
+    runner_file = runner.place / "pid"
+    with subprocess.Popen(["sleep", "600"]) as another:
+        stop = f"echo {another.pid} >'{runner_file}'"
+        code, output = run_hook(runner, "ci-runner-prepare", CI_RUNNER_STOP=stop)
+        another.kill()
+    said = f"the runner ({another.pid}) was started again: see CI_RUNNER_STOP"
+    assert (code, output.splitlines()[-1]) == (1, said)
 
 
 # --- Services that give a runner its jobs
 
 
-class Service:
+class Service(Server):
     """A stand-in for the two interfaces, as far as the hook asks them, that notes what it is asked."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.labels = {"self-hosted", "azure-vm"}
         self.is_enabled = True
         self.is_busy = False
-        self.status = 200
+        self.faults: list[Answer] = []
+        """What it answers first, before it comes to its senses."""
         self.asked: list[str] = []
         self.authorizations: set[str] = set()
         self.news = threading.Condition()
-        service = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def answer(self) -> None:
-                length = int(self.headers.get("Content-Length", "0"))
-                body = json.loads(self.rfile.read(length) or "null")
-                with service.news:
-                    service.authorizations.add(self.headers["Authorization"])
-                    service.asked.append(f"{self.command} {self.path}")
-                    status, content = service.answer(self.command, self.path, body)
-                    service.news.notify_all()
-                text = json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
+    def answer(self, request: Request) -> Answer:
+        with self.news:
+            self.authorizations.add(request.headers["Authorization"])
+            self.asked.append(f"{request.method} {request.path}")
+            answer = self.faults.pop(0) if self.faults else self.say(*self.do(request))
+            self.news.notify_all()
+        return answer
 
-            do_GET = do_POST = do_PATCH = do_DELETE = answer  # noqa: N815 - as http.server calls them
+    def say(self, status: int, content: Any) -> Answer:
+        return Answer(status, json.dumps(content).encode())
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
-        self._thread.start()
-
-    def answer(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        if self.status != 200:
-            return self.status, {"message": "Bad credentials"}
-        path, _, query = path.partition("?")
-        match method, path, query:
+    def do(self, request: Request) -> tuple[int, Any]:
+        path, _, query = request.path.partition("?")
+        body = json.loads(request.body or b"null")
+        match request.method, path, query:
             case "GET", "/runners/23", "":
                 return 200, {"id": 23, "busy": self.is_busy, "labels": [{"name": name} for name in self.labels]}
             case "DELETE", "/runners/23/labels/azure-vm", "" if "azure-vm" in self.labels:
@@ -274,6 +335,8 @@ class Service:
             case "POST", "/runners/23/labels", "":
                 self.labels |= set(body["labels"])
                 return 200, {"total_count": 2}
+            case "GET", "/agents/23", "api-version=7.1":
+                return 200, {"id": 23, "enabled": self.is_enabled}
             case "GET", "/agents/23", "includeAssignedRequest=true&api-version=7.1":
                 return 200, {"id": 23, **({"assignedRequest": {"requestId": 4}} if self.is_busy else {})}
             case "PATCH", "/agents/23", "api-version=7.1" if body["id"] == 23:
@@ -287,10 +350,11 @@ class Service:
         kind = "agents" if "azure-pipelines" in arguments else "runners"
         settings = {
             "PATH": os.environ["PATH"],
-            "CI_RUNNER_URL": f"http://127.0.0.1:{self._server.server_port}/{kind}/23",
+            "CI_RUNNER_URL": f"{self.url}/{kind}/23",
             "CI_RUNNER_LABEL": "azure-vm",
             "CI_RUNNER_TOKEN_FILE": str(token),
             "CI_RUNNER_POLL": "0.05",
+            "CI_RUNNER_MARK": str(place / "mark"),
         }
         return subprocess.Popen(
             [str(HOOKS / "ci-runner-api"), *arguments],
@@ -305,23 +369,20 @@ class Service:
         output, _ = process.communicate(timeout=PATIENCE)
         return process.returncode, output
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join(PATIENCE)
-        self._server.server_close()
-
 
 @pytest.fixture
 def service() -> Iterator[Service]:
-    service = Service()
-    yield service
-    service.close()
+    with Service() as service:
+        yield service
 
 
 PAUSED = "the runner is given no more jobs; waiting for the one that it runs\nthe runner is idle\n"
+PAUSED_BEFORE = PAUSED.replace("no more jobs", "no jobs already")
+LEFT_ALONE = (0, "not paused by ci-runner-api: left as it is\n")
+both_products = pytest.mark.parametrize("product", ["github", "azure-pipelines"])
 
 
-@pytest.mark.parametrize("product", ["github", "azure-pipelines"])
+@both_products
 def test_a_paused_runner_is_given_no_job_and_the_hook_ends_when_it_is_idle(
     service: Service, tmp_path: Path, product: str
 ) -> None:
@@ -329,48 +390,149 @@ def test_a_paused_runner_is_given_no_job_and_the_hook_ends_when_it_is_idle(
     hook = service.hook(tmp_path, product, "pause")
     with service.news:
         assert service.news.wait_for(lambda: len(service.asked) > 4, PATIENCE)
-        assert service.asked[0].startswith("DELETE" if product == "github" else "PATCH")
+        assert service.asked[1].startswith("DELETE" if product == "github" else "PATCH")
         assert hook.poll() is None
+        assert TOKEN not in " ".join(psutil.Process(hook.pid).cmdline())
         assert (service.labels, service.is_enabled) == (
             ({"self-hosted"}, True) if product == "github" else ({"self-hosted", "azure-vm"}, False)
         )
         service.is_busy = False
     assert hook.communicate(timeout=PATIENCE)[0] == PAUSED
     assert hook.returncode == 0
-    assert service.run_hook(tmp_path, product, "pause") == (0, PAUSED)  # again, after a crash
+    assert service.run_hook(tmp_path, product, "pause") == (0, PAUSED_BEFORE)  # again, after a crash
     assert service.run_hook(tmp_path, product, "resume") == (0, "the runner is given jobs again\n")
     assert (service.labels, service.is_enabled) == ({"self-hosted", "azure-vm"}, True)
+    assert service.run_hook(tmp_path, product, "resume") == LEFT_ALONE
     basic = base64.b64encode(f":{TOKEN}".encode()).decode()
     assert service.authorizations == {f"Bearer {TOKEN}" if product == "github" else f"Basic {basic}"}
 
 
-def test_a_service_that_refuses_fails_the_hook_and_the_token_is_not_shown(
-    service: Service, tmp_path: Path
+@both_products
+def test_a_runner_that_somebody_else_has_paused_stays_so(service: Service, tmp_path: Path, product: str) -> None:
+    service.labels.remove("azure-vm")
+    service.is_enabled = False
+    assert service.run_hook(tmp_path, product, "pause") == (0, PAUSED_BEFORE)
+    assert service.run_hook(tmp_path, product, "resume") == LEFT_ALONE
+    assert (service.labels, service.is_enabled) == ({"self-hosted"}, False)
+
+
+@both_products
+def test_a_question_that_is_not_answered_is_asked_again(service: Service, tmp_path: Path, product: str) -> None:
+    service.faults = [
+        service.say(503, {"message": "Sorry"}),
+        Answer(200, b"<html>"),
+        Answer(403, b"slower", {"Retry-After": "1"}),
+        Answer(200, b"{}", {"Content-Length": "3"}),  # cut off
+        *[service.say(429, None)] * 3,
+    ]
+    code, output = service.run_hook(tmp_path, product, "pause")
+    assert code == 0
+    assert output.endswith(PAUSED)
+    assert output.count("; asking again in ") == 7
+    assert '503 Service Unavailable: {"message": "Sorry"}; asking again in 0.05 s\n' in output
+
+
+def test_one_that_is_never_answered_fails_the_hook_after_so_many_tries(service: Service, tmp_path: Path) -> None:
+    service.faults = [Answer(500)] * 9
+    code, output = service.run_hook(tmp_path, "github", "pause", CI_RUNNER_TRIES="3")
+    assert code == 1
+    assert output.splitlines()[-1].endswith(": 500 Internal Server Error: ; asked 3 times")
+    assert len(service.asked) == 3
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(service: Service, tmp_path: Path) -> None:
+    service.faults = [Answer(200, b" " * (5 << 20))]
+    code, output = service.run_hook(tmp_path, "github", "pause", CI_RUNNER_TRIES="1")
+    assert (code, output.partition(": ")[2]) == (1, "more than 4194304 bytes; asked 1 times\n")
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_the_token_does_not_follow_a_redirection(service: Service, tmp_path: Path, status: int) -> None:
+    with Service() as stranger:
+        goal = f"{stranger.url}/runners/23"
+        service.faults = [Answer(status, b"", {"Location": goal})]
+        code, output = service.run_hook(tmp_path, "github", "pause")
+        assert code == 1
+        assert output.endswith(f", to {goal}: see CI_RUNNER_URL, and the token\n")
+        assert stranger.asked == []
+
+
+@pytest.mark.parametrize("url", ["http://192.0.2.1/runners/23", "file:///etc/runners/23", "192.0.2.1/23"])
+def test_the_token_is_not_sent_without_tls(service: Service, tmp_path: Path, url: str) -> None:
+    code, output = service.run_hook(tmp_path, "github", "pause", CI_RUNNER_URL=url)
+    expected = f"ci-runner-api: CI_RUNNER_URL: expected one that begins with https://; got {url}\n"
+    assert (code, output) == (2, expected)
+
+
+def test_a_token_that_is_none_is_not_shown(service: Service, tmp_path: Path) -> None:
+    file = tmp_path / "two words"
+    for text, words in (("half a token\nand the rest", 6), ("", 0)):
+        file.write_text(text)
+        said = f"ci-runner-api: no token: {file}: expected one word, got {words}\n"
+        assert service.run_hook(tmp_path, "github", "pause", CI_RUNNER_TOKEN_FILE=str(file)) == (2, said)
+    assert service.asked == []
+
+
+def test_the_hook_ends_by_itself_when_the_event_leaves_no_more_time(service: Service, tmp_path: Path) -> None:
+    service.is_busy = True
+    code, output = service.run_hook(tmp_path, "github", "pause", SCHEDULED_EVENT_SECONDS_LEFT="11")
+    assert code == 1
+    assert output.splitlines()[-1] == "the event leaves no more time to wait until the runner is idle"
+    assert service.labels == {"self-hosted"}
+
+
+@pytest.mark.parametrize("content", [None, [], {}, {"labels": [7]}])
+def test_what_is_no_runner_is_told(service: Service, tmp_path: Path, content: Any) -> None:
+    service.faults = [service.say(200, content)]
+    code, output = service.run_hook(tmp_path, "github", "pause")
+    assert code == 1
+    assert "Traceback" not in output
+    assert "not a runner" in output or "not what a runner looks like" in output
+
+
+@pytest.mark.parametrize("status", [203, 401, 403])
+def test_a_service_that_refuses_fails_the_hook_at_once_and_the_token_is_not_shown(
+    service: Service, tmp_path: Path, status: int
 ) -> None:
-    service.status = 401
+    service.faults = [service.say(status, {"message": f"Bad credentials {TOKEN}"})]
     code, output = service.run_hook(tmp_path, "azure-pipelines", "pause")
     assert code == 1
-    assert output.endswith('/agents/23?api-version=7.1: 401 Unauthorized: {"message": "Bad credentials"}\n')
+    assert f"/agents/23?api-version=7.1: {status} " in output
+    assert len(service.asked) == 1
     assert TOKEN not in output
 
 
 def test_a_runner_that_does_not_exist_is_told(service: Service, tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{service._server.server_port}/runners/24"
+    url = f"{service.url}/runners/24"
     code, output = service.run_hook(tmp_path, "github", "pause", CI_RUNNER_URL=url)
     assert code == 1
     assert output.splitlines()[-1] == f'GET {url}: 404 Not Found: {{"message": "Not Found"}}'
 
 
-def test_without_a_token_or_an_address_the_hook_says_what_to_set(service: Service, tmp_path: Path) -> None:
+def test_what_is_missing_or_wrong_in_its_settings_is_told(service: Service, tmp_path: Path) -> None:
+    def said(*arguments: str, **environment: str) -> str:
+        code, output = service.run_hook(tmp_path, *(arguments or ("github", "pause")), **environment)
+        assert code == 2
+        return output
+
     missing = str(tmp_path / "missing")
-    code, output = service.run_hook(tmp_path, "github", "pause", CI_RUNNER_TOKEN_FILE=missing)
     reason = f"no token: [Errno 2] No such file or directory: '{missing}'"
     way_out = "set CI_RUNNER_TOKEN_FILE, or give the unit the credential ci-runner-token"
-    assert (code, output) == (2, f"ci-runner-api: {reason}; {way_out}\n")
-    assert service.run_hook(tmp_path, "github", "pause", CI_RUNNER_URL="") == (
-        *(2, "ci-runner-api: set CI_RUNNER_URL in the hook's env\n"),
-    )
-    assert service.run_hook(tmp_path, "jenkins", "pause") == (
-        *(2, "ci-runner-api: expected: ci-runner-api github|azure-pipelines pause|resume\n"),
-    )
+    assert said(CI_RUNNER_TOKEN_FILE=missing) == f"ci-runner-api: {reason}; {way_out}\n"
+    assert said(CI_RUNNER_TOKEN_FILE="") == f"ci-runner-api: no token: {way_out}\n"
+    assert said(CI_RUNNER_URL="") == "ci-runner-api: set CI_RUNNER_URL in the hook's env\n"
+    assert said(CI_RUNNER_LABEL="") == "ci-runner-api: set CI_RUNNER_LABEL in the hook's env\n"
+    expected = "ci-runner-api: CI_RUNNER_POLL: expected a number greater than 0; got 'often'\n"
+    assert said(CI_RUNNER_POLL="often") == expected
+    expected = "ci-runner-api: CI_RUNNER_URL: expected one that ends with the runner's number; got "
+    assert said(CI_RUNNER_URL=f"{service.url}/runners") == f"{expected}{service.url}/runners\n"
+    expected = "ci-runner-api: expected: ci-runner-api github|azure-pipelines pause|resume\n"
+    assert said("jenkins", "pause") == expected
     assert service.asked == []
+
+
+def test_without_a_place_for_the_mark_the_runner_is_not_paused(service: Service, tmp_path: Path) -> None:
+    code, output = service.run_hook(tmp_path, "github", "pause", CI_RUNNER_MARK="/nowhere/mark")
+    assert code == 2
+    assert output.endswith("'/nowhere/mark'; see CI_RUNNER_MARK\n")
+    assert service.labels == {"self-hosted", "azure-vm"}

@@ -18,6 +18,13 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are s
 UNIT = "training.service"
 TRAINER = Path(__file__).with_name("trainer.py")
 NEVER = 10**9  # steps
+# A job that does nothing at the signal.
+DEAF = """
+import signal, time
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(300)
+"""
 
 
 class Job:
@@ -49,19 +56,24 @@ class Job:
     def saved_step(self) -> int:
         return int(json.loads(self.checkpoint.read_text(encoding="utf-8"))["step"])
 
-    def run_hook(self, name: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+    def hook(self, name: str) -> subprocess.Popen[str]:
+        """Start a hook by itself, as its user would."""
+        return subprocess.Popen(
             [str(self._hooks / name)],
             env={
                 "PATH": f"{self.manager.directory}:/usr/bin:/bin",
                 "TRAINING_UNIT": UNIT,
                 "TRAINING_CHECKPOINT": str(self.checkpoint),
             },
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=PATIENCE,
-            check=False,
         )
+
+    def run_hook(self, name: str) -> subprocess.CompletedProcess[str]:
+        with self.hook(name) as process:
+            output, errors = process.communicate(timeout=PATIENCE)
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 @contextmanager
@@ -151,6 +163,21 @@ def test_a_job_that_does_not_know_the_signal_is_a_failure(sim: Simulator, tmp_pa
             1,
             f"training-checkpoint: {UNIT} does not run, and there is no {job.checkpoint}\n",
         )
+
+
+def test_a_hook_that_is_ended_leaves_nothing_beside_the_checkpoint(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    with a_job(tmp_path, sim, run=(sys.executable, "-ISc", DEAF)) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: "deaf" in job.manager.log.read_text("utf-8"), "the job was deaf")
+        with job.hook("training-checkpoint") as hook:
+            disk = job.checkpoint.parent
+            agent.wait_until(lambda: [path.name for path in disk.iterdir()] == ["latest.asked"], "it had asked")
+            hook.terminate()
+        assert hook.returncode == 143
+        assert [*disk.iterdir()] == []
+        assert job.manager.runs(UNIT)
 
 
 def test_both_hooks_may_run_again(sim: Simulator, agent: Agent, tmp_path: Path) -> None:

@@ -10,12 +10,10 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import yaml
@@ -23,7 +21,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from examples import copy_hooks, example
-from harness import CHECKOUT, PATIENCE, Agent, Simulator
+from harness import CHECKOUT, PATIENCE, Agent, Answer, Request, Server, Simulator
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="the hooks are shell scripts for Linux"),
@@ -45,10 +43,11 @@ def resource(name: str, kind: str, **more: Any) -> dict[str, Any]:
     }
 
 
-class Cluster:
+class Cluster(Server):
     """One node, its pods, and what kubectl asked for; a pod that is evicted is gone at once."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.node: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "Node",
@@ -60,47 +59,14 @@ class Cluster:
         self.writes: list[tuple[str, str, Any]] = []
         self.asked: set[tuple[str, str, str]] = set()
         """API group, resource and verb of each request, discovery left out."""
-        cluster = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self.answer(*cluster.get(self.path.partition("?")[0]))
-
-            def do_PATCH(self) -> None:
-                self.answer(*cluster.write("PATCH", self.path.partition("?")[0], self.body()))
-
-            def do_POST(self) -> None:
-                self.answer(*cluster.write("POST", self.path.partition("?")[0], self.body()))
-
-            def body(self) -> Any:
-                return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-
-            def answer(self, status: int, content: Any) -> None:
-                body = json.dumps(content).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def answer(self, request: Request) -> Answer:
+        path = request.path.partition("?")[0]
+        if request.method == "GET":
+            status, content = self.get(path)
+        else:
+            status, content = self.write(request.method, path, json.loads(request.body))
+        return Answer(status, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
     def add_pod(self, name: str, owner: str = "") -> None:
         controller = {"apiVersion": "apps/v1", "kind": owner, "name": "owner", "uid": owner, "controller": True}

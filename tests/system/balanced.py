@@ -106,6 +106,7 @@ class Nginx:
         self.name = name
         self.port = free_port()
         self.pid_file = directory / "nginx.pid"
+        self.mark = directory / "stopped by agent"  # a path may hold blanks
         self._directory = directory
         self._pipe = directory / "start"
         self._process: subprocess.Popen[bytes] | None = None
@@ -125,6 +126,7 @@ class Nginx:
         """What tells the hooks of this nginx, and of its service manager."""
         return {
             "NGINX_PID_FILE": str(self.pid_file),
+            "NGINX_MARK": str(self.mark),
             "NGINX_START": f"echo start >'{self._pipe}'",
             "NGINX_STOP": "",
         }

@@ -118,9 +118,8 @@ def test_nginx_answers_what_it_has_begun_and_is_then_stopped_and_started_by_syst
     site = f"user www-data; pid /run/nginx.pid; events {{}} http {{ access_log off; {server} }}"
     machine.write("/etc/nginx/nginx.conf", site)
     machine.run("systemctl", "unmask", "nginx")
-    assert machine.run(f"{PLACE}/nginx-recover").stdout.endswith(" takes requests\n")
-    assert is_active(machine, "nginx") == "active"
-    assert machine.run(f"{PLACE}/nginx-recover").stdout.endswith(" runs already\n")
+    machine.run("systemctl", "start", "nginx")
+    assert recover(machine, "nginx") == "not stopped by nginx-prepare: left as it is\n"
 
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/slow")
@@ -134,8 +133,8 @@ def test_nginx_answers_what_it_has_begun_and_is_then_stopped_and_started_by_syst
     assert said.splitlines()[1:] == ["nginx has answered them all"]
     assert [len(body) for body in bodies] == [size]
     assert is_active(machine, "nginx") == "inactive"
-    assert machine.run(f"{PLACE}/nginx-prepare").stdout == "nginx does not run: /run/nginx.pid names none\n"
-    assert machine.run(f"{PLACE}/nginx-recover").stdout.endswith(" takes requests\n")
+    assert machine.run(f"{PLACE}/nginx-prepare").stdout == "nginx does not run\n"
+    assert recover(machine, "nginx").endswith(" takes requests\n")
     assert is_active(machine, "nginx") == "active"
 
     # By a plain stop, the same request is cut off: what the hook is for.
@@ -145,6 +144,119 @@ def test_nginx_answers_what_it_has_begun_and_is_then_stopped_and_started_by_syst
     with pytest.raises((http.client.IncompleteRead, OSError)):
         answer.read()
     connection.close()
+
+
+def test_an_nginx_that_systemd_starts_again_at_once_is_stopped_all_the_same(simple: Container) -> None:
+    restart = "[Service]\nRestart=always\nRestartSec=0\n"
+    simple.write("/etc/systemd/system/nginx.service.d/restart.conf", restart)
+    simple.run("systemctl", "daemon-reload")
+    for event in ("A", "B"):
+        simple.run("systemctl", "start", "nginx")
+        said = prepare(simple, "nginx", event, NGINX_FINISH="5")
+        assert said.endswith("nginx has answered them all\n")
+        assert is_active(simple, "nginx") == "inactive"
+        assert recover(simple, "nginx", event).endswith(" takes requests\n")
+
+
+@pytest.fixture
+def simple(machine: Container) -> Container:
+    """A machine with an nginx that is not started at boot, and has nothing to do; and with a runner."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    site = f"user www-data; pid /run/nginx.pid; events {{}} http {{ server {{ listen 127.0.0.1:{port}; }} }}"
+    machine.write("/etc/nginx/nginx.conf", site)
+    machine.run("systemctl", "unmask", "nginx")
+    machine.write("/usr/local/bin/gitlab-runner", RUNNER, 0o755)
+    machine.path("/root/done").touch()
+    machine.write("/etc/systemd/system/gitlab-runner.service", f"{UNIT}[Install]\nWantedBy=multi-user.target\n")
+    machine.run("systemctl", "daemon-reload")
+    return machine
+
+
+def prepare(machine: Container, name: str, event: str = "A", **more: str) -> str:
+    environment = {"SCHEDULED_EVENT_ID": event, **more}
+    return machine.run(f"{PLACE}/{name}-prepare", environment=environment).stdout
+
+
+def recover(machine: Container, name: str, event: str = "A") -> str:
+    """``event``: empty for an on_clear hook."""
+    environment = {"SCHEDULED_EVENT_ID": event} if event else {}
+    return machine.run(f"{PLACE}/{name}-recover", environment=environment).stdout
+
+
+services = pytest.mark.parametrize(("unit", "name"), [("nginx", "nginx"), ("gitlab-runner", "ci-runner")])
+
+
+@services
+def test_a_service_that_an_administrator_has_stopped_stays_so(simple: Container, unit: str, name: str) -> None:
+    simple.run("systemctl", "enable", "--now", unit)
+    simple.run("systemctl", "stop", unit)
+    prepare(simple, name)
+    assert recover(simple, name) == f"not stopped by {name}-prepare: left as it is\n"
+    assert is_active(simple, unit) == "inactive"
+
+
+@services
+def test_a_service_that_is_not_started_at_boot_is_started_when_the_event_is_over(
+    simple: Container, unit: str, name: str
+) -> None:
+    simple.run("systemctl", "start", unit)
+    prepare(simple, name)
+    simple.reboot()
+    assert is_active(simple, unit) == "inactive"
+    prepare(simple, name, "B")  # another event, which finds it stopped for the first
+    recover(simple, name, "B")
+    assert is_active(simple, unit) == "active"
+    assert recover(simple, name) == f"not stopped by {name}-prepare: left as it is\n"
+
+
+@services
+@pytest.mark.parametrize("is_rebooted", [False, True])
+def test_what_somebody_has_started_and_stopped_since_is_not_started_for_an_event_of_long_ago(
+    simple: Container, unit: str, name: str, *, is_rebooted: bool
+) -> None:
+    simple.run("systemctl", "enable", "--now", unit)
+    time.sleep(1.1)  # what systemd tells of a start is its second
+    prepare(simple, name)
+    if is_rebooted:  # starts it
+        simple.reboot()
+    else:  # nothing has recovered it, so somebody starts it by hand
+        simple.run("systemctl", "start", unit)
+    simple.run("systemctl", "stop", unit)
+    mark = simple.path(f"/var/lib/scheduled-events-agent/{unit}.service.stopped-by-agent")
+    old = mark.read_text()
+    said = recover(simple, name, "")
+    assert said.startswith("somebody else has started and stopped ")
+    mark.write_text(old)
+    prepare(simple, name, "B")
+    assert recover(simple, name, "B") == f"not stopped by {name}-prepare: left as it is\n"
+    assert is_active(simple, unit) == "inactive"
+
+
+@services
+def test_a_service_that_waits_to_be_started_again_is_started_when_the_event_is_over(
+    simple: Container, unit: str, name: str
+) -> None:
+    restart = "[Service]\nRestart=always\nRestartSec=600\n"
+    simple.write(f"/etc/systemd/system/{unit}.service.d/restart.conf", restart)
+    simple.run("systemctl", "daemon-reload")
+    simple.run("systemctl", "start", unit)
+    simple.run("systemctl", "kill", "--signal=KILL", unit)
+    simple.wait_for(lambda: is_active(simple, unit) == "activating", "it waited")
+    assert prepare(simple, name).endswith("is not up yet\n")
+    assert is_active(simple, unit) == "inactive"
+    recover(simple, name)
+    assert is_active(simple, unit) == "active"
+
+
+def test_a_service_whose_process_is_no_nginx_is_not_stopped(simple: Container) -> None:
+    simple.write("/etc/systemd/system/web.service", "[Service]\nExecStart=/bin/sleep 600\n")
+    simple.run("systemctl", "start", "web")
+    failed = simple.run(f"{PLACE}/nginx-prepare", environment={"NGINX_UNIT": "web.service"}, check=False)
+    said = "web.service is active, and its main process is no nginx: set NGINX_PID_FILE\n"
+    assert (failed.returncode, failed.stderr) == (1, said)
+    assert is_active(simple, "web") == "active"
 
 
 def test_without_the_service_nginx_is_not_said_to_be_stopped(machine: Container) -> None:
@@ -170,7 +282,7 @@ def test_a_runners_job_is_done_before_its_service_stops_and_it_stays_stopped(mac
     machine.write("/etc/systemd/system/gitlab-runner.service", UNIT)
     machine.run("systemctl", "daemon-reload")
     notes = machine.path("/root/notes")
-    assert machine.run(f"{PLACE}/ci-runner-recover").stdout == "the runner was started\n"
+    machine.run("systemctl", "start", "gitlab-runner")
     machine.wait_for(notes.exists, "it had begun a job")
     machine.run("systemd-run", "--unit=hook", "--property=RemainAfterExit=yes", f"{PLACE}/ci-runner-prepare")
     machine.wait_for(lambda: "takes no more jobs" in log_of(machine), "it was told to finish")
@@ -188,7 +300,8 @@ def test_a_runners_job_is_done_before_its_service_stops_and_it_stays_stopped(mac
 def test_a_runner_of_another_name_is_not_taken_for_an_idle_one(machine: Container) -> None:
     failed = machine.run(f"{PLACE}/ci-runner-prepare", check=False)
     assert failed.returncode == 1
-    assert failed.stderr == "No files found for gitlab-runner.service.\n"
+    way_out = "see CI_RUNNER_UNIT; without systemd, CI_RUNNER_PID_FILE, _STOP and _START"
+    assert failed.stderr == f"No files found for gitlab-runner.service.\n{way_out}\n"
 
 
 def log_of(machine: Container) -> str:

@@ -120,9 +120,9 @@ class Slurm:
         after = facts.partition(f" {field}=")[2]
         return after if field == "Reason" else after.partition(" ")[0]
 
-    def submit(self, script: str) -> str:
+    def submit(self, script: str, *options: str) -> str:
         """Submit a job; returns its number."""
-        return self.run("sbatch", "--parsable", "--output=/dev/null", "--chdir=/", f"--wrap={script}")
+        return self.run("sbatch", "--parsable", "--output=/dev/null", "--chdir=/", *options, f"--wrap={script}")
 
     def job(self, number: str) -> str:
         """The state of a job, such as R or PD; empty when it is over."""
@@ -218,26 +218,45 @@ def test_a_job_whose_prolog_still_runs_is_waited_for_as_well(
     assert slurm.job(job) == ""
 
 
+def start_hook(slurm: Slurm, name: str, **more: str) -> subprocess.Popen[str]:
+    """Start a hook by itself, as its user would."""
+    environment = {
+        "PATH": os.environ["PATH"],
+        "SLURM_CONF": str(slurm.configuration),
+        "SLURM_NODE": NODE,
+        "SCHEDULED_EVENT_TYPE": "Reboot",
+        "SCHEDULED_EVENT_ID": "ABC-1",
+        **more,
+    }
+    return subprocess.Popen(
+        [str(slurm.directory / "hooks" / name)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_a_job_that_cannot_be_requeued_is_said_so_from_time_to_time_and_waited_for(
+    slurm: Slurm, agent: Agent, tmp_path: Path
+) -> None:
+    job = slurm.submit(f"until [ -e {tmp_path}/finish ]; do sleep 0.1; done", "--no-requeue")
+    agent.wait_until(lambda: slurm.job(job) == "R", "the job ran")
+    with start_hook(slurm, "slurm-prepare", SLURM_REQUEUE="yes", SCHEDULED_EVENT_SECONDS_LEFT="25") as hook:
+        assert hook.stdout is not None
+        until = time.monotonic() + 6
+        assert [hook.stdout.readline() for _ in range(2)][1] == f"slurm-prepare: requeueing job {job}\n"
+        time.sleep(max(0.0, until - time.monotonic()))
+        (tmp_path / "finish").touch()
+        rest, _ = hook.communicate(timeout=PATIENCE)
+    assert hook.returncode == 0
+    assert rest.count("requeueing") <= 1
+    assert rest.endswith(f"slurm-prepare: no job runs on {NODE}\n")
+
+
 def test_what_somebody_else_has_drained_stays_drained_and_hooks_may_run_again(
-    slurm: Slurm, tmp_path: Path
+    slurm: Slurm,
 ) -> None:
     def run_hook(name: str) -> tuple[int, str]:
-        environment = {
-            "PATH": os.environ["PATH"],
-            "SLURM_CONF": str(slurm.configuration),
-            "SLURM_NODE": NODE,
-            "SCHEDULED_EVENT_TYPE": "Reboot",
-            "SCHEDULED_EVENT_ID": "ABC-1",
-        }
-        done = subprocess.run(
-            [str(tmp_path / "hooks" / name)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-        return done.returncode, done.stdout
+        process = start_hook(slurm, name)
+        output, _ = process.communicate(timeout=PATIENCE)
+        return process.returncode, output
 
     assert run_hook("slurm-prepare") == (
         0,
