@@ -141,7 +141,7 @@ class Store:
         Raises StoreError. A damaged file is found when what is damaged is read.
         """
         path = directory / FILE_NAME
-        _try_open(path, os.O_RDONLY)
+        _refuse_unreachable(path, is_read_only=True)
         try:
             try:
                 connection = _connect_to_read(path, "mode=ro")
@@ -442,10 +442,11 @@ def _parts(path: Path) -> list[Path]:
 def _connect(path: Path, *, is_owner: bool) -> sqlite3.Connection:
     beginning = path.with_name(path.name + _BEGINNING)
     if not is_owner:
-        _try_open(path, os.O_RDWR)
+        _refuse_unreachable(path, is_read_only=False)
     try:
         is_new = is_owner and _create(path, beginning)
-        os.close(os.open(path, os.O_RDWR))  # SQLite's own message would not say why not
+        if is_owner:  # and so the first of this process to open it: to close a file gives up its locks
+            os.close(os.open(path, os.O_RDWR))  # SQLite's own message would not say why not
     except OSError as error:
         raise StoreError(
             f"cannot open the state file {path}: {error.strerror or error}; "
@@ -463,10 +464,16 @@ def _connect(path: Path, *, is_owner: bool) -> sqlite3.Connection:
     return connection
 
 
-def _try_open(path: Path, flags: int) -> None:
-    """For who does not own the file: raises StoreError, which says more than SQLite would."""
+def _refuse_unreachable(path: Path, *, is_read_only: bool) -> None:
+    """For who does not own the file: raises StoreError, which says more than SQLite would.
+
+    A file that can be opened is not opened here: on Linux, to close one gives up every lock that this process has
+    on it, those of the agent's own connection too. Whoever closes it next then takes the agent's log for nobody's,
+    and removes it.
+    """
     try:
-        os.close(os.open(path, flags))
+        if not os.access(path, os.R_OK if is_read_only else os.R_OK | os.W_OK):
+            os.close(os.open(path, os.O_RDONLY if is_read_only else os.O_RDWR))  # fails, and says why
     except FileNotFoundError as error:
         raise StoreError(
             f"no agent has run with the state directory {path.parent}: name it with --state-dir", kind="unusable"

@@ -485,6 +485,19 @@ except StoreError as error:
     )
 
 
+def test_who_looks_into_the_file_beside_the_agent_does_not_give_up_its_locks(store: Store, tmp_path: Path) -> None:
+    store.record("pause", "before", NOW)
+    Store.look_into(tmp_path).close()  # as the status page does, in the agent's own process
+    join = "import pathlib, sys; from agent.store import Store; Store.join(pathlib.Path(sys.argv[1])).close()"
+    run_python(join, str(tmp_path))  # as the command status does
+    store.record("pause", "after", NOW)
+    look = (
+        "import pathlib, sys; from agent.store import Store;"
+        "print([note.text for note in Store.look_into(pathlib.Path(sys.argv[1])).load_notes()])"
+    )
+    assert run_python(look, str(tmp_path)) == "['before', 'after']\n"
+
+
 def test_the_log_is_cut_back_when_somebody_who_has_read_for_long_is_gone(store: Store) -> None:
     log = store.path.with_name("state.db-wal")
     with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as reader:
