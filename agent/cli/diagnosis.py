@@ -15,6 +15,7 @@ from agent.config import VmSettings
 from agent.events import Document, DocumentError, parse_document
 from agent.host.surroundings import Approver
 from agent.imds import Answer, ImdsError, ImdsErrorKind, parse_identity
+from agent.status import Status
 
 Verdict = Literal["ok", "warning", "failure"]
 
@@ -42,6 +43,10 @@ _ADVICE: dict[ImdsErrorKind, str] = {
     "server_error": "run this again in a minute; if it stays, restart the VM or ask Azure's support",
     "not_found": "look at imds.endpoint: this is not the metadata service of a VM",
 }
+_RELOAD = (
+    "have it read again: systemctl reload scheduled-events-agent, or scheduled-events-agent service reload on "
+    "Windows; status says whether it was taken"
+)
 _SOMETHING_ELSE = "look at imds.endpoint, and at what else answers there: a proxy, a portal, another service"
 
 
@@ -283,6 +288,29 @@ def judge_rate(poll_interval: float, throttled: int, *, is_refused: bool) -> Fin
             "set imds.poll_interval to 1s",
         )
     return ok("rate", f"{pace}; no request was refused for too many (429)")
+
+
+# --- the agent
+
+
+def judge_what_runs(
+    status: Status, *, is_of_this_file: bool, changed_at: datetime | None, is_to_act: bool
+) -> tuple[str, str] | None:
+    """What of an agent that is well differs from the policy that was looked at, and what to do; None if nothing.
+
+    ``changed_at``: when the file of that policy was last written.
+    """
+    policy = status.policy
+    if not is_of_this_file:
+        return f"with the policy {policy.file}, and these checks looked at another", "name that one with --config"
+    if changed_at is not None and changed_at > policy.read_at:
+        read = f"as it was read at {policy.read_at:%Y-%m-%d %H:%M:%S}Z"
+        return f"with the policy {read}; its file has changed since", _RELOAD
+    if status.is_paused:
+        return "and is paused: it watches, and does nothing", "let it go on: sc continue ScheduledEventsAgent"
+    if status.mode == "observe" and is_to_act:
+        return "and only observes: no hook runs and nothing is approved", "start it without --observe"
+    return None
 
 
 # --- the machine

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from agent.config import ImdsSettings, Loaded, Settings
     from agent.host.surroundings import OwnService
     from agent.imds import Answer
+    from agent.status import Status
 
 _PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 # The service answers five requests a second to the whole VM, and an agent beside us makes its own.
@@ -30,6 +31,7 @@ _SPACING_SECONDS = 0.5
 _AFTER_THROTTLED_SECONDS = 2.0
 _PAGE_SECONDS = 5.0
 _MAX_PAGE_BYTES = 4096
+_MAX_STATUS_BYTES = 8 * 1024 * 1024
 _SERVER = "scheduled-events-agent/"
 _AS_AGENT = "run this as root, or as the agent's account"
 _START = "start it: systemctl start scheduled-events-agent, or scheduled-events-agent service start on Windows"
@@ -109,7 +111,10 @@ def _examine(config: str | None, state_option: str | None) -> "Iterator[Finding]
         lines = [str(doubt) for doubt in loaded.warnings]
         for line in lines:
             yield warning("policy", line, "see whether it is meant so")
-        if not lines:
+        if settings.agent.mode == "observe":
+            told = f"{loaded.name}: agent.mode is observe, so no hook runs and nothing is approved"
+            yield warning("policy", told, "set it to act once what explain and the log say is what is wanted")
+        elif not lines:
             yield ok("policy", f"{loaded.name}: valid")
         if account is None or host.is_privileged():
             yield from _look_at_hooks(loaded, account)
@@ -131,7 +136,8 @@ def _examine(config: str | None, state_option: str | None) -> "Iterator[Finding]
         yield warning("agent", lock_fault, "run this as root or administrator")
     else:
         page = _fetch_health(settings.agent.listen) if holder is not None else None
-        yield _look_at_agent(state_dir, holder, page, service)
+        doubt = _doubt_about_what_runs(loaded, page)
+        yield _look_at_agent(state_dir, holder, page, doubt, service)
         yield _look_at_pages(settings.agent.listen, page, is_running=holder is not None)
     yield _look_at_service(service, service_fault)
     yield from judge_others(host.other_approvers(), is_acting=settings.agent.mode == "act")
@@ -187,6 +193,7 @@ def _look_at_imds(settings: "Settings") -> "Iterator[Finding]":
     import socket  # noqa: PLC0415 - as above
 
     from agent.cli import diagnosis  # noqa: PLC0415
+    from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, remark_if_slow  # noqa: PLC0415
     from agent.imds import ImdsError, resolve_endpoint  # noqa: PLC0415
 
     endpoint = resolve_endpoint(settings.imds.endpoint)
@@ -208,7 +215,8 @@ def _look_at_imds(settings: "Settings") -> "Iterator[Finding]":
             plain = asker.ask("instance", has_metadata_header=False)
         document: Answer | ImdsError
         try:
-            document = asker.ask("document")
+            with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+                document = asker.ask("document")
         except ImdsError as error:
             document = error
         answers = [instance, plain, document]
@@ -391,20 +399,35 @@ def _address_of(listen: str) -> tuple[str, int]:
 
 def _fetch_health(listen: str) -> _Page | None:
     """What the agent says of itself at /healthz, with status 0 if it takes too long; None if no agent is there."""
+    return None if listen == "off" else _fetch(listen, "/healthz", _MAX_PAGE_BYTES)
+
+
+def _fetch_status(listen: str) -> "Status | None":
+    """What the agent says of itself at /status; None if that is not for everybody, or of another version."""
+    import msgspec  # noqa: PLC0415 - as above
+
+    from agent.status import Status  # noqa: PLC0415
+
+    page = _fetch(listen, "/status", _MAX_STATUS_BYTES)
+    try:
+        return msgspec.json.decode(page.text, type=Status) if page is not None else None
+    except msgspec.MsgspecError:
+        return None
+
+
+def _fetch(listen: str, path: str, most: int) -> _Page | None:
     import http.client  # noqa: PLC0415 - as above
 
-    if listen == "off":
-        return None
     address, port = _address_of(listen)
     address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # noqa: S104 - not to listen on
     with contextlib.closing(http.client.HTTPConnection(address, port, timeout=_PAGE_SECONDS)) as connection:
         try:
-            connection.request("GET", "/healthz")
+            connection.request("GET", path)
             answer = connection.getresponse()
-            text = answer.read(_MAX_PAGE_BYTES).decode("utf-8", "replace")
+            text = answer.read(most).decode("utf-8", "replace")
             server = answer.headers.get("Server", "")
             is_ours = server.startswith(_SERVER)
-            return _Page(answer.status, server, " ".join(text.split())) if is_ours else None
+            return _Page(answer.status, server, text) if is_ours else None
         except TimeoutError:
             return _Page(0, "", "")
         except (OSError, http.client.HTTPException):
@@ -412,8 +435,13 @@ def _fetch_health(listen: str) -> _Page | None:
 
 
 def _look_at_agent(
-    state_dir: Path, holder: str | None, page: _Page | None, service: "OwnService | None"
+    state_dir: Path,
+    holder: str | None,
+    page: _Page | None,
+    doubt: tuple[str, str] | None,
+    service: "OwnService | None",
 ) -> "Finding":
+    """``doubt``: about an agent that is well, with what to do."""
     from agent.cli.diagnosis import failure, ok, warning  # noqa: PLC0415 - as above
 
     if holder is None:
@@ -438,9 +466,34 @@ def _look_at_agent(
             "restart it: systemctl restart scheduled-events-agent, or on Windows service stop and service start",
         )
     if page is not None and page.status == 503:
-        return failure("agent", f"runs (pid {holder}) and is not well: {page.text}", "see its log, and /status")
+        said = " ".join(page.text.split())
+        return failure("agent", f"runs (pid {holder}) and is not well: {said}", "see its log, and /status")
     which = f"version {version}" if version else "its version cannot be told"
-    return ok("agent", f"runs (pid {holder}), {which}")
+    runs = f"runs (pid {holder}), {which}"
+    return warning("agent", f"{runs}, {doubt[0]}", doubt[1]) if doubt else ok("agent", runs)
+
+
+def _doubt_about_what_runs(loaded: "Loaded | None", page: _Page | None) -> tuple[str, str] | None:
+    """Whether the agent does what stands in the policy file, as far as its pages tell that to everybody."""
+    from datetime import UTC, datetime  # noqa: PLC0415 - as above
+
+    from agent.cli.diagnosis import judge_what_runs  # noqa: PLC0415
+
+    if loaded is None or page is None or page.status != 200:
+        return None
+    status = _fetch_status(loaded.settings.agent.listen)
+    if status is None:
+        return None
+    changed_at = None
+    with contextlib.suppress(OSError):  # the built-in policy has no file
+        changed_at = datetime.fromtimestamp(Path(loaded.name).stat().st_mtime, UTC)
+    is_same = os.path.realpath(loaded.name) == os.path.realpath(status.policy.file)
+    return judge_what_runs(
+        status,
+        is_of_this_file=is_same,
+        changed_at=changed_at,
+        is_to_act=loaded.settings.agent.mode == "act",
+    )
 
 
 def _look_at_pages(listen: str, page: _Page | None, *, is_running: bool) -> "Finding":

@@ -18,6 +18,7 @@ import msgspec
 from agent import AgentError
 from agent.cli import add_config_option
 from agent.cli.run import refuse_exposed
+from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, remark_if_slow
 from agent.config import ConfigError, Loaded, Settings, check_files, find_config, load_policy, policy_schema
 from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event, to_azure_json
 from agent.policy import Decision, Facts, Rule, When, mismatch
@@ -341,7 +342,8 @@ def _fetch(settings: Settings, vm: str | None) -> tuple[Document, str]:
         first_request_timeout=imds.first_request_timeout,
     )
     try:
-        document = parse_document(client.fetch())
+        with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+            document = parse_document(client.fetch())
         return document, vm or settings.vm.name or client.fetch_identity().name
     finally:
         client.close()

@@ -150,6 +150,8 @@ def open_daemon(
         return settings
 
     settings = load_settings()
+    # Whoever asks for the status stands in another directory.
+    in_force = str(path.absolute()) if path else BUILT_IN_NAME
     directory = Path(settings.agent.state_dir) if settings.agent.state_dir else host.default_state_dir()
     host.create_private_dir(directory)
     lock = host.hold_lock(directory / "lock")
@@ -157,13 +159,13 @@ def open_daemon(
         store = Store.open(directory, datetime.now(UTC))
         try:
             get_logger().info(
-                "policy", file=str(path) if path else "built in: no policy file", state_dir=str(directory)
+                "policy", file=in_force if path else "built in: no policy file", state_dir=str(directory)
             )
             yield Daemon(
                 settings,
                 load_settings,
                 store,
-                policy_name=str(path) if path else BUILT_IN_NAME,
+                policy_name=in_force,
                 stop_timeout=stop_timeout,
                 service=service,
             )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent import __version__
 from agent.cli.operator import add_state_options, ask_agent, find_agent, find_state_dir, user_name
-from agent.cli.terminal import Row, Style, Terminal, View, watch
+from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Style, Terminal, View, remark_if_slow, watch
 
 if TYPE_CHECKING:
     from agent.events import Document, ScheduledEvent
@@ -148,7 +148,9 @@ def _view_status(seen: "Status | LastKnown", terminal: Terminal, options: str) -
     """``options``: what the commands that are shown need besides, to find the same agent."""
     from agent.status import Status  # noqa: PLC0415 - as above
 
-    return _view_answer(seen, terminal, options) if isinstance(seen, Status) else _view_last_known(seen, terminal)
+    if isinstance(seen, Status):
+        return _view_answer(seen, terminal, options)
+    return _view_last_known(seen, terminal, options)
 
 
 def _view_answer(status: "Status", terminal: Terminal, options: str) -> View:
@@ -186,10 +188,8 @@ def _view_answer(status: "Status", terminal: Terminal, options: str) -> View:
             short_id=short[workflow.event.id],
             doing=activity(workflow, running, now),
             is_busy=bool(running),
-            commands=[
-                f"scheduled-events-agent {word} {_quoted(short[workflow.event.id])}{options}"
-                for word in (overruling(workflow) if may_act else ())
-            ],
+            overruling=overruling(workflow) if may_act else (),
+            options=options,
         )
         lines += ["", *card]
     essence = (
@@ -206,7 +206,7 @@ def _view_answer(status: "Status", terminal: Terminal, options: str) -> View:
     return View(lines, essence)
 
 
-def _view_last_known(seen: "LastKnown", terminal: Terminal) -> View:
+def _view_last_known(seen: "LastKnown", terminal: Terminal, options: str) -> View:
     from agent.status import by_urgency, last_known_activity, pending_in_words, short_ids  # noqa: PLC0415 - as above
 
     rows = [
@@ -226,7 +226,7 @@ def _view_last_known(seen: "LastKnown", terminal: Terminal) -> View:
     short = short_ids([workflow.event.id for workflow in seen.pending])
     for workflow in by_urgency(seen.pending):
         short_id, doing = short[workflow.event.id], last_known_activity(workflow)
-        lines += ["", *_card(workflow, terminal, at=seen.at, short_id=short_id, doing=doing)]
+        lines += ["", *_card(workflow, terminal, at=seen.at, short_id=short_id, doing=doing, options=options)]
     return View(lines, (seen.problem, seen.notes, seen.pending))
 
 
@@ -238,8 +238,12 @@ def _card(
     short_id: str,
     doing: str,
     is_busy: bool = False,
-    commands: Iterable[str] = (),
+    overruling: Iterable[str] = (),
+    options: str,
 ) -> Iterator[str]:
+    def command(words: str) -> str:
+        return f"scheduled-events-agent {words} {_quoted(short_id)}{options}"
+
     event, decision = workflow.event, workflow.decision
     styles: dict[str, Style] = {"held": "yellow", "started": "cyan", "recovering": "cyan", "approved": "green"}
     style: Style = "cyan" if is_busy else styles.get(workflow.phase, "")
@@ -248,11 +252,15 @@ def _card(
         rows = [Row("now", f"{doing}; {decision.reason}")]
     else:
         rows = [Row("now", doing, style), Row("rule", decision.reason.removeprefix("rule "))]
+    stages = (workflow.prepare, workflow.on_start, workflow.recover)
+    if failures := [stage.failure for stage in stages if stage.failure]:
+        rows.append(Row("failed", "; ".join(failures), "yellow"))
+        rows.append(Row("output", command("history --event")))
     if workflow.operator:
         rows.append(Row("operator", f"an operator has {workflow.operator} it"))
     rows.append(Row("event", _facts(event)))
     rows.append(Row("names", _names(event, decision.affects)))
-    rows += [Row("" if index else "overrule", command) for index, command in enumerate(commands)]
+    rows += [Row("" if index else "overrule", command(word)) for index, word in enumerate(overruling)]
     yield from terminal.rows(rows)
 
 
@@ -362,14 +370,16 @@ class _Source:
             self.endpoint,
             api_version=imds.api_version,
             request_timeout=imds.request_timeout,
-            first_request_timeout=imds.first_request_timeout,
+            # The very first answer may take minutes; an agent that runs has asked for it.
+            first_request_timeout=0 if self.agent_runs() else imds.first_request_timeout,
         )
 
     def fetch(self) -> "Document":
         """One request. Raises AgentError."""
         from agent.events import parse_document  # noqa: PLC0415 - as above
 
-        return parse_document(self._client.fetch())
+        with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+            return parse_document(self._client.fetch())
 
     def load_workflows(self) -> "tuple[dict[str, Workflow], str]":
         """What the agent makes of the events, by key; and why that is not known, if so."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from agent import __version__, cli, host
-from agent.cli import doctor
+from agent.cli import doctor, terminal
 from agent.config import CONFIG_VARIABLE
 from agent.host.surroundings import OwnService
 from agent.simulator import Simulator
@@ -81,11 +81,15 @@ def run(
 def examine(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> Examine:
     """The checks of a policy with this endpoint and these sections."""
 
-    def examine_policy(endpoint: str, policy: str = "", *arguments: str, listen: str = "off") -> Report:
+    def examine_policy(
+        endpoint: str, policy: str = "", *arguments: str, listen: str = "off", mode: str = "act"
+    ) -> Report:
         settings = f"imds: {{endpoint: '{endpoint}'}}\n"
-        settings += f"agent: {{state_dir: '{tmp_path / 'state'}', listen: '{listen}'}}\n"
-        (tmp_path / "p.yaml").write_text(settings + policy, encoding="utf-8")
-        code, out, err = run("--config", str(tmp_path / "p.yaml"), "--json", *arguments)
+        settings += f"agent: {{state_dir: '{tmp_path / 'state'}', listen: '{listen}', mode: {mode}}}\n"
+        file = tmp_path / "p.yaml"
+        if not file.exists() or file.read_text(encoding="utf-8") != settings + policy:  # it may be in force
+            file.write_text(settings + policy, encoding="utf-8")
+        code, out, err = run("--config", str(file), "--json", *arguments)
         assert err == ""
         report = json.loads(out)
         checks: dict[str, list[Check]] = {}
@@ -366,6 +370,28 @@ def test_doubts_about_the_policy_are_carried_over(examine: Examine, endpoint: En
     assert found.finding.endswith("p.yaml:3: hooks.idle: no rule names this hook")
 
 
+def test_a_policy_that_only_observes_is_a_warning(examine: Examine, endpoint: Endpoint, tmp_path: Path) -> None:
+    assert examine(endpoint.url, mode="observe").one("policy") == Check(
+        "warning",
+        f"{tmp_path / 'p.yaml'}: agent.mode is observe, so no hook runs and nothing is approved",
+        "set it to act once what explain and the log say is what is wanted",
+    )
+
+
+def test_an_answer_that_is_long_in_coming_is_announced(
+    run: Callable[..., tuple[int, str, str]], simulator: Simulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "_SLOW_SECONDS", 0.1)
+    simulator.fault("vm-1", "slow", on="poll", delay_seconds=1)
+    (tmp_path / "p.yaml").write_text(
+        f"imds: {{endpoint: '{simulator.endpoint('vm-1')}'}}\n"
+        f"agent: {{state_dir: '{tmp_path / 'state'}', listen: 'off'}}\n"
+    )
+    code, out, err = run("--config", "p.yaml")
+    assert (code, err) == (0, f"{terminal.FIRST_ANSWER_IS_SLOW}\n")
+    assert "ok       events" in out
+
+
 def test_hooks_that_are_there_are_well(examine: Examine, endpoint: Endpoint) -> None:
     report = examine(endpoint.url, HOOKS.format(f"{{run: ['{sys.executable}', -c, '']}}"))
     assert report.one("hooks") == Check("ok", "1 hook: what they name is there, and can be started", "")
@@ -572,6 +598,57 @@ def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
         assert report.one("agent") == Check("ok", f"runs (pid {process.pid}), version {__version__}", "")
         assert report.one("listen") == Check("ok", f"the agent serves its pages on {listen}", "")
         assert process.poll() is None
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def test_an_agent_that_does_not_do_what_the_policy_file_says_by_now_is_doubted(
+    run: Callable[..., tuple[int, str, str]], endpoint: Endpoint, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        listen = f"127.0.0.1:{other.getsockname()[1]}"
+    policy, other_policy = tmp_path / "p.yaml", tmp_path / "other.yaml"
+    for file in (policy, other_policy):
+        file.write_text(
+            f"imds: {{endpoint: '{endpoint.url}'}}\n"
+            f"agent: {{state_dir: '{tmp_path / 'state'}', listen: '{listen}'}}\n",
+            encoding="utf-8",
+        )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agent", "run", "--observe", "--config", policy.name],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+
+    def look(file: Path) -> Check:
+        checks = json.loads(run("--config", str(file), "--json")[1])["checks"]
+        (found,) = [check for check in checks if check.pop("check") == "agent"]
+        return Check(**found)
+
+    try:
+        for line in process.stderr:
+            if "agent started" in line:
+                break
+        runs = f"runs (pid {process.pid}), version {__version__}, "
+        assert look(policy) == Check(
+            "warning",
+            f"{runs}and only observes: no hook runs and nothing is approved",
+            "start it without --observe",
+        )
+        assert look(other_policy) == Check(
+            "warning",
+            f"{runs}with the policy {policy}, and these checks looked at another",
+            "name that one with --config",
+        )
+        policy.write_text(policy.read_text(encoding="utf-8"), encoding="utf-8")
+        changed = look(policy)
+        assert changed.verdict == "warning"
+        assert re.match(re.escape(f"{runs}with the policy as it was read at "), changed.finding)
+        assert changed.finding.endswith("Z; its file has changed since")
     finally:
         process.terminate()
         process.communicate()

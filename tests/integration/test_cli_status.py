@@ -2,23 +2,24 @@
 
 import json
 import re
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
 from agent import __version__, cli, host
 from agent.cli import operator
+from agent.cli import status as status_command
 from agent.config import CONFIG_VARIABLE
 from agent.events import ScheduledEvent
 from agent.policy import Decision
-from agent.status import PolicyInForce, RunningHook, Status, Vm
+from agent.status import LastKnown, PolicyInForce, RunningHook, Status, Vm
 from agent.store import Store, StoreError
 from agent.workflow import Note, Progress, Step, Workflow
 
@@ -172,6 +173,25 @@ def test_each_pending_event_is_told_with_the_time_left_the_reason_and_the_comman
         "  names     this VM only\n"
         f"  overrule  scheduled-events-agent hold 602D9444 --state-dir {state_dir}\n"
     )
+
+
+def test_of_a_hook_that_failed_the_way_to_its_output_is_told(state_dir: Path, run: Run) -> None:
+    failed = msgspec.structs.replace(
+        PREPARING,
+        phase="held",
+        prepare=Progress(state="failed", run=1, failure="hook drain: exit code 3"),
+        waits_for="preparation failed (hook drain: exit code 3)",
+    )
+    told = (
+        "  failed    hook drain: exit code 3\n"
+        f"  output    scheduled-events-agent history --event 602D9444 --state-dir {state_dir}\n"
+    )
+    approved = msgspec.structs.replace(failed, phase="approved", waits_for="")  # by its rule, despite the failure
+    for workflow in (failed, approved):
+        assert told in answered(state_dir, msgspec.structs.replace(STATUS, pending=(workflow,)), run)[1]
+    commit(state_dir, failed)
+    out = run("status", "--state-dir", str(state_dir))[1]
+    assert f"  output  scheduled-events-agent history --event 602D9444 --state-dir {state_dir}\n" in out
 
 
 def test_the_shortened_ids_tell_events_apart_and_of_a_hundred_names_some_are_shown(
@@ -386,16 +406,18 @@ def test_texts_that_the_locale_lacks_are_told_all_the_same(
 def test_watching_away_from_a_terminal_tells_what_changes_and_ends_quietly(
     state_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks: list[Any] = []
+    looks: list[Path] = []
+    look = status_command._look
 
-    def next_second(_: float) -> None:
-        looks.append(None)
-        if len(looks) == 2:
+    def count_looks(directory: Path) -> Status | LastKnown:
+        looks.append(directory)
+        if len(looks) == 3:
             commit(state_dir, PREPARING)
-        if len(looks) == 4:
-            raise KeyboardInterrupt
+        if len(looks) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return look(directory)
 
-    monkeypatch.setattr("agent.cli.terminal.time.sleep", next_second)
+    monkeypatch.setattr(status_command, "_look", count_looks)
     code, out, err = run("status", "--state-dir", str(state_dir), "--watch")
     assert (code, err) == (0, "")
     verdicts = [line for line in out.splitlines() if line.startswith("no agent runs")]

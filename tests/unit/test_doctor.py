@@ -4,6 +4,7 @@ import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 import pytest
 
 from agent.cli.diagnosis import (
@@ -20,6 +21,7 @@ from agent.cli.diagnosis import (
     judge_others,
     judge_rate,
     judge_version,
+    judge_what_runs,
     names_of,
     ok,
     warning,
@@ -28,8 +30,27 @@ from agent.cli.terminal import Terminal
 from agent.config import VmSettings
 from agent.host.surroundings import Approver, Life
 from agent.imds import Answer, ImdsError
+from agent.status import PolicyInForce, Status, Vm
 
 NOON = datetime(2026, 4, 11, 12, tzinfo=UTC)
+STATUS = Status(
+    at=NOON,
+    version="0.1.0",
+    started_at=NOON,
+    vm=Vm(names=("vm-1",), vm_id="1"),
+    mode="act",
+    is_paused=False,
+    ready=True,
+    health="ok",
+    policy=PolicyInForce(file="/p.yaml", read_at=NOON),
+    rules=(),
+    endpoint="auto",
+    last_poll_at=NOON,
+    poll_failure="",
+    incarnation="1",
+    running=(),
+    pending=(),
+)
 SOMETHING_ELSE = "look at imds.endpoint, and at what else answers there: a proxy, a portal, another service"
 
 
@@ -82,7 +103,8 @@ def test_in_a_window_findings_are_broken_to_fit_it() -> None:
         "\x1b[1;33mwarning\x1b[0m  clock     two words and a lot",
         "                   more of them",
         "                   -> set it, or have it",
-        "                      set by somebody else",
+        "                      set by somebody",
+        "                      else",
     ]
 
 
@@ -362,3 +384,28 @@ def test_no_other_agent_is_well() -> None:
     assert list(judge_others([], is_acting=True)) == [
         ok("others", "no other agent that approves events was found")
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_of_this_file", "changed_after", "is_to_act", "doubt"),
+    [
+        ({}, True, -1, True, None),
+        ({}, True, None, True, None),
+        ({"mode": "observe"}, True, -1, False, None),
+        ({}, False, -1, True, "with the policy /p.yaml, and these checks looked at another"),
+        ({}, True, 1, True, "with the policy as it was read at 2026-04-11 12:00:00Z; its file has changed since"),
+        ({"is_paused": True}, True, -1, True, "and is paused: it watches, and does nothing"),
+        ({"mode": "observe"}, True, -1, True, "and only observes: no hook runs and nothing is approved"),
+    ],
+)
+def test_an_agent_that_is_well_and_does_not_do_what_the_policy_says_is_doubted(
+    fields: dict[str, Any], is_of_this_file: bool, changed_after: float | None, is_to_act: bool, doubt: str | None
+) -> None:
+    found = judge_what_runs(
+        msgspec.structs.replace(STATUS, **fields),
+        is_of_this_file=is_of_this_file,
+        changed_at=None if changed_after is None else NOON + timedelta(seconds=changed_after),
+        is_to_act=is_to_act,
+    )
+    assert (found[0] if found else None) == doubt
+    assert found is None or found[1]

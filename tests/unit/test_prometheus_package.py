@@ -299,6 +299,18 @@ def test_the_dashboard_can_be_imported_anywhere() -> None:
             assert (labels["job"], labels["instance"]) == (["$job"], ["$instance"]), (title, metric)
 
 
+def test_no_panel_shows_a_series_for_each_of_thousands_of_machines() -> None:
+    told_apart = [
+        (panel["title"], target["expr"])
+        for panel in panels()
+        for target in panel["targets"]
+        if "{{instance}}" in target["legendFormat"] or panel["title"] == "Pending events"
+    ]
+    assert len(told_apart) == 11
+    unbounded = [title for title, query in told_apart if not re.match(r"(topk|bottomk)\(\d+, ", query)]
+    assert unbounded == []
+
+
 def test_the_panels_of_the_dashboard_do_not_overlap() -> None:
     every = dashboard()["panels"]
     assert len({panel["id"] for panel in every}) == len(every)
