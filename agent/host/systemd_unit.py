@@ -251,6 +251,8 @@ def install(plan: Plan, *, is_now: bool, is_forced: bool, root: Path = Path("/")
     done: list[str] = []
     if plan.account and _make_account(plan.account, root):
         done.append(f"made the account {USER}")
+    if plan.account and root == Path("/"):
+        _check_policy()
     for path, mode in plan.directories:
         if _make_directory(_at(root, path), mode):
             done.append(f"made {path}")
@@ -383,6 +385,20 @@ def _make_account(lines: str, root: Path) -> bool:
     if done.returncode != 0:
         raise UnitError(f"{program}: cannot make the account {USER}: {done.stderr.strip()}", kind="account")
     return True
+
+
+def _check_policy() -> None:
+    """Raises UnitError if the account cannot read the policy: with a strict umask, an editor leaves it to root."""
+    policy = ETC / "policy.yaml"
+    if not os.path.lexists(policy):
+        return
+    question = ["/usr/bin/test", "-r", str(policy)]
+    if subprocess.run(question, user=USER, group=USER, extra_groups=[], check=False).returncode != 0:
+        raise UnitError(
+            f"{policy}: the account {USER} cannot read it, so the agent would not start: chgrp {USER} {policy} "
+            f"&& chmod g+r {policy} (and the directories on the way there must let that account through)",
+            kind="place",
+        )
 
 
 def _check_rival(root: Path) -> None:

@@ -4,6 +4,8 @@ Asks systemd itself over D-Bus, and needs no privileges but a polkit rule that a
 unit. Knows nothing of events, policy or hooks. The one invariant: a run counts as a success only if systemd says
 that it was one, and nobody cut it short; whatever is not known for certain is a failure.
 
+What somebody else has started is waited for, and never stopped.
+
 Signals only say when to ask, for some get lost when systemd is replaced; a missing one never makes a success. The
 unit is held (RefUnit) while it is waited for, or systemd would forget at once how it ended.
 """
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,11 +37,16 @@ _DEFAULT_DIRECTORY = "/run/scheduled-events-agent"
 # The variables that tell what a run of a unit is for.
 _PURPOSE = ("SCHEDULED_EVENT_ID", "SCHEDULED_EVENT_STAGE")
 _ENDED = ("inactive", "failed")
+# Of services that go on when they have started, and that systemd starts again whenever they end well.
+_LASTING_TYPES = ("forking", "notify", "notify-reload", "dbus")
+_LASTING_RESTARTS = ("always", "on-success")
 _LOOK_SECONDS = 2.0  # between two looks when no signal tells of anything
+_GIVE_UP_SECONDS = 0.25  # the same while it may be given up waiting
 _RECONNECT_SECONDS = 0.25
 _LOST_SECONDS = 15.0  # a bus that is replaced is back much sooner
 _UNKNOWN = "how it ended is not known: systemd could not be asked in time"
 _STOP_SECONDS = 2.0  # an order to stop must not keep the hook's run from its other duties
+_LEFT_ALONE = b"(it was running already, for somebody else: it was waited for in vain, and is left running)\n"
 _SIGKILL = 9
 _EXITED = 1  # CLD_EXITED, as ExecMainCode has it
 
@@ -225,11 +232,15 @@ class UnitRun(ProcessTree):
         self._has_ended = threading.Event()
         self._is_told_to_stop = False
         self._may_begin = threading.Lock()
-        self.is_for_others = watched.is_joined and not briefing.is_there()
+        is_briefed = briefing.is_there()
+        self.is_for_others = watched.is_joined and not is_briefed
         """It runs for another event or stage, or for nobody we know: what that does is not what is wanted now."""
+        self._is_ours = not watched.is_joined or is_briefed is not None
+        """Whether an agent has started it: nothing else may be stopped."""
 
     def begin(self) -> None:
         """Start it, or join it. Raises HostError, its message a phrase."""
+        self._is_ours = True
         if not self._watched.is_joined:
             self._briefing.write()
         try:
@@ -261,9 +272,12 @@ class UnitRun(ProcessTree):
         return result.exit_code
 
     def _begin_after_others(self) -> None:
-        if self._briefing.is_there() is False:  # left behind by an agent that was killed
+        if self._is_ours:  # left behind by an agent that was killed
             _order("StopUnit", self._name, "replace")
-        if self._watched.wait() is None:
+        if self._watched.wait(self._is_given_up) is None:
+            if self._is_given_up():
+                with suppress(OSError):  # as above
+                    _write(self._output, _LEFT_ALONE)
             raise HostError(_UNKNOWN, kind="hook")
         self._watched.close()
         with self._may_begin:
@@ -272,22 +286,25 @@ class UnitRun(ProcessTree):
             self._watched = _Watched(self._name)
             self.begin()
 
+    def _is_given_up(self) -> bool:
+        return self._is_told_to_stop and not self._is_ours
+
     def is_empty(self) -> bool:
-        """Whether nothing of the unit runs any more."""
+        """Whether nothing of it runs any more that is ours to end."""
         return self._has_ended.is_set()
 
     def terminate(self) -> None:
         """Have systemd stop the unit; it is not waited for."""
         with self._may_begin:
             self._is_told_to_stop = True
-        if not self._has_ended.is_set():
+        if self._is_ours and not self._has_ended.is_set():
             _order("StopUnit", self._name, "replace")
 
     def kill(self) -> None:
         """Have systemd kill every process of the unit, and start none any more."""
         if not self._is_told_to_stop:
             self.terminate()
-        if not self._has_ended.is_set():
+        if self._is_ours and not self._has_ended.is_set():
             _order("KillUnit", self._name, "all", _SIGKILL)
 
     def close(self) -> None:
@@ -347,10 +364,14 @@ class _Watched:
                 ) from None
             raise HostError(f"systemd does not start {self._name}: {error}", kind="hook") from None
 
-    def wait(self) -> dict[str, Any] | None:
-        """Block until it has ended. Returns its properties then; None if systemd cannot be asked any more."""
+    def wait(self, is_given_up: Callable[[], bool] | None = None) -> dict[str, Any] | None:
+        """Block until it has ended. Returns its properties then.
+
+        Returns None if systemd cannot be asked any more, or if it ``is_given_up`` to wait.
+        """
         asked_at = time.monotonic()
-        while True:
+        look_seconds = _LOOK_SECONDS if is_given_up is None else _GIVE_UP_SECONDS
+        while is_given_up is None or not is_given_up():
             try:
                 if self._bus is None:
                     self._connect()
@@ -358,7 +379,7 @@ class _Watched:
                 asked_at = time.monotonic()
                 if end is not None:
                     return end
-                self._note_signals(_LOOK_SECONDS)
+                self._note_signals(look_seconds)
             except (BusError, BusLostError):  # systemd is being replaced, or the bus is
                 self.close()
                 self._is_complete = False
@@ -366,6 +387,7 @@ class _Watched:
                 if time.monotonic() - asked_at > _LOST_SECONDS or is_shutting_down():
                     return None
                 time.sleep(_RECONNECT_SECONDS)
+        return None
 
     def close(self) -> None:
         """Let go of it."""
@@ -430,7 +452,24 @@ def _fault(name: str, unit: Mapping[str, Any]) -> str | None:
         return f"{name} is another name of {unit['Id']}: use that one"
     if unit["RemainAfterExit"]:
         return f"{name} has RemainAfterExit=yes, so that nobody can tell when it is done: set it to no"
+    why = _why_lasting(unit)
+    if why:
+        return (
+            f"{name} {why}, and so is made to run on: as a hook it would be waited for in vain, and then stopped; "
+            "name a unit of Type=oneshot that starts or stops it"
+        )
     return None
+
+
+def _why_lasting(unit: Mapping[str, Any]) -> str:
+    """What tells a server from a task; empty if nothing does."""
+    if unit["Restart"] in _LASTING_RESTARTS:
+        return f"has Restart={unit['Restart']}"
+    if unit["Type"] in _LASTING_TYPES:
+        return f"has Type={unit['Type']}"
+    if unit["UnitFileState"].startswith("enabled") and unit["Type"] != "oneshot":
+        return "is started at boot"
+    return ""
 
 
 def _order(member: str, name: str, *arguments: Any) -> None:

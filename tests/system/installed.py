@@ -1,4 +1,5 @@
-"""Fixtures: the package built from this checkout, a machine on which it has been installed, and an endpoint.
+"""Fixtures: the package built from this checkout, a machine on which it has been installed, an endpoint; and all
+three at work.
 
 As with ``machines``, a test module asks for them by ``pytest_plugins = ["machines", "installed"]``.
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from container import Container
-from service import POLICY, build_deb
+from service import POLICY, Service, build_deb
 
 from agent.simulator import Simulator
 
@@ -44,3 +45,14 @@ def sim() -> Iterator[Simulator]:
     """The endpoint of the one VM that a machine is; on loopback, which all machines share."""
     with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
         yield simulator
+
+
+@pytest.fixture
+def service(installed: Container, sim: Simulator) -> Iterator[Service]:
+    """The agent, installed from its package in a booted container of its own; it polls the simulator."""
+    with Container(installed) as machine:
+        service = Service(machine, sim.endpoint())
+        service.write_policy()
+        service.systemctl("restart")
+        yield service
+        sys.stdout.write(machine.account())  # pytest shows it on failure only

@@ -2,17 +2,13 @@
 
 import json
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
-from container import Container
 from service import DROP_INS, Service
-
-from agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(900)  # the first time, Debian is fetched
@@ -21,17 +17,6 @@ STATE = "/var/lib/scheduled-events-agent"
 RULES = [{"name": "all", "prepare": ["drain"], "approve": "when-prepared"}]
 HOOK = "/etc/scheduled-events-agent/hooks/drain"
 ADVICE = "put it right: until then the hook fails, and a failed preparation holds its event"
-
-
-@pytest.fixture
-def service(installed: Container, sim: Simulator) -> Iterator[Service]:
-    """The agent, installed from its package in a booted container of its own; it polls the simulator."""
-    with Container(installed) as machine:
-        service = Service(machine, sim.endpoint())
-        service.write_policy()
-        service.systemctl("restart")
-        yield service
-        sys.stdout.write(machine.account())
 
 
 def examine(service: Service) -> tuple[int, dict[str, list[list[str]]]]:

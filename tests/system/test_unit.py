@@ -1,10 +1,12 @@
 """The unit under a real systemd: ready, supervised, reloaded, stopped, ordered and confined as its file says."""
 
 import re
+import socket
+import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ if sys.platform == "win32":
 
 import apt
 from container import CHECKOUT, Container
-from service import DROP_INS, UNIT, Service
+from service import DROP_INS, POLICY, UNIT, Service
 from stuck import hanging_thread, outer_pid, wait_killed
 
 from agent.simulator import Simulator
@@ -26,16 +28,7 @@ RULES = [{"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "
 # So that a test need not wait for a minute.
 SHORT_WATCHDOG = "[Service]\nWatchdogSec=8s\nTimeoutAbortSec=2s\nRestartSec=500ms\n"
 STRICT = "/usr/share/scheduled-events-agent/systemd/strict.conf"
-
-
-@pytest.fixture
-def service(installed: Container, sim: Simulator) -> Iterator[Service]:
-    """The agent, installed from its package in a booted container of its own; it polls the simulator."""
-    with Container(installed) as machine:
-        service = Service(machine, sim.endpoint())
-        service.write_policy()
-        service.systemctl("restart")
-        yield service
+ETC = "/etc/scheduled-events-agent"
 
 
 def drain_with(shell: str, **settings: object) -> dict[str, object]:
@@ -71,6 +64,59 @@ def test_the_documented_exposure_is_what_systemd_finds_and_strict_is_at_most_2(s
     found["strict"] = score()
     assert found["strict"] <= 2.0
     assert found == documented
+
+
+# In what order images of Azure start their network and what prepares them, as the packages of these programs say.
+IMAGES = {
+    "networkd": {
+        "cloud-init-local.service": "DefaultDependencies=no\nWants=network-pre.target\n"
+        "Before=network-pre.target sysinit.target",
+        "cloud-init.service": "DefaultDependencies=no\nWants=cloud-init-local.service\n"
+        "After=cloud-init-local.service systemd-networkd-wait-online.service networking.service\n"
+        "Before=network-online.target sysinit.target systemd-user-sessions.service",
+        "ufw.service": "DefaultDependencies=no\nWants=network-pre.target\nBefore=network-pre.target",
+        "chrony.service": "After=network.target\nBefore=time-sync.target\nWants=time-sync.target",
+        "walinuxagent.service": "After=network-online.target cloud-init.service\nWants=network-online.target",
+    },
+    "NetworkManager": {
+        "firewalld.service": "Wants=network-pre.target\nAfter=dbus.service polkit.service\n"
+        "Before=network-pre.target",
+        "NetworkManager.service": "Wants=network.target\nAfter=network-pre.target dbus.service\n"
+        "Before=network.target",
+        "NetworkManager-wait-online.service": "Requires=NetworkManager.service\nAfter=NetworkManager.service\n"
+        "Before=network-online.target",
+        "cloud-init.service": "DefaultDependencies=no\nAfter=NetworkManager-wait-online.service\n"
+        "Before=network-online.target systemd-user-sessions.service",
+        "waagent.service": "After=network-online.target cloud-init.service\nWants=network-online.target",
+    },
+}
+
+
+@pytest.mark.parametrize("image", IMAGES)
+@pytest.mark.parametrize("is_strict", [False, True], ids=["root", "strict"])
+def test_it_has_a_place_in_the_order_in_which_images_of_azure_boot(
+    service: Service, image: str, is_strict: bool
+) -> None:
+    machine = service.machine
+
+    def add(name: str, order: str) -> None:
+        text = f"[Unit]\n{order}\n[Service]\nType=oneshot\nExecStart=/bin/true\n"
+        machine.write(f"/etc/systemd/system/{name}", f"{text}[Install]\nWantedBy=multi-user.target\n")
+        machine.run("systemctl", "enable", name)
+
+    def cycles() -> list[str]:
+        told = machine.run("systemd-analyze", "verify", "--man=no", "multi-user.target", check=False).stderr
+        return [line for line in told.splitlines() if "ordering cycle" in line]
+
+    for name, order in IMAGES[image].items():
+        add(name, order)
+    if image == "networkd":
+        machine.run("systemctl", "enable", "systemd-networkd", "systemd-networkd-wait-online")
+    if is_strict:
+        machine.run("install", "-D", "-m", "644", STRICT, f"{DROP_INS}/50-strict.conf")
+    assert cycles() == []
+    add("early.service", "DefaultDependencies=no\nAfter=network.target\nBefore=sysinit.target")
+    assert cycles() != []  # or nothing would have been found above either
 
 
 # --- ready, and what is pending
@@ -293,6 +339,12 @@ def test_secrets_reach_hooks_as_credentials_and_nobody_else(
     assert "s3cret" not in service.machine.run("cat", f"/proc/{service.pid()}/environ").stdout
 
 
+def test_without_the_directory_of_secrets_it_starts_all_the_same(service: Service) -> None:
+    service.machine.run("rmdir", f"{ETC}/credentials")
+    service.systemctl("restart")
+    assert service.show("StatusText") == "nothing is pending"
+
+
 # --- strict
 
 
@@ -423,6 +475,68 @@ def test_strict_can_tell_a_failed_hook_from_one_that_the_shutdown_ended(strict: 
     assert strict.machine.path("/etc/resumed").exists()
     told = "the machine goes down: this hook counts as not run, and runs again at the next start"
     assert len(strict.log(told, boot=-1, hook="resume")) == 1
+
+
+def test_strict_is_refused_as_long_as_its_account_cannot_read_the_policy(service: Service) -> None:
+    policy = service.machine.path(POLICY)
+    policy.chmod(0o640)  # as an editor leaves it with the umask that guides to hardening want
+    refused = service.machine.run("scheduled-events-agent", "install-unit", "--strict", "--now", check=False)
+    assert refused.returncode == 1
+    way_out = f"chgrp scheduled-events-agent {POLICY} && chmod g+r {POLICY}"
+    assert f"{POLICY}: the account scheduled-events-agent cannot read it" in refused.stderr
+    assert way_out in refused.stderr
+    assert not service.machine.path(f"{DROP_INS}/50-strict.conf").exists()
+    assert service.process_status()["Uid"].split() == ["0"] * 4  # it runs as before
+    service.machine.run("sh", "-c", way_out)
+    service.machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
+    assert service.show("StatusText") == "nothing is pending"
+
+
+@pytest.mark.parametrize("key", [f"{ETC}/server.key", "/run/credentials/scheduled-events-agent.service/hooks_key"])
+def test_strict_serves_its_pages_with_a_key_that_only_its_account_can_read(
+    service: Service, tmp_path: Path, key: str
+) -> None:
+    machine = service.machine
+    request = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost")
+    names = ("-addext", "subjectAltName=IP:127.0.0.1")
+    machine.run(*request, *names, "-keyout", f"{ETC}/credentials/key", "-out", f"{ETC}/server.pem")
+    machine.write(f"{ETC}/web.yml", f"tls_server_config: {{cert_file: server.pem, key_file: {key}}}\n")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        service.write_policy(agent={"listen": address, "web_config": f"{ETC}/web.yml"})
+        machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
+        if key.startswith(ETC):
+            install = ("install", "-m", "640", "-g", "scheduled-events-agent")
+            assert f"{key} cannot be read: No such file or directory" in service.show("StatusText")
+            machine.run(*install, f"{ETC}/credentials/key", key)
+        # It is up without its pages, too.
+        service.wait_status(f"its pages are not shown (cannot listen on {address}: Address already in use")
+    service.wait_log("the pages are shown now")
+    (tmp_path / "server.pem").write_bytes(machine.path(f"{ETC}/server.pem").read_bytes())
+    context = ssl.create_default_context(cafile=str(tmp_path / "server.pem"))
+    with urllib.request.urlopen(f"https://{address}/healthz", context=context) as answer:
+        assert answer.read() == b"ok\n"
+    service.systemctl("reload")  # which checks the file as well, and as the agent sees it
+    assert service.show("StatusText") == "nothing is pending"
+
+
+def test_strict_is_spoken_to_by_root_who_leaves_nothing_in_its_way(strict: Service, sim: Simulator) -> None:
+    machine, state = strict.machine, "/var/lib/scheduled-events-agent"
+    strict.write_policy(rules=[{"name": "reboots", "approve": "manual"}])
+    strict.systemctl("restart")
+    event = sim.schedule("Reboot", notice_seconds=600)
+    strict.wait_status(event)
+    strict.systemctl("stop")
+    machine.run("sh", "-c", f"rm -f {state}/state.db-*")  # whoever opens the state now makes these anew
+    told = machine.run("scheduled-events-agent", "status", check=False)
+    assert (told.returncode, event[:8] in told.stdout) == (1, True)
+    assert event in machine.run("scheduled-events-agent", "history").stdout
+    owners = machine.run("sh", "-c", f"stat -c %U {state} {state}/*").stdout.split()
+    assert set(owners) == {"scheduled-events-agent"}
+    strict.systemctl("start")
+    machine.run("scheduled-events-agent", "approve", event)
+    sim.wait_approved(event)
+    assert machine.run("scheduled-events-agent", "status").returncode == 0
 
 
 def test_back_from_strict_the_state_is_kept(strict: Service, sim: Simulator) -> None:
