@@ -5,9 +5,10 @@
 # will do. What was looked at in vain is in found, for people to read.
 find_python() {
     found=
-    for _name in python3 python3.14 python3.13 python3.12 python3.11; do
-        # Not PATH: the service and everybody's shell are to get the same one.
-        for _place in /usr/bin /usr/local/bin; do
+    # Not PATH: the service and everybody's shell are to get the same one. And the distribution's comes first: it is
+    # what the package depends on, and has all its modules.
+    for _place in /usr/bin /usr/local/bin; do
+        for _name in python3 python3.14 python3.13 python3.12 python3.11; do
             [ -x "$_place/$_name" ] || continue
             # The name of the file tells the version in a tenth of the time that asking takes.
             _version=$(readlink -f "$_place/$_name") || continue

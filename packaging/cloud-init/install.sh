@@ -89,8 +89,9 @@ case $name in
         ;;
 esac
 
+# With a bad one this ends here, and an agent that runs goes on with the one from before.
+"$agent" check ${policy:+--config "$policy"}
 if [ -n "$policy" ]; then
-    "$agent" check --config "$policy"
     mkdir -p "$etc"
     cp "$policy" "$etc/.policy.yaml.new"
     chmod 0644 "$etc/.policy.yaml.new"

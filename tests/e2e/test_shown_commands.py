@@ -33,6 +33,8 @@ ELSEWHERE = {
     "make test": (".ci/run", "make test"),
     "make packages": ("tests/system/test_packages.py", 'build("deb"'),
     "apt install ./": ("tests/system/installed.py", '"dpkg", "--install"'),
+    "dnf install": ("tests/system/test_rpm.py", '"dnf", "install"'),
+    "zypper install": ("tests/system/test_rpm.py", '"zypper", "--non-interactive", "install"'),
     "systemctl reload scheduled-events-agent": ("tests/system/test_unit.py", 'systemctl("reload")'),
     f"{OURS}completion bash": ("tests/system/test_completion.py", "complete_in_bash"),
     f"{OURS}install-unit": ("tests/system/test_install_other.py", "install-unit"),
@@ -52,9 +54,7 @@ ELSEWHERE = {
 # The same -> why it is run nowhere.
 NOT_RUN = {
     "az ": "needs an Azure subscription; the real command line read each of them once, see docs/azure.md",
-    "dnf install": "no distribution with dnf can be had here; tests/system/test_rpm.py installs the rpm with rpm",
     "tdnf install": "Azure Linux cannot be had here, see docs/install-linux.md",
-    "zypper install": "SLES cannot be had here, see docs/install-linux.md",
     "podman ": "there is no container engine; tests/system/test_install_other.py carries the recipe out",
     "pipx run pip-audit": "the database of vulnerabilities is not to be had everywhere; make audit",
     "SIGN_COMMAND=": "needs a certificate",

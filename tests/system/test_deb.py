@@ -268,6 +268,18 @@ def test_purging_it_leaves_the_operators_own_drop_ins(upgradable: Container) -> 
     assert upgradable.run("ls", DROP_INS).stdout == "override.conf\n"
 
 
+def test_purging_it_empties_a_state_directory_that_is_a_file_system_of_its_own(upgradable: Container) -> None:
+    state = f"/var/lib/{NAME}"
+    upgradable.run("systemctl", "stop", UNIT)
+    upgradable.run("mount", "-t", "tmpfs", "-o", "mode=700", "state", state)
+    upgradable.run("systemctl", "start", UNIT)
+    assert upgradable.run("ls", state).stdout != ""
+    upgradable.run("dpkg", "--purge", NAME)
+    assert upgradable.run("ls", state).stdout == ""
+    assert NAME not in upgradable.run("dpkg-query", "--show").stdout
+    assert NAME not in upgradable.path("/etc/passwd").read_text()
+
+
 def test_purging_it_takes_nothing_from_an_agent_that_install_unit_put_in_its_place(
     upgradable: Container,
 ) -> None:
@@ -348,11 +360,44 @@ def test_an_upgrade_does_not_end_an_agent_whose_policy_file_is_bad(upgradable: C
     assert (state_of(upgradable), service.pid()) == (("enabled", "active"), before)
     assert f'{POLICY}:1: unknown key "rulez"; did you mean "rules"?\n' in done.stderr
     assert done.stderr.endswith(
-        f"{NAME}: the policy is not valid, so the old version runs on. When it is: systemctl restart {NAME}\n"
+        f"{NAME}: the policy is not valid, so the version before runs on. When it is: systemctl restart {NAME}\n"
     )
     upgradable.write(POLICY, policy)
     service.systemctl("restart")
     assert service.log("agent started", version=NEWER)
+
+
+def test_an_upgrade_does_not_end_an_agent_whose_bad_policy_file_a_drop_in_names(upgradable: Container) -> None:
+    service = Service(upgradable, "")
+    upgradable.write("/etc/other.yaml", "rules: []\n")
+    service.add_drop_in("[Service]\nEnvironment=SCHEDULED_EVENTS_AGENT_CONFIG=/etc/other.yaml\n")
+    service.systemctl("restart")
+    upgradable.write("/etc/other.yaml", "rulez: []\n")
+    before = service.pid()
+    done = upgradable.run("dpkg", "--install", PACKAGE, timeout=60)
+    assert (state_of(upgradable), service.pid()) == (("enabled", "active"), before)
+    assert '/etc/other.yaml:1: unknown key "rulez"; did you mean "rules"?\n' in done.stderr
+
+
+def test_a_downgrade_does_not_end_an_agent_whose_state_the_older_version_cannot_read(
+    upgradable: Container,
+) -> None:
+    service = Service(upgradable, "")
+    write_state_of_a_newer_version(upgradable)
+    before = service.pid()
+    done = upgradable.run("dpkg", "--install", PACKAGE, timeout=60)
+    assert (state_of(upgradable), service.pid()) == (("enabled", "active"), before)
+    assert f"/var/lib/{NAME}/state.db was written by a newer version of the agent (schema 99, " in done.stderr
+    assert done.stderr.endswith(
+        f"{NAME}: this version cannot read the state, so the version before runs on. "
+        f"When it can: systemctl restart {NAME}\n"
+    )
+
+
+def write_state_of_a_newer_version(machine: Container) -> None:
+    """Beside the agent that runs, which does not look at the version again."""
+    program = f"import sqlite3; sqlite3.connect('/var/lib/{NAME}/state.db').execute('PRAGMA user_version = 99')"
+    machine.run("python3", "-c", program)
 
 
 def test_removing_it_between_unpacking_and_configuring_stops_it_and_leaves_no_trace_of_the_upgrade(

@@ -11,8 +11,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
@@ -24,7 +29,7 @@ if sys.platform == "win32":
 
 import apt
 from container import CHECKOUT, Container
-from service import DROP_INS, POLICY, UNIT, Service
+from service import DROP_INS, POLICY, UNIT, Service, build_deb
 
 from agent.config import AgentSettings
 from agent.simulator import Simulator
@@ -125,6 +130,23 @@ def run(command: list[str], **options: Any) -> "subprocess.CompletedProcess[str]
     )
     assert done.returncode == 0, f"{' '.join(command)}\nended with {done.returncode}\n{done.stdout}{done.stderr}"
     return done
+
+
+def test_the_wheel_has_all_of_the_agent_its_configuration_and_its_unit(wheels: Path) -> None:
+    (wheel,) = wheels.glob("scheduled_events_agent-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        executable = {entry.filename: entry.external_attr >> 16 & 0o111 != 0 for entry in archive.infolist()}
+    share = f"{wheel.name.removesuffix('-py3-none-any.whl')}.data/data/share/scheduled-events-agent"
+    places = {"agent": "agent", "config": share, "systemd": f"{share}/systemd"}
+    sources = {
+        f"{place}/{path.relative_to(CHECKOUT / folder).as_posix()}": path
+        for folder, place in places.items()
+        for path in (CHECKOUT / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {name for name in executable if ".dist-info/" not in name} == {*sources}
+    wrong = [name for name, path in sources.items() if os.access(path, os.X_OK) != executable[name]]
+    assert wrong == []
 
 
 # --- install-unit
@@ -377,6 +399,12 @@ def test_the_extension_command_installs_what_its_settings_download(
     assert bad.stdout.endswith('bad.yaml:1: unknown key "rulez"; did you mean "rules"?\nnot valid: 1 problem\n')
     assert machine.path(POLICY).read_text() == before
 
+    pid = service.pid()
+    machine.write(POLICY, "rulez: []\n")  # of the machine's own: it would not come up with that
+    bad = machine.run("sh", f"{folder}/install.sh", f"{folder}/{names[2]}", check=False)
+    assert (bad.returncode, service.pid()) == (2, pid)
+    machine.write(POLICY, before)
+
     wrong = machine.run("sh", f"{folder}/install.sh", f"file://{folder}/{names[2]}", "0" * 64, check=False)
     assert wrong.returncode == 1
     assert wrong.stderr.endswith(f"file://{folder}/{names[2]}: its SHA-256 is not {'0' * 64}\n")
@@ -465,6 +493,49 @@ def test_the_ansible_role_installs_everything_and_changes_nothing_the_second_tim
         assert service.process_status()["Uid"].split() == [uid] * 4
         assert is_approved(sim)
         assert play(service, **{**variables, "policy": policy_text(sim), "strict": True})["changed"] == 0
+
+
+def test_the_ansible_role_takes_a_package_from_an_address_with_a_token(
+    managed: Container, sim: Simulator, deb: Path
+) -> None:
+    with Container(managed) as machine, served(deb.parent) as address:
+        service = Service(machine, sim.endpoint())
+        variables = {"package": f"{address}/{deb.name}?sv=2024&sig=secret", "policy": policy_text(sim)}
+        assert play(service, **variables)["changed"] > 0
+        assert is_approved(sim)
+        again = play(service, **variables)
+        assert (again["changed"], again["failed"]) == (0, 0)
+        other = play(service, **{**variables, "package": f"{address}/agent.tar.gz"})
+        assert (other["changed"], other["failed"]) == (0, 1)
+
+
+def test_the_ansible_role_does_not_end_an_agent_whose_policy_file_is_bad(
+    managed: Container, sim: Simulator, deb: Path, tmp_path: Path
+) -> None:
+    newer = build_deb(tmp_path, "--version", "9.8.7")
+    with Container(managed) as machine:
+        service = Service(machine, sim.endpoint())
+        for package in (deb, newer):
+            machine.copy_in(package, f"/root/{package.name}")
+        play(service, package=f"/root/{deb.name}", policy=policy_text(sim))
+        pid = service.pid()
+        machine.write(POLICY, "rulez: []\n")
+        assert play(service, package=f"/root/{newer.name}")["failed"] == 1
+        assert service.pid() == pid
+        assert is_approved(sim)
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a web server on loopback that has the files of a folder, whatever follows a question mark."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(folder))) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_the_ansible_role_is_without_a_complaint_of_its_linter() -> None:

@@ -36,7 +36,7 @@ HOME = f"usr/lib/{NAME}"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine of ELF
 DEBS = {"x86_64": "amd64", "aarch64": "arm64"}
-EXECUTABLE = {f"usr/bin/{NAME}", f"{HOME}/bytecode.sh"} | {
+EXECUTABLE = {f"usr/bin/{NAME}", f"{HOME}/bytecode.sh", f"{HOME}/may-restart.sh"} | {
     f"usr/share/{NAME}/hooks/{path.name}" for path in CHECKOUT.glob("config/hooks/*") if path.suffix == ""
 }
 
@@ -128,13 +128,14 @@ def test_a_deb_says_what_it_is_and_needs(dist: Path, machine: str) -> None:
     fields = ("Package", "Version", "Architecture", "Section", "Priority", "Depends", "Recommends", "Suggests")
     found = {field: output_of("dpkg-deb", "--field", str(path), field).strip() for field in fields}
     glibc = {"x86_64": "2.14", "aarch64": "2.17"}[machine]
+    needed = f"libc6 (>= {glibc}), libgcc-s1, python3.13 | python3.12 | python3.11 | python3.14, systemd (>= 250)"
     assert found == {
         "Package": NAME,
         "Version": f"{__version__}-1",
         "Architecture": DEBS[machine],
         "Section": "admin",
         "Priority": "optional",
-        "Depends": f"libc6 (>= {glibc}), python3.13 | python3.12 | python3.11 | python3.14, systemd (>= 250)",
+        "Depends": needed,
         "Recommends": "",
         "Suggests": "polkitd",
     }
@@ -188,6 +189,34 @@ def test_what_is_compiled_is_for_the_processor_of_the_package_and_for_every_pyth
     assert sorted(found) == sorted(places)
     kinds = {struct.unpack_from("<4sBB12xH", content or b"") for content in found.values()}
     assert kinds == {(b"\x7fELF", 2, 1, MACHINES[machine])}  # 64 bits, little endian
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_is_compiled_fits_old_systems_and_large_pages_and_its_libraries_are_asked_for(
+    dist: Path, debs: Mapping[str, Mapping[str, Entry]], machine: str, tmp_path: Path
+) -> None:
+    apt.need("readelf", "binutils")
+    apt.need("rpm", "rpm")
+    needed, versions, alignments = set[str](), set[tuple[int, ...]](), set[int]()
+    for name, entry in debs[machine].items():
+        if name.endswith(".so"):
+            module = tmp_path / "module.so"
+            module.write_bytes(entry.content or b"")
+            said = output_of("readelf", "--wide", "--dynamic", "--version-info", "--program-headers", str(module))
+            needed |= set(re.findall(r"\(NEEDED\)\s+Shared library: \[(.+)\]", said))
+            found = re.findall(r"Name: GLIBC_([\d.]+)", said)
+            versions |= {tuple(map(int, version.split("."))) for version in found}
+            alignments |= {int(row.split()[-1], 16) for row in said.splitlines() if row.split()[:1] == ["LOAD"]}
+    assert max(versions) <= (2, 31)  # that of SLES 15, the oldest
+    page = {"x86_64": 0x1000, "aarch64": 0x10000}[machine]  # RHEL has a kernel with pages of 64 KiB for the latter
+    assert min(alignments) >= page
+    of_glibc = re.compile(r"(libc|libm|libpthread|libdl|ld-linux-\S+)\.so\.\d")
+    others = {library for library in needed if not of_glibc.fullmatch(library)}
+    asked = set(output_of("rpm", "-qp", "--requires", str(rpm_path(dist, machine))).splitlines())
+    assert {f"{library}()(64bit)" for library in others} - asked == set()
+    debian = {"libgcc_s.so.1": "libgcc-s1"}
+    depends = output_of("dpkg-deb", "--field", str(deb_path(dist, machine)), "Depends").strip().split(", ")
+    assert {debian[library] for library in others} - set(depends) == set()
 
 
 def test_nothing_is_in_it_that_nobody_needs(debs: Mapping[str, Mapping[str, Entry]]) -> None:
@@ -366,7 +395,7 @@ def test_rpmlint_has_nothing_to_say(dist: Path) -> None:
 def test_shellcheck_has_nothing_to_say() -> None:
     apt.need("shellcheck", "shellcheck")
     scripts = [*(CHECKOUT / "packaging").glob("*.sh"), *(CHECKOUT / "packaging/deb").glob("p*")]
-    assert len(scripts) == 6
+    assert len(scripts) == 7
     assert output_of("shellcheck", "-x", "-P", str(CHECKOUT), *map(str, scripts)) == ""
 
 
@@ -397,6 +426,7 @@ def test_an_rpm_says_what_it_is_and_needs(dist: Path, machine: str) -> None:
         "findutils",
         "systemd >= 250",
         f"libc.so.6(GLIBC_{glibc})(64bit)",
+        "libgcc_s.so.1()(64bit)",
         " or ".join(f"python(abi) = {python}" for python in PYTHONS).join("()"),
         *(f"(python{number} if python{number}-base)" for number in ("311", "312", "313", "314")),
     }
@@ -701,6 +731,17 @@ def test_the_launcher_looks_in_usr_local_too_but_not_in_the_users_path(machine: 
     assert machine.run(PATH=path).returncode == 1
     machine.add("python3", "3.12", machine.local)
     assert machine.run(PATH=path).stdout.startswith(f"3.12 {machine.local}/python3 ")
+
+
+def test_the_launcher_takes_the_distributions_python_before_a_newer_one_that_was_built_here(
+    machine: Machine,
+) -> None:
+    # The package depends on the one in /usr/bin; the other may lack sqlite3, or be the work of others than root.
+    machine.add("python3", "3.9")
+    machine.add("python3.11", "3.11")
+    machine.add("python3", "3.13", machine.local)
+    machine.add("python3.14", "3.14", machine.local)
+    assert machine.run().stdout.startswith(f"3.11 {machine.bin}/python3.11 ")
 
 
 def test_without_a_usable_python_the_launcher_says_what_it_found_and_the_way_out(machine: Machine) -> None:

@@ -7,15 +7,17 @@ checks what it requires. Everything else is real: the scripts, systemd, the laun
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 if sys.platform == "win32":
     pytest.skip("rpms are for Linux", allow_module_level=True)
 
-from container import CHECKOUT, Container
+from container import CHECKOUT, PROJECT, Container
 from service import POLICY, UNIT, Service
 
 from agent import __version__
@@ -140,7 +142,21 @@ def test_an_upgrade_does_not_end_an_agent_whose_policy_file_is_bad(machine: Cont
     assert (state_of(machine), service.pid()) == (("enabled", "active"), before)
     assert f'{POLICY}:1: unknown key "rulez"; did you mean "rules"?\n' in done.stderr
     assert done.stderr.endswith(
-        f"{NAME}: the policy is not valid, so the old version runs on. When it is: systemctl restart {NAME}\n"
+        f"{NAME}: the policy is not valid, so the version before runs on. When it is: systemctl restart {NAME}\n"
+    )
+
+
+def test_a_downgrade_does_not_end_an_agent_whose_state_the_older_version_cannot_read(machine: Container) -> None:
+    service = Service(machine, "")
+    program = f"import sqlite3; sqlite3.connect('/var/lib/{NAME}/state.db').execute('PRAGMA user_version = 99')"
+    machine.run("python3", "-c", program)  # the agent that runs does not look at it again
+    before = service.pid()
+    done = machine.run("rpm", "--force-debian", "--nodeps", "--upgrade", "/root/newer.rpm", timeout=120)
+    assert (state_of(machine), service.pid()) == (("enabled", "active"), before)
+    assert f"/var/lib/{NAME}/state.db was written by a newer version of the agent (schema 99, " in done.stderr
+    assert done.stderr.endswith(
+        f"{NAME}: this version cannot read the state, so the version before runs on. "
+        f"When it can: systemctl restart {NAME}\n"
     )
 
 
@@ -176,3 +192,103 @@ def test_in_an_image_without_a_running_systemd_it_is_installed_and_runs_from_the
         rpm(machine, "--install", "/root/agent.rpm")
         machine.start()
         assert state_of(machine) == ("enabled", "active")
+
+
+# --- package managers
+
+
+class Distribution(NamedTuple):
+    """What one has of what the package asks for: each package with what its spec says of that."""
+
+    manager: str
+    installed: Mapping[str, str]
+    offered: Mapping[str, str]
+
+
+_BASE = {"base": "Provides: /bin/sh coreutils findutils libc.so.6(GLIBC_2.14)(64bit) libgcc_s.so.1()(64bit)"}
+RHEL_9 = Distribution(
+    "dnf",
+    {**_BASE, "systemd": "Version: 252", "python3": "Provides: python(abi) = 3.9"},
+    {"python3.11": "Provides: python(abi) = 3.11"},
+)
+SLES_15 = Distribution(
+    "zypper",
+    {**_BASE, "systemd": "Version: 254", "python3-base": "Provides: python(abi) = 3.6"},
+    {"python311-base": "Provides: python(abi) = 3.11", "python311": "Requires: python311-base"},
+)
+# Its own manager, tdnf, is not to be had here; it asks the same library (libsolv) as the others.
+AZURE_LINUX_3 = Distribution(
+    "dnf",
+    {**_BASE, "systemd": "Version: 255", "python3": "Provides: python(abi)"},  # any version, that is
+    {},
+)
+INSTALL = {
+    "dnf": ("dnf", "install", "--assumeyes"),
+    "zypper": ("zypper", "--non-interactive", "install", "--allow-unsigned-rpm"),
+}
+REMOVE = {"dnf": ("dnf", "remove", "--assumeyes"), "zypper": ("zypper", "--non-interactive", "remove")}
+
+
+@contextmanager
+def managed(bare: Container, distribution: Distribution) -> Iterator[Container]:
+    """A machine with the package manager, and empty packages that stand for those of the distribution."""
+    with Container(bare) as below:
+        wanted = (distribution.manager, "createrepo-c")
+        below.run("apt-get", "install", "-qy", "--no-install-recommends", *wanted, timeout=300)
+        # Debian's rpm has another database than the managers.
+        below.write("/etc/rpm/macros", "%_dbpath /var/lib/rpm\n")
+        for folder, packages in (("installed", distribution.installed), ("offered", distribution.offered)):
+            for name, facts in packages.items():
+                version = "" if facts.startswith("Version:") else "Version: 1\n"
+                below.write(
+                    f"/root/{name}.spec",
+                    f"Name: {name}\n{version}{facts}\nRelease: 1\nSummary: a stand-in\nLicense: MIT\n"
+                    "BuildArch: noarch\n%description\nNothing.\n%files\n",
+                )
+                place = f"_rpmdir /root/{folder}"
+                below.run("rpmbuild", "-bb", "--define", place, f"/root/{name}.spec", timeout=60)
+            below.run("mkdir", "-p", f"/root/{folder}")
+            below.run("createrepo_c", "--quiet", f"/root/{folder}")
+        add_repository(below, distribution, "installed")
+        below.run(*INSTALL[distribution.manager], *distribution.installed, timeout=120)
+        below.stop()
+        with Container(below, private_network=True) as machine:
+            yield machine
+
+
+def add_repository(machine: Container, distribution: Distribution, folder: str) -> None:
+    if distribution.manager == "dnf":
+        source = f"[{folder}]\nname={folder}\nbaseurl=file:///root/{folder}\ngpgcheck=0\n"
+        machine.write(f"/etc/yum.repos.d/{folder}.repo", source)
+    else:
+        machine.run("zypper", "addrepo", "--no-gpgcheck", f"/root/{folder}", folder)
+
+
+def packages_of(machine: Container) -> set[str]:
+    return set(machine.run("rpm", "--query", "--all", "--queryformat", "%{NAME}\\n").stdout.split())
+
+
+@pytest.mark.parametrize("distribution", [RHEL_9, SLES_15, AZURE_LINUX_3], ids=["rhel", "sles", "azure"])
+def test_a_package_manager_installs_it_with_a_python_that_is_new_enough_upgrades_and_removes_it(
+    bare: Container, distribution: Distribution
+) -> None:
+    with managed(bare, distribution) as machine:
+        before = packages_of(machine)
+        assert before == {*distribution.installed}
+        # By the script for cloud-init, which picks the manager.
+        script = f"{PROJECT}/packaging/cloud-init/install.sh"
+        if distribution.offered:
+            refused = machine.run("sh", script, "/root/agent.rpm", check=False, timeout=120)
+            assert refused.returncode != 0
+            assert "python(abi) = 3.11" in refused.stdout + refused.stderr
+            assert packages_of(machine) == before
+            add_repository(machine, distribution, "offered")
+        machine.run("sh", script, "/root/agent.rpm", timeout=120)
+        assert packages_of(machine) - before == {NAME, *distribution.offered}
+        assert state_of(machine) == ("enabled", "active")
+        machine.run("sh", script, "/root/newer.rpm", timeout=120)
+        assert machine.run(NAME, "--version").stdout == f"{NAME} {NEWER}\n"
+        assert Service(machine, "").log("agent started", version=NEWER)
+        machine.run(*REMOVE[distribution.manager], NAME, timeout=120)
+        assert NAME not in packages_of(machine)
+        assert not machine.path(f"/usr/bin/{NAME}").exists()
