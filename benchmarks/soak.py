@@ -278,7 +278,7 @@ class _Soak:
         self._numbers = itertools.count()
         self._began = 0.0
         self._faults = itertools.cycle(_FAULTS)
-        self._pages = itertools.cycle(["/metrics", "/readyz", "/status"])
+        self._pages = itertools.cycle(["/metrics", "/readyz", "/status", "/"])
         self._stories = itertools.cycle(
             [
                 self._user_reboot,

@@ -85,6 +85,26 @@ def endpoint_agent(make_agent: Callable[..., Agent]) -> Any:
         yield endpoint, make_agent(endpoint.url)
 
 
+def test_however_many_look_at_the_state_file_from_within_and_without_nothing_gets_lost(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    events = []
+    for _ in range(3):
+        assert agent.get("/")[0] == 200
+        assert ask(agent, "status").stdout.startswith("healthy; acts; nothing is pending\n")
+        events.append(sim.schedule("Reboot", start_delay_seconds=0.1, lasts_seconds=0.3))
+        sim.wait_gone(events[-1])
+        agent.wait_until(lambda: not agent.pending(), "it was over")
+        assert ("closed", events[-1]) in agent.journal("kind", "event_id")
+    agent.kill()
+    agent.start()
+    histories = json.loads(ask(agent, "history", "--json").stdout)
+    lives = [one["workflow"] for one in histories if one["workflow"]]
+    assert {life["event"]["id"]: life["phase"] for life in lives} == dict.fromkeys(events, "closed")
+
+
 def test_an_operators_word_takes_effect_within_two_seconds_and_is_journalled_with_the_name(
     sim: Simulator, agent: Agent
 ) -> None:
