@@ -31,6 +31,7 @@ from agent.workflow import (
     Approve,
     Board,
     CancelHook,
+    ClockSet,
     Context,
     HookFinished,
     HookOutcome,
@@ -52,6 +53,8 @@ from agent.workflow import (
     proceed,
 )
 
+# So much more or less than on the monotonic clock has passed on the wall clock if somebody has set it.
+_CLOCK_SET_SECONDS = 1.0
 _KEEP_JOURNAL = timedelta(days=90)
 _PRUNE_SECONDS = 86400.0
 _LOUD_NOTES = ("held", "blocked", "approval_failed")
@@ -165,6 +168,7 @@ class Engine:
         """Why the last turn could do nothing; "" if it could."""
         self.turned_at = self._machine.monotonic()
         """When the last turn began."""
+        self._clock_offset = self._machine.now().timestamp() - self.turned_at
         self._new_identity: Identity | None = None
         # A disk may have been copied to another VM, which is always another boot.
         self._is_identity_sure = host.is_same_boot(store.load_fact("boot_id"), self.boot_id)
@@ -238,6 +242,7 @@ class Engine:
         """
         self.turned_at = self._machine.monotonic()
         now = self._machine.now()
+        self._look_at_clock(now)
         try:
             self._learn_identity(now)
             self._take_requests(now)
@@ -300,8 +305,9 @@ class Engine:
         self.record("reload_refused", reason, self._machine.now())
 
     def _hooks_still_needed(self, settings: Settings) -> dict[str, Hook]:
-        """Hooks that the new policy lacks and that what has begun under the old one is to be undone with."""
-        names = {name for workflow in self.board.values() for name in workflow.decision.recover}
+        """Hooks that the new policy lacks, and by which what has begun under the old one goes on or is undone."""
+        decisions = [workflow.decision for workflow in self.board.values()]
+        names = {name for decision in decisions for name in (*decision.on_start, *decision.recover)}
         hooks = {
             name: self.settings.hooks[name] for name in names & self.settings.hooks.keys() - settings.hooks.keys()
         }
@@ -344,6 +350,12 @@ class Engine:
             document_at=document_at,
             is_state_lost=self._is_state_lost,
         )
+
+    def _look_at_clock(self, now: datetime) -> None:
+        before, self._clock_offset = self._clock_offset, now.timestamp() - self.turned_at
+        seconds = self._clock_offset - before
+        if abs(seconds) > _CLOCK_SET_SECONDS and self.board:
+            self._signals.append(ClockSet(seconds))
 
     def _decide_and_do(self, now: datetime) -> None:
         if not self.board and not self._signals and self._document is None:

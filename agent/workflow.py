@@ -34,14 +34,14 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     "preparing": frozenset({"prepared", "held", "started", "recovering", "closed"}),
     "prepared": frozenset({"preparing", "held", "approved", "started", "recovering", "closed"}),
     "held": frozenset({"preparing", "prepared", "approved", "started", "recovering", "closed"}),
-    "approved": frozenset({"started", "recovering", "closed"}),
+    "approved": frozenset({"preparing", "started", "recovering", "closed"}),
     "started": frozenset({"recovering", "closed"}),
     "recovering": frozenset({"closed"}),
     "closed": frozenset(),
 }
 
-# A failed approval is repeated after 1, 2, 4, ... seconds, but at least this often: it is all that stands
-# between the machine and the end of its maintenance.
+# A failed approval is repeated after 1, 2, 4, ... seconds (2, 4, 8, ... after a 429), but at least this often: it
+# is all that stands between the machine and the end of its maintenance.
 _MAX_RETRY_SECONDS = 30.0
 
 
@@ -148,7 +148,13 @@ class Reconsider(msgspec.Struct, frozen=True):
     """The rules or this VM's names have changed: decide anew."""
 
 
-Signal = Seen | Gone | HookFinished | ApprovalAnswered | OperatorSpoke | AgentRestarted | Reconsider
+class ClockSet(msgspec.Struct, frozen=True):
+    """Somebody has set the wall clock: a drain that goes on is to last as long as it would have."""
+
+    seconds: float
+
+
+Signal = Seen | Gone | HookFinished | ApprovalAnswered | OperatorSpoke | AgentRestarted | Reconsider | ClockSet
 
 
 class RunHook(msgspec.Struct, frozen=True, kw_only=True):
@@ -276,7 +282,8 @@ def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progre
                 faults[target] = error
     # Workflows wait for each other, so each move may let another one move. Every move brings its workflow
     # nearer to the end or to waiting for a signal; the bound only guards against a bug.
-    moving = [key for key in workflows if key not in faults]
+    # What is still to come goes first: once that has begun, a recovery that it would cut short is not started.
+    moving = sorted((key for key in workflows if key not in faults), key=lambda key: workflows[key].is_gone)
     for _ in range(1000):
         before = len(steps)
         for key in moving:
@@ -430,7 +437,7 @@ def _targets(signal: Signal, workflows: Mapping[str, Workflow], by_key: Mapping[
             return _who_awaits(signal, workflows)
         case ApprovalAnswered() | OperatorSpoke():
             return [signal.workflow_id] if signal.workflow_id in workflows else []
-        case AgentRestarted() | Reconsider():
+        case AgentRestarted() | Reconsider() | ClockSet():
             return list(workflows)
 
 
@@ -470,6 +477,8 @@ def _take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Ste
             return _restart(workflow, context)
         case Reconsider():
             return None if workflow.is_gone else _decide_anew(workflow, context)
+        case ClockSet(seconds):
+            return _move_drain(workflow, seconds, context)
 
 
 def _admit(event: ScheduledEvent, context: Context) -> Step:
@@ -500,11 +509,18 @@ def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
     if told:
         text = "; ".join(f"{name} {_show(getattr(old, name))} -> {_show(getattr(event, name))}" for name in told)
         notes.append(Note(kind="changed", text=text))
+    operator = workflow.operator
+    is_more = event.type != old.type or not set(event.resources) <= set(old.resources)
+    if operator == "approved" and is_more and workflow.approval.state != "confirmed":
+        # It cannot be taken back, and would count for what nobody has looked at.
+        operator = ""
+        text = "the operator's approval is void: it was for another type, or for fewer VMs"
+        notes.append(Note(kind="operator", text=text))
     noticed_at = context.now if event.not_before != old.not_before else workflow.noticed_at
     drain_until = workflow.drain_until
     if drain_until is not None and "not_before" in changed:
         drain_until = min(drain_until, _drain_until(workflow.decision, event, context.now))
-    workflow = replace(workflow, event=event, noticed_at=noticed_at, drain_until=drain_until)
+    workflow = replace(workflow, event=event, noticed_at=noticed_at, drain_until=drain_until, operator=operator)
     step = _decide_anew(workflow, context)
     effects: tuple[Effect, ...] = ()
     goes_on = not event.is_started or workflow.decision.on_early_start == "finish"
@@ -517,10 +533,14 @@ def _decide_anew(workflow: Workflow, context: Context) -> Step:
     facts = Facts(names=context.names, noticed_at=workflow.noticed_at)
     old, new = workflow.decision, decide(context.rules, context.windows, workflow.event, facts)
     has_begun = workflow.prepare.state != "idle" or workflow.on_start.state != "idle"
+    lost: tuple[str, ...] = ()
     if has_begun or (workflow.event.is_started and old.rule is not None):
         # What has begun is carried through, and undone, by the rule that began it. What the new rule wants
-        # prepared besides is added: it must not be approved without.
+        # prepared besides is added: it must not be approved without. A hook that the policy has lost before its
+        # turn came is left out: failing, it would keep those from running that the new rule wants.
         more = tuple(hook for hook in new.prepare if hook not in old.prepare)
+        lost = _lost_hooks(workflow, context)
+        kept = tuple(hook for hook in old.prepare if hook not in lost)
         if more and _may_prepare_more(workflow):
             # What was prepared without any hook, by the promise to recover, has been begun all the same.
             run = max(1, workflow.prepare.run) if workflow.prepare.state == "succeeded" else workflow.prepare.run
@@ -531,7 +551,7 @@ def _decide_anew(workflow: Workflow, context: Context) -> Step:
         new = replace(
             new,
             rule=old.rule,
-            prepare=old.prepare + more,
+            prepare=kept + more,
             recover=old.recover + more_recover,
             drain_for=old.drain_for,
             on_start=old.on_start,
@@ -541,12 +561,22 @@ def _decide_anew(workflow: Workflow, context: Context) -> Step:
         return Step(workflow=workflow)
     # The conditions' values are part of the reason: a changed status alone is not a new decision to tell.
     is_news = replace(new, reason=old.reason) != old
-    notes = (Note(kind="decided", text=new.reason),) if is_news else ()
+    text = f"{new.reason}; no hook any more: {', '.join(lost)}" if lost else new.reason
+    notes = (Note(kind="decided", text=text),) if is_news else ()
     return Step(workflow=replace(workflow, decision=new), notes=notes)
 
 
+def _lost_hooks(workflow: Workflow, context: Context) -> tuple[str, ...]:
+    """Prepare hooks that are still to run and that there are no more."""
+    progress = workflow.prepare
+    if progress.state != "running":
+        return ()
+    ran = (*progress.done, progress.current)
+    return tuple(hook for hook in workflow.decision.prepare if hook not in ran and hook not in context.hooks)
+
+
 def _may_prepare_more(workflow: Workflow) -> bool:
-    is_in_time = workflow.phase in ("preparing", "prepared", "held") and not workflow.event.is_started
+    is_in_time = workflow.phase in ("preparing", "prepared", "held", "approved") and not workflow.event.is_started
     return is_in_time and workflow.prepare.state in ("running", "succeeded")
 
 
@@ -561,6 +591,14 @@ def _lose(workflow: Workflow, context: Context) -> Step:
         outcome = "canceled"
     note = Note(kind="gone", text=f"stands in the document no more: {outcome}")
     return Step(workflow=replace(workflow, is_gone=True, outcome=outcome), notes=(note,))
+
+
+def _move_drain(workflow: Workflow, seconds: float, context: Context) -> Step | None:
+    if workflow.drain_until is None:
+        return None
+    moved = workflow.drain_until + timedelta(seconds=seconds)
+    latest = _drain_until(workflow.decision, workflow.event, context.now)
+    return Step(workflow=replace(workflow, drain_until=min(moved, latest)))
 
 
 def _finish_hook(workflow: Workflow, signal: HookFinished) -> Step:
@@ -606,7 +644,9 @@ def _answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> S
         note = Note(kind="approved", text="Azure has taken the approval")
         return Step(workflow=replace(workflow, approval=approval), notes=(note,))
     failures = workflow.approval.failures + 1
-    delay = min(_MAX_RETRY_SECONDS, 2.0 ** min(failures - 1, 10))
+    # Who has asked too often is to leave the service alone for longer than the second that its limit is about.
+    exponent = failures if signal.error_kind == "throttled" else failures - 1
+    delay = min(_MAX_RETRY_SECONDS, 2.0 ** min(exponent, 10))
     approval = Approval(
         failures=failures,
         retry_at=context.now + timedelta(seconds=delay),
@@ -655,12 +695,13 @@ def _move_scheduled(workflow: Workflow, workflows: Mapping[str, Workflow], conte
         if not context.is_acting or not (is_wanted or workflow.operator == "approved"):
             return None
         begins_at = decision.begins_at(workflow.event, context.now)
-        if begins_at > context.now and workflow.operator != "approved":
+        may_start = workflow.operator == "approved" or workflow.approval.state == "confirmed"
+        if begins_at > context.now and not may_start:
             return _wait(workflow, f"its time comes at {_show(begins_at)}")
         return _begin(workflow, context)
     if not context.is_acting:
         return None
-    if workflow.prepare.state == "running" and workflow.phase in ("prepared", "held"):
+    if workflow.prepare.state == "running" and workflow.phase in ("prepared", "held", "approved"):
         more = ", ".join(hook for hook in decision.prepare if hook not in workflow.prepare.done)
         return _to(workflow, "preparing", Note(kind="preparing", text=f"preparation goes on: {more}"))
     if workflow.phase == "preparing" and workflow.prepare.state == "running":
@@ -675,7 +716,7 @@ def _move_scheduled(workflow: Workflow, workflows: Mapping[str, Workflow], conte
 def _may_begin(workflow: Workflow) -> bool:
     """Whether nothing has been done yet; a new decision may want something done where the old one did not."""
     return workflow.phase == "waiting" or (
-        workflow.phase in ("prepared", "held")
+        workflow.phase in ("prepared", "held", "approved")
         and workflow.prepare.state == "idle"
         and workflow.decision.has_preparation
     )

@@ -151,10 +151,10 @@ class Daemon:
 
     def _start(self) -> None:
         settings = self._engine.settings
+        self._engine.start()  # before anybody can ask whether this VM is ready for work
         if settings.agent.listen != "off":
             self._web_thread = self._start_thread("pages", self._pages.serve)
             self._pages.has_tried.wait(_WEB_PATIENCE_SECONDS)
-        self._engine.start()
         self._log.info(
             "agent started",
             version=__version__,

@@ -221,3 +221,27 @@ def test_what_is_pending_is_decided_on_by_the_policy_that_a_restarted_agent_find
             azure.wait_until(lambda: has_decided(daemon, "by-hand"), "the event was decided on")
         with running(tmp_path, azure.endpoint(), rules=(never,)) as daemon:
             azure.wait_until(lambda: has_decided(daemon, "never"), "it was decided on anew")
+
+
+def test_a_restarted_agent_says_that_it_is_ready_only_when_it_knows_what_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drain = Rule(name="drain", drain_for=600.0, approve="manual")
+    load, daemons, answers = Store.load_workflows, list[Daemon](), list[int]()
+
+    def slow_load(store: Store) -> list[workflow.Workflow]:
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and not answers:
+            time.sleep(0.05)
+            answers.extend(get(daemon.web, "/readyz")[0] for daemon in daemons if daemon.web)
+        return load(store)
+
+    with Simulator(vms=("vm-1",)) as azure:
+        with running(tmp_path, azure.endpoint(), rules=(drain,)) as daemon:
+            azure.schedule("Reboot", notice_seconds=3600)
+            azure.wait_until(lambda: daemon.web and get(daemon.web, "/readyz")[0] == 503, "it drains")
+        monkeypatch.setattr(Store, "load_workflows", slow_load)
+        with running(tmp_path, azure.endpoint(), rules=(drain,)) as daemon:
+            daemons.append(daemon)
+            azure.wait_until(lambda: bool(daemon.web), "its pages are shown")
+            assert (answers, get(daemon.web, "/readyz")[0]) == ([], 503)

@@ -3,20 +3,20 @@
 import contextlib
 import sqlite3
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from agent.config import Settings
-from agent.engine import Engine, Hands, HookEnded
+from agent.engine import Engine, Hands, HookEnded, Machine
 from agent.events import Document, ScheduledEvent
 from agent.imds import Identity
 from agent.metrics import Metrics
 from agent.policy import Hook, Rule
 from agent.store import FILE_NAME, Store
-from agent.workflow import Approve
+from agent.workflow import ApprovalAnswered, Approve
 
 EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))
 
@@ -25,15 +25,38 @@ class Approvals:
     """Hands that only ever have to approve."""
 
     def __init__(self) -> None:
-        self.sent: list[str] = []
+        self.requests: list[list[str]] = []
+
+    @property
+    def sent(self) -> list[str]:
+        return [event_id for request in self.requests for event_id in request]
 
     def approve(self, approvals: list[Approve], incarnation: str) -> None:
         del incarnation
-        self.sent += [one.event_id for one in approvals]
+        self.requests.append([one.event_id for one in approvals])
 
     def is_running(self, key: object) -> bool:
         del key
         return False
+
+
+class Clocks(Machine):
+    """A machine on which no time passes by itself."""
+
+    def __init__(self) -> None:
+        self.wall, self.seconds = datetime(2026, 3, 2, 12, 0, tzinfo=UTC), 1000.0
+
+    def now(self) -> datetime:
+        return self.wall
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def wait(self, seconds: float, *, jump: float = 0.0) -> datetime:
+        """Let time pass, and set the wall clock besides; returns what it is then."""
+        self.seconds += seconds
+        self.wall += timedelta(seconds=seconds + jump)
+        return self.wall
 
 
 @pytest.fixture
@@ -201,5 +224,67 @@ def test_an_event_that_is_over_before_its_hook_could_start_does_not_stay_pending
         engine.take(canceled)
         assert engine.turn(datetime.now(UTC))
         assert (engine.board, hands.started) == ({}, ["clear"])
+    finally:
+        store.close()
+
+
+def test_events_that_become_ready_together_are_approved_in_one_request_and_after_a_failure_each_alone(
+    tmp_path: Path, hands: Approvals
+) -> None:
+    store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
+    try:
+        settings = Settings(rules=(Rule(name="now", approve="immediately"),))
+        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        other = ScheduledEvent(id="E2", type="Freeze", status="Scheduled", resources=("vm-1",))
+        engine.take(Document(incarnation="7", events=(EVENT, other)))
+        assert engine.turn(machine.now())
+        assert hands.requests == [["E1", "E2"]]
+        for workflow_id in engine.board:
+            engine.take(ApprovalAnswered(workflow_id=workflow_id, error_kind="bad_request"))
+        assert engine.turn(machine.now())
+        assert engine.turn(machine.wait(5.0))
+        assert hands.requests == [["E1", "E2"], ["E1"], ["E2"]]
+    finally:
+        store.close()
+
+
+def test_a_reload_keeps_the_hooks_with_which_what_has_begun_goes_on_and_is_undone(
+    tmp_path: Path, hands: Approvals
+) -> None:
+    rule = Rule(name="old", on_start=("tell",), recover=("resume",), approve="when-prepared")
+    old = Settings(rules=(rule,), hooks={name: Hook(run=("/bin/true",)) for name in ("tell", "resume", "spare")})
+    new = Settings(rules=(), hooks={"call": Hook(run=("/bin/true",))})
+    store = Store.open(tmp_path, datetime.now(UTC))
+    try:
+        engine = Engine(old, store, Metrics(tuple), cast("Hands", hands))
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.take(Document(incarnation="", events=(EVENT,)))
+        assert engine.turn(datetime.now(UTC))
+        engine.change_settings(new)
+        assert sorted(engine.settings.hooks) == ["call", "resume", "tell"]
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+def test_a_drain_lasts_as_long_as_it_should_though_somebody_sets_the_clock(
+    jump: float, tmp_path: Path, hands: Approvals
+) -> None:
+    store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
+    try:
+        settings = Settings(rules=(Rule(name="drain", drain_for=120.0, approve="when-prepared"),))
+        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.take(Document(incarnation="", events=(EVENT,)))
+        assert engine.turn(machine.now())
+        for seconds, set_by in ((20.0, 0.0), (1.0, jump), (98.0, 0.0)):
+            assert engine.turn(machine.wait(seconds, jump=set_by))
+            assert hands.requests == []
+        assert engine.turn(machine.wait(2.0))
+        assert hands.requests == [["E1"]]
     finally:
         store.close()

@@ -17,6 +17,7 @@ from agent.workflow import (
     ApprovalAnswered,
     Approve,
     CancelHook,
+    ClockSet,
     Context,
     Effect,
     HookFinished,
@@ -492,6 +493,27 @@ def test_a_clock_set_back_neither_prolongs_a_drain_nor_delays_an_approval() -> N
     assert agent.document(an_event()) == ["A: approve A alone"]
 
 
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_neither_shortens_nor_prolongs_a_drain(jump: float) -> None:
+    agent = Agent(a_rule(prepare=("drain", "checkpoint"), drain_for=600.0))
+    agent.document(an_event(not_before=START + timedelta(hours=9)))
+    agent.wait(200 + jump)
+    assert agent.send(ClockSet(jump)) == []
+    assert agent.tick(399) == []
+    assert agent.tick(2) == ["A: prepare drain"]
+    agent.wait(jump)
+    assert agent.send(ClockSet(jump)) == []
+    assert agent.ends("drain") == ["A: prepare checkpoint"]
+
+
+def test_a_clock_that_is_set_forward_leaves_the_hooks_their_part_of_what_is_left() -> None:
+    agent = Agent(a_rule(drain_for=600.0))
+    agent.document(an_event(not_before=START + timedelta(seconds=3600)))
+    agent.wait(3400)
+    assert agent.send(ClockSet(3400)) == []
+    assert next_wake_at(agent.board, agent.context) == agent.context.now + timedelta(seconds=99.5)
+
+
 def test_a_hook_in_flight_gets_a_new_deadline_when_not_before_moves() -> None:
     agent = Agent(a_rule())
     agent.document(an_event())
@@ -724,6 +746,62 @@ def test_a_hook_that_the_new_rule_wants_besides_runs_though_preparation_was_done
     assert agent.ends("save") == ["A: approve A"]
 
 
+def test_what_was_approved_and_then_gets_worse_is_prepared_for_at_once_and_not_approved_again() -> None:
+    short = Rule(name="short", when=When(type=("Freeze",)), approve="immediately")
+    agent = Agent(short, a_rule(prepare=("drain",), lead=60.0))
+    freeze = an_event(type="Freeze")
+    assert agent.document(freeze) == ["A: approve A"]
+    agent.answer()
+    assert agent.document(replace(freeze, type="Redeploy")) == ["A: prepare drain"]
+    assert agent.ends("drain") == []
+    assert agent.phase == "approved"
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_a_lead_is_not_awaited_once_an_approval_that_was_under_way_is_confirmed() -> None:
+    short = Rule(name="short", when=When(type=("Freeze",)), approve="immediately")
+    agent = Agent(short, a_rule(prepare=("drain",), lead=60.0))
+    assert agent.document(an_event(type="Freeze")) == ["A: approve A"]
+    assert agent.document(an_event(type="Redeploy")) == []
+    assert agent.answer() == ["A: prepare drain"]
+
+
+def test_a_hook_that_the_new_rule_wants_besides_runs_though_the_event_was_approved() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.answer()
+    assert agent.phase == "approved"
+    assert agent.reload(a_rule(prepare=("drain", "save"))) == ["A: prepare save"]
+    assert agent.ends("save") == []
+    assert agent.phase == "approved"
+
+
+@pytest.mark.parametrize("has_restarted", [False, True])
+def test_a_hook_that_the_policy_has_lost_keeps_none_from_running_that_the_new_rule_wants(
+    has_restarted: bool,
+) -> None:
+    agent = Agent(a_rule(prepare=("drain", "checkpoint")))
+    agent.document(an_event())
+    if has_restarted:
+        agent.ends("drain")
+        agent.restart(document=False)
+    rule, hooks = a_rule(prepare=("drain", "save")), ("drain", "save", "resume")
+    effects = agent.reload(rule, hooks=hooks)
+    assert agent.journal[-1] == "decided: rule impactful takes it: affects self; no hook any more: checkpoint"
+    effects += agent.document(an_event()) if has_restarted else agent.ends("drain")
+    assert effects == ["A: prepare save"]
+    assert agent.ends("save") == ["A: approve A"]
+
+
+def test_a_hook_that_runs_while_the_policy_loses_it_still_has_to_succeed() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    assert agent.reload(a_rule(prepare=("save",)), hooks=("save", "resume")) == []
+    assert agent.ends("drain", "failed") == []
+    assert agent.phase == "held"
+
+
 def test_preparation_begins_where_the_old_decision_wanted_none_and_the_new_one_does() -> None:
     agent = Agent(Rule(name="ask", approve="manual"))
     agent.document(an_event())
@@ -860,6 +938,27 @@ def test_any_of_several_waiting_events_may_undo_what_was_recovered() -> None:
     assert agent.document() == ["A: recover uncordon", "B: recover resume"]
 
 
+def test_a_recovery_is_not_started_when_another_event_begins_in_the_same_moment() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    assert agent.document() == ["A: recover resume"]
+    assert agent.restart("boot 2", an_event(id="B")) == ["B: prepare drain"]
+    assert [w.waits_for for w in agent.all_of("A")] == ["event B still needs it prepared"]
+    agent.ends("drain", event="B")
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_an_agent_that_acts_again_prepares_for_what_is_to_come_before_it_recovers_from_what_is_over() -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.reload(*agent.context.rules, is_acting=False)
+    assert agent.document() == []
+    assert agent.document(an_event(id="B")) == []
+    assert agent.reload(*agent.context.rules, is_acting=True) == ["B: prepare drain"]
+
+
 def test_a_recovery_whose_last_hook_succeeds_although_it_was_told_to_end_is_over() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
@@ -934,6 +1033,18 @@ def test_a_failed_approval_is_repeated_with_growing_pauses() -> None:
     assert agent.tick(3600) == []
 
 
+def test_an_approval_that_was_throttled_is_repeated_after_the_longer_pauses_that_the_service_wants() -> None:
+    agent, event = prepared_agent(), an_event()
+    pauses = []
+    for _ in range(6):
+        agent.answer("throttled")
+        asked_at = agent.context.now
+        while agent.document(event) == []:
+            pass
+        pauses.append((agent.context.now - asked_at).total_seconds())
+    assert pauses == [2, 4, 8, 16, 30, 30]
+
+
 def test_a_failed_approval_is_repeated_only_after_a_fresh_document() -> None:
     agent = prepared_agent()
     agent.answer("timeout")
@@ -1003,6 +1114,34 @@ def test_an_operator_approves_for_other_vms() -> None:
     agent.document(shared_event())
     agent.ends("drain")
     assert agent.operator("approved") == ["A: approve A"]
+
+
+@pytest.mark.parametrize("change", [{"type": "Redeploy"}, {"resources": ("vm_1", "vm_2")}], ids=["type", "VMs"])
+def test_an_operators_approval_is_void_when_the_event_becomes_another_one_before_it_was_sent(
+    change: dict[str, Any],
+) -> None:
+    agent = Agent(a_rule(approve="manual", prepare=("drain",)))
+    agent.document(an_event())
+    agent.operator("approved")
+    agent.document(an_event(**change))
+    assert agent.ends("drain") == []
+    void = "operator: the operator's approval is void: it was for another type, or for fewer VMs"
+    assert void in agent.journal
+    assert agent.operator("approved") == ["A: approve A"]
+    agent.answer()
+    agent.document(an_event(type="Freeze"))
+    assert agent.journal.count(void) == 1
+
+
+@pytest.mark.parametrize("change", [{"not_before": START}, {"resources": ("vm_1",)}, {"description": "soon"}])
+def test_an_operators_approval_holds_for_the_same_event_at_another_time_or_of_fewer_vms(
+    change: dict[str, Any],
+) -> None:
+    agent = Agent(a_rule(approve="manual", prepare=("drain",), shared="any"))
+    agent.document(shared_event())
+    agent.operator("approved")
+    agent.document(replace(shared_event(), **change))
+    assert agent.ends("drain") == ["A: approve A"]
 
 
 @pytest.mark.parametrize("when", ["waiting", "preparing"])

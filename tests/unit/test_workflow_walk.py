@@ -176,7 +176,7 @@ class World:
         for event in self.script.rules:
             status = self.truth.get(event)
             if status is None:
-                if self.counts.get(event, 0) < self.script.appearances and not self.is_blind:
+                if self.counts.get(event, 0) < self.script.appearances and self._may_appear(event):
                     yield from (f"{event} appears Scheduled", f"{event} appears Started")
                 continue
             if status == "Scheduled":
@@ -205,6 +205,10 @@ class World:
             if self.boot == 0:
                 yield "crash with reboot"
 
+    def _may_appear(self, event: str) -> bool:
+        """An event that goes and comes back while the agent is away is, for the agent, one that has stayed."""
+        return not self.is_blind or event not in self.read
+
     def after(self, choice: str) -> "World":
         """The world after ``choice``; raises BrokenError if the agent does something that it must not."""
         world = replace(
@@ -223,7 +227,8 @@ class World:
             case [event, "appears", status]:
                 self.counts[event] = self.counts.get(event, 0) + 1
                 self.truth[event] = status
-                self._read_document()
+                if not self.is_blind:
+                    self._read_document()
             case [event, "becomes", status]:
                 self.truth[event] = status
                 if not self.is_blind:
@@ -324,7 +329,7 @@ class World:
             names=("vm_1",),
             rules=tuple(self.script.rules.values()),
             windows={},
-            hooks=[hook for rule in self.script.rules.values() for hook in rule.recover],
+            hooks=[hook for rule in self.script.rules.values() for hook in (*rule.prepare, *rule.recover)],
             boot_id=BOOTS[self.boot],
             document_at=self.document_at,
             is_state_lost=self.script.is_state_lost,
@@ -332,6 +337,7 @@ class World:
         progression = proceed(self.board, signals, context)
         self.expect(progression.faults == (), f"faults: {progression.faults}")
         self.board = progression.board
+        begun: set[tuple[str, Stage]] = set()
         for step in progression.steps:
             workflow = step.workflow
             event = workflow.event.id
@@ -350,10 +356,13 @@ class World:
                     case CancelHook():
                         flight = self.flights.get((name, effect.stage))
                         self.expect(flight is not None, f"{name} {effect.stage} is canceled and does not run")
+                        is_new = (name, effect.stage) in begun
+                        self.expect(not is_new, f"(4) {name} {effect.stage} is canceled as soon as it starts")
                         assert flight
                         flight.is_told_to_end = True
                 if isinstance(effect, RunHook):
                     self.flights[name, effect.stage] = Flight(workflow.id, effect.hook, effect.run)
+                    begun.add((name, effect.stage))
             if not workflow.is_open:
                 self._forget(name, workflow.outcome)
 

@@ -1,0 +1,395 @@
+"""Events that become others, policies that lose hooks, agents that pause, clocks that are set: lives by chance.
+
+test_workflow_walk.py goes through every order of things under one policy, with events that stay what they are. All
+of that changes here, in lives that are drawn by lot. For every prepare hook ``p1`` there is a recover hook ``r1``
+that undoes it, and each life is held against what must be true from the outside:
+
+- an approval is for an event that stands in the document as Scheduled and names this VM, by an agent that acts; it
+  is what the rule in force or an operator wants, who has seen the event as it is; it is never sent twice
+- a hook starts only if there is one, and the agent acts and has read a document; forward only while the event is
+  there, and once, except after a crash in the middle of it; never to be canceled in the same moment
+- nothing is undone that an event which is not over has prepared
+- what is due is begun, and without news there is nothing more to do
+- when all events are over, everything that was prepared is undone, and nothing is pending
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, time, timedelta
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from agent import workflow as machine
+from agent.events import Document, ScheduledEvent, compare
+from agent.policy import Facts, MaintenanceWindow, Rule, When, decide
+from agent.workflow import (
+    AgentRestarted,
+    ApprovalAnswered,
+    Approve,
+    CancelHook,
+    ClockSet,
+    Context,
+    HookFinished,
+    HookOutcome,
+    OperatorSpoke,
+    Reconsider,
+    RunHook,
+    Signal,
+    Stage,
+    Workflow,
+    known_events,
+    proceed,
+)
+
+VM = "vm_1"
+TYPES = ("Freeze", "Reboot", "Redeploy", "Preempt", "Terminate")
+RESOURCES = ((VM,), (VM,), (VM, "vm_2"), ("vm_2", VM), ("vm_2",), ())
+HOOKS = frozenset({"p1", "p2", "p3", "r1", "r2", "r3", "tell"})
+NOTICES = (-60, 5, 30, 300, 900, 86400)
+DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+
+
+class BrokenError(AssertionError):
+    """Something is not as it must be; the story leads there."""
+
+
+@dataclass
+class Flight:
+    """A hook that runs."""
+
+    hook: str
+    run: int
+    is_told_to_end: bool = False
+
+
+@dataclass
+class Life:
+    """The world around the state machine, and the board that the machine has returned last."""
+
+    seed: int
+    context: Context = field(init=False)
+    board: dict[str, Workflow] = field(default_factory=dict)
+    document: dict[str, ScheduledEvent] = field(default_factory=dict)
+    flights: dict[tuple[str, Stage], Flight] = field(default_factory=dict)
+    posts: list[str] = field(default_factory=list)
+    confirmed: set[str] = field(default_factory=set)
+    used: set[tuple[str, Stage, str]] = field(default_factory=set)
+    succeeded: set[tuple[str, str]] = field(default_factory=set)
+    undone: dict[str, bool] = field(default_factory=dict)
+    """Whether what a prepare hook did is undone, by the number that it shares with its recover hook."""
+    words: dict[str, tuple[str, str, set[str]]] = field(default_factory=dict)
+    """What an operator said of which type and VMs."""
+    count: int = 0
+    story: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.chance = random.Random(self.seed)
+        start = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
+        self.context = Context(
+            now=start, names=(VM,), rules=self.some_rules(), windows=self.a_window(), hooks=HOOKS, boot_id="1",
+            document_at=start,
+        )  # fmt: skip
+
+    def live(self, steps: int) -> None:
+        mishaps: list[tuple[int, Callable[[], None]]] = [
+            (12, self.announce), (24, self.change), (26, self.end_a_hook), (8, self.answer), (7, self.speak),
+            (5, self.reload), (4, self.pause), (3, self.set_clock), (4, self.crash), (7, self.send),
+        ]  # fmt: skip
+        weights, whats = zip(*mishaps, strict=True)
+        for _ in range(steps):
+            self.wait(self.chance.choice((0.01, 1, 1, 1, 20, 300, 3600)))
+            self.chance.choices(whats, weights)[0]()
+        self.end()
+
+    def end(self) -> None:
+        """A world without mishaps, in which every event is over."""
+        self.story.append("all is fair")
+        self.context = replace(self.context, is_acting=True, hooks=HOOKS)
+        self.send(Reconsider())
+        self.document.clear()
+        self.read()
+        for _ in range(50):
+            if self.flights:
+                key = next(iter(self.flights))
+                self.finish(key, "canceled" if self.flights[key].is_told_to_end else "succeeded")
+        self.expect(not self.board, f"never over: {[*self.board.values()]}")
+        self.expect(all(self.undone.values()), f"never undone: {self.undone}")
+
+    def expect(self, holds: bool, text: str) -> None:
+        if not holds:
+            raise BrokenError("\n".join([f"seed {self.seed}: {text}", *self.story]))
+
+    # --- What there is by lot.
+
+    def some_rules(self) -> tuple[Rule, ...]:
+        choice, rules = self.chance.choice, []
+        for number in range(choice((0, 1, 2, 3))):
+            numbers = self.chance.sample((1, 2, 3), choice((0, 1, 2)))
+            when: dict[str, Any] = {
+                "type": choice(((), tuple(self.chance.sample(TYPES, 2)))),
+                "status": choice(((), (), (), ("Scheduled",), ("Started",))),
+                "affects": choice((("self",), ("self",), ("shared",), ("self", "others"))),
+                "notice_below": choice((None, None, None, 600.0)),
+            }
+            rule: dict[str, Any] = {
+                "approve": choice(("immediately", "when-prepared", "when-prepared", "manual", "never")),
+                "on_failure": choice(("hold", "approve")),
+                "on_early_start": choice(("cancel", "finish")),
+                "shared": choice((None, "hold", "first", "any")),
+                "on_start": choice(((), (), ("tell",))),
+                "drain_for": choice((0.0, 0.0, 30.0, 600.0)),
+                "lead": choice((None, None, 0.0, 60.0, 900.0)),
+                "window": choice((None, None, None, "night")),
+                "prepare": tuple(f"p{n}" for n in numbers),
+                "recover": tuple(f"r{n}" for n in numbers),
+            }
+            rules.append(Rule(name=f"rule-{number}", when=When(**when), **rule))
+        return tuple(rules)
+
+    def a_window(self) -> dict[str, MaintenanceWindow]:
+        hour, days = self.chance.randrange(24), self.chance.sample(DAYS, 3)
+        return {"night": MaintenanceWindow(start=time(hour), length=7200.0, days=tuple(days))}  # type: ignore[arg-type]
+
+    def a_time(self) -> datetime | None:
+        notice = self.chance.choice((None, *NOTICES))
+        return None if notice is None else self.context.now + timedelta(seconds=notice)
+
+    # --- What happens.
+
+    def wait(self, seconds: float) -> None:
+        self.context = replace(self.context, now=self.context.now + timedelta(seconds=seconds))
+
+    def announce(self) -> None:
+        choice = self.chance.choice
+        self.count += 1
+        event = ScheduledEvent(
+            id=f"E{self.count}", type=choice((*TYPES, "Upgrade")), resources=choice(RESOURCES),
+            status=choice(("Scheduled", "Scheduled", "Scheduled", "Started", "")), not_before=self.a_time(),
+        )  # fmt: skip
+        self.document[event.id] = event
+        self.read()
+
+    def change(self) -> None:
+        if not self.document:
+            return
+        choice = self.chance.choice
+        event = self.document.pop(choice([*self.document]))
+        changed = choice(
+            (
+                None,
+                replace(event, status="Started", not_before=None, id=choice((event.id, event.id, f"{event.id}n"))),
+                replace(event, status="Scheduled"),
+                replace(event, not_before=self.a_time()),
+                replace(event, type=choice(TYPES)),
+                replace(event, resources=choice(RESOURCES)),
+            )
+        )
+        if changed:
+            self.document[changed.id] = changed
+        self.read()
+
+    def end_a_hook(self) -> None:
+        if self.flights:
+            key = self.chance.choice([*self.flights])
+            outcomes: tuple[HookOutcome, ...] = ("succeeded", "succeeded", "succeeded", "failed", "timed_out")
+            if self.flights[key].is_told_to_end:
+                outcomes = ("canceled", "canceled", "succeeded")
+            self.finish(key, self.chance.choice(outcomes))
+
+    def finish(self, key: tuple[str, Stage], outcome: HookOutcome) -> None:
+        flight = self.flights.pop(key)
+        if key[1] == "recover" and outcome != "canceled":
+            self.undone[flight.hook[1:]] = True
+        if outcome == "succeeded":
+            self.succeeded.add((key[0], flight.hook))
+        self.send(
+            HookFinished(workflow_id=key[0], stage=key[1], hook=flight.hook, run=flight.run, outcome=outcome)
+        )
+
+    def answer(self) -> None:
+        if self.posts:
+            workflow_id = self.posts.pop(self.chance.randrange(len(self.posts)))
+            error_kind = self.chance.choice(("", "", "throttled"))
+            if not error_kind:
+                self.confirmed.add(workflow_id)
+            self.send(ApprovalAnswered(workflow_id=workflow_id, error_kind=error_kind))
+
+    def speak(self) -> None:
+        if self.board:
+            workflow = self.board[self.chance.choice([*self.board])]
+            word: Any = self.chance.choice(("approved", "held", ""))
+            self.words[workflow.id] = (word, workflow.event.type, set(workflow.event.resources))
+            self.send(OperatorSpoke(workflow_id=workflow.id, word=word, user="kim"))
+
+    def reload(self) -> None:
+        """Hooks that the new policy does not name may be gone, but for those that the engine keeps."""
+        rules = self.some_rules()
+        hooks = {hook for rule in rules for hook in (*rule.prepare, *rule.on_start, *rule.recover)}
+        kept = {h for w in self.board.values() for h in (*w.decision.on_start, *w.decision.recover)}
+        hooks = self.chance.choice((hooks | kept, set(HOOKS)))
+        self.context = replace(self.context, rules=rules, windows=self.a_window(), hooks=frozenset(hooks))
+        self.send(Reconsider())
+
+    def pause(self) -> None:
+        self.context = replace(self.context, is_acting=not self.context.is_acting)
+        self.send(Reconsider())
+
+    def set_clock(self) -> None:
+        """While the agent runs, which sees it, or while it does not."""
+        seconds = self.chance.choice((-7200, -30, 30, 7200))
+        self.wait(seconds)
+        self.send(*self.chance.choice(((), (ClockSet(seconds),))))
+
+    def crash(self) -> None:
+        self.used -= {(*key, flight.hook) for key, flight in self.flights.items()}
+        self.flights, self.posts = {}, []
+        stored = msgspec.json.encode([*self.board.values()])
+        self.board = {workflow.id: workflow for workflow in msgspec.json.decode(stored, type=list[Workflow])}
+        self.context = replace(self.context, document_at=None, boot_id=self.chance.choice(("1", "2")))
+        self.send(AgentRestarted(), Reconsider())
+        if self.document and self.chance.random() < 0.5:
+            self.document.popitem()
+        self.read()
+
+    def read(self) -> None:
+        self.context = replace(self.context, document_at=self.context.now)
+        for workflow in self.board.values():
+            event = self.document.get(workflow.event.id)
+            word, type_, resources = self.words.get(workflow.id, ("", "", set()))
+            if event and word == "approved" and (event.type != type_ or not set(event.resources) <= resources):
+                self.words[workflow.id] = ("", "", set())
+            elif event:
+                self.words[workflow.id] = (word, type_, set(event.resources))
+        self.send(*compare(known_events(self.board), Document(incarnation="", events=(*self.document.values(),))))
+
+    # --- What the machine makes of it.
+
+    def send(self, *signals: Signal) -> None:
+        self.story.append(f"{self.context.now:%d %H:%M:%S} {signals or 'time passes'}")
+        progression = proceed(self.board, signals, self.context)
+        self.expect(not progression.faults, f"bugs: {progression.faults}")
+        again = proceed(progression.board, [], self.context)
+        self.expect(not again.steps, f"without news there is more to do: {again.steps}")
+        self.board = progression.board
+        workflows = {step.workflow.id: step.workflow for step in progression.steps} | self.board
+        begun = set()
+        for step in progression.steps:
+            for effect in step.effects:
+                self.story.append(f"    {effect}")
+                match effect:
+                    case RunHook():
+                        self.check_hook(step.workflow, effect, workflows)
+                        begun.add((effect.workflow_id, effect.stage))
+                        self.flights[effect.workflow_id, effect.stage] = Flight(effect.hook, effect.run)
+                    case CancelHook():
+                        key = (effect.workflow_id, effect.stage)
+                        self.expect(key in self.flights, "a hook is canceled that does not run")
+                        self.expect(key not in begun, "a hook is canceled in the moment in which it starts")
+                        self.flights[key].is_told_to_end = True
+                    case Approve():
+                        self.check_approval(workflows[effect.workflow_id], effect.event_id)
+                        self.posts.append(effect.workflow_id)
+        for workflow in self.board.values():
+            self.check_progress(workflow)
+
+    def check_hook(self, workflow: Workflow, effect: RunHook, workflows: dict[str, Workflow]) -> None:
+        key, hook, number = (effect.workflow_id, effect.stage), effect.hook, effect.hook[1:]
+        self.expect(self.context.is_acting and self.context.document_at is not None, "a hook starts blindly")
+        self.expect(hook in self.context.hooks, "a hook starts that there is not")
+        self.expect(key not in self.flights, "two hooks of a stage run")
+        if effect.stage == "recover":
+            self.expect(workflow.is_gone, "an event is recovered from that is not over")
+            for other in workflows.values():
+                needs_it = other.is_prepared_for and not other.is_gone and f"p{number}" in other.decision.prepare
+                self.expect(not needs_it, f"{hook} undoes what {other.event.id} needs")
+            return
+        self.expect(not workflow.is_gone, "an event is prepared for that is over")
+        self.expect((*key, hook) not in self.used, "a hook runs again")
+        self.used.add((*key, hook))
+        if effect.stage == "prepare":
+            self.undone[number] = False
+            beside = [flight.hook for (_, stage), flight in self.flights.items() if stage == "recover"]
+            self.expect(f"r{number}" not in beside, "what is prepared is undone at the same time")
+
+    def check_approval(self, workflow: Workflow, event_id: str) -> None:
+        event, context = self.document.get(event_id), self.context
+        self.expect(
+            event is not None and event.status == "Scheduled", "an event is approved that is not scheduled"
+        )
+        assert event is not None
+        self.expect(VM in event.resources, "an event of others is approved")
+        self.expect(context.is_acting and context.document_at is not None, "an event is approved blindly")
+        self.expect(workflow.id not in {*self.posts, *self.confirmed}, "an event is approved again")
+        word = self.words.get(workflow.id, ("",))[0]
+        self.expect(word != "held", "an event is approved that an operator holds")
+        if word == "approved":
+            return
+        facts = Facts(names=context.names, noticed_at=workflow.noticed_at)
+        decision = decide(context.rules, context.windows, event, facts)
+        is_allowed = decision.approve in ("immediately", "when-prepared") and decision.may_speak
+        self.expect(is_allowed, "an event is approved though no rule says so")
+        if decision.approve == "when-prepared" and decision.on_failure == "hold":
+            missing = [hook for hook in decision.prepare if (workflow.id, hook) not in self.succeeded]
+            self.expect(not missing, f"an event is approved without {missing}")
+
+    def check_progress(self, workflow: Workflow) -> None:
+        context, decision, event = self.context, workflow.decision, workflow.event
+        is_ahead = event.status == "Scheduled" and not workflow.was_started and not workflow.is_gone
+        if not is_ahead or not context.is_acting or context.document_at is None or not decision.rule:
+            return
+        is_due = workflow.id in self.confirmed or decision.begins_at(event, context.now) <= context.now
+        is_idle = workflow.prepare.state == "idle"
+        self.expect(not (decision.has_preparation and is_due and is_idle), f"{event.id} is not prepared for")
+
+
+LIVES = 1000
+
+
+def lives(first: int = 0) -> None:
+    for seed in range(first, first + LIVES):
+        Life(seed).live(steps=(10, 30, 60)[seed % 3])
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_whatever_changes_nothing_is_done_too_early_or_twice_or_never_undone(part: int) -> None:
+    lives(part * LIVES)
+
+
+def without(phase: str) -> Callable[[Workflow], bool]:
+    real = machine._may_begin
+    return lambda workflow: workflow.phase != phase and real(workflow)
+
+
+def loses_nothing(*_: object) -> tuple[str, ...]:
+    return ()
+
+
+def recovers_first(items: Any, key: Any) -> list[str]:
+    return sorted(items, key=lambda item: not key(item))
+
+
+def is_never_needed(*_: object) -> bool:
+    return False
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "found"),
+    [
+        ("_may_begin", without("approved"), "is not prepared for"),
+        ("_may_begin", without("prepared"), "is not prepared for"),
+        ("_lost_hooks", loses_nothing, "a hook starts that there is not"),
+        ("sorted", recovers_first, "undoes what"),
+        ("_share_hooks", is_never_needed, "undoes what"),
+        ("_may_prepare_more", is_never_needed, "is approved without"),
+    ],
+)
+def test_a_machine_that_is_wrong_is_found(
+    name: str, wrong: Any, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, name, wrong, raising=name != "sorted")
+    with pytest.raises(BrokenError, match=found):
+        lives()
