@@ -30,7 +30,7 @@ audit: $(VENV)/.ready         ## Known vulnerabilities of what the packages brin
 faults: $(VENV)/.ready        ## The real agent without disk, memory, descriptors, clock (root on Linux: else in part)
 	$(BIN)/python -m pytest -n 2 tests/faults
 
-fuzz: $(VENV)/.ready          ## A million inputs for everything that reads what others wrote (about ten minutes)
+fuzz: $(VENV)/.ready          ## A million inputs for everything that reads what others wrote (about twenty minutes)
 	nice $(BIN)/python tests/fuzz/fuzz.py
 
 soak: $(VENV)/.ready          ## Whether the agent grows, at a hundred times its pace (MINUTES=60)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     import ssl
 
 _MAX_FILE_BYTES = 1024 * 1024
-_HASH = re.compile(r"\$2[aby]\$(?P<cost>[0-9]{2})\$[./A-Za-z0-9]{53}")
+# The salt's last letter holds two bits; with any other one the library refuses to check.
+_HASH = re.compile(r"\$2[aby]\$(?P<cost>[0-9]{2})\$[./A-Za-z0-9]{21}[.Oeu][./A-Za-z0-9]{31}")
 # Each step doubles the time of one check; at 14 it is about a second.
 _MAX_COST = 14
 # All that the algorithm looks at.
@@ -165,8 +166,8 @@ def _parse(path: Path) -> "tuple[WebConfig, ssl.SSLContext | None]":
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise AccessError(f"{path}: cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: no path at all
+        raise AccessError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if len(text) > _MAX_FILE_BYTES:
         raise AccessError(f"{path}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger")
     parsed = parse(text, WebConfig, str(path))
@@ -227,9 +228,10 @@ def _faults(
     for key, file in named_files(path, config).items():
         try:
             file.open("rb").close()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: no path at all
             is_readable = False
-            yield f"tls_server_config.{key}", f"{file} cannot be read: {error.strerror}"
+            reason = getattr(error, "strerror", None) or error
+            yield f"tls_server_config.{key}", f"{file} cannot be read: {reason}"
     if is_readable:
         try:
             context.append(_context(tls, named_files(path, config)))

@@ -330,6 +330,9 @@ def _setting_faults(settings: Settings) -> Iterator[_Finding]:
     texts = {"vm.name": settings.vm.name, "agent.state_dir": agent.state_dir, "agent.web_config": agent.web_config}
     texts |= {f"vm.aliases[{index}]": alias for index, alias in enumerate(settings.vm.aliases)}
     yield from _blank_faults(texts)
+    for path, text in texts.items():
+        if "\0" in (text or ""):
+            yield path, "the character U+0000 cannot be part of it: remove it"
 
 
 def _can_be(address: str) -> bool:
@@ -515,8 +518,9 @@ def _rule_doubts(path: str, rule: Rule) -> Iterator[_Finding]:
         yield path, "an event that has started can neither be prepared for nor approved: only on_start runs"
     if rule.recover and not prepares:
         yield f"{path}.recover", "recovers, but the rule prepares nothing"
-    if rule.prepare and rule.approve == "immediately":
-        yield f"{path}.approve", "does not wait for the hooks of prepare: write when-prepared if it should"
+    if prepares and rule.approve == "immediately":
+        end = "the hooks of prepare" if rule.prepare else "the end of drain_for"
+        yield f"{path}.approve", f"does not wait for {end}: write when-prepared if it should"
     is_early = when.notice_below is None and rule.lead is None and rule.window is None
     if prepares and rule.approve == "never" and is_early:
         text = "prepares as soon as an event is announced, perhaps days ahead, and never approves it"
@@ -593,7 +597,10 @@ def _web_doubts(agent: AgentSettings) -> Iterator[_Finding]:
         for problem in str(error).splitlines():
             yield "agent.web_config", f"without it the pages are not shown: {problem}"
     else:
-        faults |= {host.tampering_fault(file): None for file in named_files(path, web_config).values()}
+        files = named_files(path, web_config)
+        faults |= {host.tampering_fault(file): None for file in files.values()}
+        if "key_file" in files:
+            faults[host.exposure_fault(files["key_file"])] = None
         for doubt in doubts(web_config, is_open=_is_open(agent.listen)):
             yield "agent.web_config", doubt
     for fault in filter(None, faults):  # each once: most often they are of one directory

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from datetime import datetime, timedelta
 from hashlib import sha256
 from html import escape
+from typing import NamedTuple
 
 from agent.events import ScheduledEvent
 from agent.status import History, JournalEntry, RunningHook, Status, activity, span
@@ -22,7 +23,10 @@ _MAX_NAMES = 40
 _MAX_ENTRIES = 40
 _MAX_TEXT = 600
 _MAX_OUTPUT = 2000
-_MAX_HISTORY = 250_000  # characters of all timelines together
+_MAX_NAME = 80
+# Characters of HTML, of which a text may need six for each of its own.
+_MAX_EVENTS = 300_000  # of all events together, but for their timelines
+_MAX_HISTORY = 250_000  # of all timelines together
 _REFRESH_SECONDS = 10  # for browsers without script
 
 _TONES: dict[Phase, str] = {"held": "bad", "preparing": "busy", "recovering": "busy", "started": "busy"}
@@ -47,7 +51,7 @@ def render_page(
 ) -> str:
     """The whole document. ``unread``: why ``recent`` and ``pauses`` could not be read, if so."""
     histories = {history.workflow.id: history for history in recent}
-    budget = _Budget(_MAX_HISTORY)
+    room = _Room(events=_Budget(_MAX_EVENTS), timelines=_Budget(_MAX_HISTORY))
     tone, headline = _headline(status)
     name = status.vm.names[0] if status.vm.names else "this VM"
     icon = f"<svg xmlns='http://www.w3.org/2000/svg'><circle cx='8' cy='8' r='7' fill='%23{_DOTS[tone]}'/></svg>"
@@ -57,8 +61,8 @@ def render_page(
         f'{_top(status, name)}<p class="headline {tone}" role="status">{_text(headline)}</p>',
         _problems(status, unread),
         _running_alone(status),
-        _pending(status, histories, budget),
-        _recent(over, budget, is_first_open=not status.pending),
+        _pending(status, histories, room),
+        _recent(over, room, is_first_open=not status.pending),
         _pauses(list(pauses)[::-1]),
         _agent(status),
         _FOOTER,
@@ -79,7 +83,7 @@ def render_page(
 
 
 class _Budget:
-    """How many characters of timelines there may be still."""
+    """How many characters there may be still."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -90,6 +94,13 @@ class _Budget:
             return None
         self.left -= len(text)
         return text
+
+
+class _Room(NamedTuple):
+    """What is left for what there may be much of."""
+
+    events: _Budget
+    timelines: _Budget
 
 
 # --- what it is all about
@@ -163,7 +174,7 @@ def _top(status: Status, name: str) -> str:
 
 
 def _problems(status: Status, unread: str) -> str:
-    bad = list(status.health) if status.health != "ok" else []
+    bad = list(status.health[:_MAX_NAMES]) if status.health != "ok" else []
     odd = []
     if status.poll_failure and not bad:
         odd.append(f"The last poll failed: {status.poll_failure}")
@@ -189,7 +200,7 @@ def _problems(status: Status, unread: str) -> str:
 
 def _running_alone(status: Status) -> str:
     items = [
-        f"<li>{_chip('running', 'busy')} the on_clear hook <b>{_text(hook.hook)}</b>, "
+        f"<li>{_chip('running', 'busy')} the on_clear hook <b>{_text(hook.hook, _MAX_NAME)}</b>, "
         f"{_since(hook.since, status.at)} so far</li>"
         for hook in status.running
         if hook.stage == "on_clear"
@@ -200,21 +211,26 @@ def _running_alone(status: Status) -> str:
 # --- one event
 
 
-def _pending(status: Status, histories: dict[str, History], budget: _Budget) -> str:
+def _pending(status: Status, histories: dict[str, History], room: _Room) -> str:
     if not status.pending:
         return ""  # the headline says so
-    cards = [
-        _card(status, workflow, histories.get(workflow.id), budget, is_first=number == 0)
-        for number, workflow in enumerate(_by_urgency(status.pending)[:_MAX_CARDS])
-    ]
+    cards: list[str] = []
+    for workflow in _by_urgency(status.pending)[:_MAX_CARDS]:
+        card = _card(status, workflow, histories.get(workflow.id), room, is_first=not cards)
+        if card is None:
+            break
+        cards.append(card)
     count = len(status.pending)
     return (
         f'<section aria-labelledby="pending"><h2 id="pending">Pending <small>{count}</small></h2>{"".join(cards)}'
-        f"{_more(count - _MAX_CARDS, 'are pending; /status has them all')}</section>"
+        f"{_more(count - len(cards), 'are pending; /status has them all')}</section>"
     )
 
 
-def _card(status: Status, workflow: Workflow, history: History | None, budget: _Budget, *, is_first: bool) -> str:
+def _card(
+    status: Status, workflow: Workflow, history: History | None, room: _Room, *, is_first: bool
+) -> str | None:
+    """What there is to say of a pending event; None if there is no room for it."""
     event, decision = workflow.event, workflow.decision
     running = status.running_for(workflow.id)
     tone = _TONES.get(workflow.phase, "")
@@ -231,21 +247,22 @@ def _card(status: Status, workflow: Workflow, history: History | None, budget: _
         ("Id", f"<code>{_text(event.id) or 'none'}</code>"),
         ("First seen", f"{_moment(workflow.first_seen_at)}, {_since(workflow.first_seen_at, status.at)} ago"),
     ]
-    more = _timeline(history, budget) if history else ""
     if is_first:
-        facts += about
-    else:  # of many, each card is as short as it can be
-        more = _list(about) + more
+        facts, about = facts + about, []
     key = _key(workflow)
-    return (
+    head = (
         f'<article id="c-{key}" class="card {tone}" aria-labelledby="e-{key}"><div class="lead"><div>'
         f'<h3 id="e-{key}">{_text(event.type) or "An event without a type"}</h3>'
         f"{_chip('pending' if workflow.phase == 'waiting' else workflow.phase, tone)}</div>"
         f"{_countdown(workflow, status.at)}</div>"
         f"{_list(facts)}{_way_out(workflow, status.pending)}"
-        + (_details(f"t-{key}", "Timeline" if is_first else "More", more, is_open=is_first) if more else "")
-        + "</article>"
     )
+    more = _list(about) if about else ""  # of many, each card is as short as it can be
+    if room.events.take(head + more) is None:
+        return None
+    more += _timeline(history, room.timelines) if history else ""
+    details = _details(f"t-{key}", "Timeline" if is_first else "More", more, is_open=is_first) if more else ""
+    return f"{head}{details}</article>"
 
 
 def _way_out(workflow: Workflow, pending: Iterable[Workflow]) -> str:
@@ -280,7 +297,7 @@ def _now(workflow: Workflow, running: Iterable[RunningHook], now: datetime) -> s
     running = list(running)
     if running:
         return "; ".join(
-            f"runs the {_text(hook.stage)} hook <b>{_text(hook.hook)}</b>, {_since(hook.since, now)} so far"
+            f"runs the {hook.stage} hook <b>{_text(hook.hook, _MAX_NAME)}</b>, {_since(hook.since, now)} so far"
             for hook in running
         )
     if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
@@ -331,7 +348,7 @@ def _hooks(workflow: Workflow, running: Iterable[RunningHook]) -> str:
                 word = "failed" if is_next else "missed" if is_past[stage] else "open"
             tone, sign, meaning = _STEPS[word]
             steps.append(
-                f'<li class="{tone}"><span aria-hidden="true">{sign}</span> {_text(name)}'
+                f'<li class="{tone}"><span aria-hidden="true">{sign}</span> {_text(name, _MAX_NAME)}'
                 f' <span class="quiet">{meaning}</span></li>'
             )
         if steps:
@@ -355,7 +372,10 @@ def _resources(event: ScheduledEvent, mine: tuple[str, ...], affects: str) -> st
         return name.casefold().removeprefix("_") in folded
 
     names = sorted(event.resources, key=lambda name: not is_mine(name))
-    shown = [f"<b>{_text(name, 80)}</b>" if is_mine(name) else _text(name, 80) for name in names[:_MAX_RESOURCES]]
+    shown = [
+        f"<b>{_text(name, _MAX_NAME)}</b>" if is_mine(name) else _text(name, _MAX_NAME)
+        for name in names[:_MAX_RESOURCES]
+    ]
     whom = {
         "self": "this VM alone", "shared": "this VM and others", "others": "other VMs only",
         "unknown": "nobody knows whether this VM",
@@ -374,7 +394,7 @@ def _origin(event: ScheduledEvent) -> str:
 # --- what happened
 
 
-def _recent(over: list[History], budget: _Budget, *, is_first_open: bool) -> str:
+def _recent(over: list[History], room: _Room, *, is_first_open: bool) -> str:
     items: list[str] = []
     for history in over:
         workflow = history.workflow
@@ -389,12 +409,15 @@ def _recent(over: list[History], budget: _Budget, *, is_first_open: bool) -> str
             f"<p>{_text(workflow.decision.reason)}</p>"
             f'<p class="quiet"><code>{_text(workflow.event.id)}</code> {_text(workflow.event.description)}</p>'
         )
-        timeline = _timeline(history, budget)
+        if room.events.take(summary + head) is None:
+            break
+        timeline = _timeline(history, room.timelines)
         item = _details(
             f"t-{_key(workflow)}", summary, head + timeline, is_open=is_first_open and not items, is_html=True
         )
         items.append(item)
-    body = "".join(items) or '<p class="none">None that the agent remembers.</p>'
+    body = "".join(items) + _more(len(over) - len(items), "are over")
+    body = body or '<p class="none">None that the agent remembers.</p>'
     return f'<section aria-labelledby="recent"><h2 id="recent">Recent events</h2>{body}</section>'
 
 
@@ -430,7 +453,9 @@ def _entry(entry: JournalEntry, *, is_new_day: bool) -> str:
 
 
 def _pauses(pauses: list[JournalEntry]) -> str:
-    lines = "".join(f"<li>{_moment(pause.at)}<div>{_text(pause.text)}</div></li>" for pause in pauses)
+    lines = "".join(
+        f"<li>{_moment(pause.at)}<div>{_text(pause.text)}</div></li>" for pause in pauses[:_MAX_ENTRIES]
+    )
     body = f'<ol class="timeline wide">{lines}</ol>' if lines else '<p class="none">None was measured.</p>'
     return f'<section aria-labelledby="pauses"><h2 id="pauses">Pauses of this machine</h2>{body}</section>'
 
@@ -443,14 +468,17 @@ def _agent(status: Status) -> str:
     failure = f' <span class="bad">since then: {_text(status.poll_failure)}</span>' if status.poll_failure else ""
     policy = status.policy
     refused = ' <span class="bad">(the file as it is now was refused)</span>' if policy.refused else ""
-    rules = ", ".join(_text(rule) for rule in status.rules[:_MAX_NAMES])
+    rules = ", ".join(_text(rule, _MAX_NAME) for rule in status.rules[:_MAX_NAMES])
     acts = "acts" if status.mode == "act" else "only observes: runs no hooks, approves nothing"
     facts = [
         ("Health", "ok" if status.health == "ok" else '<span class="bad">not healthy, see above</span>'),
         ("Last good poll", polled + failure),
         ("Endpoint", f"<code>{_text(status.endpoint)}</code>"),
         ("Incarnation", _text(status.incarnation) or "no document yet"),
-        ("This VM", ", ".join(_text(name, 80) for name in status.vm.names[:_MAX_NAMES]) or "name not known yet"),
+        (
+            "This VM",
+            ", ".join(_text(name, _MAX_NAME) for name in status.vm.names[:_MAX_NAMES]) or "name not known yet",
+        ),
         ("VM id", f"<code>{_text(status.vm.vm_id)}</code>" if status.vm.vm_id else ""),
         ("Mode", f"{acts}{'; paused' if status.is_paused else ''}"),
         ("Policy", f"<code>{_text(policy.file)}</code>, read {_moment(policy.read_at)}{refused}"),

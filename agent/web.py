@@ -20,6 +20,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 from ipaddress import ip_address
 from math import inf
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
 from agent import AgentError, __version__, host
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 _MAX_CLIENTS = 128
 # Whoever has not come to the system's notice yet waits here; who finds this queue full tries again after a second.
 _MAX_OUTSIDE = 1024
-# Pages that are made at a time: some wait for the disk, or for a password's turn.
-_MAX_MAKERS = 8
+# Threads that make pages: some wait for the disk, or for a password's turn. They are there from the beginning, for
+# to start one takes longer than most pages do, and of a crowd's requests there are thousands a second.
+_MAKERS = 8
 # Answers that are being taken slowly: each may be the whole status page, as it was at its own second.
 _MAX_TAKING = 16
 # From a client's coming to the end of its request; handshake included.
@@ -107,9 +109,8 @@ class WebServer:
         self._access = access
         self._clients: set[_Client] = set()
         self._counts: Counter[str] = Counter()
-        self._asked: deque[tuple[_Client, _Request]] = deque()
+        self._asked: SimpleQueue[tuple[_Client, _Request] | None] = SimpleQueue()
         self._made: deque[tuple[_Client, _Request, Page]] = deque()
-        self._makers = 0
         self._round = 0
         self._looked = time.monotonic()
         self._receives_at: float | None = None  # None: it does now
@@ -122,6 +123,8 @@ class WebServer:
         self._selector.register(self._bell, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, name="web", daemon=True)
         try:
+            for _ in range(_MAKERS):
+                threading.Thread(target=self._make_pages, name="page", daemon=True).start()
             self._thread.start()
         except RuntimeError as error:  # no memory for a thread
             self._end()
@@ -163,14 +166,11 @@ class WebServer:
                 with suppress(OSError):
                     self._bell.recv(_PIECE_BYTES)
         while self._made:
-            self._makers -= 1
             self._give(*self._made.popleft())
         self._let_the_late_go()
         # After all others, so that nobody loses a place for a newcomer before having been heard.
         if any(key.fileobj is self._listener for key in ready):
             self._receive()
-        while self._asked and self._makers < _MAX_MAKERS:
-            self._have_made(*self._asked.popleft())
 
     def _patience(self) -> float | None:
         if self._receives_at is not None:
@@ -188,6 +188,8 @@ class WebServer:
         self._selector.close()
         for end in (self._listener, self._bell, self._ringer):
             end.close()
+        for _ in range(_MAKERS):
+            self._asked.put(None)
 
     def _receive(self) -> None:
         for _ in range(_AT_ONCE):
@@ -251,7 +253,7 @@ class WebServer:
                 if isinstance(request, Page):
                     self._give(client, None, request)
                 else:
-                    self._asked.append((client, request))
+                    self._asked.put((client, request))
             else:
                 client.send()
                 self._let_go(client)
@@ -282,20 +284,16 @@ class WebServer:
 
     # --- pages
 
-    def _have_made(self, client: "_Client", request: "_Request") -> None:
-        def make() -> None:
+    def _make_pages(self) -> None:
+        """Make what is asked for until there is no more to come; each of the makers' threads does."""
+        while (asked := self._asked.get()) is not None:
+            client, request = asked
             try:
                 page = self._desk.page(request, client.address)
             except Exception as error:  # noqa: BLE001 - whoever asks should hear of it
                 page = Page(HTTPStatus.INTERNAL_SERVER_ERROR, f"a bug in the agent: {error!r}\n".encode())
             self._made.append((client, request, page))
             self._ring()
-
-        try:
-            threading.Thread(target=make, name="page", daemon=True).start()
-            self._makers += 1
-        except RuntimeError:  # no memory for a thread
-            self._let_go(client)
 
     def _give(self, client: "_Client", request: "_Request | None", page: Page) -> None:
         client.stage, client.since, client.round = "takes", time.monotonic(), self._round
@@ -355,6 +353,8 @@ class _Client:
             known = len(self._said)
             self._said += piece
             if end := _END.search(self._said, max(0, known - 3)):
+                if self._connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    raise ConnectionResetError  # it has gone since, and wants no page
                 return _parse(self._said[: end.start()].decode("latin-1"))
         is_in_first_line = b"\n" not in self._said
         return _refusal(

@@ -158,9 +158,22 @@ def tampering_fault(path: Path, user: str | None = None) -> str | None:
                 fault = _who_may_change(place, facts, trusted)
             if fault:
                 who, way_out = fault
-                return f"{place} can be changed by {who}, who could so have the agent run anything: {way_out}"
+                return f"{place} can be changed by {who}, and the agent acts on what it finds there: {way_out}"
     except OSError as error:  # somebody is at work there
         return f"nobody can tell who could change {path} ({error.strerror}): try again when it is left alone"
+    return None
+
+
+def exposure_fault(path: Path) -> str | None:
+    """That everybody can read the file, and the way out; None if not, or it is not there.
+
+    That a group can is in order: Debian's ssl-cert is there for just that, and who is in one was decided by root.
+    """
+    with suppress(OSError):
+        path = Path(os.path.realpath(path))
+        can_reach = all(place.stat().st_mode & stat.S_IXOTH for place in path.parents)
+        if can_reach and path.stat().st_mode & stat.S_IROTH:
+            return f"{path} can be read by everybody: chmod o-r {path}"
     return None
 
 

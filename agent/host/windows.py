@@ -69,6 +69,8 @@ _SM_SHUTTINGDOWN = 0x2000
 _SHARING_VIOLATION = 32
 _NOT_FOUND = (2, 3)  # the file, a directory above it
 _SEPARATORS = "\\/"
+# Everybody, who sits at the machine, who has logged in, users, guests.
+_CROWDS = frozenset({"S-1-1-0", "S-1-5-4", "S-1-5-11", "S-1-5-32-545", "S-1-5-32-546"})
 _TEMPORARY_LABEL = "Temporary Storage"
 _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"
 _INTERFACES = r"SYSTEM\CurrentControlSet\Services\Tcpip\Parameters\Interfaces"
@@ -201,9 +203,26 @@ def tampering_fault(path: Path, user: str | None = None) -> str | None:
         with contextlib.suppress(OSError):
             if others := sorted(set(windows_paths.writers(place, rights)) - masters):
                 return (
-                    f"{place} can be changed by {', '.join(others)}, who could so have the agent run anything: "
+                    f"{place} can be changed by {', '.join(others)}, and the agent acts on what it finds there: "
                     f"{windows_paths.way_out(place, others)}"
                 )
+    return None
+
+
+def exposure_fault(path: Path) -> str | None:
+    """That everybody who has an account here can read the file, and the way out; None if not, or it is not there.
+
+    That another account or group of its own can is in order: an administrator has named it.
+    """
+    from agent.host import windows_paths  # noqa: PLC0415 - it imports this module
+
+    with contextlib.suppress(OSError):
+        if crowds := [who for who in windows_paths.readers(path) if who in _CROWDS]:
+            whom = " ".join(f"*{who}" for who in crowds)
+            return (
+                f"{path} can be read by {', '.join(crowds)}: "
+                f'icacls "{path}" /inheritance:d, then icacls "{path}" /remove:g {whom}'
+            )
     return None
 
 

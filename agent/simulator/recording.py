@@ -21,13 +21,15 @@ from agent.simulator.azure import Azure, Plan, SimulatorError
 SUFFIX = ".jsonl"
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _MAX_PROBLEMS = 20
+# Far more than a document has, and far less than writing it again could take.
+_MAX_DEPTH = 50
 _Aware = Annotated[datetime, Meta(tz=True)]
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The first line: whose documents these are."""
 
-    vm: Annotated[str, Meta(pattern=r"^\S{1,128}$")]
+    vm: Annotated[str, Meta(pattern=r"^\S{1,128}\Z")]
     vm_id: str = ""
     scale_set: str = ""
 
@@ -43,6 +45,8 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def __post_init__(self) -> None:
         if (self.document is None) == (self.body is None):
             raise ValueError("expected either document or body")
+        if _is_deeper(self.document, _MAX_DEPTH):
+            raise ValueError(f"the document is nested more than {_MAX_DEPTH} deep")
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +118,8 @@ def parse_recording(text: bytes, name: str) -> Recording:
     problems: list[str] = []
     previous: tuple[int, Recorded] | None = None
     for number, line in enumerate(text.splitlines(), start=1):
+        if len(problems) >= _MAX_PROBLEMS:
+            break
         if not line.strip():
             continue
         try:
@@ -124,8 +130,6 @@ def parse_recording(text: bytes, name: str) -> Recording:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             which = "a" if origin or problems else "the first"
             problems.append(f"{name}:{number}: not {which} line of a recording: {error}")
-            if len(problems) == _MAX_PROBLEMS:
-                break
             continue
         if previous is not None and recorded.at < previous[1].at:
             problems.append(f"{name}:{number}: at: it is earlier than that of line {previous[0]}: sort the lines")
@@ -140,13 +144,10 @@ def parse_recording(text: bytes, name: str) -> Recording:
 
 def make_recorded(at: datetime, body: bytes) -> Recorded:
     """The line for what an endpoint gave."""
-    try:
-        content = json.loads(body.decode())
+    try:  # by the library that writes the line: what it cannot read, such as NaN, it could not write as it came
+        return Recorded(at=at, document=msgspec.json.decode(body, type=dict[str, Any]))
     except (ValueError, RecursionError):
-        content = None
-    if isinstance(content, dict):
-        return Recorded(at=at, document=content)
-    return Recorded(at=at, body=body.decode("utf-8", "replace"))
+        return Recorded(at=at, body=body.decode("utf-8", "replace"))
 
 
 def as_played(recording: Recording, began: float, speed: float) -> list[tuple[float, Recorded, bytes]]:
@@ -213,6 +214,19 @@ def _shifted_time(value: Any, played: Callable[[float], float]) -> Any:
     except (ValueError, OverflowError, OSError):
         return value
     return new.strftime("%Y-%m-%dT%H:%M:%SZ") if is_iso else format_datetime(new, usegmt=True)
+
+
+def _is_deeper(content: Any, depth: int) -> bool:
+    level = [content]
+    while level and depth >= 0:
+        depth -= 1
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)
 
 
 def _events(document: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -17,14 +17,21 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
+from agent.access import WebConfig
 from agent.config import Settings
 from agent.policy import Hook
 from agent.simulator import Scenario
-from agent.simulator.scenario import EventStep, Step
+from agent.simulator.control import EmptyRequest, EventRequest, ResetRequest
+from agent.simulator.scenario import EventStep, FaultStep, Step
 
 ROOT = Path(__file__).parents[2]
 STORY_BREAK = b"\x1e"
-"""Stands between two documents of a story."""
+"""Stands between two documents of a story, two requests, or two texts."""
+THIS_PORT = b"{port}"
+"""Stands for the number of the port that is asked."""
+PASSWORD = "secret"
+ADA = "$2y$04$xnhoPzvIyMJAOuaa/.TddONXemnD.SORiTdQlZLn8JdDpKgjaqJtS"
+"""Its hash, at the lowest cost."""
 _MAX_BYTES = 64 * 1024
 
 Generate = Callable[[Random], bytes]
@@ -263,7 +270,10 @@ _Node = Any
 
 _DURATIONS = ("9s", "5m", "15m", "1h30m", "2d", "500ms", "0s", "10s", "5", "-5s", "99999d", "1e9s", "0.0001s", "s")
 _POOLS: dict[str, tuple[str, ...]] = {
-    "always": ("hooks", "maintenance_windows", "rules", "vms", "others", "timeline"),
+    "always": (
+        "hooks", "maintenance_windows", "rules", "vms", "others", "timeline", "tls_server_config",
+        "basic_auth_users",
+    ),
     "poll_interval": ("1s", "2s", "500ms", "0s", "2m"), "healthy_within": ("3m", "1h", "10m", "1s"),
     "length": ("1h", "90m", "7d", "0s", "8d"), "timeout": ("9s", "5m", "1h", "0s"),
     "prepare": ("drain",), "on_start": ("drain",), "recover": ("resume",), "on_clear": ("resume",),
@@ -279,7 +289,18 @@ _POOLS: dict[str, tuple[str, ...]] = {
     ),
     "resource": ("vm-*", '"*"', "web_?", '"[a-"', '"[!]"', '"**?*"', '"["'),
     "vms": ("vm-1", "vm-2", "vm-3"), "others": ("vm-2", "vm-9"),
-    "approve": ("a", "b"), "cancel": ("a", "b"), "start": ("a", "b"), "end": ("a", "b"),
+    "approve": ("a", "b"), "cancel": ("a", "b"), "start": ("a", "b"), "end": ("a", "b"), "event": ("a", "b"),
+    "cert_file": (
+        "server.pem", "server.pem", "./server.pem", "x.pem", '""', '"server.pem\\0"', ".", '"a\\nb"', "web.yml",
+    ),
+    "key_file": (
+        "server.key", "server.key", "./server.key", "x.key", "server.pem", '"\\0"', ".", '"' + "k" * 300 + '"',
+    ),
+    "client_ca_file": ("server.pem", "./server.pem", "server.pem", "x.pem", "server.key", '"\\0"'),
+    "basic_auth_users": (
+        ADA, ADA, ADA, f"'{ADA}'", ADA.replace("$04$", "$10$"), ADA.replace("$04$", "$31$"), ADA[:-1], "secret",
+        "$2y$04$" + "e" * 53, "$2y$04$" + "z" * 53, "$2y$٠٤$" + "e" * 53,
+    ),
 }  # fmt: skip
 _TEXTS = (
     "x", '""', "~", "null", "yes", "off", "2020-07-01", "0x10", "1_000", "1e3", "12:30:45", ".inf", "-.nan",
@@ -329,10 +350,16 @@ def _node(random: Random, annotation: Any, name: str = "", depth: int = 0) -> _N
         items = [_node(random, arguments[0], name, depth + 1) for _ in range(count)]
         return items if random.random() < 0.05 else [item for n, item in enumerate(items) if item not in items[:n]]
     if origin is dict:
-        keys = {"hooks": ("drain", "resume"), "maintenance_windows": ("night",), "vm_ids": ("vm-1",)}.get(
-            name, ("A", "B")
+        keys = {
+            "hooks": ("drain", "resume"),
+            "maintenance_windows": ("night",),
+            "vm_ids": ("vm-1",),
+            "basic_auth_users": ("ada", random.choice(("bob", "a b", '"a:b"', '""', '"\\0"', "ada"))),
+        }.get(name, ("A", "B"))
+        within = name if name in _POOLS else ""
+        return tuple(
+            (key, _node(random, arguments[1], within, depth + 1)) for key in keys if random.random() < 0.98
         )
-        return tuple((key, _node(random, arguments[1], "", depth + 1)) for key in keys if random.random() < 0.98)
     return _scalar_text(random, annotation, kinds, name)
 
 
@@ -454,6 +481,22 @@ def _yaml_tokens(type_: type[msgspec.Struct]) -> tuple[bytes, ...]:
     return tuple(word.encode("utf-8", "surrogatepass") for word in words)
 
 
+# --- files of access
+
+_ACCESS_FILES = (
+    f"basic_auth_users:\n  ada: {ADA}\n  bob: {ADA}\n".encode(),
+    b"tls_server_config:\n  cert_file: server.pem\n  key_file: server.key\n  min_version: TLS13\n",
+    b"tls_server_config: {cert_file: server.pem, key_file: server.key, client_ca_file: server.pem,\n"
+    b"  client_auth_type: RequireAndVerifyClientCert}\nbasic_auth_users: {ada: '" + ADA.encode() + b"'}\n",
+)
+_ACCESS_TOKENS = (
+    b"http_server_config: {http2: true}\n", b"rate_limit: 1\n", b"  cert: x\n", b"  cipher_suites: [x]\n",
+    b"basic_auth_users: secret\n", b"tls_server_config: {}\n", b"server.pem", b"server.key", b"/", b"..", b"\\0",
+    b"NoClientCert", b"RequestClientCert", b"VerifyClientCertIfGiven", b"TLS12", b"TLS11", b"$2y$", b"$04$",
+    b"$15$", b"ada: ", b"'", b'"', ADA.encode(), b"client_ca_file: server.key\n", b"min_version: ", b"\n  ",
+)  # fmt: skip
+
+
 @cache
 def _policies() -> tuple[bytes, ...]:
     files = [ROOT / "config" / "policy.yaml", *sorted((ROOT / "config" / "examples").glob("*.yaml"))]
@@ -492,6 +535,150 @@ hooks:
 maintenance_windows:
   night: {start: 02:00, length: 2h, days: [sat, sun], timezone: Europe/Berlin}
 """
+
+
+# --- recordings
+
+_ATS = (
+    "2026-05-01T12:00:00Z", "2026-05-01T12:00:01.5Z", "2026-05-01T12:00:00+02:00", "0001-01-01T00:00:00+23:59",
+    "9999-12-31T23:59:59-23:59", "2026-05-01T12:00:00", "2026-05-01", "soon", "2026-05-01T24:00:00Z",
+)  # fmt: skip
+
+
+def _recording(random: Random) -> bytes:
+    vm = random.choice(("vm-1", "x" * 128) if random.random() < 0.97 else ("", "a b", "x" * 129, "a\\n"))
+    lines = [b'{"vm": "%b", "scale_set": ""}' % vm.encode()] if random.random() < 0.95 else []
+    is_odd = random.random() < 0.15
+    for second in range(random.randrange(1, 6)):
+        at = random.choice(_ATS) if is_odd else f"2026-05-01T12:00:{second:02}Z"
+        if random.random() < 0.2:
+            key, value = b"body", _json_text(random, random.choice(_WORDS)).encode("utf-8", "surrogatepass")
+        else:
+            key, value = b"document", _nested(random) if random.random() < 0.02 else _document(random)
+        lines.append(b'{"at": "%b", "%b": %b}' % (at.encode(), key, value))
+    return random.choice((b"\n", b"\n", b"\r\n", b"\n\n")).join(lines)
+
+
+def _nested(random: Random) -> bytes:
+    """About as deep as the readers and writers of JSON go."""
+    depth = random.randrange(900, 1010)
+    return b'{"Events": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+@cache
+def _recordings() -> tuple[bytes, ...]:
+    events = [text for text in _payloads() if b'"Events"' in text]
+    documents = []
+    for text in events:
+        try:
+            documents.append(json.dumps(json.loads(text.decode("utf-8-sig"))).encode())
+        except ValueError:
+            continue  # a document that is none
+    return tuple(
+        b'{"vm":"vm-1","vm_id":"x"}\n'
+        + b"".join(
+            b'{"at":"2026-05-01T12:00:%02dZ","document":%b}\n' % (second, document)
+            for second, document in enumerate(documents[start : start + 3])
+        )
+        + b'{"at":"2026-05-01T12:10:00Z","body":"<html>"}\n'
+        for start in range(0, len(documents), 3)
+    )
+
+
+_RECORDING_TOKENS = (*_JSON_TOKENS, *(f'"{at}"'.encode() for at in _ATS), b'{"at": ', b'"body": ""', b"\n", b"\r")
+
+
+# --- requests to the control port
+
+_BODIES: dict[str, type[msgspec.Struct]] = {
+    "/schedule": EventStep, "/approve": EventRequest, "/cancel": EventRequest, "/start": EventRequest,
+    "/end": EventRequest, "/fault": FaultStep, "/clear-faults": EmptyRequest, "/reset-incarnation": ResetRequest,
+}  # fmt: skip
+_CONTROL_HEADERS = (
+    "Host: localhost:{port}", "Host: 127.0.0.1:{port}", "Host: evil.example",
+    "Host: localhost:{port}.evil.example", "Content-Type: application/json",
+    "Content-Type: text/plain", "Content-Type: APPLICATION/JSON; charset=x",
+    "Content-Type:", "Origin: http://localhost:{port}", "Origin: http://evil.example", "Origin: null", "Origin:",
+    "Sec-Fetch-Site: cross-site", "Sec-Fetch-Site: same-origin", "Host: LOCALHOST:{port}",
+)  # fmt: skip
+
+
+def _control_request(random: Random) -> bytes:
+    path = random.choice(("/schedule", "/schedule", *_BODIES, "/state", "/", "/x", "//schedule", "/schedule?x=1"))
+    method = "GET" if path in ("/", "/state") else "POST"
+    if random.random() < 0.03:
+        method = random.choice(("GET", "HEAD", "PUT", "post", "X" * 100))
+    headers = [random.choice(_CONTROL_HEADERS[:2]), _CONTROL_HEADERS[4]]
+    if random.random() < 0.15:
+        headers += random.choices(_CONTROL_HEADERS, k=random.randrange(3))
+        headers.pop(random.randrange(len(headers)))
+    body = b""
+    if method == "POST" and random.random() < 0.97:
+        type_ = _BODIES.get(path, EventStep)
+        written = _as_json(_struct_node(random, type_, 1)) if random.random() < 0.97 else _json(random)
+        body = written.encode("utf-8", "surrogatepass")
+    return "\r\n".join([f"{method} {path} HTTP/1.1", *headers, "", ""]).encode() + body
+
+
+def _as_json(node: _Node) -> str:
+    if isinstance(node, list):
+        return f"[{','.join(map(_as_json, node))}]"
+    if isinstance(node, tuple):
+        return "{" + ",".join(f"{json.dumps(key)}:{_as_json(value)}" for key, value in node) + "}"
+    try:
+        json.loads(node)
+    except ValueError:
+        return json.dumps(node)
+    return str(node)
+
+
+def _control(random: Random) -> bytes:
+    return STORY_BREAK.join(_control_request(random) for _ in range(random.randrange(1, 8)))
+
+
+@cache
+def _controls() -> tuple[bytes, ...]:
+    head = b"POST %b HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n\r\n%b"
+    life = (
+        head % (b"/schedule", b'{"type": "Reboot", "name": "a", "vms": ["vm-1", "vm-2"], "notice": "15m"}'),
+        head % (b"/approve", b'{"event": "a"}'),
+        head % (b"/start", b'{"event": "a"}'),
+        head % (b"/end", b'{"event": "a"}'),
+    )
+    troubles = (
+        head % (b"/fault", b'{"kind": "status", "status": 503, "for": "10s", "vms": "vm-1"}'),
+        head % (b"/schedule", b'{"type": "Freeze", "id": "B", "duration": "5s", "begins_started": true}'),
+        head % (b"/clear-faults", b"{}"),
+        head % (b"/reset-incarnation", b'{"incarnation": 7}'),
+    )
+    return STORY_BREAK.join(life), STORY_BREAK.join(troubles), life[0]
+
+
+_CONTROL_TOKENS = (
+    *(header.encode() + b"\r\n" for header in _CONTROL_HEADERS), *(path.encode() for path in _BODIES),
+    *(f'"{text}"'.encode() for text in _DURATIONS), *_JSON_TOKENS, STORY_BREAK, b"\r\n\r\n", b'{"event": "a"}',
+    b'{"type": "Reboot"}',
+)  # fmt: skip
+
+
+# --- texts for the status page
+
+_HOSTILE = (
+    "<script>alert(1)</script>", "</script>", "</style>", "<!--", "-->", "<![CDATA[", "]]>", "<b>", "</p></div>",
+    "<img src=x onerror=alert(1)>", '"><svg onload=alert(1)>', "' onmouseover='x", '" autofocus onfocus="x',
+    "<a href=javascript:x>", "<title>", "</title>", "<textarea>", "<plaintext>", "<noscript>", "<bdi>", "</bdi>",
+    "&lt;", "&amp;lt;b&gt;", "&#60;b&#62;", "&#x3c", "&", "&;", "&copy", "&notit;", "<", ">", "<<", "</", "<?php",
+    "<!DOCTYPE x>", "\u202e", "\u2066<b>", "\ufeff", "\x00", "\x1b[2J", "\r\n", "\u2028", "ß", "İ", "🧊",
+    "x" * 3000, "'" * 700, "<" * 2000, "vm-1", "_VM-1", "Reboot", "drain", "", " ", "{}", "{0}", "%s",
+    "C7061BAC-AFDC-4513-B24B-AA5F13A16123",
+)  # fmt: skip
+
+
+def _texts(random: Random) -> bytes:
+    words = [
+        "".join(random.choices(_HOSTILE, k=random.choice((1, 1, 1, 2, 4)))) for _ in range(random.randrange(1, 30))
+    ]
+    return STORY_BREAK.join(word.encode() for word in words)
 
 
 # --- leases
@@ -643,4 +830,12 @@ _SOURCES = {
         (_record(245, b"\1\2\3\4"), struct.pack("<I", 245), b"\xff" * 4, b"\0" * 4, b"\4\0\0\0"),
     ),
     "web": _Source(_request, lambda: _REQUESTS, _HTTP_TOKENS),
+    "access": _Source(_yaml(WebConfig), lambda: _ACCESS_FILES, (*_ACCESS_TOKENS, *_yaml_tokens(WebConfig))),
+    "recording": _Source(_recording, _recordings, _RECORDING_TOKENS),
+    "control": _Source(_control, _controls, _CONTROL_TOKENS),
+    "page": _Source(
+        _texts,
+        lambda: (STORY_BREAK.join(text.encode() for text in _HOSTILE[:20]), b"vm-1\x1eReboot\x1eA\x1edrain"),
+        tuple(text.encode() for text in _HOSTILE),
+    ),
 }

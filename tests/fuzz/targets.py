@@ -4,23 +4,37 @@ Owns one function per reader of foreign bytes: it returns if the agent did right
 raises if not. Only the agent's own error types are an answer; anything else that is raised is a fault.
 """
 
+import atexit
+import base64
+import json
 import re
+import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, time, timedelta
 from functools import cache
+from html.parser import HTMLParser
 from http import HTTPStatus
 from ipaddress import IPv4Address
 from pathlib import Path
+from random import Random
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from unittest.mock import patch
 
 import msgspec
-from inputs import STORY_BREAK
+from inputs import ADA, PASSWORD, STORY_BREAK, THIS_PORT
 
 from agent import __version__
+from agent import access as access_module
+from agent.access import Access, AccessError, load_web_config
 from agent.config import ConfigError, Settings, parse_settings
 from agent.events import (
     Document,
@@ -34,8 +48,13 @@ from agent.events import (
 )
 from agent.hooks import hook_environment
 from agent.host.dhcp import parse_lease, parse_windows_options
+from agent.page import render_page
 from agent.policy import Facts, decide
-from agent.simulator import Scenario, SimulatorError, parse_scenario, rename_vms
+from agent.simulator import Scenario, Simulator, SimulatorError, parse_scenario, rename_vms
+from agent.simulator.control import Control, State
+from agent.simulator.protocol import Request
+from agent.simulator.recording import as_played, make_recorded, parse_recording, rename_vm, summarize
+from agent.status import History, JournalEntry, Status
 from agent.web import Page, WebServer
 from agent.workflow import (
     AgentRestarted,
@@ -264,6 +283,72 @@ def check_scenario(data: bytes) -> None:
     assert len(renamed.timeline) == len(scenario.timeline)
 
 
+_PASSWORD_HEADER = f"Basic {base64.b64encode(f'ada:{PASSWORD}'.encode()).decode()}"
+
+
+@cache
+def access_file() -> Path:
+    """A file of access, with a certificate and its key beside it where openssl can make them."""
+    place = Path(tempfile.mkdtemp(prefix="fuzz-access-"))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    if shutil.which("openssl"):
+        new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "server.key")
+        command = ["openssl", "req", "-x509", *new_key, "-out", "server.pem", "-subj", "/CN=x"]
+        subprocess.run(command, cwd=place, check=True, capture_output=True)
+    return place / "web.yml"
+
+
+def check_access(data: bytes) -> None:
+    """A file of access is in force and lets in who has a right password alone, or each problem has its line."""
+    file = access_file()
+    file.write_bytes(data)
+    try:
+        access = Access(file, lambda _: None)
+    except AccessError as error:
+        # What concerns the whole file has no line.
+        text = str(error).replace(f"{file}: ", "f.yaml:1: ").replace(str(file), "f.yaml")
+        _check_problems(tuple(re.split(r"\n(?=f\.yaml:)", text)))
+        return
+    config = load_web_config(file)
+    assert (access.tls is None) == (config.tls_server_config is None)
+    users = config.basic_auth_users
+    if not users:
+        assert access.tls is not None, "a file that asks for nothing opens the doors"
+        assert access.admits("", "somewhere")
+        return
+    if max(int(text[4:6]) for text in users.values()) > 5:
+        return  # each check would take long
+    with patch.object(access_module, "_REST", 0.0):  # there is nobody to slow down
+        assert not access.admits("", "somewhere")
+        assert not access.admits(f"Basic {data[:200].decode('latin-1')}", "somewhere")
+        assert not access.admits(f"Basic {base64.b64encode(b'ada:' + data[:100]).decode()}", "somewhere")
+        assert access.admits(_PASSWORD_HEADER, "somewhere") == (users.get("ada", "")[4:] == ADA[4:])
+
+
+def check_recording(data: bytes) -> None:
+    """A recording can be played and renamed, or each problem has its line; any answer can be recorded and read."""
+    recorded = make_recorded(NOW, data)
+    line = b'{"vm":"vm-1"}\n' + msgspec.json.encode(recorded)
+    assert parse_recording(line, "f.yaml").documents == (recorded,)
+    try:
+        recording = parse_recording(data, "f.yaml")
+    except SimulatorError as error:
+        assert error.kind == "config"  # noqa: PT017 - either outcome is right
+        _check_problems(tuple(re.split(r"\n(?=f\.yaml:)", str(error))))
+        return
+    assert recording.origin.vm.split() == [recording.origin.vm]
+    renamed = rename_vm(recording, ("vm of no recording",))
+    assert len(renamed.documents) == len(recording.documents)
+    for speed in (0.1, 1.0, 1e6):
+        times = []
+        for due, document, body in as_played(renamed, NOW.timestamp(), speed):
+            times.append(due)
+            summarize(document)
+            is_odd = document.document is None
+            assert is_odd or json.loads(body).keys() == (document.document or {}).keys()
+        assert times == sorted(times)
+
+
 # --- leases
 
 
@@ -280,6 +365,156 @@ def check_registry(data: bytes) -> None:
 
 def _check_address(address: str | None) -> None:
     assert address is None or str(IPv4Address(address)) == address
+
+
+# --- the status page
+
+_COUNTS = (0, 0, 1, 1, 2)
+_A_QUARTER = timedelta(minutes=15)
+_FIRST_TIME, _LAST_TIME = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
+# What markup is made of, and characters that are nothing of the kind, to stand in for it.
+_MARKUP, _HARMLESS = "<>&\"'", "\x01\x02\x03\x04\x05"
+_KEY = re.compile(r"(?<=-)[0-9a-f]{12}$")
+
+
+def check_page(data: bytes) -> None:
+    """Whatever texts a status has, the page is well-formed, and shows them as texts and nothing else.
+
+    The bytes are the texts; how many events there are, and in what state, follows from them as well.
+    """
+    texts = data.translate(None, _HARMLESS.encode()).decode("utf-8", "replace").split(STORY_BREAK.decode())
+    page = _page(zlib.crc32(data), texts)
+    assert len(page) < 1 << 20
+    assert page.encode()
+    seen = _Seen(page)
+    assert seen.is_closed
+    if re.search("no room for its timeline|more are (pending|over)", page):
+        return  # which may depend on how long texts are when they are escaped
+    translation = str.maketrans(_MARKUP, _HARMLESS)
+    harmless = _Seen(_page(zlib.crc32(data), [text.translate(translation) for text in texts]))
+    assert seen.tags == harmless.tags, "a text has become markup"
+    assert seen.text.translate(translation) == harmless.text.translate(translation), "a text is not shown as it is"
+
+
+def _page(seed: int, texts: list[str]) -> str:
+    random = Random(seed)
+    recent = _some(random, tuple[History, ...], texts)
+    pauses = _some(random, tuple[JournalEntry, ...], texts)
+    return render_page(_some(random, Status, texts), recent, pauses, unread=random.choice(("", *texts)))
+
+
+def _some(random: Random, annotation: Any, texts: list[str]) -> Any:
+    """A value of the type; all its texts are some of these."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _some(random, arguments[0], texts)
+    if origin in (Union, UnionType):
+        return _some(random, random.choice(arguments), texts)
+    if origin is Literal:
+        return random.choice(arguments)
+    if origin is tuple:
+        count = 70 if random.random() < 0.002 else random.choice(_COUNTS)
+        return tuple(_some(random, arguments[0], texts) for _ in range(count))
+    if issubclass(annotation, msgspec.Struct):
+        return annotation(**{name: _some(random, type_, texts) for name, type_ in _fields(annotation)})
+    makers: dict[Any, Callable[[], Any]] = {
+        str: lambda: random.choice(texts),
+        bool: lambda: random.random() < 0.5,
+        int: lambda: random.randrange(5),
+        float: lambda: random.choice((0.0, 5.0, 0.25, 1e300)),
+        datetime: lambda: random.choice((NOW + random.randrange(-200, 200) * _A_QUARTER, _FIRST_TIME, _LAST_TIME)),
+        time: lambda: time(random.randrange(24)),
+        NoneType: lambda: None,
+    }
+    return makers[annotation]()
+
+
+@cache
+def _fields(type_: type[msgspec.Struct]) -> tuple[tuple[str, Any], ...]:
+    return tuple((item.name, item.type) for item in msgspec.structs.fields(type_))
+
+
+class _Seen(HTMLParser):
+    """What a browser makes of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, list[tuple[str, str]]]] = []
+        self.text = ""
+        self.is_closed = True
+        """Whether each element is closed where it should be."""
+        self._open: list[str] = []
+        self.feed(page)
+        self.close()
+        self.is_closed = self.is_closed and not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        # The keys of events are made from their texts.
+        self.tags.append((tag, [(name, _KEY.sub("", value or "")) for name, value in attrs]))
+        if tag not in ("meta", "link", "br"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.is_closed = self.is_closed and bool(self._open) and self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def handle_comment(self, data: str) -> None:
+        raise AssertionError(f"a comment: {data[:100]}")
+
+    def unknown_decl(self, data: str) -> None:
+        raise AssertionError(f"a declaration: {data[:100]}")
+
+
+# --- the simulator's control port
+
+_MAX_REFUSAL = 200_000
+_READ_DOCUMENT = Request(
+    method="GET", target="/metadata/scheduledevents?api-version=2020-07-01", headers={"metadata": "true"}
+)
+
+
+def check_control(data: bytes) -> None:
+    """Each request is carried out or refused, and what is refused changes nothing; all can be shown afterwards."""
+    now = NOW.timestamp()
+    with (
+        closing(Simulator(("vm-1", "vm-2"), others=("vm-3",), rate_limit=None, clock=lambda: now)) as simulator,
+        closing(Control(simulator)) as control,
+    ):
+        hosts = (f"localhost:{control.port}", f"127.0.0.1:{control.port}")
+        for text in data.replace(THIS_PORT, str(control.port).encode()).split(STORY_BREAK)[:20]:
+            now += 1 + zlib.crc32(text) % 400
+            request = request_of(text)
+            before = simulator.happenings()
+            answer = control.answer("", 1, request, None, is_heard=True)
+            assert answer.wire.startswith(f"HTTP/1.1 {answer.status} ".encode())
+            assert answer.wire.endswith(answer.body)
+            assert answer.status in (200, 400, 403, 404, 405, 413, 415)
+            if answer.status != 200:
+                assert json.loads(answer.body)["error"]
+                assert len(answer.body) < _MAX_REFUSAL, len(answer.body)
+                assert simulator.happenings() == before
+            else:
+                assert request.headers["host"].lower() in hosts
+            if answer.status == 200 and request.method != "GET":
+                assert request.method == "POST"
+                assert "json" in request.headers["content-type"].lower()
+                assert request.headers.get("origin", "http://" + hosts[0]).lower()[7:] in hosts
+        shown = control.answer("", 1, request_of(f"GET /state\nHost: {hosts[0]}".encode()), None, is_heard=True)
+        state = msgspec.json.decode(shown.body, type=State)
+        assert sum(event.status != "Gone" for event in state.events) <= 100
+        document = simulator.answer("vm-1", 1, _READ_DOCUMENT, None, is_heard=True)
+        parse_document(document.body)
+
+
+def request_of(text: bytes) -> Request:
+    """Of words, headers and a body, whatever they are."""
+    head, _, body = text.replace(b"\r\n", b"\n").partition(b"\n\n")
+    first, *lines = head.decode("latin-1").split("\n")
+    words = [*first.split(), "", ""]
+    headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return Request(method=words[0], target=words[1], headers=headers, body=body)
 
 
 # --- the web server
@@ -367,11 +602,15 @@ def _check_answer(data: bytes, answer: bytes) -> None:
 
 
 TARGETS = {
-    "document": Target(check_document, 44),
+    "document": Target(check_document, 36),
     "story": Target(check_story, 3),
     "policy": Target(check_policy, 6),
-    "scenario": Target(check_scenario, 7),
-    "lease": Target(check_lease, 20),
-    "registry": Target(check_registry, 15),
+    "scenario": Target(check_scenario, 6),
+    "recording": Target(check_recording, 6),
+    "control": Target(check_control, 3),
+    "lease": Target(check_lease, 17),
+    "registry": Target(check_registry, 12),
     "web": Target(check_web, 5),
+    "access": Target(check_access, 4),
+    "page": Target(check_page, 2),
 }

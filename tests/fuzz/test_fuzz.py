@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ import pytest
 from fuzz import Fault, fuzz, fuzz_target, main, shares_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inputs import corpus, make_input
-from targets import NOW, TARGETS, Target
+from inputs import STORY_BREAK, THIS_PORT, corpus, make_input
+from targets import NOW, TARGETS, Target, access_file, request_of
 
 from agent import AgentError
+from agent.access import load_web_config
 from agent.config import parse_settings
 from agent.events import parse_document
 from agent.host.dhcp import parse_lease, parse_windows_options
-from agent.simulator import parse_scenario
+from agent.simulator import Simulator, SimulatorError, parse_scenario
+from agent.simulator.control import Control
+from agent.simulator.recording import parse_recording
 
 ROOT = Path(__file__).parents[2]
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "6000"))
@@ -71,11 +75,16 @@ def test_what_inputs_are_made_from_is_read_and_not_only_refused() -> None:
     assert warnings == [()] * len(warnings)
     assert len(warnings) > 2
     assert all(parse_scenario(text.decode(), "f.yaml").timeline for text in corpus("scenario"))
+    assert all(parse_recording(text, "r.jsonl").documents for text in corpus("recording"))
+    assert len(corpus("recording")) > 10
     assert parse_lease(corpus("lease")[1].decode(), NOW) == "168.63.129.16"
     assert parse_windows_options(corpus("registry")[0], NOW) == "168.63.129.16"
 
 
-@pytest.mark.parametrize(("target", "least"), [("policy", 0.1), ("scenario", 0.1), ("document", 0.2)])
+@pytest.mark.parametrize(
+    ("target", "least"),
+    [("policy", 0.1), ("scenario", 0.1), ("document", 0.2), ("access", 0.1), ("recording", 0.2), ("control", 0.2)],
+)
 def test_of_the_inputs_a_good_part_is_read_and_not_only_refused(target: str, least: float) -> None:
     count = 500
     read = 0
@@ -89,10 +98,31 @@ def test_of_the_inputs_a_good_part_is_read_and_not_only_refused(target: str, lea
     assert read >= count * least
 
 
+def read_access(data: bytes) -> None:
+    file = access_file()
+    file.write_bytes(data)
+    load_web_config(file)
+
+
+def read_control(data: bytes) -> None:
+    """Whether all that is asked for first is done."""
+    with (
+        closing(Simulator(("vm-1", "vm-2"), others=("vm-3",))) as simulator,
+        closing(Control(simulator)) as control,
+    ):
+        first = data.replace(THIS_PORT, str(control.port).encode()).partition(STORY_BREAK)[0]
+        answer = control.answer("", 1, request_of(first), None, is_heard=True)
+        if answer.status != 200:
+            raise SimulatorError(answer.body.decode(), kind="refused")
+
+
 READERS: dict[str, Callable[[bytes], object]] = {
     "policy": lambda data: parse_settings(data, "f.yaml"),
     "scenario": lambda data: parse_scenario(data.decode(errors="replace"), "f.yaml"),
     "document": parse_document,
+    "access": read_access,
+    "recording": lambda data: parse_recording(data, "r.jsonl"),
+    "control": read_control,
 }
 
 

@@ -53,6 +53,7 @@ def test_a_crowd_that_says_nonsense_or_nothing_is_let_go_and_the_next_client_is_
     monkeypatch.setattr(web, "_TIMEOUT_SECONDS", 0.3)
     monkeypatch.setattr(web, "_MAX_CLIENTS", 16)
     page = Page(HTTPStatus.OK, b"ok\n")
+    before = set(threading.enumerate())
     server = WebServer("127.0.0.1:0", {"/healthz": lambda: page})
     most = 0
 
@@ -79,7 +80,7 @@ def test_a_crowd_that_says_nonsense_or_nothing_is_let_go_and_the_next_client_is_
     assert answer.endswith(b"\r\n\r\nok\n")
     assert 0 < most <= web._MAX_CLIENTS
     assert not server._clients
-    for thread in threading.enumerate():
-        if thread.name == "page":
-            thread.join(30)
-    assert not any(thread.name == "page" for thread in threading.enumerate())
+    makers = {thread for thread in threading.enumerate() if thread.name == "page"} - before
+    for thread in makers:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in makers)

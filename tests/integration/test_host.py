@@ -252,7 +252,7 @@ def test_a_file_that_others_could_change_is_told_with_the_way_out(
         pytest.skip("only root can give a file to a group that it is not in")
     os.chown(path, -1, 65534)
     path.chmod(mode)
-    fault = f"{path} can be changed by {who}, who could so have the agent run anything: chmod go-w {path}"
+    fault = f"{path} can be changed by {who}, and the agent acts on what it finds there: chmod go-w {path}"
     assert host.tampering_fault(path) == (fault if who else None)
 
 
@@ -262,7 +262,7 @@ def test_a_directory_in_which_others_could_put_another_file_in_its_place_is_told
     path.touch()
     tmp_path.chmod(0o777)
     assert host.tampering_fault(path) == (
-        f"{tmp_path} can be changed by everybody, who could so have the agent run anything: chmod go-w {tmp_path}"
+        f"{tmp_path} can be changed by everybody, and the agent acts on what it finds there: chmod go-w {tmp_path}"
     )
     tmp_path.chmod(0o1777)  # as /tmp: only a file's owner can
     assert host.tampering_fault(path) is None

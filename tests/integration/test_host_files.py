@@ -40,7 +40,7 @@ def test_files_that_others_could_change_or_read_are_told(tmp_path: Path) -> None
     script.touch()
     script.chmod(0o777)
     warnings = _warnings(tmp_path, _policy(tmp_path, f"{{run: [/bin/sh, {script}]}}"))
-    danger = "who could so have the agent run anything"
+    danger = "and the agent acts on what it finds there"
     assert warnings == [
         (
             f"1: agent.state_dir: {state} should be for the agent's account alone; it is open to others: "

@@ -108,7 +108,7 @@ def test_a_directory_anywhere_above_that_everybody_may_replace_is_told(tmp_path:
     fault = host.tampering_fault(path)
     assert fault is not None
     if _ON_WINE:  # which has no lists of their own for those below
-        assert " can be changed by S-1-1-0, who could so have the agent run anything: icacls " in fault
+        assert " can be changed by S-1-1-0, and the agent acts on what it finds there: icacls " in fault
     else:
         assert fault.startswith(f"{path} can be changed by S-1-1-0, ")
 
@@ -190,7 +190,7 @@ def test_a_file_that_everybody_may_change_is_told_with_the_way_out(tmp_path: Pat
     wanted = win32security.DACL_SECURITY_INFORMATION
     win32security.SetNamedSecurityInfo(str(path), win32security.SE_FILE_OBJECT, wanted, None, None, dacl, None)
     assert host.tampering_fault(path) == (
-        f"{path} can be changed by S-1-1-0, who could so have the agent run anything: "
+        f"{path} can be changed by S-1-1-0, and the agent acts on what it finds there: "
         f'icacls "{path}" /inheritance:r /grant:r "*S-1-5-18:F" "*S-1-5-32-544:F" /remove:g *S-1-1-0; '
         f'if the owner is still another, icacls "{path}" /setowner *S-1-5-32-544'
     )

@@ -28,7 +28,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 
 def danger(place: Path, who: str, way_out: str) -> str:
-    return f"{place} can be changed by {who}, who could so have the agent run anything: {way_out}"
+    return f"{place} can be changed by {who}, and the agent acts on what it finds there: {way_out}"
 
 
 @pytest.fixture

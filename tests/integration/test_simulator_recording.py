@@ -10,11 +10,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from agent.simulator import Simulator, SimulatorError, recorder
 from agent.simulator.recorder import record
-from agent.simulator.recording import Origin, Recorded, Recording, load_recording, parse_recording, rename_vm
+from agent.simulator.recording import (
+    Origin,
+    Recorded,
+    Recording,
+    load_recording,
+    make_recorded,
+    parse_recording,
+    rename_vm,
+)
 
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 NOON = datetime(2026, 6, 28, 12, tzinfo=UTC)
@@ -99,6 +108,24 @@ def test_what_is_no_document_is_recorded_as_it_came(tmp_path: Path) -> None:
     ]
     with Simulator(scenario=recording) as replay:
         assert get(replay) == b""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"Events": [{"Description": "half of a pair: \\ud83e"}]}',
+        b'{"Events": [], "DocumentIncarnation": NaN}',
+        b'{"Events": [], "DocumentIncarnation": 1e400}',
+        b'{"Events": ' + b"[" * 990 + b"]" * 990 + b"}",
+        b'\xef\xbb\xbf{"Events": []}',
+        b'{"Events": "\xff"}',
+    ],
+)
+def test_what_a_line_of_json_could_not_hold_is_recorded_as_a_text(body: bytes) -> None:
+    recorded = make_recorded(NOON, body)
+    assert recorded.body == body.decode("utf-8", "replace")
+    line = b'{"vm": "a"}\n' + msgspec.json.encode(recorded)
+    assert parse_recording(line, "r.jsonl").documents == (recorded,)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +308,30 @@ def test_mistakes_in_a_recording_are_told_with_their_lines(text: bytes, problems
         parse_recording(text, "r.jsonl")
     assert caught.value.kind == "config"
     assert str(caught.value).splitlines() == problems
+
+
+def test_a_document_that_is_nested_deeper_than_it_could_be_written_again_is_told() -> None:
+    line = b'{"vm": "a"}\n{"at": "2026-01-01T00:00:00Z", "document": {"x": %b%b}}'
+    assert parse_recording(line % (b"[" * 40, b"]" * 40), "r.jsonl").documents
+    for depth in (60, 600):
+        with pytest.raises(SimulatorError) as caught:
+            parse_recording(line % (b"[" * depth, b"]" * depth), "r.jsonl")
+        assert str(caught.value) == (
+            "r.jsonl:2: not a line of a recording: the document is nested more than 50 deep"
+        )
+
+
+def test_of_many_mistakes_the_first_twenty_are_told_whatever_they_are() -> None:
+    good, early = b'{"at": "2026-01-02T00:00:00Z", "body": ""}', b'{"at": "2026-01-01T00:00:00Z", "body": ""}'
+    for lines in ([good, early] * 100, [b"[]"] * 100, [b"[]", good, early] * 100):
+        with pytest.raises(SimulatorError) as caught:
+            parse_recording(b"\n".join([b'{"vm": "a"}', *lines]), "r.jsonl")
+        assert len(str(caught.value).splitlines()) == 20
+
+
+def test_the_name_of_a_vm_has_no_line_break() -> None:
+    with pytest.raises(SimulatorError):
+        parse_recording(b'{"vm": "a\\n"}\n{"at": "2026-01-01T00:00:00Z", "body": ""}', "r.jsonl")
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:

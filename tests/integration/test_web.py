@@ -161,7 +161,7 @@ def test_a_client_that_never_comes_to_the_point_is_let_go(monkeypatch: pytest.Mo
 
 
 def test_more_clients_than_there_are_places_are_all_served_in_the_end(server: WebServer, slow: Slow) -> None:
-    clients = web._MAX_MAKERS + 8
+    clients = web._MAKERS + 8
     served: list[int] = []
     threads = [
         threading.Thread(target=lambda: served.append(ask(server, "GET", "/slow")[0].status))
@@ -169,7 +169,7 @@ def test_more_clients_than_there_are_places_are_all_served_in_the_end(server: We
     ]
     for thread in threads:
         thread.start()
-    for _ in range(web._MAX_MAKERS):
+    for _ in range(web._MAKERS):
         assert slow.entered.acquire(timeout=10)
     assert not slow.entered.acquire(timeout=0.2)  # no more than that at a time
     slow.may_answer.set()
@@ -187,7 +187,7 @@ def test_a_client_that_closes_its_side_after_asking_gets_its_answer(server: WebS
 def test_a_client_that_goes_away_while_it_is_answered_harms_nobody(
     server: WebServer, slow: Slow, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for _ in range(web._MAX_MAKERS):
+    for _ in range(web._MAKERS):
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # reset at close
             connection.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -196,6 +196,32 @@ def test_a_client_that_goes_away_while_it_is_answered_harms_nobody(
     answer, _ = ask(server, "GET", "/metrics")
     assert answer.status == 200
     assert capfd.readouterr() == ("", "")
+
+
+def test_of_a_client_that_has_gone_no_request_is_heard() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connection = socket.create_connection(listener.getsockname())
+        connection.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        client = web._Client(listener.accept()[0], "x", None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # reset at close
+        connection.close()
+    with pytest.raises(ConnectionResetError):
+        client.listen()
+    client.close()
+
+
+def test_no_thread_is_started_for_a_request() -> None:
+    makers = set()
+
+    def page() -> Page:
+        makers.add(threading.current_thread())
+        return Page(HTTPStatus.OK, b"x\n")
+
+    server = WebServer("127.0.0.1:0", {"/x": page})
+    for _ in range(web._MAKERS * 3):
+        assert ask(server, "GET", "/x")[1] == "x\n"
+    server.close()
+    assert 0 < len(makers) <= web._MAKERS
 
 
 @pytest.mark.parametrize(
@@ -319,10 +345,10 @@ def test_close_does_not_wait_for_clients_that_hang() -> None:
     server = WebServer("127.0.0.1:0", {"/slow": slow})
     with ExitStack() as stack:
         # All places are taken, and one more waits outside.
-        for _ in range(web._MAX_MAKERS + 1):
+        for _ in range(web._MAKERS + 1):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             client.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        for _ in range(web._MAX_MAKERS):
+        for _ in range(web._MAKERS):
             assert slow.entered.acquire(timeout=10)
         began = time.monotonic()
         server.close()
@@ -348,6 +374,8 @@ def test_closing_a_server_on_every_address_works_as_well(monkeypatch: pytest.Mon
     began = time.monotonic()
     server.close()
     assert time.monotonic() - began < 1
+    for thread in set(threading.enumerate()) - before:
+        thread.join(timeout=2)
     assert set(threading.enumerate()) <= before
 
 

@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from agent import access, web
+from agent import access, host, web
 from agent.access import Access, AccessError, load_web_config
 from agent.config import check_files, parse_settings
 from agent.web import Page, WebServer
@@ -443,6 +444,10 @@ def problems(file: Path) -> list[str]:
             ["DIR/web.yml:1: tls_server_config.key_file: DIR/none.key cannot be read: No such file or directory"],
         ),
         (
+            'tls_server_config: {cert_file: "server.pem\\0", key_file: server.key}',
+            ["DIR/web.yml:1: tls_server_config.cert_file: DIR/server.pem\0 cannot be read: embedded null byte"],
+        ),
+        (
             f"{TLS}  client_ca_file: ca.pem\n",
             [
                 (
@@ -502,6 +507,22 @@ def problems(file: Path) -> list[str]:
 )
 def test_what_is_wrong_is_told_with_its_line(place: Path, text: str, expected: list[str]) -> None:
     assert problems(write(place, text)) == expected
+
+
+def test_a_path_that_can_be_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(AccessError, match="cannot be read: embedded null"):
+        load_web_config(tmp_path / "a\0b")
+
+
+@needs_bcrypt
+def test_a_hash_that_can_be_of_no_password_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "web.yml"
+    for last, is_right in (("u", True), ("v", False), ("O", True), ("0", False)):
+        file.write_text(f"basic_auth_users: {{ada: {ADA[:28]}{last}{ADA[29:]}}}")
+        if is_right:
+            assert Access(file, lambda _: None).admits(basic("ada:wrong"), "here") is False
+        else:
+            assert "expected a bcrypt hash" in problems(file)[0]
 
 
 @needs_openssl
@@ -591,8 +612,8 @@ def test_check_tells_when_the_pages_are_open_to_others(
     assert loaded.warnings == ()
     found = [problem for problem in check_files(loaded) if problem.path == "agent.web_config"]
     messages = [problem.message.replace(str(place), "DIR").replace("\\", "/") for problem in found]
-    # (That others could change the file depends on where the tests run.)
-    assert [text for text in messages if "could change" not in text and "can change" not in text] == expected
+    # (Whether others could change or read the files depends on where the tests run.)
+    assert [text for text in messages if not re.search("could change|can be (changed|read) by", text)] == expected
     assert {problem.line for problem in found} <= {3}
 
 
@@ -607,6 +628,70 @@ def test_check_tells_who_could_let_themselves_in(place: Path) -> None:
     place.chmod(0o777)
     found = [str(problem) for problem in check_files(loaded) if f"{place} can be changed by" in str(problem)]
     assert len(found) == 1  # though four files are in it
+
+
+@pytest.fixture
+def shared_place(certificates: Path) -> Iterator[Path]:
+    """A directory with copies that everybody can pass through, unlike pytest's own."""
+    with tempfile.TemporaryDirectory(prefix="web-access-") as name:
+        place = Path(shutil.copytree(certificates, Path(name) / "etc"))
+        for directory in (place, place.parent):
+            directory.chmod(0o755)
+        yield place
+
+
+def exposures(file: Path) -> list[str]:
+    loaded = parse_settings(f"agent:\n  web_config: '{file}'\n", "p")
+    return [str(problem) for problem in check_files(loaded) if "can be read by" in str(problem)]
+
+
+@needs_openssl
+@pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
+def test_check_tells_that_everybody_can_read_the_key(shared_place: Path) -> None:
+    file, key = write(shared_place, TLS), shared_place / "server.key"
+    key.chmod(0o644)
+    (shared_place / "server.pem").chmod(0o644)  # which is for everybody
+    told = f"p:2: agent.web_config: {key} can be read by everybody: chmod o-r {key}"
+    assert exposures(file) == [told]
+    (shared_place / "link.key").symlink_to("server.key")
+    link = write(shared_place, TLS.replace("server.key", "link.key"))
+    assert exposures(link) == [told]
+    key.chmod(0o640)  # a group that root has made for it, such as ssl-cert
+    assert exposures(file) == []
+
+
+@needs_openssl
+@pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
+def test_a_key_that_nobody_else_can_get_at_may_have_any_mode(shared_place: Path) -> None:
+    file = write(shared_place, TLS)
+    (shared_place / "server.key").chmod(0o644)
+    assert exposures(file) != []
+    shared_place.chmod(0o710)  # as Debian's /etc/ssl/private
+    assert exposures(file) == []
+    assert host.exposure_fault(shared_place / "missing.key") is None
+
+
+@pytest.mark.skipif(sys.platform != "win32", reason="access lists are Windows'")
+@pytest.mark.parametrize(
+    ("others", "is_told"),
+    [("", False), ("(A;;FR;;;BU)", True), ("(A;;FR;;;WD)", True), ("(A;;FR;;;S-1-5-21-1-2-3-1001)", False)],
+)
+def test_on_windows_its_list_tells_whether_everybody_can_read_the_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, is_told: bool
+) -> None:
+    import win32security
+
+    from agent.host import windows_paths
+
+    # Wine takes lists and keeps none: so one is given instead.
+    descriptor = win32security.ConvertStringSecurityDescriptorToSecurityDescriptor(
+        f"O:BAD:P(A;;FA;;;SY){others}", win32security.SDDL_REVISION_1
+    )
+    monkeypatch.setattr(windows_paths, "_descriptor", lambda _: descriptor)
+    key = tmp_path / "server.key"
+    fault = host.exposure_fault(key)
+    assert (fault is not None) == is_told
+    assert fault is None or fault.startswith(f"{key} can be read by S-1-")
 
 
 @needs_openssl

@@ -543,6 +543,22 @@ def test_prometheus_accepts_the_configuration_with_all_that_is_commented_out(
     assert "SUCCESS" in promtool(programs, "check", "config", "--syntax-only", "prometheus.yaml", cwd=tmp_path)
 
 
+@pytest.mark.parametrize("with_comments", [False, True], ids=["as it stands", "with all that is commented out"])
+def test_prometheus_accepts_the_configuration_that_asks_for_pages_with_tls_and_a_password(
+    programs: Path, tmp_path: Path, with_comments: bool
+) -> None:
+    text = (ROOT / "docs" / "web.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in blocks if block.startswith("scrape_configs:")]
+    whole = re.sub(r"^( *)# ", r"\1", block, flags=re.MULTILINE)
+    assert whole != block
+    (tmp_path / "prometheus.yaml").write_text(whole if with_comments else block)
+    for name in ("ca.pem", "client.pem", "client.key", "password"):
+        (tmp_path / name).touch()
+    # The files are there, and are looked at without --syntax-only.
+    assert "SUCCESS" in promtool(programs, "check", "config", "prometheus.yaml", cwd=tmp_path)
+
+
 def test_promtool_parses_every_query_of_the_dashboard(programs: Path, tmp_path: Path) -> None:
     queries = [expression for _, expression in dashboard_queries()]
     rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]

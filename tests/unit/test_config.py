@@ -64,6 +64,8 @@ def test_the_fault_form_is_the_documented_one() -> None:
         ("\nhooks: {a: {run: ['']}}", "hooks.a.run[0]: expected a text; got an empty one"),
         ("\nhooks: {a: {shell: ' '}}", "hooks.a.shell: expected a text; got an empty one"),
         ("\nhooks: {a: {shell: x, timeout: 0s}}", "hooks.a.timeout: expected more than 0s; got 0s"),
+        ('\nagent: {state_dir: "/a\\0"}', "agent.state_dir: the character U+0000 cannot be part of it: remove it"),
+        ('\nagent: {web_config: "/a\\0"}', "agent.web_config: the character U+0000 cannot be part of it: remove it"),
         ('\nhooks: {a: {run: [x, "\\0"]}}', "hooks.a.run[1]: the character U+0000 cannot be passed to a program"),
         (
             '\nhooks: {a: {shell: x, env: "TOKEN=abc"}}',
@@ -208,6 +210,7 @@ def test_a_rule_that_may_still_match_is_no_warning(one: str, other: str) -> None
     [
         ("prepare: [drain], recover: [resume]", "rules[0]: prepares as soon as an event is announced, perhaps days ahead, and never approves it: add a lead such as 15m, or approve: when-prepared"),
         ("prepare: [drain], recover: [resume], approve: immediately", "rules[0].approve: does not wait for the hooks of prepare: write when-prepared if it should"),
+        ("on_start: [drain, resume], drain_for: 30s, approve: immediately, when: {type: Reboot}", "rules[0].approve: does not wait for the end of drain_for: write when-prepared if it should"),
         ("on_start: [drain], recover: [resume]", "rules[0].recover: recovers, but the rule prepares nothing"),
         ("on_start: [drain, resume], approve: immediately, when: {affects: others}", "rules[0].approve: never approves: an event that does not name this VM is not approved from here"),
         ("on_start: [drain, resume], approve: immediately, when: {status: Started}", "rules[0]: an event that has started can neither be prepared for nor approved: only on_start runs"),

@@ -324,6 +324,28 @@ def test_a_thousand_events_of_a_hundred_machines_make_a_small_page_that_says_how
     assert "There is no room for its timeline here: scheduled-events-agent history 00000019" in text
 
 
+def test_the_page_stays_below_a_megabyte_whatever_the_texts_are_and_says_what_it_leaves_out() -> None:
+    quotes = "'" * 4096  # each is six characters of HTML
+    pending = [
+        workflow(
+            event(
+                id=f"{number}{quotes}", type=quotes, source=quotes, description=quotes, resources=(quotes,) * 12
+            ),
+            id=f"pending {number}",
+            waits_for=quotes,
+        )
+        for number in range(100)
+    ]
+    over = [replace(one, id=f"{one.id}, over", phase="closed", is_gone=True) for one in pending[:20]]
+    histories = [History(workflow=one, entries=(entry(quotes, detail=quotes),) * 40) for one in [*over, *pending]]
+    page = render_page(status(*pending), histories)
+    assert len(page) < 1 << 20
+    cards, summaries = page.count("<article"), page.count(">closed</span>")
+    assert 0 < cards < 50
+    assert f"… {100 - cards} more are pending" in page
+    assert f"… {20 - summaries} more are over" in page
+
+
 def test_of_a_long_output_the_end_is_shown() -> None:
     page = render_page(
         status(), [History(workflow=workflow(phase="closed"), entries=(entry(detail="a" * 4000 + "z"),))]
