@@ -43,7 +43,8 @@ def add_parsers(commands: Any) -> None:
         "completion",
         help="print a script that makes a shell complete these commands",
         description="Prints a script that makes a shell complete commands and options. The packages for Linux "
-        "bring those for bash, zsh and fish; after an installation with pip these need the Python package shtab.",
+        "bring those for bash, zsh and fish; an installation with pip makes them if it has the extra: "
+        "pip install 'scheduled-events-agent[completion]'.",
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish", "powershell"), help="which shell")
     parser.set_defaults(handler=_run_completion)
@@ -90,7 +91,7 @@ def _run_completion(arguments: argparse.Namespace) -> int:
     except ImportError:
         raise AgentError(
             f"the script for {arguments.shell} is made with shtab, which is not installed: install it beside the "
-            "agent (pip install shtab); the packages for Linux bring the script"
+            "agent (pip install 'scheduled-events-agent[completion]'); the packages for Linux bring the script"
         ) from None
     print(shtab.complete(hinted_parser(), shell=arguments.shell, root_prefix="scheduled_events_agent"))
     return 0

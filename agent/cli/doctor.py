@@ -35,6 +35,9 @@ _MAX_STATUS_BYTES = 8 * 1024 * 1024
 _SERVER = "scheduled-events-agent/"
 _AS_AGENT = "run this as root, or as the agent's account"
 _START = "start it: systemctl start scheduled-events-agent, or scheduled-events-agent service start on Windows"
+_UNMASK = (
+    "if it is to run: systemctl unmask scheduled-events-agent, then systemctl enable --now scheduled-events-agent"
+)
 
 
 def add_parsers(commands: Any) -> None:
@@ -451,7 +454,8 @@ def _look_at_agent(
                 f"the service runs (pid {service.pid}), but not with the state directory {state_dir}",
                 "name with --config and --state-dir what the service is started with",
             )
-        return warning("agent", f"none runs with the state directory {state_dir}", _START)
+        way_out = _UNMASK if service is not None and service.is_masked else _START
+        return warning("agent", f"none runs with the state directory {state_dir}", way_out)
     if page is not None and not page.status:
         return warning(
             "agent",
@@ -547,12 +551,13 @@ def _look_at_service(service: "OwnService | None", fault: str) -> "Finding":
             "the agent is not installed as a service: nobody starts it with the machine, or again",
             "install the package, or use install-unit, or service install on Windows",
         )
-    enabled = "enabled" if service.is_enabled else "not enabled"
+    enabled = "masked" if service.is_masked else "enabled" if service.is_enabled else "not enabled"
     what = f"installed, {enabled}, {service.state}, runs as {service.account}"
     if not service.is_running:
-        return failure("service", what, _START)
+        return failure("service", what, _UNMASK if service.is_masked else _START)
     if not service.is_enabled:
         way_out = "systemctl enable scheduled-events-agent; on Windows sc config ScheduledEventsAgent start= auto"
+        way_out = _UNMASK if service.is_masked else way_out
         return warning("service", f"{what}: after a reboot there will be no agent", way_out)
     if service.is_stale:
         return warning(

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import re
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,9 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from agent.simulator.control import Control  # noqa: PLC0415
     from agent.simulator.scenario import DEFAULT_SCENARIO  # noqa: PLC0415
 
+    for name in arguments.vm:
+        if not re.fullmatch(r"\S{1,128}", name):  # as in scenario files
+            raise AgentError(f'--vm: expected a name without blanks; got "{name}"', kind="usage")
     if arguments.record:
         return _record(arguments)
     if arguments.from_ or arguments.for_:

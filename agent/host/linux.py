@@ -241,6 +241,7 @@ def own_service() -> "OwnService | None":
         pid=int(facts.get("MainPID") or 0),
         account=facts.get("User") or "root",
         is_stale=facts.get("NeedDaemonReload") == "yes",
+        is_masked=facts.get("UnitFileState", "").startswith("masked"),
     )
 
 

@@ -47,6 +47,8 @@ class OwnService(NamedTuple):
     """Whom it runs as."""
     is_stale: bool
     """Whether the manager has not yet read what its files say."""
+    is_masked: bool = False
+    """Whether somebody has forbidden that it is started, as systemd can."""
 
 
 class _Known(NamedTuple):

@@ -246,6 +246,12 @@ def install(plan: Plan, *, is_now: bool, is_forced: bool, root: Path = Path("/")
     systemctl = _Systemctl(root)
     if not plan.is_packaged:
         _check_rival(root)
+    if systemctl.state().startswith("masked"):
+        raise UnitError(
+            f"{UNIT} is masked, so that nothing can start it: if that is over, systemctl unmask {NAME}, then run "
+            "this again",
+            kind="masked",
+        )
     written = [file for file in plan.files if _is_news(file, root, is_forced=is_forced)]
     removed = [path for path in plan.obsolete if _is_ours(path, root, is_forced=is_forced)]
     done: list[str] = []
@@ -327,6 +333,10 @@ class _Systemctl:
         if question == "is-active" and not self.is_running:
             return False
         return self._run((question, "--quiet", UNIT)).returncode == 0
+
+    def state(self) -> str:
+        """What systemctl says of the unit's file, such as "enabled" or "masked"; empty if there is none."""
+        return self._run(("is-enabled", UNIT)).stdout.strip()
 
     def _run(self, words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
         command = [self._program, *self._options, *words]

@@ -4,7 +4,7 @@ Owns the grammar of scenario files and the ones that ship with the agent. Knows 
 state. The one invariant: a scenario that has been read can be played, for every name in it is known.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from importlib import resources
 from itertools import islice
 from pathlib import Path
@@ -114,9 +114,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 def parse_scenario(text: str | bytes, name: str) -> Scenario:
     """Read a scenario; raises SimulatorError (kind ``config``), a line for each thing that is wrong with it."""
     parsed = typed_yaml.parse(text, Scenario, name)
-    problems = list(parsed.problems)
-    if parsed.value is not None:
-        problems = list(parsed.gather(_mistakes(parsed.value)))
+    problems = parsed.problems
+    if parsed.draft is not None:
+        wrong = {problem.path.partition(".")[0].partition("[")[0] for problem in problems}
+        mistakes = parsed.gather(_mistakes(parsed.draft, wrong))
+        problems = tuple(sorted((*problems, *mistakes), key=lambda problem: problem.line))
     if problems or parsed.value is None:
         raise SimulatorError("\n".join(map(str, problems)), kind="config")
     return parsed.value
@@ -182,8 +184,14 @@ def rename_vms(scenario: Scenario, names: tuple[str, ...]) -> Scenario:
     return replace(scenario, vms=vms, vm_ids=vm_ids, timeline=tuple(steps))
 
 
-def _mistakes(scenario: Scenario) -> Iterator[tuple[str, str]]:
-    """What the types alone cannot tell: path and message of each."""
+def _mistakes(scenario: Scenario, wrong: Collection[str]) -> Iterator[tuple[str, str]]:
+    """What the types alone cannot tell: path and message of each.
+
+    ``wrong``: the keys of which parts could not be read, "" if a key could not. Names may be missing because of
+    that, so none is called unknown that may have stood there.
+    """
+    has_all_vms = not any(key in wrong for key in ("", "vms", "others"))
+    has_all_events = not any(key in wrong for key in ("", "timeline"))
     with_port, named = set(scenario.vms), {*scenario.vms, *scenario.others}
     known_vms = _some(dict.fromkeys((*scenario.vms, *scenario.others)))
     first_at = {vm: index for index, vm in reversed(list(enumerate(scenario.vms)))}
@@ -191,7 +199,7 @@ def _mistakes(scenario: Scenario) -> Iterator[tuple[str, str]]:
         if first_at[vm] != index:
             yield f"vms[{index}]", f'"{vm}" is listed twice'
     for vm in scenario.vm_ids:
-        if vm not in with_port:
+        if has_all_vms and vm not in with_port:
             yield f"vm_ids.{vm}", f'expected a VM of this scenario ({known_vms}); got "{vm}"'
     announced: dict[str, float] = {}
     for index, step in enumerate(scenario.timeline):
@@ -204,12 +212,13 @@ def _mistakes(scenario: Scenario) -> Iterator[tuple[str, str]]:
         where = f"timeline[{index}]"
         for key, vms in (("event", step.event and step.event.vms), ("fault", step.fault and step.fault.vms)):
             for vm in vms or ():
-                if vm not in (with_port if key == "fault" else named):
+                if has_all_vms and vm not in (with_port if key == "fault" else named):
                     yield f"{where}.{key}.vms", f'expected a VM of this scenario ({known_vms}); got "{vm}"'
         if step.named:
             action, name = step.named
             if name not in announced:
-                yield f"{where}.{action}", f'expected the name of an event ({names}); got "{name}"'
+                if has_all_events:
+                    yield f"{where}.{action}", f'expected the name of an event ({names}); got "{name}"'
             elif announced[name] > step.at:
                 yield f"{where}.{action}", f'"{name}" is announced only later'
 

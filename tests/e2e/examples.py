@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -31,7 +32,7 @@ with socket.create_connection(("127.0.0.1", {port})) as connection, connection.m
     stream.flush()
     code, text = json.loads(stream.readline())
 if text:
-    print(text, file=sys.stderr)
+    print(text, file=sys.stderr if code else sys.stdout)
 sys.exit(code)
 """
 
@@ -76,6 +77,7 @@ class ServiceManager:
         self.log = directory / "units.log"
         self._units = units
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._started: dict[str, str] = {}
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -105,10 +107,18 @@ class ServiceManager:
         with self._lock:
             if not self._runs(name):
                 unit = self._units[name]
+                self._started[name] = datetime.now(UTC).isoformat()
                 with self.log.open("ab") as log:
                     self._processes[name] = subprocess.Popen(
                         unit.run, user=unit.user, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log
                     )
+
+    def stop(self, name: str) -> None:
+        """Stop a unit, if it runs."""
+        with self._lock:
+            if self._runs(name):
+                self._processes[name].send_signal(self._units[name].stop_signal)
+                self._processes[name].wait(PATIENCE)
 
     def power_off(self, name: str) -> None:
         """End a unit as a power cut does."""
@@ -145,10 +155,11 @@ class ServiceManager:
             case ["start"]:
                 self.start(name)
             case ["stop"]:
-                with self._lock:
-                    if self._runs(name):
-                        self._processes[name].send_signal(self._units[name].stop_signal)
-                        self._processes[name].wait(PATIENCE)
+                self.stop(name)
+            case ["show", "--property=ActiveState", "--value"]:
+                return 0, "active" if self.runs(name) else "inactive"
+            case ["show", "--property=ActiveEnterTimestamp", "--value"]:
+                return 0, self._started.get(name, "")
             case ["is-active", "--quiet"]:
                 return (0 if self.runs(name) else 3), ""
             case ["is-enabled", "--quiet"]:

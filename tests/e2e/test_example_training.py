@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are s
 UNIT = "training.service"
 TRAINER = Path(__file__).with_name("trainer.py")
 NEVER = 10**9  # steps
+LEFT = "training-resume: not stopped by training-checkpoint: left as it is\n"
 # A job that does nothing at the signal.
 DEAF = """
 import signal, time
@@ -33,13 +34,24 @@ class Job:
     def __init__(self, directory: Path, manager: ServiceManager, endpoint: str) -> None:
         self.manager = manager
         self.checkpoint = directory / "disk" / "latest"
+        self.mark = directory / "stopped-by-agent"
         self._hooks = copy_hooks(directory)
         self._endpoint = endpoint
 
-    def give_policy(self, agent: Agent) -> None:
+    def boot(self, agent: Agent) -> None:
+        """Start the unit, for it is enabled, and the agent of a VM that has nothing of the one before."""
+        self.mark.unlink(missing_ok=True)
+        self.manager.start(UNIT)
+        self._give_policy(agent)
+        agent.start()
+
+    def _give_policy(self, agent: Agent) -> None:
         # All that the test changes in the example.
+        variables = {"PATH": f"{self.manager.directory}:/usr/bin:/bin", "TRAINING_MARK": self.mark}
         replacements = {
-            "env: &job\n": f"env: &job\n      PATH: {self.manager.directory}:/usr/bin:/bin\n",
+            "env: &job\n": "".join(
+                ["env: &job\n", *(f"      {key}: {value}\n" for key, value in variables.items())]
+            ),
             "/mnt/checkpoints/latest": str(self.checkpoint),
         }
         policy = example("spot-training.yaml", self._hooks, self._endpoint, replacements)
@@ -56,7 +68,7 @@ class Job:
     def saved_step(self) -> int:
         return int(json.loads(self.checkpoint.read_text(encoding="utf-8"))["step"])
 
-    def hook(self, name: str) -> subprocess.Popen[str]:
+    def hook(self, name: str, event: str = "A") -> subprocess.Popen[str]:
         """Start a hook by itself, as its user would."""
         return subprocess.Popen(
             [str(self._hooks / name)],
@@ -64,14 +76,17 @@ class Job:
                 "PATH": f"{self.manager.directory}:/usr/bin:/bin",
                 "TRAINING_UNIT": UNIT,
                 "TRAINING_CHECKPOINT": str(self.checkpoint),
+                "TRAINING_MARK": str(self.mark),
+                "SCHEDULED_EVENT_ID": event,
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def run_hook(self, name: str) -> subprocess.CompletedProcess[str]:
-        with self.hook(name) as process:
+    def run_hook(self, name: str, event: str = "A") -> subprocess.CompletedProcess[str]:
+        """``event``: empty for an on_clear hook."""
+        with self.hook(name, event) as process:
             output, errors = process.communicate(timeout=PATIENCE)
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
@@ -89,8 +104,7 @@ def test_an_eviction_leaves_a_complete_checkpoint_from_which_the_next_vm_goes_on
 ) -> None:
     with a_job(tmp_path, sim) as job:
         agent = make_agent(sim.endpoint())
-        job.give_policy(agent)
-        agent.start()  # starts the job, by on_clear
+        job.boot(agent)
         agent.wait_until(lambda: job.last_step() > 20, "the job was at work")
         assert not job.checkpoint.exists()
 
@@ -107,8 +121,7 @@ def test_an_eviction_leaves_a_complete_checkpoint_from_which_the_next_vm_goes_on
         agent.kill()  # the VM is gone
         sim.end(event)
         successor = make_agent(sim.endpoint(), "successor")
-        job.give_policy(successor)
-        successor.start()
+        job.boot(successor)
         successor.wait_until(lambda: len(job.numbers(r"begins after step (\d+)")) == 2, "the job was back")
         assert job.numbers(r"begins after step (\d+)") == [0, saved]
 
@@ -117,8 +130,7 @@ def test_a_redeployment_is_approved_when_the_checkpoint_is_complete_and_training
     sim: Simulator, agent: Agent, tmp_path: Path
 ) -> None:
     with a_job(tmp_path, sim) as job:
-        job.give_policy(agent)
-        agent.start()
+        job.boot(agent)
         agent.wait_until(lambda: job.last_step() > 20, "the job was at work")
         event = sim.schedule("Redeploy", notice_seconds=200, lasts_seconds=None)
         approved_at = sim.wait_approved(event).approved_at
@@ -182,11 +194,61 @@ def test_a_hook_that_is_ended_leaves_nothing_beside_the_checkpoint(
 
 def test_both_hooks_may_run_again(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
     with a_job(tmp_path, sim) as job:
-        assert job.run_hook("training-resume").stdout == f"training-resume: {UNIT} runs\n"
-        assert job.run_hook("training-resume").stdout == f"training-resume: {UNIT} runs\n"
+        job.manager.start(UNIT)
         agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
         assert job.run_hook("training-checkpoint").returncode == 0
         saved = job.saved_step()
-        done = job.run_hook("training-checkpoint")
-        assert done.stdout == f"training-checkpoint: {UNIT} does not run; the last checkpoint stands\n"
+        for event in ("A", "B"):  # another one finds it stopped for the first
+            done = job.run_hook("training-checkpoint", event)
+            assert done.stdout == f"training-checkpoint: {UNIT} does not run; the last checkpoint stands\n"
         assert job.saved_step() == saved
+        assert job.run_hook("training-resume", "B").stdout == f"training-resume: {UNIT} runs\n"
+        assert job.run_hook("training-resume", "B").stdout == LEFT
+        assert job.manager.runs(UNIT)
+
+
+def test_a_job_that_an_administrator_has_stopped_stays_so(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
+    with a_job(tmp_path, sim) as job:
+        job.boot(agent)
+        agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
+        for hook in ("training-checkpoint", "training-resume"):  # so that there is a checkpoint
+            assert job.run_hook(hook).returncode == 0
+        assert job.manager.runs(UNIT)
+        job.manager.stop(UNIT)
+        event = sim.schedule("Redeploy", notice_seconds=200, lasts_seconds=0.1)
+        agent.wait_log("closed", event_id=event)
+        told = [line["line"] for line in agent.log("hook output", event_id=event)]
+        assert told == [f"training-checkpoint: {UNIT} does not run; the last checkpoint stands", LEFT.strip()]
+        assert not job.manager.runs(UNIT)
+
+
+def test_a_job_that_somebody_has_started_and_stopped_since_is_not_started_for_an_event_of_long_ago(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    with a_job(tmp_path, sim) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
+        assert job.run_hook("training-checkpoint").returncode == 0
+        job.manager.start(UNIT)
+        job.manager.stop(UNIT)
+        mark = job.mark.read_bytes()
+        assert job.run_hook("training-resume", "").stdout == (
+            f"training-resume: somebody else has started and stopped {UNIT} since: left as it is\n"
+        )
+        job.mark.write_bytes(mark)
+        assert job.run_hook("training-checkpoint", "B").returncode == 0
+        assert job.run_hook("training-resume", "B").stdout == LEFT
+        assert not job.manager.runs(UNIT)
+
+
+def test_a_job_whose_event_was_taken_back_before_its_checkpoint_runs_on(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    with a_job(tmp_path, sim, run=(sys.executable, "-ISc", DEAF)) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: "deaf" in job.manager.log.read_text("utf-8"), "the job was deaf")
+        with job.hook("training-checkpoint") as hook:
+            agent.wait_until(job.mark.exists, "it was about to stop the job")
+            hook.terminate()
+        assert job.run_hook("training-resume").stdout == f"training-resume: {UNIT} runs already\n"
+        assert not job.mark.exists()

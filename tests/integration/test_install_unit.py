@@ -459,6 +459,30 @@ def test_a_packaged_agent_keeps_its_unit_and_a_second_installation_beside_it_is_
     assert not (system / "etc/scheduled-events-agent").exists()
 
 
+@at_rest
+def test_an_agent_that_is_masked_is_not_installed_but_said_to_be_so(system: Path) -> None:
+    assert install(system) != []
+    unit = system / UNIT_FILE.relative_to("/")
+    unit.unlink()
+    unit.symlink_to("/dev/null")  # as systemctl mask does
+    told = (
+        "masked: scheduled-events-agent.service is masked, so that nothing can start it: if that is over, "
+        "systemctl unmask scheduled-events-agent, then run this again"
+    )
+    with pytest.raises(UnitError) as caught:
+        install(system, is_forced=True)
+    assert refusal(caught) == told
+    packaged = system / "usr/lib/systemd/system/scheduled-events-agent.service"
+    packaged.parent.mkdir(parents=True)
+    packaged.write_text(SHIPPED)
+    plan = systemd_unit.plan_unit(PACKAGED, ["drain.service"], is_strict=True)
+    with pytest.raises(UnitError) as caught:
+        systemd_unit.install(plan, is_now=False, is_forced=False, root=system)
+    assert refusal(caught) == told
+    assert unit.is_symlink()
+    assert not (system / STRICT_FILE.relative_to("/")).exists()
+
+
 # --- the command
 
 

@@ -205,6 +205,11 @@ def test_the_command_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
     for arguments, message in (
         ([str(path)], f"{path}:1: vms: expected at least 1 items; got 0"),
         (["--speed", "0"], "scheduled-events-agent: speed: expected a number from 0.1 to 1000000; got 0"),
+        (["--vm", ""], 'scheduled-events-agent: --vm: expected a name without blanks; got ""'),
+        (
+            ["--control", "0", "--vm", "a", "--vm", "b c"],
+            'scheduled-events-agent: --vm: expected a name without blanks; got "b c"',
+        ),
     ):
         ran = run_command(*arguments)
         assert (ran.returncode, ran.stderr) == (2, f"{message}\n")

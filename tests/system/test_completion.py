@@ -3,14 +3,16 @@
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import apt
 import pytest
+from packaging.requirements import Requirement
 from test_grammar import faults
 
-from agent.cli import build_parser
+from agent.cli import build_parser, main
 from agent.cli.completion import powershell_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +67,25 @@ def test_bash_completes_commands_options_and_files(scripts: Callable[[str], Path
     assert complete_in_bash(script, tmp_path, "check", "--config", "pol") == ["policy.yaml"]
     assert complete_in_bash(script, tmp_path, "explain", "pol") == ["policy.yaml"]
     assert complete_in_bash(script, tmp_path, "history", "--state-dir", "") == ["state"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_without_its_extra_an_installation_by_pip_says_how_to_get_it(
+    shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)  # as if it were not installed
+    assert main(["completion", shell]) == 1
+    assert "pip install 'scheduled-events-agent[completion]'" in capsys.readouterr().err
+
+
+def test_the_extra_brings_what_the_tests_and_the_packages_have_tried() -> None:
+    (pinned,) = re.findall(r"^shtab==(\S+)", TOOLS.read_text(), re.MULTILINE)
+    (extra,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][
+        "completion"
+    ]
+    wanted = Requirement(extra)
+    assert wanted.name == "shtab"
+    assert pinned in wanted.specifier
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])

@@ -82,6 +82,22 @@ def test_faults_are_made_and_cleared_and_a_mistake_is_shown(chromium: Browser, a
     )
 
 
+@pytest.mark.parametrize("width", [320, 360, 768, 1280])
+def test_what_stands_in_an_empty_field_can_be_read_to_its_end(chromium: Browser, url: str, width: int) -> None:
+    tab = open_page(chromium, url, width)
+    cut_off = tab.ask(
+        "document.querySelector('details').open = true;"
+        "const pen = document.createElement('canvas').getContext('2d');"
+        "[...document.querySelectorAll('input[placeholder]')].filter((field) => {"
+        "  const style = getComputedStyle(field); pen.font = style.font;"
+        "  const room = field.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);"
+        "  return pen.measureText(field.placeholder).width > room;"
+        "}).map((field) => field.placeholder)"
+    )
+    assert tab.ask("document.querySelectorAll('input[placeholder]').length") > 5
+    assert cut_off == []
+
+
 @pytest.mark.parametrize("is_dark", [False, True])
 @pytest.mark.parametrize("width", [360, 1280])
 def test_hostile_texts_do_nothing_and_nothing_overflows(

@@ -49,6 +49,37 @@ def test_a_service_that_is_stopped_is_a_failure_and_one_that_is_disabled_a_warni
     assert checks["agent"][0][:2] == ["warning", f"none runs with the state directory {STATE}"]
 
 
+def test_a_service_that_is_masked_is_to_be_unmasked_first(service: Service) -> None:
+    way_out = (
+        "if it is to run: systemctl unmask scheduled-events-agent, "
+        "then systemctl enable --now scheduled-events-agent"
+    )
+    install = ("scheduled-events-agent", "install-unit", "--now")
+    refused = (
+        "scheduled-events-agent: scheduled-events-agent.service is masked, so that nothing can start it: "
+        "if that is over, systemctl unmask scheduled-events-agent, then run this again\n"
+    )
+    service.systemctl("mask")
+    _, checks = examine(service)
+    told = "installed, masked, active (running), runs as root: after a reboot there will be no agent"
+    assert checks["service"] == [["warning", told, way_out]]
+    done = service.machine.run(*install, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", refused)
+
+    service.systemctl("stop")
+    code, checks = examine(service)
+    assert code == 1
+    assert checks["service"] == [["failure", "installed, masked, inactive (dead), runs as root", way_out]]
+    assert checks["agent"][0][2] == way_out
+    done = service.machine.run(*install, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", refused)
+
+    service.systemctl("unmask")
+    service.systemctl("enable")
+    service.systemctl("start")
+    assert examine(service)[1]["service"][0][0] == "ok"
+
+
 def test_a_unit_that_was_edited_and_not_read_again_is_a_warning(service: Service) -> None:
     service.add_drop_in("[Service]\nNice=1\n")
     service.machine.write(f"{DROP_INS}/90-test.conf", "[Service]\nNice=2\n")

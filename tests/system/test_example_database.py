@@ -170,11 +170,12 @@ class Stage:
             (self.data / mark).touch()
             shutil.chown(self.data / mark, USER)
 
-    def run_hook(self, name: str) -> subprocess.CompletedProcess[str]:
+    def run_hook(self, name: str, event: str = "A") -> subprocess.CompletedProcess[str]:
+        """``event``: empty for an on_clear hook."""
         return subprocess.run(
             [str(self.hooks / name)],
             cwd="/",
-            env=self.environment,
+            env=self.environment | {"SCHEDULED_EVENT_ID": event},
             capture_output=True,
             text=True,
             timeout=PATIENCE,
@@ -280,6 +281,51 @@ def test_a_server_that_somebody_else_has_stopped_is_neither_started_nor_handed_o
         ]
         assert stage.ask("SELECT pg_is_in_recovery()", 5433) == "t"
         assert not stage.manager.runs(UNIT)
+
+
+def test_a_server_that_somebody_has_started_and_stopped_since_is_theirs_again(sim: Simulator) -> None:
+    with staged(sim, has_standby=True) as stage:
+        stage.start_standby()
+        mark = stage.data / "stopped-by-agent"
+        stage.environment["POSTGRESQL_FAILOVER"] = "none"
+        assert stage.run_hook("postgresql-prepare").returncode == 0
+        old = mark.read_bytes()
+        stage.manager.start(UNIT)
+        stage.wait_up(5432)
+        stage.systemctl("stop")
+        left = "postgresql-recover: somebody else has started and stopped the server since: left as it is\n"
+        assert stage.run_hook("postgresql-recover", "").stdout == left
+        assert not mark.exists()
+
+        mark.write_bytes(old)
+        stage.environment["POSTGRESQL_FAILOVER"] = "standby"
+        done = stage.run_hook("postgresql-prepare", "B")
+        assert (done.returncode, done.stdout) == (0, "postgresql-prepare: stopped: shut down\n")
+        assert stage.ask("SELECT pg_is_in_recovery()", 5433) == "t"  # not handed over
+        done = stage.run_hook("postgresql-recover", "B")
+        assert done.stdout == "postgresql-recover: not stopped by postgresql-prepare: left as it is\n"
+        assert not stage.manager.runs(UNIT)
+
+
+def test_a_server_that_is_found_stopped_for_another_event_is_started_after_it(sim: Simulator) -> None:
+    with staged(sim) as stage:
+        runs = [
+            stage.run_hook(f"postgresql-{stage_}", event) for stage_, event in (("prepare", "A"), ("prepare", "B"))
+        ]
+        assert [done.returncode for done in runs] == [0, 0]
+        done = stage.run_hook("postgresql-recover", "")
+        assert done.stdout == "postgresql-recover: accepts connections, as primary\n"
+
+
+def test_a_server_that_has_not_answered_yet_is_not_taken_for_somebody_elses(sim: Simulator) -> None:
+    with staged(sim) as stage:
+        assert stage.run_hook("postgresql-prepare").returncode == 0
+        stage.environment |= {"PGHOST": str(stage.server / "nowhere"), "POSTGRESQL_START_LIMIT": "0"}
+        assert stage.run_hook("postgresql-recover").returncode == 1
+        stage.manager.power_off(UNIT)
+        stage.environment |= {"PGHOST": str(stage.server), "POSTGRESQL_START_LIMIT": "60"}
+        done = stage.run_hook("postgresql-recover", "")
+        assert done.stdout == "postgresql-recover: accepts connections, as primary\n"
 
 
 def test_a_missing_data_directory_is_no_recovery(sim: Simulator) -> None:

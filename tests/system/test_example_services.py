@@ -1,4 +1,4 @@
-"""The examples under a real systemd: a web server is rebooted, nginx's service and a runner's are stopped."""
+"""The examples under a real systemd: a web server is rebooted, services of nginx, a runner, a job are stopped."""
 
 import http.client
 import re
@@ -302,6 +302,62 @@ def test_a_runner_of_another_name_is_not_taken_for_an_idle_one(machine: Containe
     assert failed.returncode == 1
     way_out = "see CI_RUNNER_UNIT; without systemd, CI_RUNNER_PID_FILE, _STOP and _START"
     assert failed.stderr == f"No files found for gitlab-runner.service.\n{way_out}\n"
+
+
+TRAINER = """#!/bin/sh
+trap 'echo checkpoint >/root/latest' USR1
+while :; do sleep 0.1; done
+"""
+
+
+def test_a_training_job_is_started_again_if_the_hook_has_stopped_it_and_by_nobody_else(machine: Container) -> None:
+    machine.write("/usr/local/bin/trainer", TRAINER, 0o755)
+    service = "[Service]\nExecStart=/usr/local/bin/trainer\nRestart=on-failure\nRestartSec=600\n"
+    machine.write("/etc/systemd/system/training.service", f"{service}[Install]\nWantedBy=multi-user.target\n")
+    for hook in ("training-checkpoint", "training-resume"):
+        machine.copy_in(HOOKS / hook, f"{PLACE}/{hook}")
+
+    def run(hook: str, event: str = "A") -> str:
+        environment = {"TRAINING_UNIT": "training.service", "TRAINING_CHECKPOINT": "/root/latest"}
+        environment |= {"SCHEDULED_EVENT_ID": event} if event else {}
+        return machine.run(f"{PLACE}/{hook}", environment=environment).stdout
+
+    left = "training-resume: not stopped by training-checkpoint: left as it is\n"
+    stands = "training-checkpoint: training.service does not run; the last checkpoint stands\n"
+    runs = "training-resume: training.service runs\n"
+    machine.run("systemctl", "daemon-reload")
+    machine.run("systemctl", "enable", "--now", "training")
+    time.sleep(1.1)  # what systemd tells of a start is its second
+
+    assert run("training-checkpoint").startswith("training-checkpoint: checkpoint complete: /root/latest, ")
+    assert is_active(machine, "training") == "inactive"
+    assert run("training-checkpoint", "B") == stands  # another event, which finds it stopped for the first
+    assert [run("training-resume", "B"), run("training-resume", "B")] == [runs, left]
+    assert is_active(machine, "training") == "active"
+
+    run("training-checkpoint", "C")
+    machine.reboot()  # starts it
+    assert run("training-resume", "C") == "training-resume: training.service runs already\n"
+
+    machine.run("systemctl", "kill", "--signal=KILL", "training")
+    machine.wait_for(lambda: is_active(machine, "training") == "activating", "it waited to be started again")
+    assert run("training-checkpoint", "D") == stands
+    assert is_active(machine, "training") == "inactive"
+    assert run("training-resume", "D") == runs
+
+    machine.run("systemctl", "stop", "training")
+    assert run("training-checkpoint", "E") == stands
+    assert run("training-resume", "E") == left
+    assert is_active(machine, "training") == "inactive"
+
+    machine.run("systemctl", "start", "training")
+    run("training-checkpoint", "F")
+    time.sleep(1.1)
+    machine.run("systemctl", "start", "training")
+    machine.run("systemctl", "stop", "training")
+    said = "training-resume: somebody else has started and stopped training.service since: left as it is\n"
+    assert run("training-resume", "") == said
+    assert is_active(machine, "training") == "inactive"
 
 
 def log_of(machine: Container) -> str:

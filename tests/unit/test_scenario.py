@@ -118,6 +118,45 @@ timeline:
     ]
 
 
+def test_names_are_looked_at_beside_whatever_else_is_wrong() -> None:
+    assert problems_of(
+        """vms: [vm-1]
+vm_ids: {vm-3: x}
+timeline:
+  - {at: 1s, event: {type: Reboot, name: a, vms: vm-2}}
+  - {at: 2s, event: {type: Reboot, name: a, notice: soon}}
+  - {at: 1m, fault: {kind: stall, vms: vm-4}}
+"""
+    ) == [
+        'mine.yaml:2: vm_ids.vm-3: expected a VM of this scenario (vm-1); got "vm-3"',
+        'mine.yaml:4: timeline[0].event.vms: expected a VM of this scenario (vm-1); got "vm-2"',
+        'mine.yaml:5: timeline[1].event.notice: expected a duration such as 9s, 5m, 1h30m or 2d; got "soon"',
+        'mine.yaml:5: timeline[1].event.name: "a" is used twice',
+        'mine.yaml:6: timeline[2].fault.vms: expected a VM of this scenario (vm-1); got "vm-4"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("vmz: [a]\n{steps}", 'unknown key "vmz"; did you mean "vms"?'),
+        ("vms: [a, {{}}]\n{steps}", "vms[1]: expected a text; got keys with values"),
+        ("vms: [b]\nothers: a\n{steps}", 'others: expected a list; got "a": write [a]'),
+    ],
+)
+def test_a_name_that_may_be_missing_for_another_mistake_is_not_called_unknown(text: str, problem: str) -> None:
+    steps = "timeline:\n  - {at: 1s, event: {type: Reboot, name: first, vms: a}}\n  - {at: 2s, cancel: first}\n"
+    (told,) = problems_of(text.format(steps=steps))
+    assert problem in told
+
+
+def test_an_event_whose_step_is_wrong_is_not_called_unknown() -> None:
+    (told,) = problems_of("timeline:\n  - {event: {type: Reboot, name: a}}\n  - {at: 2s, cancel: a}\n")
+    assert told == 'mine.yaml:2: timeline[0]: the key "at" is missing'
+    (told,) = problems_of("timeline:\n  - {at: 1s, event: {type: Reboot, nam: a}}\n  - {at: 2s, cancel: a}\n")
+    assert told == 'mine.yaml:2: timeline[0].event: unknown key "nam"; did you mean "name"?'
+
+
 def test_a_step_does_exactly_one_thing() -> None:
     choices = "event, approve, cancel, start, end, fault, clear_faults, reset_incarnation"
     assert problems_of(
