@@ -412,7 +412,8 @@ class Engine:
             self._delayed.append(effect)
             return
         event = workflow.event
-        seconds_left = (event.not_before - now).total_seconds() if event.not_before else None
+        not_before = None if workflow.is_gone else event.not_before
+        seconds_left = (not_before - now).total_seconds() if not_before else None
         environment = hook_environment(
             event,
             stage=effect.stage,
@@ -535,6 +536,9 @@ class Engine:
         answers = {}
         for request in self._requests:
             workflow = workflows[request.workflow_id]
+            if workflow.operator != request.word:
+                answers[request.id] = "refused: the event has changed, or somebody else has spoken, in this moment"
+                continue
             approval = f", approval {workflow.approval.state}" if workflow.approval.state != "none" else ""
             reason = f": {workflow.waits_for}" if workflow.waits_for else ""
             answers[request.id] = f"{request.word or 'released'}: the event is {workflow.phase}{approval}{reason}"

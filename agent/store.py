@@ -453,7 +453,10 @@ def _connect(path: Path, *, is_owner: bool) -> sqlite3.Connection:
             "run as the agent's user, or set agent.state_dir to a directory that is writable",
             kind="unusable",
         ) from error
-    connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    try:
+        connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    except sqlite3.OperationalError as error:
+        raise StoreError(f"cannot open the state file {path}: {error}", kind="unusable") from error
     try:
         _prepare(connection, path, is_new=is_new, is_owner=is_owner)
         if is_new:

@@ -294,6 +294,7 @@ class WebServer:
                 page = Page(HTTPStatus.INTERNAL_SERVER_ERROR, f"a bug in the agent: {error!r}\n".encode())
             self._made.append((client, request, page))
             self._ring()
+            del asked, client, request, page  # who waits keeps nobody's page
 
     def _give(self, client: "_Client", request: "_Request | None", page: Page) -> None:
         client.stage, client.since, client.round = "takes", time.monotonic(), self._round

@@ -510,7 +510,7 @@ def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
         text = "; ".join(f"{name} {_show(getattr(old, name))} -> {_show(getattr(event, name))}" for name in told)
         notes.append(Note(kind="changed", text=text))
     operator = workflow.operator
-    is_more = event.type != old.type or not set(event.resources) <= set(old.resources)
+    is_more = event.type != old.type or (event.resources and event.affects(old.resources) != "self")
     if operator == "approved" and is_more and workflow.approval.state != "confirmed":
         # It cannot be taken back, and would count for what nobody has looked at.
         operator = ""
@@ -750,8 +750,10 @@ def _is_due(at: datetime, now: datetime, longest_seconds: float) -> bool:
 def _end_preparation(workflow: Workflow) -> Step:
     if workflow.prepare.state == "succeeded":
         return _to(workflow, "prepared", Note(kind="prepared", text="preparation is done"))
-    if workflow.prepare.state == "failed" and workflow.decision.on_failure == "approve":
-        text = f"preparation failed ({workflow.prepare.failure}), and the rule goes on all the same"
+    has_leave = workflow.approval.state == "confirmed"
+    if has_leave or (workflow.prepare.state == "failed" and workflow.decision.on_failure == "approve"):
+        why = "Azure has taken the approval already" if has_leave else "the rule goes on all the same"
+        text = f"preparation {workflow.prepare.state} ({workflow.prepare.failure}), and {why}"
         return _to(workflow, "prepared", Note(kind="prepared", text=text))
     return _hold(workflow, f"preparation {workflow.prepare.state} ({workflow.prepare.failure})")
 

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from agent.cli.terminal import Style, Terminal
-from agent.config import VmSettings
+from agent.config import BUILT_IN_NAME, VmSettings
 from agent.events import Document, DocumentError, parse_document
 from agent.host.surroundings import Approver
 from agent.imds import Answer, ImdsError, ImdsErrorKind, parse_identity
@@ -301,6 +301,8 @@ def judge_what_runs(
     ``changed_at``: when the file of that policy was last written.
     """
     policy = status.policy
+    if not is_of_this_file and policy.file == BUILT_IN_NAME:
+        return f"with the {policy.file}, for there was no policy file when it started", "restart it"
     if not is_of_this_file:
         return f"with the policy {policy.file}, and these checks looked at another", "name that one with --config"
     if changed_at is not None and changed_at > policy.read_at:

@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -364,6 +365,7 @@ class _Source:
         self._state_dir = Path(directory) if directory else host.default_state_dir()
         self._name = arguments.vm or settings.vm.name or ""
         self._aliases = settings.vm.aliases
+        self._has_agent = self.agent_runs()
         imds = settings.imds
         self.endpoint = resolve_endpoint(imds.endpoint)
         self._client = ImdsClient(
@@ -371,14 +373,14 @@ class _Source:
             api_version=imds.api_version,
             request_timeout=imds.request_timeout,
             # The very first answer may take minutes; an agent that runs has asked for it.
-            first_request_timeout=0 if self.agent_runs() else imds.first_request_timeout,
+            first_request_timeout=0 if self._has_agent else imds.first_request_timeout,
         )
 
     def fetch(self) -> "Document":
         """One request. Raises AgentError."""
         from agent.events import parse_document  # noqa: PLC0415 - as above
 
-        with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+        with nullcontext() if self._has_agent else remark_if_slow(FIRST_ANSWER_IS_SLOW):
             return parse_document(self._client.fetch())
 
     def load_workflows(self) -> "tuple[dict[str, Workflow], str]":

@@ -170,7 +170,9 @@ class _CtrlC:
 
     def __enter__(self) -> Self:
         self._bell_before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
-        self._handler_before = signal.signal(signal.SIGINT, self._note)
+        self._handler_before = signal.getsignal(signal.SIGINT)
+        if self._handler_before is not signal.SIG_IGN:  # as it is for what a script runs in the background
+            signal.signal(signal.SIGINT, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:

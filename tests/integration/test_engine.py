@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 
 from agent.config import Settings
-from agent.engine import Engine, Hands, HookEnded, Machine
+from agent.engine import Engine, Hands, HookEnded, Machine, without_run
 from agent.events import Document, ScheduledEvent
 from agent.imds import Identity
 from agent.metrics import Metrics
 from agent.policy import Hook, Rule
 from agent.store import FILE_NAME, Store
-from agent.workflow import ApprovalAnswered, Approve
+from agent.workflow import ApprovalAnswered, Approve, RunHook
 
 EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))
 
@@ -180,6 +181,18 @@ def test_what_was_answered_has_been_done_whatever_becomes_of_the_disk(
     assert operator.load_answer(request) == "approved: the event is prepared, approval requested"
 
 
+def test_an_approval_that_came_too_late_for_a_changed_event_is_refused(
+    engine: Engine, operator: Store, hands: Approvals
+) -> None:
+    request = ask_for_approval(engine, operator)
+    engine.take(Document(incarnation="", events=(replace(EVENT, type="Redeploy"),)))
+    assert engine.turn(datetime.now(UTC))
+    assert hands.sent == []
+    assert operator.load_answer(request) == (
+        "refused: the event has changed, or somebody else has spoken, in this moment"
+    )
+
+
 class Clearing(Approvals):
     """Hands whose on_clear hook runs until it is told otherwise, and what they were to report."""
 
@@ -265,6 +278,45 @@ def test_a_reload_keeps_the_hooks_with_which_what_has_begun_goes_on_and_is_undon
         assert engine.turn(datetime.now(UTC))
         engine.change_settings(new)
         assert sorted(engine.settings.hooks) == ["call", "resume", "tell"]
+    finally:
+        store.close()
+
+
+class Recovering(Approvals):
+    """Hands that keep what hooks were told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: dict[str, str] = {}
+        self.effects: list[RunHook] = []
+
+    def start_hook(
+        self, effect: RunHook, name: str, *_: object, environment: dict[str, str], **__: object
+    ) -> None:
+        self.effects.append(effect)
+        self.told[name] = environment["SCHEDULED_EVENT_SECONDS_LEFT"]
+
+    def forget_hook(self, effect: object) -> None:
+        pass
+
+
+def test_a_recovery_is_not_told_of_an_end_that_is_behind_it(tmp_path: Path) -> None:
+    hands = Recovering()
+    rule = Rule(name="all", prepare=("drain",), recover=("resume",), approve="when-prepared")
+    settings = Settings(rules=(rule,), hooks={name: Hook(run=("/bin/true",)) for name in ("drain", "resume")})
+    machine = Clocks()
+    event = replace(EVENT, not_before=machine.now() + timedelta(minutes=15))
+    store = Store.open(tmp_path, machine.now())
+    try:
+        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.take(Document(incarnation="1", events=(event,)))
+        assert engine.turn(machine.now())
+        engine.take(HookEnded(hands.effects[0], without_run("drain", "canceled", "")))
+        engine.take(Document(incarnation="2", events=()))
+        assert engine.turn(machine.wait(2.0))
+        assert hands.told == {"drain": "900", "resume": ""}
     finally:
         store.close()
 

@@ -485,6 +485,12 @@ except StoreError as error:
     )
 
 
+def test_what_cannot_be_the_state_file_is_told_to_who_would_join(tmp_path: Path) -> None:
+    (tmp_path / "state.db").mkdir()
+    with pytest.raises(StoreError, match=r"^cannot open .*state\.db"):
+        Store.join(tmp_path)
+
+
 def test_who_looks_into_the_file_beside_the_agent_does_not_give_up_its_locks(store: Store, tmp_path: Path) -> None:
     store.record("pause", "before", NOW)
     Store.look_into(tmp_path).close()  # as the status page does, in the agent's own process

@@ -210,6 +210,21 @@ def test_of_a_client_that_has_gone_no_request_is_heard() -> None:
     client.close()
 
 
+def test_no_page_is_kept_when_it_has_been_sent() -> None:
+    class Body(bytes):
+        """Bytes that can be watched."""
+
+        def __del__(self) -> None:
+            gone.release()
+
+    gone = threading.Semaphore(0)
+    server = WebServer("127.0.0.1:0", {"/x": lambda: Page(HTTPStatus.OK, Body(b"x\n"))})
+    for _ in range(web._MAKERS * 3):
+        assert ask(server, "GET", "/x")[1] == "x\n"
+        assert gone.acquire(timeout=20)
+    server.close()
+
+
 def test_no_thread_is_started_for_a_request() -> None:
     makers = set()
 

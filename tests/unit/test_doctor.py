@@ -27,7 +27,7 @@ from agent.cli.diagnosis import (
     warning,
 )
 from agent.cli.terminal import Terminal
-from agent.config import VmSettings
+from agent.config import BUILT_IN_NAME, VmSettings
 from agent.host.surroundings import Approver, Life
 from agent.imds import Answer, ImdsError
 from agent.status import PolicyInForce, Status, Vm
@@ -393,6 +393,13 @@ def test_no_other_agent_is_well() -> None:
         ({}, True, None, True, None),
         ({"mode": "observe"}, True, -1, False, None),
         ({}, False, -1, True, "with the policy /p.yaml, and these checks looked at another"),
+        (
+            {"policy": PolicyInForce(file=BUILT_IN_NAME, read_at=NOON)},
+            False,
+            -1,
+            True,
+            "with the built-in policy, for there was no policy file when it started",
+        ),
         ({}, True, 1, True, "with the policy as it was read at 2026-04-11 12:00:00Z; its file has changed since"),
         ({"is_paused": True}, True, -1, True, "and is paused: it watches, and does nothing"),
         ({"mode": "observe"}, True, -1, True, "and only observes: no hook runs and nothing is approved"),

@@ -105,6 +105,24 @@ def test_ctrl_c_is_not_kept_waiting_by_a_look_that_takes_long(capsys: pytest.Cap
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_stays_ignored_where_whoever_started_the_command_ignores_it() -> None:
+    looks = iter(range(2))
+
+    def look(_: Terminal) -> View:
+        signal.raise_signal(signal.SIGINT)
+        if next(looks, None) is None:
+            raise ZeroDivisionError  # the only way out
+        return View(["a line"], None)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            watch(look)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_look_that_fails_is_told_and_made_again(capsys: pytest.CaptureFixture[str]) -> None:
     looks = iter(["no answer", "an answer"])
 

@@ -758,6 +758,21 @@ def test_what_was_approved_and_then_gets_worse_is_prepared_for_at_once_and_not_a
     assert agent.document() == ["A: recover resume"]
 
 
+def test_what_azure_has_approved_is_not_said_to_be_held_when_preparing_for_more_fails() -> None:
+    short = Rule(name="short", when=When(type=("Freeze",)), approve="immediately")
+    agent = Agent(short, a_rule(prepare=("drain",)))
+    agent.document(an_event(type="Freeze"))
+    agent.answer()
+    agent.document(an_event(type="Redeploy"))
+    assert agent.ends("drain", "failed") == []
+    assert agent.phase == "approved"
+    assert not [note for note in agent.journal if note.startswith("held")]
+    assert (
+        "prepared: preparation failed (hook drain: exit code 1), and Azure has taken the approval already"
+        in agent.journal
+    )
+
+
 def test_a_lead_is_not_awaited_once_an_approval_that_was_under_way_is_confirmed() -> None:
     short = Rule(name="short", when=When(type=("Freeze",)), approve="immediately")
     agent = Agent(short, a_rule(prepare=("drain",), lead=60.0))
@@ -1114,6 +1129,14 @@ def test_an_operator_approves_for_other_vms() -> None:
     agent.document(shared_event())
     agent.ends("drain")
     assert agent.operator("approved") == ["A: approve A"]
+
+
+def test_an_operators_approval_does_not_mind_another_spelling_of_the_same_vms() -> None:
+    agent = Agent(a_rule(approve="manual", prepare=("drain",)))
+    agent.document(an_event(resources=("vm_1", "vm_2")))
+    agent.operator("approved")
+    agent.document(an_event(resources=("VM_1", "_vm_2")))
+    assert agent.ends("drain") == ["A: approve A"]
 
 
 @pytest.mark.parametrize("change", [{"type": "Redeploy"}, {"resources": ("vm_1", "vm_2")}], ids=["type", "VMs"])
