@@ -198,6 +198,7 @@ def test_a_client_that_goes_away_while_it_is_answered_harms_nobody(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Wine tells of the reset only when more is asked for")
 def test_of_a_client_that_has_gone_no_request_is_heard() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connection = socket.create_connection(listener.getsockname())
@@ -205,9 +206,11 @@ def test_of_a_client_that_has_gone_no_request_is_heard() -> None:
         client = web._Client(listener.accept()[0], "x", None)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # reset at close
         connection.close()
-    with pytest.raises(ConnectionResetError):
-        client.listen()
-    client.close()
+    try:
+        with pytest.raises(ConnectionResetError):
+            client.listen()
+    finally:
+        client.close()
 
 
 def test_no_page_is_kept_when_it_has_been_sent() -> None:
