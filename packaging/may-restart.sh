@@ -14,14 +14,29 @@ refuse() {
 
 systemctl --quiet is-active "$unit" || exit 0
 
+show() { systemctl show --property="$1" --value "$unit"; }
+
 # The policy that the service goes by, if a drop-in names another one.
-for setting in $(systemctl show --property=Environment --value "$unit"); do
+for setting in $(show Environment); do
     case $setting in
         SCHEDULED_EVENTS_AGENT_CONFIG=*) export SCHEDULED_EVENTS_AGENT_CONFIG="${setting#*=}" ;;
     esac
 done
-said=$("$agent" check 2>&1) || refuse "the policy is not valid" is
+# Asked as the account of the service, which may be one that cannot read what root can, and is only warned of what root
+# refuses. (Not by runuser: not every distribution has it.)
+user=$(show User)
+set --
+if [ "${user:-root}" != root ]; then
+    said=$(id -g "$user" 2>&1) || refuse "the account of the service is not known" is
+    group=$(show Group)
+    group=${group:-$said}
+    groups=$(id -G "$user" | tr ' ' ',')
+    for other in $(show SupplementaryGroups); do groups=$groups,$other; done
+    set -- setpriv --reuid="$user" --regid="$group" --groups="$groups"
+fi
+cd /
+said=$("$@" "$agent" check 2>&1) || refuse "the policy is not valid" is
 # Any other trouble with the state is for the agent: it begins without one, and brings an older one up to date.
-said=$("$agent" history --limit 1 2>&1) || case $said in
+said=$("$@" "$agent" history --limit 1 2>&1) || case $said in
     *"written by a newer version"*) refuse "this version cannot read the state" can ;;
 esac

@@ -191,19 +191,31 @@ class _Briefing:
             environment_file({name: env[name] for name in _PURPOSE if name in env}).encode().splitlines()
         )
 
-    def is_there(self) -> bool | None:
-        """Whether what is there now was written for this hook of this event; None if nothing is."""
+    def is_there(self, invocation: bytes) -> bool | None:
+        """Whether what is there now was written for this hook of this event; None if nothing is for this run.
+
+        An agent that was killed leaves it behind, and nobody takes it away when the unit has ended.
+        """
         try:
             lines = (self._place / "environment").read_bytes().splitlines()
         except OSError:
             return None
+        with suppress(OSError):  # killed before it saw the unit run: nobody else will have started it since
+            if (self._place / "invocation").read_text() != invocation.hex():
+                return None
         return set(self._purpose) <= set(lines)
+
+    def note_run(self, invocation: bytes) -> None:
+        """This run of the unit was started for what is there: any later one is somebody else's."""
+        with suppress(OSError):
+            _write_file(self._place / "invocation", invocation.hex().encode())
 
     def write(self) -> None:
         """Raises HostError, its message a phrase."""
         try:
             for folder in (self._place.parents[1], self._place.parent, self._place):
                 folder.mkdir(mode=0o700, exist_ok=True)
+            (self._place / "invocation").unlink(missing_ok=True)
             _write_file(self._place / "environment", self._environment)
             _write_file(self._place / "event.json", self._stdin)
         except OSError as error:
@@ -215,7 +227,7 @@ class _Briefing:
 
     def remove(self) -> None:
         with suppress(OSError):
-            for name in ("environment", "event.json"):
+            for name in ("environment", "event.json", "invocation"):
                 (self._place / name).unlink(missing_ok=True)
             self._place.rmdir()
 
@@ -232,7 +244,7 @@ class UnitRun(ProcessTree):
         self._has_ended = threading.Event()
         self._is_told_to_stop = False
         self._may_begin = threading.Lock()
-        is_briefed = briefing.is_there()
+        is_briefed = briefing.is_there(bytes(watched.before["InvocationID"]))
         self.is_for_others = watched.is_joined and not is_briefed
         """It runs for another event or stage, or for nobody we know: what that does is not what is wanted now."""
         self._is_ours = not watched.is_joined or is_briefed is not None
@@ -254,7 +266,7 @@ class UnitRun(ProcessTree):
         try:
             if self.is_for_others:
                 self._begin_after_others()
-            end = self._watched.wait()
+            end = self._watched.wait(on_run=self._briefing.note_run)
         except HostError as error:
             self.ending = str(error)
             end = None
@@ -325,6 +337,7 @@ class _Watched:
         self._job = ""
         self._results: list[tuple[str, str]] = []
         self._is_complete = True
+        self._invocation = b""
         self._asked_at = time.monotonic_ns() // 1000
         self._connect()
         self.before = self._properties()
@@ -364,10 +377,13 @@ class _Watched:
                 ) from None
             raise HostError(f"systemd does not start {self._name}: {error}", kind="hook") from None
 
-    def wait(self, is_given_up: Callable[[], bool] | None = None) -> dict[str, Any] | None:
+    def wait(
+        self, is_given_up: Callable[[], bool] | None = None, on_run: Callable[[bytes], None] = lambda _: None
+    ) -> dict[str, Any] | None:
         """Block until it has ended. Returns its properties then.
 
-        Returns None if systemd cannot be asked any more, or if it ``is_given_up`` to wait.
+        Returns None if systemd cannot be asked any more, or if it ``is_given_up`` to wait. ``on_run`` is told
+        the id of each run, as soon as it is seen: there may be several (Restart=).
         """
         asked_at = time.monotonic()
         look_seconds = _LOOK_SECONDS if is_given_up is None else _GIVE_UP_SECONDS
@@ -375,7 +391,7 @@ class _Watched:
             try:
                 if self._bus is None:
                     self._connect()
-                end = self._look()
+                end = self._look(on_run)
                 asked_at = time.monotonic()
                 if end is not None:
                     return end
@@ -409,16 +425,22 @@ class _Watched:
             self.close()
             raise
 
-    def _look(self) -> dict[str, Any] | None:
+    def _look(self, on_run: Callable[[bytes], None]) -> dict[str, Any] | None:
         """Its properties if it has ended."""
-        unit = f"{_SYSTEMD}.Unit"
-        (state,) = self._connection.call(self._path, _PROPERTIES, "Get", "ss", unit, "ActiveState")
-        if state not in _ENDED:
+        if self._property("ActiveState") not in _ENDED:
+            invocation = bytes(self._property("InvocationID"))
+            if invocation not in (b"", self._invocation):
+                self._invocation = invocation
+                on_run(invocation)
             return None
         end = self._properties()
         # What became of its jobs was told before this answer.
         self._note_signals(0)
         return end if end["ActiveState"] in _ENDED and end["Job"][0] == 0 else None
+
+    def _property(self, name: str) -> Any:
+        (value,) = self._connection.call(self._path, _PROPERTIES, "Get", "ss", f"{_SYSTEMD}.Unit", name)
+        return value
 
     def _properties(self) -> dict[str, Any]:
         return _properties(self._connection, self._path)

@@ -160,9 +160,11 @@ class ServiceManager:
                 return 0, "active" if self.runs(name) else "inactive"
             case ["show", "--property=ActiveEnterTimestamp", "--value"]:
                 return 0, self._started.get(name, "")
+            case ["show", "--property=MainPID", "--value"]:
+                return 0, str(self._processes[name].pid) if self.runs(name) else "0"
             case ["is-active", "--quiet"]:
                 return (0 if self.runs(name) else 3), ""
-            case ["is-enabled", "--quiet"]:
+            case ["cat"] | ["is-enabled", "--quiet"]:
                 pass
             case ["kill", "--kill-who=main", option] if option.startswith("--signal="):
                 if not self.runs(name):

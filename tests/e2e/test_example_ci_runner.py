@@ -8,6 +8,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -21,6 +22,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from examples import HOOKS as INSTALLED
+from examples import ServiceManager, Unit, copy_hooks
 from harness import CHECKOUT, PATIENCE, Agent, Answer, Request, Server, Simulator
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are scripts for a Unix shell")
@@ -295,6 +298,41 @@ def test_a_runner_that_somebody_starts_again_at_once_is_told(runner: Runner) -> 
     assert (code, output.splitlines()[-1]) == (1, said)
 
 
+@pytest.fixture
+def zombie() -> Iterator[int]:
+    """A runner that has ended, and whose parent has not asked after it."""
+    with subprocess.Popen(["true"]) as process:
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        yield process.pid
+
+
+def test_a_runner_that_has_ended_unnoticed_does_not_run(runner: Runner, zombie: int) -> None:
+    (runner.place / "pid").write_text(str(zombie))
+    assert run_hook(runner, "ci-runner-prepare") == (0, "the runner does not run\n")
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    (runner.place / "mark").write_text(f"A\n\n{zombie} {boot}")
+    assert run_hook(runner, "ci-runner-recover") == (0, "the runner was started\n")
+
+
+@pytest.mark.parametrize("hook", ["ci-runner-prepare", "ci-runner-recover"])
+def test_a_runner_that_ends_unnoticed_is_not_waited_for_any_longer(runner: Runner, hook: str) -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:  # nobody asks after it before this block ends
+        (runner.place / "pid").write_text(str(process.pid))
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        (runner.place / "mark").write_text(f"A\n\n{process.pid} {boot}")
+        with start_hook(runner, hook) as waiting:
+            assert waiting.stdout is not None
+            waiting.stdout.readline()
+            process.kill()
+            try:
+                assert waiting.wait(PATIENCE) == 0
+            finally:
+                waiting.kill()
+    if hook == "ci-runner-recover":
+        runner.wait_asked("started")
+
+
 # --- Services that give a runner its jobs
 
 
@@ -438,6 +476,63 @@ def test_one_that_is_never_answered_fails_the_hook_after_so_many_tries(service: 
     assert code == 1
     assert output.splitlines()[-1].endswith(": 500 Internal Server Error: ; asked 3 times")
     assert len(service.asked) == 3
+
+
+GITHUB_UNIT = "actions.runner.example-project.vm-1.service"
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[ServiceManager]:
+    """The service manager, with the unit of an idle runner that does not run."""
+    with ServiceManager(tmp_path / "bin", {GITHUB_UNIT: Unit(["sleep", "600"])}) as manager:
+        yield manager
+
+
+@pytest.fixture
+def github_policy(service: Service, manager: ServiceManager, tmp_path: Path) -> dict[str, Any]:
+    """The policy that the page shows for GitHub, told of the stand-ins."""
+    page = (CHECKOUT / "docs/cookbook/ci-runner.md").read_text("utf-8")
+    (text,) = re.findall(r"^```yaml\n(rules:\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    policy: dict[str, Any] = yaml.safe_load(text.replace(INSTALLED, str(copy_hooks(tmp_path))))
+    token = tmp_path / "token"
+    token.write_text(f"{TOKEN}\n")
+    for name, hook in policy["hooks"].items():
+        mark = {"pause": "paused", "resume": "paused", "stop": "stopped", "start": "stopped"}[name]
+        hook["env"] = {
+            **hook.get("env", {}),
+            "PATH": f"{manager.directory}:{os.environ['PATH']}",
+            "CI_RUNNER_MARK": str(tmp_path / mark),
+            **({"CI_RUNNER_URL": f"{service.url}/runners/23"} if mark == "paused" else {}),
+            **({"CI_RUNNER_TOKEN_FILE": str(token)} if mark == "paused" else {}),
+        }
+    return policy
+
+
+def reboot(agent: Agent, sim: Simulator) -> None:
+    event = sim.schedule("Reboot", notice_seconds=900, lasts_seconds=0.5)
+    agent.wait_log("closed", event_id=event)
+    assert len(sim.approvals(event)) == 1
+    outcomes = {line["reason"] for line in agent.log("hook finished", event_id=event)}
+    assert all(outcome.endswith("(succeeded)") for outcome in outcomes), outcomes
+
+
+def test_the_runner_of_github_is_started_after_an_event_and_not_if_it_was_stopped_before(
+    github_policy: dict[str, Any], manager: ServiceManager, service: Service, agent: Agent, sim: Simulator
+) -> None:
+    agent.write_policy(**github_policy)
+    agent.start()
+    agent.wait_log("on_clear hook ended", hook="resume", outcome="succeeded")
+    assert not manager.runs(GITHUB_UNIT)
+    reboot(agent, sim)
+    assert not manager.runs(GITHUB_UNIT)
+    assert not any(call.arguments[0] == "start" for call in manager.calls)
+
+    manager.start(GITHUB_UNIT)
+    reboot(agent, sim)
+    verbs = [call.arguments[0] for call in manager.calls if call.arguments[0] in ("stop", "start")]
+    assert verbs[-2:] == ["stop", "start"]
+    assert manager.runs(GITHUB_UNIT)
+    assert service.labels == {"self-hosted", "azure-vm"}
 
 
 def test_an_answer_without_end_is_not_read_to_its_end(service: Service, tmp_path: Path) -> None:

@@ -379,6 +379,53 @@ def test_an_upgrade_does_not_end_an_agent_whose_bad_policy_file_a_drop_in_names(
     assert '/etc/other.yaml:1: unknown key "rulez"; did you mean "rules"?\n' in done.stderr
 
 
+@pytest.mark.parametrize("grant", ["", "Group=adm", "SupplementaryGroups=adm"])
+def test_an_upgrade_does_not_end_a_strict_agent_whose_account_can_no_longer_read_the_policy(
+    upgradable: Container, grant: str
+) -> None:
+    service = Service(upgradable, "")
+    upgradable.run(NAME, "install-unit", "--strict", "--now")
+    service.add_drop_in(f"[Service]\n{grant}\n")
+    service.systemctl("restart")
+    before = service.pid()
+    # Root can read it, so nothing but the account's eyes can tell.
+    upgradable.run("chgrp", "adm", POLICY)
+    upgradable.run("chmod", "640", POLICY)
+    done = upgradable.run("dpkg", "--install", PACKAGE, timeout=60)
+    assert state_of(upgradable) == ("enabled", "active")
+    if grant:
+        assert service.log("agent started", version=NEWER)
+    else:
+        assert service.pid() == before
+        assert f"{POLICY}: cannot be read: Permission denied" in done.stderr
+        assert f"{NAME}: the policy is not valid, so the version before runs on." in done.stderr
+
+
+def test_an_upgrade_does_not_end_an_agent_whose_account_is_gone(upgradable: Container) -> None:
+    service = Service(upgradable, "")
+    before = service.pid()
+    service.add_drop_in("[Service]\nUser=nobody-at-all\n")
+    done = upgradable.run("dpkg", "--install", PACKAGE, timeout=60)
+    assert (state_of(upgradable), service.pid()) == (("enabled", "active"), before)
+    assert "the account of the service is not known, so the version before runs on." in done.stderr
+
+
+def test_an_upgrade_restarts_a_strict_agent_with_a_hook_that_its_account_may_change(upgradable: Container) -> None:
+    service = Service(upgradable, "")
+    hook = f"/var/lib/{NAME}/drain"
+    rules = "rules: [{name: reboots, when: {type: Reboot}, prepare: [drain], approve: when-prepared}]\n"
+    nowhere = "imds: {endpoint: 'http://127.0.0.1:9'}\n"
+    upgradable.write(POLICY, f"{rules}hooks: {{drain: {{run: [{hook}]}}}}\n{nowhere}agent: {{listen: off}}\n")
+    upgradable.run(NAME, "install-unit", "--strict", "--now")
+    upgradable.write(hook, "#!/bin/sh\n", 0o755)
+    upgradable.run("chown", NAME, hook)
+    refused = upgradable.run(NAME, "check", check=False)
+    assert refused.returncode != 0
+    assert f"{hook} can be changed by " in refused.stdout + refused.stderr  # root may not run it
+    install(upgradable)
+    assert service.log("agent started", version=NEWER)
+
+
 def test_a_downgrade_does_not_end_an_agent_whose_state_the_older_version_cannot_read(
     upgradable: Container,
 ) -> None:

@@ -424,6 +424,7 @@ def test_an_rpm_says_what_it_is_and_needs(dist: Path, machine: str) -> None:
         "/bin/sh",
         "coreutils",
         "findutils",
+        "util-linux",
         "systemd >= 250",
         f"libc.so.6(GLIBC_{glibc})(64bit)",
         "libgcc_s.so.1()(64bit)",

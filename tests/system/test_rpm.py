@@ -205,7 +205,8 @@ class Distribution(NamedTuple):
     offered: Mapping[str, str]
 
 
-_BASE = {"base": "Provides: /bin/sh coreutils findutils libc.so.6(GLIBC_2.14)(64bit) libgcc_s.so.1()(64bit)"}
+_LIBRARIES = "libc.so.6(GLIBC_2.14)(64bit) libgcc_s.so.1()(64bit)"
+_BASE = {"base": f"Provides: /bin/sh coreutils findutils util-linux {_LIBRARIES}"}
 RHEL_9 = Distribution(
     "dnf",
     {**_BASE, "systemd": "Version: 252", "python3": "Provides: python(abi) = 3.9"},

@@ -392,13 +392,17 @@ def leave_behind(machine: Machine, unit: str) -> None:
     service = f"ExecStart=/usr/bin/python3 {_RUN_HOOK}\nStandardInput=file:/tmp/task\nEnvironment={settings}"
     agent = machine.unit(service)
     machine.container.run("systemctl", "start", agent)
-    machine.container.wait_for(lambda: machine.container.path("/run/up").exists(), "the hook runs")
+    noted = machine.container.path(f"{_PLACE}/{unit}/invocation")
+    machine.container.wait_for(noted.exists, "the agent has seen the hook run")
     machine.container.run("systemctl", "kill", "--signal=KILL", agent)
 
 
-def test_a_unit_that_a_killed_agent_left_is_joined_by_the_next(machine: Machine) -> None:
-    unit = machine.shell("oneshot", f"touch /run/up; {_COUNT}")
+@pytest.mark.parametrize("has_seen_it", [True, False])
+def test_a_unit_that_a_killed_agent_left_is_joined_by_the_next(machine: Machine, has_seen_it: bool) -> None:
+    unit = machine.shell("oneshot", _COUNT.replace("sleep 1", "sleep 2"))
     leave_behind(machine, unit)
+    if not has_seen_it:  # killed as soon as it had asked for the start
+        machine.container.path(f"{_PLACE}/{unit}/invocation").unlink()
     assert machine.state(unit) == "activating"
     assert machine.ending(unit, environment=_DRAIN) == ("succeeded", 0, "exit code 0")
     assert machine.container.path("/run/count").read_text() == "begin\nend\n"
@@ -420,6 +424,23 @@ def test_what_a_killed_agent_left_for_another_stage_or_event_is_stopped_and_the_
     assert machine.ending(unit, environment=wanted) == ("succeeded", 0, "exit code 0")
     runs = ["E-1 prepare", f"{wanted['SCHEDULED_EVENT_ID']} {wanted['SCHEDULED_EVENT_STAGE']}"]
     assert machine.container.path("/run/count").read_text().splitlines() == runs
+
+
+@pytest.mark.parametrize("stage", ["prepare", "recover"])
+def test_what_an_administrator_runs_after_a_killed_agents_run_has_ended_is_neither_joined_nor_stopped(
+    machine: Machine, stage: str
+) -> None:
+    unit = machine.shell("oneshot", f"touch /run/up; {_COUNT}")
+    leave_behind(machine, unit)
+    machine.container.wait_for(lambda: machine.state(unit) == "inactive", "the run that was left has ended")
+    assert machine.container.path(f"{_PLACE}/{unit}/environment").exists()
+    machine.container.run("systemctl", "start", "--no-block", unit)
+    count = machine.container.path("/run/count")
+    machine.container.wait_for(lambda: count.read_text().count("begin") == 2, "the administrator's run has begun")
+    ending = machine.ending(unit, environment={**_DRAIN, "SCHEDULED_EVENT_STAGE": stage})
+    assert ending == ("succeeded", 0, "exit code 0")
+    assert count.read_text() == "begin\nend\n" * 3
+    assert list(machine.container.path(_PLACE).iterdir()) == []
 
 
 def test_hooks_of_the_same_unit_run_one_after_the_other(machine: Machine) -> None:
