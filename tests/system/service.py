@@ -46,6 +46,12 @@ class Service:
         }
         self.machine.write(POLICY, yaml.safe_dump(policy, sort_keys=False))
 
+    def write_state_of_a_newer_version(self) -> None:
+        """Beside the agent that runs, which does not look at the version again."""
+        file = "/var/lib/scheduled-events-agent/state.db"
+        program = f"import sqlite3; sqlite3.connect('{file}').execute('PRAGMA user_version = 99')"
+        self.machine.run("python3", "-c", program)
+
     def add_drop_in(self, text: str, name: str = "90-test.conf") -> None:
         self.machine.write(f"{DROP_INS}/{name}", text)
         self.machine.run("systemctl", "daemon-reload")

@@ -430,7 +430,7 @@ def test_a_downgrade_does_not_end_an_agent_whose_state_the_older_version_cannot_
     upgradable: Container,
 ) -> None:
     service = Service(upgradable, "")
-    write_state_of_a_newer_version(upgradable)
+    service.write_state_of_a_newer_version()
     before = service.pid()
     done = upgradable.run("dpkg", "--install", PACKAGE, timeout=60)
     assert (state_of(upgradable), service.pid()) == (("enabled", "active"), before)
@@ -439,12 +439,6 @@ def test_a_downgrade_does_not_end_an_agent_whose_state_the_older_version_cannot_
         f"{NAME}: this version cannot read the state, so the version before runs on. "
         f"When it can: systemctl restart {NAME}\n"
     )
-
-
-def write_state_of_a_newer_version(machine: Container) -> None:
-    """Beside the agent that runs, which does not look at the version again."""
-    program = f"import sqlite3; sqlite3.connect('/var/lib/{NAME}/state.db').execute('PRAGMA user_version = 99')"
-    machine.run("python3", "-c", program)
 
 
 def test_removing_it_between_unpacking_and_configuring_stops_it_and_leaves_no_trace_of_the_upgrade(

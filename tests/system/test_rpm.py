@@ -148,8 +148,7 @@ def test_an_upgrade_does_not_end_an_agent_whose_policy_file_is_bad(machine: Cont
 
 def test_a_downgrade_does_not_end_an_agent_whose_state_the_older_version_cannot_read(machine: Container) -> None:
     service = Service(machine, "")
-    program = f"import sqlite3; sqlite3.connect('/var/lib/{NAME}/state.db').execute('PRAGMA user_version = 99')"
-    machine.run("python3", "-c", program)  # the agent that runs does not look at it again
+    service.write_state_of_a_newer_version()
     before = service.pid()
     done = machine.run("rpm", "--force-debian", "--nodeps", "--upgrade", "/root/newer.rpm", timeout=120)
     assert (state_of(machine), service.pid()) == (("enabled", "active"), before)
