@@ -141,22 +141,22 @@ def parse_event(body: bytes) -> ScheduledEvent:
 def compare(known: Mapping[str, ScheduledEvent], document: Document) -> list[Seen | Gone]:
     """What ``document`` says that differs from the ``known`` events (by key).
 
-    Microsoft's mock server gives an event a new id when it starts: an event that is missing in the very
+    Microsoft's mock server gives events new ids, when they start and later: an event that is missing in the very
     document in which one with the same type, source, resources and description first appears as Started
     is the same one, renamed.
     """
     present = {event.key: event for event in document.events}
     missing = {key: event for key, event in known.items() if key not in present}
     renamable: dict[tuple[object, ...], list[str]] = {}
-    for key, event in reversed(missing.items()):
-        if not event.is_started:
-            renamable.setdefault(_likeness(event), []).append(key)
+    # Of several that are alike, one that is yet to start is the likelier one to have started now.
+    for key, event in sorted(missing.items(), key=lambda item: item[1].is_started):
+        renamable.setdefault(_likeness(event), []).append(key)
     changes: list[Seen | Gone] = []
     for key, event in present.items():
         if key not in known:
             old_keys = renamable.get(_likeness(event)) if event.is_started else None
             if old_keys:
-                old_key = old_keys.pop()
+                old_key = old_keys.pop(0)
                 del missing[old_key]
                 changes.append(Seen(event, old_key))
             else:

@@ -458,10 +458,18 @@ def test_an_event_that_differs_is_not_taken_for_one_that_vanished(change: dict[s
     assert compare({"a": make_event("A")}, make_document(new)) == [Seen(new), Gone("a")]
 
 
-def test_an_event_that_had_started_is_not_renamed_by_another_that_starts() -> None:
+def test_an_event_that_gets_a_new_id_after_its_start_is_the_same_one() -> None:
     started = make_event("B", status="Started")
 
-    assert compare({"a": make_event("A", status="Started")}, make_document(started)) == [Seen(started), Gone("a")]
+    known = {"a": make_event("A", status="Started")}
+    assert compare(known, make_document(started)) == [Seen(started, renamed_from="a")]
+
+
+def test_of_two_events_alike_the_one_yet_to_start_has_started() -> None:
+    known = {"a": make_event("A", status="Started"), "b": make_event("B"), "c": make_event("C", status="Started")}
+    started = make_event("D", status="Started")
+
+    assert compare(known, make_document(started)) == [Seen(started, renamed_from="b"), Gone("a"), Gone("c")]
 
 
 def test_an_event_still_in_the_document_is_not_renamed() -> None:

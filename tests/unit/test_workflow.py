@@ -653,6 +653,17 @@ def test_an_event_renamed_at_its_start_is_the_same_event() -> None:
     assert agent.document() == ["A: recover resume"]
 
 
+def test_an_event_renamed_after_its_start_is_recovered_from_at_its_end() -> None:
+    agent, event = Agent(a_rule(prepare=("drain",))), an_event()
+    agent.document(event)
+    agent.ends("drain")
+    agent.document(started(event))
+    assert agent.document(started(replace(event, id="B"))) == []
+    assert agent.document(started(replace(event, id="C"))) == []
+    assert len(agent.board) == 1
+    assert agent.document() == ["A: recover resume"]
+
+
 def test_an_event_that_comes_back_is_prepared_for_again_and_its_recovery_ends_first() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
