@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 import venv
 import zipfile
@@ -48,6 +49,9 @@ SYSTEMD = "250"  # LoadCredential= of a directory
 HOME = f"usr/lib/{NAME}"  # where the agent and what it needs lie in the tree
 _DOC = f"usr/share/doc/{NAME}"
 _TOOLS = ("shtab",)  # makes the completions
+# Unattended upgrades may hold apt's locks for minutes.
+_LOCK_PATIENCE_SECONDS = 300.0
+_LOCK_RETRY_SECONDS = 1.0
 # What packs a format: the program, and the package that has it on Debian and on Fedora.
 _PROGRAMS = {
     "deb": (("dpkg-deb", "dpkg", "dpkg"),),
@@ -168,9 +172,23 @@ def need_programs(what: str) -> None:
                 f"a {what} is packed with {program}, which is not here; install it (Debian and Ubuntu: "
                 f"apt-get install {debian}; Fedora and RHEL: dnf install {fedora})"
             )
-        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         for command in (["update", "-q"], ["install", "-qy", "--no-install-recommends", debian]):
+            _apt_get(command)
+
+
+def _apt_get(command: list[str]) -> None:
+    """Wait for another apt: by itself, apt-get waits for some of its locks at most."""
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C"}
+    give_up_at = time.monotonic() + _LOCK_PATIENCE_SECONDS
+    while True:
+        try:
             run(["apt-get", *command], env=environment)
+        except BuildError as error:
+            if not re.search(r"\block\b", str(error)) or time.monotonic() > give_up_at:
+                raise
+            time.sleep(_LOCK_RETRY_SECONDS)
+        else:
+            return
 
 
 # --- The tree -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -71,7 +71,6 @@ def output_of(*command: str, cwd: Path | None = None) -> str:
 @pytest.fixture(scope="session")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All four packages, as "make packages" builds them."""
-    apt.need("rpmbuild", "rpm")  # for build.py's own apt-get would not wait for another one
     output = tmp_path_factory.mktemp("dist")
     for what in ("deb", "rpm"):
         done = build(what, "--output", str(output))
@@ -531,15 +530,21 @@ def test_a_version_that_is_none_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_cannot_install_what_packs_is_told_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """packaging/build.py, imported."""
     spec = importlib.util.spec_from_file_location("packages_build", BUILD)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "packages_build", module)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_who_cannot_install_what_packs_is_told_what_to_install(
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(module.BuildError) as caught:
@@ -548,6 +553,26 @@ def test_who_cannot_install_what_packs_is_told_what_to_install(
         "a rpm is packed with rpmbuild, which is not here; install it "
         "(Debian and Ubuntu: apt-get install rpm; Fedora and RHEL: dnf install rpm-build)"
     )
+
+
+@pytest.mark.parametrize("lock", ["/var/lib/dpkg/lock", "/var/lib/apt/lists"])
+def test_a_build_waits_for_another_apt(
+    module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lock: str
+) -> None:
+    apt_get = tmp_path / "apt-get"
+    apt_get.write_text(
+        f"#!/bin/sh\necho $* >>{tmp_path}/calls\n"
+        f'[ $(wc -l <{tmp_path}/calls) -gt 2 ] || {{ echo "E: Could not get lock {lock}" >&2; exit 100; }}\n'
+        f'[ $1 = update ] || {{ echo "#!/bin/sh" >{tmp_path}/rpmbuild; chmod +x {tmp_path}/rpmbuild; }}\n'
+    )
+    apt_get.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(shutil, "which", lambda name: str(tmp_path / name) if (tmp_path / name).exists() else None)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(module, "_LOCK_RETRY_SECONDS", 0.01)
+    module.need_programs("rpm")
+    update, install = "update -q", "install -qy --no-install-recommends rpm"
+    assert (tmp_path / "calls").read_text().splitlines() == [update, update, update, install]
 
 
 def test_a_tree_without_a_date_and_a_wheel_that_is_not_the_pinned_one_are_refused(tmp_path: Path) -> None:
