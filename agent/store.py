@@ -94,6 +94,8 @@ class Store:
         self.path = path
         self.set_aside = set_aside
         """Where a damaged file was moved to when this one was opened; None if all was well."""
+        self.is_writing = False
+        """Whether its thread waits for the disk; for any thread."""
 
     @classmethod
     def open(cls, directory: Path, now: datetime) -> "Store":
@@ -372,6 +374,7 @@ class Store:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
+        self.is_writing = True
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -386,6 +389,8 @@ class Store:
             self._data_version = -1
             kind = "damaged" if _is_damage(error) else "write"
             raise StoreError(f"cannot write {self.path}: {error}", kind=kind) from error
+        finally:
+            self.is_writing = False
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from its next turn.
     hooks       one thread for each hook that runs         -> inbox
     pages       opens the web server, until it is open; then follows agent.web_config, if there is one (pages.py)
     web         answers from the published board
+    watchdog    ends the process if the engine finishes no turn, or the poller hangs (watchdog.py)
 """
 
 import queue
@@ -28,6 +29,7 @@ from agent.config import BUILT_IN_NAME, Settings
 from agent.daemon.hands import Threads
 from agent.daemon.pages import Pages
 from agent.daemon.polling import Endpoint, Identifier, Poller
+from agent.daemon.watchdog import Watchdog
 from agent.engine import Engine, HookEnded, News
 from agent.hooks import end_leftovers
 from agent.log import get_logger
@@ -105,6 +107,7 @@ class Daemon:
             policy=lambda: self._policy,
         )
         self._service = service or host.ServiceManager()
+        self._watchdog = Watchdog(lambda: store.is_writing)
         self._told_status: str | None = None  # None until it has been told that the agent is ready
         self._web_thread: threading.Thread | None = None
 
@@ -170,6 +173,7 @@ class Daemon:
             self._log.warning("ended what hooks of an agent that was killed had left running", processes=ended)
         self._start_thread("identity", self._identifier.run)
         self._start_thread("poller", self._poll)
+        self._start_thread("watchdog", self._watchdog.run)
 
     def _poll(self) -> None:
         # Whose the state on disk is, and what Resources call this VM, is best known before the first document.
@@ -191,6 +195,7 @@ class Daemon:
 
     def _shut_down(self) -> None:
         """Stop in time: running hooks may end by themselves first, then are made to."""
+        self._watchdog.stop()  # there are no more turns
         self._poller.stop()
         # What has a bug is best started anew, and soon.
         stop_timeout = self._stop_timeout if self._crash is None else min(self._stop_timeout, DEFAULT_STOP_TIMEOUT)
@@ -285,6 +290,7 @@ class Daemon:
         self._told_status = status
         # This turn has come to its end, so engine and store do; a poller that hangs is cured by a restart as well.
         if not self._poller.hangs_for():
+            self._watchdog.feed()
             self._service.keep_alive()
 
     def _describe(self) -> str:

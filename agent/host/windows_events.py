@@ -66,6 +66,7 @@ KINDS = (
             "a bug in the agent",
             "the agent failed",
             "the agent before this one crashed or hung",
+            "the agent hangs: its process ends, to be started again",
         ),
     ),
     Kind(

@@ -1,0 +1,75 @@
+"""Ends this process when it hangs, so that the service manager starts it again.
+
+The service managers' own watchdogs stay, and wait longer: they cannot tell a hang from a machine that stood still.
+This one counts its own ticks, of which a machine that stands still has none. The one invariant: it waits for
+nothing that a hang may hold.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+from agent.log import get_logger
+
+EXIT_CODE = 70
+"""Of a process that hung."""
+# Together less than 30 seconds from the last turn to the end of the process.
+_TICK_SECONDS = 1.0
+_HANG_TICKS = 25
+_TELL_SECONDS = 2.0
+_MAX_FRAMES = 20
+
+
+class Watchdog:
+    """Wants to hear of a finished turn every 25 ticks of its own."""
+
+    def __init__(self, waits_for_disk: Callable[[], bool]) -> None:
+        """``waits_for_disk``: no tick counts then. A slow disk comes back, and a restart would wait for it too."""
+        self._waits_for_disk = waits_for_disk
+        self._ticks = 0
+        self._stop_requested = threading.Event()
+
+    def feed(self) -> None:
+        """A turn has come to its end."""
+        self._ticks = 0
+
+    def stop(self) -> None:
+        self._stop_requested.set()
+
+    def run(self) -> None:
+        while not self._stop_requested.wait(_TICK_SECONDS):
+            if not self._waits_for_disk():
+                self._ticks += 1
+            if self._ticks >= _HANG_TICKS:
+                self._end()
+
+    def _end(self) -> None:
+        # The log may be what hangs.
+        teller = threading.Thread(target=self._tell, name="watchdog-log", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no memory for a thread
+            teller.start()
+            teller.join(_TELL_SECONDS)
+        os._exit(EXIT_CODE)
+
+    def _tell(self) -> None:
+        # Not by faulthandler, which keeps all threads waiting for a reader of standard error.
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        stacks = {names.get(ident, str(ident)): _places(frame) for ident, frame in sys._current_frames().items()}  # noqa: SLF001
+        get_logger().error(
+            "the agent hangs: its process ends, to be started again",
+            seconds_without_a_turn=round(self._ticks * _TICK_SECONDS),
+            exit_code=EXIT_CODE,
+            stacks=stacks,
+        )
+
+
+def _places(frame: FrameType | None) -> list[str]:
+    """Where a thread is, the innermost call first."""
+    places: list[str] = []
+    while frame is not None and len(places) < _MAX_FRAMES:
+        places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return places

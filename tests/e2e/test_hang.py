@@ -1,0 +1,76 @@
+"""A process that hangs is ended by its own watchdog; one that stood still, or waits for its disk, is not."""
+
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from harness import Agent, Simulator
+
+# The agent, but its engine waits as long as a file is there: between two turns, or in the middle of a commit.
+PROGRAM = """
+import os, sys, time
+from agent.cli import main
+from agent.daemon import watchdog
+from agent.store import Store
+
+def delayed(inner, name):
+    def outer(*arguments):
+        while os.path.exists(name):
+            time.sleep(0.05)
+        return inner(*arguments)
+    return outer
+
+watchdog._TICK_SECONDS = 0.4  # so that ten seconds without a turn are a hang
+Store.load_requests = delayed(Store.load_requests, sys.argv[1])
+Store._write_journal = delayed(Store._write_journal, sys.argv[2])
+sys.exit(main(sys.argv[3:]))
+"""
+LONGER_THAN_A_HANG = 15.0
+
+
+@pytest.fixture
+def agent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> Agent:
+    """It hangs while its file "hangs" is there, and its disk does while "disk" is."""
+    places = [str(agent.directory / name) for name in ("hangs", "disk")]
+    monkeypatch.setattr(agent, "command", lambda *arguments: [sys.executable, "-c", PROGRAM, *places, *arguments])
+    agent.write_policy(
+        rules=[{"name": "all", "prepare": ["drain"], "approve": "when-prepared"}], hooks=agent.hooks("drain")
+    )
+    agent.start()
+    return agent
+
+
+def test_an_agent_that_hangs_ends_says_where_and_goes_on_when_started_again(agent: Agent, sim: Simulator) -> None:
+    hangs = Path(agent.directory / "hangs")
+    hangs.touch()
+    sim.wait_polls(3)  # only the engine hangs
+    assert agent.wait_exit() == 70
+    (said,) = agent.log("the agent hangs: its process ends, to be started again", level="error", exit_code=70)
+    assert any(place.endswith(" in outer") for place in said["stacks"]["MainThread"])
+    assert {"MainThread", "poller", "watchdog"} <= said["stacks"].keys()
+    hangs.unlink()
+    event = sim.schedule("Reboot", notice_seconds=600)
+    agent.start()
+    sim.wait_approved(event)
+
+
+def test_an_agent_whose_machine_stood_still_is_not_taken_for_one_that_hangs(agent: Agent, sim: Simulator) -> None:
+    process = psutil.Process(agent.process.pid)
+    process.suspend()
+    time.sleep(LONGER_THAN_A_HANG)
+    process.resume()
+    sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
+    assert agent.process.poll() is None
+
+
+def test_an_agent_that_waits_for_its_disk_is_not_taken_for_one_that_hangs(agent: Agent, sim: Simulator) -> None:
+    disk = Path(agent.directory / "disk")
+    disk.touch()
+    event = sim.schedule("Reboot", notice_seconds=600)
+    time.sleep(LONGER_THAN_A_HANG)
+    assert sim.approvals() == ()
+    disk.unlink()
+    sim.wait_approved(event)
+    assert agent.process.poll() is None
