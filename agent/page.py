@@ -13,7 +13,17 @@ from html import escape
 from typing import NamedTuple
 
 from agent.events import ScheduledEvent
-from agent.status import History, JournalEntry, RunningHook, Status, activity, span
+from agent.status import (
+    History,
+    JournalEntry,
+    RunningHook,
+    Status,
+    activity,
+    command,
+    overruling,
+    short_ids,
+    span,
+)
 from agent.workflow import Phase, Progress, Stage, Workflow
 
 # Where there is more, the page says how much. Together they keep it below a megabyte, most often below 30 KiB.
@@ -62,7 +72,7 @@ def render_page(
         _problems(status, unread),
         _running_alone(status),
         _pending(status, histories, room),
-        _recent(over, room, is_first_open=not status.pending),
+        _recent(over, room, status.command_options, is_first_open=not status.pending),
         _pauses(list(pauses)[::-1]),
         _agent(status),
         _FOOTER,
@@ -215,8 +225,10 @@ def _pending(status: Status, histories: dict[str, History], room: _Room) -> str:
     if not status.pending:
         return ""  # the headline says so
     cards: list[str] = []
+    short = short_ids([workflow.event.id for workflow in status.pending])
     for workflow in _by_urgency(status.pending)[:_MAX_CARDS]:
-        card = _card(status, workflow, histories.get(workflow.id), room, is_first=not cards)
+        history, short_id = histories.get(workflow.id), short[workflow.event.id]
+        card = _card(status, workflow, history, room, short_id=short_id, is_first=not cards)
         if card is None:
             break
         cards.append(card)
@@ -228,7 +240,7 @@ def _pending(status: Status, histories: dict[str, History], room: _Room) -> str:
 
 
 def _card(
-    status: Status, workflow: Workflow, history: History | None, room: _Room, *, is_first: bool
+    status: Status, workflow: Workflow, history: History | None, room: _Room, *, short_id: str, is_first: bool
 ) -> str | None:
     """What there is to say of a pending event; None if there is no room for it."""
     event, decision = workflow.event, workflow.decision
@@ -255,29 +267,23 @@ def _card(
         f'<h3 id="e-{key}">{_text(event.type) or "An event without a type"}</h3>'
         f"{_chip('pending' if workflow.phase == 'waiting' else workflow.phase, tone)}</div>"
         f"{_countdown(workflow, status.at)}</div>"
-        f"{_list(facts)}{_way_out(workflow, status.pending)}"
+        f"{_list(facts)}{_way_out(status, workflow, short_id)}"
     )
     more = _list(about) if about else ""  # of many, each card is as short as it can be
     if room.events.take(head + more) is None:
         return None
-    more += _timeline(history, room.timelines) if history else ""
+    more += _timeline(history, room.timelines, status.command_options) if history else ""
     details = _details(f"t-{key}", "Timeline" if is_first else "More", more, is_open=is_first) if more else ""
     return f"{head}{details}</article>"
 
 
-def _way_out(workflow: Workflow, pending: Iterable[Workflow]) -> str:
+def _way_out(status: Status, workflow: Workflow, short_id: str) -> str:
     """The commands with which an operator may decide otherwise, where that is of use."""
-    event = workflow.event
-    may_be_approved = workflow.phase in ("waiting", "preparing", "prepared", "held") and not workflow.is_gone
-    if not may_be_approved or workflow.decision.affects not in ("self", "shared") or not event.id:
+    if not status.may_be_overruled:
         return ""
-    short = event.id[:8]
-    if sum(other.event.id.casefold().startswith(short.casefold()) for other in pending) > 1:
-        short = event.id
-    words = ["approve"] if workflow.phase == "held" or workflow.operator == "held" else ["approve", "hold"]
-    words += ["release"] if workflow.operator else []
-    commands = " or ".join(f"<code>scheduled-events-agent {word} {_text(short)}</code>" for word in words)
-    return f'<p class="hint">To overrule: {commands}</p>'
+    lines = [command(word, short_id, status.command_options) for word in overruling(workflow)]
+    commands = " or ".join(f"<code>{_text(line)}</code>" for line in lines)
+    return f'<p class="hint">To overrule: {commands}</p>' if lines else ""
 
 
 def _countdown(workflow: Workflow, now: datetime) -> str:
@@ -394,7 +400,7 @@ def _origin(event: ScheduledEvent) -> str:
 # --- what happened
 
 
-def _recent(over: list[History], room: _Room, *, is_first_open: bool) -> str:
+def _recent(over: list[History], room: _Room, options: str, *, is_first_open: bool) -> str:
     items: list[str] = []
     for history in over:
         workflow = history.workflow
@@ -411,7 +417,7 @@ def _recent(over: list[History], room: _Room, *, is_first_open: bool) -> str:
         )
         if room.events.take(summary + head) is None:
             break
-        timeline = _timeline(history, room.timelines)
+        timeline = _timeline(history, room.timelines, options)
         item = _details(
             f"t-{_key(workflow)}", summary, head + timeline, is_open=is_first_open and not items, is_html=True
         )
@@ -421,7 +427,7 @@ def _recent(over: list[History], room: _Room, *, is_first_open: bool) -> str:
     return f'<section aria-labelledby="recent"><h2 id="recent">Recent events</h2>{body}</section>'
 
 
-def _timeline(history: History, budget: _Budget) -> str:
+def _timeline(history: History, budget: _Budget, options: str) -> str:
     """The entries, oldest first; of many, the last ones."""
     entries = history.entries[-_MAX_ENTRIES:]
     days = [history.workflow.first_seen_at, *(entry.at for entry in entries)]
@@ -431,7 +437,7 @@ def _timeline(history: History, budget: _Budget) -> str:
     ]
     earlier = _more(len(history.entries) - len(entries), "entries came before", "li")
     whole = budget.take(f'<ol class="timeline">{earlier}{"".join(lines)}</ol>')
-    way_out = f"<code>scheduled-events-agent history {_text(history.workflow.event.id[:8])}</code> shows it"
+    way_out = f"<code>{_text(command('history --event', history.workflow.event.id, options))}</code> shows it"
     return whole or f'<p class="quiet">There is no room for its timeline here: {way_out}.</p>'
 
 

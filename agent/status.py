@@ -5,6 +5,8 @@ service manager share. Decides nothing, reads nothing, knows no clock. The one i
 ``workflow`` or the journal does not say; a reader is never told what somebody only expects.
 """
 
+import re
+import shlex
 from collections.abc import Iterable
 from datetime import datetime
 from typing import Literal
@@ -111,6 +113,13 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     running: tuple[RunningHook, ...]
     pending: tuple[Workflow, ...]
     """Oldest first."""
+    command_options: str = ""
+    """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
+
+    @property
+    def may_be_overruled(self) -> bool:
+        """Whether it takes an operator's word about an event."""
+        return self.mode == "act" and not self.is_paused
 
     def running_for(self, workflow_id: str) -> tuple[RunningHook, ...]:
         """The hooks that run for this event."""
@@ -245,6 +254,16 @@ def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
     if workflow.phase == "held" or decision.approve in ("manual", "never"):
         return ("approve",)
     return ("hold", "approve") if workflow.phase == "waiting" else ("hold",)
+
+
+def command(words: str, short_id: str, options: str = "") -> str:
+    """The command line that an operator may copy. ``options``: see ``Status.command_options``."""
+    return " ".join(filter(None, ("scheduled-events-agent", words, quoted(short_id), options)))
+
+
+def quoted(word: str) -> str:
+    """As a shell takes it for one word; a path of Windows as it is."""
+    return word if re.fullmatch(r"[\w@%+=:,./\\-]+", word) else shlex.quote(word)
 
 
 def short_ids(ids: Iterable[str]) -> dict[str, str]:

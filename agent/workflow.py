@@ -692,8 +692,10 @@ def _move_scheduled(workflow: Workflow, workflows: Mapping[str, Workflow], conte
     decision = workflow.decision
     is_wanted = decision.rule is not None and (decision.has_preparation or decision.approve != "never")
     if _may_begin(workflow):
-        if not context.is_acting or not (is_wanted or workflow.operator == "approved"):
+        if not (is_wanted or workflow.operator == "approved"):
             return None
+        if not context.is_acting:
+            return _wait(workflow, f"the agent only observes; it would {_plan(workflow, context)}")
         begins_at = decision.begins_at(workflow.event, context.now)
         may_start = workflow.operator == "approved" or workflow.approval.state == "confirmed"
         if begins_at > context.now and not may_start:
@@ -731,6 +733,29 @@ def _begin(workflow: Workflow, context: Context) -> Step:
     plan = ", ".join(filter(None, [drained, *decision.prepare])) or "nothing to run"
     workflow = replace(workflow, prepare=Progress(state="running"), drain_until=drain_until)
     return _to(workflow, "preparing", Note(kind="preparing", text=f"preparation begins: {plan}"))
+
+
+def _plan(workflow: Workflow, context: Context) -> str:
+    """What an agent that acts would do about an event for which nothing has begun, as a clause."""
+    decision = workflow.decision
+    begins_at = decision.begins_at(workflow.event, context.now)
+    steps = [f"answer /readyz with 503 for {decision.drain_for:g}s"] if decision.drain_for else []
+    steps += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
+    ready = replace(workflow, phase="prepared", prepare=Progress(state="succeeded"))
+    leave = ask_gates(ready, replace(context, is_acting=True))
+    if leave.answer == "yes":
+        approval = "approve it at once" if decision.approve == "immediately" or not steps else "approve it"
+        steps.insert(0 if decision.approve == "immediately" else len(steps), approval)
+    elif leave.answer == "not yet":
+        steps.append("wait for an operator to approve it")
+    else:
+        steps.append(f"not approve it ({leave.reason})")
+    if decision.on_start:
+        steps.append(f"run {', '.join(decision.on_start)} when it has started")
+    if decision.recover:
+        steps.append(f"run {', '.join(decision.recover)} when it is over")
+    when = "now" if begins_at <= context.now else f"at {_show(begins_at)}"
+    return f"{when} {', then '.join(steps)}"
 
 
 def _drain_until(decision: Decision, event: ScheduledEvent, now: datetime) -> datetime:
@@ -813,11 +838,14 @@ def _move_started(workflow: Workflow, workflows: Mapping[str, Workflow], context
         )
         if step is not None:
             return step
-    if not context.is_acting or workflow.on_start.state not in ("idle", "running"):
+    if workflow.on_start.state not in ("idle", "running"):
         return None
     if workflow.on_start.state == "idle":
         if not workflow.decision.on_start:
             return None
+        if not context.is_acting:
+            hooks = ", ".join(workflow.decision.on_start)
+            return _wait(workflow, f"the agent only observes; it would now run {hooks}")
         workflow = replace(workflow, on_start=Progress(state="running"))
     return _run_next(workflow, "on_start", workflows, context)
 

@@ -125,6 +125,7 @@ def open_daemon(
     from agent.config import BUILT_IN_NAME, check_files, find_config, load_policy  # noqa: PLC0415
     from agent.daemon import Daemon  # noqa: PLC0415
     from agent.log import get_logger  # noqa: PLC0415
+    from agent.status import quoted  # noqa: PLC0415
     from agent.store import Store  # noqa: PLC0415
 
     path = find_config(config, host.default_config_path())
@@ -153,6 +154,7 @@ def open_daemon(
     # Whoever asks for the status stands in another directory.
     in_force = str(path.absolute()) if path else BUILT_IN_NAME
     directory = Path(settings.agent.state_dir) if settings.agent.state_dir else host.default_state_dir()
+    is_elsewhere = bool(state_dir) or path not in (None, host.default_config_path())
     host.create_private_dir(directory)
     lock = host.hold_lock(directory / "lock")
     try:
@@ -166,6 +168,7 @@ def open_daemon(
                 load_settings,
                 store,
                 policy_name=in_force,
+                command_options=f"--state-dir {quoted(str(directory.absolute()))}" if is_elsewhere else "",
                 stop_timeout=stop_timeout,
                 service=service,
             )

@@ -6,8 +6,6 @@ what is said of the agent was said by the agent itself, or else the first line s
 
 import argparse
 import json
-import re
-import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -70,11 +68,11 @@ def _add_form(parser: argparse.ArgumentParser, json_help: str) -> None:
 def _run_status(arguments: argparse.Namespace) -> int:
     from msgspec import to_builtins  # noqa: PLC0415 - as are the imports below: heavy, and --help does not need them
 
-    from agent.status import Status  # noqa: PLC0415
+    from agent.status import Status, quoted  # noqa: PLC0415
 
     state_dir = find_state_dir(arguments)
-    options = "".join(
-        f" --{name} {_quoted(value)}"
+    options = " ".join(
+        f"--{name} {quoted(value)}"
         for name, value in (("state-dir", arguments.state_dir), ("config", arguments.config))
         if value
     )
@@ -179,7 +177,6 @@ def _view_answer(status: "Status", terminal: Terminal, options: str) -> View:
     ]
     lines = [*terminal.line(verdict(status), style), *terminal.rows(rows)]
     short = short_ids([workflow.event.id for workflow in status.pending])
-    may_act = status.mode == "act" and not status.is_paused
     for workflow in by_urgency(status.pending):
         running = status.running_for(workflow.id)
         card = _card(
@@ -189,7 +186,7 @@ def _view_answer(status: "Status", terminal: Terminal, options: str) -> View:
             short_id=short[workflow.event.id],
             doing=activity(workflow, running, now),
             is_busy=bool(running),
-            overruling=overruling(workflow) if may_act else (),
+            overruling=overruling(workflow) if status.may_be_overruled else (),
             options=options,
         )
         lines += ["", *card]
@@ -242,8 +239,7 @@ def _card(
     overruling: Iterable[str] = (),
     options: str,
 ) -> Iterator[str]:
-    def command(words: str) -> str:
-        return f"scheduled-events-agent {words} {_quoted(short_id)}{options}"
+    from agent.status import command  # noqa: PLC0415 - as above
 
     event, decision = workflow.event, workflow.decision
     styles: dict[str, Style] = {"held": "yellow", "started": "cyan", "recovering": "cyan", "approved": "green"}
@@ -256,18 +252,14 @@ def _card(
     stages = (workflow.prepare, workflow.on_start, workflow.recover)
     if failures := [stage.failure for stage in stages if stage.failure]:
         rows.append(Row("failed", "; ".join(failures), "yellow"))
-        rows.append(Row("output", command("history --event")))
+        rows.append(Row("output", command("history --event", short_id, options)))
     if workflow.operator:
         rows.append(Row("operator", f"an operator has {workflow.operator} it"))
     rows.append(Row("event", _facts(event)))
     rows.append(Row("names", _names(event, decision.affects)))
-    rows += [Row("" if index else "overrule", command(word)) for index, word in enumerate(overruling)]
+    commands = [command(word, short_id, options) for word in overruling]
+    rows += [Row("" if index else "overrule", line) for index, line in enumerate(commands)]
     yield from terminal.rows(rows)
-
-
-def _quoted(word: str) -> str:
-    """As a shell takes it for one word; a path of Windows as it is."""
-    return word if re.fullmatch(r"[\w@%+=:,./\\-]+", word) else shlex.quote(word)
 
 
 def _who(status: "Status") -> str:

@@ -75,10 +75,11 @@ class Daemon:
         store: Store,
         *,
         policy_name: str = BUILT_IN_NAME,
+        command_options: str = "",
         stop_timeout: float = DEFAULT_STOP_TIMEOUT,
         service: host.ServiceManager | None = None,
     ) -> None:
-        """``policy_name``: how people know the policy, for the status.
+        """``policy_name``: how people know the policy, for the status. ``command_options``: see ``Status``.
 
         ``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
 
@@ -105,6 +106,7 @@ class Daemon:
             self._metrics,
             state_dir=store.path.parent,
             policy=lambda: self._policy,
+            command_options=command_options,
         )
         self._service = service or host.ServiceManager()
         self._watchdog = Watchdog(lambda: store.is_writing)

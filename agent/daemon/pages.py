@@ -54,14 +54,16 @@ class Pages:
         *,
         state_dir: Path,
         policy: Callable[[], PolicyInForce],
+        command_options: str = "",
     ) -> None:
-        """``policy``: tells which one is in force."""
+        """``policy``: tells which one is in force. ``command_options``: see ``Status``."""
         self._engine = engine
         self._poller = poller
         self._hands = hands
         self._metrics = metrics
         self._state_dir = state_dir
         self._policy = policy
+        self._command_options = command_options
         self._log = get_logger()
         self._started = time.monotonic()
         self._started_at = datetime.now(UTC)
@@ -192,6 +194,7 @@ class Pages:
             incarnation=engine.incarnation(),
             running=self._hands.running(),
             pending=tuple(engine.board.values()),
+            command_options=self._command_options,
         )
 
     def status_as_json(self) -> bytes:

@@ -170,6 +170,8 @@ def test_status_tells_what_runs_and_the_command_that_it_shows_works(sim: Simulat
     command = re.findall(r"^  overrule +scheduled-events-agent (.*)$", busy.stdout, re.MULTILINE)
     place = f"--state-dir {agent.state_dir} --config {agent.config}"
     assert command == [f"hold {event[:8]} {place}"]
+    shown = re.findall(r"<code>scheduled-events-agent (hold .*?)</code>", agent.get("/")[1])
+    assert shown == [f"hold {event[:8]} --state-dir {agent.state_dir}"]
     assert agent.run(*command[0].split()).stdout == "held: the event is preparing\n"
     agent.let_go("drained")
     agent.wait_phase(event, "held")
@@ -183,6 +185,18 @@ def test_status_tells_what_runs_and_the_command_that_it_shows_works(sim: Simulat
     assert dead.returncode == 1
     assert dead.stdout.splitlines()[0] == "no agent runs; when last heard of, 1 event is pending (1 held)"
     assert "did not say that it stopped" in dead.stdout
+
+
+def test_an_observing_agent_says_everywhere_what_it_would_do(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start("--observe")
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    told = agent.wait_log("waits", event_id=event)["reason"]
+    assert told.startswith("the agent only observes; it would now run drain, then approve it, ")
+    for shown in (ask(agent, "status").stdout, agent.get("/")[1], ask(agent, "history").stdout):
+        assert told in shown
+        assert f"scheduled-events-agent hold {event[:8]}" not in shown
+    assert agent.ran() == []
 
 
 def test_events_shows_the_document_as_it_is_now_and_what_the_agent_makes_of_it(

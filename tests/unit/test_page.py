@@ -136,8 +136,19 @@ def test_an_event_is_told_with_its_time_what_is_done_why_and_by_what() -> None:
         "Approval wanted when prepared. Hooks prepare ✓ drain done ▸ checkpoint running recover · resume to do "
         "Affects this VM alone: vm-1 From Azure's platform Azure says Host maintenance. "
         "Id C7061BAC-AFDC-4513-B24B-AA5F13A16123 First seen 2026-03-04 03:00:00 UTC , 0s ago "
-        "To overrule: scheduled-events-agent approve C7061BAC or scheduled-events-agent hold C7061BAC"
+        "To overrule: scheduled-events-agent hold C7061BAC"
     )
+
+
+def test_the_commands_to_overrule_lead_to_an_agent_that_is_not_where_the_default_is() -> None:
+    text = shown(status(workflow(), command_options="--state-dir '/var/my agent'"))
+    assert "To overrule: scheduled-events-agent hold C7061BAC --state-dir '/var/my agent' or " in text
+
+
+@pytest.mark.parametrize("changes", [{"mode": "observe"}, {"is_paused": True}])
+def test_no_command_is_offered_that_the_agent_would_refuse(changes: dict[str, Any]) -> None:
+    assert "To overrule" in shown(status(workflow()))
+    assert "To overrule" not in shown(status(workflow(), **changes))
 
 
 @pytest.mark.parametrize(
@@ -233,7 +244,7 @@ def test_how_far_the_approval_has_come_is_told(changes: dict[str, Any], approval
 
 def test_two_events_whose_ids_begin_alike_are_named_whole() -> None:
     one, two = workflow(event(id="12345678-A")), workflow(event(id="12345678-B"))
-    assert "scheduled-events-agent approve 12345678-A or" in shown(status(one, two))
+    assert "scheduled-events-agent hold 12345678-A or" in shown(status(one, two))
 
 
 HOSTILE = "</pre></style></title></main><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;\u202e"
@@ -321,7 +332,7 @@ def test_a_thousand_events_of_a_hundred_machines_make_a_small_page_that_says_how
     assert "… 950 more are pending; /status has them all" in text
     assert ", and 89 more From" in text
     assert "(4,096 characters)" in text
-    assert "There is no room for its timeline here: scheduled-events-agent history 00000019" in text
+    assert "There is no room for its timeline here: scheduled-events-agent history --event 00000019" in text
 
 
 def test_the_page_stays_below_a_megabyte_whatever_the_texts_are_and_says_what_it_leaves_out() -> None:

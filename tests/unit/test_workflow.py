@@ -1300,6 +1300,43 @@ def test_an_observing_agent_runs_nothing_and_approves_nothing() -> None:
     assert agent.board == {}
 
 
+@pytest.mark.parametrize(
+    ("rule", "plan"),
+    [
+        ({}, "now run drain, then approve it, then run resume when it is over"),
+        ({"prepare": (), "recover": (), "approve": "immediately"}, "now approve it at once"),
+        (
+            {"recover": (), "drain_for": 60.0, "approve": "immediately", "on_start": ("tell",)},
+            (
+                "now approve it at once, then answer /readyz with 503 for 60s, then run drain, "
+                "then run tell when it has started"
+            ),
+        ),
+        ({"recover": (), "approve": "manual"}, "now run drain, then wait for an operator to approve it"),
+        (
+            {"recover": (), "approve": "never"},
+            "now run drain, then not approve it (approve is never (rule impactful takes it: affects self))",
+        ),
+        ({"recover": (), "lead": 60.0}, "at 2026-03-02T12:14:00Z run drain, then approve it"),
+    ],
+)
+def test_an_observing_agent_says_what_it_would_do(rule: dict[str, Any], plan: str) -> None:
+    agent = Agent(a_rule(**{"prepare": ("drain",), **rule}), is_acting=False)
+    agent.document(an_event())
+    assert agent.of().waits_for == f"the agent only observes; it would {plan}"
+    agent.tick()
+    assert [line for line in agent.journal if line.startswith("waits")] == [f"waits: {agent.of().waits_for}"]
+
+
+def test_an_observing_agent_says_when_it_would_begin_and_what_once_the_event_starts() -> None:
+    agent, event = Agent(a_rule(lead=60.0, recover=(), on_start=("tell",)), is_acting=False), an_event()
+    agent.document(event)
+    agent.tick(14 * 60)
+    assert "it would now run drain" in agent.of().waits_for
+    agent.document(started(event))
+    assert agent.of().waits_for == "the agent only observes; it would now run tell"
+
+
 @pytest.mark.parametrize("early_start", ["cancel", "finish"])
 def test_an_agent_set_to_observe_in_mid_life_starts_no_hook_and_owes_the_recovery(early_start: Any) -> None:
     agent, event = Agent(a_rule(on_early_start=early_start)), an_event()
