@@ -1,6 +1,6 @@
-"""A pytest plugin to test a policy and its hooks: the simulated Azure, and the real agent as a process.
+"""A pytest plugin to test a policy and its hooks: simulated Azure, and for each VM the real agent as a process.
 
-Owns the agent's process, its directory, and what it tells of what came of an event. Decides nothing about
+Owns the agents' processes, their directories, and what it tells of what came of an event. Decides nothing about
 events: what is seen here is what the agent did. The one invariant: after a test nothing that it started is left.
 
 Switched on by ``pytest_plugins = ["agent.simulator.testing"]`` in conftest.py. It is the only module of the agent
@@ -80,15 +80,18 @@ class HookEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScheduledEvents:
-    """A simulated Azure with one VM, and an agent of that VM that runs once ``run`` is called.
+    """A simulated Azure, and an agent of one of its VMs that runs once ``run`` is called.
 
     The agent keeps its state from one ``run`` to the next. Waiting raises OutcomeError when it was in vain.
     """
 
-    def __init__(self, directory: Path, azure: Simulator) -> None:
+    def __init__(self, directory: Path, azure: Simulator, vm: str = "") -> None:
+        """``vm``: whose agent it is, by default the first one's."""
         self.azure = azure
         """The service: ``schedule``, ``approve``, ``cancel``, ``end``, ``fault``, ``wait_gone`` ..."""
         self.directory = directory
+        self.vm = vm or next(iter(azure.vms))
+        self._others: dict[str, ScheduledEvents] = {}
         self._policy_file = directory / "policy.json"
         self._state_dir = directory / "state"
         self._notes_file = directory / "hooks.jsonl"
@@ -97,6 +100,21 @@ class ScheduledEvents:
         self._reader: threading.Thread | None = None
         self._log: list[str] = []
         self._polls_before = 0
+
+    def of(self, vm: str) -> "ScheduledEvents":
+        """The same Azure, with the agent of this VM."""
+        if vm == self.vm:
+            return self
+        if vm not in self._others:
+            self.azure.endpoint(vm)  # raises for a VM that is not there
+            directory = self.directory / f"agent-{len(self._others) + 2}"
+            directory.mkdir(mode=0o700)
+            self._others[vm] = ScheduledEvents(directory, self.azure, vm)
+        return self._others[vm]
+
+    def agents(self) -> "tuple[ScheduledEvents, ...]":
+        """This one, and every other that ``of`` has given."""
+        return (self, *self._others.values())
 
     # The agent's life
 
@@ -208,8 +226,8 @@ class ScheduledEvents:
         return self._wait_told("closed", event_id, "was closed", timeout_seconds)
 
     def was_approved(self, event_id: str) -> bool:
-        """Whether the agent has ever sent an approval of the event that Azure accepted."""
-        return bool(self.azure.approvals(event_id))
+        """Whether this agent has ever sent an approval of the event that Azure accepted."""
+        return any(request.vm == self.vm for request in self.azure.approvals(event_id))
 
     def story(self, event_id: str = "") -> tuple[str, ...]:
         """What the agent's journal tells of the event, or of all: ``kind: text``, oldest first."""
@@ -234,7 +252,7 @@ class ScheduledEvents:
         changed = replace(
             settings,
             hooks=recorded,
-            imds=replace(settings.imds, endpoint=self.azure.endpoint(), poll_interval=0.25),
+            imds=replace(settings.imds, endpoint=self.azure.endpoint(self.vm), poll_interval=0.25),
             vm=replace(settings.vm, name=None, aliases=()),
             agent=replace(
                 settings.agent,
@@ -261,7 +279,7 @@ class ScheduledEvents:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
         # -P: a folder called agent beside the tests is not the agent.
         command = [sys.executable, "-P", "-m", "agent", "run", "--config", str(self._policy_file)]
-        self._polls_before = self.azure.polls()
+        self._polls_before = self.azure.polls(self.vm)
         self._process = subprocess.Popen(
             [*command, "--stop-timeout", f"{_STOP_SECONDS:g}s"],
             cwd=self.directory,
@@ -277,7 +295,7 @@ class ScheduledEvents:
         self._reader.start()
 
     def _polls_since_start(self) -> int:
-        return self.azure.polls() - self._polls_before
+        return self.azure.polls(self.vm) - self._polls_before
 
     def _read(self, process: "subprocess.Popen[str]") -> None:
         for line in process.stderr or ():
@@ -365,20 +383,27 @@ def scheduled_events_vm() -> str:
 
 
 @pytest.fixture
+def scheduled_events_vms(scheduled_events_vm: str) -> Sequence[str]:
+    """Names of all simulated VMs, if there are to be several; a fixture of the same name replaces it."""
+    return (scheduled_events_vm,)
+
+
+@pytest.fixture
 def scheduled_events(
-    tmp_path: Path, request: pytest.FixtureRequest, scheduled_events_vm: str
+    tmp_path: Path, request: pytest.FixtureRequest, scheduled_events_vms: Sequence[str]
 ) -> Iterator[ScheduledEvents]:
-    """The simulated Azure of one VM, and its agent; both end with the test."""
+    """The simulated Azure, and the agent of its first VM; all that runs ends with the test."""
     directory = tmp_path / "scheduled-events-agent"
     directory.mkdir(mode=0o700)
     # Without the request limit, for the agent polls at its fastest pace.
-    with Simulator(vms=(scheduled_events_vm,), rate_limit=None) as azure:
+    with Simulator(vms=tuple(scheduled_events_vms), rate_limit=None) as azure:
         events = ScheduledEvents(directory, azure)
         request.node.stash[_KEY] = events
         try:
             yield events
         finally:
-            events.stop()
+            for one in events.agents():
+                one.stop()
 
 
 def _argument(given: str | os.PathLike[str]) -> str:
@@ -393,5 +418,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: "pytest.CallInfo[None]") 
     """Show the agent's log with a test that has failed."""
     events = item.stash.get(_KEY, None)
     if call.when == "call" and call.excinfo is not None and events is not None:
-        item.add_report_section("call", "log of scheduled-events-agent", events.log)
+        for one in events.agents():
+            name = "scheduled-events-agent" if one is events else f"scheduled-events-agent of {one.vm}"
+            item.add_report_section("call", f"log of {name}", one.log)
     return (yield)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from agent.config import ConfigError
-from agent.simulator import Simulator
+from agent.simulator import Simulator, SimulatorError
 from agent.simulator.testing import HookEnd, OutcomeError, ScheduledEvents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +49,12 @@ def run_pytest(directory: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def running_in(directory: Path) -> list[list[str]]:
+    """Agents and hooks: all have a path in this directory on their command lines."""
+    running = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [line for line in running if any(str(directory) in word for word in line)]
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """The example of the page, in files."""
@@ -61,9 +67,10 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.mark.timeout(280)  # a second pytest and its agents are started
 def test_the_example_of_the_page_passes(directory: Path) -> None:
-    assert set(EXAMPLE) == {"conftest.py", "policy.yaml", "drain.py", "resume.py", "test_policy.py"}
+    files = ("test_policy.py", "test_shared.py")
+    assert set(EXAMPLE) == {"conftest.py", "policy.yaml", "drain.py", "resume.py", *files}
     ran = run_pytest(directory)
-    tests = re.findall(r"^def (test_\w+)", EXAMPLE["test_policy.py"], re.MULTILINE)
+    tests = [test for file in files for test in re.findall(r"^def (test_\w+)", EXAMPLE[file], re.MULTILINE)]
     assert re.findall(r"::(\w+) PASSED", ran.stdout) == tests, ran.stdout + ran.stderr
     assert ran.returncode == 0
 
@@ -92,15 +99,13 @@ def test_a_failure_shows_what_the_agent_wrote_and_leaves_nothing_running(directo
     _, _, log = ran.stdout.partition("log of scheduled-events-agent call")
     assert '"message":"agent started"' in log
     assert '"line":"hangs"' in log
-    # Neither the agent nor its hook: both have a path in this directory on their command lines.
-    running = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    assert [line for line in running if any(str(directory) in word for word in line)] == []
+    assert running_in(directory) == []
 
 
 def test_the_page_tells_of_everything_that_the_fixture_and_a_hooks_end_have() -> None:
     _, _, rest = PAGE.partition("## The fixture")
     told = set(re.findall(r"`(\w+)", rest.partition("## What is different")[0]))
-    offered = {name for name in vars(ScheduledEvents) if not name.startswith("_")} | {"azure", "directory"}
+    offered = {name for name in vars(ScheduledEvents) if not name.startswith("_")} | {"azure", "directory", "vm"}
     assert offered | set(HookEnd.__struct_fields__) <= told
 
 
@@ -224,3 +229,47 @@ def test_a_shell_line_and_its_attempts_run_as_they_would_and_a_crash_in_between_
     assert two.output.startswith("cannot be started: no such program: ")
     assert ended == [("one", "prepare", "failed"), ("two", "recover", "failed")]
     assert noted == ["one", "one", "two"]
+
+
+def test_the_agents_of_several_vms_have_each_their_own_state(tmp_path: Path) -> None:
+    path = write_policy(
+        tmp_path,
+        "rules: [{name: all, prepare: [one], approve: when-prepared, shared: first, lead: 1h}]\n"
+        "hooks: {one: {shell: 'echo for %SCHEDULED_EVENT_VM%$SCHEDULED_EVENT_VM'}}\n",
+    )
+    with Simulator(vms=("web/0", "web/1"), rate_limit=None) as azure:
+        first = ScheduledEvents(tmp_path, azure)
+        second = first.of("web/1")
+        try:
+            for events in (first, second):
+                events.run(path)
+            event_id = azure.schedule("Reboot", vms=["web/0", "web/1"], lasts_seconds=None)
+            first.wait_approved(event_id)
+            azure.wait_seen(event_id, "web/1", 60.0)
+            azure.end(event_id)
+            for events in (first, second):
+                events.wait_closed(event_id)
+        finally:
+            for events in first.agents():
+                events.stop()
+
+        assert (first.agents(), second.of("web/1")) == ((first, second), second)
+        assert [events.was_approved(event_id) for events in (first, second)] == [True, False]
+        assert first.wait_hook("one").environment["SCHEDULED_EVENT_VM"] == "web/0"
+        assert {end.environment["SCHEDULED_EVENT_VM"] for end in second.hooks()} <= {"web/1"}
+        with pytest.raises(SimulatorError, match="no VM 'web/2' here; expected one of web/0, web/1"):
+            first.of("web/2")
+
+
+@pytest.mark.timeout(280)  # a second pytest and its agents are started
+def test_a_failure_shows_what_the_agents_of_all_vms_wrote_and_leaves_none(directory: Path) -> None:
+    (directory / "test_policy.py").unlink()
+    more = "    agents[1].wait_approved(restart, 0.1)\n"
+    (directory / "test_shared.py").write_text(EXAMPLE["test_shared.py"] + more, encoding="utf-8")
+    ran = run_pytest(directory)
+    assert ran.returncode == 1
+    _, _, logs = ran.stdout.partition("log of scheduled-events-agent call")
+    own, _, other = logs.partition("log of scheduled-events-agent of web-1 call")
+    assert '"message":"agent started"' in own
+    assert '"message":"agent started"' in other
+    assert running_in(directory) == []
