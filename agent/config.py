@@ -10,6 +10,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -179,6 +180,8 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     warnings: tuple[Problem, ...]
     parsed: Parsed[Settings]
+    hash: str = ""
+    """SHA-256 of the file, as sha256sum tells it; the built-in policy is the same as that of an empty file."""
 
     @property
     def name(self) -> str:
@@ -240,7 +243,8 @@ def parse_settings(
     if parsed.value is None or problems:
         raise ConfigError(tuple(str(problem) for problem in problems))
     warnings = parsed.gather(_doubts(parsed.value))
-    return Loaded(settings=parsed.value, warnings=warnings, parsed=parsed)
+    content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    return Loaded(settings=parsed.value, warnings=warnings, parsed=parsed, hash=sha256(content).hexdigest())
 
 
 def check_files(loaded: Loaded) -> tuple[Problem, ...]:

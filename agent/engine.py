@@ -224,8 +224,7 @@ class Engine:
             case HookEnded(effect=effect, result=result):
                 self._hands.forget_hook(effect)
                 stage = effect.stage if effect else "on_clear"
-                seconds = self._metrics.hook_seconds.labels(result.hook, stage, result.outcome)
-                seconds.observe(result.duration_seconds)
+                self._metrics.record_hook(result.hook, stage, result.outcome, result.duration_seconds)
                 if effect is None:
                     self._end_on_clear_hook(result)
                 else:

@@ -3,11 +3,13 @@
 Owns names, types and labels. Must not read the engine's state: what is pending now comes from the snapshot
 that the engine publishes. The one invariant: labels come from closed sets (types, sources, rules, hooks,
 stages, outcomes, kinds), never from an event's id or a resource's name; only the gauge that lists what is
-pending now carries ids, and its series go when the event goes. Counters of failures are there from the start, at
-0: a counter that appears with its first failure shows Prometheus no increase.
+pending now carries ids, and its series go when the event goes. Counters are there from the start, at 0 for each of
+their labels: a counter that appears with what it counts shows Prometheus no increase.
 """
 
 from collections.abc import Callable, Iterable
+from itertools import islice, product
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,8 +24,9 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from agent import __version__
-from agent.events import EVENT_TYPES
-from agent.workflow import Note, Workflow
+from agent.config import Settings
+from agent.events import EVENT_TYPES, Affects
+from agent.workflow import HookOutcome, Note, Outcome, Phase, Workflow
 
 _PREFIX = "scheduled_events_"
 # How requests to the service fail (imds.IMDS_ERROR_KINDS, out of reach from here; a test compares).
@@ -34,6 +37,8 @@ _REQUEST_FAILURES = (
 _STAGES = ("prepare", "on_start", "recover")
 _HOOK_FAILURES = ("failed", "timed_out", "not_started")
 _FAST_SECONDS = (0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60)
+# Of a policy with very many rules and hooks, the rest is counted from its first happening on.
+_MAX_NAMED = 200
 _SLOW_SECONDS = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600)
 
 
@@ -56,6 +61,7 @@ class Metrics:
             return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=registry)
 
         gauge("agent_info", "Which version runs; always 1.", "version").labels(__version__).set(1)
+        self._policy = gauge("policy_info", "SHA-256 of the policy file in force; always 1.", "hash")
         self.is_acting = gauge("acting", "1 if the agent acts, 0 if it only observes.")
         self.is_ready = gauge("ready", "1 unless an event is prepared for or being recovered from: as /readyz.")
         self.polls = counter("polls_total", "Requests for the document, by how they ended.", "outcome")
@@ -79,6 +85,7 @@ class Metrics:
             "hook_duration_seconds", "Run time of hooks, by how they ended.", "hook", "stage", "outcome",
             buckets=_SLOW_SECONDS,
         )  # fmt: skip
+        self.hook_runs = counter("hook_runs_total", "Hooks, by how they ended.", "hook", "stage", "outcome")
         self.hook_failures = counter(
             "hook_failures_total", "Hooks of events that failed, ran out of time or could not be started.", "stage"
         )
@@ -97,16 +104,43 @@ class Metrics:
         )
         self.store_errors = counter("store_errors_total", "Failed accesses to the state file.", "kind")
         self.faults = counter("faults_total", "Bugs met while handling an event; the log has the details.")
+        types, sources, affects = (
+            (*sorted(EVENT_TYPES), "other"),
+            ("Platform", "User", "unknown"),
+            get_args(Affects),
+        )
+        outcomes = [outcome for outcome in get_args(Outcome) if outcome]
         for family, words in (
-            (self.polls, ("ok", *_REQUEST_FAILURES, "document")),
-            (self.approvals, ("confirmed", *_REQUEST_FAILURES, "no_thread", "bug")),
-            (self.hook_failures, _STAGES),
-            (self.store_errors, ("write", "read")),
+            (self.polls, (("ok", *_REQUEST_FAILURES, "document"),)),
+            (self.events, (types, sources, affects)),
+            (self.decisions, (("none",), ("never",))),
+            (self.approvals, (("confirmed", *_REQUEST_FAILURES, "no_thread", "bug"),)),
+            (self.hook_failures, (_STAGES,)),
+            (self.closed, (types, outcomes)),
+            (self.store_errors, (("write", "read"),)),
         ):
-            for word in words:
-                family.labels(word)
+            for labels in product(*words):
+                family.labels(*labels)
         registry.register(_Pending(load_pending))
         ProcessCollector(registry=registry)
+
+    def set_policy(self, settings: Settings, policy_hash: str) -> None:
+        """Another policy is in force: show which, and count its rules and hooks from 0."""
+        self._policy.clear()
+        self._policy.labels(policy_hash).set(1)
+        for rule in settings.rules[:_MAX_NAMED]:
+            self.decisions.labels(rule.name, rule.approve)
+        hooks = {
+            (hook, stage): None for rule in settings.rules for stage in _STAGES for hook in getattr(rule, stage)
+        }
+        hooks |= {(hook, "on_clear"): None for hook in settings.on_clear}
+        for (hook, stage), outcome in product(islice(hooks, _MAX_NAMED), get_args(HookOutcome)):
+            self.hook_runs.labels(hook, stage, outcome)
+
+    def record_hook(self, hook: str, stage: str, outcome: str, seconds: float) -> None:
+        """Count a hook that has ended."""
+        self.hook_runs.labels(hook, stage, outcome).inc()
+        self.hook_seconds.labels(hook, stage, outcome).observe(seconds)
 
     def record_note(self, workflow: Workflow, note: Note, now: float) -> None:
         """Count what happened; ``now`` is Unix time."""
@@ -159,7 +193,8 @@ class _Pending(Collector):
         # By labels, for one series that is there twice spoils the whole scrape: an event may come back under its
         # id while its first appearance is still being recovered from.
         times: dict[tuple[str, ...], float] = {}
-        counts: dict[tuple[str, str], int] = {}
+        phases = [phase for phase in get_args(Phase) if phase != "closed"]
+        counts: dict[tuple[str, str], int] = dict.fromkeys(product(phases, get_args(Affects)), 0)
         hooks = 0
         for workflow in self._load_pending():
             event, decision = workflow.event, workflow.decision

@@ -474,6 +474,9 @@ def _agent(status: Status) -> str:
     failure = f' <span class="bad">since then: {_text(status.poll_failure)}</span>' if status.poll_failure else ""
     policy = status.policy
     refused = ' <span class="bad">(the file as it is now was refused)</span>' if policy.refused else ""
+    policy_hash = f', SHA-256 <code title="{escape(policy.hash)}">{escape(policy.hash[:12])}</code>' * bool(
+        policy.hash
+    )
     rules = ", ".join(_text(rule, _MAX_NAME) for rule in status.rules[:_MAX_NAMES])
     acts = "acts" if status.mode == "act" else "only observes: runs no hooks, approves nothing"
     facts = [
@@ -487,7 +490,7 @@ def _agent(status: Status) -> str:
         ),
         ("VM id", f"<code>{_text(status.vm.vm_id)}</code>" if status.vm.vm_id else ""),
         ("Mode", f"{acts}{'; paused' if status.is_paused else ''}"),
-        ("Policy", f"<code>{_text(policy.file)}</code>, read {_moment(policy.read_at)}{refused}"),
+        ("Policy", f"<code>{_text(policy.file)}</code>, read {_moment(policy.read_at)}{policy_hash}{refused}"),
         ("Rules", rules + _more(len(status.rules) - _MAX_NAMES, "rules", "span") or "none"),
         ("Version", f"{_text(status.version)}, started {_moment(status.started_at)}"),
     ]

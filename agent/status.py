@@ -72,6 +72,8 @@ class PolicyInForce(msgspec.Struct, frozen=True, kw_only=True):
     file: str
     """Its path, or ``config.BUILT_IN_NAME``."""
     read_at: datetime
+    hash: str = ""
+    """SHA-256 of the file in force, as sha256sum tells it; of the built-in policy that of an empty file."""
     refused: str = ""
     """Why the file as it is by now was refused, so that an older one is in force; "" if it is the file's."""
 

@@ -224,7 +224,12 @@ def _run_check(arguments: argparse.Namespace) -> int:
         return 2
     warnings = [str(warning) for warning in (*loaded.warnings, *check_files(loaded))]
     if arguments.json:
-        print(json.dumps({"file": loaded.name, "valid": True, "problems": [], "warnings": warnings}, indent=2))
+        print(
+            json.dumps(
+                {"file": loaded.name, "hash": loaded.hash, "valid": True, "problems": [], "warnings": warnings},
+                indent=2,
+            )
+        )
         return 0
     print(f"{loaded.name}: valid")
     for warning in warnings:

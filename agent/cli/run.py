@@ -129,6 +129,7 @@ def open_daemon(
     from agent.store import Store  # noqa: PLC0415
 
     path = find_config(config, host.default_config_path())
+    policy_hash = ""
 
     def warn(problems: "Iterable[Problem]") -> None:
         for problem in problems:
@@ -136,6 +137,7 @@ def open_daemon(
 
     def load_settings() -> "Settings":
         """What is in the file, at start and at each reload; the log follows it at once."""
+        nonlocal policy_hash
         loaded = load_policy(path)
         refuse_exposed(loaded)
         options = {"state_dir": state_dir} if state_dir else {}
@@ -143,6 +145,7 @@ def open_daemon(
             options["mode"] = "observe"
         settings = replace(loaded.settings, agent=replace(loaded.settings.agent, **options))
         used = replace(loaded, settings=settings)
+        policy_hash = loaded.hash
         set_up_log(settings.agent.log.level, settings.agent.log.format)
         warn(loaded.warnings)
         # Who knows of accounts and units may take minutes to answer, and neither start nor reload waits for that.
@@ -161,13 +164,17 @@ def open_daemon(
         store = Store.open(directory, datetime.now(UTC))
         try:
             get_logger().info(
-                "policy", file=in_force if path else "built in: no policy file", state_dir=str(directory)
+                "policy",
+                file=in_force if path else "built in: no policy file",
+                hash=policy_hash,
+                state_dir=str(directory),
             )
             yield Daemon(
                 settings,
                 load_settings,
                 store,
                 policy_name=in_force,
+                policy_hash=lambda: policy_hash,
                 command_options=f"--state-dir {quoted(str(directory.absolute()))}" if is_elsewhere else "",
                 stop_timeout=stop_timeout,
                 service=service,

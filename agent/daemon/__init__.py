@@ -75,11 +75,13 @@ class Daemon:
         store: Store,
         *,
         policy_name: str = BUILT_IN_NAME,
+        policy_hash: Callable[[], str] = str,
         command_options: str = "",
         stop_timeout: float = DEFAULT_STOP_TIMEOUT,
         service: host.ServiceManager | None = None,
     ) -> None:
-        """``policy_name``: how people know the policy, for the status. ``command_options``: see ``Status``.
+        """``policy_name``: how people know the policy, for the status. ``policy_hash``: of what
+        ``load_settings`` has read last. ``command_options``: see ``Status``.
 
         ``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
 
@@ -98,7 +100,9 @@ class Daemon:
         self._hands = Threads(endpoint, self._inbox.put, self._instance)
         self._engine = Engine(settings, store, self._metrics, self._hands, describe=self._load_status)
         self._started = time.monotonic()
-        self._policy = PolicyInForce(file=policy_name, read_at=datetime.now(UTC))
+        self._policy_hash = policy_hash
+        self._policy = PolicyInForce(file=policy_name, read_at=datetime.now(UTC), hash=policy_hash())
+        self._metrics.set_policy(settings, policy_hash())
         self._pages = Pages(
             self._engine,
             self._poller,
@@ -331,5 +335,6 @@ class Daemon:
             self._policy = replace(self._policy, refused=str(error))
             self._engine.refuse_settings(str(error))
             return
-        self._policy = replace(self._policy, read_at=datetime.now(UTC), refused="")
+        self._policy = replace(self._policy, read_at=datetime.now(UTC), hash=self._policy_hash(), refused="")
+        self._metrics.set_policy(settings, self._policy_hash())
         self._engine.change_settings(settings)

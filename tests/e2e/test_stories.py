@@ -4,6 +4,7 @@ import contextlib
 import sqlite3
 import sys
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 
 import pytest
 from conftest import MakeAgent
@@ -350,6 +351,9 @@ def test_a_good_policy_takes_effect_at_once_also_for_what_is_pending(sim: Simula
     sim.wait_approved(event)
     agent.wait_metric(1, "config_last_reload_successful")
     assert agent.ran() == ["drain"]
+    policy_hash = sha256(agent.config.read_bytes()).hexdigest()
+    assert agent.metrics()["policy_info"] == [({"hash": policy_hash}, 1.0)]
+    assert agent.status()["policy"]["hash"] == policy_hash
 
 
 @needs_posix

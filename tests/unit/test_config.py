@@ -3,10 +3,12 @@
 # ruff: noqa: E501  # one case, one line
 
 from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
-from agent.config import ConfigError, Settings, parse_settings
+from agent.config import ConfigError, Settings, load_policy, parse_settings
 from agent.policy import Hook
 
 
@@ -29,6 +31,13 @@ def test_an_empty_file_is_the_built_in_policy() -> None:
     loaded = parse_settings("", "policy.yaml")
     assert loaded.settings == Settings()
     assert loaded.warnings == ()
+
+
+def test_a_policy_has_the_hash_of_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_bytes(HOOKS.encode() + b"# a remark\r\n")
+    assert load_policy(path).hash == sha256(path.read_bytes()).hexdigest()
+    assert load_policy(None).hash == sha256(b"").hexdigest()
 
 
 def test_the_fault_form_is_the_documented_one() -> None:

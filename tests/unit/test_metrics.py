@@ -12,12 +12,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent import __version__
+from agent.config import Settings
 from agent.events import EVENT_TYPES, Affects, DocumentError, ScheduledEvent
 from agent.imds import IMDS_ERROR_KINDS
 from agent.metrics import Metrics
-from agent.policy import ApproveMode, Decision
+from agent.policy import ApproveMode, Decision, Rule
 from agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
 
+SOURCES = ("Platform", "User", "unknown")
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 ID = "C7061BAC-AFDC-4513-B24B-AA5F13A16123"
@@ -75,7 +77,8 @@ def use_everything(metrics: Metrics, pending: list[Workflow]) -> None:
     workflow = replace(make_workflow(), outcome="completed", recover=Progress(failure="exit code 1"))
     pending.append(workflow)
     record(metrics, workflow, "seen", "decided", "approved", "closed")
-    metrics.hook_seconds.labels("drain", "prepare", "succeeded").observe(1.0)
+    metrics.record_hook("drain", "prepare", "succeeded", 1.0)
+    metrics.set_policy(Settings(), "e3b0")
 
 
 def table(metrics: Metrics) -> Iterator[str]:
@@ -151,8 +154,8 @@ def test_text_from_azure_makes_no_new_label_values(metrics: Metrics, pending: li
         workflow = replace(make_workflow(f"w-{number}"), event=event, outcome="completed")
         record(metrics, workflow, "seen", "decided", "approved", "closed")
         pending.append(workflow)
-    assert samples(metrics, "scheduled_events_events_total") == {("self", "unknown", "other"): 50}
-    assert samples(metrics, "scheduled_events_closed_total") == {("completed", "other"): 50}
+    assert counted(metrics, "scheduled_events_events_total") == {("self", "unknown", "other"): 50}
+    assert counted(metrics, "scheduled_events_closed_total") == {("completed", "other"): 50}
     text = metrics.expose().decode()
     for word in ("type-", "status-", "source-", "vm-", "description-"):
         assert word not in text
@@ -188,7 +191,7 @@ def test_an_event_without_an_id_goes_by_its_key(metrics: Metrics, pending: list[
 def test_pending_events_are_counted_by_phase(metrics: Metrics, pending: list[Workflow]) -> None:
     phases: tuple[Phase, ...] = ("waiting", "preparing", "preparing")
     pending += [make_workflow(f"w-{n}", f"id-{n}", phase) for n, phase in enumerate(phases)]
-    assert samples(metrics, "scheduled_events_pending") == {("self", "waiting"): 1, ("self", "preparing"): 2}
+    assert counted(metrics, "scheduled_events_pending") == {("self", "waiting"): 1, ("self", "preparing"): 2}
 
 
 def test_hooks_that_run_are_counted(metrics: Metrics, pending: list[Workflow]) -> None:
@@ -219,7 +222,7 @@ def test_a_clock_that_was_set_back_makes_no_negative_delay(metrics: Metrics) -> 
 def test_an_event_that_no_rule_took_counts_under_none(metrics: Metrics) -> None:
     workflow = make_workflow()
     record(metrics, replace(workflow, decision=replace(workflow.decision, rule=None, approve="never")), "decided")
-    assert samples(metrics, "scheduled_events_decisions_total") == {("never", "none"): 1}
+    assert counted(metrics, "scheduled_events_decisions_total") == {("never", "none"): 1}
 
 
 def test_a_failed_recovery_is_counted_when_the_event_is_closed(metrics: Metrics) -> None:
@@ -228,7 +231,7 @@ def test_a_failed_recovery_is_counted_when_the_event_is_closed(metrics: Metrics)
     assert samples(metrics, "scheduled_events_recovery_failures_total") == {(): 0}
     record(metrics, replace(workflow, recover=Progress(failure="exit code 1")), "closed")
     assert samples(metrics, "scheduled_events_recovery_failures_total") == {(): 1}
-    assert samples(metrics, "scheduled_events_closed_total") == {("canceled", "Reboot"): 2}
+    assert counted(metrics, "scheduled_events_closed_total") == {("canceled", "Reboot"): 2}
 
 
 def test_what_may_fail_is_counted_from_0_so_that_the_first_failure_is_an_increase(metrics: Metrics) -> None:
@@ -243,6 +246,57 @@ def test_what_may_fail_is_counted_from_0_so_that_the_first_failure_is_an_increas
     }
     for name, labels in counters.items():
         assert samples(metrics, name) == dict.fromkeys(labels, 0.0), name
+
+
+def test_events_and_their_ends_are_counted_from_0_whatever_they_will_be(metrics: Metrics) -> None:
+    types = (*EVENT_TYPES, "other")
+    events = {(affects, source, type_) for affects in get_args(Affects) for source in SOURCES for type_ in types}
+    assert samples(metrics, "scheduled_events_events_total") == dict.fromkeys(events, 0.0)
+    outcomes = set(get_args(Outcome)) - {""}
+    ends = {(outcome, type_) for outcome in outcomes for type_ in types}
+    assert samples(metrics, "scheduled_events_closed_total") == dict.fromkeys(ends, 0.0)
+
+
+def test_nothing_pending_is_0_in_every_phase(metrics: Metrics) -> None:
+    phases = set(get_args(Phase)) - {"closed"}
+    labels = {(affects, phase) for affects in get_args(Affects) for phase in phases}
+    assert samples(metrics, "scheduled_events_pending") == dict.fromkeys(labels, 0.0)
+
+
+POLICY = Settings(
+    rules=(
+        Rule(name="impactful", prepare=("drain",), recover=("resume", "tell"), approve="when-prepared"),
+        Rule(name="rest", on_start=("tell",)),
+    ),
+    on_clear=("resume",),
+)
+
+
+def test_the_rules_and_hooks_of_the_policy_are_counted_from_0(metrics: Metrics) -> None:
+    metrics.set_policy(POLICY, "1234")
+    decisions = samples(metrics, "scheduled_events_decisions_total")
+    assert decisions == {("never", "none"): 0, ("when-prepared", "impactful"): 0, ("never", "rest"): 0}
+    stages = (
+        *(("drain", "prepare"), ("resume", "recover"), ("tell", "recover"), ("tell", "on_start")),
+        ("resume", "on_clear"),
+    )
+    runs = {(hook, outcome, stage) for hook, stage in stages for outcome in get_args(HookOutcome)}
+    assert samples(metrics, "scheduled_events_hook_runs_total") == dict.fromkeys(runs, 0.0)
+    metrics.record_hook("drain", "prepare", "failed", 1.0)
+    assert counted(metrics, "scheduled_events_hook_runs_total") == {("drain", "failed", "prepare"): 1}
+
+
+def test_a_policy_of_a_thousand_rules_and_hooks_makes_no_thousand_series(metrics: Metrics) -> None:
+    rules = tuple(Rule(name=f"rule-{n}", prepare=(f"hook-{n}",)) for n in range(1000))
+    metrics.set_policy(Settings(rules=rules), "1234")
+    assert len(samples(metrics, "scheduled_events_decisions_total")) == 201
+    assert len(samples(metrics, "scheduled_events_hook_runs_total")) == 1000
+
+
+def test_the_hash_is_that_of_the_policy_in_force_alone(metrics: Metrics) -> None:
+    metrics.set_policy(POLICY, "1234")
+    metrics.set_policy(Settings(), "5678")
+    assert samples(metrics, "scheduled_events_policy_info") == {("5678",): 1}
 
 
 def test_hooks_that_fail_are_counted_by_stage(metrics: Metrics) -> None:

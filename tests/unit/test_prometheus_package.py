@@ -123,7 +123,8 @@ def exposed() -> dict[str, dict[str, set[str]]]:
     kinds: tuple[NoteKind, ...] = ("seen", "decided", "approved", "closed")
     for kind in kinds:
         metrics.record_note(workflow, Note(kind=kind, text=""), NOW.timestamp())
-    metrics.hook_seconds.labels("drain", "prepare", "succeeded").observe(1.0)
+    metrics.record_hook("drain", "prepare", "succeeded", 1.0)
+    metrics.set_policy(Settings(), "e3b0")
     found: dict[str, dict[str, set[str]]] = {name: {} for name in ("up", *PROCESS_METRICS)}
     for family in text_string_to_metric_families(metrics.expose().decode()):
         for sample in family.samples:
@@ -244,7 +245,7 @@ def test_every_recorded_series_is_used_after_it_was_recorded() -> None:
 def test_the_commands_that_alerts_advise_exist() -> None:
     texts = [rule["annotations"]["description"] for rule in alerts().values()]
     commands = re.findall(r'"scheduled-events-agent ([^"]+)"', " ".join(texts))
-    assert {command.split()[0] for command in commands} == {"approve", "check", "hold"}
+    assert {command.split()[0] for command in commands} == {"approve", "check", "hold", "status"}
     parser = build_parser()
     for command in commands:
         parser.parse_args(
