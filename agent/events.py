@@ -5,13 +5,17 @@ neither the policy nor the time. The one invariant: a text that is not a whole d
 never "no events", for an event that is missing counts as over.
 """
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
+from hashlib import sha256
 from typing import Any, Literal, get_args
 
 import msgspec
+from msgspec.structs import replace
 
 from agent import AgentError
 
@@ -28,6 +32,12 @@ EVENT_TYPES: tuple[str, ...] = get_args(EventTypeName)
 _BOM = b"\xef\xbb\xbf"
 # Azure documents neither limit; a text longer than this helps nobody in a log or an environment.
 _MAX_TEXT = 4096
+# Of a printable id; a longer one is shown by its beginning and a mark of its own. Azure's have 36 characters.
+_MAX_SHOWN_ID = 128
+_MARKED_ID = re.compile(r"~[0-9a-f]{12}$")
+# Far more than a service sends, and little enough that reading them takes no long time and little memory.
+MAX_EVENTS = 2000
+_MAX_VALUES = 300_000
 # Event Grid has these two; the endpoint has never been seen to send them. Either one means: over.
 _ENDED = ("Completed", "Canceled")
 _CANONICAL = {
@@ -35,18 +45,21 @@ _CANONICAL = {
 }
 
 
+DocumentErrorKind = Literal["document", "too_many"]
+
+
 class DocumentError(AgentError):
     """The text is not a Scheduled Events document; it says nothing about any event."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, kind="document")
+    def __init__(self, message: str, *, kind: DocumentErrorKind = "document") -> None:
+        super().__init__(message, kind=kind)
 
 
 class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One event of a document. Names are the service's; texts are trimmed and printable."""
 
     id: str
-    """As received, for sending back; compare by ``key``. Empty if the document gave none."""
+    """For people and hooks; compare by ``key``. Empty if the document gave none."""
     type: str
     """One of EVENT_TYPES in their spelling, else the word received, "" if there was none."""
     status: str
@@ -59,6 +72,24 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Azure's estimate of the interruption; None when unknown (-1 or missing)."""
     description: str = ""
     resource_type: str = ""
+    received_id: str = ""
+    """The id exactly as received, where ``id`` is only a printable copy of it."""
+    id_fault: str = ""
+    """Why the id cannot be sent back exactly, as a clause; "" if it can."""
+    is_ambiguous: bool = False
+    """The document lists the id more than once, with contents that contradict each other."""
+
+    @property
+    def approval_id(self) -> str:
+        """What an approval sends back: the id exactly as received; "" if that is not possible."""
+        return "" if self.id_fault else self.received_id or self.id
+
+    @property
+    def approval_fault(self) -> str:
+        """Why an approval could not name the event, as a clause; "" if it could."""
+        if not self.id:
+            return "it has no id to approve"
+        return f"its id cannot be sent back exactly ({self.id_fault})" if self.id_fault else ""
 
     @property
     def key(self) -> str:
@@ -118,15 +149,17 @@ def parse_document(body: bytes) -> Document:
     data = _decode(body)
     if not isinstance(data, dict) or not isinstance(data.get("Events"), list):
         raise DocumentError(f'expected an object with a list "Events"; got {_excerpt(body)}')
+    if len(data["Events"]) > MAX_EVENTS:
+        raise DocumentError(f"{len(data['Events'])} events; at most {MAX_EVENTS} are read", kind="too_many")
     twins: dict[str, list[ScheduledEvent]] = {}
     for index, item in enumerate(data["Events"]):
         event = _to_event(item, f"Events[{index}]")
-        if not event.is_ended:
-            twins.setdefault(event.key, []).append(event)
+        twins.setdefault(event.key, []).append(event)
     incarnation = data.get("DocumentIncarnation")
+    merged = [_merge(events) for events in twins.values()]
     return Document(
-        incarnation="" if incarnation is None else _text(incarnation),
-        events=tuple([_merge(events) for events in twins.values()]),
+        incarnation="" if incarnation is None else clean_text(incarnation),
+        events=tuple([event for event in merged if not event.is_ended]),
     )
 
 
@@ -190,7 +223,10 @@ def _likeness(event: ScheduledEvent) -> tuple[object, ...]:
 
 
 def _merge(twins: list[ScheduledEvent]) -> ScheduledEvent:
-    """One event, however often it is listed: an approval of its id would cover the resources of all."""
+    """One event, however often it is listed: an approval of its id would cover the resources of all.
+
+    Where the twins contradict each other, the merged event is the one that leaves the least time to prepare.
+    """
     first = twins[0]
     if len(twins) == 1:
         return first
@@ -199,14 +235,54 @@ def _merge(twins: list[ScheduledEvent]) -> ScheduledEvent:
         known = set(resources)
         more = dict.fromkeys(resource for twin in twins[1:] for resource in twin.resources)
         resources += tuple([resource for resource in more if resource not in known])
-    status = "Started" if any(twin.is_started for twin in twins) else first.status
-    return msgspec.structs.replace(first, resources=resources, status=status)
+    if len({_content(twin) for twin in twins}) > 1:
+        first = replace(min(twins, key=_urgency), id=first.id, received_id=first.received_id, is_ambiguous=True)
+        times = [twin.not_before for twin in twins if not twin.is_ended]
+        if first.not_before is not None and None in times:
+            first = replace(first, not_before=None)  # blank means that it may start now
+    return replace(first, resources=resources)
+
+
+def _content(event: ScheduledEvent) -> tuple[object, ...]:
+    """What a decision about the event can depend on, besides its resources."""
+    said = (event.type, event.status, event.source, event.not_before, event.duration_seconds, event.description)
+    return (*said, event.id_fault)
+
+
+def _urgency(event: ScheduledEvent) -> tuple[object, ...]:
+    """Sorts what is still to start before what has started or ended, then by NotBefore, severity and length."""
+    severity = EVENT_TYPES.index(event.type) if event.type in EVENT_TYPES else -1
+    not_before = event.not_before.timestamp() if event.not_before else float("-inf")
+    seconds = float("inf") if event.duration_seconds is None else event.duration_seconds
+    return event.is_ended, event.is_started, not_before, -severity, -seconds, event.source, event.description
+
+
+def parse_json(body: bytes) -> Any:
+    """The value that the text says without doubt. Raises ValueError or DocumentError.
+
+    Two keys of one object, NaN, infinity and halves of surrogate pairs are refused. What is read takes no more
+    than some 100 MiB.
+    """
+    body = body.removeprefix(_BOM)
+    if sum(body.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
+        raise DocumentError(f"more than {_MAX_VALUES} values: {_excerpt(body)}", kind="too_many")
+    msgspec.json.decode(body)  # strict, but of two keys it takes the last one
+    return json.loads(body.decode(), object_pairs_hook=_to_object)
+
+
+def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise DocumentError(f"an object has the key {_shown(key)} twice")
+        made[key] = value
+    return made
 
 
 def _decode(body: bytes) -> Any:
     try:
-        return msgspec.json.decode(body.removeprefix(_BOM))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return parse_json(body)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise DocumentError(f"not JSON ({error}): {_excerpt(body)}") from error
 
 
@@ -215,21 +291,42 @@ def _to_event(item: Any, where: str) -> ScheduledEvent:
         # Skipping it could make a known event look as if it were over.
         raise DocumentError(f"{where}: expected an object; got {_shown(item)}")
     get = item.get
+    shown_id, received_id, id_fault = _identify(get("EventId"))
     return ScheduledEvent(
-        id=_text(get("EventId")),
+        id=shown_id,
+        received_id=received_id,
+        id_fault=id_fault,
         type=_word(get("EventType")),
         # 46-minimal in tests/payloads: no status at all. Only a plain "Scheduled" may be approved.
         status=_word(get("EventStatus")),
         source=_word(get("EventSource")),
         resources=_names(get("Resources")),
-        not_before=_parse_time(_text(get("NotBefore"))),
+        not_before=_parse_time(clean_text(get("NotBefore"))),
         duration_seconds=_duration(get("DurationInSeconds")),
-        description=_text(get("Description")),
-        resource_type=_text(get("ResourceType")),
+        description=clean_text(get("Description")),
+        resource_type=clean_text(get("ResourceType")),
     )
 
 
-def _text(value: Any) -> str:
+def _identify(value: Any) -> tuple[str, str, str]:
+    """An id for people, the id as received where that is another, and why it cannot be sent back."""
+    shown = clean_text(value)
+    if not shown:
+        return "", "", ""
+    if not isinstance(value, str):
+        return shown, "", "it is not a text"
+    if value == shown and len(value) <= _MAX_SHOWN_ID and not _MARKED_ID.search(value):
+        return value, "", ""
+    # What differs only in what is not shown must not become one event.
+    mark = sha256(value.casefold().encode()).hexdigest()[:12]
+    shown = f"{shown[: _MAX_SHOWN_ID - 13].rstrip()}~{mark}"
+    if len(value) > _MAX_TEXT:
+        return shown, "", f"it is longer than {_MAX_TEXT} characters"
+    return shown, value, ""
+
+
+def clean_text(value: Any) -> str:
+    """A text from outside as one printable line of bounded length; "" for what is no text or number."""
     # An object or a list where a text belongs says nothing, and may be nested too deep to be written out.
     text = value if isinstance(value, str) else str(value) if isinstance(value, int | float) else ""
     text = text[:_MAX_TEXT]
@@ -239,11 +336,11 @@ def _text(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else "a list" if isinstance(value, list) else repr(_text(value)[:80])
+    return "null" if value is None else "a list" if isinstance(value, list) else repr(clean_text(value)[:80])
 
 
 def _word(value: Any) -> str:
-    text = _text(value)
+    text = clean_text(value)
     return _CANONICAL.get(text.casefold(), text)
 
 
@@ -252,7 +349,7 @@ def _names(value: Any) -> tuple[str, ...]:
         value = [value]
     if not isinstance(value, list):
         return ()
-    return tuple([_text(name) for name in value])
+    return tuple([clean_text(name) for name in value])
 
 
 def _duration(value: Any) -> float | None:

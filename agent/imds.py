@@ -17,6 +17,7 @@ import msgspec
 
 from agent import AgentError, __version__, host
 from agent.config import parse_endpoint
+from agent.events import DocumentError, clean_text, parse_json
 
 ImdsErrorKind = Literal[
     "timeout",
@@ -32,6 +33,7 @@ ImdsErrorKind = Literal[
     "empty",
     "malformed",
     "unexpected_status",
+    "unconfirmed",
 ]
 IMDS_ERROR_KINDS: tuple[ImdsErrorKind, ...] = get_args(ImdsErrorKind)
 
@@ -67,10 +69,12 @@ _WAY_OUT: dict[ImdsErrorKind, str] = {
 # what the service bears on a good day. Two answers ask for more (Microsoft's page "Azure Instance Metadata
 # Service"): 429 wants 2, 4, 8, 16; and 400 says that the request is wrong, which one quick second look may
 # disprove, since a single wrong answer should not cost much notice.
-_BACKOFF_SECONDS: dict[ImdsErrorKind, tuple[float, ...]] = {
+_BACKOFF_SECONDS: dict[str, tuple[float, ...]] = {
     "throttled": (2.0, 4.0, 8.0, 16.0),
     "bad_request": (5.0, 10.0),
 }
+# What a 429 asks for by Retry-After is done within these bounds: a Preempt has 30 s of notice.
+_RETRY_AFTER_SECONDS = (1.0, 16.0)
 
 
 class ImdsError(AgentError):
@@ -78,8 +82,10 @@ class ImdsError(AgentError):
 
     kind: ImdsErrorKind
 
-    def __init__(self, message: str, *, kind: ImdsErrorKind) -> None:
+    def __init__(self, message: str, *, kind: ImdsErrorKind, retry_after: float | None = None) -> None:
+        """``retry_after``: seconds for which the service asks to be left alone."""
         super().__init__(message, kind=kind)
+        self.retry_after = retry_after
 
 
 class EndpointError(AgentError):
@@ -123,25 +129,45 @@ def resolve_endpoint(setting: str) -> str:
 
 def parse_identity(body: bytes) -> Identity | None:
     """Who the instance document says that this VM is; None if it is no JSON object."""
-    try:
-        document = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    if not isinstance(document, dict):
+    document = _parse_object(body)
+    if document is None:
         return None
     compute = document.get("compute")
     known: dict[str, Any] = compute if isinstance(compute, dict) else {}
     name, vm_id = known.get("name"), known.get("vmId")
     return Identity(
-        name=name if isinstance(name, str) else "",
-        vm_id=vm_id if isinstance(vm_id, str) else "",
+        name=clean_text(name) if isinstance(name, str) else "",
+        vm_id=clean_text(vm_id) if isinstance(vm_id, str) else "",
     )
 
 
-def backoff_seconds(kind: ImdsErrorKind, failures: int) -> float:
-    """How long to wait at least after ``failures`` in a row, the last of ``kind``; 0: no longer than ever."""
-    steps = _BACKOFF_SECONDS.get(kind, (0.0,))
-    return steps[min(max(failures, 1), len(steps)) - 1]
+def _parse_object(body: bytes) -> dict[str, Any] | None:
+    try:
+        value = parse_json(body)
+    except (ValueError, RecursionError, DocumentError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+class Backoff:
+    """How long to wait at least after a failure; 0: no longer than ever. Counts failures of one kind in a row."""
+
+    def __init__(self) -> None:
+        self._kind = ""
+        self._count = 0
+
+    def seconds_after(self, error: AgentError) -> float:
+        """To be called once for each failure."""
+        self._count = self._count + 1 if error.kind == self._kind else 1
+        self._kind = error.kind
+        if isinstance(error, ImdsError) and error.kind == "throttled" and error.retry_after is not None:
+            return min(max(error.retry_after, _RETRY_AFTER_SECONDS[0]), _RETRY_AFTER_SECONDS[1])
+        steps = _BACKOFF_SECONDS.get(error.kind, (0.0,))
+        return steps[min(self._count, len(steps)) - 1]
+
+    def reset(self) -> None:
+        """A request has succeeded."""
+        self._count = 0
 
 
 class ImdsClient:
@@ -186,7 +212,10 @@ class ImdsClient:
             f"POST {self._path} HTTP/1.1\r\n{self._fields}"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
-        self._request("POST", self._path, head.encode() + body, self._request_timeout)
+        answer = self._request("POST", self._path, head.encode() + body, self._request_timeout)
+        if answer.strip() and _parse_object(answer) is None:  # such as the page of a captive portal
+            what = f"200, but neither an empty body nor a JSON object: {_excerpt(answer)}"
+            raise self._error("POST", self._path, what, "unconfirmed")
 
     def fetch_identity(self) -> Identity:
         """This VM's name and id. Raises ImdsError."""
@@ -206,10 +235,9 @@ class ImdsClient:
             request = request.replace(b"Metadata: true\r\n", b"")
         timeout = self._fetch_timeout if is_document else self._request_timeout
         status, body = self._exchange("GET", path, request, timeout)
-        lines = (line.decode("latin-1").partition(":") for line in self._connection.header_lines)
         return Answer(
             status=status,
-            headers={name.lower(): value.strip() for name, _, value in lines},
+            headers=self._headers(),
             body=body,
             fault=None if status == 200 else self._refusal("GET", path, status, body),
         )
@@ -230,7 +258,16 @@ class ImdsClient:
 
     def _refusal(self, method: str, path: str, status: int, body: bytes) -> ImdsError:
         what = f"{status} {_phrase(status)}"
-        return self._error(method, path, f"{what}: {_excerpt(body)}" if body else what, _kind_of(status))
+        error = self._error(method, path, f"{what}: {_excerpt(body)}" if body else what, _kind_of(status))
+        retry_after = self._headers().get("retry-after", "")
+        if re.fullmatch(r"[0-9]{1,9}", retry_after):  # the form with a date is not read
+            error.retry_after = float(retry_after)
+        return error
+
+    def _headers(self) -> dict[str, str]:
+        """Of the last answer, names in lower case."""
+        lines = (line.decode("latin-1").partition(":") for line in self._connection.header_lines)
+        return {name.lower(): value.strip() for name, _, value in lines}
 
     def _exchange(self, method: str, path: str, request: bytes, timeout: float) -> tuple[int, bytes]:
         """Status and body of an answer."""

@@ -32,7 +32,7 @@ _PREFIX = "scheduled_events_"
 # How requests to the service fail (imds.IMDS_ERROR_KINDS, out of reach from here; a test compares).
 _REQUEST_FAILURES = (
     "refused", "timeout", "unreachable", "not_found", "gone", "throttled", "server_error", "bad_request",
-    "redirect", "too_large", "empty", "malformed", "unexpected_status",
+    "redirect", "too_large", "empty", "malformed", "unexpected_status", "unconfirmed",
 )  # fmt: skip
 _STAGES = ("prepare", "on_start", "recover")
 _HOOK_FAILURES = ("failed", "timed_out", "not_started")
@@ -111,7 +111,7 @@ class Metrics:
         )
         outcomes = [outcome for outcome in get_args(Outcome) if outcome]
         for family, words in (
-            (self.polls, (("ok", *_REQUEST_FAILURES, "document"),)),
+            (self.polls, (("ok", *_REQUEST_FAILURES, "document", "too_many"),)),
             (self.events, (types, sources, affects)),
             (self.decisions, (("none",), ("never",))),
             (self.approvals, (("confirmed", *_REQUEST_FAILURES, "no_thread", "bug"),)),

@@ -280,8 +280,11 @@ def _decision_of(
         approve, reason = "never", f"{reason}; it does not name this VM, so it is not approved from here"
     elif approve != "never" and event.type not in EVENT_TYPES:
         approve, reason = "never", f"{reason}; {event.type or 'a missing type'} is unknown, so it is not approved"
-    elif approve != "never" and not event.id:
-        approve, reason = "never", f"{reason}; it has no id to approve"
+    elif approve != "never" and event.approval_fault:
+        approve, reason = "never", f"{reason}; {event.approval_fault}"
+    elif approve != "never" and event.is_ambiguous:
+        text = "the document lists it more than once, with different contents, so only an operator may approve it"
+        approve, reason = "never", f"{reason}; {text}"
     return Decision(
         rule=rule.name,
         reason=reason,

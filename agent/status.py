@@ -247,7 +247,7 @@ def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
     """With which words an operator can change what an acting agent will do about the event, likeliest first."""
     event, decision = workflow.event, workflow.decision
     is_open = event.status == "Scheduled" and not (workflow.is_gone or workflow.was_started)
-    if not is_open or not event.id or decision.affects not in ("self", "shared"):
+    if not is_open or event.approval_fault or decision.affects not in ("self", "shared"):
         return ()
     if workflow.approval.state == "confirmed":
         return ()

@@ -364,8 +364,8 @@ def _service_gate(workflow: Workflow, context: Context) -> Leave:
         )
     if event.affects(context.names) not in ("self", "shared"):
         return Leave("no", "it does not name this VM")
-    if not event.id:
-        return Leave("no", "it has no id to approve")
+    if event.approval_fault:
+        return Leave("no", event.approval_fault)
     if not context.is_acting or context.document_at is None:
         return Leave("not yet", "the agent only observes")
     return Leave("yes")
@@ -511,10 +511,16 @@ def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
         notes.append(Note(kind="changed", text=text))
     operator = workflow.operator
     is_more = event.type != old.type or (event.resources and event.affects(old.resources) != "self")
+    is_more = is_more or (event.is_ambiguous and not old.is_ambiguous)
     if operator == "approved" and is_more and workflow.approval.state != "confirmed":
         # It cannot be taken back, and would count for what nobody has looked at.
         operator = ""
-        text = "the operator's approval is void: it was for another type, or for fewer VMs"
+        void = (
+            "the document contradicts itself now"
+            if event.is_ambiguous
+            else "it was for another type, or for fewer VMs"
+        )
+        text = f"the operator's approval is void: {void}"
         notes.append(Note(kind="operator", text=text))
     noticed_at = context.now if event.not_before != old.not_before else workflow.noticed_at
     drain_until = workflow.drain_until
@@ -806,7 +812,9 @@ def _ask_for_approval(workflow: Workflow, context: Context) -> Step | None:
         return None
     return Step(
         workflow=replace(workflow, approval=replace(approval, state="requested", retry_at=None), waits_for=""),
-        effects=(Approve(workflow_id=workflow.id, event_id=workflow.event.id, is_alone=approval.failures > 0),),
+        effects=(
+            Approve(workflow_id=workflow.id, event_id=workflow.event.approval_id, is_alone=approval.failures > 0),
+        ),
         notes=(Note(kind="approving", text=_approval_reason(workflow)),),
     )
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from agent.config import ImdsSettings
 from agent.engine import News, Paused
 from agent.events import DocumentError, parse_document
-from agent.imds import ImdsClient, ImdsError, backoff_seconds, resolve_endpoint
+from agent.imds import Backoff, ImdsClient, ImdsError, resolve_endpoint
 from agent.log import FailureLog
 from agent.metrics import Metrics
 
@@ -68,7 +68,7 @@ class Poller:
         self._put = put
         self._metrics = metrics
         self._good_polls = metrics.polls.labels("ok")  # looked up once: this is done every second, for ever
-        self._failures = 0
+        self._backoff = Backoff()
         self._failure_log = FailureLog("polling the metadata service")
         self.stop_requested = threading.Event()
         self.succeeded: float | None = None
@@ -122,16 +122,16 @@ class Poller:
         self._good_polls.inc()
         self._metrics.poll_seconds.observe(now - began)
         self._failure_log.succeeded(now)
-        self._failures, self.failure = 0, ""
+        self._backoff.reset()
+        self.failure = ""
         self.succeeded, self.succeeded_at = now, datetime.now(UTC)
 
     def _fail(self, error: ImdsError | DocumentError) -> float:
         """Count and tell; returns how long to wait."""
-        self._failures += 1
         self.failure = str(error)
         self._metrics.polls.labels(error.kind).inc()
         self._failure_log.failed(error.kind, str(error), time.monotonic())
-        return backoff_seconds(error.kind if isinstance(error, ImdsError) else "malformed", self._failures)
+        return self._backoff.seconds_after(error)
 
 
 class Identifier:
@@ -145,7 +145,7 @@ class Identifier:
 
     def run(self) -> None:
         failure_log = FailureLog("asking for this VM's name")
-        failures = 0
+        backoff = Backoff()
         while True:
             client = self._endpoint.connect()
             try:
@@ -157,8 +157,7 @@ class Identifier:
                 failure_log.failed("no_name", "the service does not tell it; set vm.name", time.monotonic())
                 delay = _NO_NAME_RETRY_SECONDS
             except ImdsError as error:
-                failures += 1
-                delay = max(_IDENTITY_RETRY_SECONDS, backoff_seconds(error.kind, failures))
+                delay = max(_IDENTITY_RETRY_SECONDS, backoff.seconds_after(error))
                 failure_log.failed(error.kind, str(error), time.monotonic())
             finally:
                 client.close()

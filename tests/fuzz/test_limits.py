@@ -6,6 +6,7 @@ took minutes, or all the memory there was.
 
 import json
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,13 +16,14 @@ from pathlib import Path
 import pytest
 
 from agent.config import ConfigError, parse_settings
-from agent.events import DocumentError, Gone, ScheduledEvent, Seen, compare, parse_document
+from agent.events import MAX_EVENTS, DocumentError, Gone, ScheduledEvent, Seen, compare, parse_document
 from agent.host.dhcp import parse_lease
 from agent.policy import Facts, Rule, When, decide
 from agent.simulator import SimulatorError, load_scenario, parse_scenario
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 MIB = 1 << 20
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +70,13 @@ def test_one_event_listed_twice_with_very_many_resources_is_merged_in_no_time() 
 
 
 def test_one_event_listed_very_often_is_merged_in_no_time() -> None:
-    events = [{"EventId": "a", "Resources": [str(number)]} for number in range(60_000)]
+    events = [{"EventId": "a", "Resources": [f"{number}-{n}" for n in range(100)]} for number in range(MAX_EVENTS)]
     (event,) = parse_document(json.dumps({"Events": events}).encode()).events
-    assert len(event.resources) == 60_000
+    assert len(event.resources) == 100 * MAX_EVENTS
 
 
 def test_very_many_events_that_change_their_ids_at_once_are_found_in_no_time() -> None:
-    count = 20_000
+    count = MAX_EVENTS
     old = {f"old-{n}": scheduled(f"old-{n}", str(n)) for n in range(count)}
     started = [
         {"EventId": f"new-{n}", "EventStatus": "Started", "EventType": "Freeze", "Resources": [str(n)]}
@@ -139,10 +141,45 @@ def test_a_duration_of_any_size_is_a_number_or_unknown(value: str, seconds: floa
     assert event.duration_seconds == seconds
 
 
-def test_of_keys_that_stand_twice_the_last_one_holds() -> None:
-    assert parse_document(b'{"Events":[{"EventId":"a"}],"Events":[]}').events == ()
-    (event,) = parse_document(b'{"Events":[{"EventId":"a","EventId":"b"}]}').events
-    assert event.id == "b"
+KEYS = b'{"Events":[],"x":{' + b",".join(b'"k%d":"%d"' % (n, n) for n in range(299_000)) + b"}}"
+WIDE = "\U0001f600".encode()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the peak of a process's memory is read from /proc")
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"Events":[' + b"[]," * (8 * MIB // 3 - 10) + b"[]]}",
+        b'{"Events":[{"Description":"' + WIDE + b"a" * (8 * MIB - 100) + b'"}]}',
+        b'{"Events":[{"Description":"' + b"\\u4e00" * (8 * MIB // 6 - 20) + b'"}]}',
+        KEYS + b" " * (8 * MIB - len(KEYS)),
+        KEYS[:-1] + b',"y":"' + WIDE + b"a" * (8 * MIB - len(KEYS) - 100) + b'"}',
+    ],
+    ids=["lists", "wide text", "escapes", "keys", "keys and wide text"],
+)
+def test_a_document_of_8_mib_takes_less_than_150_mib_and_2_s_of_cpu(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / "document").write_bytes(text)
+    code = """
+import re, sys, time
+from pathlib import Path
+from agent.events import DocumentError, parse_document
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+before, began = peak(), time.process_time()
+text = Path(sys.argv[1]).read_bytes()
+try:
+    parse_document(text)
+except DocumentError:
+    pass
+print(peak() - before, time.process_time() - began)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "document")]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120)
+    mebibytes, seconds = map(float, done.stdout.split())
+    assert mebibytes < 150
+    assert seconds < 2
 
 
 # --- leases

@@ -346,7 +346,7 @@ class Documents(RuleBasedStateMachine):
         objects = [told.object() for told in tolds]
         if has_twin and objects:
             # One event twice, and one that says that it is over: neither is news of its own.
-            objects.append(dict(objects[0], NotBefore="never looked at"))
+            objects.append(dict(objects[0], Resources=[]))
             objects.append(dict(objects[0], EventId="over-1", EventStatus="Canceled"))
         return parse_document(json.dumps({"DocumentIncarnation": self.incarnation, "Events": objects}).encode())
 

@@ -287,6 +287,54 @@ def test_a_refused_approval_is_told_with_its_answer(serve: Serve, status: str, k
     assert str(error) == f'POST {server.endpoint}{PATH}: {status}: {{"error": "no such event"}}'
 
 
+@pytest.mark.parametrize("body", [b"", b"  \r\n", b"{}", b'{"error": null}'])
+def test_an_empty_body_or_a_json_object_confirms_an_approval(serve: Serve, body: bytes) -> None:
+    server = serve(always(answer(body)))
+
+    with client_of(server) as client:
+        client.approve(["a"], "1")
+
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "body", [b"<html>Please sign in</html>", b"[]", b'"ok"', b"null", b"OK", b'{"a":1,"a":2}']
+)
+def test_nothing_else_confirms_an_approval(serve: Serve, body: bytes) -> None:
+    server = serve(always(answer(body)))
+
+    with client_of(server) as client:
+        error = error_of(lambda: client.approve(["a"], "1"))
+
+    assert error.kind == "unconfirmed"
+    what = f"200, but neither an empty body nor a JSON object: {body.decode()}"
+    assert str(error) == f"POST {server.endpoint}{PATH}: {what}"
+
+
+@pytest.mark.parametrize("api_version", ["2020-07-01", "2017-03-01"])
+@pytest.mark.parametrize("event_id", [" a ", "a\r\n\x00\u202eb", "é\U0001f600", "x" * 4096, '"\\/'])
+def test_an_id_is_sent_back_exactly_as_it_came(serve: Serve, event_id: str, api_version: str) -> None:
+    server = serve(always(answer(b"")))
+    document = json.dumps({"DocumentIncarnation": 5, "Events": [{"EventId": event_id, "EventType": "Freeze"}]})
+    (event,) = parse_document(document.encode()).events
+
+    with client_of(server, api_version=api_version) as client:
+        client.approve([event.approval_id], "5")
+
+    ((_, body),) = server.requests
+    assert json.loads(body)["StartRequests"] == [{"EventId": event_id}]
+
+
+@pytest.mark.parametrize(("field", "asked"), [("7", 7.0), ("0", 0.0), ("soon", None), ("-1", None), ("", None)])
+def test_the_pause_that_a_429_asks_for_is_read(serve: Serve, field: str, asked: float | None) -> None:
+    server = serve(always(answer(b"{}", "429 Too Many Requests", f"Retry-After: {field}")))
+
+    with client_of(server) as client:
+        error = error_of(client.fetch)
+
+    assert (error.kind, error.retry_after) == ("throttled", asked)
+
+
 # --- who am I ------------------------------------------------------------------------------------------------
 
 
@@ -298,6 +346,10 @@ def test_a_refused_approval_is_told_with_its_answer(serve: Serve, status: str, k
             Identity(name="vmss_7", vm_id="02aab8a4"),
         ),
         ({"compute": {"name": "vm", "vmId": None}}, Identity(name="vm", vm_id="")),
+        (
+            {"compute": {"name": " vm\n\x1b[31m\u202e1 ", "vmId": "x" * 100_000}},
+            Identity(name="vm  [31m 1", vm_id="x" * 4096),
+        ),
         ({"compute": {}}, Identity(name="", vm_id="")),
         ({"compute": None}, Identity(name="", vm_id="")),
         ({}, Identity(name="", vm_id="")),

@@ -5,10 +5,11 @@ import pytest
 from agent import AgentError, host
 from agent.imds import (
     IMDS_ERROR_KINDS,
+    Backoff,
     EndpointError,
     ImdsClient,
+    ImdsError,
     ImdsErrorKind,
-    backoff_seconds,
     resolve_endpoint,
 )
 
@@ -18,11 +19,36 @@ PAUSES: dict[ImdsErrorKind, list[float]] = {
 }
 
 
+def pauses_after(*errors: ImdsErrorKind | ImdsError) -> list[float]:
+    backoff = Backoff()
+    return [
+        backoff.seconds_after(error if isinstance(error, ImdsError) else ImdsError("GET", kind=error))
+        for error in errors
+    ]
+
+
 @pytest.mark.parametrize("kind", IMDS_ERROR_KINDS)
 def test_only_an_answer_that_asks_for_it_makes_polling_slower(kind: ImdsErrorKind) -> None:
-    pauses = PAUSES.get(kind, [0.0] * 6)
-    assert [backoff_seconds(kind, failures) for failures in range(1, 7)] == pauses
-    assert backoff_seconds(kind, 10**9) == pauses[-1]
+    six: list[ImdsErrorKind] = [kind] * 6
+    assert pauses_after(*six) == PAUSES.get(kind, [0.0] * 6)
+
+
+def test_only_failures_of_one_kind_in_a_row_make_the_pause_grow() -> None:
+    fails: list[ImdsErrorKind] = ["server_error"] * 10
+    limited: list[ImdsErrorKind] = ["throttled", "throttled", "timeout", "throttled"]
+    assert pauses_after(*fails, *limited)[10:] == [2, 4, 0, 2]
+    backoff = Backoff()
+    error = ImdsError("GET", kind="throttled")
+    assert [backoff.seconds_after(error), backoff.seconds_after(error)] == [2, 4]
+    backoff.reset()
+    assert backoff.seconds_after(error) == 2
+
+
+@pytest.mark.parametrize(("asked", "pause"), [(0, 1), (1, 1), (7, 7), (3600, 16)])
+def test_a_429_that_names_a_pause_gets_it_within_1_to_16_s(asked: float, pause: float) -> None:
+    error = ImdsError("GET", kind="throttled", retry_after=asked)
+    assert pauses_after(error, error, "throttled") == [pause, pause, 8]
+    assert pauses_after(ImdsError("GET", kind="server_error", retry_after=asked)) == [0]
 
 
 @pytest.mark.parametrize(

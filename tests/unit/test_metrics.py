@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent import __version__
 from agent.config import Settings
-from agent.events import EVENT_TYPES, Affects, DocumentError, ScheduledEvent
+from agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
 from agent.imds import IMDS_ERROR_KINDS
 from agent.metrics import Metrics
 from agent.policy import ApproveMode, Decision, Rule
@@ -112,7 +112,7 @@ def test_every_value_that_a_label_can_take_is_documented() -> None:
         "`phase`": set(get_args(Phase)) - {"closed"},
         "`approve`": get_args(ApproveMode),
         "`stage`": (*get_args(Stage), "on_clear"),
-        "`outcome` of a poll": ("ok", *IMDS_ERROR_KINDS, DocumentError("").kind),
+        "`outcome` of a poll": ("ok", *IMDS_ERROR_KINDS, *get_args(DocumentErrorKind)),
         "`outcome` of an approval": ("confirmed", "no_thread", "bug"),
         "`outcome` of a hook": get_args(HookOutcome),
         "`outcome` of an event": set(get_args(Outcome)) - {""},
@@ -237,7 +237,7 @@ def test_a_failed_recovery_is_counted_when_the_event_is_closed(metrics: Metrics)
 def test_what_may_fail_is_counted_from_0_so_that_the_first_failure_is_an_increase(metrics: Metrics) -> None:
     kinds = {(kind,) for kind in IMDS_ERROR_KINDS}
     counters: dict[str, set[tuple[str, ...]]] = {
-        "scheduled_events_polls_total": {("ok",), *kinds, (DocumentError("").kind,)},
+        "scheduled_events_polls_total": {("ok",), *kinds, *((kind,) for kind in get_args(DocumentErrorKind))},
         "scheduled_events_approvals_total": {("confirmed",), *kinds, ("no_thread",), ("bug",)},
         "scheduled_events_hook_failures_total": {(stage,) for stage in get_args(Stage)},
         "scheduled_events_store_errors_total": {("write",), ("read",)},

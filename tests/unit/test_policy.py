@@ -131,6 +131,21 @@ def test_an_unknown_type_is_never_approved() -> None:
     assert decision.reason == "rule a takes it: affects self; Hibernate is unknown, so it is not approved"
 
 
+def test_an_event_that_contradicts_itself_is_prepared_for_and_not_approved() -> None:
+    decision = decided(Rule(name="a", prepare=("drain",), approve="immediately"), is_ambiguous=True)
+    assert (decision.approve, decision.prepare) == ("never", ("drain",))
+    assert decision.reason == (
+        "rule a takes it: affects self; the document lists it more than once, with different contents, so only an "
+        "operator may approve it"
+    )
+
+
+def test_an_id_that_cannot_be_sent_back_is_never_approved() -> None:
+    decision = decided(Rule(name="a", approve="manual"), id_fault="it is not a text")
+    assert decision.approve == "never"
+    assert decision.reason.endswith("its id cannot be sent back exactly (it is not a text)")
+
+
 def test_an_event_without_an_id_is_never_approved() -> None:
     assert decided(Rule(name="a", approve="manual"), id="").reason == (
         "rule a takes it: affects self; it has no id to approve"

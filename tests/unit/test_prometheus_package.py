@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent.cli import build_parser
 from agent.config import Settings
-from agent.events import EVENT_TYPES, Affects, DocumentError, ScheduledEvent
+from agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
 from agent.imds import IMDS_ERROR_KINDS
 from agent.metrics import Metrics
 from agent.policy import ApproveMode, Decision
@@ -41,7 +41,7 @@ VALUES: dict[str, set[str]] = {
     "stage": {*get_args(Stage), "on_clear"},
     "kind": {"write", "read"},
     "outcome": {
-        *("ok", "confirmed", "no_thread", "bug", DocumentError("").kind),
+        *("ok", "confirmed", "no_thread", "bug", *get_args(DocumentErrorKind)),
         *IMDS_ERROR_KINDS,
         *get_args(HookOutcome),
         *get_args(Outcome),

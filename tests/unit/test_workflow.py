@@ -1251,6 +1251,37 @@ def test_an_event_without_an_id_is_not_approved_even_by_an_operator() -> None:
     assert agent.of("").waits_for == "it has no id to approve"
 
 
+def test_an_id_that_cannot_be_sent_back_is_not_approved_even_by_an_operator() -> None:
+    agent = Agent(Rule(name="user", approve="immediately"))
+    assert agent.document(an_event(id_fault="it is not a text")) == []
+    assert agent.operator("approved") == []
+    assert agent.of().waits_for == "its id cannot be sent back exactly (it is not a text)"
+
+
+def test_an_event_that_contradicts_itself_is_prepared_for_and_left_to_an_operator() -> None:
+    agent = Agent(a_rule(prepare=("drain",), recover=("resume",)))
+    event = an_event(is_ambiguous=True)
+    assert agent.document(event) == ["A: prepare drain"]
+    assert agent.ends("drain") == []
+    assert agent.of().phase == "held"
+    assert "only an operator may approve it" in agent.of().waits_for
+    assert agent.operator("approved") == ["A: approve A"]
+
+
+def test_an_operators_approval_is_void_when_the_document_begins_to_contradict_itself() -> None:
+    agent = Agent(a_rule(approve="manual", prepare=("drain",)))
+    agent.document(an_event())
+    agent.operator("approved")
+    agent.document(an_event(is_ambiguous=True))
+    assert agent.ends("drain") == []
+    assert "operator: the operator's approval is void: the document contradicts itself now" in agent.journal
+
+
+def test_an_approval_sends_back_the_id_as_it_was_received() -> None:
+    agent = Agent(Rule(name="user", approve="immediately"))
+    assert agent.document(an_event(received_id="a\n")) == ["A: approve a\n"]
+
+
 def test_events_found_after_the_state_was_lost_are_not_approved_without_an_operator() -> None:
     agent = Agent(a_rule(prepare=("drain",)), is_state_lost=True)
     assert agent.document(an_event()) == ["A: prepare drain"]
