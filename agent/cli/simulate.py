@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import re
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,13 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "the simulator then ends with Ctrl-C only",
     )
     parser.add_argument(
+        "--bind",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="listen on this address of the machine, 0.0.0.0 for all of them as in a container "
+        "(default: 127.0.0.1, which other machines cannot reach)",
+    )
+    parser.add_argument(
         "--vm", action="append", default=[], metavar="NAME", help="call the first VM this; again for the next one"
     )
     parser.add_argument("--now", action="store_true", help="do not wait for the first request")
@@ -92,6 +100,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
         vms=() if name else tuple(arguments.vm),
         speed=arguments.speed,
         port=arguments.port,
+        bind=arguments.bind,
         begins_at_first_poll=not arguments.now,
         is_endless=arguments.control is not None,
         requests_file=arguments.requests,
@@ -100,12 +109,21 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(KeyboardInterrupt), simulator, contextlib.ExitStack() as stack:
         control = None
         if arguments.control is not None:
-            control = stack.enter_context(Control(simulator, arguments.control))
+            control = stack.enter_context(Control(simulator, arguments.control, bind=arguments.bind))
+        _warn_if_open(simulator, has_control=control is not None)
         tell.beginning(simulator, name or "", control.url if control else "", waits=not arguments.now)
         for happening in simulator.follow():
             tell.happening(happening)
         tell.end()
     return 0
+
+
+def _warn_if_open(simulator: "Simulator", *, has_control: bool) -> None:
+    if simulator.is_open:
+        more = "; through the control port they can let anything happen" if has_control else ""
+        print(
+            f"warning: clients on other machines can read and approve the simulated events{more}", file=sys.stderr
+        )
 
 
 def _load(name: str, vms: tuple[str, ...]) -> "Scenario | Recording":
@@ -144,6 +162,7 @@ def _record(arguments: argparse.Namespace) -> int:
         "SCENARIO": arguments.scenario, "--list": arguments.list, "--check": arguments.check, "--vm": arguments.vm,
         "--port": arguments.port, "--control": arguments.control is not None, "--requests": arguments.requests,
         "--now": arguments.now, "--speed": arguments.speed != 1, "--json": arguments.json,
+        "--bind": arguments.bind != "127.0.0.1",
     }  # fmt: skip
     if needless := [option for option, value in others.items() if value]:
         raise AgentError(f"--record simulates nothing: leave out {', '.join(needless)}", kind="usage")
@@ -252,7 +271,7 @@ def _sentence(happening: "Happening") -> str:
         case "polled":
             more = f"by {happening.vm} for the first time"
         case "approved":
-            more = f"by {happening.vm}"
+            more = f"by {happening.vm}" + (f", {happening.text}" if happening.text else "")
         case "gone":
             more = event.outcome
         case _:

@@ -10,9 +10,11 @@ the other.
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from email.utils import format_datetime
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -55,6 +57,9 @@ _FIELD_SINCE = {
     "DurationInSeconds": "2020-07-01",
 }
 _UNDERSCORE_VERSION = "2017-03-01"
+# Bounds, so that a simulator left running does not grow.
+_MAX_HISTORY = 10_000
+_MAX_GONE = 10_000
 
 # What Microsoft promises as the least notice of each type; a Terminate's is set on the scale set.
 NOTICE_SECONDS: dict[EventType, float] = {
@@ -97,6 +102,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """From the approval to Started."""
     starts_when_approved: bool = True
     """False: something else on the host holds the start up until NotBefore, approval or not."""
+    all_must_approve: bool = False
+    """It is approved when each of its VMs has approved it, or when the portal (no VM at all) has."""
     begins_started: bool = False
     """Straight to Started, as after a hardware failure."""
     shows_started: bool = True
@@ -120,7 +127,9 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
     not_before_at: datetime
     approved_at: datetime | None = None
     approved_by: str = ""
-    """The VM that was first to approve it."""
+    """Whose approval that was: the first one, or (``all_must_approve``) the last one that it needed."""
+    approvers: tuple[str, ...] = ()
+    """Whose approvals have had an effect, in order."""
     started_at: datetime | None = None
     gone_at: datetime | None = None
     seen_by: tuple[str, ...] = ()
@@ -158,7 +167,9 @@ class Azure:
     ) -> None:
         self.vms = tuple(vms)
         self.incarnation = incarnation
-        self.history: list[Happening] = []
+        self.history: deque[Happening] = deque(maxlen=_MAX_HISTORY)
+        self.told = 0
+        """How many happenings there have been; ``history`` keeps the last ones."""
         self.next_due = math.inf
         """When ``advance`` will next have something to do."""
         self._reached = -math.inf
@@ -167,6 +178,7 @@ class Azure:
         self._events: dict[str, SimulatedEvent] = {}  # by first id, folded
         self._first_id: dict[str, str] = {}  # folded id, first or later -> key of _events
         self._live: dict[str, SimulatedEvent] = {}  # the part of _events that has not gone
+        self._gone: deque[str] = deque()  # keys of the rest, oldest first
         self._texts: dict[str, bytes] = {}  # by api-version, until the document changes
         self._up_to_date: set[tuple[str, str]] = set()  # (VM, api-version) served with the present document
 
@@ -199,19 +211,29 @@ class Azure:
         if plan.begins_started:
             self._start(now, key)
         else:
-            self._tell("scheduled", now, event)
+            self.tell("scheduled", now, event)
             self._document_changed()
         return event_id
 
-    def approve(self, now: float, event_id: str, by: str) -> None:
-        """Count a start request, for every VM of the event. One that is not the first changes nothing."""
+    def approve(self, now: float, event_id: str, by: str) -> bool:
+        """Count a start request, by default for every VM of the event; returns whether it had an effect."""
         self.advance(now)
         key = self._known(event_id)
         event = self._events[key]
-        if event.status != "Scheduled" or event.approved_at is not None:
-            return
-        self._keep(key, _replace(event, approved_at=_time(now), approved_by=by))
-        self._tell("approved", now, self._events[key], by)
+        if event.status != "Scheduled" or event.approved_at is not None or by in event.approvers:
+            return False
+        approvers = (*event.approvers, by)
+        if event.plan.all_must_approve and by in self.vms:
+            missing = [vm for vm in event.plan.vms if vm not in approvers]
+            if by not in event.plan.vms:
+                return False
+            if missing:
+                self._keep(key, _replace(event, approvers=approvers))
+                self.tell("approved", now, self._events[key], by, f"still without {', '.join(missing)}")
+                return True
+        self._keep(key, _replace(event, approved_at=_time(now), approved_by=by, approvers=approvers))
+        self.tell("approved", now, self._events[key], by)
+        return True
 
     def cancel(self, now: float, event_id: str) -> None:
         """Take the event back before it has started."""
@@ -248,7 +270,7 @@ class Azure:
         self.advance(now)
         self._document_changed()
         self.incarnation = incarnation
-        self._tell("reset", now, text=f"DocumentIncarnation is {incarnation}")
+        self.tell("reset", now, text=f"DocumentIncarnation is {incarnation}")
 
     def advance(self, now: float) -> None:
         """Do whatever is due until ``now``, each thing at its own time."""
@@ -261,14 +283,30 @@ class Azure:
                 self._leave(at, key, "completed")
         self._reached = max(self._reached, now)
 
+    def tell(
+        self,
+        kind: HappeningKind,
+        now: float,
+        event: SimulatedEvent | None = None,
+        vm: str = "",
+        text: str = "",
+    ) -> None:
+        """Add to the history."""
+        self.history.append(Happening(kind=kind, at=_time(now), event=event, vm=vm, text=text))
+        self.told += 1
+
     # What it looks like
+
+    def news(self, told: int) -> list[Happening]:
+        """What has been told since ``told`` was so much, as far as it is kept."""
+        return [*islice(self.history, max(0, len(self.history) - (self.told - told)), None)]
 
     def event(self, event_id: str) -> SimulatedEvent:
         """The event that has, or once had, this id."""
         return self._events[self._known(event_id)]
 
     def events(self) -> tuple[SimulatedEvent, ...]:
-        """Every event there has been, oldest first."""
+        """Events, oldest first; of those that have gone, the last 10,000."""
         return tuple(self._events.values())
 
     def is_pending(self, event_id: str) -> bool:
@@ -295,7 +333,7 @@ class Azure:
             if vm not in event.seen_by and _is_shown(event, version):
                 seen = _replace(event, seen_by=(*event.seen_by, vm))
                 self._events[key] = self._live[key] = seen
-                self._tell("polled", now, seen, vm)
+                self.tell("polled", now, seen, vm)
 
     # How
 
@@ -310,21 +348,25 @@ class Azure:
             new_id = self._new_id()
             self._first_id[new_id.casefold()] = key
             started = _replace(started, id=new_id, ids=(*event.ids, new_id))
-            self._tell("renamed", now, started, text=f"{event.id} goes on as {new_id}")
+            self.tell("renamed", now, started, text=f"{event.id} goes on as {new_id}")
         self._keep(key, started)
-        self._tell("started", now, started)
+        self.tell("started", now, started)
         self._document_changed()
 
     def _leave(self, now: float, key: str, outcome: Outcome) -> None:
         gone = _replace(self._events[key], status="Gone", outcome=outcome, gone_at=_time(now))
         self._keep(key, gone)
-        self._tell("gone", now, gone)
+        self.tell("gone", now, gone)
         self._document_changed()
 
     def _keep(self, key: str, event: SimulatedEvent) -> None:
         self._events[key] = event
         if event.status == "Gone":
             self._live.pop(key, None)
+            self._gone.append(key)
+            if len(self._gone) > _MAX_GONE:
+                for event_id in self._events.pop(self._gone.popleft()).ids:
+                    del self._first_id[event_id.casefold()]
         else:
             self._live[key] = event
         self.next_due = min(map(self._due, self._live.values()), default=math.inf)
@@ -358,16 +400,6 @@ class Azure:
         if key is None:
             raise SimulatorError(f"there has never been an event {event_id!r}", kind="usage")
         return key
-
-    def _tell(
-        self,
-        kind: HappeningKind,
-        now: float,
-        event: SimulatedEvent | None = None,
-        vm: str = "",
-        text: str = "",
-    ) -> None:
-        self.history.append(Happening(kind=kind, at=_time(now), event=event, vm=vm, text=text))
 
 
 def _is_shown(event: SimulatedEvent, version: str) -> bool:

@@ -7,6 +7,7 @@ from none.
 """
 
 import base64
+import contextlib
 import hashlib
 import json
 import re
@@ -14,8 +15,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
+from ipaddress import ip_address
 from types import TracebackType
 from typing import Annotated, Any, Self, TypeVar, get_args
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -25,7 +28,7 @@ from agent.simulator.azure import EventType, Happening, SimulatedEvent, Simulato
 from agent.simulator.faults import Fault, FaultKind, FaultScope
 from agent.simulator.protocol import Answer, Request, make_answer
 from agent.simulator.scenario import EventStep, FaultStep, Name, Step
-from agent.simulator.server import Server
+from agent.simulator.server import LOOPBACK, Server
 from agent.simulator.simulation import Simulator
 
 _MAX_BODY_BYTES = 64 * 1024
@@ -136,22 +139,26 @@ class _RefusedError(Exception):
 
 
 class Control:
-    """The control port of a simulator, on 127.0.0.1; a context manager."""
+    """The control port of a simulator; a context manager."""
 
-    def __init__(self, simulator: Simulator, port: int = 0) -> None:
+    def __init__(self, simulator: Simulator, port: int = 0, *, bind: str = LOOPBACK) -> None:
         """``port`` 0: a free one. Listens at once, but answers from ``start`` on."""
         self._simulator = simulator
         self._server = Server(
-            ("the control port",), self, port, request_seconds=_REQUEST_SECONDS, max_connections=_MAX_CONNECTIONS
+            ("the control port",),
+            self,
+            port,
+            bind=bind,
+            request_seconds=_REQUEST_SECONDS,
+            max_connections=_MAX_CONNECTIONS,
         )
         self.port = self._server.ports["the control port"]
-        self._hosts = {f"127.0.0.1:{self.port}", f"localhost:{self.port}"}
-        if self.port == 80:
-            self._hosts |= {"127.0.0.1", "localhost"}
+        names = {self._server.host, LOOPBACK, "localhost"}
+        self._hosts = {f"{name}:{self.port}" for name in names} | (names if self.port == 80 else set())
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/"
+        return f"http://{self._server.host}:{self.port}/"
 
     def start(self) -> Self:
         """Begin to answer; does not block."""
@@ -198,12 +205,12 @@ class Control:
 
     def _check_sender(self, request: Request) -> None:
         host = request.headers.get("host", "").lower()
-        if host not in self._hosts:
+        if host not in self._hosts and not (self._server.is_open and _is_no_domain(host)):
             raise _RefusedError(403, f'expected the Host 127.0.0.1:{self.port}; got "{host}"')
         if request.method != "POST":
             return
         origin = request.headers.get("origin")
-        if origin is not None and origin.lower() not in {f"http://{known}" for known in self._hosts}:
+        if origin is not None and origin.lower() != f"http://{host}":
             raise _RefusedError(403, f'a page of another origin may not do this; got "{origin}"')
         if request.headers.get("sec-fetch-site", "none").lower() not in ("none", "same-origin"):
             raise _RefusedError(403, "a page of another site may not do this")
@@ -234,6 +241,17 @@ class Control:
             raise _RefusedError(400, f"there are {_MAX_PENDING} pending events; end some of them first")
         event_id = self._simulator.play(step)
         return _json_answer({"event": event_id} if event_id else {}, 200)
+
+
+def _is_no_domain(host: str) -> bool:
+    """Whether the name is an address or has no dot: a domain may be another site's, which leads it here."""
+    with contextlib.suppress(ValueError):
+        name = urlsplit(f"//{host}").hostname or "."
+        if "." not in name:
+            return True
+        ip_address(name)
+        return True
+    return False
 
 
 def state_of(simulator: Simulator) -> State:

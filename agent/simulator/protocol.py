@@ -105,13 +105,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What to send back, and the ids of the events that the request has approved."""
+    """What to send back, and what became of the ids that the request asked to start."""
 
     status: int
     body: bytes = b""
     wire: bytes
     """Status line, headers and body, ready to be sent."""
+    accepted: tuple[str, ...] = ()
+    """Those that were not refused."""
     approved: tuple[str, ...] = ()
+    """Those on which that had an effect."""
 
 
 def make_answer(
@@ -120,7 +123,6 @@ def make_answer(
     *,
     content_type: str = _JSON,
     headers: tuple[tuple[str, str], ...] = (),
-    approved: tuple[str, ...] = (),
 ) -> Answer:
     """An answer with its bytes made up."""
     lines = [f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}", "Server: IMDS/simulator"]
@@ -128,7 +130,7 @@ def make_answer(
     lines += [f"{name}: {value}" for name, value in headers]
     lines.append(f"Content-Length: {len(body)}")
     head = "\r\n".join(lines) + "\r\n\r\n"
-    return Answer(status=status, body=body, wire=head.encode("latin-1") + body, approved=approved)
+    return Answer(status=status, body=body, wire=head.encode("latin-1") + body)
 
 
 def make_error(status: int, message: str = "", **more: Any) -> Answer:
@@ -169,6 +171,10 @@ class Imds:
                 if request.method != "GET":
                     return make_error(405)
                 return _part_of(self._instances[vm], rest, query.get("format", "json"))
+            case ["metadata", "versions"]:
+                if request.method != "GET":
+                    return make_error(405)
+                return make_answer(200, _encode({"apiVersions": sorted({*EVENTS_VERSIONS, *INSTANCE_VERSIONS})}))
             case ["metadata", _, "scheduledevents"]:  # the preview of 2016 had its version in the path
                 return _bad_version(EVENTS_VERSIONS)
         return make_error(404)
@@ -190,14 +196,14 @@ class Imds:
             return make_error(400, 'Bad request. Expected {"StartRequests": [{"EventId": "..."}]}')
         if not ids or not all(isinstance(event_id, str) for event_id in ids):
             return make_error(400, "Bad request. StartRequests must name events by their EventId")
-        if version == EVENTS_VERSIONS[0] and not isinstance(content.get("DocumentIncarnation"), str):
-            return make_error(400, "Bad request. DocumentIncarnation must be given, as a string")
+        # Documented as a string; clients echo the number that they were given.
+        if version == EVENTS_VERSIONS[0] and type(content.get("DocumentIncarnation")) not in (str, int):
+            return make_error(400, "Bad request. DocumentIncarnation must be given")
         for event_id in ids:
             if not self._azure.is_pending(event_id):
                 return make_error(400, f"Bad request. There is no event {event_id}")
-        for event_id in ids:
-            self._azure.approve(now, event_id, vm)
-        return make_answer(200, approved=tuple(ids))
+        approved = tuple(event_id for event_id in ids if self._azure.approve(now, event_id, vm))
+        return msgspec.structs.replace(make_answer(200), accepted=tuple(ids), approved=approved)
 
 
 def purpose_of(request: Request) -> Purpose:

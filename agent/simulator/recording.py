@@ -78,7 +78,7 @@ class Replay(Azure):
         self._ids = frozenset(str(event.get("EventId", "")).casefold() for event in events)
         incarnation = (recorded.document or {}).get("DocumentIncarnation")
         self.incarnation = incarnation if isinstance(incarnation, int) else self.incarnation
-        self._tell("document", now, text=summarize(recorded))
+        self.tell("document", now, text=summarize(recorded))
 
     def document(self, version: str) -> bytes:  # noqa: ARG002 - it is as it was recorded
         return self._body
@@ -89,8 +89,9 @@ class Replay(Azure):
     def is_pending(self, event_id: str) -> bool:
         return event_id.casefold() in self._ids
 
-    def approve(self, now: float, event_id: str, by: str) -> None:
-        self._tell("approved", now, vm=by, text=f"{event_id}; the recording goes on as it is")
+    def approve(self, now: float, event_id: str, by: str) -> bool:
+        self.tell("approved", now, vm=by, text=f"{event_id}; the recording goes on as it is")
+        return False
 
     def schedule(self, now: float, plan: Plan) -> str:  # noqa: ARG002 - refused, whatever it is
         raise SimulatorError(

@@ -42,6 +42,7 @@ class EventStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     lasts: Duration | None = 10.0
     start_delay: Duration = 0.5
     starts_when_approved: bool = True
+    all_must_approve: bool = False
     begins_started: bool = False
     shows_started: bool = True
     new_id_at_start: bool = False

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one loopback port per VM: reads requests, sends answers, carries faults out.
+"""HTTP/1.1 on one port per VM: reads requests, sends answers, carries faults out.
 
 Owns the sockets and their threads: one that accepts, one for each connection. Decides nothing: what to answer
 comes from a ``Responder``. The one invariant: after ``close`` no thread and no socket is left.
@@ -8,6 +8,7 @@ cost next to nothing.
 """
 
 import contextlib
+import re
 import selectors
 import socket
 import struct
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterable
 from email.utils import formatdate
 from io import BufferedReader, RawIOBase
+from ipaddress import ip_address
 from itertools import count
 from typing import Any, Protocol
 
@@ -27,6 +29,8 @@ _MAX_LINE = 65536
 _MAX_HEADERS = 100
 _MAX_BODY = 1024 * 1024
 _CHUNK = b" " * 65536
+LOOPBACK = "127.0.0.1"
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(;.*)?\r?\n")
 _PATIENCE_SECONDS = 0.2  # far more than a thread takes that was woken
 
 
@@ -45,7 +49,7 @@ class Responder(Protocol):
 
 
 class Server:
-    """One listening socket per VM, on 127.0.0.1."""
+    """One listening socket per VM."""
 
     def __init__(
         self,
@@ -53,6 +57,7 @@ class Server:
         responder: Responder,
         first_port: int = 0,
         *,
+        bind: str = LOOPBACK,
         request_seconds: float | None = None,
         max_connections: int | None = None,
     ) -> None:
@@ -60,6 +65,20 @@ class Server:
 
         ``max_connections``: any further one is closed at once. Faults need neither limit.
         """
+        try:
+            address = ip_address(bind)
+        except ValueError:
+            raise SimulatorError(
+                f'expected an address of this machine such as 127.0.0.1 or 0.0.0.0; got "{bind}"', kind="usage"
+            ) from None
+        self.is_open = not address.is_loopback
+        """Whether clients on other machines can connect."""
+        self.host = str(address)
+        """Where a client on this machine connects to."""
+        if address.is_unspecified:
+            self.host = LOOPBACK if address.version == 4 else "::1"
+        if address.version == 6:
+            self.host = f"[{self.host}]"
         self.ports: dict[str, int] = {}
         self._request_seconds = request_seconds
         self._max_connections = max_connections
@@ -75,7 +94,7 @@ class Server:
         self._acceptor = threading.Thread(target=self._accept, name="simulator-accept", daemon=True)
         try:
             for index, vm in enumerate(vms):
-                self._listen(vm, first_port + index if first_port else 0)
+                self._listen(vm, str(address), first_port + index if first_port else 0)
         except BaseException:
             self._close_sockets()
             raise
@@ -103,12 +122,13 @@ class Server:
                     socket.close(connection.detach())
                 thread.join()
 
-    def _listen(self, vm: str, port: int) -> None:
+    def _listen(self, vm: str, bind: str, port: int) -> None:
         try:
-            listener = socket.create_server(("127.0.0.1", port), backlog=64)
+            family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+            listener = socket.create_server((bind, port), family=family, backlog=64)
         except (OSError, OverflowError) as error:
             raise SimulatorError(
-                f"cannot listen on 127.0.0.1:{port} for {vm}: {error}; choose another port, or 0 for a free one",
+                f"cannot listen on {bind}:{port} for {vm}: {error}; choose another port, or 0 for a free one",
                 kind="usage",
             ) from error
         listener.setblocking(False)
@@ -265,15 +285,40 @@ def _read_request(connection: socket.socket, stream: BufferedReader) -> tuple[Re
         if not colon or len(headers) > _MAX_HEADERS:
             raise _BadRequestError("not a header, or too many of them")
         headers[name.strip().lower()] = value.strip()
-    if "transfer-encoding" in headers:
-        raise _BadRequestError("only bodies with a Content-Length are understood")
-    length = headers.get("content-length", "0")
-    if not (length.isascii() and length.isdigit()) or len(length) > len(str(_MAX_BODY)) or int(length) > _MAX_BODY:
-        raise _BadRequestError("a Content-Length that cannot be, or is too large")
     if headers.get("expect", "").lower() == "100-continue":
         connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-    body = stream.read(int(length))
-    if len(body) < int(length):
+    body = _read_body(stream, headers)
+    if body is None:
         return None
     keeps = headers.get("connection", "").lower() != "close" and words[2] != "HTTP/1.0"
     return Request(method=words[0], target=words[1], headers=headers, body=body), keeps
+
+
+def _read_body(stream: BufferedReader, headers: dict[str, str]) -> bytes | None:
+    """The body of a request with these headers; None if the stream ends before it does."""
+    length = headers.get("content-length", "0")
+    if "transfer-encoding" in headers:
+        if "content-length" in headers or headers["transfer-encoding"].lower() != "chunked":
+            raise _BadRequestError("only bodies with a Content-Length, or chunked ones, are understood")
+        return _read_chunks(stream)
+    if not (length.isascii() and length.isdigit()) or len(length) > len(str(_MAX_BODY)) or int(length) > _MAX_BODY:
+        raise _BadRequestError("a Content-Length that cannot be, or is too large")
+    body = stream.read(int(length))
+    return body if len(body) == int(length) else None
+
+
+def _read_chunks(stream: BufferedReader) -> bytes | None:
+    body = b""
+    while line := stream.readline(_MAX_LINE):
+        size = _CHUNK_SIZE.fullmatch(line)
+        if size is None or len(body) + int(size[1], 16) > _MAX_BODY:
+            raise _BadRequestError("not a chunk, or too many of them")
+        if not (length := int(size[1], 16)):
+            for _ in range(_MAX_HEADERS):  # trailers, and the empty line behind them
+                if stream.readline(_MAX_LINE) in (b"\r\n", b"\n", b""):
+                    return body
+            raise _BadRequestError("too many trailers")
+        body += stream.read(length)
+        if stream.readline(_MAX_LINE) not in (b"\r\n", b"\n"):
+            raise _BadRequestError("a chunk that is not as long as it says")
+    return None

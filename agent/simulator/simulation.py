@@ -45,12 +45,13 @@ from agent.simulator.protocol import (
 )
 from agent.simulator.recording import Recording, Replay, as_played
 from agent.simulator.scenario import EventStep, FaultStep, Scenario, Step
-from agent.simulator.server import Server
+from agent.simulator.server import LOOPBACK, Server
 
 T = TypeVar("T")
 
 # More than a day of one VM polling once a second; a bound so that a simulator left running does not grow.
 _MAX_RECORDS = 100_000
+_MAX_NAMES = 10_000
 # Within these, every time that a scenario can name is a date, on Windows too (where they end with the year 3000).
 _MIN_SPEED, _MAX_SPEED = 0.1, 1e6
 _SOMEBODY = "somebody else"
@@ -78,8 +79,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     headers: dict[str, str]
     """Names in lower case."""
     body: str
+    accepted: tuple[str, ...]
+    """Ids that this request asked to start and that were not refused."""
     approved: tuple[str, ...]
-    """Ids that this request asked to start and that were accepted."""
+    """Those of them on which it had an effect: not on what was approved or had started before."""
     incarnation: int
     """DocumentIncarnation at that moment."""
 
@@ -100,6 +103,7 @@ class Simulator:
         scenario: Scenario | Recording | None = None,
         speed: float = 1.0,
         port: int = 0,
+        bind: str = LOOPBACK,
         rate_limit: int | None = RATE_LIMIT,
         begins_at_first_poll: bool = False,
         is_endless: bool = False,
@@ -113,6 +117,7 @@ class Simulator:
 
         ``scenario``: a recording plays by itself; nothing else can be scheduled beside it.
 
+        ``bind``: the address of this machine to listen on; 0.0.0.0 or ::, all of them.
         ``others``: names of further VMs that events may name and that have no port.
         ``begins_at_first_poll``: the scenario's time begins with the first request for a document.
         ``is_endless``: the scenario's end is not the simulator's; ``linger_seconds``: real time in which clients
@@ -154,7 +159,7 @@ class Simulator:
         self._ended = threading.Event()
         self._is_closed = False
         self._timekeeper = threading.Thread(target=self._keep_time, name="simulator-time", daemon=True)
-        self._server = Server(machines, self, port)
+        self._server = Server(machines, self, port, bind=bind)
         self._record_stream: TextIO | None = None
         if requests_file is not None:
             try:
@@ -201,7 +206,12 @@ class Simulator:
 
     def endpoint(self, vm: str = "") -> str:
         """``http://127.0.0.1:PORT`` of a VM, by default of the first one."""
-        return f"http://127.0.0.1:{self._server.ports[self._vm(vm)]}"
+        return f"http://{self._server.host}:{self._server.ports[self._vm(vm)]}"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether clients on other machines can connect."""
+        return self._server.is_open
 
     # What happens
 
@@ -228,6 +238,7 @@ class Simulator:
         lasts_seconds: float | None = 10.0,
         start_delay_seconds: float = 0.5,
         starts_when_approved: bool = True,
+        all_must_approve: bool = False,
         begins_started: bool = False,
         shows_started: bool = True,
         new_id_at_start: bool = False,
@@ -235,8 +246,9 @@ class Simulator:
     ) -> str:
         """Announce an event, by default for the first VM and with the notice of its type; returns its id.
 
-        It starts ``start_delay_seconds`` after the first approval or at NotBefore (a whole second, so up to a
-        second more than ``notice_seconds`` away), and is gone ``lasts_seconds`` later (None: at ``end``).
+        It starts ``start_delay_seconds`` after the first approval (``all_must_approve``: after one by each of its
+        VMs) or at NotBefore (a whole second, so up to a second more than ``notice_seconds`` away), and is gone
+        ``lasts_seconds`` later (None: at ``end``).
         """
         step = EventStep(
             type=type_,
@@ -249,6 +261,7 @@ class Simulator:
             lasts=lasts_seconds,
             start_delay=start_delay_seconds,
             starts_when_approved=starts_when_approved,
+            all_must_approve=all_must_approve,
             begins_started=begins_started,
             shows_started=shows_started,
             new_id_at_start=new_id_at_start,
@@ -354,33 +367,31 @@ class Simulator:
             return tuple(record for record in self._records if vm is None or record.vm == vm)
 
     def approvals(self, event_id: str | None = None) -> tuple[RequestRecord, ...]:
-        """Requests that approved something: anything, or the event that has or had this id."""
+        """Approvals that were accepted, with an effect or not: all, or those of one event, by any id of it."""
         with self._changed:
             if event_id is None:
-                return tuple(record for record in self._records if record.approved)
+                return tuple(record for record in self._records if record.accepted)
             ids = {known.casefold() for known in self.event(event_id).ids}
             return tuple(
-                record for record in self._records if any(one.casefold() in ids for one in record.approved)
+                record for record in self._records if any(one.casefold() in ids for one in record.accepted)
             )
 
     def happenings(self) -> tuple[Happening, ...]:
-        """Everything worth telling, in order."""
+        """What is worth telling, in order (the last 10,000)."""
         with self._changed:
             self._advance()
             return tuple(self._azure.history)
 
     def follow(self) -> Iterator[Happening]:
         """Every happening as it happens, from the first one on, until the scenario ends or ``close``."""
-        history = self._azure.history  # only ever appended to
-        position = 0
+        told = 0
         while True:
             with self._changed:
-                while not (len(history) > position or self._ended.is_set() or self._is_closed):
+                while not (self._azure.told > told or self._ended.is_set() or self._is_closed):
                     self._changed.wait(1.0)  # on Windows Ctrl-C cannot break a wait, only come after it
-                news = history[position:]
+                news, told = self._azure.news(told), self._azure.told
             if not news:
                 return
-            position += len(news)
             yield from news
 
     # Waiting for it. Time limits are real seconds.
@@ -458,7 +469,7 @@ class Simulator:
         with self._changed:
             now = self._clock()
             self._advance()
-            told = len(self._azure.history)
+            told = self._azure.told
             is_too_soon = self._faults[vm].is_over_limit(now)
             is_honest = fault is None or fault.kind in ("slow", "drip")
             if is_too_soon and fault is None:
@@ -466,7 +477,7 @@ class Simulator:
             elif not is_heard:
                 # The client gave up waiting. An approval counts all the same, as far as it is one.
                 right = self._imds.answer(now, vm, request) if request.method == "POST" else None
-                answer = Answer(status=0, wire=b"", approved=right.approved if right else ())
+                answer = _effects_of(right, Answer(status=0, wire=b""))
             elif fault is None or is_honest:
                 answer = self._imds.answer(now, vm, request)
                 if answer.status == 200 and purpose_of(request) == "poll":
@@ -485,13 +496,14 @@ class Simulator:
                 fault=fault.kind if fault else "",
                 headers=request.headers,
                 body=request.body.decode("utf-8", "replace"),
+                accepted=answer.accepted,
                 approved=answer.approved,
                 incarnation=self._azure.incarnation,
             )
             self._records.append(record)
             if self._record_stream is not None and not self._is_closed:
                 self._record_stream.write(msgspec.json.encode(record).decode() + "\n")
-            if len(self._azure.history) > told:
+            if self._azure.told > told:
                 self._advance()  # an approval may have made something due at once
                 self._agenda_changed.notify()
             self._changed.notify_all()
@@ -503,19 +515,20 @@ class Simulator:
         """What is sent instead of the right answer, as far as it is bytes."""
         needs_right = fault.takes_effect or fault.kind in ("truncated", "half-closed", "wrong-length")
         right = self._imds.answer(now, vm, request) if needs_right else None
-        approved = right.approved if right else ()
+        return _effects_of(right, self._wrong(vm, fault, right))
+
+    def _wrong(self, vm: str, fault: Fault, right: Answer | None) -> Answer:
         match fault.kind:
             case "empty":
-                return make_answer(200, approved=approved)
+                return make_answer(200)
             case "status":
-                return msgspec.structs.replace(make_error(fault.status), approved=approved)
+                return make_error(fault.status)
             case "redirect":
-                place = (("Location", f"{self.endpoint(vm)}/redirected"),)
-                return make_answer(302, headers=place, approved=approved)
+                return make_answer(302, headers=(("Location", f"{self.endpoint(vm)}/redirected"),))
             case "html":
-                return make_answer(200, _PAGE, content_type="text/html; charset=utf-8", approved=approved)
+                return make_answer(200, _PAGE, content_type="text/html; charset=utf-8")
             case "garbage":
-                return make_answer(200, b'\x00\xff\xfe{"DocumentIncarnation"', approved=approved)
+                return make_answer(200, b'\x00\xff\xfe{"DocumentIncarnation"')
             case "truncated" | "half-closed" if right is not None:
                 cut = len(right.wire) - (len(right.body) + 1) // 2
                 return msgspec.structs.replace(right, wire=right.wire[:cut])
@@ -523,17 +536,16 @@ class Simulator:
                 shorter = make_answer(right.status, right.body[: len(right.body) // 2])
                 return msgspec.structs.replace(right, wire=shorter.wire + right.body[len(right.body) // 2 :])
             case "bad-chunks":
-                return _bare(200, "Transfer-Encoding: chunked", approved, b"zz\r\nnot a chunk\r\n0\r\n\r\n")
+                return _bare(200, "Transfer-Encoding: chunked", b"zz\r\nnot a chunk\r\n0\r\n\r\n")
             case "gzip-bomb":
-                packing = (("Content-Encoding", "gzip"),)
-                return make_answer(200, _pack(fault.size_bytes), headers=packing, approved=approved)
+                return make_answer(200, _pack(fault.size_bytes), headers=(("Content-Encoding", "gzip"),))
             case "oversized":
-                return _bare(200, f"Content-Length: {fault.size_bytes}", approved)
+                return _bare(200, f"Content-Length: {fault.size_bytes}")
             case "endless":
-                return _bare(200, "Connection: close", approved)
+                return _bare(200, "Connection: close")
             case "not-http":
-                return Answer(status=0, wire=b"\x15\x03\x01 this is not HTTP\r\n\r\n", approved=approved)
-        return Answer(status=0, wire=b"", approved=approved)  # reset and stall send nothing
+                return Answer(status=0, wire=b"\x15\x03\x01 this is not HTTP\r\n\r\n")
+        return Answer(status=0, wire=b"")  # reset and stall send nothing
 
     def _do(self, action: Callable[[float], T]) -> T:
         """Change something, and let everybody know."""
@@ -557,7 +569,7 @@ class Simulator:
             steps = self._scenario.timeline if self._scenario else ()
             plan = [(now + step.at / self.speed, partial(self._play, step=step)) for step in steps]
         if plan:
-            self._azure.history.append(Happening(kind="began", at=_time(now)))
+            self._azure.tell("began", now)
         self._agenda = [(due, number, action) for number, (due, action) in enumerate(plan)]
         heapq.heapify(self._agenda)
         self._agenda_changed.notify()
@@ -565,7 +577,7 @@ class Simulator:
     def _advance(self) -> None:
         """Do what is due, each thing at its own time."""
         now = self._clock()
-        told = len(self._azure.history)
+        told = self._azure.told
         while (due := self._next_due()) <= now:
             if self._agenda and self._agenda[0][0] == due:
                 heapq.heappop(self._agenda)[2](due)
@@ -574,7 +586,7 @@ class Simulator:
             else:
                 self._ended.set()
                 self._changed.notify_all()
-        if len(self._azure.history) > told:
+        if self._azure.told > told:
             self._changed.notify_all()
 
     def _next_due(self) -> float:
@@ -604,7 +616,7 @@ class Simulator:
         try:
             self._carry_out(now, step)
         except SimulatorError as error:
-            self._azure.history.append(Happening(kind="skipped", at=_time(now), text=str(error)))
+            self._azure.tell("skipped", now, text=str(error))
 
     def _carry_out(self, now: float, step: Step) -> str:
         """Do what a step says; returns the id of the event it was about, if it was about one."""
@@ -613,6 +625,8 @@ class Simulator:
             event_id = self._azure.schedule(now, self._plan_of(step.event))
             if step.event.name:
                 self._named[step.event.name] = event_id
+                if len(self._named) > _MAX_NAMES:
+                    del self._named[next(iter(self._named))]
         elif step.fault:
             self._add_fault(now, step.fault)
         elif step.clear_faults:
@@ -642,6 +656,7 @@ class Simulator:
             lasts_seconds=None if step.lasts is None else step.lasts / self.speed,
             start_delay_seconds=step.start_delay / self.speed,
             starts_when_approved=step.starts_when_approved,
+            all_must_approve=step.all_must_approve,
             begins_started=step.begins_started,
             shows_started=step.shows_started,
             new_id_at_start=step.new_id_at_start,
@@ -662,12 +677,12 @@ class Simulator:
         text = f"{step.kind} {step.status}" if step.kind == "status" else step.kind
         for name in [self._vm(vm) for vm in step.vms] or self.vms:
             self._faults[name].add(fault)
-            self._azure.history.append(Happening(kind="fault", at=_time(now), vm=name, text=text))
+            self._azure.tell("fault", now, vm=name, text=text)
 
     def _clear_faults(self, now: float, vms: tuple[str, ...]) -> None:
         for name in vms:
             self._faults[name].clear()
-            self._azure.history.append(Happening(kind="behaved", at=_time(now), vm=name))
+            self._azure.tell("behaved", now, vm=name)
 
     def _vm(self, name: str) -> str:
         if not name:
@@ -710,10 +725,17 @@ class Simulator:
         )
 
 
-def _bare(status: int, header: str, approved: tuple[str, ...], body: bytes = b"") -> Answer:
+def _effects_of(right: Answer | None, wrong: Answer) -> Answer:
+    """The wrong answer to a request that was carried out as the right one tells, or (None) was not."""
+    if right is None:
+        return wrong
+    return msgspec.structs.replace(wrong, accepted=right.accepted, approved=right.approved)
+
+
+def _bare(status: int, header: str, body: bytes = b"") -> Answer:
     """An answer with this header alone; without ``body``, that is the server's to make up."""
     head = f"HTTP/1.1 {status} OK\r\nContent-Type: application/json; charset=utf-8\r\n{header}\r\n\r\n"
-    return Answer(status=status, wire=head.encode() + body, approved=approved)
+    return Answer(status=status, wire=head.encode() + body)
 
 
 @lru_cache(maxsize=1)

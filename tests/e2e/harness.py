@@ -447,5 +447,5 @@ def document(*events: Mapping[str, Any], incarnation: int = 1) -> bytes:
 
 
 def approved_ids(requests: Iterable[Any]) -> list[str]:
-    """Every id that these requests to the simulator have approved, in order."""
-    return [event_id for request in requests for event_id in request.approved]
+    """Every id that these requests to the simulator have asked to start and that was accepted, in order."""
+    return [event_id for request in requests for event_id in request.accepted]

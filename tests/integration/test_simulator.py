@@ -3,6 +3,8 @@
 import http.client
 import json
 import re
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 
 from agent.simulator import Simulator, SimulatorError, VirtualMachine
+from agent.simulator.azure import EVENTS_VERSIONS
+from agent.simulator.protocol import INSTANCE_VERSIONS
 
 PAYLOADS = Path(__file__).parent.parent / "payloads"
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -105,6 +109,14 @@ def test_the_path_form_of_2016_is_gone(client: Client, version: str) -> None:
 def test_a_forwarded_request_is_refused(client: Client) -> None:
     status, body = client.ask(headers={**METADATA, "X-Forwarded-For": "10.0.0.1"})
     assert (status, body) == (400, {"error": "Bad request. Requests must not carry an X-Forwarded-For header"})
+
+
+def test_the_service_lists_its_versions_to_a_client_that_names_none(client: Client) -> None:
+    status, answer = client.ask("/metadata/versions")
+    assert (status, list(answer)) == (200, ["apiVersions"])
+    assert answer["apiVersions"] == sorted({*EVENTS_VERSIONS, *INSTANCE_VERSIONS})
+    assert client.ask("/metadata/versions", headers={})[0] == 400
+    assert client.ask("/metadata/versions", method="POST", body="{}")[0] == 405
 
 
 def test_other_paths_and_methods_do_not_exist(client: Client) -> None:
@@ -308,13 +320,67 @@ def test_an_approval_that_is_not_one_is_refused(client: Client, body: str) -> No
     assert answer["error"].startswith("Bad request. ")
 
 
-def test_the_first_preview_wants_the_incarnation_as_a_string(simulator: Simulator, client: Client) -> None:
-    event_id = simulator.schedule("Reboot")
-    refusal = (400, {"error": "Bad request. DocumentIncarnation must be given, as a string"})
+def test_the_first_preview_wants_the_incarnation_as_a_number_or_a_string(
+    simulator: Simulator, client: Client
+) -> None:
+    refusal = (400, {"error": "Bad request. DocumentIncarnation must be given"})
+    for given in ({}, {"DocumentIncarnation": None}, {"DocumentIncarnation": True}):
+        event_id = simulator.schedule("Reboot")
+        assert client.approve(event_id, version="2017-03-01", **given) == refusal
+    for number in (2, "2"):
+        event_id = simulator.schedule("Reboot")
+        assert client.approve(event_id, version="2017-03-01", DocumentIncarnation=number) == (200, b"")
+        assert simulator.event(event_id).approved_by == "vm-1"
 
-    assert client.approve(event_id, version="2017-03-01") == refusal
-    assert client.approve(event_id, version="2017-03-01", DocumentIncarnation=2) == refusal
-    assert client.approve(event_id, version="2017-03-01", DocumentIncarnation="2") == (200, b"")
+
+def test_an_approval_without_an_effect_is_accepted_and_not_recorded_as_one(
+    simulator: Simulator, client: Client
+) -> None:
+    pending, started = simulator.schedule("Reboot", start_delay_seconds=60), simulator.schedule("Freeze")
+    simulator.start_event(started)
+    for ids in ((pending, started), (pending,)):
+        assert client.approve(*ids) == (200, b"")
+
+    first, second = simulator.approvals()
+    assert (first.accepted, first.approved) == ((pending, started), (pending,))
+    assert (second.accepted, second.approved) == ((pending,), ())
+
+
+def test_an_approval_may_come_in_chunks(simulator: Simulator) -> None:
+    event_id = simulator.schedule("Reboot")
+    body = json.dumps({"StartRequests": [{"EventId": event_id}]}).encode()
+    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=10)
+    for _ in range(2):  # the connection is good for another request
+        connection.request("POST", EVENTS, iter([body[:9], body[9:]]), METADATA, encode_chunked=True)
+        answer = connection.getresponse()
+        assert (answer.status, answer.read()) == (200, b"")
+    connection.close()
+    assert [record.body for record in simulator.requests()] == [body.decode()] * 2
+    assert simulator.event(event_id).approved_by == "vm-1"
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "error"),
+    [
+        ("Transfer-Encoding: gzip", b"", "only bodies with a Content-Length, or chunked ones, are understood"),
+        (
+            "Transfer-Encoding: chunked\r\nContent-Length: 3",
+            b"",
+            "only bodies with a Content-Length, or chunked ones, are understood",
+        ),
+        ("Transfer-Encoding: chunked", b"-1\r\n", "not a chunk, or too many of them"),
+        ("Transfer-Encoding: chunked", b"100001\r\n", "not a chunk, or too many of them"),
+        ("Transfer-Encoding: chunked", b"1\r\nxyz\r\n", "a chunk that is not as long as it says"),
+        ("Transfer-Encoding: chunked", b"0\r\n" + b"a: b\r\n" * 101, "too many trailers"),
+    ],
+)
+def test_chunks_that_are_none_are_refused(simulator: Simulator, headers: str, body: bytes, error: str) -> None:
+    address = ("127.0.0.1", int(simulator.endpoint().rpartition(":")[2]))
+    with socket.create_connection(address, timeout=30) as connection, connection.makefile("rb") as stream:
+        connection.sendall(f"POST {EVENTS} HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)
+        answer = stream.read()
+    assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert answer.endswith(error.encode())
 
 
 # The connection
@@ -363,6 +429,20 @@ def test_the_ports_of_several_vms_follow_the_first_one() -> None:
         with pytest.raises(SimulatorError) as caught:
             Simulator(port=port)
     assert str(caught.value).startswith(f"cannot listen on 127.0.0.1:{port} for vm-1: ")
+
+
+def test_it_listens_on_the_address_that_is_given() -> None:
+    bind = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"  # elsewhere 127.0.0.1 may be all of loopback
+    with Simulator(bind=bind) as simulator:
+        assert (simulator.is_open, simulator.endpoint().rpartition(":")[0]) == (False, f"http://{bind}")
+        client = Client(simulator)
+        assert client.ask()[0] == 200
+        client.close()
+    with pytest.raises(SimulatorError) as caught:
+        Simulator(bind="localhost")
+    assert str(caught.value) == (
+        'expected an address of this machine such as 127.0.0.1 or 0.0.0.0; got "localhost"'
+    )
 
 
 # The record

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
+from agent.cli.simulate import _warn_if_open
 from agent.simulator import Simulator, control, parse_scenario
 from agent.simulator.azure import EventType
 from agent.simulator.control import Control, State
@@ -209,6 +210,42 @@ def test_a_name_that_resolves_to_this_machine_is_not_enough(port: int) -> None:
             f'expected the Host 127.0.0.1:{port}; got "rebound.example:{port}"',
         )
     assert ask(port, "/state", headers={"Host": f"localhost:{port}"})[0] == 200
+
+
+def test_a_port_open_to_the_network_is_known_by_addresses_and_names_without_a_dot(simulator: Simulator) -> None:
+    with Control(simulator) as running:
+        hosts = {
+            "10.1.2.3:9000": 200,
+            "[fd00::1]:80": 200,
+            "simulator": 200,
+            "rebound.example": 403,
+            "x.": 403,
+            "": 403,
+        }
+
+        def asked() -> dict[str, int]:
+            return {host: ask(running.port, "/state", headers={"Host": host})[0] for host in hosts}
+
+        assert set(asked().values()) == {403}
+        running._server.is_open = True  # as with --bind 0.0.0.0
+        assert asked() == hosts
+        own = {"Host": "simulator:9000", "Origin": "http://simulator:9000"}
+        assert post(running.port, "/schedule", {"type": "Reboot"}, **own)[0] == 200
+        assert (
+            post(running.port, "/schedule", {"type": "Reboot"}, **{**own, "Origin": "http://other:9000"})[0] == 403
+        )
+
+
+def test_a_port_open_to_the_network_is_warned_of(simulator: Simulator, capsys: pytest.CaptureFixture[str]) -> None:
+    _warn_if_open(simulator, has_control=True)
+    assert capsys.readouterr().err == ""
+    simulator._server.is_open = True  # as with --bind 0.0.0.0
+    _warn_if_open(simulator, has_control=False)
+    _warn_if_open(simulator, has_control=True)
+    warning = "warning: clients on other machines can read and approve the simulated events"
+    assert capsys.readouterr().err == (
+        f"{warning}\n{warning}; through the control port they can let anything happen\n"
+    )
 
 
 def test_a_page_of_another_site_can_do_nothing(simulator: Simulator, port: int) -> None:

@@ -256,7 +256,7 @@ def test_approvals_are_counted_and_change_nothing() -> None:
             statuses.append(connection.getresponse().status)
             connection.close()
         assert statuses == [200, 400]
-        assert [record.approved for record in replay.requests() if record.approved] == [("a-1",)]
+        assert [(record.accepted, record.approved) for record in replay.approvals()] == [(("a-1",), ())]
         assert get(replay) == before
         with pytest.raises(SimulatorError) as caught:
             replay.schedule("Reboot")

@@ -286,8 +286,8 @@ class World(Machine):
     def _watch_azure(self) -> None:
         """See to it that what Azure does is noticed, by the machine and by the next poll."""
         self._azure.advance(self._epoch())
-        history = self._azure.history
-        for happening in history[self._azure_told :]:
+        told = self._azure.told
+        for happening in self._azure.news(self._azure_told):
             if happening.kind == "polled":
                 continue
             event = happening.event
@@ -311,8 +311,8 @@ class World(Machine):
                     is_due, seconds = chance.random() < 0.5, chance.expovariate(1 / 20.0)
                     if self.has(trouble) and is_due and self._at + seconds < BUSY_SECONDS - 300.0:
                         self.after(seconds, what)
-        if len(history) > self._azure_told:
-            self._azure_told = len(history)
+        if told > self._azure_told:
+            self._azure_told = told
             self._poll_soon()
             if self._azure.next_due < float("inf"):
                 self.after(max(0.0, self._azure.next_due - self._epoch()) + 1e-6, lambda: None)
