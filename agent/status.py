@@ -13,10 +13,12 @@ from typing import Literal
 
 import msgspec
 
-from agent.events import ScheduledEvent
+from agent.events import Affects, ScheduledEvent
 from agent.workflow import Stage, Workflow
 
 OperatorWord = Literal["approve", "hold", "release"]
+SCHEMA_VERSION = 1
+"""Of all JSON that is shown; see docs/json.md. A further field leaves it; another meaning or name raises it."""
 
 
 class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,18 +46,20 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """Oldest first."""
 
 
-class LastKnown(msgspec.Struct, frozen=True, kw_only=True):
-    """What the state file says while no agent answers."""
+class HistoryItem(msgspec.Struct, frozen=True, kw_only=True):
+    """An event with its entries, or a note of the agent alone."""
 
+    workflow: Workflow | None
+    entries: tuple[JournalEntry, ...]
+
+
+class Journal(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``history --json`` prints."""
+
+    schema_version: int = SCHEMA_VERSION
     at: datetime
-    problem: str
-    """Why no agent answers, or could not be asked."""
-    state_file: str
-    vm_name: str
-    notes: tuple[JournalEntry, ...]
-    """When the agent last started, and last stopped."""
-    pending: tuple[Workflow, ...]
-    """As of the last commit; oldest first."""
+    histories: tuple[HistoryItem, ...]
+    """Oldest first."""
 
 
 class Vm(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +68,21 @@ class Vm(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...]
     """What Resources may call it; empty as long as nobody knows."""
     vm_id: str
+
+
+class LastKnown(msgspec.Struct, frozen=True, kw_only=True):
+    """What the state file says while no agent answers."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    problem: str
+    """Why no agent answers, or could not be asked."""
+    state_file: str
+    vm: Vm
+    notes: tuple[JournalEntry, ...]
+    """When the agent last started, and last stopped."""
+    pending: tuple[Workflow, ...]
+    """As of the last commit; oldest first."""
 
 
 class PolicyInForce(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +110,7 @@ class RunningHook(msgspec.Struct, frozen=True, kw_only=True):
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The agent at one moment."""
 
+    schema_version: int = SCHEMA_VERSION
     at: datetime
     version: str
     started_at: datetime
@@ -126,6 +146,43 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     def running_for(self, workflow_id: str) -> tuple[RunningHook, ...]:
         """The hooks that run for this event."""
         return tuple([hook for hook in self.running if hook.workflow_id == workflow_id])
+
+
+class CurrentEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event as Azure tells it now, and what the agent makes of it."""
+
+    event: ScheduledEvent
+    affects: Affects
+    workflow: Workflow | None
+    """None if the agent has not seen it, or that is not known."""
+
+
+class CurrentEvents(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``events --json`` prints."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    vm: Vm
+    incarnation: str
+    agent_runs: bool
+    problem: str
+    """Why it is not known what the agent makes of the events; "" if it is."""
+    events: tuple[CurrentEvent, ...]
+
+
+class OperatorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``approve``, ``hold`` and the like print with ``--json``."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    command: str
+    event_id: str
+    """"" if no event, or more than one, was meant."""
+    workflow_id: str
+    is_done: bool
+    """Whether the agent has taken the word; the exit code is 0 then, else 1."""
+    answer: str
+    """The agent's, or why there is none."""
 
 
 def summarize(workflow: Workflow) -> str:

@@ -6,7 +6,6 @@ says in the journal's own words.
 
 import argparse
 import heapq
-import json
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agent.cli.operator import add_state_options, find_by_prefix, find_state_dir
-from agent.cli.terminal import Style, Terminal
+from agent.cli.terminal import Style, Terminal, print_json
 
 if TYPE_CHECKING:
     from agent.status import History, JournalEntry
@@ -61,24 +60,26 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON array, oldest first: {workflow, entries} for each event, with workflow null for a "
-        "note of the agent",
+        help="print JSON: histories, oldest first, each {workflow, entries}, with workflow null for a note of the "
+        "agent",
     )
     add_state_options(parser)
     parser.set_defaults(handler=_run_history)
 
 
 def _run_history(arguments: argparse.Namespace) -> int:
-    from msgspec import to_builtins  # noqa: PLC0415 - as are the imports below: heavy, and --help does not need them
-
-    from agent.status import History  # noqa: PLC0415
+    # As are the imports below: heavy, and --help does not need them.
+    from agent.status import History, HistoryItem, Journal  # noqa: PLC0415
 
     told = _load(arguments)
     if arguments.json:
-        array = [
-            item if isinstance(item, History) else {"workflow": None, "entries": [item]} for item in _merge(told)
+        histories = [
+            HistoryItem(workflow=item.workflow, entries=item.entries)
+            if isinstance(item, History)
+            else HistoryItem(workflow=None, entries=(item,))
+            for item in _merge(told)
         ]
-        print(json.dumps(to_builtins(array), indent=2))
+        print_json(Journal(at=datetime.now(UTC), histories=tuple(histories)))
         return 0
     lines = list(_in_words(told, datetime.now(UTC), Terminal.of(sys.stdout)))
     print(*(lines or ["Nothing of that kind is in the journal."]), sep="\n")

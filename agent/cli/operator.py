@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent import AgentError
 from agent.cli import add_config_option
-from agent.cli.terminal import printable
+from agent.cli.terminal import print_json, printable
 
 if TYPE_CHECKING:
     from agent.store import RequestWord, Store
@@ -41,7 +41,8 @@ def add_parsers(commands: Any) -> None:
         )
         parser.add_argument("id", metavar="ID", help="the event's id, or a beginning of it that fits only one")
         add_state_options(parser)
-        parser.set_defaults(handler=_ask, word=word)
+        parser.add_argument("--json", action="store_true", help="print JSON")
+        parser.set_defaults(handler=_speak, word=word, command=name)
 
 
 def add_state_options(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +135,33 @@ def user_name() -> str:
     return f"{host.account_name()} (sudo: {before})" if before and before.isprintable() else host.account_name()
 
 
-def _ask(arguments: argparse.Namespace) -> int:
+def _speak(arguments: argparse.Namespace) -> int:
+    from agent.status import OperatorAnswer  # noqa: PLC0415 - as above
+
+    try:
+        workflow, answer = _ask(arguments)
+    except AgentError as error:
+        if not arguments.json or error.kind in ("config", "usage"):
+            raise
+        workflow, answer = None, str(error)
+    is_done = workflow is not None and not answer.startswith("refused")
+    if arguments.json:
+        told = OperatorAnswer(
+            at=datetime.now(UTC),
+            command=arguments.command,
+            event_id=workflow.event.id if workflow else "",
+            workflow_id=workflow.id if workflow else "",
+            is_done=is_done,
+            answer=answer,
+        )
+        print_json(told)
+    else:
+        print(printable(answer))
+    return 0 if is_done else 1
+
+
+def _ask(arguments: argparse.Namespace) -> "tuple[Workflow, str]":
+    """The event that is meant, and what the agent answers. Raises AgentError if it does not."""
     from agent.store import Store  # noqa: PLC0415 - as above
 
     state_dir = find_state_dir(arguments)
@@ -153,8 +180,7 @@ def _ask(arguments: argparse.Namespace) -> int:
             f"the agent (pid {pid}) has not answered within {_ANSWER_WITHIN_SECONDS:g} s, and the request is "
             "withdrawn: is it stopped, or its disk slow? See scheduled-events-agent status"
         )
-    print(printable(answer))
-    return 1 if answer.startswith("refused") else 0
+    return workflow, answer
 
 
 def _line(workflow: "Workflow") -> str:

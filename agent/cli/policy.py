@@ -11,17 +11,18 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from textwrap import fill
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from agent import AgentError
 from agent.cli import add_config_option
 from agent.cli.run import refuse_exposed
-from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, remark_if_slow
+from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, print_json, remark_if_slow
 from agent.config import ConfigError, Loaded, Settings, check_files, find_config, load_policy, policy_schema
-from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event, to_azure_json
+from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event
 from agent.policy import Decision, Facts, Rule, When, mismatch
+from agent.status import SCHEMA_VERSION, Vm
 from agent.typed_yaml import format_duration
 from agent.workflow import (
     ApprovalAnswered,
@@ -92,7 +93,7 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Approval(msgspec.Struct, frozen=True, kw_only=True):
+class ExpectedApproval(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the event would be approved."""
 
     answer: Literal["yes", "operator", "no"]
@@ -110,7 +111,18 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     begins_at: datetime | None
     """When preparation or approval would begin; None if neither would."""
     moments: tuple[Moment, ...]
-    approval: Approval
+    expected_approval: ExpectedApproval
+
+
+class Explanations(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``explain --json`` prints."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    """The time that was assumed."""
+    vm: Vm
+    mode: Literal["act", "observe"]
+    events: tuple[Explanation, ...]
 
 
 def explain_event(settings: Settings, event: ScheduledEvent, names: tuple[str, ...], now: datetime) -> Explanation:
@@ -168,7 +180,7 @@ def explain_event(settings: Settings, event: ScheduledEvent, names: tuple[str, .
         passed_over=tuple(_passed_over(settings.rules, decision, event, facts)),
         begins_at=begins_at,
         moments=tuple(moments),
-        approval=_approval(workflow, context, approved_at, now),
+        expected_approval=_approval(workflow, context, approved_at, now),
     )
 
 
@@ -181,7 +193,9 @@ def _passed_over(
         yield PassedOver(rule=rule.name, reason=mismatch(rule.when, event, facts) or "")
 
 
-def _approval(workflow: Workflow, context: Context, approved_at: datetime | None, now: datetime) -> Approval:
+def _approval(
+    workflow: Workflow, context: Context, approved_at: datetime | None, now: datetime
+) -> ExpectedApproval:
     event, decision = workflow.event, workflow.decision
     if approved_at is not None:
         when = "at once" if approved_at == now else f"at {_clock(approved_at, now)} at the earliest"
@@ -191,18 +205,18 @@ def _approval(workflow: Workflow, context: Context, approved_at: datetime | None
             text = f"approved as soon as {hooks} succeeded"
             text += "" if approved_at == now else f", {when}"
             fails = "a failed hook holds it" if decision.on_failure == "hold" else "even if a hook fails"
-            return Approval(answer="yes", at=approved_at, text=f"{text}; {fails}")
-        return Approval(answer="yes", at=approved_at, text=f"approved {when}")
+            return ExpectedApproval(answer="yes", at=approved_at, text=f"{text}; {fails}")
+        return ExpectedApproval(answer="yes", at=approved_at, text=f"approved {when}")
     leave = ask_gates(workflow, context)
     if leave.answer == "not yet" and decision.approve == "manual":
         text = f"approved when an operator says so: scheduled-events-agent approve {event.id}"
-        return Approval(answer="operator", at=None, text=text)
+        return ExpectedApproval(answer="operator", at=None, text=text)
     text = f"not approved: {leave.reason}"
     if event.status == "Scheduled":
         text += "; it may start at any moment"
         if event.not_before is not None and event.not_before > now:
             text = f"not approved: {leave.reason}; NotBefore {_clock(event.not_before, now)} decides"
-    return Approval(answer="no", at=None, text=text)
+    return ExpectedApproval(answer="no", at=None, text=text)
 
 
 # --- check
@@ -321,7 +335,8 @@ def _run_explain(arguments: argparse.Namespace) -> int:
     names = tuple(filter(None, (name or assumed, *settings.vm.aliases)))
     explanations = [explain_event(settings, event, names, now) for event in document.events]
     if arguments.json:
-        print(json.dumps(_to_json(settings, explanations, names, now), indent=2))
+        vm, mode = Vm(names=names, vm_id=""), settings.agent.mode
+        print_json(Explanations(at=now, vm=vm, mode=mode, events=tuple(explanations)))
         return 0
     who = ", also known as ".join(names) or "not known"
     hint = " (the first in Resources; use --vm NAME for another)" if assumed else ""
@@ -401,7 +416,7 @@ def _explanation_in_words(explanation: Explanation, now: datetime) -> list[str]:
     )
     rows.append(("" if explanation.passed_over else "rule", decision.reason))
     rows.extend(_plan_rows(explanation, now))
-    rows.append(("approval", explanation.approval.text))
+    rows.append(("approval", explanation.expected_approval.text))
     return [head, *_table(rows)]
 
 
@@ -436,37 +451,6 @@ def _affects_in_words(explanation: Explanation) -> str:
     }[explanation.decision.affects]
 
 
-def _to_json(
-    settings: Settings, explanations: Iterable[Explanation], names: tuple[str, ...], now: datetime
-) -> dict[str, Any]:
-    return {
-        "vm": names,
-        "at": _iso(now),
-        "mode": settings.agent.mode,
-        "events": [
-            {
-                "event": json.loads(to_azure_json(explanation.event)),
-                "affects": explanation.decision.affects,
-                "rule": explanation.decision.rule,
-                "reason": explanation.decision.reason,
-                "passed_over": msgspec.to_builtins(explanation.passed_over),
-                "begins_at": _iso(explanation.begins_at),
-                "drain_for_seconds": explanation.decision.drain_for,
-                "prepare": explanation.decision.prepare,
-                "on_start": explanation.decision.on_start,
-                "recover": explanation.decision.recover,
-                "moments": [{"at": _iso(moment.at), "text": moment.text} for moment in explanation.moments],
-                "approval": {
-                    "answer": explanation.approval.answer,
-                    "at": _iso(explanation.approval.at),
-                    "text": explanation.approval.text,
-                },
-            }
-            for explanation in explanations
-        ],
-    }
-
-
 def _load(argument: str | None) -> Loaded:
     from agent import host  # noqa: PLC0415  # so that --help stays quick
 
@@ -484,10 +468,6 @@ def _parse_time(text: str) -> datetime:
 def _clock(at: datetime, now: datetime) -> str:
     """Time of day, with the date if it is another one."""
     return f"{at:%H:%M:%S}Z" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}Z"
-
-
-def _iso(at: datetime | None) -> str | None:
-    return None if at is None else at.isoformat().replace("+00:00", "Z")
 
 
 def _either(words: Iterable[str]) -> str:

@@ -5,7 +5,6 @@ what is said of the agent was said by the agent itself, or else the first line s
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
@@ -15,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from agent import __version__
 from agent.cli.operator import add_state_options, ask_agent, find_agent, find_state_dir, user_name
-from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Style, Terminal, View, remark_if_slow, watch
+from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Style, Terminal, View, print_json, remark_if_slow, watch
 
 if TYPE_CHECKING:
     from agent.events import Document, ScheduledEvent
-    from agent.status import JournalEntry, LastKnown, Status
+    from agent.status import CurrentEvents, JournalEntry, LastKnown, Status
     from agent.workflow import Workflow
 
 _NO_AGENT = "no agent runs"
@@ -36,7 +35,7 @@ def add_parsers(commands: Any) -> None:
         "done or waited for, why, and the command to overrule that. If no agent answers, shows what the state "
         "file says. Exit code 0: the agent is healthy; 1: it is not, or none answers.",
     )
-    _add_form(status, "print JSON: what /status answers, or {problem, ...} if no agent answers")
+    _add_form(status, "print JSON: what /status answers, or what the state file says if no agent answers")
     add_state_options(status)
     status.set_defaults(handler=_run_status)
 
@@ -66,9 +65,7 @@ def _add_form(parser: argparse.ArgumentParser, json_help: str) -> None:
 
 
 def _run_status(arguments: argparse.Namespace) -> int:
-    from msgspec import to_builtins  # noqa: PLC0415 - as are the imports below: heavy, and --help does not need them
-
-    from agent.status import Status, quoted  # noqa: PLC0415
+    from agent.status import Status, quoted  # noqa: PLC0415 - as are the imports below: heavy, and --help does not need them
 
     state_dir = find_state_dir(arguments)
     options = " ".join(
@@ -81,7 +78,7 @@ def _run_status(arguments: argparse.Namespace) -> int:
         return 0
     seen = _look(state_dir)
     if arguments.json:
-        print(json.dumps(to_builtins(seen), indent=2))
+        print_json(seen)
     else:
         print(*_view_status(seen, Terminal.of(sys.stdout), options).lines, sep="\n")
     return 0 if isinstance(seen, Status) and seen.health == "ok" else 1
@@ -126,7 +123,7 @@ def _ask(state_dir: Path, pid: str) -> "tuple[Status | None, str]":
 
 
 def _last_known(state_dir: Path, problem: str) -> "LastKnown":
-    from agent.status import LastKnown  # noqa: PLC0415 - as above
+    from agent.status import LastKnown, Vm  # noqa: PLC0415 - as above
     from agent.store import Store  # noqa: PLC0415
 
     store = Store.look_into(state_dir)
@@ -135,7 +132,7 @@ def _last_known(state_dir: Path, problem: str) -> "LastKnown":
             at=datetime.now(UTC),
             problem=problem,
             state_file=str(store.path),
-            vm_name=store.load_fact("vm_name"),
+            vm=Vm(names=tuple(filter(None, [store.load_fact("vm_name")])), vm_id=store.load_fact("vm_id")),
             notes=tuple(store.load_life()),
             pending=tuple(store.load_workflows()),
         )
@@ -208,7 +205,7 @@ def _view_last_known(seen: "LastKnown", terminal: Terminal, options: str) -> Vie
     from agent.status import by_urgency, last_known_activity, pending_in_words, short_ids  # noqa: PLC0415 - as above
 
     rows = [
-        Row("vm", seen.vm_name or "its name is not known"),
+        Row("vm", "".join(seen.vm.names) or "its name is not known"),
         Row("source", f"what follows is what {seen.state_file} says"),
     ]
     rows += [Row("agent", _life(note, seen.at)) for note in seen.notes]
@@ -336,7 +333,7 @@ def _run_events(arguments: argparse.Namespace) -> int:
         if arguments.watch:
             watch(lambda terminal: _view_events(source, terminal))
         elif arguments.json:
-            print(json.dumps(_events_as_json(source), indent=2))
+            print_json(_current_events(source))
         else:
             print(*_view_events(source, Terminal.of(sys.stdout)).lines, sep="\n")
     finally:
@@ -357,6 +354,8 @@ class _Source:
         self._state_dir = Path(directory) if directory else host.default_state_dir()
         self._name = arguments.vm or settings.vm.name or ""
         self._aliases = settings.vm.aliases
+        self.vm_id = ""
+        """As the agent knows it; "" if it does not."""
         self._has_agent = self.agent_runs()
         imds = settings.imds
         self.endpoint = resolve_endpoint(imds.endpoint)
@@ -383,6 +382,7 @@ class _Source:
             store = Store.look_into(self._state_dir)
             try:
                 self._name = self._name or store.load_fact("vm_name")
+                self.vm_id = store.load_fact("vm_id")
                 return {w.event.key: w for w in store.load_workflows() if not w.is_gone}, ""
             finally:
                 store.close()
@@ -437,32 +437,23 @@ def _view_events(source: _Source, terminal: Terminal) -> View:
     return View(lines, (document, names, tuple(workflows.values()), trouble, runs))
 
 
-def _events_as_json(source: _Source) -> dict[str, Any]:
-    from agent.events import to_azure_json  # noqa: PLC0415 - as above
+def _current_events(source: _Source) -> "CurrentEvents":
+    from agent.status import CurrentEvent, CurrentEvents, Vm  # noqa: PLC0415 - as above
 
     document = source.fetch()
     workflows, trouble = source.load_workflows()
     names = source.names()
-    events = []
-    for event in document.events:
-        workflow = workflows.get(event.key)
-        events.append(
-            {
-                "event": json.loads(to_azure_json(event)),
-                "affects": event.affects(names),
-                "rule": workflow.decision.rule if workflow else None,
-                "phase": workflow.phase if workflow else None,
-                "waits_for": workflow.waits_for if workflow else None,
-            }
-        )
-    return {
-        "at": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
-        "vm": names,
-        "incarnation": document.incarnation,
-        "agent_runs": source.agent_runs(),
-        "agent_unknown_because": trouble,
-        "events": events,
-    }
+    return CurrentEvents(
+        at=datetime.now(UTC),
+        vm=Vm(names=names, vm_id=source.vm_id),
+        incarnation=document.incarnation,
+        agent_runs=source.agent_runs(),
+        problem=trouble,
+        events=tuple(
+            CurrentEvent(event=event, affects=event.affects(names), workflow=workflows.get(event.key))
+            for event in document.events
+        ),
+    )
 
 
 def _ours(event: "ScheduledEvent", names: tuple[str, ...]) -> tuple[str, ...]:

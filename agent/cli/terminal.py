@@ -4,6 +4,7 @@ Owns widths, colours, redrawing, and the cleaning of what came from outside. Kno
 invariant: no control character is printed but those that stand here, whatever a description or a hook says.
 """
 
+import json
 import os
 import re
 import shutil
@@ -118,6 +119,13 @@ def printable(text: str) -> str:
         return text
     text = _COLOR_SEQUENCE.sub("", text).replace("\t", "    ")
     return "".join([one if one.isprintable() else one.encode("unicode_escape").decode() for one in text])
+
+
+def print_json(value: object) -> None:
+    """As docs/json.md describes it. Not by msgspec alone: a hook's output may be no text in UTF-8's sense."""
+    from msgspec import to_builtins  # noqa: PLC0415 - heavy, and --help does not need it
+
+    print(json.dumps(to_builtins(value), indent=2))
 
 
 @contextmanager

@@ -11,10 +11,12 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from harness import CHECKOUT, PATIENCE, Agent, Endpoint, Simulator, document
 
 from agent import host
+from agent.status import OperatorAnswer
 from agent.store import Store
 
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
@@ -100,7 +102,7 @@ def test_however_many_look_at_the_state_file_from_within_and_without_nothing_get
         assert ("closed", events[-1]) in agent.journal("kind", "event_id")
     agent.kill()
     agent.start()
-    histories = json.loads(ask(agent, "history", "--json").stdout)
+    histories = json.loads(ask(agent, "history", "--json").stdout)["histories"]
     lives = [one["workflow"] for one in histories if one["workflow"]]
     assert {life["event"]["id"]: life["phase"] for life in lives} == dict.fromkeys(events, "closed")
 
@@ -141,8 +143,19 @@ def test_what_azure_has_taken_is_not_said_to_be_held(sim: Simulator, agent: Agen
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None, starts_when_approved=False)
     agent.wait_log("prepared", event_id=event)
-    assert agent.say("approve", event).returncode == 0
+    said = ask(agent, "approve", event, "--json")
+    told = msgspec.json.decode(said.stdout, type=OperatorAnswer)
+    assert (said.returncode, told.is_done, told.command, told.event_id) == (0, True, "approve", event)
+    assert told.answer.startswith("approved: ")
+    assert told.workflow_id == agent.pending()[event]["id"]
     agent.wait_phase(event, "approved")
+    said = ask(agent, "hold", event, "--json")
+    told = msgspec.json.decode(said.stdout, type=OperatorAnswer)
+    assert (said.returncode, told.is_done, told.answer[:8]) == (1, False, "refused:")
+    said = ask(agent, "hold", "no-such-id", "--json")
+    told = msgspec.json.decode(said.stdout, type=OperatorAnswer)
+    assert (said.returncode, told.is_done, told.event_id) == (1, False, "")
+    assert told.answer.startswith('no pending event begins with "no-such-id"')
     said = agent.say("hold", event)
     assert (said.returncode, said.stdout) == (
         1,
@@ -247,8 +260,10 @@ def test_events_shows_the_document_as_it_is_now_and_what_the_agent_makes_of_it(
     )
     assert endpoint.polls > polls
     told = json.loads(ask(agent, "events", "--json").stdout)
-    assert (told["incarnation"], told["vm"], told["agent_unknown_because"]) == ("7", ["vm-1"], "")
-    assert [(one["event"]["EventId"], one["affects"], one["rule"]) for one in told["events"]] == [
+    assert (told["incarnation"], told["vm"]["names"], told["problem"]) == ("7", ["vm-1"], "")
+    assert [
+        (one["event"]["id"], one["affects"], one["workflow"]["decision"]["rule"]) for one in told["events"]
+    ] == [
         ("AAAA1111-0000", "shared", "by-hand"),
         ("BBBB2222-0000", "others", None),
     ]

@@ -130,14 +130,14 @@ def test_what_concerns_the_agent_stands_in_its_place(run: Run) -> None:
     ],
 )
 def test_events_are_chosen(run: Run, options: list[str], told: list[str]) -> None:
-    array = json.loads(run(*options, "--json")[1])
+    array = json.loads(run(*options, "--json")[1])["histories"]
     assert [item["workflow"]["event"]["id"] for item in array if item["workflow"]] == told
     is_chosen = not {"--event", "--rule", "--type"}.isdisjoint(options)
     assert any(item["workflow"] is None for item in array) is (not is_chosen and HALF_A_DAY_LATER not in options)
 
 
-def test_json_is_one_array_of_events_with_their_entries_and_of_notes(run: Run) -> None:
-    first, reboot, *_ = json.loads(run("--json")[1])
+def test_json_is_a_list_of_events_with_their_entries_and_of_notes(run: Run) -> None:
+    first, reboot, *_ = json.loads(run("--json")[1])["histories"]
     assert (first["workflow"], [entry["kind"] for entry in first["entries"]]) == (None, ["agent_started"])
     assert reboot["workflow"]["decision"]["rule"] == "impactful"
     assert [entry["kind"] for entry in reboot["entries"]] == [
@@ -168,7 +168,7 @@ def test_a_whole_id_is_meant_although_another_begins_with_it(run: Run, state_dir
     event = replace(FREEZE.event, id="602D9444-AAAA-1")
     commit(store, replace(FREEZE, id="longer", event=event), 0, "held", note("seen", "Freeze Scheduled"))
     store.close()
-    array = json.loads(run("--event", "602d9444-aaaa", "--json")[1])
+    array = json.loads(run("--event", "602d9444-aaaa", "--json")[1])["histories"]
     assert [item["workflow"]["event"]["id"] for item in array] == ["602D9444-AAAA"]
 
 

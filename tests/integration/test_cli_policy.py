@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,7 @@ hooks:
     assert code == 0
     assert json.loads(out) == {
         "file": "p.yaml",
+        "hash": sha256((tmp_path / "p.yaml").read_bytes()).hexdigest(),
         "valid": True,
         "problems": [],
         "warnings": [
@@ -234,29 +236,34 @@ def test_explain_tells_whether_and_when_an_event_would_be_approved(
     run: Run, policy: str, payload: str, approval: str
 ) -> None:
     (event,) = json.loads(explain(run, policy, payload, "--json"))["events"]
-    assert event["approval"]["text"].startswith(approval)
+    assert event["expected_approval"]["text"].startswith(approval)
 
 
 def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> None:
     report = json.loads(explain(run, policy, "15-preempt-spot-vm.json", "--json"))
     (event,) = report.pop("events")
-    assert report == {"vm": ["vm-spot"], "at": "2022-04-11T22:10:00Z", "mode": "act"}
-    assert event.pop("event")["EventType"] == "Preempt"
+    assert report == {
+        "schema_version": 1,
+        "at": "2022-04-11T22:10:00Z",
+        "vm": {"names": ["vm-spot"], "vm_id": ""},
+        "mode": "act",
+    }
+    assert event.pop("event")["type"] == "Preempt"
+    decision = event.pop("decision")
+    assert (decision["rule"], decision["affects"], decision["reason"]) == (
+        "impactful",
+        "self",
+        "rule impactful takes it: affects self, type Preempt",
+    )
+    assert (decision["drain_for"], decision["prepare"]) == (5.0, ["drain", "checkpoint"])
     assert event == {
-        "affects": "self",
-        "rule": "impactful",
-        "reason": "rule impactful takes it: affects self, type Preempt",
         "passed_over": [
             {"rule": "user-initiated", "reason": "source is Platform, not User"},
             {"rule": "short-freeze", "reason": "type is Preempt, not Freeze"},
         ],
         "begins_at": "2022-08-09T16:52:32Z",
-        "drain_for_seconds": 5.0,
-        "prepare": ["drain", "checkpoint"],
-        "on_start": [],
-        "recover": ["resume"],
         "moments": event["moments"],
-        "approval": {
+        "expected_approval": {
             "answer": "yes",
             "at": "2022-08-09T16:52:37Z",
             "text": "approved as soon as its 2 hooks have succeeded, at 2022-08-09 16:52:37Z at the earliest; "

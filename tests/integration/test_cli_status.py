@@ -278,7 +278,7 @@ def test_without_an_agent_json_names_the_problem(state_dir: Path, run: Run) -> N
     commit(state_dir, PREPARING)
     code, out, _ = run("status", "--state-dir", str(state_dir), "--json")
     told = json.loads(out)
-    assert (code, told["problem"], told["vm_name"]) == (1, "no agent runs", "web-1")
+    assert (code, told["problem"], told["vm"]["names"]) == (1, "no agent runs", ["web-1"])
     assert [workflow["phase"] for workflow in told["pending"]] == ["preparing"]
 
 

@@ -1,11 +1,16 @@
 """What the documentation says of the code, and where its links lead."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from agent.cli import build_parser
+from agent.cli.policy import Explanations
+from agent.status import SCHEMA_VERSION, CurrentEvents, Journal, LastKnown, OperatorAnswer, Status
 from agent.workflow import TRANSITIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +25,30 @@ def test_the_design_shows_every_arrow_in_the_life_of_an_event() -> None:
     rows = re.findall(r"^\| (\w+) \| [^|]+ \| ?([\w, ]*?) ?\|$", text_of("docs/design.md"), re.MULTILINE)
     shown = {phase: set(filter(None, arrows.split(", "))) for phase, arrows in rows if phase != "phase"}
     assert shown == {phase: set(arrows) for phase, arrows in TRANSITIONS.items()}
+
+
+def structs_in(found: Any) -> Iterator[msgspec.inspect.StructType]:
+    """The types that JSON of this type is made of."""
+    if isinstance(found, msgspec.inspect.StructType):
+        yield found
+        for field in found.fields:
+            yield from structs_in(field.type)
+    for inner in (getattr(found, "item_type", None), *getattr(found, "types", ())):
+        yield from structs_in(inner) if inner is not None else ()
+
+
+def test_the_page_about_json_has_every_field_that_is_shown_and_no_other() -> None:
+    answers = (Status, LastKnown, CurrentEvents, Explanations, Journal, OperatorAnswer)
+    expected = {}
+    for answer in answers:
+        assert msgspec.structs.fields(answer)[0].name == "schema_version"
+        for struct in structs_in(msgspec.inspect.type_info(answer)):
+            expected[struct.cls.__name__] = [field.encode_name for field in struct.fields]
+    page = text_of("docs/json.md")
+    sections = re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL)
+    shown = {name: re.findall(r"^\| `(\w+)` \| [^|]+ \|$", text, re.MULTILINE) for name, text in sections}
+    assert shown == expected
+    assert f"`schema_version` is {SCHEMA_VERSION}." in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
