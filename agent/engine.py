@@ -135,6 +135,15 @@ class Hands(Protocol):
     def approve(self, approvals: list[Approve], incarnation: str) -> None:
         """Send all of them in one request; for each of them ApprovalAnswered comes back."""
 
+    def forget_approval(self, workflow_id: str) -> None:
+        """The answer to this approval has been taken."""
+
+    def is_busy(self) -> bool:
+        """Whether a hook or an approval is under way, or has ended and that was not taken yet."""
+
+    def cancel_all(self, grace_seconds: float) -> None:
+        """Have every hook ended within the grace."""
+
 
 class Engine:
     """What the agent knows and does about events. ``take`` what has come, then ``turn``."""
@@ -164,6 +173,7 @@ class Engine:
         self.identity = Identity(name=store.load_fact("vm_name"), vm_id=store.load_fact("vm_id"))
         """Who this VM is, as far as that is known."""
         self.is_paused = False
+        self._is_stopping = False
         self.store_failure = ""
         """Why the last turn could do nothing; "" if it could."""
         self.turned_at = self._machine.monotonic()
@@ -218,6 +228,7 @@ class Engine:
             case Identity():
                 self._new_identity = news
             case ApprovalAnswered():
+                self._hands.forget_approval(news.workflow_id)
                 if news.error_kind:
                     self._metrics.approvals.labels(news.error_kind).inc()
                 self._signals.append(news)
@@ -245,7 +256,8 @@ class Engine:
         try:
             self._learn_identity(now)
             self._take_requests(now)
-            if (self._document or self._latest) and (self._is_identity_sure or self.settings.vm.name):
+            has_document = bool(self._document or self._latest) and not self._is_stopping
+            if has_document and (self._is_identity_sure or self.settings.vm.name):
                 self._document_at = document_at or now
             if self._delayed and not self._hands.is_running(None) and self._machine.is_shutting_down() is False:
                 self._log.info("the machine stays up after all: the hooks that counted as not run start again")
@@ -270,18 +282,16 @@ class Engine:
         """When time alone will next let something happen."""
         return next_wake_at(self.board, self._context(self._machine.now(), self._document_at))
 
-    def finish(self, ended: Iterable[HookEnded]) -> None:
-        """Keep results that came too late for a turn; what follows from them is left to the next start.
+    def begin_stop(self) -> None:
+        """From now on a turn keeps what has come and begins nothing: what follows is left to the next start."""
+        self._is_stopping = True
+        self._document_at = None  # without a document nothing moves
+        self._signals = [signal for signal in self._signals if not _is_cut_short(signal)]
 
-        Raises StoreError.
-        """
-        now = self._machine.now()
-        signals = [*self._signals, *(_to_signal(item.effect, item.result) for item in ended if item.effect)]
-        signals = [signal for signal in signals if not _is_cut_short(signal)]
-        # Without a document nothing moves.
-        progression = proceed(self.board, signals, self._context(now, document_at=None))
-        self._store.commit(progression.steps, now)
-        self._store.record("agent_stopped", f"pending: {len(progression.board)}", now)
+    def finish(self) -> None:
+        """Keep what has come last. Raises StoreError."""
+        self.turn(None)
+        self._store.record("agent_stopped", f"pending: {len(self.board)}", self._machine.now())
 
     # --- policy
 
@@ -450,9 +460,13 @@ class Engine:
             self._log.warning(text, event_id=effect.workflow_id, hook=effect.hook, reason=result.detail)
             self._delayed.append(effect)
             return
-        self._signals.append(_to_signal(effect, result))
+        signal = _to_signal(effect, result)
+        if not (self._is_stopping and _is_cut_short(signal)):
+            self._signals.append(signal)
 
     def _run_delayed(self, now: datetime) -> None:
+        if self._is_stopping:
+            return
         delayed, self._delayed = self._delayed, []
         for effect in delayed:
             if effect.workflow_id in self.board:  # or it has turned out to be another VM's
@@ -482,7 +496,7 @@ class Engine:
                 self._start_on_clear_hook()
 
     def _start_on_clear_hook(self) -> None:
-        if not self._on_clear:
+        if not self._on_clear or self._is_stopping:
             return
         hook = self._on_clear.pop(0)
         environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": self.name()}

@@ -4,7 +4,7 @@ Owns the inbox and starts every thread; knows nothing of what is decided. The on
 thread touches the engine, and nothing that others wait for (a poll, a hook, an approval, a client) can keep it
 from its next turn.
 
-    engine      takes the inbox, turns (the thread that calls ``run``)
+    engine      takes the inbox, turns (the thread that calls ``run``; inbox.py)
     poller      fetches, compares bytes, parses            -> inbox     (polling.py)
     identity    asks who this VM is, until it is known     -> inbox
     approvals   one thread for each request to approve     -> inbox     (hands.py)
@@ -18,19 +18,18 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal
 
 from msgspec.structs import replace
 
 from agent import __version__, host
 from agent.config import BUILT_IN_NAME, Settings
 from agent.daemon.hands import Threads
+from agent.daemon.inbox import Command, Inbox, Item
 from agent.daemon.pages import Pages
 from agent.daemon.polling import Endpoint, Identifier, Poller
 from agent.daemon.watchdog import Watchdog
-from agent.engine import Engine, HookEnded, News
+from agent.engine import Engine
 from agent.hooks import end_leftovers
 from agent.log import get_logger
 from agent.metrics import Metrics
@@ -41,9 +40,6 @@ from agent.workflow import Workflow
 
 # The engine's own pace: how soon an operator is answered, and how often /healthz hears of it.
 _TICK_SECONDS = 1.0
-# On stop, running hooks may end by themselves first; of the time that is left, this is for them after they were
-# told to, and as much for the state file and the log.
-_STOP_GRACE_SECONDS = 1.5
 # The first poll waits this long for the first answer to who this VM is, and no longer.
 _IDENTITY_PATIENCE_SECONDS = 2.0
 # The service manager hears that the agent is ready when the first poll has been tried, or takes longer than this.
@@ -53,16 +49,6 @@ _COMMIT_RETRY_SECONDS = 1.0
 # For the web server to be there at the start, and gone at the end.
 _WEB_PATIENCE_SECONDS = 2.0
 DEFAULT_STOP_TIMEOUT = 5.0
-
-
-@dataclass(frozen=True)
-class _Command:
-    """Somebody wants the daemon to stop or to read its policy again."""
-
-    word: Literal["stop", "reload", "pause", "resume"]
-
-
-_Item = News | _Command
 
 
 class Daemon:
@@ -90,15 +76,17 @@ class Daemon:
         self._stop_timeout = stop_timeout
         self._load_settings = load_settings
         self._log = get_logger()
-        self._inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+        self._put = items.put
         self._crash: BaseException | None = None
         self._metrics = Metrics(self._load_pending)
         endpoint = Endpoint(lambda: self._engine.settings.imds, settings.imds)
-        self._poller = Poller(endpoint, self._inbox.put, self._metrics)
-        self._identifier = Identifier(endpoint, self._inbox.put, self._poller.stop_requested)
+        self._poller = Poller(endpoint, self._put, self._metrics)
+        self._identifier = Identifier(endpoint, self._put, self._poller.stop_requested)
         self._instance = str(store.path.resolve())
-        self._hands = Threads(endpoint, self._inbox.put, self._instance)
+        self._hands = Threads(endpoint, self._put, self._instance)
         self._engine = Engine(settings, store, self._metrics, self._hands, describe=self._load_status)
+        self._inbox = Inbox(items, self._engine, self._hands, self._obey)
         self._started = time.monotonic()
         self._policy_hash = policy_hash
         self._policy = PolicyInForce(file=policy_name, read_at=datetime.now(UTC), hash=policy_hash())
@@ -130,19 +118,19 @@ class Daemon:
 
     def stop(self) -> None:
         """Have ``run`` return within the stop time-out; at once, or nearly, if it is called again."""
-        self._inbox.put(_Command("stop"))
+        self._put(Command("stop"))
 
     def reload(self) -> None:
         """Read the policy file again; a bad one is refused, and the old one stays in force."""
-        self._inbox.put(_Command("reload"))
+        self._put(Command("reload"))
 
     def pause(self) -> None:
         """Go on watching, but begin nothing and approve nothing until ``resume``; a hook that runs is let end."""
-        self._inbox.put(_Command("pause"))
+        self._put(Command("pause"))
 
     def resume(self) -> None:
         """Act again."""
-        self._inbox.put(_Command("resume"))
+        self._put(Command("resume"))
 
     def run(self) -> None:
         """Work until ``stop`` is called. Blocks. Raises what ended a thread that must not end."""
@@ -201,7 +189,7 @@ class Daemon:
 
     def _shut_down(self) -> None:
         """Stop in time: running hooks may end by themselves first, then are made to."""
-        self._watchdog.stop()  # there are no more turns
+        self._watchdog.stop()  # a stop has a time limit of its own
         self._poller.stop()
         # What has a bug is best started anew, and soon.
         stop_timeout = self._stop_timeout if self._crash is None else min(self._stop_timeout, DEFAULT_STOP_TIMEOUT)
@@ -210,11 +198,8 @@ class Daemon:
         self._service.tell("stopping", f"Stopping{waits_for}")
         if waits_for:
             self._log.info(f"stopping{waits_for}", patience_seconds=stop_timeout)
-        ended = self._collect_hooks(time.monotonic() + stop_timeout - 2 * _STOP_GRACE_SECONDS)
-        self._hands.cancel_all(_STOP_GRACE_SECONDS)
-        self._collect_hooks(time.monotonic() + _STOP_GRACE_SECONDS + 0.5)
         try:
-            self._engine.finish(ended)
+            self._inbox.finish(stop_timeout)
         except StoreError as error:
             self._log.error("could not write the state file while stopping", reason=str(error))
         if self._web_thread is not None:
@@ -222,30 +207,12 @@ class Daemon:
         self._pages.close()
         self._log.info("agent stopped")
 
-    def _collect_hooks(self, deadline: float) -> list[HookEnded]:
-        """Results of hooks that end until the deadline, or until somebody is tired of waiting."""
-        ended: list[HookEnded] = []
-        while self._hands.are_running() and time.monotonic() < deadline:
-            try:
-                item = self._inbox.get(timeout=max(0.01, deadline - time.monotonic()))
-            except queue.Empty:
-                break
-            if item == _Command("stop"):
-                break
-            if isinstance(item, HookEnded):
-                self._hands.forget_hook(item.effect)
-                ended.append(item)
-        return ended
-
     # --- a turn of the engine
 
     def _turn(self) -> bool:
         """Take what has come, decide, commit, perform. False when it is time to stop."""
         document_at = self._poller.succeeded_at  # before the inbox is emptied: nothing later is in it
-        timeout = self._seconds_to_next_turn()
-        may_go_on = True
-        for item in self._take_items(timeout):
-            may_go_on = self._take(item) and may_go_on
+        may_go_on = self._inbox.take(self._seconds_to_next_turn())
         self._hands.reap()
         if not may_go_on:
             return False
@@ -262,26 +229,11 @@ class Daemon:
         wake_at = self._engine.next_wake_at()
         return min(_TICK_SECONDS, (wake_at - datetime.now(UTC)).total_seconds()) if wake_at else _TICK_SECONDS
 
-    def _take_items(self, timeout: float) -> list[_Item]:
-        items: list[_Item] = []
-        try:
-            items.append(self._inbox.get(timeout=max(0.0, timeout)))
-            while True:
-                items.append(self._inbox.get_nowait())
-        except queue.Empty:
-            return items
-
-    def _take(self, item: _Item) -> bool:
-        match item:
-            case _Command(word="reload"):
-                self._reload()
-            case _Command(word="pause" | "resume" as word):
-                self._engine.set_paused(is_paused=word == "pause")
-            case _Command():
-                return False
-            case _:
-                self._engine.take(item)
-        return True
+    def _obey(self, command: Command) -> None:
+        if command.word == "reload":
+            self._reload()
+        else:
+            self._engine.set_paused(is_paused=command.word == "pause")
 
     # --- the service manager
 

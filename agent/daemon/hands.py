@@ -30,6 +30,7 @@ class Threads:
         self._put = put
         self._instance = instance
         self._runs: dict[HookKey | None, tuple[HookRun, RunningHook]] = {}
+        self._unanswered: set[str] = set()
         self._have_run = False
 
     def start_hook(
@@ -101,8 +102,8 @@ class Threads:
         if self._have_run:
             host.reap_orphans()
 
-    def are_running(self) -> bool:
-        return bool(self._runs)
+    def is_busy(self) -> bool:
+        return bool(self._runs or self._unanswered)
 
     def running(self) -> tuple[RunningHook, ...]:
         """The hooks that run, for any thread."""
@@ -134,10 +135,15 @@ class Threads:
             finally:
                 client.close()
 
+        self._unanswered |= {approve.workflow_id for approve in approvals}
         try:
             threading.Thread(target=work, name="approval", daemon=True).start()
         except RuntimeError as error:  # no memory for a thread
             self._answer(approvals, "no_thread", str(error))
+
+    def forget_approval(self, workflow_id: str) -> None:
+        """Its answer has been taken from the inbox."""
+        self._unanswered.discard(workflow_id)
 
     def _answer(self, approvals: list[Approve], kind: str, detail: str) -> None:
         for approve in approvals:

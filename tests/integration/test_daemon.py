@@ -126,7 +126,7 @@ def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another
         daemon._engine._delayed = [workflow.RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)]
         daemon._engine.take(HookEnded(None, without_run("uncordon", "canceled", "canceled")))
         assert daemon._engine._delayed == []
-        assert not daemon._hands.are_running()
+        assert not daemon._hands.is_busy()
     finally:
         store.close()
 

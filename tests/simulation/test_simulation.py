@@ -4,8 +4,9 @@ A few hundred lives here; ``python tests/simulation`` lives ten thousand. That t
 only if the simulation finds what is there to be found: so each invariant is broken on purpose, once.
 """
 
+import queue
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -19,7 +20,8 @@ from world import START, TROUBLES, Trouble
 from agent import engine as engine_module
 from agent import workflow as machine
 from agent.config import Settings
-from agent.engine import Engine, Hands, Machine
+from agent.daemon.inbox import Inbox
+from agent.engine import Engine, Hands, HookEnded, Machine
 from agent.events import Document, ScheduledEvent
 from agent.imds import Identity
 from agent.metrics import Metrics
@@ -109,6 +111,7 @@ def _open_gate(name: str) -> dict[str, Any]:
 
 
 REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = machine._restart, machine._answer, machine._cut_short
+REAL_FINISH = Engine.finish
 REAL_MOVE, REAL_TURN, REAL_DECIDE = machine._move_scheduled, Engine.turn, Engine._decide_and_do
 
 
@@ -196,6 +199,21 @@ def _proceed_that_loses_what_fails(board: Any, signals: Any, context: Context) -
     return proceed(board, signals if len(signals) < 2 else kept, context)
 
 
+def _collect_hooks_only(inbox: Inbox, seconds: float) -> None:
+    """A stop that throws away all but the ends of hooks."""
+    deadline = inbox._monotonic() + seconds
+    while inbox._hands.is_busy() and (left := deadline - inbox._monotonic()) > 0:
+        with suppress(queue.Empty):
+            item = inbox._items.get(timeout=left)
+            if isinstance(item, HookEnded):
+                inbox._engine.take(item)
+
+
+def _finish_without_requests(engine: Engine) -> None:
+    engine._take_requests = lambda now: None  # type: ignore[method-assign]  # noqa: ARG005
+    REAL_FINISH(engine)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One thing done wrong, and the beginning of what the judge says to it."""
@@ -238,6 +256,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "9: a restart forgets the hook in flight": Mutant(machine, {"_restart": _restart_that_forgets_the_hook}, ""),
     "9: the state file is not read": Mutant(Store, {"load_workflows": _load_nothing}, "(9)"),
+    "6: a stop throws answers away": Mutant(Inbox, {"_collect": _collect_hooks_only}, "(6)", frozenset({"stops"})),
+    "9: a stop forgets operators": Mutant(
+        Engine, {"finish": _finish_without_requests}, "(9) a stop leaves", frozenset({"stops", "operator"})
+    ),
     "9: results are lost": Mutant(engine_module, {"proceed": _proceed_that_loses_what_fails}, ""),
 }
 

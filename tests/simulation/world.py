@@ -4,14 +4,15 @@ Owns the clock, what goes wrong and when; the judge knows what is right. One see
 same one: every kind of trouble draws from a chance of its own, so that it can be left out without changing the
 others. Nothing here waits: time is what the next thing to happen says it is.
 
-Real are the engine (with the parser, the comparison, the policy and the workflow behind it) and the store;
-simulated are threads, hooks, the network, the machine and its clocks.
+Real are the engine (with the parser, the comparison, the policy and the workflow behind it), its inbox and the
+store; simulated are threads, hooks, the network, the machine and its clocks.
 """
 
 import contextlib
 import heapq
 import io
 import itertools
+import queue
 import random
 import shutil
 import sqlite3
@@ -25,6 +26,7 @@ from judge import VM, BrokenError, Judge
 
 from agent import log
 from agent.config import AgentSettings, Settings
+from agent.daemon.inbox import Command, Inbox
 from agent.engine import Engine, HookEnded, HookKey, Machine, Paused, key_of, without_run
 from agent.events import parse_document
 from agent.hooks import HookResult
@@ -55,6 +57,10 @@ _HOOKS = ("drain", "save", "stop", "load", "resume", "go", "tell")
 
 class PowerCut(BaseException):
     """The process ends here; no code of the agent's may catch it."""
+
+
+class EndedError(BaseException):
+    """The agent has ended while it waited for what comes."""
 
 
 class CrashingStore(Store):
@@ -120,7 +126,9 @@ class World(Machine):
         self._body = b""
         self._succeeded_at: datetime | None = None
         self._document_at: datetime | None = None
-        self._inbox: list[Any] = []
+        self._mail = Mail(self)
+        self._inbox: Inbox | None = None
+        self._is_stopping = False
         self._has_turn = False
         self._poll_at = -1.0
         self._wake_at = -1.0
@@ -339,7 +347,7 @@ class World(Machine):
 
     def _power_off(self) -> None:
         chance = self.chance("reboot")
-        if chance.random() < 0.5:
+        if chance.random() < 0.5 and not self._is_stopping:
             self._stop_agent(may_restart=False)
         else:
             self._crash("the power is off", may_restart=False)
@@ -400,11 +408,12 @@ class World(Machine):
             self._is_state_lost = True
             self._was_ready = None
         self._body, self._succeeded_at, self._document_at = b"", None, None
-        self._inbox, self._document, self._results, self._answers = [], None, [], []
+        self._mail, self._document, self._results, self._answers = Mail(self), None, [], []
         self._hands = Hands(self)
         self.tell(f"the agent starts, boot {self._boot}")
         try:
             self.engine = Engine(self._settings, store, self._metrics, self._hands, self)
+            self._inbox = Inbox(cast("Any", self._mail), self.engine, self._hands, self._obey, self.monotonic)
             self.engine.start()
         except PowerCut:
             self._crash("killed while it started")
@@ -438,7 +447,7 @@ class World(Machine):
         self.tell(f"the agent is killed ({how})" if how == "kill -9" else how)
         for ended in self._results:
             self._forget(ended)
-        for item in self._inbox:
+        for item in self._mail.items:
             if isinstance(item, HookEnded):
                 self._forget(item)
         self._hands.close()
@@ -455,7 +464,7 @@ class World(Machine):
         # Closing tidies up the files, of which a process that was killed would have left more: those are copied.
         self._store.close()
         shutil.rmtree(self._store.path.parent, ignore_errors=True)
-        self._store, self.engine = None, None
+        self._store, self.engine, self._inbox, self._is_stopping = None, None, None, False
         self.judge.crashed()
         self._was_ready = self._ready_on_disk()
         if may_restart:
@@ -485,23 +494,60 @@ class World(Machine):
         if self.engine is None:
             return
         self.tell("the agent is told to stop")
-        ended = self._hands.end_some(self.chance("stops"))
-        ended += [item for item in self._inbox if isinstance(item, HookEnded)]
-        results, self._results = self._results, []
+        self._deliver(Command("stop"))
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        assert self._inbox is not None
         try:
-            self.engine.finish(ended)
-            for item in [*results, *ended]:
-                is_kept = item.result.outcome == "succeeded"
-                if is_kept and item.effect is not None:
-                    self._known(item)
-                else:
-                    self._forget(item)
+            if self._inbox.take(0.0):
+                raise BrokenError("(9) the agent does not hear that it is to stop")
+            # What a hook that fails now leaves undone is done again: it may have been made to fail.
+            for ended in [ended for ended in self._results if ended.result.outcome != "succeeded"]:
+                self._results.remove(ended)
+                self._forget(ended)
+            self._inbox.finish(self.chance("stops").choice((0.0, 5.0, 60.0)))
+            self._judge_stop()
+        except EndedError:
+            return
         except (StoreError, PowerCut):
-            for item in [*results, *ended]:
+            self.is_cut_after_commit = False
+        for item in [*self._results, *self._mail.items]:
+            if isinstance(item, HookEnded):
                 self._forget(item)
-        self._inbox = []
         self._hands.close()
         self._end_life(may_restart=may_restart)
+
+    def _judge_stop(self) -> None:
+        """The agent has stopped, and could write until its end."""
+        assert self.engine is not None
+        assert self._store is not None
+        if self.is_cut_after_commit:
+            raise PowerCut
+        if self.engine.store_failure:
+            return
+        lost = [*self._mail.items, *self._results, *self._answers]
+        if lost:
+            raise BrokenError(f"(9) lost by a stop: {lost}")
+        self._read_answers()
+        if self._store.load_requests(self.now()):
+            raise BrokenError("(9) a stop leaves an operator without an answer")
+
+    def _obey(self, command: Command) -> None:
+        raise BrokenError(f"the world gives no such command: {command}")
+
+    def wait_for_mail(self, timeout: float) -> None:
+        """Let the world go on until something is in the mail; for an agent that waits while it stops."""
+        life, until = self._life, self._at + timeout
+        while not self._mail.items and self._queue and self._queue[0][0] <= until:
+            at, _, what = heapq.heappop(self._queue)
+            self._at = max(self._at, at)
+            what()
+            self._watch_azure()
+            if self._life != life or self.engine is None:
+                raise EndedError
+        if not self._mail.items:
+            self._at = until
 
     def _damage(self) -> None:
         """Rot, found at the next start."""
@@ -543,7 +589,7 @@ class World(Machine):
     def _deliver(self, item: Any) -> None:
         if self.engine is None:
             return
-        self._inbox.append(item)
+        self._mail.items.append(item)
         delay = self.chance("slow inbox").choice((0.0, 0.1, 2.0)) if self.has("slow inbox") else 0.0
         self._wake_soon(delay)
 
@@ -593,19 +639,17 @@ class World(Machine):
         self.after(seconds, hear)
 
     def _turn(self, life: int, at: float) -> None:
-        if life != self._life or at != self._wake_at or self.engine is None:
+        if life != self._life or at != self._wake_at or self.engine is None or self._is_stopping:
             return
         self._wake_at = -1.0
         if self._is_frozen:
             self._wake_soon(1.0)
             return
         engine = self.engine
-        items, self._inbox = self._inbox, []
+        assert self._inbox is not None
         document_at = self._document_at
         try:
-            for item in items:
-                self._note_taken(item)
-                engine.take(item)
+            self._inbox.take(0.0)
             is_done = engine.turn(document_at)
             self.judge.turned(may_be_late=not self.judge.has_name)
             self._see_readiness()
@@ -633,10 +677,12 @@ class World(Machine):
             if workflow.is_prepared_for:
                 self.judge.unready(self._azure.event(workflow.event.id).ids[0])
 
-    def _note_taken(self, item: Any) -> None:
+    def note_taken(self, item: Any) -> None:
         match item:
             case HookEnded(effect=None):
                 self.judge.on_clear_runs -= 1
+            case HookEnded(result=result) if self._is_stopping and result.outcome != "succeeded":
+                self._forget(item)
             case HookEnded(effect=RunHook() as effect, result=result):
                 if result.outcome not in ("succeeded", "canceled") and self._is_going_down:
                     self.judge.not_run(self._event_of(effect), effect.stage, effect.hook)
@@ -646,7 +692,7 @@ class World(Machine):
                 self._answers.append(item)
             case Identity():
                 self.judge.has_name = True
-            case Paused():
+            case Paused() | Command():
                 pass
             case _:
                 self._document = item
@@ -661,7 +707,7 @@ class World(Machine):
                 name = self._azure.event(event.id).ids[0]
                 events.append((name, event.id, event.type, event.status, event.resources))
             self.judge.read(events, is_state_lost=self._is_state_lost)
-            self._is_state_lost = False
+            self._is_state_lost &= self._is_stopping
             self._document = None
         for ended in self._results:
             self._known(ended)
@@ -831,6 +877,26 @@ class World(Machine):
                     self.judge.spoke(name, self._words[name])
 
 
+class Mail:
+    """Stands for the queue of the daemon's inbox."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.items: list[Any] = []
+
+    def get(self, timeout: float) -> Any:
+        if not self.items:
+            self._world.wait_for_mail(timeout)
+        return self.get_nowait()
+
+    def get_nowait(self) -> Any:
+        if not self.items:
+            raise queue.Empty
+        item = self.items.pop(0)
+        self._world.note_taken(item)
+        return item
+
+
 class Hands:
     """The engine's hands: hooks that take the time and end the way that chance gives them."""
 
@@ -838,6 +904,7 @@ class Hands:
         self._world = world
         self._life = world.life
         self._runs: dict[HookKey | None, tuple[RunHook | None, str]] = {}
+        self._unanswered: set[str] = set()
         self._live: set[HookKey | None] = set()
         self._numbers: dict[HookKey | None, int] = {}
         self._count = itertools.count()
@@ -896,7 +963,19 @@ class Hands:
 
     def approve(self, approvals: list[Approve], incarnation: str) -> None:
         del incarnation
+        self._unanswered |= {approve.workflow_id for approve in approvals}
         self._world.post(approvals)
+
+    def forget_approval(self, workflow_id: str) -> None:
+        self._unanswered.discard(workflow_id)
+
+    def is_busy(self) -> bool:
+        return bool(self._runs or self._unanswered)
+
+    def cancel_all(self, grace_seconds: float) -> None:
+        del grace_seconds
+        for key in [*self._live]:
+            self.cancel_hook(key)
 
     def end_all(self, chance: random.Random) -> None:
         """The machine goes down and ends what runs."""
@@ -904,18 +983,6 @@ class Hands:
             number = self._numbers[key]
             if chance.random() < 0.5:
                 self._world.after(0.0, lambda key=key, number=number: self._end(key, number, "failed"))  # type: ignore[misc]
-
-    def end_some(self, chance: random.Random) -> list[HookEnded]:
-        """The agent stops, and some hooks end by themselves while it waits."""
-        ended = []
-        for key in [*self._live]:
-            effect, name = self._runs[key]
-            outcome: HookOutcome = chance.choice(("succeeded", "canceled"))
-            self._live.discard(key)
-            self._world.hook_ends(effect, name, outcome)
-            if effect is not None:
-                ended.append(HookEnded(effect, _result(name, outcome)))
-        return ended
 
     def close(self) -> None:
         """All of them are ended with the agent."""

@@ -1,0 +1,230 @@
+"""What comes while the agent stops, in every order: the real inbox and engine, on a real state file."""
+
+import itertools
+import queue
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from agent.config import Settings
+from agent.daemon.inbox import Command, Inbox
+from agent.engine import Engine, HookEnded, HookKey, key_of, without_run
+from agent.events import Document, ScheduledEvent
+from agent.imds import Identity
+from agent.metrics import Metrics
+from agent.policy import Hook, Rule, When
+from agent.store import Store
+from agent.workflow import ApprovalAnswered, Approve, RunHook, Workflow
+
+RULES = (
+    Rule(name="first", when=When(type=("Reboot",)), prepare=("drain",), approve="when-prepared"),
+    Rule(name="second", approve="immediately"),
+)
+SETTINGS = Settings(rules=RULES, hooks={"drain": Hook(run=("/bin/true",))})
+NOW = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
+METRICS = Metrics(tuple)
+ITEMS = ("hook", "answer", "identity", "document", "word", "stop")
+
+
+class Hands:
+    """Hands whose hooks and approvals go on until the test says how they ended."""
+
+    def __init__(self) -> None:
+        self.hooks: dict[HookKey | None, RunHook] = {}
+        self.approvals: set[str] = set()
+        self.begun: list[str] = []
+        self.canceled = 0
+
+    def start_hook(self, effect: RunHook, name: str, *_: object, **__: object) -> None:
+        self.hooks[key_of(effect)] = effect
+        self.begun.append(name)
+
+    def forget_hook(self, effect: RunHook | None) -> None:
+        self.hooks.pop(key_of(effect), None)
+
+    def is_running(self, key: HookKey | None) -> bool:
+        return key in self.hooks
+
+    def approve(self, approvals: list[Approve], incarnation: str) -> None:
+        del incarnation
+        self.approvals |= {approve.workflow_id for approve in approvals}
+        self.begun += [approve.event_id for approve in approvals]
+
+    def forget_approval(self, workflow_id: str) -> None:
+        self.approvals.discard(workflow_id)
+
+    def is_busy(self) -> bool:
+        return bool(self.hooks or self.approvals)
+
+    def cancel_all(self, grace_seconds: float) -> None:
+        del grace_seconds
+        self.canceled += 1
+
+
+class Items:
+    """The queue: all is there at once, or one item comes after the other."""
+
+    def __init__(self, items: list[Any], *, at_once: bool) -> None:
+        self.items = items
+        self.seconds = 0.0
+        self._at_once = at_once
+
+    def get(self, timeout: float) -> Any:
+        while self.items and callable(self.items[0]):
+            self.items.pop(0)()
+        if self.items:
+            return self.items.pop(0)
+        self.seconds += max(timeout, 0.1)
+        raise queue.Empty
+
+    def get_nowait(self) -> Any:
+        if not self._at_once:
+            raise queue.Empty
+        return self.get(0.0)
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+class Agent:
+    """An agent with a hook and an approval under way."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.store = Store.open(directory, NOW)
+        self.hands = Hands()
+        self.engine = Engine(SETTINGS, self.store, METRICS, cast("Any", self.hands))
+        self.engine.start()
+        self.engine.take(Identity(name="vm-1", vm_id=""))
+        self.engine.take(Document(incarnation="1", events=(an_event("A", "Reboot"), an_event("B", "Freeze"))))
+        assert self.engine.turn(datetime.now(UTC))
+        assert self.hands.begun == ["drain", "B"]
+        self.hands.begun.clear()
+
+    def workflow(self, event_id: str) -> Workflow:
+        return next(w for w in self.store.load_workflows() if w.event.id == event_id)
+
+    def item(self, word: str) -> Any:
+        workflow = self.workflow("A")
+        match word:
+            case "hook":
+                (effect,) = self.hands.hooks.values()
+                return HookEnded(effect, without_run("drain", "succeeded", ""))
+            case "answer":
+                return ApprovalAnswered(workflow_id=self.workflow("B").id)
+            case "identity":
+                return Identity(name="vm-1", vm_id="id-1")
+            case "document":
+                events = (an_event("A", "Reboot"), an_event("B", "Freeze"), an_event("C", "Redeploy"))
+                return Document(incarnation="2", events=events)
+            case "word":
+                return lambda: self.ask(workflow.id)
+        return Command("stop")
+
+    def ask(self, workflow_id: str) -> None:
+        operator = Store.join(self.directory)
+        try:
+            operator.add_request(workflow_id, "held", "kim", datetime.now(UTC))
+        finally:
+            operator.close()
+
+    def live(self, items: Items) -> None:
+        """Turns until it is told to stop, as the daemon does, and stops."""
+        inbox = Inbox(cast("Any", items), self.engine, cast("Any", self.hands), fail, items.monotonic)
+        while inbox.take(1.0):
+            assert self.engine.turn(datetime.now(UTC))
+        begun = len(self.hands.begun)
+        inbox.finish(10.0)
+        assert len(self.hands.begun) == begun, "something is begun by an agent that stops"
+
+
+def fail(command: Command) -> None:
+    raise AssertionError(command)
+
+
+def an_event(event_id: str, type_: str) -> ScheduledEvent:
+    return ScheduledEvent(id=event_id, type=type_, status="Scheduled", resources=("vm-1",))
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[], Agent]]:
+    """Agents on a disk that costs no time, if there is one."""
+    agents: list[Agent] = []
+    root = Path("/dev/shm")
+    directory = Path(tempfile.mkdtemp(prefix="inbox-", dir=root if root.is_dir() else None))
+
+    def start_one() -> Agent:
+        for agent in agents:
+            agent.store.close()
+        path = directory / str(len(agents))
+        path.mkdir()
+        agents.append(Agent(path))
+        return agents[-1]
+
+    yield start_one
+    for agent in agents:
+        agent.store.close()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "one by one"])
+@pytest.mark.parametrize("first", ITEMS)
+def test_what_comes_before_the_end_of_a_stop_is_kept(
+    start: Callable[[], Agent], first: str, at_once: bool
+) -> None:
+    for rest in itertools.permutations([item for item in ITEMS if item != first]):
+        order = (first, *rest)
+        if not at_once and order[-1] not in ("hook", "answer"):
+            continue  # what it waits for has come: it does not wait for the last item
+        agent = start()
+        agent.live(Items([agent.item(word) for word in order], at_once=at_once))
+        held, approved, new = (agent.workflow(event_id) for event_id in "ABC")
+        assert held.prepare.done == ("drain",), order
+        assert approved.approval.state == "confirmed", order
+        assert agent.store.load_fact("vm_id") == "id-1", order
+        assert new.event.type == "Redeploy", order
+        assert held.operator == "held", order
+        assert (agent.store.load_answer(1) or "").startswith("held: the event is "), order
+        assert agent.store.load_notes()[-1].kind == "agent_stopped"
+
+
+def test_a_second_stop_ends_the_waiting_and_loses_nothing(start: Callable[[], Agent]) -> None:
+    agent = start()
+    words = ("stop", "stop", "stop", "answer", "word", "hook")
+    agent.live(Items([agent.item(word) for word in words], at_once=True))
+    assert agent.hands.canceled == 1
+    assert agent.workflow("A").operator == "held"
+    assert agent.workflow("A").prepare.done == ("drain",)
+    assert agent.workflow("B").approval.state == "confirmed"
+
+
+def test_a_hook_that_ends_badly_while_the_agent_stops_is_left_open(start: Callable[[], Agent]) -> None:
+    agent = start()
+    (effect,) = agent.hands.hooks.values()
+    failed = HookEnded(effect, without_run("drain", "failed", "exit code 1"))
+    agent.live(Items([Command("stop"), failed], at_once=False))
+    assert agent.workflow("A").phase == "preparing"
+    assert agent.workflow("A").prepare.current == "drain"
+
+
+def test_an_item_that_meets_a_bug_does_not_take_others_along(
+    start: Callable[[], Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = start()
+    take = Engine.take
+
+    def faulty(self: Engine, news: Any) -> None:
+        if isinstance(news, Document):
+            raise TypeError("a bug")
+        take(self, news)
+
+    monkeypatch.setattr(Engine, "take", faulty)
+    items = Items([agent.item(word) for word in ("stop", "document", "answer", "hook")], at_once=False)
+    agent.live(items)
+    assert agent.workflow("A").prepare.done == ("drain",)
+    assert agent.workflow("B").approval.state == "confirmed"
