@@ -103,7 +103,7 @@ class ImdsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )
     first_request_timeout: Annotated[
         Duration,
-        Meta(description="The same until the first success: switching the service on may take two minutes."),
+        Meta(description="Time limit of a VM's very first request, which takes long; others go out meanwhile."),
     ] = 120.0
 
 

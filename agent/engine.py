@@ -57,6 +57,9 @@ from agent.workflow import (
 _CLOCK_SET_SECONDS = 1.0
 _KEEP_JOURNAL = timedelta(days=90)
 _PRUNE_SECONDS = 86400.0
+# After a day without a request the service switches Scheduled Events off for the VM.
+_SERVICE_KNOWN = timedelta(hours=24)
+_REMEMBER_ANSWER = timedelta(hours=1)
 _LOUD_NOTES = ("held", "blocked", "approval_failed")
 
 HookKey = tuple[str, str]
@@ -182,6 +185,7 @@ class Engine:
         self._new_identity: Identity | None = None
         # A disk may have been copied to another VM, which is always another boot.
         self._is_identity_sure = host.is_same_boot(store.load_fact("boot_id"), self.boot_id)
+        self._answer_remembered_at: datetime | None = None
         self._is_state_lost = bool(store.load_fact("state_lost"))
         # What the next turn has to take in: a document, and signals, that no commit has held yet.
         self._document: Document | None = None
@@ -265,6 +269,7 @@ class Engine:
             self._decide_and_do(now)
             self._greet_first_document(now)
             self._prune(now)
+            self._remember_answer(document_at)
         except StoreError as error:
             self.store_failure = str(error)
             # Nothing was done. What was taken in waits, and is decided on again.
@@ -476,6 +481,24 @@ class Engine:
         if self.turned_at - self._pruned >= _PRUNE_SECONDS:
             self._pruned = self.turned_at
             self._store.prune(now - _KEEP_JOURNAL)
+
+    # --- the service
+
+    def has_service_answered(self) -> bool:
+        """Whether it has answered this VM lately, so that Scheduled Events are switched on."""
+        boot_id, _, stamp = self._store.load_fact("service_answered").rpartition(" ")
+        if not stamp or not host.is_same_boot(boot_id, self.boot_id):
+            return False
+        age = self._machine.now() - datetime.fromisoformat(stamp)
+        return timedelta(0) <= age < _SERVICE_KNOWN
+
+    def _remember_answer(self, at: datetime | None) -> None:
+        """Now and then: that is enough to know it after a restart."""
+        before = self._answer_remembered_at
+        if at is None or (before is not None and abs(at - before) < _REMEMBER_ANSWER):
+            return
+        self._answer_remembered_at = at
+        self._store.save_facts({"service_answered": f"{self.boot_id} {at.isoformat()}"})
 
     # --- on_clear
 

@@ -6,6 +6,7 @@ from its next turn.
 
     engine      takes the inbox, turns (the thread that calls ``run``; inbox.py)
     poller      fetches, compares bytes, parses            -> inbox     (polling.py)
+    relief      does the same while the poller's request has no answer
     identity    asks who this VM is, until it is known     -> inbox
     approvals   one thread for each request to approve     -> inbox     (hands.py)
     hooks       one thread for each hook that runs         -> inbox
@@ -166,7 +167,9 @@ class Daemon:
         if ended:
             self._log.warning("ended what hooks of an agent that was killed had left running", processes=ended)
         self._start_thread("identity", self._identifier.run)
+        self._poller.has_service_answered = self._engine.has_service_answered()
         self._start_thread("poller", self._poll)
+        self._start_thread("relief", self._poller.run_relief)
         self._start_thread("watchdog", self._watchdog.run)
 
     def _poll(self) -> None:

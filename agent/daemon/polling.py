@@ -1,6 +1,7 @@
 """What comes from the metadata service: the document again and again, and who this VM is, into the engine's inbox.
 
-The one invariant: the poller waits for nothing but the service, and for that no longer than the time limits say.
+The one invariant: the poller waits for nothing but the service, and a request without an answer does not keep the
+next one back.
 """
 
 import threading
@@ -21,6 +22,9 @@ _PAUSE_SECONDS = 1.0
 # has answered, and does not know, less often.
 _IDENTITY_RETRY_SECONDS = 1.0
 _NO_NAME_RETRY_SECONDS = 10.0
+# A request that has waited this long for its answer is not waited for alone: others go out beside it, one for each
+# interval and one at a time, so that the service's limit of five a second stays far away.
+_RELIEF_AFTER_SECONDS = 2.0
 # What a poll may take beside its time limit: resolving a name that the policy gives, on a bad day.
 _RESOLVE_SECONDS = 30.0
 
@@ -50,13 +54,16 @@ class Endpoint:
         """Seconds."""
         return self._imds.poll_interval
 
-    def connect(self) -> ImdsClient:
-        """A client of one's own."""
+    def connect(self, *, may_switch_on: bool = False) -> ImdsClient:
+        """A client of one's own.
+
+        ``may_switch_on``: its first request for the document may be the VM's first one ever, which takes long.
+        """
         return ImdsClient(
             self._url,
             api_version=self._imds.api_version,
             request_timeout=self._imds.request_timeout,
-            first_request_timeout=self._imds.first_request_timeout,
+            first_request_timeout=self._imds.first_request_timeout if may_switch_on else 0.0,
         )
 
 
@@ -70,6 +77,14 @@ class Poller:
         self._good_polls = metrics.polls.labels("ok")  # looked up once: this is done every second, for ever
         self._backoff = Backoff()
         self._failure_log = FailureLog("polling the metadata service")
+        # Of what two threads share; requests are numbered in the order in which they are sent.
+        self._lock = threading.Lock()
+        self._last_number = 0
+        self._newest_answered = 0
+        self._body = b""
+        self._sent: float | None = None  # since when the poller waits for an answer
+        self.has_service_answered = False
+        """Whether the service is known to be switched on for this VM. To be set before ``run``."""
         self.stop_requested = threading.Event()
         self.succeeded: float | None = None
         """When a poll last succeeded, monotonic."""
@@ -90,25 +105,16 @@ class Poller:
         self.stop_requested.set()
 
     def run(self) -> None:
-        client = self._endpoint.connect()
-        body = b""
+        client = self._endpoint.connect(may_switch_on=not self.has_service_answered)
         while not self.stop_requested.is_set():
             if self._endpoint.look_again(has_failed=bool(self.failure)):
                 client.close()
-                client, body = self._endpoint.connect(), b""
-            began = time.monotonic()
+                client = self._endpoint.connect(may_switch_on=not self.has_service_answered)
+                self._body = b""
+            self._sent = began = time.monotonic()
             self._expected_back = began + _RESOLVE_SECONDS + client.fetch_timeout
-            delay = self._endpoint.poll_interval
-            try:
-                new_body = client.fetch()
-                if new_body != body:
-                    self._put(parse_document(new_body))
-                    self._metrics.documents.inc()
-                    body = new_body
-                self._succeed(began)
-            except (ImdsError, DocumentError) as error:
-                delay = max(delay, self._fail(error))
-            self.has_tried = True
+            delay = self._poll(client)
+            self._sent = None
             due = max(time.monotonic(), began + delay)  # missed ticks are dropped, not made up for
             self._expected_back = due + _RESOLVE_SECONDS
             self.stop_requested.wait(due - time.monotonic())
@@ -117,19 +123,58 @@ class Poller:
                 self._put(Paused(late))
         client.close()
 
+    def run_relief(self) -> None:
+        """Ask on connections of its own for as long as the poller waits for an answer."""
+        delay = _RELIEF_AFTER_SECONDS
+        while not self.stop_requested.wait(delay):
+            sent, began = self._sent, time.monotonic()
+            if sent is None or began - sent < _RELIEF_AFTER_SECONDS:
+                delay = _RELIEF_AFTER_SECONDS
+                continue
+            client = self._endpoint.connect()
+            delay = max(0.0, began + self._poll(client) - time.monotonic())
+            client.close()
+
+    def _poll(self, client: ImdsClient) -> float:
+        """One request and what follows from its answer; returns how long after it the next one is due."""
+        with self._lock:
+            self._last_number += 1
+            number, began = self._last_number, time.monotonic()
+        delay = self._endpoint.poll_interval
+        try:
+            body = client.fetch()
+            with self._lock:
+                # What was asked earlier and answered later is no news any more.
+                if number > self._newest_answered:
+                    self._take(body)
+                    self._newest_answered = number
+                    self._succeed(began)
+        except (ImdsError, DocumentError) as error:
+            with self._lock:
+                self._metrics.polls.labels(error.kind).inc()
+                if number > self._newest_answered:
+                    delay = max(delay, self._fail(error))
+        self.has_tried = True
+        return delay
+
+    def _take(self, body: bytes) -> None:
+        if body != self._body:
+            self._put(parse_document(body))
+            self._metrics.documents.inc()
+            self._body = body
+
     def _succeed(self, began: float) -> None:
         now = time.monotonic()
         self._good_polls.inc()
         self._metrics.poll_seconds.observe(now - began)
         self._failure_log.succeeded(now)
         self._backoff.reset()
-        self.failure = ""
+        self.failure, self.has_service_answered = "", True
         self.succeeded, self.succeeded_at = now, datetime.now(UTC)
 
     def _fail(self, error: ImdsError | DocumentError) -> float:
-        """Count and tell; returns how long to wait."""
+        """Tell; returns how long to wait."""
         self.failure = str(error)
-        self._metrics.polls.labels(error.kind).inc()
         self._failure_log.failed(error.kind, str(error), time.monotonic())
         return self._backoff.seconds_after(error)
 

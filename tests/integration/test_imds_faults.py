@@ -66,7 +66,8 @@ class Service:
         del has_failed
         return False
 
-    def connect(self) -> "Service":
+    def connect(self, *, may_switch_on: bool = False) -> "Service":
+        del may_switch_on
         return self
 
     def fetch(self) -> bytes:

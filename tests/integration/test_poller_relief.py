@@ -1,0 +1,165 @@
+"""A request for the document that has no answer: others go out beside it, and what is late is no news."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from agent.config import AgentSettings, ImdsSettings, LogSettings, Settings
+from agent.daemon import Daemon, polling
+from agent.daemon.polling import Endpoint, Poller
+from agent.engine import News
+from agent.events import Document
+from agent.imds import ImdsError
+from agent.metrics import Metrics
+from agent.policy import Rule
+from agent.simulator import Simulator
+from agent.store import Store
+
+PATIENCE = 20.0
+
+
+def document(number: int) -> bytes:
+    return b'{"DocumentIncarnation": %d, "Events": []}' % number
+
+
+class Service:
+    """Its first request is answered when the test says so, and with what it says; the others at once."""
+
+    poll_interval = 0.05
+    fetch_timeout = 60.0
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self.is_long: list[bool] = []
+        self.first_answer: bytes | ImdsError = b""
+        self.may_answer = threading.Event()
+        self._lock = threading.Lock()
+
+    def look_again(self, *, has_failed: bool) -> bool:
+        del has_failed
+        return False
+
+    def connect(self, *, may_switch_on: bool = False) -> "Service":
+        self.is_long.append(may_switch_on)
+        return self
+
+    def fetch(self) -> bytes:
+        with self._lock:
+            self.asked += 1
+            number = self.asked
+            self.in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            if number > 1:
+                return document(min(number, 3))
+            assert self.may_answer.wait(PATIENCE)
+            if isinstance(self.first_answer, ImdsError):
+                raise self.first_answer
+            return self.first_answer
+        finally:
+            with self._lock:
+                self.in_flight -= 1
+
+    def close(self) -> None:
+        pass
+
+
+def wait_until(is_so: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {PATIENCE:g} s: {what}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("late", [document(1), ImdsError("GET", kind="timeout"), b"<html>"])
+def test_a_late_answer_does_not_overwrite_a_newer_one(
+    monkeypatch: pytest.MonkeyPatch, late: bytes | ImdsError
+) -> None:
+    monkeypatch.setattr(polling, "_RELIEF_AFTER_SECONDS", 0.05)
+    service, metrics = Service(), Metrics(tuple)
+    service.first_answer = late
+    inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
+    poller = Poller(cast("Endpoint", service), inbox.put, metrics)
+    threads = [threading.Thread(target=work) for work in (poller.run, poller.run_relief)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: service.asked >= 6, "others go out beside the first one")
+        service.may_answer.set()
+        asked = service.asked
+        wait_until(lambda: service.asked > asked + 3, "the poller goes on")
+    finally:
+        service.may_answer.set()
+        poller.stop()
+        for thread in threads:
+            thread.join(PATIENCE)
+    assert service.most_in_flight == 2
+    assert service.is_long[0]
+    assert not any(service.is_long[1:])
+    documents = []
+    while not inbox.empty():
+        news = inbox.get_nowait()
+        if isinstance(news, Document):
+            documents.append(news.incarnation)
+    assert documents == ["2", "3"]
+    assert poller.failure == ""
+    assert poller.has_service_answered
+
+
+def test_a_service_that_has_answered_before_is_not_given_the_time_of_the_very_first_request() -> None:
+    service = Service()
+    service.first_answer = document(1)
+    service.may_answer.set()
+    poller = Poller(cast("Endpoint", service), lambda _: poller.stop(), Metrics(tuple))
+    poller.has_service_answered = True
+    poller.run()
+    assert service.is_long == [False]
+
+
+@contextmanager
+def running(state: Path, azure: Simulator) -> Iterator[Daemon]:
+    settings = Settings(
+        imds=ImdsSettings(endpoint=azure.endpoint(), poll_interval=0.25, request_timeout=60.0),
+        agent=AgentSettings(listen="off", log=LogSettings(level="error", format="json")),
+        rules=(Rule(name="all", approve="immediately"),),
+    )
+    state.mkdir(exist_ok=True)
+    store = Store.open(state, datetime.now(UTC))
+    daemon = Daemon(settings, lambda: settings, store)
+    thread = threading.Thread(target=daemon.run)
+    thread.start()
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
+        thread.join(PATIENCE)
+        store.close()
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["after a restart", "at the first start"])
+def test_a_preempt_is_acted_on_while_the_first_request_has_no_answer(tmp_path: Path, is_known: bool) -> None:
+    with Simulator(vms=("vm-1",)) as azure:
+        if is_known:
+            with running(tmp_path, azure) as daemon:
+                wait_until(lambda: daemon._engine._answer_remembered_at, "the answer is remembered")
+        azure.fault("vm-1", "stall", on="poll", count=1)
+        with running(tmp_path, azure) as daemon:
+            azure.wait_until(lambda: not azure.faults(), "the first request has no answer")
+            limit = daemon._poller._expected_back
+            assert limit is not None
+            assert (limit - time.monotonic() > 100) != is_known
+            event = azure.schedule("Preempt", notice_seconds=30)
+            approved_at = azure.wait_approved(event, timeout_seconds=25).approved_at
+            assert approved_at is not None
+            assert daemon._poller._sent is not None
+            assert daemon._poller._last_number > 1
