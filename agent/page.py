@@ -57,11 +57,20 @@ _DOTS = {"good": "15803d", "busy": "b45309", "bad": "b91c1c"}
 
 
 def render_page(
-    status: Status, recent: Iterable[History] = (), pauses: Iterable[JournalEntry] = (), *, unread: str = ""
+    status: Status,
+    recent: Iterable[History] = (),
+    pauses: Iterable[JournalEntry] = (),
+    *,
+    shows_output: bool = False,
+    unread: str = "",
 ) -> str:
-    """The whole document. ``unread``: why ``recent`` and ``pauses`` could not be read, if so."""
+    """The whole document.
+
+    ``shows_output``: whether hooks' output is for everyone who may read the page. ``unread``: why ``recent`` and
+    ``pauses`` could not be read, if so.
+    """
     histories = {history.workflow.id: history for history in recent}
-    room = _Room(events=_Budget(_MAX_EVENTS), timelines=_Budget(_MAX_HISTORY))
+    room = _Room(_Budget(_MAX_EVENTS), _Budget(_MAX_HISTORY), shows_output)
     tone, headline = _headline(status)
     name = status.vm.names[0] if status.vm.names else "this VM"
     icon = f"<svg xmlns='http://www.w3.org/2000/svg'><circle cx='8' cy='8' r='7' fill='%23{_DOTS[tone]}'/></svg>"
@@ -111,6 +120,7 @@ class _Room(NamedTuple):
 
     events: _Budget
     timelines: _Budget
+    shows_output: bool
 
 
 # --- what it is all about
@@ -272,7 +282,7 @@ def _card(
     more = _list(about) if about else ""  # of many, each card is as short as it can be
     if room.events.take(head + more) is None:
         return None
-    more += _timeline(history, room.timelines, status.command_options) if history else ""
+    more += _timeline(history, room, status.command_options) if history else ""
     details = _details(f"t-{key}", "Timeline" if is_first else "More", more, is_open=is_first) if more else ""
     return f"{head}{details}</article>"
 
@@ -417,7 +427,7 @@ def _recent(over: list[History], room: _Room, options: str, *, is_first_open: bo
         )
         if room.events.take(summary + head) is None:
             break
-        timeline = _timeline(history, room.timelines, options)
+        timeline = _timeline(history, room, options)
         item = _details(
             f"t-{_key(workflow)}", summary, head + timeline, is_open=is_first_open and not items, is_html=True
         )
@@ -427,28 +437,30 @@ def _recent(over: list[History], room: _Room, options: str, *, is_first_open: bo
     return f'<section aria-labelledby="recent"><h2 id="recent">Recent events</h2>{body}</section>'
 
 
-def _timeline(history: History, budget: _Budget, options: str) -> str:
+def _timeline(history: History, room: _Room, options: str) -> str:
     """The entries, oldest first; of many, the last ones."""
     entries = history.entries[-_MAX_ENTRIES:]
     days = [history.workflow.first_seen_at, *(entry.at for entry in entries)]
     lines = [
-        _entry(entry, is_new_day=entry.at.date() != before.date())
+        _entry(entry, is_new_day=entry.at.date() != before.date(), shows_output=room.shows_output)
         for entry, before in zip(entries, days, strict=False)
     ]
     earlier = _more(len(history.entries) - len(entries), "entries came before", "li")
-    whole = budget.take(f'<ol class="timeline">{earlier}{"".join(lines)}</ol>')
     way_out = f"<code>{_text(command('history --event', history.workflow.event.id, options))}</code> shows it"
+    is_hidden = not room.shows_output and any(entry.detail for entry in entries)
+    hint = f'<p class="hint">What the hooks wrote is not shown here: {way_out}.</p>' if is_hidden else ""
+    whole = room.timelines.take(f'<ol class="timeline">{earlier}{"".join(lines)}</ol>{hint}')
     return whole or f'<p class="quiet">There is no room for its timeline here: {way_out}.</p>'
 
 
-def _entry(entry: JournalEntry, *, is_new_day: bool) -> str:
+def _entry(entry: JournalEntry, *, is_new_day: bool, shows_output: bool) -> str:
     bad = entry.outcome in ("failed", "timed_out", "not_started") or entry.kind in (
         "held", "approval_failed", "blocked",
     )  # fmt: skip
     tone = "bad" if bad else "good" if entry.outcome == "succeeded" or entry.kind == "approved" else ""
     day = f"{entry.at:%Y-%m-%d}<br>" if is_new_day else ""
     output = ""
-    if entry.detail:
+    if entry.detail and shows_output:
         cut = entry.detail[-_MAX_OUTPUT:]
         mark = "…" if len(cut) < len(entry.detail) else ""
         output = f"<pre>{mark}{escape(cut)}</pre>"
@@ -474,9 +486,7 @@ def _agent(status: Status) -> str:
     failure = f' <span class="bad">since then: {_text(status.poll_failure)}</span>' if status.poll_failure else ""
     policy = status.policy
     refused = ' <span class="bad">(the file as it is now was refused)</span>' if policy.refused else ""
-    policy_hash = f', SHA-256 <code title="{escape(policy.hash)}">{escape(policy.hash[:12])}</code>' * bool(
-        policy.hash
-    )
+    policy_hash = f", SHA-256 <code>{escape(policy.hash[:12])}</code>" * bool(policy.hash)
     rules = ", ".join(_text(rule, _MAX_NAME) for rule in status.rules[:_MAX_NAMES])
     acts = "acts" if status.mode == "act" else "only observes: runs no hooks, approves nothing"
     facts = [

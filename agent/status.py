@@ -135,6 +135,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     running: tuple[RunningHook, ...]
     pending: tuple[Workflow, ...]
     """Oldest first."""
+    hook_output: tuple[JournalEntry, ...] = ()
+    """What the hooks of pending events have written, where the policy has it shown."""
     command_options: str = ""
     """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
 

@@ -6,13 +6,15 @@ however often and however slowly, costs a bounded amount of work, and none of it
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from http import HTTPStatus
 from math import inf
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from agent import __version__
 from agent.access import Access, AccessError
@@ -22,7 +24,7 @@ from agent.engine import Engine
 from agent.log import get_logger
 from agent.metrics import Metrics
 from agent.page import HEADERS, render_page
-from agent.status import PolicyInForce, Status, Vm
+from agent.status import History, JournalEntry, PolicyInForce, Status, Vm
 from agent.store import Store, StoreError
 from agent.web import HTML, Page, WebError, WebServer
 from agent.workflow import is_ready
@@ -64,6 +66,7 @@ class Pages:
         self._state_dir = state_dir
         self._policy = policy
         self._command_options = command_options
+        self._status_page_with_output = _Shared(self._make_status_page_with_output, _PAGE_SECONDS)
         self._log = get_logger()
         self._started = time.monotonic()
         self._started_at = datetime.now(UTC)
@@ -156,18 +159,35 @@ class Pages:
         return Page(HTTPStatus.OK, self._metrics.expose(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _status_page(self) -> Page:
-        return Page(HTTPStatus.OK, msgspec.json.format(self.status_as_json()) + b"\n", "application/json")
+        if self._shows_output():
+            return self._status_page_with_output()
+        return _json_page(self.status())
+
+    def _make_status_page_with_output(self) -> Page:
+        status = self.status()
+        pending = {workflow.id for workflow in status.pending}
+        with suppress(StoreError):
+            entries = [entry for history in self._load_recent()[0] for entry in history.entries]
+            output = [entry for entry in entries if entry.hook and entry.detail and entry.workflow_id in pending]
+            status = replace(status, hook_output=tuple(output))
+        return _json_page(status)
+
+    def _shows_output(self) -> bool:
+        return self._engine.settings.agent.show_hook_output
+
+    def _load_recent(self) -> tuple[Sequence[History], Sequence[JournalEntry]]:
+        """The latest events and pauses. Raises StoreError."""
+        store = Store.look_into(self._state_dir)
+        try:
+            return store.load_histories(limit=_RECENT), store.load_notes(kind="pause", limit=_RECENT)
+        finally:
+            store.close()
 
     def _human_page(self) -> Page:
         status = self.status()
         try:
-            store = Store.look_into(self._state_dir)
-            try:
-                recent = store.load_histories(limit=_RECENT)
-                pauses = store.load_notes(kind="pause", limit=_RECENT)
-            finally:
-                store.close()
-            text = render_page(status, recent, pauses)
+            recent, pauses = self._load_recent()
+            text = render_page(status, recent, pauses, shows_output=self._shows_output())
         except StoreError as error:
             text = render_page(status, unread=str(error))
         # Text from a hook may be no text in UTF-8's sense.
@@ -199,6 +219,11 @@ class Pages:
 
     def status_as_json(self) -> bytes:
         return msgspec.json.encode(self.status())
+
+
+def _json_page(status: Status) -> Page:
+    body = msgspec.json.format(msgspec.json.encode(status))
+    return Page(HTTPStatus.OK, body + b"\n", "application/json")
 
 
 class _Shared:

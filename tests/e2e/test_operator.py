@@ -212,6 +212,29 @@ def test_an_observing_agent_says_everywhere_what_it_would_do(sim: Simulator, age
     assert agent.ran() == []
 
 
+def test_hook_output_is_for_the_command_line_unless_the_policy_has_it_shown(sim: Simulator, agent: Agent) -> None:
+    rules, hooks = [{**DRAIN, "recover": []}], {"drain": {"shell": "echo db-password: hunter2"}}
+    agent.write_policy(rules=rules, hooks=hooks)
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None, starts_when_approved=False)
+    agent.wait_phase(event, "approved")
+    for page in ("/", "/status", "/metrics", "/readyz", "/healthz"):
+        assert "hunter2" not in agent.get(page)[1], page
+    assert "hunter2" not in ask(agent, "status", "--json").stdout
+    assert "| db-password: hunter2" in ask(agent, "history").stdout
+    agent.stop()
+    agent.write_policy(rules=rules, hooks=hooks, agent={"show_hook_output": True})
+    agent.start()
+    agent.wait_phase(event, "approved")
+    assert "<pre>db-password: hunter2" in agent.get("/")[1]
+    (entry,) = agent.status()["hook_output"]
+    assert (entry["hook"], entry["outcome"], entry["detail"].strip()) == (
+        "drain",
+        "succeeded",
+        "db-password: hunter2",
+    )
+
+
 def test_events_shows_the_document_as_it_is_now_and_what_the_agent_makes_of_it(
     endpoint_agent: tuple[Endpoint, Agent],
 ) -> None:

@@ -204,7 +204,7 @@ def server() -> Iterator[WebServer]:
 
 
 def page_of(one: Status, recent: list[History], pauses: list[JournalEntry]) -> Page:
-    return Page(HTTPStatus.OK, render_page(one, recent, pauses).encode(), HTML, HEADERS)
+    return Page(HTTPStatus.OK, render_page(one, recent, pauses, shows_output=True).encode(), HTML, HEADERS)
 
 
 @pytest.fixture

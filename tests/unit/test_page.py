@@ -277,7 +277,7 @@ def test_every_text_from_outside_is_escaped_wherever_it_stands() -> None:
     )
     over = replace(one, id="other", phase="closed", is_gone=True)
     past = [History(workflow=w, entries=(entry(HOSTILE, detail=HOSTILE),)) for w in (one, over)]
-    page = render_page(whole, past, [entry(HOSTILE)], unread=HOSTILE)
+    page = render_page(whole, past, [entry(HOSTILE)], shows_output=True, unread=HOSTILE)
     reader = read(page)
     assert {tag for tag, _ in reader.tags} & {"img", "svg", "iframe", "form", "object"} == set()
     assert [tag for tag, _ in reader.tags].count("script") == 1
@@ -326,9 +326,9 @@ def test_a_thousand_events_of_a_hundred_machines_make_a_small_page_that_says_how
     )
     output = entry("<" * 4096, detail="<" * 4096)
     past = [History(workflow=one, entries=(output,) * 500) for one in many[:20]]
-    page = render_page(status(*many), past, [entry("<" * 4096)] * 20)
+    page = render_page(status(*many), past, [entry("<" * 4096)] * 20, shows_output=True)
     assert len(page) < 1_000_000
-    text = shown(status(*many), past)
+    text = shown(status(*many), past, shows_output=True)
     assert "… 950 more are pending; /status has them all" in text
     assert ", and 89 more From" in text
     assert "(4,096 characters)" in text
@@ -349,7 +349,7 @@ def test_the_page_stays_below_a_megabyte_whatever_the_texts_are_and_says_what_it
     ]
     over = [replace(one, id=f"{one.id}, over", phase="closed", is_gone=True) for one in pending[:20]]
     histories = [History(workflow=one, entries=(entry(quotes, detail=quotes),) * 40) for one in [*over, *pending]]
-    page = render_page(status(*pending), histories)
+    page = render_page(status(*pending), histories, shows_output=True)
     assert len(page) < 1 << 20
     cards, summaries = page.count("<article"), page.count(">closed</span>")
     assert 0 < cards < 50
@@ -358,10 +358,18 @@ def test_the_page_stays_below_a_megabyte_whatever_the_texts_are_and_says_what_it
 
 
 def test_of_a_long_output_the_end_is_shown() -> None:
-    page = render_page(
-        status(), [History(workflow=workflow(phase="closed"), entries=(entry(detail="a" * 4000 + "z"),))]
-    )
+    past = [History(workflow=workflow(phase="closed"), entries=(entry(detail="a" * 4000 + "z"),))]
+    page = render_page(status(), past, shows_output=True)
     assert f"<pre>…{'a' * 1999}z</pre>" in page
+
+
+def test_output_is_left_to_the_command_line_unless_the_policy_has_it_shown() -> None:
+    past = [History(workflow=workflow(phase="closed"), entries=(entry("hook drain: exit 1", detail="hunter2"),))]
+    text = shown(status(), past)
+    assert "hunter2" not in text
+    command = f"scheduled-events-agent history --event {event().id}"
+    assert f"hook drain: exit 1 What the hooks wrote is not shown here: {command} shows it." in text
+    assert "hook drain: exit 1 hunter2" in shown(status(), past, shows_output=True)
 
 
 def test_the_policy_of_the_page_allows_its_own_style_and_script_and_nothing_else() -> None:
