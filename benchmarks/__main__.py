@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +14,10 @@ from tempfile import TemporaryDirectory
 from agent import __version__
 from benchmarks import measures
 from benchmarks.measures import Row
+
+# Far more than it takes, on a busy machine too: a run that hangs is not left behind.
+_QUICK_LIFE_SECONDS = 600
+_LIFE_SECONDS = 3600
 
 
 def main() -> int:
@@ -25,6 +30,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not sys.platform.startswith("linux"):
         parser.error("memory and CPU time are read from Linux; run it there")
+    signal.alarm(_QUICK_LIFE_SECONDS if arguments.quick else _LIFE_SECONDS)
     began = time.monotonic()
     rows: list[Row] = []
     with TemporaryDirectory(prefix="scheduled-events-bench-") as directory:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
-_PATIENCE_SECONDS = 30.0
+_PATIENCE_SECONDS = 60.0
 _EVENT_ID = re.compile(r'"EventId"\s*:\s*"([^"]*)"')
 _LENGTH = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
 _INSTANCE = b'{"compute": {"name": "vm-1", "vmId": "00000000-0000-0000-0000-000000000001"}}'

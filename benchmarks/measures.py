@@ -12,10 +12,12 @@ import statistics
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
+from http import HTTPStatus
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -34,6 +36,7 @@ _EVENTS_PER_HOUR = 12
 _SETTLED_POLLS = 60
 _BIG_EVENTS = 1000
 _BIG_RESOURCES = 100
+_PATIENCE_SECONDS = 60.0
 
 
 class Row(NamedTuple):
@@ -72,8 +75,8 @@ class _Hooks:
 
     def wait_started(self, event_id: str) -> float:
         with self._changed:
-            if not self._changed.wait_for(lambda: event_id in self._started_at, 30.0):
-                raise TimeoutError(f"waited 30s in vain until the hook for {event_id} was started")
+            if not self._changed.wait_for(lambda: event_id in self._started_at, _PATIENCE_SECONDS):
+                raise TimeoutError(f"waited in vain until the hook for {event_id} was started")
             return self._started_at[event_id]
 
     def close(self) -> None:
@@ -171,8 +174,7 @@ def measure_memory(place: Path, *, polls: int) -> list[Row]:
 
         def scrape() -> None:
             for path in ("/metrics", "/readyz"):
-                with urllib.request.urlopen(f"http://127.0.0.1:{bench.port}{path}", timeout=10) as answer:
-                    answer.read()
+                fetch(f"http://127.0.0.1:{bench.port}{path}")
 
         bench.agent.wait_polls(_SETTLED_POLLS)
         happen("first")  # what an agent needs for its first event it keeps
@@ -259,6 +261,18 @@ def measure_big_document(place: Path, *, runs: int) -> list[Row]:
         Row("the same: parsed, compared, decided, committed", "ms", turn, None, samples=max(1, runs // 5)),
         Row("the same: served to the approval of all", "ms", agent_ms, bare_ms),
     ]
+
+
+def fetch(url: str) -> None:
+    """Fetch a page, which may say 503: it is not ready."""
+    try:
+        with urllib.request.urlopen(url, timeout=_PATIENCE_SECONDS) as answer:
+            answer.read()
+    except urllib.error.HTTPError as refusal:
+        with refusal:
+            refusal.read()
+        if refusal.code != HTTPStatus.SERVICE_UNAVAILABLE:
+            raise
 
 
 def _take_in(body: bytes, store: Store) -> None:

@@ -14,6 +14,14 @@ from typing import Self
 _ROOT = Path(__file__).parent.parent
 _UNIT = _ROOT / "systemd" / "scheduled-events-agent.service"
 _MIB = 2.0**20
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """Runs in the new process: a benchmark that is killed leaves no agent behind."""
+    if _LIBC is not None and sys.platform != "win32":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Program:
@@ -33,6 +41,7 @@ class Program:
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - it takes no lock that a thread could hold
             )
 
     def __enter__(self) -> Self:

@@ -1,0 +1,3 @@
+"""Every test: what it leaves behind is cleared or a failure."""
+
+pytest_plugins = ["leftovers"]
