@@ -163,6 +163,7 @@ class Agent:
         """Make it stand still, as a freeze of its machine would (POSIX only)."""
         if sys.platform != "win32":
             self.process.send_signal(signal.SIGSTOP)
+            self.wait_until(self._stands_still, "it stood still")
 
     def thaw(self) -> None:
         """The end of ``freeze``."""
@@ -342,6 +343,14 @@ class Agent:
         return self.wait_until(found, f"hook {name} had its {what} number {count}")[count - 1]
 
     # --- how
+
+    def _stands_still(self) -> bool:
+        """Whether SIGSTOP has reached all threads: it stops one after the other, and says so for each."""
+        try:
+            stats = [path.read_text() for path in Path(f"/proc/{self.process.pid}/task").glob("*/stat")]
+        except OSError:  # a thread has ended meanwhile
+            return False
+        return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
 
     def _is_alive(self) -> bool:
         return self._reader is not None and self._reader.is_alive()
