@@ -7,10 +7,11 @@ The one invariant: Settings exist only if every check has passed, so nobody afte
 import os
 import re
 import stat
-from collections import Counter
+from bisect import insort
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -55,6 +56,9 @@ _MAX_OPTIONS = 10
 _NO_OPERATOR = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _REPETITION = re.compile(r"[*+{]")
 _OPTION = re.compile(r"(?<![(*+?}])\?")
+
+# So many rules are compared with each rule, those with the fewest conditions first: they cover most.
+_MAX_COMPARED = 32
 
 # The notice Azure promises; a Terminate has what its scale set says, at least this.
 _NOTICE_SECONDS = {"Freeze": 900.0, "Reboot": 900.0, "Redeploy": 600.0, "Preempt": 30.0, "Terminate": 300.0}
@@ -290,26 +294,22 @@ def _faults(
 ) -> Iterator[_Finding]:
     """What makes a policy unusable though each of its values is right by itself."""
     yield from _setting_faults(settings)
-    names = Counter(rule.name for rule in settings.rules)
+    firsts: dict[str, int] = {}
     for index, rule in enumerate(settings.rules):
         path = f"rules[{index}]"
-        if names[rule.name] > 1:
-            first = next(i for i, other in enumerate(settings.rules) if other.name == rule.name)
-            if first != index:
-                line = parsed.line_of(f"rules[{first}].name")
-                yield f"{path}.name", f'the rule in line {line} is called "{rule.name}" already'
+        first = firsts.setdefault(rule.name, index)
+        if first != index:
+            line = parsed.line_of(f"rules[{first}].name")
+            yield f"{path}.name", f'the rule in line {line} is called "{rule.name}" already'
         for stage in ("prepare", "on_start", "recover"):
             yield from _hook_list_faults(f"{path}.{stage}", getattr(rule, stage), settings, parsed)
-        is_known = (
-            rule.window in settings.maintenance_windows or f"maintenance_windows.{rule.window}" in parsed.lines
-        )
-        if rule.window is not None and not is_known:
+        if rule.window is not None and not _has("maintenance_windows", rule.window, settings, parsed):
             yield f"{path}.window", _unknown("maintenance window", rule.window, settings.maintenance_windows)
         yield from _when_faults(f"{path}.when", rule.when, parsed)
     yield from _hook_list_faults("on_clear", settings.on_clear, settings, parsed)
     for name, hook in settings.hooks.items():
         yield from _hook_faults(
-            f"hooks.{name}", hook, may_change_user=may_change_user, may_start_units=may_start_units
+            f"hooks.{name}", hook, parsed, may_change_user=may_change_user, may_start_units=may_start_units
         )
     for name, window in settings.maintenance_windows.items():
         yield from _window_faults(f"maintenance_windows.{name}", window)
@@ -356,6 +356,11 @@ def _ip_address(address: str) -> "IPv4Address | IPv6Address | None":
     return None
 
 
+def _is_name(host: str) -> bool:
+    """Whether it is a name that a server must be asked about."""
+    return _ip_address(host) is None and host != "localhost"
+
+
 def _is_open(listen: str) -> bool:
     """Whether others than this machine may reach the pages."""
     address = listen.rpartition(":")[0]
@@ -365,12 +370,18 @@ def _is_open(listen: str) -> bool:
     return ip is None or not ip.is_loopback
 
 
+def _has(section: str, name: str, settings: Settings, parsed: Parsed[Settings]) -> bool:
+    """Whether there is a hook or a window of this name, were it only written rightly."""
+    is_there = name in getattr(settings, section) or f"{section}.{name}" in parsed.lines
+    return is_there or any(problem.path == section for problem in parsed.problems)
+
+
 def _hook_list_faults(
     path: str, names: tuple[str, ...], settings: Settings, parsed: Parsed[Settings]
 ) -> Iterator[_Finding]:
     before: set[str] = set()
     for index, name in enumerate(names):
-        if name not in settings.hooks and f"hooks.{name}" not in parsed.lines:
+        if not _has("hooks", name, settings, parsed):
             yield f"{path}[{index}]", _unknown("hook", name, settings.hooks)
         elif name in before:
             yield f"{path}[{index}]", f'hook "{name}" stands in this list already'
@@ -414,11 +425,17 @@ def _regex_fault(text: str) -> str | None:
     return None
 
 
-def _hook_faults(path: str, hook: Hook, *, may_change_user: bool, may_start_units: bool) -> Iterator[_Finding]:
-    given = [key for key in ("run", "shell", "unit") if getattr(hook, key) is not None]
+def _hook_faults(
+    path: str, hook: Hook, parsed: Parsed[Settings], *, may_change_user: bool, may_start_units: bool
+) -> Iterator[_Finding]:
+    wrong = {problem.path for problem in parsed.problems}
+    ways = ("run", "shell", "unit")
+    given = [key for key in ways if getattr(hook, key) is not None or f"{path}.{key}" in wrong]
     if len(given) != 1:
         expected = "run (a program and its arguments), shell (a command line) or unit (a systemd service)"
-        yield path, f"expected one of {expected}; got {' and '.join(given) or 'none'}"
+        right = [key for key in given if f"{path}.{key}" not in wrong]
+        where = f"{path}.{right[0]}" if right and right != given else path
+        yield where, f"expected one of {expected}; got {' and '.join(given) or 'none'}"
     elif hook.run == ():
         yield f"{path}.run", "expected a program and its arguments; got an empty list"
     elif hook.unit is not None:
@@ -463,18 +480,6 @@ def _window_faults(path: str, window: MaintenanceWindow) -> Iterator[_Finding]:
         yield f"{path}.length", f"expected {expected}; got {format_duration(window.length)}"
     if not window.days:
         yield f"{path}.days", "expected at least one; got an empty list: remove the key if it opens every day"
-    if window.timezone != "UTC":
-        from zoneinfo import ZoneInfo, available_timezones  # noqa: PLC0415  # an agent without windows never needs it
-
-        try:
-            ZoneInfo(window.timezone)
-        except (KeyError, ValueError, OSError):
-            zones = available_timezones()
-            hint = (
-                _hint(window.timezone, zones) if zones else "; this machine has no time zone data: install tzdata"
-            )
-            expected = "an IANA time zone such as Europe/Berlin"
-            yield f"{path}.timezone", f'expected {expected}; got "{window.timezone}"{hint}'
 
 
 def _blank_faults(texts: dict[str, str | None]) -> Iterator[_Finding]:
@@ -499,14 +504,16 @@ def _doubts(settings: Settings) -> Iterator[_Finding]:
     if _is_open(settings.agent.listen) and settings.agent.web_config is None:
         text = "whoever reaches this address may read the pages: name a file with TLS and passwords as web_config"
         yield "agent.listen", text
-    used = set(settings.on_clear)
+    if (endpoint := parse_endpoint(settings.imds.endpoint)) and _is_name(endpoint[0]):
+        yield "imds.endpoint", f"{endpoint[0]} has to be looked up before each request: write an address"
+    used, above = set(settings.on_clear), _RulesAbove()
     for index, rule in enumerate(settings.rules):
         path = f"rules[{index}]"
         used.update(rule.prepare, rule.on_start, rule.recover)
-        earlier = next((other for other in settings.rules[:index] if _covers(other.when, rule.when)), None)
-        if earlier is not None:
-            yield path, f"never matches: rule {earlier.name} above takes every event that it could take"
+        if (earlier := above.add(rule)) is not None:
+            yield path, f"never matches: rule {earlier} above takes every event that it could take"
         yield from _rule_doubts(path, rule)
+        yield from _time_doubts(path, rule, settings.hooks)
         yield from _version_doubts(path, rule.when, settings.imds.api_version)
     for name in settings.hooks:
         if name not in used:
@@ -528,10 +535,26 @@ def _rule_doubts(path: str, rule: Rule) -> Iterator[_Finding]:
     if prepares and rule.approve == "immediately":
         end = "the hooks of prepare" if rule.prepare else "the end of drain_for"
         yield f"{path}.approve", f"does not wait for {end}: write when-prepared if it should"
-    is_early = when.notice_below is None and rule.lead is None and rule.window is None
-    if prepares and rule.approve == "never" and is_early:
-        text = "prepares as soon as an event is announced, perhaps days ahead, and never approves it"
-        yield path, f"{text}: add a lead such as 15m, or approve: when-prepared"
+    if prepares and rule.approve == "when-prepared" and rule.shared in ("first", "any"):
+        text = "approves for all VMs of an event, and knows nothing of the preparation of the others"
+        yield f"{path}.shared", f"{text}: write hold, or approve: immediately"
+    if rule.window is not None and rule.approve in ("manual", "never"):
+        yield (
+            f"{path}.window",
+            f"does nothing with approve: {rule.approve}, for only what is approved begins in it",
+        )
+
+
+def _time_doubts(path: str, rule: Rule, hooks: dict[str, Hook]) -> Iterator[_Finding]:
+    when = rule.when
+    if rule.lead is not None:
+        times = [("drain_for", "it", rule.drain_for)]
+        for index, name in enumerate(rule.prepare):
+            times.append((f"prepare[{index}]", f"the timeout of {name}", hooks[name].timeout))
+        for key, what, seconds in times:
+            if seconds > rule.lead:
+                text = f"{what} ({format_duration(seconds)}) is longer than lead ({format_duration(rule.lead)})"
+                yield f"{path}.{key}", f"{text}: NotBefore may cut it short"
     if rule.drain_for:
         types = when.type or EVENT_TYPES
         short = [name for name in types if _NOTICE_SECONDS[name] <= rule.drain_for]
@@ -556,26 +579,60 @@ def _version_doubts(path: str, when: When, api_version: str) -> Iterator[_Findin
         )
 
 
-def _covers(wide: When, narrow: When) -> bool:
-    """Whether ``wide`` certainly takes every event that ``narrow`` takes."""
-    for key in ("type", "source", "status", "resource", "description"):
-        limits, inner = getattr(wide, key), getattr(narrow, key)
-        if limits and not (inner and set(inner) <= set(limits)):
-            return False
-    if not _affected(narrow) <= _affected(wide):
-        return False
-    for kind in ("duration", "notice"):
-        below, inner_below = getattr(wide, f"{kind}_below"), getattr(narrow, f"{kind}_below")
-        if below is not None and (inner_below is None or inner_below > below):
-            return False
-        at_least, inner_at_least = getattr(wide, f"{kind}_at_least"), getattr(narrow, f"{kind}_at_least")
-        if at_least is not None and (inner_at_least is None or inner_at_least < at_least):
-            return False
-    return True
+class _Reach:
+    """The events that a rule takes, put so that two of them are quickly compared."""
+
+    def __init__(self, rule: Rule) -> None:
+        when = rule.when
+        self.rule_name = rule.name
+        affects = (*when.affects, "shared") if "self" in when.affects else when.affects
+        self.sets = [frozenset(affects)]
+        self.sets += [
+            frozenset(getattr(when, key)) for key in ("type", "source", "status", "resource", "description")
+        ]
+        self.below = (when.duration_below, when.notice_below)
+        self.at_least = (when.duration_at_least, when.notice_at_least)
+        limits = (*self.below, *self.at_least)
+        self.condition_count = sum(map(bool, self.sets)) + sum(limit is not None for limit in limits)
+
+    def __lt__(self, other: "_Reach") -> bool:
+        return self.condition_count < other.condition_count
+
+    def covers(self, other: "_Reach") -> bool:
+        """Whether it certainly takes every event that the other takes."""
+        for mine, its in zip(self.sets, other.sets, strict=True):
+            if mine and not (its and its <= mine):
+                return False
+        for limit, its_limit in zip(self.below, other.below, strict=True):
+            if limit is not None and (its_limit is None or its_limit > limit):
+                return False
+        for limit, its_limit in zip(self.at_least, other.at_least, strict=True):
+            if limit is not None and (its_limit is None or its_limit < limit):
+                return False
+        return True
 
 
-def _affected(when: When) -> set[str]:
-    return {*when.affects, *(("shared",) if "self" in when.affects else ())}
+class _RulesAbove:
+    """The rules above one, each found by a resource or a description that only it and a few others name."""
+
+    def __init__(self) -> None:
+        self._found_by: dict[tuple[str, str], list[_Reach]] = {}
+
+    def add(self, rule: Rule) -> str | None:
+        """The name of a rule above that leaves nothing to this one; None if none was found."""
+        reach, when = _Reach(rule), rule.when
+        keys = [("", ""), *[("resource", text) for text in when.resource[:1]]]
+        keys += [("description", text) for text in when.description[:1]]
+        for key in keys:
+            for other in islice(self._found_by.get(key, ()), _MAX_COMPARED):
+                if other.covers(reach):
+                    return other.rule_name
+        own = [("resource", text) for text in when.resource] or [
+            ("description", text) for text in when.description
+        ]
+        for key in own or [("", "")]:
+            insort(self._found_by.setdefault(key, []), reach)
+        return None
 
 
 def _exposed(settings: Settings, policy: Path | None) -> Iterator[_Finding]:

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from agent.events import EVENT_TYPES, Affects, EventTypeName, ScheduledEvent, SourceName, StatusName
+from agent.typed_yaml import nearest
 
 ApproveMode = Literal["immediately", "when-prepared", "manual", "never"]
 FailureMode = Literal["hold", "approve"]
@@ -142,6 +143,23 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     serialize: Annotated[bool, Meta(description="Never run this hook for two events at the same time.")] = False
 
 
+def _timezone_fault(name: str) -> str:
+    """Why there is no such time zone here; "" if there is."""
+    if name == "UTC":
+        return ""  # also where there is no time zone data
+    from zoneinfo import ZoneInfo, available_timezones  # noqa: PLC0415  # an agent without windows never needs it
+
+    try:
+        ZoneInfo(name)
+    except (KeyError, ValueError, OSError):
+        zones = available_timezones()
+        guess = nearest(name, zones)
+        hint = f'; did you mean "{guess}"?' if guess else ""
+        hint = hint if zones else "; this machine has no time zone data: install tzdata"
+        return f'expected an IANA time zone such as Europe/Berlin; got "{name}"{hint}'
+    return ""
+
+
 class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A time of the week in which an interruption suits the operator."""
 
@@ -150,7 +168,9 @@ class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     days: Annotated[
         tuple[Day, ...], Meta(description="Days on which it opens. Default: every day.", extra=_ONE_OR_MANY)
     ] = _DAYS
-    timezone: Annotated[str, Meta(description="IANA name such as Europe/Berlin.")] = "UTC"
+    timezone: Annotated[
+        str, Meta(description="IANA name such as Europe/Berlin.", extra={"check": _timezone_fault})
+    ] = "UTC"
 
     def opening(self, at: datetime, before: datetime) -> datetime | None:
         """When this window is next open, from ``at`` (if open then) until ``before``; None if not at all.

@@ -10,6 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import time
+from functools import lru_cache
 from itertools import islice
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
@@ -51,6 +52,7 @@ _SCALARS = {
 _UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
 _DURATION = re.compile("".join(rf"(?:(?P<{unit}>[0-9]+(?:\.[0-9]+)?){unit}(?![a-z]))?" for unit in _UNITS_MS))
 _BARE_KEY = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9_./\\%+=-]+")
 _LAST_STEP = re.compile(r"[.\[]?[^.\[]*$")
 
 
@@ -282,7 +284,7 @@ class _Reader:
         return None if _is_null(node) else self._convert(node, Annotated[others[0], Meta(), *metas], path)
 
     def _struct(self, node: _Node, type_: type[msgspec.Struct], path: str) -> Any:
-        fields = {item.encode_name: item for item in msgspec.structs.fields(type_)}
+        fields = _fields(type_)
         values: dict[str, Any] = {}
         before = len(self.problems)
         for key, value in self._items(node, path):
@@ -316,7 +318,7 @@ class _Reader:
         elif "one-or-many" in _kinds(metas) and not _is_null(node):
             items = [self._convert(node, item_type, path)]
         else:
-            way_out = f": write [{node.value}]" if node.id == "scalar" and node.value else ""
+            way_out = f": write {_as_list(node.value)}" if node.id == "scalar" and node.value else ""
             raise _ValueProblemError(f"expected a list; got {_found(node, '[]')}{way_out}")
         if _BAD in items:
             return origin(items[: items.index(_BAD)])  # what follows would stand at another index
@@ -426,6 +428,8 @@ def _check(value: Any, metas: tuple[Meta, ...]) -> Any:
     """The value, if it keeps the limits of its annotations."""
     found = _quote(value) if isinstance(value, str) else value
     for meta in metas:
+        if meta.extra and (check := meta.extra.get("check")) and (fault := check(value)):
+            raise _ValueProblemError(fault)
         # Python's $ also matches before a line break at the end.
         if meta.pattern is not None and (not re.search(meta.pattern, value) or value.endswith("\n")):
             what = f" ({meta.description})" if meta.description else ""
@@ -445,6 +449,18 @@ def _check(value: Any, metas: tuple[Meta, ...]) -> Any:
         if meta.max_length is not None and len(value) > meta.max_length:
             raise _ValueProblemError(f"expected at most {meta.max_length} {unit}; got {len(value)}")
     return value
+
+
+@lru_cache(maxsize=64)
+def _fields(type_: type[msgspec.Struct]) -> Mapping[str, msgspec.structs.FieldInfo]:
+    """The fields by their names in the YAML; working them out anew for each of thousands of rules takes long."""
+    return {item.encode_name: item for item in msgspec.structs.fields(type_)}
+
+
+def _as_list(text: str) -> str:
+    """The words of a text as YAML lists them; an example if they might need quotes."""
+    words = text.split()
+    return f"[{', '.join(words)}]" if all(map(_PLAIN_WORD.fullmatch, words)) else "a list such as [one, two]"
 
 
 def _peel(annotation: Any) -> tuple[Any, tuple[Meta, ...]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from agent import config
 from agent.config import ConfigError, Settings, load_policy, parse_settings
 from agent.policy import Hook
 
@@ -171,6 +172,39 @@ hooks:
 
 
 @pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            "maintenance_windows: [night]\nrules: [{name: a, window: night}]",
+            ["1: maintenance_windows: expected keys with values; got a list"],
+        ),
+        (
+            "maintenance_windows: {night: {start: 25:00, length: 4h, timezone: Mars/Base}}",
+            [
+                '1: maintenance_windows.night.start: expected a time of day such as 02:00; got "25:00"',
+                '1: maintenance_windows.night.timezone: expected an IANA time zone such as Europe/Berlin; got "Mars/Base"',
+            ],
+        ),
+        (
+            "hooks: {a: {run: /bin/true --now, shell: echo}}",
+            [
+                "1: hooks.a.shell: expected one of run (a program and its arguments), shell (a command line) or unit (a systemd service); got run and shell",
+                '1: hooks.a.run: expected a list; got "/bin/true --now": write [/bin/true, --now]',
+            ],
+        ),
+        (
+            "hooks:\n  a:\n    run: sh -c 'a, b'\n",
+            ["3: hooks.a.run: expected a list; got \"sh -c 'a, b'\": write a list such as [one, two]"],
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_in_the_first_round_and_with_a_way_out_that_works(
+    text: str, found: list[str]
+) -> None:
+    assert sorted(faults(text)) == sorted(f"policy.yaml:{line}" for line in found)
+
+
+@pytest.mark.parametrize(
     ("wide", "narrow"),
     [
         ("{}", "{}"),
@@ -217,7 +251,10 @@ def test_a_rule_that_may_still_match_is_no_warning(one: str, other: str) -> None
 @pytest.mark.parametrize(
     ("rule", "warning"),
     [
-        ("prepare: [drain], recover: [resume]", "rules[0]: prepares as soon as an event is announced, perhaps days ahead, and never approves it: add a lead such as 15m, or approve: when-prepared"),
+        ("prepare: [drain], recover: [resume], approve: when-prepared, shared: first", "rules[0].shared: approves for all VMs of an event, and knows nothing of the preparation of the others: write hold, or approve: immediately"),
+        ("prepare: [drain], recover: [resume], approve: when-prepared, shared: any", "rules[0].shared: approves for all VMs of an event, and knows nothing of the preparation of the others: write hold, or approve: immediately"),
+        ("prepare: [drain], recover: [resume], lead: 4m", "rules[0].prepare[0]: the timeout of drain (5m) is longer than lead (4m): NotBefore may cut it short"),
+        ("prepare: [drain], recover: [resume], drain_for: 11m, lead: 10m, when: {type: Reboot}", "rules[0].drain_for: it (11m) is longer than lead (10m): NotBefore may cut it short"),
         ("prepare: [drain], recover: [resume], approve: immediately", "rules[0].approve: does not wait for the hooks of prepare: write when-prepared if it should"),
         ("on_start: [drain, resume], drain_for: 30s, approve: immediately, when: {type: Reboot}", "rules[0].approve: does not wait for the end of drain_for: write when-prepared if it should"),
         ("on_start: [drain], recover: [resume]", "rules[0].recover: recovers, but the rule prepares nothing"),
@@ -234,10 +271,45 @@ def test_what_is_hardly_meant_is_a_warning(rule: str, warning: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", ["lead: 15m", "approve: manual", "approve: when-prepared", "when: {notice_below: 1h}"]
+    "more", ["lead: 15m", "approve: manual", "approve: when-prepared", "approve: never", "when: {type: Preempt}"]
 )
-def test_a_rule_that_prepares_and_bounds_it_is_no_warning(more: str) -> None:
+def test_a_rule_that_prepares_is_no_warning_whoever_approves(more: str) -> None:
     assert warnings(f"rules: [{{name: a, prepare: [drain], recover: [resume], {more}}}]\n{HOOKS}") == []
+
+
+def test_a_window_of_a_rule_that_does_not_approve_is_a_warning() -> None:
+    text = "maintenance_windows: {night: {start: 02:00, length: 4h}}\nrules: [{name: a, approve: manual, window: night}]"
+    assert warnings(text) == [
+        "policy.yaml:2: rules[0].window: does nothing with approve: manual, for only what is approved begins in it"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("host", "is_warned_of"), [("metadata.example", True), ("127.0.0.1", False), ("localhost", False)]
+)
+def test_an_endpoint_with_a_name_is_a_warning(host: str, is_warned_of: bool) -> None:
+    text = f"imds: {{endpoint: 'http://{host}:8080'}}"
+    expected = f"policy.yaml:1: imds.endpoint: {host} has to be looked up before each request: write an address"
+    assert warnings(text) == ([expected] if is_warned_of else [])
+
+
+def test_many_rules_are_compared_with_few_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+    covers = config._Reach.covers
+
+    def counted(self: config._Reach, other: config._Reach) -> bool:
+        nonlocal compared
+        compared += 1
+        return covers(self, other)
+
+    monkeypatch.setattr(config._Reach, "covers", counted)
+    named = [f"  - {{name: n{index}, when: {{resource: 'web_{index}'}}}}" for index in range(1000)]
+    timed = [f"  - {{name: t{index}, when: {{duration_below: {index + 1}s}}}}" for index in reversed(range(1000))]
+    last = "  - {name: last, when: {type: Freeze}}"
+    text = "\n".join(["rules:", *named, *timed[::-1], "  - {name: all}", last])
+    takes_all = "never matches: rule all above takes every event that it could take"
+    assert warnings(text) == [f"policy.yaml:2003: rules[2001]: {takes_all}"]
+    assert compared < 2000 * 70
 
 
 def test_a_window_nobody_uses_is_a_warning() -> None:

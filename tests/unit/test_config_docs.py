@@ -29,7 +29,7 @@ def kind_of(annotation: Any) -> str:
     words = get_args(annotation)
     origin = get_origin(annotation)
     if hasattr(annotation, "__metadata__"):
-        kinds = [meta.extra["kind"] for meta in annotation.__metadata__ if meta.extra]
+        kinds = [meta.extra.get("kind") for meta in annotation.__metadata__ if meta.extra]
         inner = annotation.__origin__
         if "duration" in kinds:
             return "duration"
