@@ -16,7 +16,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from agent import __version__, host
+from agent import __version__, hook_times, host
 from agent.config import Settings
 from agent.events import Document, compare, to_azure_json
 from agent.hooks import HookResult, hook_environment
@@ -201,6 +201,10 @@ class Engine:
         self._pruned = self.turned_at - _PRUNE_SECONDS
         self._store_failures = FailureLog("writing the state file")
         self._fault_logs: dict[str, FailureLog] = {}
+        self._hook_times = hook_times.decode(store.load_fact("hook_times"))
+        self._are_hook_times_saved = True
+        self._hook_seconds: dict[str, float] = {}
+        self._expect_hooks()
 
     def start(self) -> None:
         """Go on where the last agent ended. To be called once, first. Raises StoreError."""
@@ -243,6 +247,7 @@ class Engine:
                 if effect is None:
                     self._end_on_clear_hook(result)
                 else:
+                    self._learn_hook_time(effect, result)
                     self._take_result(effect, result)
             case Paused(seconds=seconds):
                 self._tell_pause(seconds)
@@ -268,6 +273,7 @@ class Engine:
                 self._run_delayed(now)
             self._decide_and_do(now)
             self._greet_first_document(now)
+            self._save_hook_times()
             self._prune(now)
             self._remember_answer(document_at)
         except StoreError as error:
@@ -310,6 +316,7 @@ class Engine:
         self._log.info("the policy file was read again", rules=[rule.name for rule in settings.rules])
         self.record("reloaded", f"rules: {', '.join(rule.name for rule in settings.rules)}", now)
         self._count_settings()
+        self._expect_hooks()
         self._signals.append(Reconsider())
 
     def refuse_settings(self, reason: str) -> None:
@@ -359,6 +366,8 @@ class Engine:
             rules=settings.rules,
             windows=settings.maintenance_windows,
             hooks=settings.hooks,
+            hook_seconds=self._hook_seconds,
+            reserve=settings.agent.reserve,
             boot_id=self.boot_id,
             is_acting=self.is_acting(),
             document_at=document_at,
@@ -469,6 +478,26 @@ class Engine:
         if not (self._is_stopping and _is_cut_short(signal)):
             self._signals.append(signal)
 
+    def _learn_hook_time(self, effect: RunHook, result: HookResult) -> None:
+        hook = self.settings.hooks.get(effect.hook)
+        if effect.stage == "prepare" and hook is not None and result.attempts:
+            self._hook_times = hook_times.with_run(
+                self._hook_times, effect.hook, hook, result.outcome, result.duration_seconds
+            )
+            self._are_hook_times_saved = False
+            self._expect_hooks()
+
+    def _expect_hooks(self) -> None:
+        self._hook_seconds = {
+            name: hook_times.may_take_seconds(self._hook_times, name, hook)
+            for name, hook in self.settings.hooks.items()
+        }
+
+    def _save_hook_times(self) -> None:
+        if not self._are_hook_times_saved:
+            self._store.save_facts({"hook_times": hook_times.encode(self._hook_times)})
+            self._are_hook_times_saved = True
+
     def _run_delayed(self, now: datetime) -> None:
         if self._is_stopping:
             return
@@ -577,6 +606,8 @@ class Engine:
                 continue
             approval = f", approval {workflow.approval.state}" if workflow.approval.state != "none" else ""
             reason = f": {workflow.waits_for}" if workflow.waits_for else ""
+            if request.word == "held" and workflow.decision.affects == "shared":
+                reason += "; the other VMs that it names may approve it all the same"
             answers[request.id] = f"{request.word or 'released'}: the event is {workflow.phase}{approval}{reason}"
         return answers
 

@@ -117,9 +117,10 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True):
                 return "shared"
         return "self" if True in found else "others"
 
-    def is_first_resource(self, names: Iterable[str]) -> bool:
-        """Whether the VM that goes by any of ``names`` stands first in Resources."""
-        return bool(self.resources) and _plain_name(self.resources[0]) in _plain_names(names)
+    def position(self, names: Iterable[str]) -> int | None:
+        """How many Resources stand before the VM that goes by any of ``names``; None if it is not there."""
+        mine = _plain_names(names)
+        return next((i for i, resource in enumerate(self.resources) if _plain_name(resource) in mine), None)
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):

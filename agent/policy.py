@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, time, timedelta, tzinfo
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from agent.events import EVENT_TYPES, Affects, EventTypeName, ScheduledEvent, SourceName, StatusName
-from agent.typed_yaml import nearest
+from agent.typed_yaml import format_duration, nearest
 
 ApproveMode = Literal["immediately", "when-prepared", "manual", "never"]
 FailureMode = Literal["hold", "approve"]
@@ -25,9 +25,10 @@ RuleAffects = Literal["self", "shared", "others"]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 _DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
-# Azure's usual notice. A rule without a lead begins this long before NotBefore where it cannot end the waiting
-# by an approval: if its window does not come, or if the event names other VMs and this one may not speak for them.
-DEFAULT_LEAD_SECONDS = 15 * 60.0
+# With ``shared: first``, each VM in Resources waits so much longer than the one before it: that one may be away.
+SPEAKING_ORDER_SECONDS = 10.0
+# Azure's usual notice: what this VM approves by itself is handled as usual if its window does not come before.
+USUAL_NOTICE_SECONDS = 15 * 60.0
 
 # How much of a description is searched; the longest that is known has 88 characters. The time of a search grows
 # with a power of the length, and nothing can end it.
@@ -109,14 +110,20 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     shared: Annotated[
         SharedMode | None,
         Meta(
-            description="Who approves an event that names other VMs too. Default: first if immediately, else hold."
+            description="Who approves an event that names other VMs too: hold, this VM does not; first, the "
+            "first VM listed (if immediately, each one after it 10s later); any. Default: first if immediately, "
+            "else hold."
         ),
     ] = None
     on_early_start: Annotated[
         EarlyStartMode, Meta(description="What becomes of running prepare hooks when the event starts meanwhile.")
     ] = "cancel"
     lead: Annotated[
-        Duration | None, Meta(description="Do nothing earlier than this long before NotBefore. Default: at once.")
+        Duration | None,
+        Meta(
+            description="Do nothing earlier than this long before NotBefore. Default: at once if this VM approves "
+            "the event by itself, else as late as the hooks of prepare allow."
+        ),
     ] = None
     window: Annotated[
         Name | None,
@@ -141,6 +148,11 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         dict[str, str], Meta(description="Additional environment variables.", extra={"kind": "secret"})
     ] = {}
     serialize: Annotated[bool, Meta(description="Never run this hook for two events at the same time.")] = False
+
+    @property
+    def limit_seconds(self) -> float:
+        """How long it may take, with all its attempts."""
+        return self.attempts * self.timeout + (self.attempts - 1) * self.retry_delay
 
 
 def _timezone_fault(name: str) -> str:
@@ -200,6 +212,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """When the event was first seen with its present NotBefore."""
 
 
+class Start(NamedTuple):
+    """When an event is handled: prepared for, or approved."""
+
+    at: datetime
+    reason: str
+    """Why not earlier, as a clause; "" if at once."""
+
+
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be done about one event, and why. Kept with the event's workflow."""
 
@@ -216,6 +236,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     shared: SharedMode = "hold"
     may_speak: bool = False
     """Whether this VM may approve for every VM the event names."""
+    speaks_after: float = 0.0
+    """How long it leaves that to the VMs listed before it."""
     on_early_start: EarlyStartMode = "cancel"
     lead: float | None = None
     window_name: str | None = None
@@ -225,18 +247,43 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     def has_preparation(self) -> bool:
         return bool(self.prepare or self.recover or self.drain_for)
 
-    def begins_at(self, event: ScheduledEvent, now: datetime) -> datetime:
-        """The time from which the event is handled: prepared for, or approved. Never before ``now``."""
-        is_at_once = self.lead is None and self.window is None and (self.may_speak or self.affects != "shared")
+    @property
+    def refusal(self) -> str:
+        """Why this VM does not approve the event by itself, as a clause; "" if it does."""
+        if self.approve == "never":
+            return "this VM does not approve it"
+        if self.approve == "manual":
+            return "an operator must approve it"
+        return "" if self.may_speak else f"it names other VMs too and shared is {self.shared}"
+
+    def start(self, event: ScheduledEvent, now: datetime, needed_seconds: float) -> Start:
+        """From when the event is handled, never before ``now``.
+
+        What this VM does not approve by itself stays prepared until Azure starts it. So, without a lead, it is
+        prepared for no earlier than it must be: ``needed_seconds`` before NotBefore, and in no window.
+        """
+        refusal = self.refusal
+        # An eviction may come sooner than it says, and half a minute out of service costs little.
+        may_be_late = bool(refusal) and self.has_preparation and event.type != "Preempt"
+        is_at_once = self.lead is None and not may_be_late and (self.window is None or bool(refusal))
         if event.not_before is None or is_at_once:
-            return now
-        lead = timedelta(seconds=DEFAULT_LEAD_SECONDS if self.lead is None else self.lead)
-        if event.not_before - now <= lead:
-            return now
-        latest = event.not_before - lead
-        if self.window is None or not self.may_speak or self.approve == "never":
-            return latest  # not approved from here, it would stay prepared from the window until NotBefore
-        return self.window.opening(now, before=latest) or latest
+            return Start(now, "")
+        lead = needed_seconds if refusal else max(needed_seconds, USUAL_NOTICE_SECONDS)
+        lead = lead if self.lead is None else self.lead
+        # A lead may be longer than there were years before this event.
+        latest = (
+            now if (event.not_before - now).total_seconds() <= lead else event.not_before - timedelta(seconds=lead)
+        )
+        if latest == now:
+            return Start(now, "")
+        opening = self.window.opening(now, before=latest) if self.window and not refusal else None
+        if opening is not None:
+            return Start(opening, "" if opening == now else f"window {self.window_name} opens")
+        if self.lead is not None:
+            return Start(latest, f"lead {format_duration(lead)}")
+        if not refusal:
+            return Start(latest, f"window {self.window_name} does not open before")
+        return Start(latest, f"{refusal}, and preparation may take {format_duration(lead)}")
 
 
 def decide(
@@ -295,6 +342,9 @@ def _decision_of(
 ) -> Decision:
     shared = rule.shared or ("first" if rule.approve == "immediately" else "hold")
     approve = rule.approve
+    place = event.position(facts.names) or 0
+    # What is approved without preparation may be approved by any of its VMs, should those before it be away.
+    may_speak = shared == "any" or (shared == "first" and (place == 0 or approve == "immediately"))
     reason = f"rule {rule.name} takes it: {_summary(rule.when, event, affects)}"
     if approve != "never" and affects not in ("self", "shared"):
         approve, reason = "never", f"{reason}; it does not name this VM, so it is not approved from here"
@@ -316,11 +366,8 @@ def _decision_of(
         approve=approve,
         on_failure=rule.on_failure,
         shared=shared,
-        may_speak=affects == "self"
-        or (
-            affects == "shared"
-            and (shared == "any" or (shared == "first" and event.is_first_resource(facts.names)))
-        ),
+        may_speak=affects == "self" or (affects == "shared" and may_speak),
+        speaks_after=place * SPEAKING_ORDER_SECONDS if affects == "shared" and shared == "first" else 0.0,
         on_early_start=rule.on_early_start,
         lead=rule.lead,
         window_name=rule.window,

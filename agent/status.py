@@ -283,8 +283,9 @@ def pending_in_words(pending: Iterable[Workflow]) -> str:
 
 
 def waits_for_operator(workflow: Workflow) -> bool:
-    """Whether it is ready, and its rule wants an operator to approve it."""
-    return workflow.phase == "prepared" and workflow.decision.approve == "manual" and not workflow.operator
+    """Whether its rule wants an operator to approve it, and that is all it waits for."""
+    is_manual = workflow.decision.approve == "manual" and not workflow.operator
+    return is_manual and workflow.phase in ("waiting", "prepared") and not workflow.event.is_started
 
 
 def by_urgency(pending: Iterable[Workflow]) -> list[Workflow]:

@@ -60,7 +60,7 @@ REQUEST_VALID_SECONDS = 30.0
 
 _SELECT_JOURNAL = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal"
 
-FactName = Literal["vm_name", "vm_id", "boot_id", "state_lost", "service_answered"]
+FactName = Literal["vm_name", "vm_id", "boot_id", "state_lost", "service_answered", "hook_times"]
 
 
 class StoreError(AgentError):

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from agent import AgentError
 from agent.events import Gone, ScheduledEvent, Seen
-from agent.policy import Decision, Facts, MaintenanceWindow, Rule, decide
+from agent.policy import Decision, Facts, MaintenanceWindow, Rule, Start, decide
 
 Phase = Literal["waiting", "preparing", "prepared", "held", "approved", "started", "recovering", "closed"]
 Outcome = Literal["", "completed", "canceled", "unknown"]
@@ -97,6 +97,8 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     was_started: bool = False
     is_doubtful: bool = False
     """First seen when the state file had been lost: what was done about it before is not known."""
+    begun_at: datetime | None = None
+    """When its time had come; with ``shared: first``, the other VMs' turns to approve are counted from it."""
     waits_for: str = ""
     """Why the workflow does not move, as a clause; for people."""
     outcome: Outcome = ""
@@ -220,6 +222,10 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     windows: Mapping[str, MaintenanceWindow]
     hooks: Container[str]
     """Names of the hooks that there are."""
+    hook_seconds: Mapping[str, float] = {}
+    """How long each of them may take."""
+    reserve: float = 0.0
+    """Prepare hooks must end so many seconds before NotBefore."""
     boot_id: str
     is_acting: bool = True
     """False in observe mode: neither hooks nor approvals."""
@@ -321,7 +327,9 @@ def next_wake_at(board: Board, context: Context) -> datetime | None:
         if workflow.approval.state == "none" and workflow.approval.retry_at:
             times.append(workflow.approval.retry_at)
         if _may_begin(workflow) and workflow.decision.rule and not workflow.is_gone:
-            times.append(workflow.decision.begins_at(workflow.event, context.now))
+            times.append(_start(workflow, context).at)
+        if workflow.approval.state == "none" and (speaks_at := _speaks_at(workflow)):
+            times.append(speaks_at)
     return min((time for time in times if time > context.now), default=None)
 
 
@@ -404,11 +412,21 @@ def _time_gate(workflow: Workflow, context: Context) -> Leave:
 
 def _spokesman_gate(workflow: Workflow, context: Context) -> Leave:
     """An approval covers every VM that the event names; not every VM may speak for all."""
-    del context
-    if workflow.decision.may_speak or workflow.operator == "approved":
+    decision, speaks_at = workflow.decision, _speaks_at(workflow)
+    if workflow.operator == "approved":
         return Leave("yes")
-    others = ", ".join(workflow.event.resources[:3])
-    return Leave("no", f"it names other VMs too ({others}) and shared is {workflow.decision.shared}")
+    if not decision.may_speak:
+        others = ", ".join(workflow.event.resources[:3])
+        return Leave("no", f"it names other VMs too ({others}) and shared is {decision.shared}")
+    if speaks_at is not None and not _is_due(speaks_at, context.now, decision.speaks_after):
+        return Leave("not yet", f"VMs listed before this one may approve it until {_show(speaks_at)}")
+    return Leave("yes")
+
+
+def _speaks_at(workflow: Workflow) -> datetime | None:
+    """When this VM approves though VMs listed before it have not; None if it need not wait for them."""
+    seconds = workflow.decision.speaks_after
+    return workflow.begun_at + timedelta(seconds=seconds) if seconds and workflow.begun_at else None
 
 
 def _doubt_gate(workflow: Workflow, context: Context) -> Leave:
@@ -478,7 +496,7 @@ def _take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Ste
         case Reconsider():
             return None if workflow.is_gone else _decide_anew(workflow, context)
         case ClockSet(seconds):
-            return _move_drain(workflow, seconds, context)
+            return _move_times(workflow, seconds, context)
 
 
 def _admit(event: ScheduledEvent, context: Context) -> Step:
@@ -525,7 +543,7 @@ def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
     noticed_at = context.now if event.not_before != old.not_before else workflow.noticed_at
     drain_until = workflow.drain_until
     if drain_until is not None and "not_before" in changed:
-        drain_until = min(drain_until, _drain_until(workflow.decision, event, context.now))
+        drain_until = min(drain_until, _drain_until(workflow.decision, event, context))
     workflow = replace(workflow, event=event, noticed_at=noticed_at, drain_until=drain_until, operator=operator)
     step = _decide_anew(workflow, context)
     effects: tuple[Effect, ...] = ()
@@ -599,12 +617,14 @@ def _lose(workflow: Workflow, context: Context) -> Step:
     return Step(workflow=replace(workflow, is_gone=True, outcome=outcome), notes=(note,))
 
 
-def _move_drain(workflow: Workflow, seconds: float, context: Context) -> Step | None:
-    if workflow.drain_until is None:
-        return None
-    moved = workflow.drain_until + timedelta(seconds=seconds)
-    latest = _drain_until(workflow.decision, workflow.event, context.now)
-    return Step(workflow=replace(workflow, drain_until=min(moved, latest)))
+def _move_times(workflow: Workflow, seconds: float, context: Context) -> Step:
+    moved = timedelta(seconds=seconds)
+    if workflow.begun_at is not None:
+        workflow = replace(workflow, begun_at=workflow.begun_at + moved)
+    if workflow.drain_until is not None:
+        latest = _drain_until(workflow.decision, workflow.event, context)
+        workflow = replace(workflow, drain_until=min(workflow.drain_until + moved, latest))
+    return Step(workflow=workflow)
 
 
 def _finish_hook(workflow: Workflow, signal: HookFinished) -> Step:
@@ -702,10 +722,10 @@ def _move_scheduled(workflow: Workflow, workflows: Mapping[str, Workflow], conte
             return None
         if not context.is_acting:
             return _wait(workflow, f"the agent only observes; it would {_plan(workflow, context)}")
-        begins_at = decision.begins_at(workflow.event, context.now)
+        start = _start(workflow, context)
         may_start = workflow.operator == "approved" or workflow.approval.state == "confirmed"
-        if begins_at > context.now and not may_start:
-            return _wait(workflow, f"its time comes at {_show(begins_at)}")
+        if start.at > context.now and not may_start:
+            return _wait(workflow, f"begins at {_show(start.at)}: {start.reason}")
         return _begin(workflow, context)
     if not context.is_acting:
         return None
@@ -730,11 +750,22 @@ def _may_begin(workflow: Workflow) -> bool:
     )
 
 
+def _start(workflow: Workflow, context: Context) -> Start:
+    return workflow.decision.start(workflow.event, context.now, needed_seconds(workflow.decision, context))
+
+
+def needed_seconds(decision: Decision, context: Context) -> float:
+    """How long before NotBefore the preparation must begin, so that nothing of it is cut short."""
+    hooks = sum(context.hook_seconds.get(hook, 0.0) for hook in decision.prepare)
+    return decision.drain_for + hooks + context.reserve
+
+
 def _begin(workflow: Workflow, context: Context) -> Step:
     decision = workflow.decision
+    workflow = replace(workflow, begun_at=context.now)
     if not decision.has_preparation:
         return _to(workflow, "prepared", Note(kind="prepared", text="there is nothing to prepare"))
-    drain_until = _drain_until(decision, workflow.event, context.now) if decision.drain_for else None
+    drain_until = _drain_until(decision, workflow.event, context) if decision.drain_for else None
     drained = f"not ready for {decision.drain_for:g}s" if decision.drain_for else ""
     plan = ", ".join(filter(None, [drained, *decision.prepare])) or "nothing to run"
     workflow = replace(workflow, prepare=Progress(state="running"), drain_until=drain_until)
@@ -744,13 +775,15 @@ def _begin(workflow: Workflow, context: Context) -> Step:
 def _plan(workflow: Workflow, context: Context) -> str:
     """What an agent that acts would do about an event for which nothing has begun, as a clause."""
     decision = workflow.decision
-    begins_at = decision.begins_at(workflow.event, context.now)
+    start = _start(workflow, context)
     steps = [f"answer /readyz with 503 for {decision.drain_for:g}s"] if decision.drain_for else []
     steps += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
     ready = replace(workflow, phase="prepared", prepare=Progress(state="succeeded"))
     leave = ask_gates(ready, replace(context, is_acting=True))
     if leave.answer == "yes":
         approval = "approve it at once" if decision.approve == "immediately" or not steps else "approve it"
+        if decision.speaks_after:
+            approval += f" ({decision.speaks_after:g}s after the first VM that it names)"
         steps.insert(0 if decision.approve == "immediately" else len(steps), approval)
     elif leave.answer == "not yet":
         steps.append("wait for an operator to approve it")
@@ -760,17 +793,19 @@ def _plan(workflow: Workflow, context: Context) -> str:
         steps.append(f"run {', '.join(decision.on_start)} when it has started")
     if decision.recover:
         steps.append(f"run {', '.join(decision.recover)} when it is over")
-    when = "now" if begins_at <= context.now else f"at {_show(begins_at)}"
+    when = "now" if start.at <= context.now else f"at {_show(start.at)} ({start.reason})"
     return f"{when} {', then '.join(steps)}"
 
 
-def _drain_until(decision: Decision, event: ScheduledEvent, now: datetime) -> datetime:
+def _drain_until(decision: Decision, event: ScheduledEvent, context: Context) -> datetime:
     """When a drain that begins now ends."""
-    drain = timedelta(seconds=decision.drain_for)
+    drain = decision.drain_for
     if event.not_before is not None:
-        # With little notice, half of what there is: the hooks want their time as well.
-        drain = min(drain, (event.not_before - now) / (2 if decision.prepare else 1))
-    return now + max(timedelta(0), drain)
+        left = (event.not_before - context.now).total_seconds()
+        hooks = needed_seconds(decision, context) - drain
+        # With little notice, what the hooks leave of it, but half of it at least.
+        drain = min(drain, max(left - hooks, left / 2) if decision.prepare else left)
+    return context.now + timedelta(seconds=max(0.0, drain))
 
 
 def _is_due(at: datetime, now: datetime, longest_seconds: float) -> bool:

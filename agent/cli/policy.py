@@ -19,8 +19,18 @@ from agent import AgentError
 from agent.cli import add_config_option
 from agent.cli.run import refuse_exposed
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, print_json, remark_if_slow
-from agent.config import ConfigError, Loaded, Settings, check_files, find_config, load_policy, policy_schema
+from agent.config import (
+    BUILT_IN_NAME,
+    ConfigError,
+    Loaded,
+    Settings,
+    check_files,
+    find_config,
+    load_policy,
+    policy_schema,
+)
 from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event
+from agent.hook_times import KnownTimes, decode, may_take_seconds
 from agent.policy import Decision, Facts, Rule, When, mismatch
 from agent.status import SCHEMA_VERSION, Vm
 from agent.typed_yaml import format_duration
@@ -33,6 +43,7 @@ from agent.workflow import (
     Signal,
     Workflow,
     ask_gates,
+    needed_seconds,
     next_wake_at,
     proceed,
 )
@@ -110,6 +121,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     passed_over: tuple[PassedOver, ...]
     begins_at: datetime | None
     """When preparation or approval would begin; None if neither would."""
+    begins_reason: str
+    """Why not at once; "" if at once."""
     moments: tuple[Moment, ...]
     expected_approval: ExpectedApproval
 
@@ -125,14 +138,27 @@ class Explanations(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[Explanation, ...]
 
 
-def explain_event(settings: Settings, event: ScheduledEvent, names: tuple[str, ...], now: datetime) -> Explanation:
-    """Rehearse the life of an event that is first seen ``now``, until it would start."""
+def explain_event(
+    settings: Settings,
+    event: ScheduledEvent,
+    names: tuple[str, ...],
+    now: datetime,
+    known_times: KnownTimes | None = None,
+) -> Explanation:
+    """Rehearse the life of an event that is first seen ``now``, until it would start.
+
+    ``known_times``: of earlier runs of the hooks; without them, their time limits count.
+    """
     context = Context(
         now=now,
         names=names,
         rules=settings.rules,
         windows=settings.maintenance_windows,
         hooks=settings.hooks,
+        hook_seconds={
+            name: may_take_seconds(known_times or {}, name, hook) for name, hook in settings.hooks.items()
+        },
+        reserve=settings.agent.reserve,
         boot_id="",
         document_at=now,
     )
@@ -174,11 +200,13 @@ def explain_event(settings: Settings, event: ScheduledEvent, names: tuple[str, .
     workflow = next(iter(board.values()))
     decision = workflow.decision
     facts = Facts(names=names, noticed_at=now)
+    start = decision.start(event, now, needed_seconds(decision, context))
     return Explanation(
         event=event,
         decision=decision,
         passed_over=tuple(_passed_over(settings.rules, decision, event, facts)),
         begins_at=begins_at,
+        begins_reason=start.reason if begins_at is not None else "",
         moments=tuple(moments),
         expected_approval=_approval(workflow, context, approved_at, now),
     )
@@ -249,13 +277,19 @@ def _run_check(arguments: argparse.Namespace) -> int:
     for warning in warnings:
         print(f"warning: {warning}")
     print()
-    print(_policy_in_words(loaded.settings))
+    print(_policy_in_words(loaded))
     return 0
 
 
-def _policy_in_words(settings: Settings) -> str:
+def _policy_in_words(loaded: Loaded) -> str:
+    settings = loaded.settings
     lines = ["The first rule that matches takes the event:"]
-    rows = [(rule.name, f"{_when_in_words(rule.when)}: {_rule_in_words(rule)}") for rule in settings.rules]
+    if loaded.name != BUILT_IN_NAME and "rules" not in loaded.parsed.lines:
+        what = "names no rules" if loaded.parsed.lines else "is empty"
+        lines.insert(0, f"The file {what}: the built-in rules are in force.")
+    rows = [
+        (rule.name, f"{_when_in_words(rule.when)}: {_rule_in_words(rule, settings)}") for rule in settings.rules
+    ]
     lines.extend(_table([*rows, ("(none)", "observed: logged and counted, nothing more")]))
     imds, agent = settings.imds, settings.agent
     poll = f"asks {imds.endpoint} every {format_duration(imds.poll_interval)} (api-version {imds.api_version})"
@@ -289,14 +323,17 @@ def _when_in_words(when: When) -> str:
     return " ".join(parts)
 
 
-def _rule_in_words(rule: Rule) -> str:
+def _rule_in_words(rule: Rule, settings: Settings) -> str:
     begin = []
-    if rule.window is not None:
+    is_approved = rule.approve in ("immediately", "when-prepared")
+    if rule.window is not None and is_approved:
         begin.append(f"in window {rule.window}, or")
     if rule.lead is not None:
         begin.append(f"from {format_duration(rule.lead)} before NotBefore")
-    elif rule.window is not None:
+    elif rule.window is not None and is_approved:
         begin.append("shortly before NotBefore")
+    elif not is_approved and (rule.prepare or rule.drain_for):
+        begin.append(_late_in_words(rule, settings))
     parts = []
     if rule.drain_for:
         parts.append(f"not ready for {format_duration(rule.drain_for)}")
@@ -316,7 +353,29 @@ def _rule_in_words(rule: Rule) -> str:
         words += f"; once started run {', '.join(rule.on_start)}"
     if rule.recover:
         words += f"; afterwards run {', '.join(rule.recover)}"
-    return words
+    return words + _sharing_in_words(rule, settings)
+
+
+def _late_in_words(rule: Rule, settings: Settings) -> str:
+    if rule.when.type == ("Preempt",):
+        return "at once"
+    hooks = sum(settings.hooks[name].limit_seconds for name in rule.prepare)
+    needed = format_duration(rule.drain_for + hooks + settings.agent.reserve)
+    return f"as late as its hooks allow ({needed} before NotBefore, or later if they are known to be quicker)"
+
+
+def _sharing_in_words(rule: Rule, settings: Settings) -> str:
+    """What is different if the event names other VMs too."""
+    mode = rule.shared or ("first" if rule.approve == "immediately" else "hold")
+    is_approved = rule.approve in ("immediately", "when-prepared")
+    if not is_approved or mode == "any" or not {"self", "shared"} & set(rule.when.affects):
+        return ""
+    if rule.approve == "immediately" and mode == "first":
+        return ""
+    unless = ", unless it names this VM first" if mode == "first" else ""
+    is_late = rule.lead is None and (rule.prepare or rule.drain_for)
+    late = f" prepare {_late_in_words(rule, settings)} and" if is_late else ""
+    return f"; if it names other VMs too,{late} do not approve{unless}"
 
 
 # --- explain
@@ -333,7 +392,8 @@ def _run_explain(arguments: argparse.Namespace) -> int:
         name = arguments.vm or settings.vm.name or ""
         assumed = "" if name else _first_resource(document)
     names = tuple(filter(None, (name or assumed, *settings.vm.aliases)))
-    explanations = [explain_event(settings, event, names, now) for event in document.events]
+    known_times = _load_known_times(settings)
+    explanations = [explain_event(settings, event, names, now, known_times) for event in document.events]
     if arguments.json:
         vm, mode = Vm(names=names, vm_id=""), settings.agent.mode
         print_json(Explanations(at=now, vm=vm, mode=mode, events=tuple(explanations)))
@@ -349,6 +409,24 @@ def _run_explain(arguments: argparse.Namespace) -> int:
         print()
         print("\n".join(_explanation_in_words(explanation, now)))
     return 0
+
+
+def _load_known_times(settings: Settings) -> KnownTimes:
+    """What the agent of this machine knows of its hooks; nothing if that cannot be read."""
+    from agent import host  # noqa: PLC0415  # so that --help stays quick
+    from agent.store import Store, StoreError  # noqa: PLC0415
+
+    directory = settings.agent.state_dir
+    try:
+        store = Store.look_into(Path(directory) if directory else host.default_state_dir())
+    except StoreError:
+        return {}
+    try:
+        return decode(store.load_fact("hook_times"))
+    except StoreError:
+        return {}
+    finally:
+        store.close()
 
 
 def _fetch(settings: Settings, vm: str | None) -> tuple[Document, str]:
@@ -424,22 +502,17 @@ def _plan_rows(explanation: Explanation, now: datetime) -> Iterable[tuple[str, s
     event, decision, begins_at = explanation.event, explanation.decision, explanation.begins_at
     if begins_at is not None and decision.has_preparation:
         when = "now" if begins_at == now else f"at {_clock(begins_at, now)}"
-        if decision.window_name and begins_at != now:
-            when += f" (window {decision.window_name})" if _is_in_window(decision, begins_at) else ""
+        when += f" ({explanation.begins_reason})" if begins_at != now else ""
         parts = [f"not ready for {format_duration(decision.drain_for)}"] if decision.drain_for else []
         parts += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
         yield "prepare", f"{when}: {', then '.join(parts) or 'nothing to run'}"
     elif begins_at is not None and begins_at != now:
-        yield "waits", f"until {_clock(begins_at, now)}"
+        yield "waits", f"until {_clock(begins_at, now)} ({explanation.begins_reason})"
     if decision.on_start:
         when = "now, for it has started" if event.is_started else "once it has started"
         yield "on start", f"{when}: run {', '.join(decision.on_start)}"
     if decision.recover and not event.is_started:
         yield "recover", f"once it is over: run {', '.join(decision.recover)}"
-
-
-def _is_in_window(decision: Decision, at: datetime) -> bool:
-    return decision.window is not None and decision.window.opening(at, at.max.replace(tzinfo=UTC)) == at
 
 
 def _affects_in_words(explanation: Explanation) -> str:

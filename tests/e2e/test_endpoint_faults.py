@@ -83,7 +83,9 @@ class Scene:
                 "request_timeout": limit,
                 "first_request_timeout": limit,
             },
-            rules=[{"name": "hand", "prepare": ["drain"], "recover": ["resume"], "approve": "manual"}],
+            rules=[
+                {"name": "hand", "prepare": ["drain"], "recover": ["resume"], "approve": "manual", "lead": "30d"}
+            ],
             hooks=self.agent.hooks("drain", "resume"),
         )
 

@@ -13,7 +13,7 @@ from harness import SLOWNESS, Agent, Simulator, approved_ids
 from agent.simulator import VirtualMachine
 
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
-BY_HAND = {**DRAIN, "name": "by-hand", "approve": "manual"}
+BY_HAND = {**DRAIN, "name": "by-hand", "approve": "manual", "lead": "30d"}
 USER = {"name": "user-initiated", "when": {"source": "User"}, "approve": "immediately"}
 
 needs_posix = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGHUP or a SIGTERM that can be caught")

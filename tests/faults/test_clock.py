@@ -97,7 +97,7 @@ def test_when_the_clock_is_set_the_time_of_an_event_is_judged_by_it_at_once_and_
     clock.set(-HOUR)
     agent.start()
     event = sim.schedule("Reboot", notice_seconds=1000, lasts_seconds=None)
-    assert agent.wait_phase(event, "waiting")["waits_for"].startswith("its time comes at ")
+    assert agent.wait_phase(event, "waiting")["waits_for"].startswith("begins at ")
     sim.wait_polls(4)
     assert agent.ran() == []
     clock.set(0)  # 1000 s are still more than a lead of 15 minutes

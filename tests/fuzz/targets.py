@@ -240,7 +240,7 @@ def check_policy(data: bytes) -> None:
     for event in _events():
         facts = Facts(names=("vm-1",), noticed_at=NOW)
         decision = decide(settings.rules, settings.maintenance_windows, event, facts)
-        assert decision.begins_at(event, NOW) >= NOW
+        assert decision.start(event, NOW, 60.0).at >= NOW
 
 
 def _check_problems(problems: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 
 from agent import cli
 from agent.config import CONFIG_VARIABLE, ConfigError, find_config, load_policy
+from agent.hook_times import encode, with_run
+from agent.store import Store
 
 ROOT = Path(__file__).parents[2]
 PAYLOADS = ROOT / "tests/payloads"
@@ -70,13 +73,55 @@ The first rule that matches takes the event:
   user-initiated  Any event from User: approve at once
   short-freeze    Freeze lasting less than 9s: approve at once
   impactful       Freeze, Reboot, Redeploy, Terminate or Preempt: from 15m before NotBefore, not ready for 5s,
-                  then run drain, checkpoint, then approve; afterwards run resume
+                  then run drain, checkpoint, then approve; afterwards run resume; if it names other VMs too,
+                  do not approve
   (none)          observed: logged and counted, nothing more
 
 The agent asks http://169.254.169.254 every 1s (api-version 2020-07-01); serves its pages on 127.0.0.1:9769.
 """,
         "",
     )
+
+
+LATE = """\
+rules:
+  - {name: alone, prepare: [drain], drain_for: 15s, recover: [drain], approve: when-prepared}
+  - {name: asked, when: {affects: others}, prepare: [drain], recover: [drain], approve: manual}
+hooks:
+  drain: {run: [/bin/true], timeout: 1m, attempts: 2, retry_delay: 10s}
+"""
+
+
+def test_check_and_explain_say_when_preparation_begins_and_why(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(f"agent: {{state_dir: '{tmp_path.as_posix()}'}}\n{LATE}", encoding="utf-8")
+    _, out, _ = run("check", "--config", str(path))
+    told = " ".join(out.split())
+    late = "as late as its hooks allow ({} before NotBefore, or later if they are known to be quicker)"
+    assert f"run drain; if it names other VMs too, prepare {late.format('2m30s')} and do not approve asked" in told
+    assert f"that names only other VMs: {late.format('2m15s')}, run drain, then wait for an operator" in told
+    payload = "33-docs-seed000-freeze-duration-minus1.json"
+    rows = explain(run, str(path), payload, "--vm", "westno_1")
+    why = "it names other VMs too and shared is hold, and preparation may take "
+    assert f"prepare at 22:24:28Z ({why}2m30s): not ready for 15s, then run drain" in " ".join(rows.split())
+    store = Store.open(tmp_path, datetime.now(UTC))
+    hook = load_policy(path).settings.hooks["drain"]
+    store.save_facts({"hook_times": encode(with_run({}, "drain", hook, "succeeded", 20.0))})
+    store.close()
+    rows = explain(run, str(path), payload, "--vm", "westno_1")
+    assert f"prepare at 22:25:48Z ({why}1m10s): not ready for 15s, then run drain" in " ".join(rows.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "what"), [("# nothing\n", "is empty"), ("agent: {mode: observe}\n", "names no rules")]
+)
+def test_check_says_that_a_file_without_rules_leaves_the_built_in_ones(
+    run: Run, tmp_path: Path, text: str, what: str
+) -> None:
+    (tmp_path / "p.yaml").write_text(text)
+    code, out, _ = run("check", "--config", "p.yaml")
+    assert code == 0
+    assert f"\nThe file {what}: the built-in rules are in force.\n" in out
 
 
 def test_check_without_a_file_checks_the_built_in_policy(run: Run) -> None:
@@ -201,7 +246,7 @@ Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123, Scheduled, from Platform
   rule       not user-initiated: source is Platform, not User
              not short-freeze: duration is unknown, not below 9s
              rule impactful takes it: affects shared, type Freeze
-  prepare    at 22:11:58Z: not ready for 5s, then run drain, checkpoint
+  prepare    at 22:11:58Z (lead 15m): not ready for 5s, then run drain, checkpoint
   recover    once it is over: run resume
   approval   not approved: it names other VMs too (WestNO_0, WestNO_1) and shared is hold; NotBefore 22:26:58Z
              decides
@@ -262,6 +307,7 @@ def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> Non
             {"rule": "short-freeze", "reason": "type is Preempt, not Freeze"},
         ],
         "begins_at": "2022-08-09T16:52:32Z",
+        "begins_reason": "lead 15m",
         "moments": event["moments"],
         "expected_approval": {
             "answer": "yes",

@@ -226,7 +226,7 @@ def test_what_is_pending_is_decided_on_by_the_policy_that_a_restarted_agent_find
 def test_a_restarted_agent_says_that_it_is_ready_only_when_it_knows_what_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drain = Rule(name="drain", drain_for=600.0, approve="manual")
+    drain = Rule(name="drain", drain_for=600.0, approve="manual", lead=86400.0)
     load, daemons, answers = Store.load_workflows, list[Daemon](), list[int]()
 
     def slow_load(store: Store) -> list[workflow.Workflow]:

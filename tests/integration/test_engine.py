@@ -371,3 +371,63 @@ def test_an_answer_of_the_service_is_remembered_for_a_day_of_the_same_boot(
         assert engine.has_service_answered()
     finally:
         store.close()
+
+
+def a_shared_event(machine: Clocks) -> ScheduledEvent:
+    return ScheduledEvent(
+        id="E1", type="Reboot", status="Scheduled", resources=("vm-1", "vm-2"),
+        not_before=machine.now() + timedelta(hours=1),
+    )  # fmt: skip
+
+
+def test_a_hook_that_was_quick_before_begins_later_also_after_a_restart(tmp_path: Path) -> None:
+    machine, hands = Clocks(), Recovering()
+    rule = Rule(name="all", prepare=("drain",), approve="when-prepared")
+    settings = Settings(rules=(rule,), hooks={"drain": Hook(run=("/bin/drain",), timeout=600.0)})
+    reasons: list[str] = []
+    for life in range(2):
+        store = Store.open(tmp_path, machine.now())
+        try:
+            engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+            engine.start()
+            engine.take(Identity(name="vm-1", vm_id="id-1"))
+            event = a_shared_event(machine)
+            engine.take(Document(incarnation="1", events=(event,)))
+            assert engine.turn(machine.now())
+            reasons.append(*(workflow.waits_for for workflow in engine.board.values()))
+            assert hands.effects == []
+            if life == 0:
+                assert engine.turn(machine.wait(3600 - 605))
+                (effect,) = hands.effects
+                result = replace(without_run("drain", "succeeded", ""), attempts=1, duration_seconds=20.0)
+                engine.take(HookEnded(effect, result))
+                engine.take(Document(incarnation="2", events=()))
+                assert engine.turn(machine.now())
+                assert engine.board == {}
+                hands.effects.clear()
+        finally:
+            store.close()
+    takes = [reason.rpartition("preparation may take ")[2] for reason in reasons]
+    assert takes == ["10m5s", "55s"]
+
+
+def test_who_holds_an_event_of_several_vms_is_told_that_the_others_may_approve_it(tmp_path: Path) -> None:
+    machine, hands = Clocks(), Approvals()
+    store = Store.open(tmp_path, machine.now())
+    operator = Store.join(tmp_path)
+    try:
+        settings = Settings(rules=(Rule(name="hand", approve="manual"),))
+        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.take(Document(incarnation="1", events=(a_shared_event(machine),)))
+        assert engine.turn(machine.now())
+        (workflow_id,) = engine.board
+        number = operator.add_request(workflow_id, "held", "kim", machine.now())
+        assert engine.turn(machine.now())
+        answer = operator.load_answer(number) or ""
+        assert answer.startswith("held: ")
+        assert answer.endswith("; the other VMs that it names may approve it all the same")
+    finally:
+        operator.close()
+        store.close()

@@ -16,12 +16,14 @@ what the agent knows, both are right.
     7  nothing is approved in doubt: before a document was read, without a name, after the state was lost
     8  an event is prepared for in the very turn in which it is first seen
     9  after a restart the VM is as ready, or not, as before; and in the end nothing is left to do
+    10 what this VM does not approve by itself is prepared for, and no earlier before NotBefore than it takes
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 
-from agent.policy import Rule
+from agent.policy import Hook, Rule
 from agent.workflow import HookOutcome
 
 VM = "vm_1"
@@ -51,6 +53,9 @@ class Life:
     """The rule that began it."""
     is_unsure: bool = False
     """It was seen under one policy and begun under another: which of the two rules began it is not known."""
+    not_before: datetime | None = None
+    read_at: datetime | None = None
+    """When it was first read; None if the clock has been set since."""
     policies: int = 0
     """How many policies there had been when it was first seen."""
     succeeded: set[str] = field(default_factory=set)
@@ -82,7 +87,11 @@ class Run:
 class Judge:
     """Is told what happens, in order; raises BrokenError at the first thing that must not be."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], datetime]) -> None:
+        """``now``: the VM's wall clock."""
+        self._now = now
+        self.hooks: Mapping[str, Hook] = {}
+        self.reserve = 0.0
         self.lives: dict[str, Life] = {}
         self.rules: tuple[Rule, ...] = ()
         self.all_rules: tuple[Rule, ...] = ()
@@ -114,18 +123,32 @@ class Judge:
             if life.may_be_begun and not is_over and rule is not None:
                 self._allowed |= {(life.name, hook) for hook in rule.recover}
 
-    def read(self, events: Iterable[tuple[str, str, str, str, tuple[str, ...]]], *, is_state_lost: bool) -> None:
-        """A document has been decided on, and the decision is on disk: (name, present id, type, status, VMs)."""
+    def clock_set(self) -> None:
+        """The VM's clock shows another time from now on."""
+        for life in self.lives.values():
+            life.read_at = None
+
+    def read(
+        self,
+        events: Iterable[tuple[str, str, str, str, tuple[str, ...], datetime | None]],
+        *,
+        is_state_lost: bool,
+    ) -> None:
+        """A document has been decided on, and the decision is on disk.
+
+        ``events``: name, present id, type, status, VMs, NotBefore.
+        """
         self.is_blind = False
         present = set()
-        for name, current_id, type_, status, resources in events:
+        for name, current_id, type_, status, resources, not_before in events:
             present.add(name)
             life = self.lives.get(name)
             if life is None:
                 life = Life(name, type_, resources, status, is_state_lost, policies=self._policies)
+                life.read_at = self._now()
                 self.lives[name] = life
                 self._fresh.append(life)
-            life.status, life.current_id = status, current_id
+            life.status, life.current_id, life.not_before = status, current_id, not_before
             rule = self.rule(life)
             if status == "Scheduled" and rule is not None and (rule.drain_for or not rule.prepare):
                 # It may be begun at any moment, and the event be gone before anybody has seen that.
@@ -145,6 +168,7 @@ class Judge:
         rule = self.rule(life)
         # A drain, or the promise of a recovery alone, is a preparation as well.
         if rule is not None and (rule.drain_for or not rule.prepare):
+            self._check_time(life, f"{name} is prepared for")
             self._begin(life, is_certain=True)
 
     def turned(self, *, may_be_late: bool) -> None:
@@ -156,7 +180,7 @@ class Judge:
             rule = self.rule(life)
             if rule is None or life.status != "Scheduled" or VM not in life.resources:
                 continue
-            if not rule.prepare or rule.drain_for or rule.lead is not None or self._waits_for_lead(life, rule):
+            if not rule.prepare or rule.drain_for or rule.lead is not None or self._is_late(life, rule):
                 continue
             in_the_way = [run for run in self.runs if run.stage == "recover" and self._shares(run.event, rule)]
             for run in in_the_way:
@@ -268,13 +292,23 @@ class Judge:
         self._expect(is_ready, "(9) the VM stays out of service")
         self._expect(not [*pending], f"(9) events that are over stay pending: {[*pending]}")
 
+    def unprepared(self, name: str) -> None:
+        """The event starts in a world that has been fair for long enough."""
+        life = self.lives.get(name)
+        rule = self.rule(life) if life is not None else None
+        if life is None or rule is None or not rule.prepare or VM not in life.resources or self._policies > 1:
+            return
+        is_held = bool(life.words - {"", "approved"})
+        is_ours = not (life.was_started or is_held or life.is_doubtful or life.read_at is None)
+        self._expect(life.may_be_begun or not is_ours, f"(10) {name} starts and is not prepared for")
+
     def neglected(self, name: str, seconds: float) -> None:
         """The event stood there for so long in a fair world."""
         life = self.lives.get(name)
         if life is None or life.is_confirmed or life.was_started or not self._may_approve(life):
             return
         rule = self.rule(life)
-        if rule is None or rule.lead is not None or self._waits_for_lead(life, rule) or self._policies > 1:
+        if rule is None or rule.lead is not None or self._policies > 1:
             return
         has_ended = life.has_failed or all(hook in life.succeeded for hook in rule.prepare)
         if rule.approve == "immediately" or has_ended:
@@ -288,13 +322,30 @@ class Judge:
             return next((r for r in self.rules if life.type in r.when.type and "others" in r.when.affects), None)
         return next((rule for rule in self.rules if life.type in rule.when.type), None)
 
-    def _waits_for_lead(self, life: Life, rule: Rule) -> bool:
+    def _is_late(self, life: Life, rule: Rule) -> bool:
         """Whether it is begun only some time before NotBefore, since others must approve it."""
-        return life.resources != (VM,) and not self._may_speak(life, rule)
+        is_ours = rule.approve in ("immediately", "when-prepared") and VM in life.resources
+        return not (is_ours and self._may_speak(life, rule))
 
     def _may_speak(self, life: Life, rule: Rule) -> bool:
+        """Whether this VM may approve it for the others, if need be after them."""
         shared = rule.shared or ("first" if rule.approve == "immediately" else "hold")
-        return life.resources == (VM,) or shared == "any" or (shared == "first" and life.resources[0] == VM)
+        if life.resources == (VM,) or shared == "any":
+            return True
+        return shared == "first" and (life.resources[0] == VM or rule.approve == "immediately")
+
+    def _check_time(self, life: Life, text: str) -> None:
+        """Whether it may be prepared for already."""
+        rule = self.rule(life)
+        if life.may_be_begun or life.read_at is None or life.not_before is None or self._policies > 1:
+            return
+        if rule is None or rule.lead is not None or not self._is_late(life, rule):
+            return
+        if "approved" in life.words or life.status != "Scheduled":
+            return
+        hooks = sum(self.hooks[hook].limit_seconds for hook in rule.prepare)
+        earliest = life.not_before - timedelta(seconds=rule.drain_for + hooks + self.reserve)
+        self._expect(self._now() >= earliest, f"(10) {text} before {earliest:%H:%M:%S}")
 
     def _shares(self, event: str, rule: Rule) -> bool:
         plan = self.lives[event].plan
@@ -332,6 +383,7 @@ class Judge:
         if stage == "on_start":
             self._expect(life.status == "Started", f"{text} though the event has not started")
             return
+        self._check_time(life, text)
         self._begin(life, is_certain=True, hook=hook)
         assert life.plan is not None
         may_finish = life.plan.on_early_start == "finish" or life.is_unsure
@@ -379,6 +431,9 @@ class Judge:
             )
             return
         assert rule is not None
+        if life.read_at is not None and (rule.shared or "first") == "first":
+            turn = life.read_at + timedelta(seconds=10.0 * life.resources.index(VM))
+            self._expect(self._now() >= turn, f"(2) {text} before {turn:%H:%M:%S}, the turn of this VM")
         has_ended = life.has_failed or all(hook in life.succeeded for hook in rule.prepare)
         self._expect(rule.approve == "immediately" or has_ended, f"(1) {text} before its preparation has ended")
 

@@ -169,6 +169,10 @@ def _begin_late(workflow: Workflow, workflows: Any, context: Context) -> Step | 
     return None if workflow.first_seen_at == context.now else REAL_MOVE(workflow, workflows, context)
 
 
+def _only_what_it_approves(workflow: Workflow) -> bool:
+    return workflow.phase == "waiting" and not workflow.decision.refusal
+
+
 def _proceed_after_performing(engine: Engine, now: datetime) -> None:
     """A turn whose effects are under way before they are on disk."""
     commit = engine._store.commit
@@ -230,6 +234,9 @@ MUTANTS: dict[str, Mutant] = {
     "1: operators are ignored": Mutant(machine, _open_gate("_operator_gate"), "(1"),
     "2: the service's gate is open": Mutant(machine, _open_gate("_service_gate"), "(2)", frozenset({"operator"})),
     "2: anybody speaks for all": Mutant(machine, _open_gate("_spokesman_gate"), "(1, 2"),
+    "2: the second VM does not wait for the first": Mutant(
+        machine, {"_speaks_at": lambda _: None}, "(2)", frozenset({"many events"})
+    ),
     "3: a restart prepares again": Mutant(machine, {"_restart": _restart_that_prepares_again}, "(3)"),
     "4: recovery is forgotten": Mutant(machine, {"_move_gone": _close_at_once}, "(4)"),
     "4: recovery ignores other events": Mutant(machine, {"_share_hooks": _never}, "(4)"),
@@ -259,6 +266,12 @@ MUTANTS: dict[str, Mutant] = {
     "6: a stop throws answers away": Mutant(Inbox, {"_collect": _collect_hooks_only}, "(6)", frozenset({"stops"})),
     "9: a stop forgets operators": Mutant(
         Engine, {"finish": _finish_without_requests}, "(9) a stop leaves", frozenset({"stops", "operator"})
+    ),
+    "10: what others approve is prepared for at once": Mutant(
+        machine, {"needed_seconds": lambda *_: 86400.0}, "(10)", frozenset({"many events"})
+    ),
+    "10: what others approve is never prepared for": Mutant(
+        machine, {"_may_begin": _only_what_it_approves}, "(10)", frozenset({"many events"})
     ),
     "9: results are lost": Mutant(engine_module, {"proceed": _proceed_that_loses_what_fails}, ""),
 }

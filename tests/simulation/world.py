@@ -104,7 +104,7 @@ class World(Machine):
         self.seed = seed
         self._chances: dict[str, random.Random] = {}
         self.story: list[str] = []
-        self.judge = Judge()
+        self.judge = Judge(self.now)
         given = (trouble for trouble in TROUBLES if self.chance(f"has {trouble}").random() < 0.3)
         self.troubles = frozenset(given) if troubles is None else troubles
         self.is_disk_full = False
@@ -215,7 +215,7 @@ class World(Machine):
     def _prepare(self) -> None:
         self.tell(f"trouble: {', '.join(sorted(self.troubles)) or 'none'}")
         self._settings = self._a_policy()
-        self.judge.policy(self._settings.rules)
+        self._enforce()
         chance = self.chance("events")
         count = chance.choice((2, 3, 4)) if "many events" in self.troubles else chance.choice((1, 2))
         for number in range(count):
@@ -305,7 +305,7 @@ class World(Machine):
             if happening.kind in ("started", "gone"):
                 since = self._scheduled_since.pop(event.ids[0], None)
                 if since is not None and not event.approved_at:
-                    self._judge_neglect(event.ids[0], since)
+                    self._judge_neglect(event.ids[0], since, has_started=happening.kind == "started")
             if happening.kind == "started" and VM in event.plan.vms:
                 if event.plan.type in ("Reboot", "Redeploy"):
                     self.after(self.chance("reboot").uniform(0.0, 3.0), self._reboot)
@@ -325,10 +325,12 @@ class World(Machine):
             if self._azure.next_due < float("inf"):
                 self.after(max(0.0, self._azure.next_due - self._epoch()) + 1e-6, lambda: None)
 
-    def _judge_neglect(self, name: str, since: float) -> None:
+    def _judge_neglect(self, name: str, since: float, *, has_started: bool) -> None:
         seconds = self._at - max(since, BUSY_SECONDS)
         if seconds > 200.0:
             self.judge.neglected(name, seconds)
+        if has_started and seconds > 700.0 and self.engine is not None and not self._is_frozen:
+            self.judge.unprepared(name)
 
     # --- the machine
 
@@ -373,6 +375,7 @@ class World(Machine):
     def _jump(self) -> None:
         seconds = self.chance("clock jumps").choice((-3600.0, -30.0, 30.0, 3600.0))
         self._wall_offset += seconds
+        self.judge.clock_set()
         self.tell(f"the clock is set by {seconds:+g} s")
         self._poll_soon()
 
@@ -705,7 +708,8 @@ class World(Machine):
             events = []
             for event in self._document.events:
                 name = self._azure.event(event.id).ids[0]
-                events.append((name, event.id, event.type, event.status, event.resources))
+                facts = (event.type, event.status, event.resources, event.not_before)
+                events.append((name, event.id, *facts))
             self.judge.read(events, is_state_lost=self._is_state_lost)
             self._is_state_lost &= self._is_stopping
             self._document = None
@@ -831,6 +835,10 @@ class World(Machine):
             agent=AgentSettings(listen="off"),
         )
 
+    def _enforce(self) -> None:
+        self.judge.policy(self._settings.rules)
+        self.judge.hooks, self.judge.reserve = self._settings.hooks, self._settings.agent.reserve
+
     def _reload(self) -> None:
         if self.engine is None or self._is_frozen:
             return
@@ -840,7 +848,7 @@ class World(Machine):
         else:
             self.tell("another policy is put in force")
             self._settings = self._a_policy()
-            self.judge.policy(self._settings.rules)
+            self._enforce()
             self.engine.change_settings(self._settings)
         self._wake_soon(0.0)
 

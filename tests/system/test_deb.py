@@ -154,7 +154,7 @@ def test_an_upgrade_keeps_policy_and_state_and_restarts_the_service(
 
 def upgrade_in_mid_event(machine: Container, sim: Simulator) -> None:
     service = Service(machine, sim.endpoint())
-    rule = {"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "approve": "manual"}
+    rule = {"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "approve": "manual", "lead": "1h"}
     service.write_policy(rules=[rule], hooks={"drain": {"shell": "echo drain >> /root/notes"}})
     service.systemctl("restart")
     event = sim.schedule("Reboot", notice_seconds=600.0, lasts_seconds=1.0)

@@ -91,7 +91,13 @@ def test_without_a_network_it_is_installed_and_runs(bare: Container) -> None:
 def test_an_upgrade_in_mid_event_keeps_policy_and_state_and_restarts_the_service(with_agent: Container) -> None:
     with Simulator(vms=("vm-1",), rate_limit=None) as sim, Container(with_agent, boots=False) as machine:
         service = Service(machine, sim.endpoint())
-        rule = {"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "approve": "manual"}
+        rule = {
+            "name": "reboots",
+            "when": {"type": "Reboot"},
+            "prepare": ["drain"],
+            "approve": "manual",
+            "lead": "1h",
+        }
         service.write_policy(rules=[rule], hooks={"drain": {"shell": "echo drain >> /root/notes"}})
         machine.start()  # not before: with the policy of the package it would ask Azure's endpoint
         assert {entry["endpoint"] for entry in service.log("agent started")} == {sim.endpoint()}

@@ -238,15 +238,16 @@ def test_whole_names_decide_whom_an_event_affects(
 @pytest.mark.parametrize(
     ("resources", "expected"),
     [
-        (["vm_1", "vm_2"], True),
-        (["_VM_1", "vm_2"], True),
-        (["vm_10", "vm_1"], False),
-        (["", "vm_1"], False),
-        ([], False),
+        (["vm_1", "vm_2"], 0),
+        (["_VM_1", "vm_2"], 0),
+        (["vm_10", "vm_1"], 1),
+        (["", "vm_1"], 1),
+        (["vm_10"], None),
+        ([], None),
     ],
 )
-def test_the_first_resource_is_told_by_its_whole_name(resources: list[str], expected: bool) -> None:
-    assert parse(Resources=resources).is_first_resource(["vm_1", ""]) is expected
+def test_the_place_in_resources_is_told_by_the_whole_name(resources: list[str], expected: int | None) -> None:
+    assert parse(Resources=resources).position(["vm_1", ""]) == expected
 
 
 # --- ids -----------------------------------------------------------------------------------------------------

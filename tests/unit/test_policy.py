@@ -156,7 +156,8 @@ def test_an_event_without_an_id_is_never_approved() -> None:
     ("approve", "shared", "resources", "may_speak"),
     [
         ("immediately", None, ("web_1", "web_2"), True),
-        ("immediately", None, ("web_2", "web_1"), False),
+        ("immediately", None, ("web_2", "web_1"), True),
+        ("when-prepared", "first", ("web_2", "web_1"), False),
         ("when-prepared", None, ("web_1", "web_2"), False),
         ("when-prepared", "first", ("WEB_1", "web_2"), True),
         ("when-prepared", "any", ("web_2", "web_1"), True),
@@ -210,59 +211,108 @@ def decision(**fields: Any) -> Decision:
     return Decision(**{**defaults, "may_speak": True, **fields})
 
 
+def begins_at(
+    decision: Decision, event: ScheduledEvent, now: datetime = NOW, needed_seconds: float = 600.0
+) -> datetime:
+    return decision.start(event, now, needed_seconds).at
+
+
 def test_without_lead_and_window_handling_begins_at_once() -> None:
-    assert decision().begins_at(event(not_before=NOW + timedelta(days=7)), NOW) == NOW
+    assert begins_at(decision(), event(not_before=NOW + timedelta(days=7)), NOW) == NOW
 
 
 def test_an_event_days_ahead_waits_for_its_lead() -> None:
     not_before = NOW + timedelta(days=7)
-    begins_at = decision(lead=900.0).begins_at(event(not_before=not_before), NOW)
-    assert begins_at == not_before - timedelta(minutes=15)
+    begins = begins_at(decision(lead=900.0), event(not_before=not_before), NOW)
+    assert begins == not_before - timedelta(minutes=15)
 
 
 @pytest.mark.parametrize("minutes", [15, 5, 0, -60])
 def test_an_event_nearer_than_the_lead_begins_at_once(minutes: int) -> None:
-    assert decision(lead=900.0).begins_at(event(not_before=NOW + timedelta(minutes=minutes)), NOW) == NOW
+    assert begins_at(decision(lead=900.0), event(not_before=NOW + timedelta(minutes=minutes)), NOW) == NOW
 
 
 def test_an_event_without_not_before_begins_at_once() -> None:
-    assert decision(lead=900.0, window=NIGHT).begins_at(event(not_before=None), NOW) == NOW
+    assert begins_at(decision(lead=900.0, window=NIGHT), event(not_before=None), NOW) == NOW
 
 
 def test_an_event_days_ahead_begins_when_its_window_opens() -> None:
     far = event(not_before=NOW + timedelta(days=7))
-    assert decision(window=NIGHT).begins_at(far, NOW) == SATURDAY_2AM
+    assert begins_at(decision(window=NIGHT), far, NOW) == SATURDAY_2AM
 
 
 def test_a_window_that_is_open_now_begins_now() -> None:
     now = SATURDAY_2AM + timedelta(hours=3)
-    assert decision(window=NIGHT).begins_at(event(not_before=now + timedelta(days=2)), now) == now
+    assert begins_at(decision(window=NIGHT), event(not_before=now + timedelta(days=2)), now) == now
 
 
 def test_without_an_opening_before_the_lead_the_lead_decides() -> None:
     not_before = SATURDAY_2AM - timedelta(hours=1)
     far = event(not_before=not_before)
-    assert decision(window=NIGHT).begins_at(far, NOW) == not_before - timedelta(minutes=15)
-    assert decision(window=NIGHT, lead=7200.0).begins_at(far, NOW) == not_before - timedelta(hours=2)
+    assert begins_at(decision(window=NIGHT), far, NOW) == not_before - timedelta(minutes=15)
+    assert begins_at(decision(window=NIGHT, lead=7200.0), far, NOW) == not_before - timedelta(hours=2)
 
 
 def test_an_event_of_ordinary_notice_is_handled_as_if_there_were_no_window() -> None:
-    assert decision(window=NIGHT).begins_at(event(not_before=NOW + timedelta(minutes=15)), NOW) == NOW
+    assert begins_at(decision(window=NIGHT), event(not_before=NOW + timedelta(minutes=15)), NOW) == NOW
 
 
-def test_what_others_must_approve_is_not_prepared_for_days_without_a_lead() -> None:
-    not_before = NOW + timedelta(days=2)
-    shared = event(resources=("db_1", "web_1"), not_before=not_before)
-    rule = Rule(name="a", prepare=("drain",), approve="when-prepared")
-    assert decide((rule,), {}, shared, FACTS).begins_at(shared, NOW) == not_before - timedelta(minutes=15)
+LATE = [{"may_speak": False, "affects": "shared"}, {"approve": "never"}, {"approve": "manual"}]
 
 
-@pytest.mark.parametrize("fields", [{"may_speak": False}, {"approve": "never"}])
-def test_what_is_not_approved_from_here_does_not_begin_in_a_window(fields: dict[str, Any]) -> None:
-    # It would stay prepared from the window until NotBefore, perhaps for days.
-    not_before = NOW + timedelta(days=7)
-    begins_at = decision(window=NIGHT, **fields).begins_at(event(not_before=not_before), NOW)
-    assert begins_at == not_before - timedelta(minutes=15)
+@pytest.mark.parametrize("fields", LATE)
+@pytest.mark.parametrize("window", [None, NIGHT])
+@pytest.mark.parametrize("minutes", [12, 15, 2 * 1440])
+def test_what_this_vm_does_not_approve_is_prepared_for_as_late_as_its_hooks_allow(
+    fields: dict[str, Any], window: MaintenanceWindow | None, minutes: int
+) -> None:
+    # It would stay prepared until NotBefore: for the whole notice, or from the window on, perhaps for days.
+    not_before = NOW + timedelta(minutes=minutes)
+    late = decision(prepare=("drain",), window=window, **fields)
+    assert begins_at(late, event(not_before=not_before)) == not_before - timedelta(minutes=10)
+    assert begins_at(late, event(not_before=not_before), needed_seconds=3 * 86400.0) == NOW
+
+
+@pytest.mark.parametrize("fields", LATE)
+def test_a_lead_overrules_that_preparation_begins_late(fields: dict[str, Any]) -> None:
+    not_before = NOW + timedelta(minutes=15)
+    late = decision(prepare=("drain",), lead=720.0, **fields)
+    assert begins_at(late, event(not_before=not_before)) == not_before - timedelta(minutes=12)
+
+
+@pytest.mark.parametrize("fields", LATE)
+def test_an_eviction_is_prepared_for_at_once_whoever_approves_it(fields: dict[str, Any]) -> None:
+    preempt = event(type="Preempt", not_before=NOW + timedelta(minutes=15))
+    assert begins_at(decision(prepare=("drain",), **fields), preempt) == NOW
+
+
+@pytest.mark.parametrize("fields", LATE)
+def test_an_event_with_nothing_to_prepare_is_not_put_off(fields: dict[str, Any]) -> None:
+    assert begins_at(decision(**fields), event(not_before=NOW + timedelta(days=2))) == NOW
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"may_speak": False}, "it names other VMs too and shared is hold, and preparation may take 5m30s"),
+        ({"approve": "never"}, "this VM does not approve it, and preparation may take 5m30s"),
+        ({"approve": "manual"}, "an operator must approve it, and preparation may take 5m30s"),
+        ({"lead": 900.0}, "lead 15m"),
+        ({"window": NIGHT, "window_name": "night"}, "window night opens"),
+        ({}, ""),
+    ],
+)
+def test_the_reason_says_why_it_does_not_begin_at_once(changes: dict[str, Any], reason: str) -> None:
+    far = event(not_before=NOW + timedelta(days=7))
+    assert decision(prepare=("drain",), **changes).start(far, NOW, 330.0).reason == reason
+
+
+def test_with_shared_first_each_vm_waits_for_those_listed_before_it() -> None:
+    rule = Rule(name="a", approve="immediately")
+    names = ("db_1", "db_2", "web_1", "web_2")
+    waits = [decided(rule, resources=(*names[:n], "web_1", *names[n:])).speaks_after for n in (0, 1, 2)]
+    assert waits == [0.0, 10.0, 20.0]
+    assert decided(Rule(name="a", approve="immediately", shared="any"), resources=names).speaks_after == 0.0
 
 
 def opening(window: MaintenanceWindow, at: datetime, days: float = 14) -> datetime | None:
@@ -379,10 +429,10 @@ def test_whatever_comes_a_decision_is_made_and_only_this_vms_events_are_ever_app
     if decision.rule is None:
         assert decision.approve == "never"
         assert not decision.has_preparation
-    begins_at = decision.begins_at(event, now)
-    assert begins_at >= now
-    assert event.not_before is None or begins_at <= max(now, event.not_before)
-    assert begins_at.tzinfo is not None
+    begins = begins_at(decision, event, now)
+    assert begins >= now
+    assert event.not_before is None or begins <= max(now, event.not_before)
+    assert begins.tzinfo is not None
 
 
 @given(windows_, nows, st.floats(0, 30))

@@ -85,6 +85,7 @@ class Agent:
             rules=rules,
             windows={},
             hooks=EveryHook(),
+            hook_seconds=dict.fromkeys(("drain", "checkpoint"), 300.0),
             boot_id="boot 1",
             document_at=None,
         )
@@ -138,8 +139,8 @@ class Agent:
     def operator(self, word: Any, event: str = "A") -> list[str]:
         return self.send(OperatorSpoke(workflow_id=self.of(event).id, word=word, user="kim"))
 
-    def tick(self, seconds: float = 1) -> list[str]:
-        self.wait(seconds)
+    def tick(self, seconds: float | timedelta = 1) -> list[str]:
+        self.wait(seconds.total_seconds() if isinstance(seconds, timedelta) else seconds)
         return self.send()
 
     def restart(self, boot_id: str = "boot 1", *events: ScheduledEvent, document: bool = True) -> list[str]:
@@ -247,7 +248,7 @@ def test_immediate_approval_does_not_wait_for_the_hooks_it_has() -> None:
 
 
 def test_a_manual_rule_prepares_and_waits_for_an_operator() -> None:
-    agent = Agent(a_rule(approve="manual", prepare=("drain",)))
+    agent = Agent(a_rule(lead=900.0, approve="manual", prepare=("drain",)))
     agent.document(an_event())
     assert agent.ends("drain") == []
     assert (agent.phase, agent.of().waits_for) == ("prepared", "an operator must approve it")
@@ -256,7 +257,7 @@ def test_a_manual_rule_prepares_and_waits_for_an_operator() -> None:
 
 
 def test_a_rule_that_never_approves_prepares_and_leaves_the_rest_to_not_before() -> None:
-    agent = Agent(a_rule(approve="never", prepare=("drain",)))
+    agent = Agent(a_rule(lead=900.0, approve="never", prepare=("drain",)))
     agent.document(an_event())
     assert agent.ends("drain") == []
     assert agent.phase == "held"
@@ -341,7 +342,7 @@ def shared_event(**changes: Any) -> ScheduledEvent:
 
 
 def test_a_shared_event_is_prepared_for_and_held_by_default() -> None:
-    agent = Agent(a_rule(prepare=("drain",)))
+    agent = Agent(a_rule(lead=900.0, prepare=("drain",)))
     assert agent.document(shared_event()) == ["A: prepare drain"]
     assert agent.ends("drain") == []
     assert (agent.phase, agent.of().waits_for) == (
@@ -356,6 +357,65 @@ def test_only_the_first_vm_of_a_shared_event_approves_where_the_rule_says_first(
     assert Agent(rule).document(shared_event(resources=("VM_1", "vm_0"))) == ["A: approve A"]
 
 
+def test_the_second_vm_approves_when_the_first_one_has_not() -> None:
+    agent = Agent(Rule(name="user", approve="immediately"))
+    assert agent.document(shared_event()) == []
+    turn = agent.context.now + timedelta(seconds=10)
+    assert agent.of().waits_for == f"VMs listed before this one may approve it until {turn:%Y-%m-%dT%H:%M:%SZ}"
+    assert next_wake_at(agent.board, agent.context) == turn
+    assert agent.tick(9) == []
+    assert agent.tick(1) == ["A: approve A"]
+
+
+def test_the_second_vm_does_not_approve_what_the_first_one_has_started() -> None:
+    agent = Agent(Rule(name="user", approve="immediately"))
+    agent.document(shared_event())
+    assert agent.document(started(shared_event()), after=9) == []
+    assert agent.tick(60) == []
+
+
+def test_the_second_vm_counts_from_the_time_at_which_the_first_one_would_approve() -> None:
+    agent = Agent(Rule(name="user", approve="immediately", lead=600.0))
+    agent.document(shared_event())
+    assert agent.tick(299) == []
+    assert agent.tick(9) == []
+    assert agent.tick(1) == ["A: approve A"]
+
+
+def test_the_turn_of_the_second_vm_outlives_restarts_and_a_clock_that_is_set() -> None:
+    agent = Agent(Rule(name="user", approve="immediately"))
+    agent.document(shared_event())
+    agent.wait(3600)
+    assert agent.send(ClockSet(3600)) == []
+    assert agent.restart("boot 1", shared_event()) == []
+    agent.wait(-7200)
+    assert agent.tick() == ["A: approve A"]
+
+
+def test_what_other_vms_must_approve_is_prepared_for_as_late_as_the_hooks_allow() -> None:
+    agent = Agent(a_rule(drain_for=60.0), reserve=5.0)
+    assert agent.document(shared_event()) == []
+    assert agent.of().waits_for == (
+        "begins at 2026-03-02T12:03:55Z: it names other VMs too and shared is hold, and preparation may take 11m5s"
+    )
+    assert is_ready(agent.board)
+    assert agent.restart("boot 1", shared_event()) == []
+    assert agent.reload(a_rule(drain_for=61.0)) == []
+    assert agent.tick(START + timedelta(minutes=3, seconds=53) - agent.context.now) == []
+    assert agent.tick(1) == []
+    assert not is_ready(agent.board)
+    # The drain is not cut short either: the hooks have what they need after it.
+    assert agent.of().drain_until == START + timedelta(minutes=4, seconds=55)
+
+
+def test_an_operators_approval_begins_at_once_what_would_be_prepared_for_late() -> None:
+    agent = Agent(a_rule(approve="manual", prepare=("drain",)))
+    assert agent.document(an_event()) == []
+    assert agent.of().waits_for.startswith("begins at 2026-03-02T12:10:00Z: an operator must approve it, ")
+    assert agent.operator("approved") == ["A: prepare drain"]
+    assert agent.ends("drain") == ["A: approve A"]
+
+
 def test_any_vm_of_a_shared_event_approves_where_the_rule_says_any() -> None:
     assert Agent(Rule(name="user", approve="immediately", shared="any")).document(shared_event()) == [
         "A: approve A"
@@ -363,7 +423,9 @@ def test_any_vm_of_a_shared_event_approves_where_the_rule_says_any() -> None:
 
 
 def test_an_event_of_another_vm_is_never_approved_not_even_by_an_operator() -> None:
-    agent = Agent(a_rule(when=When(affects=("others",)), prepare=("tell",), approve="immediately", shared="any"))
+    agent = Agent(
+        a_rule(lead=900.0, when=When(affects=("others",)), prepare=("tell",), approve="immediately", shared="any")
+    )
     assert agent.document(an_event(resources=("vm_10",))) == ["A: prepare tell"]
     assert agent.ends("tell") == []
     assert agent.operator("approved") == []
@@ -390,7 +452,7 @@ def test_an_event_announced_days_ahead_waits_until_its_lead() -> None:
     not_before = START + timedelta(days=7)
     assert agent.document(an_event(not_before=not_before)) == []
     assert (agent.phase, is_ready(agent.board)) == ("waiting", True)
-    assert agent.of().waits_for == "its time comes at 2026-03-09T11:45:00Z"
+    assert agent.of().waits_for == "begins at 2026-03-09T11:45:00Z: lead 15m"
     assert next_wake_at(agent.board, agent.context) == not_before - timedelta(minutes=15)
     agent.context = replace(agent.context, now=not_before - timedelta(seconds=901))
     assert agent.tick(0) == []
@@ -430,6 +492,7 @@ def test_an_event_that_comes_before_the_next_window_is_handled_at_its_usual_noti
     night = MaintenanceWindow(start=time(2, 0), length=7200.0)
     agent = Agent(a_rule(window="night"), windows={"night": night})
     assert agent.document(an_event(not_before=START + timedelta(hours=2))) == []
+    assert agent.of().waits_for == "begins at 2026-03-02T13:45:00Z: window night does not open before"
     assert agent.tick(7200 - 901) == ["A: prepare drain"]
 
 
@@ -749,7 +812,7 @@ def test_a_hook_that_the_new_rule_wants_besides_runs_before_the_approval() -> No
 
 
 def test_a_hook_that_the_new_rule_wants_besides_runs_though_preparation_was_done() -> None:
-    agent = Agent(a_rule(approve="manual", prepare=("drain",)))
+    agent = Agent(a_rule(lead=900.0, approve="manual", prepare=("drain",)))
     agent.document(an_event())
     agent.ends("drain")
     assert agent.reload(a_rule(prepare=("drain", "save"))) == ["A: prepare save"]
@@ -866,7 +929,7 @@ def test_a_recovery_waits_for_a_hook_that_the_policy_lacks_until_it_is_put_back(
 def test_a_recovery_that_was_promised_without_preparation_is_kept_when_a_new_policy_wants_one_that_never_ran() -> (
     None
 ):
-    agent = Agent(a_rule(prepare=(), recover=("resume",), approve="never"))
+    agent = Agent(a_rule(lead=900.0, prepare=(), recover=("resume",), approve="never"))
     agent.document(an_event())
     assert not is_ready(agent.board)
     agent.context = replace(agent.context, document_at=None)  # it restarts under the new policy
@@ -1122,7 +1185,7 @@ def test_an_operator_approves_an_event_that_no_rule_takes() -> None:
 
 
 def test_an_operator_who_approves_during_preparation_gets_it_finished_first() -> None:
-    agent = Agent(a_rule(approve="manual", prepare=("drain",)))
+    agent = Agent(a_rule(lead=900.0, approve="manual", prepare=("drain",)))
     agent.document(an_event())
     assert agent.operator("approved") == []
     assert agent.ends("drain") == ["A: approve A"]
@@ -1136,7 +1199,7 @@ def test_an_operator_approves_a_held_event() -> None:
 
 
 def test_an_operator_approves_for_other_vms() -> None:
-    agent = Agent(a_rule(prepare=("drain",)))
+    agent = Agent(a_rule(lead=900.0, prepare=("drain",)))
     agent.document(shared_event())
     agent.ends("drain")
     assert agent.operator("approved") == ["A: approve A"]
@@ -1226,7 +1289,7 @@ def test_an_operator_changes_nothing_once_the_event_has_started_or_is_over(word:
 
 @pytest.mark.parametrize("kind", ["LiveMigration", ""])
 def test_an_event_of_unknown_type_is_prepared_for_but_not_approved(kind: str) -> None:
-    agent = Agent(a_rule(prepare=("drain",)))
+    agent = Agent(a_rule(lead=900.0, prepare=("drain",)))
     assert agent.document(an_event(type=kind)) == ["A: prepare drain"]
     assert agent.ends("drain") == []
     assert agent.phase == "held"
@@ -1259,7 +1322,7 @@ def test_an_id_that_cannot_be_sent_back_is_not_approved_even_by_an_operator() ->
 
 
 def test_an_event_that_contradicts_itself_is_prepared_for_and_left_to_an_operator() -> None:
-    agent = Agent(a_rule(prepare=("drain",), recover=("resume",)))
+    agent = Agent(a_rule(lead=900.0, prepare=("drain",), recover=("resume",)))
     event = an_event(is_ambiguous=True)
     assert agent.document(event) == ["A: prepare drain"]
     assert agent.ends("drain") == []
@@ -1343,12 +1406,18 @@ def test_an_observing_agent_runs_nothing_and_approves_nothing() -> None:
                 "then run tell when it has started"
             ),
         ),
-        ({"recover": (), "approve": "manual"}, "now run drain, then wait for an operator to approve it"),
         (
-            {"recover": (), "approve": "never"},
+            {"recover": (), "approve": "manual"},
+            (
+                "at 2026-03-02T12:10:00Z (an operator must approve it, and preparation may take 5m) "
+                "run drain, then wait for an operator to approve it"
+            ),
+        ),
+        (
+            {"recover": (), "approve": "never", "lead": 900.0},
             "now run drain, then not approve it (approve is never (rule impactful takes it: affects self))",
         ),
-        ({"recover": (), "lead": 60.0}, "at 2026-03-02T12:14:00Z run drain, then approve it"),
+        ({"recover": (), "lead": 60.0}, "at 2026-03-02T12:14:00Z (lead 1m) run drain, then approve it"),
     ],
 )
 def test_an_observing_agent_says_what_it_would_do(rule: dict[str, Any], plan: str) -> None:

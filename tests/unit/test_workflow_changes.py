@@ -49,6 +49,8 @@ VM = "vm_1"
 TYPES = ("Freeze", "Reboot", "Redeploy", "Preempt", "Terminate")
 RESOURCES = ((VM,), (VM,), (VM, "vm_2"), ("vm_2", VM), ("vm_2",), ())
 HOOKS = frozenset({"p1", "p2", "p3", "r1", "r2", "r3", "tell"})
+HOOK_SECONDS = {"p1": 10.0, "p2": 120.0, "p3": 1200.0}
+RESERVE = 5.0
 NOTICES = (-60, 5, 30, 300, 900, 86400)
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
@@ -91,7 +93,7 @@ class Life:
         start = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
         self.context = Context(
             now=start, names=(VM,), rules=self.some_rules(), windows=self.a_window(), hooks=HOOKS, boot_id="1",
-            document_at=start,
+            document_at=start, hook_seconds=HOOK_SECONDS, reserve=RESERVE,
         )  # fmt: skip
 
     def live(self, steps: int) -> None:
@@ -341,7 +343,9 @@ class Life:
         is_ahead = event.status == "Scheduled" and not workflow.was_started and not workflow.is_gone
         if not is_ahead or not context.is_acting or context.document_at is None or not decision.rule:
             return
-        is_due = workflow.id in self.confirmed or decision.begins_at(event, context.now) <= context.now
+        needed = decision.drain_for + sum(HOOK_SECONDS[hook] for hook in decision.prepare) + RESERVE
+        start = decision.start(event, context.now, needed)
+        is_due = workflow.id in self.confirmed or start.at <= context.now
         is_idle = workflow.prepare.state == "idle"
         self.expect(not (decision.has_preparation and is_due and is_idle), f"{event.id} is not prepared for")
 

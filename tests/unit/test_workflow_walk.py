@@ -25,6 +25,7 @@ the step was on disk is a crash in the state before it. What is on disk goes thr
 
 import itertools
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -58,6 +59,7 @@ from agent.workflow import (
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 TYPES = {"A": "Reboot", "B": "Redeploy"}
+AT_ONCE = 10 * 86400.0
 BOOTS = ("first boot", "second boot")
 
 
@@ -81,6 +83,10 @@ class Script:
     def share_hooks(self, one: str, other: str) -> bool:
         mine, theirs = self.rules[one], self.rules[other]
         return not {*mine.prepare, *mine.recover}.isdisjoint((*theirs.prepare, *theirs.recover))
+
+
+def _waits_for_time(workflow: Workflow) -> bool:
+    return bool(workflow.drain_until or workflow.approval.failures or workflow.decision.speaks_after)
 
 
 class BrokenError(AssertionError):
@@ -127,6 +133,7 @@ class World:
     words: dict[str, str] = field(default_factory=dict)
     started: frozenset[str] = frozenset()
     first_boot: dict[str, int] = field(default_factory=dict)
+    first_seen: dict[str, datetime] = field(default_factory=dict)
     confirmed: frozenset[str] = frozenset()
     news: frozenset[tuple[str, ...]] = frozenset()
     """What the last step has brought."""
@@ -156,13 +163,16 @@ class World:
         approval = workflow.approval
         retry = max((approval.retry_at - self.now).total_seconds(), 0) if approval.retry_at else None
         drain = max((workflow.drain_until - self.now).total_seconds(), 0) if workflow.drain_until else None
+        speaks_at = machine._speaks_at(workflow)
+        speaks = max((speaks_at - self.now).total_seconds(), 0) if speaks_at else None
         is_stale = approval.failed_at is not None and approval.failed_at >= (self.document_at or START)
         return (
             self.names[workflow.id], workflow.event.status, workflow.phase,
             *((p.state, p.done, p.current, p.is_canceling, p.failure)
               for p in (workflow.prepare, workflow.on_start, workflow.recover)),
             approval.state, min(approval.failures, 2), retry, is_stale, drain, workflow.operator, workflow.is_gone,
-            workflow.was_started, workflow.is_doubtful, workflow.waits_for, workflow.outcome,
+            workflow.was_started, workflow.is_doubtful, re.sub(" until .*", "", workflow.waits_for),
+            workflow.outcome, speaks,
         )  # fmt: skip
 
     def expect(self, holds: bool, text: str) -> None:
@@ -194,7 +204,7 @@ class World:
             yield f"{name} approval ok"
             if not any(workflow.approval.failures for workflow in self.board.values()):
                 yield f"{name} approval error"
-        if any(w.drain_until or w.approval.failures for w in self.board.values()):
+        if any(_waits_for_time(w) for w in self.board.values()):
             yield "time passes"
         if self.script.has_operator:
             for event in self.read:
@@ -216,6 +226,7 @@ class World:
             board=dict(self.board), truth=dict(self.truth), read=dict(self.read), counts=dict(self.counts),
             names=dict(self.names), flights={key: replace(flight) for key, flight in self.flights.items()},
             posts=dict(self.posts), words=dict(self.words), first_boot=dict(self.first_boot),
+            first_seen=dict(self.first_seen),
             story=(*self.story, choice), now=self.now + timedelta(seconds=1),
             news=frozenset(),
         )  # fmt: skip
@@ -275,6 +286,7 @@ class World:
         )  # fmt: skip
         for event in new:
             self.first_boot[self.present(event)] = self.boot
+            self.first_seen[self.present(event)] = self.now
             rule = self.script.rule(event)
             is_doubtful = self.script.is_state_lost and self.read[event] == "Started"
             if is_doubtful or (self.read[event] == "Scheduled" and (rule.drain_for or not rule.prepare)):
@@ -438,6 +450,9 @@ class World:
         self.expect(name not in self.confirmed, f"(6) {text} again")
         self.expect(name not in self.posts, f"(6) {text} while an approval is under way")
         self.expect(self.may_approve(name), f"(1, 2, 7) {text} without leave")
+        if self.script.resources == SHARED and rule.shared != "any" and word != "approved":
+            waited = self.now - self.first_seen[name]
+            self.expect(waited >= timedelta(seconds=10), f"(2) {text} before the turn of this VM")
         has_ended = name in self.failed or all((name, hook) in self.succeeded for hook in rule.prepare)
         self.expect(rule.approve == "immediately" or has_ended, f"(1) {text} before its preparation has ended")
 
@@ -451,7 +466,7 @@ class World:
             return True
         if rule.approve in ("manual", "never") or self.script.is_state_lost:
             return False
-        if is_shared and rule.shared != "any":
+        if is_shared and rule.shared != "any" and rule.approve != "immediately":
             return False
         return rule.approve == "immediately" or name not in self.failed or rule.on_failure == "approve"
 
@@ -465,7 +480,7 @@ class World:
             return f"{name} {stage} {'canceled' if flight.is_told_to_end else 'succeeded'}"
         for name in self.posts:
             return f"{name} approval ok"
-        may_wait = {w.id for w in self.board.values() if w.drain_until or w.approval.failures}
+        may_wait = {w.id for w in self.board.values() if _waits_for_time(w)}
         if may_wait and self.story[-2:] != ("time passes", "time passes"):
             return "time passes"
         for event, status in self.truth.items():
@@ -552,12 +567,12 @@ def a_rule(event: str = "A", **changes: Any) -> Rule:
         "prepare": ("drain", "save"),
         "recover": ("load", "resume"),
         "approve": "when-prepared",
+        "lead": AT_ONCE,  # or what the VM does not approve by itself would wait for the last minutes
     }
     return Rule(**{**fields, **changes})
 
 
 SHARED, OTHER = ("vm_0", "vm_1"), ("vm_10",)
-AT_ONCE = 10 * 86400.0
 APPROVE = ("immediately", "when-prepared", "manual", "never")
 SINGLE = list(itertools.product(APPROVE, ("hold", "approve"), ("cancel", "finish"), ((), ("load", "resume"))))
 
@@ -584,13 +599,14 @@ def test_one_event_in_every_order_of_things_with_a_crash_anywhere(
         Script({"A": a_rule(prepare=("drain",))}, crashes=1, appearances=1, has_operator=True),
         Script({"A": a_rule(prepare=("drain",), approve="never")}, appearances=1, has_operator=True),
         Script({"A": a_rule(prepare=("drain",))}, appearances=1, has_operator=True, is_state_lost=True, crashes=0),
-        Script({"A": a_rule(lead=AT_ONCE)}, appearances=1, has_operator=True, crashes=1, resources=SHARED),
+        Script({"A": a_rule()}, appearances=1, has_operator=True, crashes=1, resources=SHARED),
         Script({"A": a_rule(approve="immediately", shared="any")}, appearances=1, resources=SHARED),
+        Script({"A": a_rule(approve="immediately")}, appearances=1, resources=SHARED),
         Script({"A": a_rule(prepare=("drain",))}, crashes=1, has_operator=True, resources=OTHER, appearances=1),
     ],
     ids=[
         "three crashes", "on start", "finish early start", "drain", "drain alone", "recovery alone", "no hooks",
-        "manual", "operator", "never", "state lost", "shared hold", "shared any", "another VM",
+        "manual", "operator", "never", "state lost", "shared hold", "shared any", "second of two", "another VM",
     ],
 )  # fmt: skip
 def test_one_event_under_special_rules_in_every_order_of_things(script: Script) -> None:
@@ -750,7 +766,7 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     ),
     "operators are ignored": (_never_asked("_operator_gate"), "(1", Script({"A": a_rule(approve="manual")})),
     "anybody speaks for all": (
-        _never_asked("_spokesman_gate"), "(1", Script({"A": a_rule(lead=AT_ONCE)}, resources=SHARED),
+        _never_asked("_spokesman_gate"), "(1", Script({"A": a_rule()}, resources=SHARED),
     ),
     "no doubt": (_never_asked("_doubt_gate"), "(1, 2, 7)", Script({"A": a_rule()}, is_state_lost=True)),
     "recovery ignores other events": ({"_share_hooks": _nobody_prepares}, "(4)", Script(PAIRS["same hooks"])),

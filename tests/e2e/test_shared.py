@@ -1,0 +1,87 @@
+"""Two VMs in one event, each with an agent of its own: nobody is out of service longer than need be."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from conftest import MakeAgent
+from harness import SLOWNESS, Agent, Simulator
+
+VMS = ("web-1", "web-2")
+
+
+@pytest.fixture
+def both() -> Iterator[Simulator]:
+    """An endpoint for two VMs."""
+    with Simulator(vms=VMS, rate_limit=None) as simulator:
+        yield simulator
+
+
+def test_two_servers_in_one_event_are_not_drained_for_the_whole_notice(
+    both: Simulator, make_agent: MakeAgent
+) -> None:
+    limit, drain, reserve = 4 + 2 * SLOWNESS, 1.0, 1.0
+    needed = timedelta(seconds=limit + drain + reserve)
+    agents = [make_agent(both.endpoint(vm), vm) for vm in VMS]
+    for agent in agents:
+        agent.write_policy(
+            agent={"listen": "127.0.0.1:0", "reserve": f"{reserve:g}s"},
+            rules=[
+                {
+                    "name": "maintenance",
+                    "drain_for": f"{drain:g}s",
+                    "prepare": ["stop"],
+                    "recover": ["resume"],
+                    "approve": "when-prepared",
+                }
+            ],
+            hooks={"stop": agent.hook("stop", timeout=f"{limit:g}s"), **agent.hooks("resume")},
+        )
+        agent.start()
+    event = both.schedule("Reboot", vms=VMS, notice_seconds=needed.total_seconds() + 20.0, lasts_seconds=2.0)
+    not_before = both.event(event).not_before_at
+    for agent in agents:
+        waits = agent.wait_phase(event, "waiting")["waits_for"]
+        begins_at = not_before - needed
+        assert waits.startswith(
+            f"begins at {begins_at:%Y-%m-%dT%H:%M:%SZ}: it names other VMs too and shared is hold"
+        )
+        assert agent.is_ready()
+        told = agent.run("status", "--state-dir", str(agent.state_dir)).stdout
+        assert f"begins at {begins_at:%Y-%m-%dT%H:%M:%SZ}" in " ".join(told.split())
+    for agent in agents:
+        agent.wait_log("closed", event_id=event)
+        (began_at,) = agent.journal_times(kind="preparing")
+        assert began_at >= not_before - needed - timedelta(seconds=0.1)
+        assert agent.ran() == ["stop", "resume"]
+        assert agent.is_ready()
+    assert not [request for request in both.requests() if request.method == "POST"]
+
+
+def test_an_operators_approval_on_one_of_two_servers_begins_there_at_once(
+    both: Simulator, make_agent: MakeAgent
+) -> None:
+    agent = make_agent(both.endpoint("web-2"), "web-2")
+    rule = {"name": "maintenance", "prepare": ["stop"], "recover": ["resume"], "approve": "when-prepared"}
+    agent.write_policy(rules=[rule], hooks=agent.hooks("stop", "resume"))
+    agent.start()
+    event = both.schedule("Reboot", vms=VMS, notice_seconds=86400)
+    agent.wait_phase(event, "waiting")
+    held = agent.say("hold", event)
+    assert held.stdout.rstrip().endswith("; the other VMs that it names may approve it all the same")
+    agent.say("approve", event)
+    both.wait_approved(event)
+    assert agent.ran()[:1] == ["stop"]
+
+
+def test_the_second_vm_approves_ten_seconds_later_where_the_first_has_no_agent(
+    both: Simulator, make_agent: MakeAgent
+) -> None:
+    agent: Agent = make_agent(both.endpoint("web-2"), "web-2")
+    agent.write_policy(rules=[{"name": "user", "when": {"source": "User"}, "approve": "immediately"}])
+    agent.start()
+    event = both.schedule("Reboot", source="User", vms=VMS, notice_seconds=900)
+    both.wait_approved(event)
+    (seen_at,) = agent.journal_times(kind="seen")
+    (asked_at,) = agent.journal_times(kind="approving")
+    assert asked_at - seen_at >= timedelta(seconds=10)
