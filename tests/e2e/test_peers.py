@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MakeAgent
 from harness import SLOWNESS, Agent, Endpoint, Simulator, approved_ids, document
 
 from agent.simulator import RequestRecord
+from conftest import MakeAgent
 
 AT_ONCE = {"name": "at-once", "approve": "immediately"}
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}

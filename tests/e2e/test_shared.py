@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from conftest import MakeAgent
 from harness import SLOWNESS, Agent, Simulator
+
+from conftest import MakeAgent
 
 VMS = ("web-1", "web-2")
 

@@ -7,10 +7,10 @@ from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 
 import pytest
-from conftest import MakeAgent
 from harness import SLOWNESS, Agent, Simulator, approved_ids
 
 from agent.simulator import VirtualMachine
+from conftest import MakeAgent
 
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
 BY_HAND = {**DRAIN, "name": "by-hand", "approve": "manual", "lead": "30d"}
