@@ -39,13 +39,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AgentError as error:
         # What is wrong with a file begins with the file's name and line, as compilers write it.
         print(error if error.kind == "config" else f"scheduled-events-agent: {error}", file=sys.stderr)
-        return 2 if error.kind in ("config", "usage") else 1
+        return exit_code(error)
     except KeyboardInterrupt:
         return 1
     except BrokenPipeError:  # the reader of our output, such as head, has seen enough
         sys.stderr.close()
         return 1
     return code
+
+
+def exit_code(error: AgentError) -> int:
+    """2 if the command line or the policy file is to be corrected, else 1."""
+    return 2 if error.kind in ("config", "usage") else 1
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -11,7 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agent.cli import add_config_option
+from agent import AgentError
+from agent.cli import add_config_option, exit_code
 
 if TYPE_CHECKING:
     from agent import host
@@ -76,8 +77,29 @@ def _duration(text: str) -> float:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from agent.log import set_up  # noqa: PLC0415 - heavy, and only this command needs it
+    from agent.log import get_logger, set_up  # noqa: PLC0415 - heavy, and only this command needs it
 
+    is_log_set_up = False
+
+    def set_up_log(level: "LogLevel", form: "LogFormat") -> None:
+        nonlocal is_log_set_up
+        set_up(level, form)
+        is_log_set_up = True
+
+    try:
+        return _run_daemon(arguments, set_up_log)
+    except AgentError as error:
+        if sys.stderr is None or sys.stderr.isatty():
+            raise
+        # Who reads the log finds it there, in its form, and under systemd as an error.
+        if not is_log_set_up:
+            set_up("info", "auto")
+        for reason in getattr(error, "problems", (str(error),)):  # of a policy file, one for each line
+            get_logger().error("the agent cannot run", kind=error.kind, reason=reason)
+        return exit_code(error)
+
+
+def _run_daemon(arguments: argparse.Namespace, set_up_log: "Callable[[LogLevel, LogFormat], None]") -> int:
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # standard error may be closed, or no file
         faulthandler.enable()  # a watchdog's SIGABRT then shows where every thread is
     with open_daemon(
@@ -85,7 +107,7 @@ def _run(arguments: argparse.Namespace) -> int:
         state_dir=arguments.state_dir,
         is_observing=arguments.observe,
         stop_timeout=arguments.stop_timeout,
-        set_up_log=set_up,
+        set_up_log=set_up_log,
     ) as daemon:
         if hasattr(signal, "SIGCHLD"):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose hooks' exit codes

@@ -385,18 +385,21 @@ def test_a_policy_with_errors_ends_the_command_with_all_of_them(agent: Agent) ->
     )
     agent.start(is_awaited=False)
     assert agent.wait_exit() == 2
-    assert agent.history[1:-1] == [
-        f'{agent.config}:2: agent.mode: expected one of act, observe; got "dry-run"\n',
-        f'{agent.config}:5: rules[0].lead: expected a duration such as 9s, 5m, 1h30m or 2d; got "soon"\n',
-        f'{agent.config}:6: rules[0]: unknown key "prepar"; did you mean "prepare"?\n',
+    told = agent.log("the agent cannot run", level="error", kind="config")
+    assert [line["reason"] for line in told] == [
+        f'{agent.config}:2: agent.mode: expected one of act, observe; got "dry-run"',
+        f'{agent.config}:5: rules[0].lead: expected a duration such as 9s, 5m, 1h30m or 2d; got "soon"',
+        f'{agent.config}:6: rules[0]: unknown key "prepar"; did you mean "prepare"?',
     ]
+    assert len(agent.history) == len(told) + 2  # and nothing that is no line of the log
     assert not (agent.state_dir / "state.db").exists()
 
 
 def test_without_a_policy_file_of_that_name_the_command_says_so(agent: Agent) -> None:
     agent.start(is_awaited=False)
     assert agent.wait_exit() == 2
-    assert f"{agent.config}: there is no such file" in "".join(agent.history)
+    (told,) = agent.log("the agent cannot run", level="error", kind="config")
+    assert told["reason"].startswith(f"{agent.config}: there is no such file")
 
 
 # --- Stopping and starting

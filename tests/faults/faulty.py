@@ -69,9 +69,9 @@ class FaultyAgent(Agent):
         except http.client.HTTPException:
             return 0, ""
 
-    def plain_lines(self) -> list[str]:
-        """What its processes wrote that is no line of the log."""
-        return [line for line in self.history if not line.startswith(("{", "---"))]
+    def why_not(self) -> list[str]:
+        """Why the process that was started last could not run, as its log says."""
+        return [line["reason"] for line in self.log("the agent cannot run", level="error")]
 
     def is_alive(self) -> bool:
         """Whether the process that was started last still runs."""

@@ -136,9 +136,7 @@ def test_on_a_full_disk_an_agent_does_not_start_and_says_why(
     ballast = fill(small_disk)
     agent.start(is_awaited=False)
     assert agent.wait_exit() == 1
-    assert agent.plain_lines() == [
-        f"scheduled-events-agent: cannot write {small_disk / 'state.db'}: database or disk is full\n"
-    ]
+    assert agent.why_not() == [f"cannot write {small_disk / 'state.db'}: database or disk is full"]
     ballast.unlink()
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.start()
@@ -153,9 +151,7 @@ def test_a_disk_that_is_full_before_the_first_start_is_told(
     ballast = fill(small_disk)
     agent.start(is_awaited=False)
     assert agent.wait_exit() == 1
-    assert agent.plain_lines() == [
-        f"scheduled-events-agent: cannot open the state file {small_disk / 'state.db'}: database or disk is full\n"
-    ]
+    assert agent.why_not() == [f"cannot open the state file {small_disk / 'state.db'}: database or disk is full"]
     ballast.unlink()
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.start()
@@ -179,9 +175,7 @@ def test_on_a_disk_that_has_become_read_only_nothing_is_approved_and_after_its_r
     agent.kill()
     agent.start(is_awaited=False)
     assert agent.wait_exit() == 1
-    assert agent.plain_lines() == [
-        f"scheduled-events-agent: {breakable_disk / 'lock'}: cannot be opened for locking; Read-only file system\n"
-    ]
+    assert agent.why_not() == [f"{breakable_disk / 'lock'}: cannot be opened for locking; Read-only file system"]
     run("umount", str(breakable_disk))
     subprocess.run(["e2fsck", "-fy", str(tmp_path / "disk")], capture_output=True, check=False)
     run("mount", "-o", "loop", str(tmp_path / "disk"), str(breakable_disk))
@@ -209,7 +203,7 @@ def test_a_state_file_that_is_found_damaged_at_work_ends_the_agent_and_the_next_
     assert agent.wait_exit() == 1
     reason = f"cannot read {path}: database disk image is malformed"
     assert agent.wait_log("writing the state file fails", kind="damaged")["reason"] == reason
-    assert f"scheduled-events-agent: {reason}\n" in agent.plain_lines()
+    assert agent.why_not() == [reason]
     agent.start()
     agent.wait_log(
         "the state file was damaged and has been set aside; what was done before is not known, so no "

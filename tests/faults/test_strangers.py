@@ -98,10 +98,9 @@ def test_a_second_agent_on_the_same_state_ends_and_disturbs_neither_the_first_no
     second.write_policy(rules=[DRAIN], hooks=hooks)
     second.start(is_awaited=False)
     assert second.wait_exit() == 1
-    assert "".join(second.plain_lines()) == (
-        f"scheduled-events-agent: {agent.state_dir / 'lock'}: another agent (pid {agent.process.pid}) is at work "
-        "here; stop it, or give this one another state_dir\n"
-    )
+    way_out = "stop it, or give this one another state_dir"
+    holder = f"another agent (pid {agent.process.pid}) is at work here"
+    assert second.why_not() == [f"{agent.state_dir / 'lock'}: {holder}; {way_out}"]
     assert agent.journal() == before
     assert agent.pending()[event]["phase"] == "preparing"
     agent.let_go("drained")

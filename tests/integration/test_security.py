@@ -271,7 +271,10 @@ def test_root_refuses_to_start_with_the_way_out(
     policy, problems = exposed
     options = ["--observe"] if is_observing else []
     assert main(["run", "--config", str(policy), "--state-dir", str(tmp_path / "state"), *options]) == 2
-    assert capsys.readouterr().err.splitlines() == problems
+    lines = map(json.loads, capsys.readouterr().err.splitlines())
+    assert [(line["message"], line["reason"]) for line in lines] == [
+        ("the agent cannot run", problem) for problem in problems
+    ]
     assert not (tmp_path / "state").exists()
 
 
