@@ -887,6 +887,8 @@ def _move_started(workflow: Workflow, workflows: Mapping[str, Workflow], context
         if not workflow.decision.on_start:
             return None
         if not context.is_acting:
+            if workflow.prepare.state == "running":
+                return None  # what that waits for is told already, and two reasons would take turns for ever
             hooks = ", ".join(workflow.decision.on_start)
             return _wait(workflow, f"the agent only observes; it would now run {hooks}")
         workflow = replace(workflow, on_start=Progress(state="running"))
