@@ -1,13 +1,14 @@
 """What the agent tells its log: structlog set up once, and failures told on change.
 
 Owns the form of log lines. Must never be the reason why the agent stops: a log that cannot be written to
-is given up on silently. The one invariant: a failure that repeats is told when it begins, when its kind
-changes, once an hour, and when it is over.
+is given up on silently. The one invariant: a failure that repeats is told when it begins, when it is of another
+kind, once an hour, and when it is over; and no line comes more often than once a minute in the long run.
 """
 
 import contextlib
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache
@@ -24,6 +25,15 @@ _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 # Of syslog, as the journal of systemd reads them at the beginning of a line: "journalctl -p warning" finds them.
 _PRIORITIES = {"debug": "<7>", "info": "<6>", "warning": "<4>", "error": "<3>"}
 _REPEAT_SECONDS = 3600.0
+_MINUTE = 60.0
+# So many lines come at once, then one a minute: of a failure that comes and goes, for each kind; of one message
+# about one event or hook; of one message about all of them.
+_FIRST_CHANGES = 4
+_FIRST_OF_ONE = 20
+_FIRST_OF_ALL = 500
+_MAX_REMEMBERED = 5000
+# A hook's run writes a thousand of them at most.
+_UNBOUNDED = ("hook output",)
 _PATIENCE_SECONDS = 0.1
 _MAX_PIECE_BYTES = 4096  # what host.is_writable speaks for
 
@@ -43,6 +53,7 @@ def set_up(
     stream = stream or sys.stderr
     is_terminal = _is_terminal(stream)
     processors: list[structlog.typing.Processor] = [
+        _Flood(),
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
     ]
@@ -76,26 +87,78 @@ class FailureLog:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._kind = ""
         self._count = 0
         self._began = 0.0
-        self._told = 0.0
+        self._told: dict[str, float] = {}
+        """When each kind was last told since the last recovery that was told."""
+        self._kind = ""
+        self._allowances: dict[str, _Allowance] = {}
 
     def failed(self, kind: str, message: str, now: float) -> None:
         """One more failure."""
         if not self._count:
             self._began = now
         self._count += 1
-        if kind != self._kind or now - self._told >= _REPEAT_SECONDS:
+        if now - self._told.get(kind, -_REPEAT_SECONDS) >= _REPEAT_SECONDS and self._may_tell(kind, now):
             get_logger().warning(f"{self._what} fails", kind=kind, reason=message, failures=self._count)
-            self._kind, self._told = kind, now
+            self._kind, self._told[kind] = kind, now
 
     def succeeded(self, now: float) -> None:
-        """It works; tells so if it did not before."""
-        if self._count:
+        """It works; tells so if it was told that it did not."""
+        if self._told and self._may_tell(self._kind, now):
             seconds = round(now - self._began, 1)
             get_logger().info(f"{self._what} works again", failures=self._count, after_seconds=seconds)
-            self._kind, self._count = "", 0
+            self._told, self._count = {}, 0
+
+    def _may_tell(self, kind: str, now: float) -> bool:
+        return self._allowances.setdefault(kind, _Allowance(_FIRST_CHANGES)).take(now)
+
+
+class _Allowance:
+    """So many lines at first, then one a minute."""
+
+    def __init__(self, lines: int) -> None:
+        self._most = self._left = float(lines)
+        self._at = 0.0
+        self.left_out = 0
+
+    def take(self, now: float) -> bool:
+        """Whether one more line may be told now."""
+        self._left = min(self._most, self._left + (now - self._at) / _MINUTE)
+        self._at = now
+        if self._left < 1:
+            self.left_out += 1
+            return False
+        self._left -= 1
+        return True
+
+
+class _Flood:
+    """Holds back lines that repeat: what is told again says how many like it were left out."""
+
+    def __init__(self) -> None:
+        self._of_all: dict[object, _Allowance] = {}
+        self._of_one: dict[tuple[object, ...], _Allowance] = {}
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, _logger: object, _method: str, event: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        message = event.get("event")
+        if message in _UNBOUNDED:
+            return event
+        of_one = (message, *(event.get(name) for name in ("event_id", "hook", "stage")))
+        now = time.monotonic()
+        with self._lock:
+            for remembered in (self._of_all, self._of_one):
+                if len(remembered) > _MAX_REMEMBERED:
+                    remembered.clear()
+            all_ = self._of_all.setdefault(message, _Allowance(_FIRST_OF_ALL))
+            one = self._of_one.setdefault(of_one, _Allowance(_FIRST_OF_ONE))
+            if not (one.take(now) and all_.take(now)):
+                raise structlog.DropEvent
+            left_out, one.left_out, all_.left_out = one.left_out + all_.left_out, 0, 0
+        return {**event, "left_out": left_out} if left_out else event
 
 
 class _Patient:

@@ -43,6 +43,9 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 # A failed approval is repeated after 1, 2, 4, ... seconds (2, 4, 8, ... after a 429), but at least this often: it
 # is all that stands between the machine and the end of its maintenance.
 _MAX_RETRY_SECONDS = 30.0
+_STILL_NEEDS_IT = " still needs it prepared"
+# Of a value that has changed, in the log and the journal: the event itself is kept whole.
+_SHOWN_CHARACTERS = 200
 
 
 class WorkflowError(AgentError):
@@ -923,7 +926,11 @@ def _move_gone(workflow: Workflow, workflows: Mapping[str, Workflow], context: C
     # What has been recovered so far is prepared anew by now: all of it is to be done again.
     is_undone = bool(recover.done) and any(peer.prepare.run > 0 for peer in needed_by)
     afresh = replace(workflow, recover=Progress(state="running", run=recover.run)) if is_undone else workflow
-    step = _wait(afresh, f"event {needed_by[0].event.id} still needs it prepared")
+    reason = f"event {needed_by[0].event.id}{_STILL_NEEDS_IT}"
+    if workflow.waits_for.endswith(_STILL_NEEDS_IT) and workflow.waits_for != reason:
+        # Of many events that end one by one, each would tell of each.
+        return Step(workflow=replace(afresh, waits_for=reason))
+    step = _wait(afresh, reason)
     return step or (Step(workflow=afresh) if is_undone else None)
 
 
@@ -1061,6 +1068,5 @@ def _show(value: object) -> str:
         return "unknown"
     if isinstance(value, datetime):
         return f"{value:%Y-%m-%dT%H:%M:%SZ}"
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(str, value[:10])) + "]"
-    return str(value) or '""'
+    text = "[" + ", ".join(map(str, value[:10])) + "]" if isinstance(value, tuple) else str(value) or '""'
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} (cut)"

@@ -6,6 +6,7 @@ is shown by a simulated clock in test_imds_faults.py; here it is the real proces
 
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -46,7 +47,6 @@ FAULTS: Mapping[str, tuple[FaultKind, dict[str, Any], str]] = {
 }
 # Where the service asks for more than the interval: the seconds after the first failure.
 ASKS_FOR_MORE = {429: ("throttled", 2.0), 400: ("bad_request", 5.0)}
-WORKS_AGAIN = "polling the metadata service works again"
 
 needs_reload = pytest.mark.skipif(sys.platform == "win32", reason="a process is told to reload by SIGHUP")
 
@@ -112,6 +112,40 @@ def scene(shared: Scene) -> Iterator[Scene]:
     sys.stdout.write("".join(shared.agent.history[told:]))  # pytest shows it on failure only
 
 
+class Trouble:
+    """A time in which polls fail, by the metrics: the log holds back what repeats."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._agent = scene.agent
+        self._before = self._count_polls()
+        self._began = time.monotonic()
+        self.failures = 0.0
+        self.seconds = 0.0
+
+    def _count_polls(self) -> tuple[float, float]:
+        """How many have succeeded, and failed."""
+        polls = self._agent.metrics()["polls_total"]
+        succeeded = sum(count for labels, count in polls if labels["outcome"] == "ok")
+        return succeeded, sum(count for _, count in polls) - succeeded
+
+    def wait_end(self) -> None:
+        """Wait until polls have failed, and one has succeeded after that."""
+        self._agent.wait_until(lambda: self._count_polls()[1] > self._before[1], "a poll had failed")
+        succeeded, _ = self._count_polls()
+        self._agent.wait_until(lambda: self._count_polls()[0] > succeeded, "a poll succeeded again")
+        self.seconds = time.monotonic() - self._began
+        self.failures = self._count_polls()[1] - self._before[1]
+
+    def check_pace(self) -> None:
+        """That each poll followed the one before after an interval, or at once if that was given up later.
+
+        Polls without a pause between them would need next to none.
+        """
+        room = ROOM + INTERVAL
+        assert 0.5 * (self.failures - 1) * INTERVAL < self.seconds
+        assert self.seconds < self.failures * max(INTERVAL, TIME_LIMIT) + room
+
+
 def test_every_kind_of_fault_that_the_simulator_has_is_gone_through_here() -> None:
     assert {kind for kind, _, _ in FAULTS.values()} == set(get_args(FaultKind))
 
@@ -119,55 +153,46 @@ def test_every_kind_of_fault_that_the_simulator_has_is_gone_through_here() -> No
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_never_taken_for_no_events_and_is_over_when_it_is_over(scene: Scene, name: str) -> None:
     fault, options, kind = FAULTS[name]
-    agent, failed, again = scene.agent, scene.failed(kind), len(scene.agent.log(WORKS_AGAIN))
+    agent, failed, trouble = scene.agent, scene.failed(kind), Trouble(scene)
     scene.sim.fault("vm-1", fault, on="poll", **options)
     agent.wait_until(lambda: scene.failed(kind) >= failed + POLLS, f"{POLLS} polls had failed")
     scene.check_nothing_is_forgotten()
     scene.sim.clear_faults()
 
-    check_pace(agent.wait_log(WORKS_AGAIN, count=again + 1))
-    assert scene.failed(kind) - failed == agent.log(WORKS_AGAIN)[again]["failures"]
+    trouble.wait_end()
+    trouble.check_pace()
+    assert scene.failed(kind) - failed == trouble.failures
     scene.check_nothing_is_forgotten()
 
 
 @pytest.mark.parametrize("status", ASKS_FOR_MORE)
 def test_where_the_service_asks_for_time_it_gets_it_and_nothing_is_forgotten(scene: Scene, status: int) -> None:
     kind, pause = ASKS_FOR_MORE[status]
-    failed, again = scene.failed(kind), len(scene.agent.log(WORKS_AGAIN))
+    failed, trouble = scene.failed(kind), Trouble(scene)
     scene.sim.fault("vm-1", "status", status=status, on="poll", count=1)
 
-    told = scene.agent.wait_log(WORKS_AGAIN, count=again + 1)
-    assert (told["failures"], scene.failed(kind)) == (1, failed + 1)
-    assert pause - INTERVAL < told["after_seconds"] < pause + ROOM
+    trouble.wait_end()
+    assert (trouble.failures, scene.failed(kind)) == (1, failed + 1)
+    assert pause - INTERVAL < trouble.seconds < pause + ROOM
     scene.check_nothing_is_forgotten()
 
 
 def test_a_storm_of_different_faults_is_gone_through_as_well(scene: Scene) -> None:
-    again = len(scene.agent.log(WORKS_AGAIN))
+    trouble = Trouble(scene)
     for fault, options, _ in FAULTS.values():
         scene.sim.fault("vm-1", fault, on="poll", count=1, **options)
 
-    told = scene.agent.wait_log(WORKS_AGAIN, count=again + 1)
+    trouble.wait_end()
     # A reset of the kept connection is made good within the poll that it befalls.
-    assert len(FAULTS) - 1 <= told["failures"] <= len(FAULTS)
-    check_pace(told)
+    assert len(FAULTS) - 1 <= trouble.failures <= len(FAULTS)
+    trouble.check_pace()
     scene.check_nothing_is_forgotten()
-
-
-def check_pace(told: Mapping[str, Any]) -> None:
-    """That each poll followed the one before after an interval, or at once if that was given up later than that.
-
-    ``told``: what the log says at the end of the trouble. Its seconds begin when the first poll had failed,
-    however long that took; polls without a pause between them would need next to none.
-    """
-    failures, seconds = told["failures"], told["after_seconds"]
-    assert 0.5 * (failures - 1) * INTERVAL < seconds < failures * max(INTERVAL, TIME_LIMIT) + ROOM
 
 
 @needs_reload
 @pytest.mark.parametrize("where", ["refused", "unreachable", "timeout"])
 def test_an_endpoint_that_is_not_there_is_never_taken_for_no_events(scene: Scene, where: str) -> None:
-    agent, failed, again = scene.agent, scene.failed(where), len(scene.agent.log(WORKS_AGAIN))
+    agent, failed, trouble = scene.agent, scene.failed(where), Trouble(scene)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         endpoints = {
@@ -181,8 +206,8 @@ def test_an_endpoint_that_is_not_there_is_never_taken_for_no_events(scene: Scene
         scene.check_nothing_is_forgotten()
         scene.write_policy()
         agent.reload()
-        told = agent.wait_log(WORKS_AGAIN, count=again + 1)
-    check_pace(told)
+        trouble.wait_end()
+    trouble.check_pace()
     scene.check_nothing_is_forgotten()
 
 

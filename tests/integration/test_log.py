@@ -183,7 +183,7 @@ from agent.log import get_logger, set_up
 set_up("info", "json")
 began = time.monotonic()
 for number in range(5000):
-    get_logger().info("line", number=number)
+    get_logger().info(f"line {number}", number=number)
 print(time.monotonic() - began, flush=True)
 sys.stdin.readline()
 get_logger().info("again")
@@ -342,13 +342,94 @@ def test_a_failure_that_repeats_is_told_once_and_then_hourly(capsys: pytest.Capt
 def test_a_failure_of_another_kind_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     set_up("info", "json")
     clock, failures = Clock(), FailureLog("polling")
-    for kind in ("refused", "refused", "timeout", "timeout", "refused"):
+    for kind in ("refused", "refused", "timeout", "timeout"):
         failures.failed(kind, f"it was {kind}", clock.pass_(1.0))
     assert [(line["reason"], line["failures"]) for line in told(capsys)] == [
         ("it was refused", 1),
         ("it was timeout", 3),
-        ("it was refused", 5),
     ]
+
+
+def test_kinds_of_failure_that_take_turns_are_told_once_each_and_then_hourly(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    set_up("info", "json")
+    clock, failures = Clock(), FailureLog("polling")
+    for _ in range(4000):
+        for kind in ("server_error", "not_found"):
+            failures.failed(kind, f"it was {kind}", clock.pass_(1.0))
+    assert [(line["kind"], line["failures"]) for line in told(capsys)] == [
+        (kind, 3600 * hour + number)
+        for hour in range(3)
+        for number, kind in ((1, "server_error"), (2, "not_found"))
+    ]
+
+
+def test_a_failure_that_comes_and_goes_is_told_at_most_once_a_minute_in_the_long_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, failures = Clock(), FailureLog("polling")
+    monkeypatch.setattr("agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
+    set_up("info", "json")
+    for _ in range(1800):
+        failures.failed("server_error", "500", clock.pass_(1.0))
+        failures.succeeded(clock.pass_(1.0))
+    failures.succeeded(clock.pass_(60.0))
+    lines = told(capsys)
+    assert 55 <= len(lines) <= 66
+    assert [line["message"] for line in lines] == ["polling fails", "polling works again"] * (len(lines) // 2)
+    counted = sum(line["failures"] for line in lines if line["message"] == "polling works again")
+    assert counted == 1800  # what was not told one by one is counted
+
+
+# --- floods
+
+
+def test_a_line_that_repeats_is_held_back_and_the_next_one_says_how_many_were(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
+    set_up("info", "json")
+    for _ in range(86_400):
+        clock.pass_(1.0)
+        get_logger().info("changed", event_id="E-1", reason="x")
+        get_logger().info("hook output", event_id="E-1", line="x")
+    lines = told(capsys)
+    of_event = [line for line in lines if line["message"] == "changed"]
+    assert 1440 <= len(of_event) <= 1470
+    assert len(of_event) + sum(line.get("left_out", 0) for line in of_event) == pytest.approx(86_400, abs=60)
+    assert len(lines) - len(of_event) == 86_400  # the hook's own limit is enough
+
+
+def test_while_one_event_floods_what_is_told_of_another_comes_through(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.log.time", SimpleNamespace(monotonic=lambda: 1000.0))
+    set_up("info", "json")
+    for _ in range(1000):
+        get_logger().info("changed", event_id="E-1")
+    for message in ("changed", "preparing", "approved"):
+        get_logger().info(message, event_id="E-2")
+    get_logger().info("started", event_id="E-1")
+    assert [(line["event_id"], line["message"]) for line in told(capsys)[20:]] == [
+        ("E-2", "changed"),
+        ("E-2", "preparing"),
+        ("E-2", "approved"),
+        ("E-1", "started"),
+    ]
+
+
+def test_events_without_number_do_not_flood_either(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
+    set_up("info", "json")
+    for number in range(20_000):
+        clock.pass_(1.0)
+        get_logger().info("seen", event_id=f"E-{number}")
+    assert 700 <= len(told(capsys)) <= 900
 
 
 def test_the_same_kind_in_other_words_is_not_told_again(capsys: pytest.CaptureFixture[str]) -> None:

@@ -938,6 +938,28 @@ def test_a_recovery_that_was_promised_without_preparation_is_kept_when_a_new_pol
     assert agent.document() == ["A: recover resume"]
 
 
+def test_of_many_events_that_end_one_by_one_each_tells_once_that_it_waits() -> None:
+    agent = Agent(a_rule(prepare=("drain",), recover=("resume",)))
+    events = [an_event(id=f"E{number}") for number in range(20)]
+    agent.document(*events)
+    for event in events:
+        agent.ends("drain", event=event.id)
+    for number in range(1, 20):
+        agent.document(*events[number:])
+    waits = [line for line in agent.journal if line.startswith("waits: ") and "still needs it" in line]
+    assert len(waits) == 19
+    assert {w.waits_for for w in agent.board.values() if w.is_gone} == {"event E19 still needs it prepared"}
+
+
+def test_a_long_value_that_has_changed_is_cut_where_it_is_told() -> None:
+    agent = Agent()
+    agent.document(an_event(description="x" * 4000, resources=("vm-1", *("y" * 900 for _ in range(100)))))
+    agent.document(an_event(description="z" * 4000))
+    (changed,) = [line for line in agent.journal if line.startswith("changed: ")]
+    assert f"description {'x' * 200} (cut) -> {'z' * 200} (cut)" in changed
+    assert len(changed) < 1000
+
+
 def test_recovery_waits_for_the_last_event_and_each_hook_runs_once() -> None:
     agent = Agent(a_rule(prepare=("drain",), recover=("resume", "tell")))
     one, other = an_event(), an_event(id="B", type="Redeploy")
