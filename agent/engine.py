@@ -56,10 +56,10 @@ from agent.workflow import (
 # So much more or less than on the monotonic clock has passed on the wall clock if somebody has set it.
 _CLOCK_SET_SECONDS = 1.0
 _KEEP_JOURNAL = timedelta(days=90)
-_PRUNE_SECONDS = 86400.0
 # After a day without a request the service switches Scheduled Events off for the VM.
 _SERVICE_KNOWN = timedelta(hours=24)
 _REMEMBER_ANSWER = timedelta(hours=1)
+_TIDY_SECONDS = 60.0
 _LOUD_NOTES = ("held", "blocked", "approval_failed")
 
 HookKey = tuple[str, str]
@@ -198,13 +198,14 @@ class Engine:
         # failed while the machine went down, if it stays up after all.
         self._delayed: list[RunHook] = []
         self._latest: Document | None = None
-        self._pruned = self.turned_at - _PRUNE_SECONDS
+        self._tidy_deadline = self.turned_at
         self._store_failures = FailureLog("writing the state file")
-        self._fault_logs: dict[str, FailureLog] = {}
         self._hook_times = hook_times.decode(store.load_fact("hook_times"))
         self._are_hook_times_saved = True
         self._hook_seconds: dict[str, float] = {}
         self._expect_hooks()
+        self._reserve_failures = FailureLog("keeping room in the state file for a full disk")
+        self._faults = FailureLog("handling an event")
 
     def start(self) -> None:
         """Go on where the last agent ended. To be called once, first. Raises StoreError."""
@@ -274,7 +275,6 @@ class Engine:
             self._decide_and_do(now)
             self._greet_first_document(now)
             self._save_hook_times()
-            self._prune(now)
             self._remember_answer(document_at)
         except StoreError as error:
             self.store_failure = str(error)
@@ -288,6 +288,29 @@ class Engine:
         self._store_failures.succeeded(self.turned_at)
         self.store_failure = ""
         return True
+
+    def tidy(self) -> None:
+        """Forget what is too old or too much, and keep room for a full disk. For after a turn; takes milliseconds.
+
+        Raises StoreError if the file is damaged.
+        """
+        if self.turned_at < self._tidy_deadline:
+            return
+        self._tidy_deadline = self.turned_at + _TIDY_SECONDS
+        try:
+            if self._store.prune(self._machine.now() - _KEEP_JOURNAL):
+                self._tidy_deadline = self.turned_at  # there is more
+            shortage = self._store.keep_reserve()
+            self._metrics.state_reserve.set(self._store.reserve_bytes())
+        except StoreError as error:
+            self._metrics.store_errors.labels(error.kind).inc()
+            if error.kind == "damaged":
+                raise
+            shortage = str(error)
+        if shortage:
+            self._reserve_failures.failed("shortage", shortage, self.turned_at)
+        else:
+            self._reserve_failures.succeeded(self.turned_at)
 
     def next_wake_at(self) -> datetime | None:
         """When time alone will next let something happen."""
@@ -506,11 +529,6 @@ class Engine:
             if effect.workflow_id in self.board:  # or it has turned out to be another VM's
                 self._run_hook(self.board[effect.workflow_id], effect, now)
 
-    def _prune(self, now: datetime) -> None:
-        if self.turned_at - self._pruned >= _PRUNE_SECONDS:
-            self._pruned = self.turned_at
-            self._store.prune(now - _KEEP_JOURNAL)
-
     # --- the service
 
     def has_service_answered(self) -> bool:
@@ -669,8 +687,7 @@ class Engine:
 
     def _tell_fault(self, workflow_id: str, fault: Exception) -> None:
         self._metrics.faults.inc()
-        log = self._fault_logs.setdefault(workflow_id, FailureLog(f"handling event {workflow_id}"))
-        log.failed(type(fault).__name__, repr(fault), self.turned_at)
+        self._faults.failed(type(fault).__name__, f"{workflow_id}: {fault!r}", self.turned_at)
 
     def record(self, kind: str, text: str, now: datetime) -> None:
         """Into the journal if that can be written; the log has it in any case."""

@@ -103,6 +103,9 @@ class Metrics:
             "config_last_reload_success_timestamp_seconds", "Unix time when the policy in force was read."
         )
         self.store_errors = counter("store_errors_total", "Failed accesses to the state file.", "kind")
+        self.state_reserve = gauge(
+            "state_reserve_bytes", "How much can still be written to the state file while its disk is full."
+        )
         self.faults = counter("faults_total", "Bugs met while handling an event; the log has the details.")
         types, sources, affects = (
             (*sorted(EVENT_TYPES), "other"),

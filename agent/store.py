@@ -1,8 +1,11 @@
 """What must survive: workflows, the journal and operators' requests, in one SQLite file.
 
-Owns the file's schema, its durability and what is done when it is damaged. Decides nothing about events.
-The one invariant: when ``commit`` returns, the steps are on the disk (WAL with synchronous=FULL), all of
-them or none.
+Owns the file's schema, its durability, how much it holds, and what is done when it is damaged. Decides nothing
+about events. The one invariant: when ``commit`` returns, the steps are on the disk (WAL with synchronous=FULL),
+all of them or none.
+
+The file and its write-ahead log hold a reserve for a full disk: free pages, and a log of full length that is
+overwritten in place. So the log is never deleted: when the agent ends well, it is only declared void.
 
 A Store belongs to one thread at a time. The agent opens the file; others (``approve``, ``hold``, ``status``) join
 it, or only look into it. Its permissions are the authorization.
@@ -11,10 +14,11 @@ it, or only look into it. Its permissions are the authorization.
 import contextlib
 import os
 import sqlite3
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -53,14 +57,30 @@ _MIGRATIONS = (
 # Another process holds the write lock for a few milliseconds at a time. Longer than this is a fault, and the
 # engine has other things to do than to wait.
 _BUSY_SECONDS = 2.0
-# What the write-ahead log needs from one checkpoint of SQLite's own to the next.
-_MAX_LOG_BYTES = 4 * 1024 * 1024
+# Room for the lives of a hundred events: so much of the file is free, and so long is its write-ahead log. The log
+# is moved into the file when half of it is used, so the other half has room for the largest commit.
+RESERVE_BYTES = 4 * 1024 * 1024
+_CHECKPOINT_PAGES = 512
+_FILLER_BYTES = 64 * 1024
+# The first bytes of a write-ahead log, but for one that differs between machines.
+_LOG_MAGIC = b"\x37\x7f\x06"
+# How much is kept of what is over, beside an age: whatever comes first.
+MAX_EVENTS = 10_000
+MAX_NOTES = 10_000
+MAX_BYTES = 64 * 1024 * 1024
+# Of one event: so many entries, the first ones and the latest.
+MAX_ENTRIES = 500
+_FIRST_ENTRIES = 100
+_MAX_TEXT = 8000
+# Forgotten at a time: the engine has other things to do than to wait for a disk.
+_PORTION_EVENTS = 50
+_PORTION_ROWS = 1000
 # A request that no agent has taken up by then is void: whoever made it has been told so.
 REQUEST_VALID_SECONDS = 30.0
 
 _SELECT_JOURNAL = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal"
 
-FactName = Literal["vm_name", "vm_id", "boot_id", "state_lost", "service_answered", "hook_times"]
+FactName = Literal["vm_name", "vm_id", "boot_id", "state_lost", "service_answered", "hook_times", "in_use"]
 
 
 class StoreError(AgentError):
@@ -91,6 +111,8 @@ class Store:
     def __init__(self, connection: sqlite3.Connection, path: Path, set_aside: Path | None) -> None:
         self._connection = connection
         self._data_version = -1
+        self._role: Literal["owner", "guest", "reader"] = "guest"
+        self._is_damaged = False
         self.path = path
         self.set_aside = set_aside
         """Where a damaged file was moved to when this one was opened; None if all was well."""
@@ -110,17 +132,32 @@ class Store:
         try:
             aside = _set_aside(path)
             try:
-                return cls(_connect(path, is_owner=True), path, aside)
+                return cls._open(path, aside)
             except _DamagedError as error:
                 reason = str(error)
             _begin_successor(path, now, reason)
-            aside = _set_aside(path)
-            return cls(_connect(path, is_owner=True), path, aside)
+            return cls._open(path, _set_aside(path))
         except (OSError, _DamagedError) as error:
             raise StoreError(
                 f"{path} is damaged ({reason}) and cannot be set aside ({error}): move it away, then start again",
                 kind="unusable",
             ) from error
+
+    @classmethod
+    def _open(cls, path: Path, set_aside: Path | None) -> "Store":
+        store = cls(_connect(path, is_owner=True), path, set_aside)
+        try:
+            # So that the next agent knows whether this one ended well.
+            store.save_facts({"in_use": "1"})
+            # If another process has kept the log of the last agent in use, what is written continues that.
+            _declare_log(path, is_valid=True)
+        except BaseException as error:
+            store._connection.close()
+            if isinstance(error, StoreError) and error.kind == "damaged":
+                raise _DamagedError(str(error)) from error
+            raise
+        store._role = "owner"
+        return store
 
     @classmethod
     def join(cls, directory: Path) -> "Store":
@@ -148,23 +185,44 @@ class Store:
             try:
                 connection = _connect_to_read(path, "mode=ro")
             except sqlite3.OperationalError:
-                log = path.with_name(f"{path.name}-wal")
-                if log.exists() and log.stat().st_size:
+                if _has_log(path):
                     raise
                 # Even readers share some memory in a file, which a full disk has no room for. Here nobody writes.
                 connection = _connect_to_read(path, "mode=ro&immutable=1")
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"cannot read {path}: {error}", kind="read") from error
-        return cls(connection, path, None)
+        store = cls(connection, path, None)
+        store._role = "reader"
+        return store
 
     def close(self) -> None:
         """Close the file; the store cannot be used any more."""
-        self._connection.close()
+        has_ended_well = self._role == "owner" and not self._is_damaged and self._end_well()
+        if self._role == "reader":
+            self._connection.close()
+        else:
+            _close(self._connection, self.path)
+        if has_ended_well:
+            with contextlib.suppress(OSError):
+                _declare_log(self.path, is_valid=False)
+
+    def _end_well(self) -> bool:
+        """Move all that is in the log into the file; whether that could be done."""
+        try:
+            with self._transaction():
+                self._connection.execute("DELETE FROM fact WHERE name = 'in_use'")
+            is_busy, length, moved = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        except (StoreError, sqlite3.Error):
+            return False
+        return not is_busy and length == moved
 
     def load_workflows(self) -> list[Workflow]:
         """The open workflows, oldest first."""
         with self._reading():
-            rows = self._connection.execute("SELECT body FROM workflow WHERE is_open ORDER BY rowid").fetchall()
+            # Without its index named, the order would have it read all there ever was.
+            rows = self._connection.execute(
+                "SELECT body FROM workflow INDEXED BY workflow_open WHERE is_open ORDER BY rowid"
+            ).fetchall()
             return [msgspec.json.decode(body, type=Workflow) for (body,) in rows]
 
     def commit(self, steps: Sequence[Step], at: datetime, answers: Mapping[int, str] | None = None) -> None:
@@ -197,7 +255,7 @@ class Store:
             self._connection.execute(
                 "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, outcome, text, detail)"
                 " VALUES (?, '', '', ?, '', '', '', ?, '')",
-                (_stamp(at), kind, _clean(text)),
+                (_stamp(at), kind, _clean(text)[:_MAX_TEXT]),
             )
 
     def disown_workflows(self, at: datetime, reason: str) -> None:
@@ -347,15 +405,99 @@ class Store:
         with self._transaction():
             self._write_answer(request_id, answer)
 
-    def prune(self, before: datetime) -> None:
-        """Forget what ended before that time; open workflows and their journal stay."""
-        stamp = _stamp(before)
+    def prune(self, before: datetime) -> bool:
+        """Forget a portion of what ended before that time, or is more than is kept; True if there may be more.
+
+        Open workflows stay, and of a long journal of one of them its beginning and its end.
+        """
         with self._transaction():
-            self._connection.execute("DELETE FROM workflow WHERE NOT is_open AND updated_at < ?", (stamp,))
+            deleted = self._prune_events(_stamp(before))
+            deleted += self._connection.execute(
+                "DELETE FROM journal WHERE at < ? AND id IN"
+                " (SELECT id FROM journal WHERE workflow_id = '' ORDER BY id LIMIT ?)",
+                (_stamp(before), _PORTION_ROWS),
+            ).rowcount
+            deleted += self._prune_entries("", MAX_NOTES, 0)
+            for (workflow_id,) in self._fetch("SELECT id FROM workflow WHERE is_open"):
+                deleted += self._prune_entries(workflow_id, MAX_ENTRIES, _FIRST_ENTRIES)
             self._connection.execute(
-                "DELETE FROM journal WHERE at < ? AND workflow_id NOT IN (SELECT id FROM workflow)", (stamp,)
+                "DELETE FROM request WHERE at < ? OR id < (SELECT max(id) FROM request) - ?",
+                (_stamp(before), _PORTION_ROWS),
             )
-            self._connection.execute("DELETE FROM request WHERE at < ?", (stamp,))
+        return deleted >= _PORTION_EVENTS
+
+    def _prune_events(self, stamp: str) -> int:
+        ((count,),) = self._fetch("SELECT count(*) FROM workflow")
+        surplus = count - MAX_EVENTS
+        if self._size_bytes() > MAX_BYTES:
+            surplus = max(surplus, _PORTION_EVENTS)
+        oldest = self._fetch(
+            "SELECT id, updated_at FROM workflow WHERE NOT is_open ORDER BY rowid LIMIT ?", _PORTION_EVENTS
+        )
+        deleted = 0
+        for number, (workflow_id, updated_at) in enumerate(oldest):
+            if (updated_at < stamp or number < surplus) and deleted < _PORTION_ROWS:
+                entries = self._prune_entries(workflow_id, 0, 0)
+                if entries < _PORTION_ROWS:
+                    self._connection.execute("DELETE FROM workflow WHERE id = ?", (workflow_id,))
+                deleted += entries + 1
+        return deleted
+
+    def _prune_entries(self, workflow_id: str, most: int, first: int) -> int:
+        """Keep so many entries of a workflow, of them so many of the first; a portion at a time."""
+        ((count,),) = self._fetch("SELECT count(*) FROM journal WHERE workflow_id = ?", workflow_id)
+        if count <= most:
+            return 0
+        return self._connection.execute(
+            "DELETE FROM journal WHERE id IN"
+            " (SELECT id FROM journal WHERE workflow_id = ? ORDER BY id LIMIT ? OFFSET ?)",
+            (workflow_id, min(count - most, _PORTION_ROWS), first),
+        ).rowcount
+
+    def _fetch(self, query: str, *values: str | int) -> list[tuple[Any, ...]]:
+        return self._connection.execute(query, values).fetchall()
+
+    def _size_bytes(self, *, is_free: bool = False) -> int:
+        """How much of the file is in use, or is not."""
+        (pages,), (free,), (page_bytes,) = (
+            self._connection.execute(f"PRAGMA {name}").fetchone()
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        return int((free if is_free else pages - free) * page_bytes)
+
+    def reserve_bytes(self) -> int:
+        """How much can still be written while the disk is full."""
+        log = self.path.with_name(f"{self.path.name}-wal")
+        with self._reading():
+            try:
+                return min(self._size_bytes(is_free=True), log.stat().st_size)
+            except OSError:
+                return 0
+
+    def keep_reserve(self) -> str:
+        """Fill the reserve up again if it has become small. Returns why that cannot be done, "" if all is well."""
+        left = self.reserve_bytes()
+        if left >= RESERVE_BYTES * 3 // 4:
+            return ""
+        import shutil  # noqa: PLC0415 - heavy, and rarely needed
+
+        free = shutil.disk_usage(self.path.parent).free
+        if free < 3 * RESERVE_BYTES:
+            return (
+                f"the disk of {self.path} has {free >> 10} KiB left; of the {RESERVE_BYTES >> 10} KiB that the "
+                f"file keeps for a full disk, {left >> 10} KiB are left"
+            )
+        filler = [(f"filler {number}", _FILLER_BYTES // 2) for number in range(RESERVE_BYTES // _FILLER_BYTES)]
+        forget = "DELETE FROM fact WHERE name LIKE 'filler %'"
+        with self._transaction():
+            self._connection.execute(forget)
+            # Not zeros, which some file systems do not store.
+            self._connection.executemany("INSERT INTO fact (name, value) VALUES (?, hex(randomblob(?)))", filler)
+        with self._transaction():
+            self._connection.execute(forget)
+        with self._reading():
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        return ""
 
     def _write_answer(self, request_id: int, answer: str) -> bool:
         """Whether somebody still waits for it."""
@@ -367,7 +509,17 @@ class Store:
             "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, outcome, text, detail)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [
-                (at, w.id, w.event.id, n.kind, n.stage, n.hook, n.outcome, _clean(n.text), _clean(n.detail))
+                (
+                    at,
+                    w.id,
+                    w.event.id,
+                    n.kind,
+                    n.stage,
+                    n.hook,
+                    n.outcome,
+                    _clean(n.text)[:_MAX_TEXT],
+                    _clean(n.detail)[:_MAX_TEXT],
+                )
                 for at, w, n in entries
             ],
         )
@@ -387,6 +539,7 @@ class Store:
         except sqlite3.Error as error:
             # Whoever took requests up and could not keep them reads them again: they may be withdrawn by then.
             self._data_version = -1
+            self._is_damaged = self._is_damaged or _is_damage(error)
             kind = "damaged" if _is_damage(error) else "write"
             raise StoreError(f"cannot write {self.path}: {error}", kind=kind) from error
         finally:
@@ -397,6 +550,7 @@ class Store:
         try:
             yield
         except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
+            self._is_damaged = self._is_damaged or _is_damage(error)
             kind = "damaged" if _is_damage(error) else "read"
             raise StoreError(f"cannot read {self.path}: {error}", kind=kind) from error
 
@@ -415,11 +569,8 @@ def _begin_successor(path: Path, now: datetime, reason: str) -> None:
     draft = path.with_name(f"{FILE_NAME}.new")
     for part in _parts(draft):
         part.unlink(missing_ok=True)
-    store = Store(_connect(draft, is_owner=True), draft, None)
-    try:
-        store.save_facts({"state_lost": reason})
-    finally:
-        store.close()
+    with contextlib.closing(_connect(draft, is_owner=True)) as connection:
+        Store(connection, draft, None).save_facts({"state_lost": reason})
     draft.replace(path.with_name(f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_SUCCESSOR}"))
     host.flush_directory(path.parent)
 
@@ -444,6 +595,51 @@ def _parts(path: Path) -> list[Path]:
     return [path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm")]
 
 
+def _has_log(path: Path) -> bool:
+    """Whether there is a write-ahead log that counts beside the file: who was at work last did not end well."""
+    try:
+        with path.with_name(f"{path.name}-wal").open("rb") as log:
+            return log.read(len(_LOG_MAGIC)) not in (b"", _inverted(_LOG_MAGIC))
+    except FileNotFoundError:
+        return False
+
+
+def _declare_log(path: Path, *, is_valid: bool) -> None:
+    """Have the write-ahead log count, or not. What does not count stays, for its room, but is not taken for news.
+
+    Otherwise it would come back over a file that an administrator has put in the place of this one.
+    """
+    with path.with_name(f"{path.name}-wal").open("r+b") as log:
+        magic = log.read(4)
+        if magic.startswith(_inverted(_LOG_MAGIC) if is_valid else _LOG_MAGIC):
+            log.seek(0)
+            log.write(_inverted(magic))
+            log.flush()
+            os.fsync(log.fileno())
+
+
+def _inverted(data: bytes) -> bytes:
+    return bytes(byte ^ 0xFF for byte in data)
+
+
+def _configure(connection: sqlite3.Connection) -> sqlite3.Connection:
+    if sys.version_info >= (3, 12):
+        connection.setconfig(sqlite3.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, True)
+    return connection
+
+
+def _close(connection: sqlite3.Connection, path: Path) -> None:
+    """Close, and leave the write-ahead log where it is: another program could take its room."""
+    if sys.version_info >= (3, 12):
+        connection.close()
+        return
+    # The last connection to close removes the log, unless it may only read.
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(sqlite3.Error, StoreError):
+            stack.enter_context(contextlib.closing(_connect_to_read(path, "mode=ro")))
+        connection.close()
+
+
 def _connect(path: Path, *, is_owner: bool) -> sqlite3.Connection:
     beginning = path.with_name(path.name + _BEGINNING)
     if not is_owner:
@@ -459,11 +655,18 @@ def _connect(path: Path, *, is_owner: bool) -> sqlite3.Connection:
             kind="unusable",
         ) from error
     try:
-        connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-    except sqlite3.OperationalError as error:
+        was_left_open = _has_log(path)
+        connection = _configure(
+            sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        )
+    except (OSError, sqlite3.OperationalError) as error:
         raise StoreError(f"cannot open the state file {path}: {error}", kind="unusable") from error
     try:
-        _prepare(connection, path, is_new=is_new, is_owner=is_owner)
+        if is_owner:
+            _prepare(connection, path, is_new=is_new, was_left_open=was_left_open)
+        else:
+            with _opening(path):
+                _refuse_other_version(path, _set_up(connection), is_owner=False)
         if is_new:
             beginning.unlink()
     except BaseException:
@@ -497,12 +700,14 @@ def _refuse_unreachable(path: Path, *, is_read_only: bool) -> None:
 
 
 def _connect_to_read(path: Path, options: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(
-        f"{path.absolute().as_uri()}?{options}",
-        uri=True,
-        timeout=_BUSY_SECONDS,
-        isolation_level=None,
-        check_same_thread=False,
+    connection = _configure(
+        sqlite3.connect(
+            f"{path.absolute().as_uri()}?{options}",
+            uri=True,
+            timeout=_BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+        )
     )
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -524,23 +729,43 @@ def _create(path: Path, beginning: Path) -> bool:
     return beginning.exists()
 
 
-def _prepare(connection: sqlite3.Connection, path: Path, *, is_new: bool, is_owner: bool) -> None:
-    try:
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        # What somebody who goes on reading has made it grow to is given back once that is over.
-        connection.execute(f"PRAGMA journal_size_limit = {_MAX_LOG_BYTES}")
-        (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-        if result != "ok":
-            raise _DamagedError(" ".join(result.split()))
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
+def _set_up(connection: sqlite3.Connection) -> int:
+    """Set how the file is written; returns the version of its schema."""
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    # What another process that goes on reading has made it grow to is given back once that is over.
+    connection.execute(f"PRAGMA journal_size_limit = {RESERVE_BYTES}")
+    connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
+    # What is forgotten is not written over, and nothing is written elsewhere: the disk may be full.
+    connection.execute("PRAGMA secure_delete = OFF")
+    connection.execute("PRAGMA temp_store = MEMORY")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    return int(version)
+
+
+def _prepare(connection: sqlite3.Connection, path: Path, *, is_new: bool, was_left_open: bool) -> None:
+    with _opening(path):
+        version = _set_up(connection)
         if version == 0 and not is_new:  # cut to nothing, or its write-ahead log is lost
             raise _DamagedError("there is nothing in it")
-        _refuse_other_version(path, version, is_owner=is_owner)
+        _refuse_other_version(path, version, is_owner=True)
+        # That takes its time, so only if the last agent did not end well.
+        if was_left_open or (
+            version and connection.execute("SELECT 1 FROM fact WHERE name = 'in_use'").fetchone()
+        ):
+            (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            if result != "ok":
+                raise _DamagedError(" ".join(result.split()))
         for number, script in enumerate(_MIGRATIONS[version:], start=version + 1):
             connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
         for (body,) in connection.execute("SELECT body FROM workflow WHERE is_open"):
             msgspec.json.decode(body, type=Workflow)
+
+
+@contextlib.contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    try:
+        yield
     except msgspec.MsgspecError as error:
         raise _DamagedError(f"a workflow in it cannot be read: {error}") from error
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:

@@ -33,7 +33,7 @@ def run(policy: Path, state_dir: Path, interval_seconds: float, keep_seconds: fl
     agent.daemon._TICK_SECONDS = interval_seconds  # noqa: SLF001
     if keep_seconds is not None:
         agent.engine._KEEP_JOURNAL = timedelta(seconds=keep_seconds)  # noqa: SLF001
-        agent.engine._PRUNE_SECONDS = keep_seconds / 90  # noqa: SLF001
+        agent.engine._TIDY_SECONDS = keep_seconds / 90  # noqa: SLF001
     host.create_private_dir(state_dir)
     store = Store.open(state_dir, datetime.now(UTC))
     daemon = agent.daemon.Daemon(load_settings(), load_settings, store)

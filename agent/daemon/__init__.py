@@ -219,9 +219,12 @@ class Daemon:
         self._hands.reap()
         if not may_go_on:
             return False
-        if not self._engine.turn(document_at):
-            time.sleep(_COMMIT_RETRY_SECONDS)
+        has_worked = self._engine.turn(document_at)
         self._tell_service()
+        if has_worked:
+            self._engine.tidy()
+        else:
+            time.sleep(_COMMIT_RETRY_SECONDS)
         return True
 
     def _seconds_to_next_turn(self) -> float:

@@ -1,7 +1,8 @@
 """The disk under the state file is full, read-only or broken, or another process sits on the file.
 
-What holds for all of it: polling, the pages and what runs go on; nothing is begun and nothing approved that is not
-on disk first; /healthz, a metric and the log say so; and it goes on by itself when the disk does.
+On a full disk the agent works on, in the reserve of its state file. Where none is left, and for all the rest:
+polling, the pages and what runs go on; nothing is begun and nothing approved that is not on disk first; /healthz,
+a metric and the log say so; and it goes on by itself when the disk does.
 """
 
 import contextlib
@@ -10,10 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from faulty import DRAIN, FaultyAgent, Simulator, longest_gap_seconds, needs_root, see_through
+
+from agent.events import ScheduledEvent
+from agent.policy import Decision
+from agent.store import RESERVE_BYTES, Store, StoreError
+from agent.workflow import Note, NoteKind, Step, Workflow
 
 if sys.platform == "win32":
     pytest.skip("file systems are mounted and limited as Linux does it", allow_module_level=True)
@@ -41,9 +48,20 @@ def mounted(place: Path, *options: str) -> Iterator[None]:
 
 @pytest.fixture
 def small_disk(agent: FaultyAgent) -> Iterator[Path]:
-    """The agent's state directory as a file system of its own, of half a megabyte."""
+    """The agent's state directory as a file system of its own, of half a megabyte: too small for a reserve."""
     with mounted(agent.state_dir, "-t", "tmpfs", "-o", "size=512k,mode=700", "none"):
         yield agent.state_dir
+
+
+@pytest.fixture
+def disk(agent: FaultyAgent) -> Iterator[Path]:
+    """The agent's state directory as a file system of its own, with room for a reserve."""
+    with mounted(agent.state_dir, "-t", "tmpfs", "-o", "size=32m,mode=700", "none"):
+        yield agent.state_dir
+
+
+def wait_reserve(agent: FaultyAgent) -> None:
+    agent.wait_until(lambda: agent.metric("state_reserve_bytes") > 0.7 * RESERVE_BYTES, "there was a reserve")
 
 
 @pytest.fixture
@@ -92,7 +110,96 @@ def check_at_work(agent: FaultyAgent) -> None:
 
 
 @needs_root
-def test_on_a_full_disk_nothing_is_begun_or_approved_and_with_room_it_goes_on_where_it_was(
+@pytest.mark.parametrize("end", ["kill", "stop"])
+def test_on_a_full_disk_an_event_is_lived_through_and_an_agent_starts(
+    sim: Simulator, agent: FaultyAgent, disk: Path, end: str
+) -> None:
+    agent.write_policy(
+        rules=[DRAIN], hooks={"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
+    )
+    agent.start()
+    wait_reserve(agent)
+    fill(disk)
+    event = sim.schedule("Preempt", lasts_seconds=None)
+    agent.wait_hook("drain", "start")
+    getattr(agent, end)()
+    fill(disk)  # another program takes what the agent has given up, if it has
+    agent.let_go("drained")
+    agent.start()
+    sim.wait_approved(event)
+    assert agent.run("status", "--state-dir", str(disk)).returncode == 0  # it is asked through the file
+    sim.wait_started(event)
+    sim.end(event)
+    agent.wait_log("closed", event_id=event)
+    assert agent.ran() == ["drain", "drain", "resume"]
+    assert agent.get("/healthz") == (200, "ok\n")
+    assert agent.log("writing the state file fails") == []
+
+
+@needs_root
+def test_a_hundred_lives_fit_into_the_reserve_and_with_room_it_is_filled_up_again(disk: Path) -> None:
+    store = Store.open(disk, datetime.now(UTC))
+    assert store.keep_reserve() == ""
+    store.close()
+    ballast = fill(disk)
+    store = Store.open(disk, datetime.now(UTC))
+    try:
+        for number in range(100):
+            live(store, f"event-{number}")
+        assert "KiB left" in store.keep_reserve()
+        with pytest.raises(StoreError, match=r"database or disk is full"):  # noqa: PT012 - whichever it is
+            for number in range(100, 1000):
+                live(store, f"event-{number}")
+        known = [workflow.id for workflow in store.find_workflows()]
+        assert known == [f"event-{number}" for number in range(len(known))]
+        ballast.unlink()
+        assert store.keep_reserve() == ""
+        assert store.reserve_bytes() >= RESERVE_BYTES
+        fill(disk)
+        for number in range(1000, 1100):
+            live(store, f"event-{number}")
+    finally:
+        store.close()
+
+
+def live(store: Store, name: str) -> None:
+    """All that is written in the life of an event with two hooks that write as much as is kept."""
+    now = datetime.now(UTC)
+    kinds: tuple[NoteKind, ...] = (
+        *("seen", "decided", "preparing", "hook_started", "hook_finished", "prepared", "approving", "approved"),
+        *("started", "gone", "recovering", "hook_started", "hook_finished", "closed"),
+    )
+    for kind in kinds:
+        event = ScheduledEvent(
+            id=name, type="Preempt", status="Scheduled", resources=("vm-1",), description="d" * 500
+        )
+        workflow = Workflow(
+            id=name,
+            event=event,
+            decision=Decision(rule="drain", reason="type is Preempt", affects="self"),
+            first_seen_at=now,
+            noticed_at=now,
+            boot_id="boot-1",
+            phase="closed" if kind == "closed" else "waiting",
+        )
+        detail = "o" * 4096 if kind == "hook_finished" else ""
+        store.commit([Step(workflow=workflow, notes=(Note(kind=kind, text="t" * 200, detail=detail),))], now)
+
+
+@needs_root
+def test_where_there_is_no_room_for_a_reserve_the_log_says_so(
+    sim: Simulator, agent: FaultyAgent, small_disk: Path
+) -> None:
+    agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    told = agent.wait_log("keeping room in the state file for a full disk fails")
+    assert told["level"] == "warning"
+    assert told["reason"].startswith(f"the disk of {small_disk / 'state.db'} has ")
+    see_through(sim, agent, sim.schedule("Reboot", lasts_seconds=None))
+
+
+@needs_root
+def test_without_a_reserve_nothing_is_begun_or_approved_and_with_room_it_goes_on(
     sim: Simulator, agent: FaultyAgent, small_disk: Path
 ) -> None:
     agent.write_policy(
@@ -127,7 +234,7 @@ def test_on_a_full_disk_nothing_is_begun_or_approved_and_with_room_it_goes_on_wh
 
 
 @needs_root
-def test_on_a_full_disk_an_agent_does_not_start_and_says_why(
+def test_on_a_full_disk_without_a_reserve_an_agent_does_not_start_and_says_why(
     sim: Simulator, agent: FaultyAgent, small_disk: Path
 ) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))

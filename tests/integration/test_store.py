@@ -8,9 +8,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -252,6 +254,127 @@ def test_disowned_workflows_are_closed_with_the_reason_in_the_journal(store: Sto
     ]
 
 
+@pytest.mark.parametrize(
+    ("limit", "most", "kept"),
+    [("MAX_EVENTS", 20, 20), ("MAX_BYTES", 500_000, 300)],
+    ids=["number", "size"],
+)
+def test_of_too_many_events_the_oldest_are_forgotten_a_portion_at_a_time(
+    store: Store, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, kept: int
+) -> None:
+    monkeypatch.setattr(store_module, limit, most)
+    store.commit([make_step("open", "seen")], NOW)
+    for number in range(400):
+        store.commit([make_step(f"event-{number}", "x" * 1000, phase="closed")], NOW)
+    portions = 1
+    while store.prune(NOW - timedelta(days=90)):
+        portions += 1
+    assert portions > 1
+    left = [workflow.id for workflow in store.find_workflows()]
+    assert left == ["open", *(f"event-{number}" for number in range(401 - len(left), 400))]
+    assert kept / 2 < len(left) <= kept
+    assert len(store.load_journal()) == len(left)
+    assert store._size_bytes() <= store_module.MAX_BYTES
+
+
+def test_of_a_long_journal_of_one_event_beginning_and_end_are_kept(store: Store) -> None:
+    for number in range(0, 3000, 100):
+        store.commit([make_step("one", *(f"note {n}" for n in range(number, number + 100)))], NOW)
+    while store.prune(NOW - timedelta(days=90)):
+        pass
+    texts = [entry.text for entry in store.load_journal()]
+    assert texts == [f"note {number}" for number in (*range(100), *range(2600, 3000))]
+
+
+def test_of_the_notes_about_the_agent_the_latest_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_NOTES", 30)
+    for number in range(100):
+        store.record("pause", f"note {number}", NOW)
+    while store.prune(NOW - timedelta(days=90)):
+        pass
+    assert [entry.text for entry in store.load_notes()] == [f"note {number}" for number in range(70, 100)]
+
+
+def test_long_texts_are_cut_in_the_journal(store: Store) -> None:
+    store.commit([make_step("one", "x" * 100_000)], NOW)
+    store.record("reload_refused", "y" * 100_000, NOW)
+    assert [len(entry.text) for entry in store.load_journal()] == [8000, 8000]
+
+
+def test_who_opens_the_file_reads_nothing_of_what_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store.open(tmp_path, NOW)
+    store.commit([make_step("old", "seen", phase="closed"), make_step("open", "seen")], NOW)
+    store._connection.execute(
+        "INSERT INTO workflow SELECT id || value, event_id, 0, updated_at, body FROM workflow,"
+        " (WITH RECURSIVE numbers(value) AS (SELECT 1 UNION ALL SELECT value + 1 FROM numbers WHERE value < 20000)"
+        " SELECT value FROM numbers) WHERE id = 'old'"
+    )
+    store.close()
+    work = count_work(monkeypatch)
+    openers: tuple[Callable[[], Store], ...] = (lambda: Store.open(tmp_path, NOW), lambda: Store.join(tmp_path))
+    for open_ in openers:
+        store = open_()
+        assert [workflow.id for workflow in store.load_workflows()] == ["open"]
+        assert len(store.find_workflows(limit=20)) == 20
+        store.close()
+    assert len(work) < 20  # thousands of steps of SQLite's machine
+
+
+def count_work(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Gets longer with every thousand steps of SQLite's machine that follow."""
+    work: list[None] = []
+    connect = sqlite3.connect
+
+    def counting(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = connect(*arguments, **options)
+        connection.set_progress_handler(lambda: work.append(None), 1000)
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", counting)
+    return work
+
+
+# --- a full disk
+
+
+def test_the_reserve_stays_when_the_file_is_closed(tmp_path: Path) -> None:
+    store = Store.open(tmp_path, NOW)
+    assert store.keep_reserve() == ""
+    store.close()
+    Store.join(tmp_path).close()
+    Store.look_into(tmp_path).close()
+    log = tmp_path / f"{FILE_NAME}-wal"
+    assert log.stat().st_size >= store_module.RESERVE_BYTES
+    store = Store.open(tmp_path, NOW)
+    assert store.reserve_bytes() >= store_module.RESERVE_BYTES
+    store.commit([make_step("one", "seen")], NOW)
+    store.close()
+    store = Store.open(tmp_path, NOW)
+    assert [workflow.id for workflow in store.load_workflows()] == ["one"]
+    store.close()
+
+
+def test_a_small_reserve_is_filled_up_and_a_large_one_left_alone(store: Store) -> None:
+    assert store.keep_reserve() == ""
+    changes = store._connection.total_changes
+    assert store.keep_reserve() == ""
+    assert store._connection.total_changes == changes
+    for _ in range(30):
+        store.record("note", "x" * 8000, NOW)
+        store._connection.execute("INSERT INTO fact VALUES (hex(randomblob(8)), hex(randomblob(50000)))")
+    assert store.reserve_bytes() < store_module.RESERVE_BYTES * 3 // 4
+    assert store.keep_reserve() == ""
+    assert store.reserve_bytes() >= store_module.RESERVE_BYTES
+
+
+def test_with_little_room_on_the_disk_no_reserve_is_taken(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=10 * 2**20))
+    assert store.keep_reserve() == (
+        f"the disk of {store.path} has 10240 KiB left; of the 4096 KiB that the file keeps for a full disk, "
+        "0 KiB are left"
+    )
+
+
 # --- operators' requests
 
 
@@ -437,7 +560,8 @@ def test_a_file_that_another_process_holds_for_itself_is_not_taken_for_damaged(t
     assert str(caught.value) == f"cannot open the state file {path}: database is locked"
     assert caught.value.kind == "unusable"
     other.close()
-    assert [file.name for file in tmp_path.iterdir()] == [FILE_NAME]
+    names = {file.name for file in tmp_path.iterdir()}
+    assert names <= {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}  # nothing was set aside
 
 
 def test_a_directory_that_is_missing_is_told_with_the_way_out(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from agent import host
+from agent import store as store_module
 from agent.events import ScheduledEvent
 from agent.policy import Decision
 from agent.store import FILE_NAME, Store, StoreError
@@ -41,13 +42,15 @@ STEPS = [make_step(f"event-{number}") for number in range(40)]
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A file with many open workflows and a journal."""
+    """A file with many open workflows and a journal, of an agent that did not end well."""
     place = tmp_path_factory.mktemp("good")
     store = Store.open(place, NOW)
     for step in STEPS:
         store.commit([step], NOW)
+    store._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    content = (place / FILE_NAME).read_bytes()
     store.close()
-    return (place / FILE_NAME).read_bytes()
+    return content
 
 
 def assert_starts_anew(place: Path, damaged: bytes) -> str:
@@ -66,8 +69,8 @@ def assert_starts_anew(place: Path, damaged: bytes) -> str:
     assert again.load_workflows() == [STEPS[0].workflow]
     assert again.load_fact("state_lost") == reason
     again.close()
-    (place / ASIDE).unlink()
-    (place / FILE_NAME).unlink()
+    for file in place.iterdir():
+        file.unlink()
     return reason
 
 
@@ -115,6 +118,101 @@ def test_a_file_that_never_was_one_of_ours_is_set_aside(tmp_path: Path, text: by
 def test_an_empty_file_is_a_loss_and_not_a_beginning(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"")
     assert assert_starts_anew(tmp_path, b"") == "there is nothing in it"
+
+
+def statements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All that is asked of SQLite from now on."""
+    asked: list[str] = []
+    connect = sqlite3.connect
+
+    def listening(*arguments: Any, **options: Any) -> sqlite3.Connection:
+        connection: sqlite3.Connection = connect(*arguments, **options)
+        connection.set_trace_callback(asked.append)
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", listening)
+    return asked
+
+
+CHECK = "PRAGMA integrity_check(1)"
+
+
+def test_the_whole_file_is_checked_after_an_unclean_end_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_store(tmp_path)
+    asked = statements(monkeypatch)
+    Store.join(tmp_path).close()
+    Store.look_into(tmp_path).close()
+    assert CHECK not in asked  # that is the agent's to do
+    Store.open(tmp_path, NOW).close()
+    assert asked.count(CHECK) == 1
+    Store.open(tmp_path, NOW).close()
+    assert asked.count(CHECK) == 1
+
+
+def test_the_whole_file_is_checked_after_a_kill_even_if_its_log_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_store(tmp_path)
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as other:
+        assert other.execute("SELECT count(*) FROM workflow").fetchone() == (3,)
+    assert not (tmp_path / f"{FILE_NAME}-wal").exists()
+    asked = statements(monkeypatch)
+    store = Store.open(tmp_path, NOW)
+    assert asked.count(CHECK) == 1
+    assert len(store.load_workflows()) == 3
+    store.close()
+
+
+def test_a_stop_over_damage_is_an_unclean_end(tmp_path: Path, good: bytes) -> None:
+    (tmp_path / FILE_NAME).write_bytes(good)
+    Store.open(tmp_path, NOW).close()
+    content = (tmp_path / FILE_NAME).read_bytes()
+    page_at = content.index(b"x" * 200) // PAGE * PAGE  # of the journal
+    (tmp_path / FILE_NAME).write_bytes(content[:page_at] + b"\xff" * PAGE + content[page_at + PAGE :])
+    store = Store.open(tmp_path, NOW)
+    assert store.set_aside is None  # it has not been met yet
+    with pytest.raises(StoreError) as caught:
+        store.load_journal()
+    assert caught.value.kind == "damaged"
+    store.close()
+    store = Store.open(tmp_path, NOW)
+    assert store.set_aside == tmp_path / ASIDE
+    store.close()
+
+
+def test_what_the_kept_log_says_does_not_come_back_over_a_file_that_was_put_in_its_place(tmp_path: Path) -> None:
+    store = Store.open(tmp_path, NOW)
+    store.commit(STEPS[:1], NOW)
+    store.close()
+    backup = (tmp_path / FILE_NAME).read_bytes()
+    store = Store.open(tmp_path, NOW)
+    store.commit(STEPS, NOW)
+    store.close()
+    (tmp_path / FILE_NAME).write_bytes(backup)
+    store = Store.open(tmp_path, NOW)
+    assert (store.set_aside, store.load_workflows()) == (None, [STEPS[0].workflow])
+    store.close()
+
+
+def test_a_log_that_another_process_kept_in_use_counts_again_when_the_agent_does(tmp_path: Path) -> None:
+    place, after = tmp_path / "state", tmp_path / "after a loss of power"
+    place.mkdir()
+    after.mkdir()
+    store = Store.open(place, NOW)
+    store.commit(STEPS[:1], NOW)
+    with closing(sqlite3.connect(place / FILE_NAME, isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT count(*) FROM workflow").fetchone() == (1,)
+        store._connection.close()
+        store_module._declare_log(store.path, is_valid=False)
+        commit_and_die(place)
+        for name in (FILE_NAME, f"{FILE_NAME}-wal"):
+            (after / name).write_bytes((place / name).read_bytes())
+    store = Store.open(after, NOW)
+    assert len(store.load_workflows()) == 3
+    store.close()
 
 
 def spoil(place: Path, statement: str) -> None:
@@ -188,6 +286,11 @@ def test_a_row_that_its_index_does_not_know_is_damage(tmp_path: Path, good: byte
 
 def killed_store(place: Path) -> None:
     """A state file whose process was killed: what it holds is in the write-ahead log."""
+    commit_and_die(place)
+    assert (place / f"{FILE_NAME}-wal").stat().st_size > 0
+
+
+def commit_and_die(place: Path) -> None:
     program = f"""
 import os, sys
 from datetime import UTC, datetime
@@ -200,7 +303,6 @@ store.commit(STEPS[:3], datetime.now(UTC))
 os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", program], timeout=30, check=False)
-    assert (place / f"{FILE_NAME}-wal").stat().st_size > 0
 
 
 def cut_wal(place: Path) -> None:
@@ -238,7 +340,7 @@ def test_no_part_of_a_damaged_file_stays_beside_the_new_one(tmp_path: Path) -> N
     assert store.load_workflows() == []
     store.close()
     assert {file.name for file in tmp_path.iterdir()} >= {FILE_NAME, ASIDE}
-    assert not (tmp_path / f"{FILE_NAME}-wal").exists()
+    assert (tmp_path / f"{FILE_NAME}-wal").stat().st_size < 100_000  # its own, not the garbage
     again = Store.open(tmp_path, NOW)
     assert again.set_aside is None
     again.close()
@@ -338,7 +440,8 @@ def test_a_loss_is_remembered_wherever_its_handling_is_interrupted(tmp_path: Pat
         assert (again.set_aside, again.load_workflows()) == (None, [STEPS[0].workflow]), where
         again.close()
         names = {file.name for file in place.iterdir()}
-        assert names - {ASIDE, f"{ASIDE}-wal", f"{ASIDE}-shm"} == {FILE_NAME}, where
+        parts = {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}
+        assert names - {ASIDE, f"{ASIDE}-wal", f"{ASIDE}-shm"} == parts, where
         for connection in opened:
             connection.close()
         if first is not None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from judge import BrokenError
 from world import Trouble, World
 
+from agent import store
+
 # A real file, and no waiting for a real disk: nothing here tests that one keeps its promises.
 _MEMORY_DISK = Path("/dev/shm")
 
@@ -37,6 +39,7 @@ def judge_seed(seed: int, troubles: frozenset[Trouble] | None = None) -> Verdict
     root = _MEMORY_DISK if _MEMORY_DISK.is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="simulation-", dir=root))
     try:
+        store.RESERVE_BYTES = 0  # a disk is full here when the world says so
         world = World(seed, directory, troubles)
         try:
             world.run()

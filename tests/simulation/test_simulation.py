@@ -57,7 +57,10 @@ def test_every_trouble_comes_up() -> None:
     assert frozenset[str]().union(*(judge_seed(seed).troubles for seed in range(30))) == set(TROUBLES)
 
 
-def test_years_leave_no_more_behind_than_the_last_ninety_days(tmp_path: Path) -> None:
+def test_years_leave_no_more_behind_than_the_last_ninety_days(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.store.RESERVE_BYTES", 0)
     clock = Calendar()
     store = Store.open(tmp_path, clock.now())
     engine = Engine(
@@ -72,6 +75,7 @@ def test_years_leave_no_more_behind_than_the_last_ninety_days(tmp_path: Path) ->
             for events in ((a_freeze(day),), ()):
                 engine.take(Document(incarnation=f"{day}", events=events))
                 assert engine.turn(clock.now())
+                engine.tidy()
             sizes.append((tmp_path / "state.db").stat().st_size)
         rows = store.load_journal()
     finally:

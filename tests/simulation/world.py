@@ -134,7 +134,7 @@ class World(Machine):
         self._wake_at = -1.0
         self._metrics = _metrics()
         self._hands = Hands(self)
-        self._store: Store | None = None
+        self._store: CrashingStore | None = None
         self._document: Any = None
         self._results: list[HookEnded] = []
         self._answers: list[ApprovalAnswered] = []
@@ -209,6 +209,7 @@ class World(Machine):
             raise BrokenError(f"the agent raises {type(error).__name__}: {error}") from error
         finally:
             if self._store is not None:
+                self._store.world = None
                 self._store.close()
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -464,7 +465,8 @@ class World(Machine):
         assert self._store is not None
         if not self._torn:
             self._torn = _contents(self._store.path)
-        # Closing tidies up the files, of which a process that was killed would have left more: those are copied.
+        # A process that was killed closes nothing: what it has left is copied by now.
+        self._store.world, self.is_cut_after_commit = None, False
         self._store.close()
         shutil.rmtree(self._store.path.parent, ignore_errors=True)
         self._store, self.engine, self._inbox, self._is_stopping = None, None, None, False
@@ -511,6 +513,8 @@ class World(Machine):
                 self._forget(ended)
             self._inbox.finish(self.chance("stops").choice((0.0, 5.0, 60.0)))
             self._judge_stop()
+            assert self._store is not None
+            self._store.close()
         except EndedError:
             return
         except (StoreError, PowerCut):
@@ -656,6 +660,8 @@ class World(Machine):
             is_done = engine.turn(document_at)
             self.judge.turned(may_be_late=not self.judge.has_name)
             self._see_readiness()
+            if is_done:
+                engine.tidy()
             if self.is_cut_after_commit:
                 raise PowerCut
         except PowerCut:

@@ -307,7 +307,7 @@ def test_no_panel_shows_a_series_for_each_of_thousands_of_machines() -> None:
         for target in panel["targets"]
         if "{{instance}}" in target["legendFormat"] or panel["title"] == "Pending events"
     ]
-    assert len(told_apart) == 11
+    assert len(told_apart) == 12
     unbounded = [title for title, query in told_apart if not re.match(r"(topk|bottomk)\(\d+, ", query)]
     assert unbounded == []
 
