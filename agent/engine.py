@@ -44,8 +44,10 @@ from agent.workflow import (
     Signal,
     Stage,
     Step,
+    Word,
     Workflow,
     ask_gates,
+    has_obeyed,
     hook_deadline_at,
     is_ready,
     known_events,
@@ -60,7 +62,7 @@ _KEEP_JOURNAL = timedelta(days=90)
 _SERVICE_KNOWN = timedelta(hours=24)
 _REMEMBER_ANSWER = timedelta(hours=1)
 _TIDY_SECONDS = 60.0
-_LOUD_NOTES = ("held", "blocked", "approval_failed")
+_LOUD_NOTES = ("held", "blocked", "approval_failed", "recovery_failed")
 
 HookKey = tuple[str, str]
 """Workflow and stage: what a workflow runs one hook of at a time."""
@@ -497,7 +499,7 @@ class Engine:
             self._log.warning(text, event_id=effect.workflow_id, hook=effect.hook, reason=result.detail)
             self._delayed.append(effect)
             return
-        signal = _to_signal(effect, result)
+        signal = self._to_signal(effect, result)
         if not (self._is_stopping and _is_cut_short(signal)):
             self._signals.append(signal)
 
@@ -520,6 +522,20 @@ class Engine:
         if not self._are_hook_times_saved:
             self._store.save_facts({"hook_times": hook_times.encode(self._hook_times)})
             self._are_hook_times_saved = True
+
+    def _to_signal(self, effect: RunHook, result: HookResult) -> HookFinished:
+        attempts = f" after {result.attempts} attempts" if result.attempts > 1 else ""
+        hook = self.settings.hooks.get(effect.hook)
+        return HookFinished(
+            workflow_id=effect.workflow_id,
+            stage=effect.stage,
+            hook=effect.hook,
+            run=effect.run,
+            outcome=result.outcome,
+            is_required=hook is None or hook.required,
+            detail=f"{result.detail}{attempts}",
+            tail=result.tail,
+        )
 
     def _run_delayed(self, now: datetime) -> None:
         if self._is_stopping:
@@ -598,14 +614,16 @@ class Engine:
         if workflow is None:
             return "the event is not pending any more"
         match request.word:
+            case "retry" | "resolve":
+                return self._refusal_of_retry(workflow, request.word)
+            case _ if workflow.is_gone:
+                return "the event is over"
             case "held" if workflow.was_started or workflow.event.is_started:
                 return "the event has started"
             case "held" if workflow.approval.state == "confirmed":
                 return "Azure has taken the approval, and nobody can take that back"
-            case "approved" if self.settings.agent.mode == "observe":
-                return "the agent only observes (agent.mode, --observe)"
-            case "approved" if self.is_paused:
-                return "the agent's service is paused; have it continue"
+            case "approved" if not self.is_acting():
+                return self._why_not_acting()
             case "approved":
                 approved = replace(workflow, operator="approved")
                 leave = ask_gates(approved, self._context(now, self._document_at))
@@ -613,20 +631,47 @@ class Engine:
             case _:
                 return ""
 
+    def _refusal_of_retry(self, workflow: Workflow, word: Word) -> str:
+        """Why a failed stage cannot be run again, or be taken for put right; "" if it can."""
+        recover = workflow.recover
+        if word == "resolve":
+            if not workflow.is_gone:
+                return "the event is not over; resolve is for a recovery that failed"
+            return f"its hook {recover.current} runs" if recover.current else ""
+        if not self.is_acting():
+            return self._why_not_acting()
+        if workflow.is_gone:
+            return "" if recover.state == "failed" else "its recovery has not failed"
+        if workflow.was_started or workflow.event.is_started:
+            return "the event has started, and preparing for it is too late"
+        if workflow.prepare.state != "failed":
+            return "nothing of it has failed"
+        return "an operator holds it; release it first" if workflow.operator == "held" else ""
+
+    def _why_not_acting(self) -> str:
+        if self.settings.agent.mode == "observe":
+            return "the agent only observes (agent.mode, --observe)"
+        return "the agent's service is paused; have it continue"
+
     def _answers(self, progression: Progression) -> dict[int, str]:
         """What is said to whom of those whose words were taken in."""
         workflows = progression.board | {step.workflow.id: step.workflow for step in progression.steps}
         answers = {}
         for request in self._requests:
             workflow = workflows[request.workflow_id]
-            if workflow.operator != request.word:
-                answers[request.id] = "refused: the event has changed, or somebody else has spoken, in this moment"
+            if not has_obeyed(workflow, request.word):
+                answers[request.id] = (
+                    "refused: the event has changed, or another operator has spoken, in this moment"
+                )
                 continue
+            current = next((stage.current for stage in workflow.stages if stage.current), None)
+            hook = f", hook {current} {'is let end' if request.word == 'held' else 'runs'}" if current else ""
             approval = f", approval {workflow.approval.state}" if workflow.approval.state != "none" else ""
             reason = f": {workflow.waits_for}" if workflow.waits_for else ""
             if request.word == "held" and workflow.decision.affects == "shared":
                 reason += "; the other VMs that it names may approve it all the same"
-            answers[request.id] = f"{request.word or 'released'}: the event is {workflow.phase}{approval}{reason}"
+            phase = workflow.phase.replace("_", " ")
+            answers[request.id] = f"{request.word or 'released'}: the event is {phase}{hook}{approval}{reason}"
         return answers
 
     def _forget_requests(self) -> None:
@@ -665,8 +710,7 @@ class Engine:
 
     def _tell(self, workflow: Workflow, note: Note, now: datetime) -> None:
         event = workflow.event
-        is_bad = note.kind in _LOUD_NOTES or (note.kind == "closed" and bool(workflow.recover.failure))
-        is_bad = is_bad or (note.kind == "hook_finished" and note.outcome != "succeeded")
+        is_bad = note.kind in _LOUD_NOTES or (note.kind == "hook_finished" and note.outcome != "succeeded")
         fields = {
             "event_id": event.id,
             "type": event.type,
@@ -700,19 +744,6 @@ class Engine:
 def key_of(effect: RunHook | None) -> HookKey | None:
     """What the hook is known by while it runs."""
     return (effect.workflow_id, effect.stage) if effect else None
-
-
-def _to_signal(effect: RunHook, result: HookResult) -> HookFinished:
-    attempts = f" after {result.attempts} attempts" if result.attempts > 1 else ""
-    return HookFinished(
-        workflow_id=effect.workflow_id,
-        stage=effect.stage,
-        hook=effect.hook,
-        run=effect.run,
-        outcome=result.outcome,
-        detail=f"{result.detail}{attempts}",
-        tail=result.tail,
-    )
 
 
 def _is_cut_short(signal: Signal) -> bool:

@@ -91,7 +91,7 @@ class Metrics:
         )
         self.closed = counter("closed_total", "Events that are over, by how they ended.", "type", "outcome")
         self.recovery_failures = counter(
-            "recovery_failures_total", "Events whose recovery failed, at least in part."
+            "recovery_failures_total", "How often the recovery from an event failed, retries included."
         )
         self.pause_seconds = histogram(
             "pause_seconds", "Times in which this machine stood still, as measured by the agent.",
@@ -158,10 +158,10 @@ class Metrics:
         elif note.kind == "hook_finished":
             if note.outcome in _HOOK_FAILURES:
                 self.hook_failures.labels(note.stage).inc()
+        elif note.kind == "recovery_failed":
+            self.recovery_failures.inc()
         elif note.kind == "closed":
             self.closed.labels(event_type(event.type), workflow.outcome).inc()
-            if workflow.recover.failure:
-                self.recovery_failures.inc()
 
     def expose(self) -> bytes:
         """The table in Prometheus' text format."""
@@ -198,7 +198,7 @@ class _Pending(Collector):
         times: dict[tuple[str, ...], float] = {}
         phases = [phase for phase in get_args(Phase) if phase != "closed"]
         counts: dict[tuple[str, str], int] = dict.fromkeys(product(phases, get_args(Affects)), 0)
-        hooks = 0
+        hooks = failed = 0
         for workflow in self._load_pending():
             event, decision = workflow.event, workflow.decision
             what = (event.id or event.key, event_type(event.type), _status(event.status), decision.affects)
@@ -207,6 +207,7 @@ class _Pending(Collector):
             hooks += sum(
                 stage.current is not None for stage in (workflow.prepare, workflow.on_start, workflow.recover)
             )
+            failed += workflow.phase == "recovery_failed"
             key: tuple[str, str] = (workflow.phase, decision.affects)
             counts[key] = counts.get(key, 0) + 1
         for labels, time in times.items():
@@ -217,4 +218,9 @@ class _Pending(Collector):
         for key, count in counts.items():
             pending.add_metric(key, count)
         running = GaugeMetricFamily(f"{_PREFIX}hooks_running", "Hooks that run now for events.", value=hooks)
-        return (not_before, pending, running)
+        unrecovered = GaugeMetricFamily(
+            f"{_PREFIX}recovery_failed",
+            "Events that are over and whose recovery failed, until it is solved.",
+            value=failed,
+        )
+        return (not_before, pending, running, unrecovered)

@@ -148,6 +148,10 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         dict[str, str], Meta(description="Additional environment variables.", extra={"kind": "secret"})
     ] = {}
     serialize: Annotated[bool, Meta(description="Never run this hook for two events at the same time.")] = False
+    required: Annotated[
+        bool,
+        Meta(description="false: if it fails, preparation or recovery goes on as if it had succeeded."),
+    ] = True
 
     @property
     def limit_seconds(self) -> float:

@@ -16,7 +16,7 @@ import msgspec
 from agent.events import Affects, ScheduledEvent
 from agent.workflow import Stage, Workflow
 
-OperatorWord = Literal["approve", "hold", "release"]
+OperatorWord = Literal["approve", "hold", "release", "retry", "resolve"]
 SCHEMA_VERSION = 1
 """Of all JSON that is shown; see docs/json.md. A further field leaves it; another meaning or name raises it."""
 
@@ -193,14 +193,18 @@ def summarize(workflow: Workflow) -> str:
     rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
     not_before = f", not before {event.not_before:%Y-%m-%dT%H:%M:%SZ}" if event.not_before else ""
     reason = f", {workflow.waits_for}" if workflow.waits_for else ""
-    return f"{event.type} {event.id} ({rule}{not_before}): {workflow.phase}{reason}"
+    return f"{event.type} {event.id} ({rule}{not_before}): {workflow.phase.replace('_', ' ')}{reason}"
 
 
 def activity(workflow: Workflow, running: Iterable[RunningHook], now: datetime) -> str:
     """What the agent does about the event now, or what it waits for, as one sentence without its stop."""
     hooks = [f"runs the {hook.stage} hook {hook.hook}, {span(hook.since, now)} so far" for hook in running]
+    if hooks and is_held(workflow):
+        hooks.append("held by an operator: no other begins")
     if hooks:
         return "; ".join(hooks)
+    if workflow.phase == "recovery_failed":
+        return f"recovery failed, an operator must retry or resolve it: {workflow.waits_for}"
     if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
         return f"drains for {span(now, workflow.drain_until)} more (/readyz answers 503)"
     if workflow.phase == "held":
@@ -230,7 +234,7 @@ def last_known_activity(workflow: Workflow) -> str:
     ]
     waits = f"waited: {workflow.waits_for}" if workflow.waits_for else ""
     approval = f"approval {workflow.approval.state}" if workflow.approval.state != "none" else ""
-    return "; ".join(filter(None, [f"was {workflow.phase}", *hooks, approval, waits]))
+    return "; ".join(filter(None, [f"was {workflow.phase.replace('_', ' ')}", *hooks, approval, waits]))
 
 
 def lasting(event: ScheduledEvent) -> str:
@@ -253,6 +257,7 @@ def verdict(status: Status) -> str:
     """The agent in one line: is it well, what may it do, is anything pending."""
     acts = "acts" if status.mode == "act" else "only observes"
     parts = [
+        *(["RECOVERY FAILED"] if any(w.phase == "recovery_failed" for w in status.pending) else []),
         "healthy" if status.health == "ok" else "NOT HEALTHY",
         "paused: watches, and does nothing" if status.is_paused else acts,
         pending_in_words(status.pending),
@@ -271,6 +276,7 @@ def pending_in_words(pending: Iterable[Workflow]) -> str:
         return "nothing is pending"
     of_others = sum(workflow.decision.affects == "others" for workflow in workflows)
     counts = {
+        "not recovered": sum(workflow.phase == "recovery_failed" for workflow in workflows),
         "held": sum(workflow.phase == "held" for workflow in workflows),
         "started": sum(workflow.phase == "started" for workflow in workflows),
         "recovering": sum(workflow.phase == "recovering" for workflow in workflows),
@@ -282,6 +288,11 @@ def pending_in_words(pending: Iterable[Workflow]) -> str:
     return f"{events} ({told})" if told else events
 
 
+def is_held(workflow: Workflow) -> bool:
+    """Whether an operator's hold is in force; it ends with the start of the event."""
+    return workflow.operator == "held" and not (workflow.is_gone or workflow.was_started)
+
+
 def waits_for_operator(workflow: Workflow) -> bool:
     """Whether its rule wants an operator to approve it, and that is all it waits for."""
     is_manual = workflow.decision.approve == "manual" and not workflow.operator
@@ -289,11 +300,12 @@ def waits_for_operator(workflow: Workflow) -> bool:
 
 
 def by_urgency(pending: Iterable[Workflow]) -> list[Workflow]:
-    """What concerns this VM first; of that what may start soonest, then what has started, then what is over."""
+    """What was not recovered first, then what concerns this VM: what may start soonest, has started, is over."""
 
-    def rank(workflow: Workflow) -> tuple[bool, bool, bool, float]:
+    def rank(workflow: Workflow) -> tuple[bool, bool, bool, bool, float]:
         not_before = workflow.event.not_before
         return (
+            workflow.phase != "recovery_failed",
             workflow.decision.affects == "others",
             workflow.is_gone,
             workflow.event.is_started,
@@ -306,16 +318,23 @@ def by_urgency(pending: Iterable[Workflow]) -> list[Workflow]:
 def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
     """With which words an operator can change what an acting agent will do about the event, likeliest first."""
     event, decision = workflow.event, workflow.decision
+    if workflow.phase == "recovery_failed":
+        return ("retry", "resolve")
     is_open = event.status == "Scheduled" and not (workflow.is_gone or workflow.was_started)
     if not is_open or event.approval_fault or decision.affects not in ("self", "shared"):
         return ()
     if workflow.approval.state == "confirmed":
-        return ()
+        return ("retry",) if workflow.prepare.state == "failed" else ()
+    if workflow.operator == "held":
+        return ("release", "approve")
+    words: list[OperatorWord] = ["retry"] if workflow.prepare.state == "failed" else []
     if workflow.operator:
-        return ("release", "approve") if workflow.operator == "held" else ("release", "hold")
-    if workflow.phase == "held" or decision.approve in ("manual", "never"):
-        return ("approve",)
-    return ("hold", "approve") if workflow.phase == "waiting" else ("hold",)
+        return (*words, "release", "hold")
+    is_to_begin = decision.has_preparation and workflow.prepare.state in ("idle", "running")
+    approves_itself = decision.approve not in ("manual", "never")
+    if workflow.phase != "held" and decision.rule and (is_to_begin or approves_itself):
+        words.append("hold")
+    return (*words, "approve") if workflow.phase in ("waiting", "held") or not approves_itself else tuple(words)
 
 
 def command(words: str, short_id: str, options: str = "") -> str:

@@ -24,7 +24,7 @@ import msgspec
 
 from agent import AgentError, host
 from agent.status import History, JournalEntry
-from agent.workflow import Note, Step, Workflow
+from agent.workflow import Note, Step, Word, Workflow
 
 FILE_NAME = "state.db"
 # The name of a damaged file that is set aside, with this, is that of a whole file that is about to take its place.
@@ -91,8 +91,8 @@ class WithdrawnError(Exception):
     """A request was taken back before its answer could be written: whoever made it has been told so."""
 
 
-RequestWord = Literal["", "approved", "held", "status"]
-"""An operator's word about an event ("" takes it back), or the question how the agent is."""
+RequestWord = Word | Literal["status"]
+"""An operator's word about an event, or the question how the agent is."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,28 +18,34 @@ from agent import AgentError
 from agent.events import Gone, ScheduledEvent, Seen
 from agent.policy import Decision, Facts, MaintenanceWindow, Rule, Start, decide
 
-Phase = Literal["waiting", "preparing", "prepared", "held", "approved", "started", "recovering", "closed"]
+Phase = Literal[
+    "waiting", "preparing", "prepared", "held", "approved", "started", "recovering", "recovery_failed", "closed",
+]  # fmt: skip
 Outcome = Literal["", "completed", "canceled", "unknown"]
 Stage = Literal["prepare", "on_start", "recover"]
 HookOutcome = Literal["succeeded", "failed", "timed_out", "canceled", "not_started"]
+Word = Literal["", "approved", "held", "retry", "resolve"]
+"""What an operator says of an event; "" takes back approved and held."""
 NoteKind = Literal[
     "seen", "changed", "renamed", "gone", "decided", "preparing", "hook_started", "hook_finished", "hook_canceled",
-    "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering", "waits", "blocked",
-    "closed", "operator", "restarted",
+    "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering", "recovery_failed",
+    "waits", "blocked", "closed", "operator", "restarted",
 ]  # fmt: skip
 
 # Every arrow of the life of an event. A step along any other one is a bug and raises.
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    "waiting": frozenset({"preparing", "prepared", "started", "closed"}),
+    "waiting": frozenset({"preparing", "prepared", "held", "started", "closed"}),
     "preparing": frozenset({"prepared", "held", "started", "recovering", "closed"}),
     "prepared": frozenset({"preparing", "held", "approved", "started", "recovering", "closed"}),
-    "held": frozenset({"preparing", "prepared", "approved", "started", "recovering", "closed"}),
+    "held": frozenset({"waiting", "preparing", "prepared", "approved", "started", "recovering", "closed"}),
     "approved": frozenset({"preparing", "started", "recovering", "closed"}),
     "started": frozenset({"recovering", "closed"}),
-    "recovering": frozenset({"closed"}),
+    "recovering": frozenset({"recovery_failed", "closed"}),
+    "recovery_failed": frozenset({"recovering", "closed"}),
     "closed": frozenset(),
 }
 
+_HELD = "an operator holds it"
 # A failed approval is repeated after 1, 2, 4, ... seconds (2, 4, 8, ... after a 429), but at least this often: it
 # is all that stands between the machine and the end of its maintenance.
 _MAX_RETRY_SECONDS = 30.0
@@ -55,9 +61,10 @@ class WorkflowError(AgentError):
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How far one stage (a list of hooks, run in order) has come."""
 
-    state: Literal["idle", "running", "succeeded", "failed", "canceled"] = "idle"
+    state: Literal["idle", "running", "succeeded", "failed", "canceled", "resolved"] = "idle"
+    """resolved: it failed, and an operator has put it right by hand."""
     done: tuple[str, ...] = ()
-    """Hooks that need not run (again): they succeeded, or, when recovering, ended in any way."""
+    """Hooks that need not run (again): they succeeded, or failed where a failure does not matter."""
     current: str | None = None
     """The hook in flight; None between two hooks."""
     run: int = 0
@@ -65,6 +72,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     is_canceling: bool = False
     failure: str = ""
     """The last failure, as a phrase."""
+    failed_hook: str = ""
+    """The hook at which the stage has failed, until it is tried again."""
 
 
 class Approval(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +120,10 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
         return self.phase != "closed"
 
     @property
+    def stages(self) -> tuple[Progress, ...]:
+        return self.prepare, self.on_start, self.recover
+
+    @property
     def is_prepared_for(self) -> bool:
         """Preparation has begun and is not yet undone."""
         return self.is_open and self.prepare.state != "idle"
@@ -124,6 +137,8 @@ class HookFinished(msgspec.Struct, frozen=True, kw_only=True):
     hook: str
     run: int
     outcome: HookOutcome
+    is_required: bool = True
+    """False: the stage goes on even if it failed."""
     detail: str = ""
     tail: str = ""
     """The last output, for the journal."""
@@ -138,10 +153,10 @@ class ApprovalAnswered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperatorSpoke(msgspec.Struct, frozen=True, kw_only=True):
-    """Somebody approved the event, held it, or took the word back ("")."""
+    """An operator has said what to do about the event."""
 
     workflow_id: str
-    word: Literal["", "approved", "held"]
+    word: Word
     user: str
 
 
@@ -316,6 +331,18 @@ def known_events(board: Board) -> dict[str, ScheduledEvent]:
     return {workflow.event.key: workflow.event for workflow in board.values() if not workflow.is_gone}
 
 
+def has_obeyed(workflow: Workflow, word: str) -> bool:
+    """Whether an operator's word that was just taken in stands; a change may have come with it."""
+    match word:
+        case "retry":
+            stage = workflow.recover if workflow.is_gone else workflow.prepare
+            return workflow.is_open and stage.state != "failed"
+        case "resolve":
+            return workflow.recover.state == "resolved"
+        case _:
+            return workflow.operator == word
+
+
 def is_ready(board: Board) -> bool:
     """Whether this VM may get work: nothing is prepared for, and all recovery is done."""
     return not any(workflow.is_prepared_for for workflow in board.values())
@@ -402,7 +429,7 @@ def _rule_gate(workflow: Workflow, context: Context) -> Leave:
 def _operator_gate(workflow: Workflow, context: Context) -> Leave:
     del context
     if workflow.operator == "held":
-        return Leave("no", "an operator holds it")
+        return Leave("no", _HELD)
     if workflow.decision.approve == "manual" and workflow.operator != "approved":
         return Leave("not yet", "an operator must approve it")
     return Leave("yes")
@@ -491,9 +518,8 @@ def _take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Ste
             )
         case ApprovalAnswered():
             return _answer(workflow, signal, context)
-        case OperatorSpoke(word=word, user=user):
-            note = Note(kind="operator", text=f"{user or 'an operator'} says: {word or 'released'}")
-            return Step(workflow=replace(workflow, operator=word), notes=(note,))
+        case OperatorSpoke():
+            return _hear(workflow, signal, context)
         case AgentRestarted():
             return _restart(workflow, context)
         case Reconsider():
@@ -630,22 +656,47 @@ def _move_times(workflow: Workflow, seconds: float, context: Context) -> Step:
     return Step(workflow=workflow)
 
 
+def _hear(workflow: Workflow, signal: OperatorSpoke, context: Context) -> Step:
+    word = signal.word
+    note = Note(kind="operator", text=f"{signal.user or 'an operator'} says: {word or 'released'}")
+    if word == "retry":
+        return _retry(workflow, note, context)
+    if word == "resolve":
+        return Step(workflow=replace(workflow, recover=replace(workflow.recover, state="resolved")), notes=(note,))
+    is_untouched = workflow.prepare.state == "idle" and workflow.approval.state == "none"
+    if workflow.phase == "held" and workflow.operator == "held" != word and is_untouched:
+        workflow = replace(workflow, phase="waiting", waits_for="")
+    return Step(workflow=replace(workflow, operator=word), notes=(note,))
+
+
+def _retry(workflow: Workflow, note: Note, context: Context) -> Step:
+    """The hook that failed runs again, and then the rest of its stage."""
+    stage: Stage = "recover" if workflow.is_gone else "prepare"
+    progress = _progress(workflow, stage)
+    if progress.state != "failed":
+        return Step(workflow=workflow, notes=(note,))
+    again = _with_progress(workflow, stage, _tried_again(progress))
+    if workflow.is_gone:
+        return Step(workflow=again, notes=(note,))
+    step = _decide_anew(again, context)  # the policy may have lost the hook meanwhile
+    return replace(step, notes=(note, *step.notes))
+
+
+def _tried_again(progress: Progress) -> Progress:
+    return replace(progress, state="running", failure="", failed_hook="")
+
+
 def _finish_hook(workflow: Workflow, signal: HookFinished) -> Step:
     progress = _progress(workflow, signal.stage)
     phrase = f"hook {signal.hook}: {signal.detail or signal.outcome}"
-    is_success = signal.outcome == "succeeded"
     was_cut_short = signal.outcome == "canceled" and progress.is_canceling
     progress = replace(progress, current=None, is_canceling=False)
-    if is_success or (signal.stage != "prepare" and not was_cut_short):
-        # Recovery, and hooks that run beside the event, go on after a failure: the rest is needed all the more.
-        progress = replace(progress, done=(*progress.done, signal.hook))
-    if not is_success and not was_cut_short:
-        progress = replace(progress, failure=phrase)
-        if signal.stage == "prepare":
-            progress = replace(progress, state="failed")
+    if not was_cut_short:
+        progress = _with_end(progress, signal)
+    text = f"{phrase} ({signal.outcome})" if signal.detail else phrase
     note = Note(
         kind="hook_canceled" if was_cut_short else "hook_finished",
-        text=f"{phrase} ({signal.outcome})" if signal.detail else phrase,
+        text=text if signal.is_required or signal.outcome == "succeeded" else f"{text}, and it is not required",
         stage=signal.stage,
         hook=signal.hook,
         outcome=signal.outcome,
@@ -654,12 +705,31 @@ def _finish_hook(workflow: Workflow, signal: HookFinished) -> Step:
     return Step(workflow=_with_progress(workflow, signal.stage, progress), notes=(note,))
 
 
-def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step:
+def _with_end(progress: Progress, signal: HookFinished) -> Progress:
+    """The stage after one of its hooks has ended by itself."""
+    is_success = signal.outcome == "succeeded"
+    if not is_success:
+        progress = replace(progress, failure=f"hook {signal.hook}: {signal.detail or signal.outcome}")
+        if signal.is_required and signal.stage != "on_start":
+            return replace(progress, state="failed", failed_hook=signal.hook)
+    if progress.failed_hook == signal.hook:
+        progress = _tried_again(progress)
+    return replace(progress, done=(*progress.done, signal.hook))
+
+
+def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step | None:
     """What the recovery of one event has run need not run again for another one that is over as well."""
-    failure = "" if signal.outcome == "succeeded" else f"hook {signal.hook}: {signal.detail or signal.outcome}"
-    progress = replace(
-        workflow.recover, done=(*workflow.recover.done, signal.hook), failure=failure or workflow.recover.failure
-    )
+    recover = workflow.recover
+    if recover.state == "resolved":
+        return None
+    progress = _with_end(recover, signal)
+    if progress.state == "failed" != recover.state:
+        # An event that was about to run it has failed with it; one that has other hooks before it tries it again.
+        is_next = signal.hook == _next_hook(workflow, "recover")
+        if not (is_next and workflow.phase == "recovering" and recover.current is None):
+            return None
+    elif progress.state == "failed" and signal.hook not in progress.done:
+        return None
     text = f"hook {signal.hook}: has run for another event, once for both"
     note = Note(kind="hook_finished", text=text, stage=signal.stage, hook=signal.hook, outcome=signal.outcome)
     return Step(workflow=replace(workflow, recover=progress), notes=(note,))
@@ -719,6 +789,10 @@ def _move_scheduled(workflow: Workflow, workflows: Mapping[str, Workflow], conte
     if workflow.was_started:
         return None  # it cannot start twice; only its end is awaited
     decision = workflow.decision
+    if workflow.operator == "held" and _is_to_begin(workflow) and context.is_acting:
+        if workflow.approval.state == "confirmed":
+            return _ask_for_approval(workflow, context)
+        return _wait(workflow, _HELD) if workflow.phase == "held" else _hold(workflow, _HELD)
     is_wanted = decision.rule is not None and (decision.has_preparation or decision.approve != "never")
     if _may_begin(workflow):
         if not (is_wanted or workflow.operator == "approved"):
@@ -761,6 +835,13 @@ def needed_seconds(decision: Decision, context: Context) -> float:
     """How long before NotBefore the preparation must begin, so that nothing of it is cut short."""
     hooks = sum(context.hook_seconds.get(hook, 0.0) for hook in decision.prepare)
     return decision.drain_for + hooks + context.reserve
+
+
+def _is_to_begin(workflow: Workflow) -> bool:
+    """Whether a drain or a prepare hook is to begin next, once its time has come."""
+    prepare = workflow.prepare
+    is_between = prepare.state == "running" and prepare.current is None
+    return _may_begin(workflow) or (is_between and _next_hook(workflow, "prepare") is not None)
 
 
 def _begin(workflow: Workflow, context: Context) -> Step:
@@ -879,6 +960,8 @@ def _move_started(workflow: Workflow, workflows: Mapping[str, Workflow], context
     if workflow.prepare.state == "running":
         # What a reboot has interrupted is not done again after it: the event is what it was to come before.
         may_finish = workflow.decision.on_early_start == "finish" and workflow.boot_id == context.boot_id
+        # What an operator has held before its start is not begun after it.
+        may_finish = may_finish and not (workflow.operator == "held" and _is_to_begin(workflow))
         step = (
             _run_next(workflow, "prepare", workflows, context) if may_finish else _cut_short(workflow, "prepare")
         )
@@ -910,22 +993,30 @@ def _move_gone(workflow: Workflow, workflows: Mapping[str, Workflow], context: C
             return _to(replace(workflow, was_started=True), "started", Note(kind="started", text=text))
         # Recovering what was not prepared does little harm; what is forgotten stays out of service for ever.
         workflow = replace(workflow, prepare=Progress(state="canceled"))
-    if workflow.phase != "recovering":
-        plan = ", ".join(workflow.decision.recover) or "nothing to run"
-        recovering = replace(workflow, recover=replace(workflow.recover, state="running"))
-        return _to(recovering, "recovering", Note(kind="recovering", text=f"recovery begins: {plan}"))
     recover = workflow.recover
-    if recover.current is None and all(hook in recover.done for hook in workflow.decision.recover):
+    if recover.state == "resolved":
+        return _close(workflow)
+    if recover.state == "failed" and workflow.phase == "recovering":
+        note = Note(kind="recovery_failed", text=f"recovery failed ({recover.failure}): retry or resolve it")
+        return _to(workflow, "recovery_failed", note)
+    if recover.state != "failed" and workflow.phase != "recovering":
+        rest = ", ".join(hook for hook in workflow.decision.recover if hook not in recover.done)
+        text = f"recovery {'begins' if recover.state == 'idle' else 'goes on'}: {rest or 'nothing to run'}"
+        recovering = replace(workflow, recover=replace(recover, state="running"))
+        return _to(recovering, "recovering", Note(kind="recovering", text=text))
+    if recover.current is None and _next_hook(workflow, "recover") is None:
         return _close(replace(workflow, recover=replace(recover, state="succeeded")))
     peers = _peers(workflow, workflows)
     needed_by = [peer for peer in peers if _is_preparing(peer) and _share_hooks(peer, workflow)]
-    if not needed_by:
-        return _run_next(workflow, "recover", workflows, context)
-    if recover.current is not None:
+    if recover.current is not None and needed_by:
         return _cut_short(workflow, "recover")
     # What has been recovered so far is prepared anew by now: all of it is to be done again.
     is_undone = bool(recover.done) and any(peer.prepare.run > 0 for peer in needed_by)
-    afresh = replace(workflow, recover=Progress(state="running", run=recover.run)) if is_undone else workflow
+    afresh = replace(workflow, recover=replace(recover, done=())) if is_undone else workflow
+    if recover.state == "failed":
+        return Step(workflow=afresh) if is_undone else None
+    if not needed_by:
+        return _run_next(workflow, "recover", workflows, context)
     reason = f"event {needed_by[0].event.id}{_STILL_NEEDS_IT}"
     if workflow.waits_for.endswith(_STILL_NEEDS_IT) and workflow.waits_for != reason:
         # Of many events that end one by one, each would tell of each.
@@ -949,10 +1040,7 @@ def _run_next(
             return None
         if any(_share_hooks(peer, workflow) for peer in recoveries):
             return None  # that recovery is being cut short; undoing beside doing would leave anything behind
-    hooks = {"prepare": workflow.decision.prepare, "on_start": workflow.decision.on_start}.get(
-        stage, workflow.decision.recover
-    )
-    hook = next((name for name in hooks if name not in progress.done), None)
+    hook = _next_hook(workflow, stage)
     if hook is None:
         return Step(workflow=_with_progress(workflow, stage, replace(progress, state="succeeded")))
     if stage == "recover" and any(peer.recover.current == hook for peer in recoveries):
@@ -968,6 +1056,13 @@ def _run_next(
         effects=(RunHook(workflow_id=workflow.id, stage=stage, hook=hook, run=progress.run),),
         notes=(Note(kind="hook_started", text=f"hook {hook} starts", stage=stage, hook=hook),),
     )
+
+
+def _next_hook(workflow: Workflow, stage: Stage) -> str | None:
+    """The stage's first hook that is not done."""
+    decision = workflow.decision
+    hooks = {"prepare": decision.prepare, "on_start": decision.on_start, "recover": decision.recover}[stage]
+    return next((hook for hook in hooks if hook not in _progress(workflow, stage).done), None)
 
 
 def _cut_short(workflow: Workflow, stage: Stage) -> Step | None:
@@ -991,8 +1086,8 @@ def _cut_short(workflow: Workflow, stage: Stage) -> Step | None:
 
 
 def _close(workflow: Workflow) -> Step:
-    failure = f", recovery failed ({workflow.recover.failure})" if workflow.recover.failure else ""
-    return _to(workflow, "closed", Note(kind="closed", text=f"is over: {workflow.outcome}{failure}"))
+    by_hand = ", an operator has put its recovery right by hand" if workflow.recover.state == "resolved" else ""
+    return _to(workflow, "closed", Note(kind="closed", text=f"is over: {workflow.outcome}{by_hand}"))
 
 
 def _hold(workflow: Workflow, reason: str) -> Step:
@@ -1009,6 +1104,8 @@ def _wait(workflow: Workflow, reason: str, kind: NoteKind = "waits") -> Step | N
 
 def _to(workflow: Workflow, phase: Phase, *notes: Note) -> Step:
     waits_for = workflow.waits_for if phase == "held" else ""
+    if phase == "recovery_failed":
+        waits_for = workflow.recover.failure
     return Step(workflow=replace(workflow, phase=phase, waits_for=waits_for), notes=notes)
 
 

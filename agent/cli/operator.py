@@ -1,7 +1,8 @@
-"""``approve``, ``hold``, ``release``: an operator's word about one event, carried to the agent in its state file.
+"""``approve``, ``hold``, ``release``, ``retry``, ``resolve``: an operator's word about one event, for the agent.
 
-Owns the way to the running agent: where its state is, whether it runs, what it is asked and how long for an answer
-is waited. The one invariant: nobody is told that a request was taken, or withdrawn, if that is not so.
+Owns the way to the running agent, which is its state file: where that is, whether an agent runs, what it is asked
+and how long for an answer is waited. The one invariant: an operator is told only what is so, of a request that was
+taken or withdrawn.
 """
 
 import argparse
@@ -26,13 +27,15 @@ _LISTED = 20
 
 _WORDS = {
     "approve": ("approved", "approve an event that waits, is held, or that the policy would not approve"),
-    "hold": ("held", "do not approve an event, whatever the policy says"),
+    "hold": ("held", "begin no drain and no prepare hook for an event, and do not approve it, until release"),
     "release": ("", "take back an earlier approve or hold: the policy decides again"),
+    "retry": ("retry", "run the hook that failed again, and then the rest of its stage (prepare or recover)"),
+    "resolve": ("resolve", "close an event whose recovery failed: this VM was put right by hand"),
 }
 
 
 def add_parsers(commands: Any) -> None:
-    """Register ``approve``, ``hold`` and ``release``."""
+    """Register a command for each word."""
     for name, (word, help_) in _WORDS.items():
         parser = commands.add_parser(
             name,
@@ -127,6 +130,14 @@ def find_by_prefix(prefix: str, workflows: "Sequence[Workflow]", *, kind: str = 
     raise AgentError(message + ("".join(listed.values()) or " none"))
 
 
+def _find(prefix: str, word: str, workflows: "Sequence[Workflow]") -> "Workflow":
+    """The event that is meant; of one that has come back under its id, its first appearance may be meant."""
+    if word not in ("retry", "resolve"):
+        workflows = [workflow for workflow in workflows if not workflow.is_gone]
+    found = find_by_prefix(prefix, workflows, kind="pending")
+    return next((workflow for workflow in found if workflow.phase == "recovery_failed"), found[-1])
+
+
 def user_name() -> str:
     """Who asks: the account of this process, and, as a mere remark, who became it by sudo."""
     from agent import host  # noqa: PLC0415 - as above
@@ -167,8 +178,7 @@ def _ask(arguments: argparse.Namespace) -> "tuple[Workflow, str]":
     state_dir = find_state_dir(arguments)
     store = Store.join(state_dir)
     try:
-        pending = [workflow for workflow in store.load_workflows() if not workflow.is_gone]
-        (workflow,) = find_by_prefix(arguments.id, pending, kind="pending")
+        workflow = _find(arguments.id, arguments.word, store.load_workflows())
         pid = find_agent(state_dir)
         if pid is None:
             raise AgentError(f"no agent runs with the state directory {state_dir}: there is nobody to do that")

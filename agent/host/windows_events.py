@@ -149,7 +149,7 @@ KINDS = (
     Kind(242, "info", "An operator spoke.", ("operator",)),
     Kind(250, "info", "Recovery begins.", ("recovering",)),
     Kind(251, "info", "The event is over and what was prepared is recovered.", ("closed",)),
-    Kind(252, "warning", "The event is over, but recovery failed.", ("closed",)),
+    Kind(252, "warning", "The event is over, but recovery failed: retry or resolve it.", ("recovery failed",)),
     Kind(260, "info", "The agent restarted while the event was pending.", ("restarted",)),
     Kind(300, "warning", "The metadata service does not answer.", ("polling the metadata service fails",)),
     Kind(301, "info", "The metadata service answers again.", ("polling the metadata service works again",)),

@@ -192,7 +192,7 @@ def test_an_approval_that_came_too_late_for_a_changed_event_is_refused(
     assert engine.turn(datetime.now(UTC))
     assert hands.sent == []
     assert operator.load_answer(request) == (
-        "refused: the event has changed, or somebody else has spoken, in this moment"
+        "refused: the event has changed, or another operator has spoken, in this moment"
     )
 
 

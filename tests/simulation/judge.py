@@ -10,13 +10,15 @@ what the agent knows, both are right.
     3  a prepare or on_start hook starts once, and once more only after a crash that it did not survive
     4  what was prepared is recovered exactly once after the event, never while another event needs it prepared;
        what was never prepared is never recovered (of an event that had started when the state was lost, that it
-       was not is not known: it is recovered)
+       was not is not known: it is recovered). After a failure it and the rest of the stage wait for an operator's
+       retry, or for a success of the hook for another event; until then the VM is not ready
     5  all of this over restarts, with and without a reboot, for canceled and completed events
     6  an approval that was confirmed is not sent again; one that was not is, until it is
     7  nothing is approved in doubt: before a document was read, without a name, after the state was lost
     8  an event is prepared for in the very turn in which it is first seen
     9  after a restart the VM is as ready, or not, as before; and in the end nothing is left to do
     10 what this VM does not approve by itself is prepared for, and no earlier before NotBefore than it takes
+    11 no drain and no prepare hook starts against an operator's hold
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -56,10 +58,16 @@ class Life:
     not_before: datetime | None = None
     read_at: datetime | None = None
     """When it was first read; None if the clock has been set since."""
+    may_have_more: bool = False
+    """Another policy may have added hooks to what had begun."""
     policies: int = 0
     """How many policies there had been when it was first seen."""
     succeeded: set[str] = field(default_factory=set)
     has_failed: bool = False
+    failed_hook: str = ""
+    """The hook at which its preparation has failed."""
+    stuck_at: str = ""
+    """The hook at which its recovery has failed."""
     is_confirmed: bool = False
     is_posted: bool = False
     """An approval is under way, as far as the agent knows."""
@@ -70,6 +78,8 @@ class Life:
         """Whether the recovery of one would undo what the other needs."""
         if self.plan is None or other.plan is None or self.is_unsure or other.is_unsure:
             return if_unsure
+        if if_unsure and (self.may_have_more or other.may_have_more):
+            return True
         mine = {*self.plan.prepare, *self.plan.recover}
         return not mine.isdisjoint((*other.plan.prepare, *other.plan.recover))
 
@@ -120,6 +130,7 @@ class Judge:
         for life in self.lives.values():
             rule = self.rule(life)
             is_over = life.is_gone and not any(name == life.name for name, _ in self._allowed)
+            life.may_have_more |= life.may_be_begun and not life.is_gone
             if life.may_be_begun and not is_over and rule is not None:
                 self._allowed |= {(life.name, hook) for hook in rule.recover}
 
@@ -169,7 +180,32 @@ class Judge:
         # A drain, or the promise of a recovery alone, is a preparation as well.
         if rule is not None and (rule.drain_for or not rule.prepare):
             self._check_time(life, f"{name} is prepared for")
+            self._expect(life.words != {"held"}, f"(11) {name} is drained for against an operator")
             self._begin(life, is_certain=True)
+
+    def ready(self, *, is_ready: bool) -> None:
+        """What the page /readyz tells."""
+        stuck = [life.name for life in self.lives.values() if life.stuck_at]
+        self._expect(not (is_ready and stuck), f"(4) the VM is ready though the recovery from {stuck} failed")
+
+    def asked(self, name: str, word: str) -> None:
+        """An operator says retry or resolve, and may be refused."""
+        life = self.lives.get(name)
+        if life is not None and life.is_gone and life.stuck_at:
+            self._allowed |= {(name, life.stuck_at)} if word == "retry" else set()
+            life.stuck_at = ""
+        elif life is not None and life.failed_hook:
+            self._used.discard((name, "prepare", life.failed_hook))
+
+    def obeyed(self, name: str, word: str) -> None:
+        """The retry has been taken in, or the operator has put the recovery right by hand."""
+        life = self.lives.get(name)
+        if life is None:
+            return
+        if word == "resolve":
+            self._owed = {key for key in self._owed if key[0] != name}
+        elif not life.is_gone:
+            life.has_failed, life.failed_hook = False, ""
 
     def turned(self, *, may_be_late: bool) -> None:
         """The turn that brought the document has ended."""
@@ -223,12 +259,20 @@ class Judge:
         if stage == "prepare" and outcome == "succeeded":
             self.lives[event].succeeded.add(hook)
 
-    def known(self, event: str, stage: str, hook: str, outcome: HookOutcome) -> None:
+    def known(self, event: str, stage: str, hook: str, outcome: HookOutcome, *, is_required: bool) -> None:
         """The agent has put the end of a hook on disk."""
         life = self.lives[event]
-        if stage == "prepare" and outcome in ("failed", "timed_out", "not_started"):
-            life.has_failed = True
-        if stage == "recover" and outcome != "canceled":
+        has_failed = outcome in ("failed", "timed_out", "not_started")
+        if stage == "prepare" and has_failed and is_required:
+            life.has_failed, life.failed_hook = True, hook
+        elif stage == "prepare" and has_failed:
+            life.succeeded.add(hook)
+        if stage == "recover" and has_failed and is_required:
+            life.stuck_at = hook
+            self._allowed.discard((event, hook))
+        elif stage == "recover" and outcome != "canceled":
+            for other in self.lives.values():
+                other.stuck_at = "" if other.stuck_at == hook else other.stuck_at
             over = [other for other in self.lives.values() if other.is_gone]
             gone = {other.name for other in over}
             self._owed = {key for key in self._owed if key[1] != hook or key[0] not in gone}
@@ -368,12 +412,16 @@ class Judge:
             self._owed |= {(life.name, what) for what in life.plan.recover}
         recovering = {run.event for run in self.runs if run.stage == "recover"}
         # A drain alone leaves alone what the recovery of another event does.
+        owing = recovering | {name for name, _ in self._owed}
         for tokens, is_meant in ((self._allowed, True), (self._owed, is_certain and bool(hook))):
-            for name in {name for name, _ in tokens} | recovering:
+            for name in {name for name, _ in tokens} | owing:
                 other = self.lives[name]
                 shares = other.share(life, if_unsure=tokens is self._allowed)
                 if is_meant and other is not life and other.plan is not None and shares:
                     tokens |= {(name, what) for what in other.plan.recover}
+                    if other.may_have_more and tokens is self._allowed:
+                        rules = [rule for rule in self.all_rules if other.type in rule.when.type]
+                        tokens |= {(name, what) for rule in rules for what in rule.recover}
 
     def _check_forward(self, life: Life, stage: str, hook: str, text: str) -> None:
         event = life.name
@@ -384,6 +432,7 @@ class Judge:
             self._expect(life.status == "Started", f"{text} though the event has not started")
             return
         self._check_time(life, text)
+        self._expect(life.words != {"held"}, f"(11) {text} against an operator")
         self._begin(life, is_certain=True, hook=hook)
         assert life.plan is not None
         may_finish = life.plan.on_early_start == "finish" or life.is_unsure
@@ -398,6 +447,7 @@ class Judge:
 
     def _check_recover(self, life: Life, hook: str, text: str) -> None:
         self._expect(life.is_gone, f"(4) {text} though the event is not over")
+        self._expect(not life.stuck_at, f"(4) {text} though the recovery failed at {life.stuck_at}")
         is_allowed = any(what == hook and self.lives[name].is_gone for name, what in self._allowed)
         self._expect(is_allowed, f"(4) {text}, which nothing asks for")
         for run in self.runs:

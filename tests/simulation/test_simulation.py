@@ -31,8 +31,10 @@ from agent.workflow import (
     Approval,
     ApprovalAnswered,
     Context,
+    HookFinished,
     Leave,
     Note,
+    Progress,
     Progression,
     Step,
     Workflow,
@@ -115,7 +117,7 @@ def _open_gate(name: str) -> dict[str, Any]:
 
 
 REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = machine._restart, machine._answer, machine._cut_short
-REAL_FINISH = Engine.finish
+REAL_FINISH, REAL_END = Engine.finish, machine._with_end
 REAL_MOVE, REAL_TURN, REAL_DECIDE = machine._move_scheduled, Engine.turn, Engine._decide_and_do
 
 
@@ -155,12 +157,27 @@ def _cut_no_recovery_short(workflow: Workflow, stage: Any) -> Step | None:
     return None if stage == "recover" else REAL_CUT_SHORT(workflow, stage)
 
 
+def _restart_that_retries(workflow: Workflow, context: Context) -> Step:
+    step = REAL_RESTART(workflow, context)
+    if workflow.recover.state != "failed":
+        return step
+    return replace(step, workflow=replace(step.workflow, recover=replace(workflow.recover, state="running")))
+
+
+def _end_that_takes_failures_for_done(progress: Progress, signal: HookFinished) -> Progress:
+    return REAL_END(progress, replace(signal, is_required=signal.stage != "recover"))
+
+
 def _close_at_once(workflow: Workflow, *_: object) -> Step | None:
     return machine._close(workflow)
 
 
 def _never(*_: object) -> bool:
     return False
+
+
+def _is_prepared_while_it_recovers(workflow: Workflow) -> bool:
+    return workflow.is_open and workflow.prepare.state != "idle" and workflow.phase != "recovery_failed"
 
 
 def _turn_that_acts_before_it_knows(self: Engine, document_at: datetime | None) -> bool:
@@ -245,6 +262,18 @@ MUTANTS: dict[str, Mutant] = {
     "4: recovery is forgotten": Mutant(machine, {"_move_gone": _close_at_once}, "(4)"),
     "4: recovery ignores other events": Mutant(machine, {"_share_hooks": _never}, "(4)"),
     "4: recovery is not shared": Mutant(machine, {"_is_to_recover": _never}, "(4)"),
+    "4: a failed recovery is taken for done": Mutant(
+        machine, {"_with_end": _end_that_takes_failures_for_done}, "(4)", frozenset({"bad hooks"})
+    ),
+    "4: a restart tries a failed recovery again": Mutant(
+        machine, {"_restart": _restart_that_retries}, "(4)", frozenset({"bad hooks", "kills"})
+    ),
+    "4: ready though a recovery has failed": Mutant(
+        Workflow, {"is_prepared_for": property(_is_prepared_while_it_recovers)}, "(4)", frozenset({"bad hooks"})
+    ),
+    "11: a hold stops approvals only": Mutant(
+        machine, {"_is_to_begin": _never}, "(11)", frozenset({"operator", "bad hooks"})
+    ),
     "4: effects before the commit": Mutant(Engine, {"_decide_and_do": _proceed_after_performing}, ""),
     "4: on_clear beside a hook of an event": Mutant(
         engine_module, {"is_ready": lambda _: True}, "on_clear hook", frozenset({"on clear", "many events"})

@@ -136,7 +136,8 @@ class World(Machine):
         self._hands = Hands(self)
         self._store: CrashingStore | None = None
         self._document: Any = None
-        self._results: list[HookEnded] = []
+        self._results: list[tuple[HookEnded, bool]] = []
+        """What the agent has taken and not yet on disk, and whether the hook was required then."""
         self._answers: list[ApprovalAnswered] = []
         self._names: dict[str, str] = {}
         """Workflow id -> event."""
@@ -245,6 +246,7 @@ class World(Machine):
         self.tell("--- from here on, the world is fair")
         self._is_deaf = self.is_disk_full = False
         self._crashes = {}
+        self._retry_failed()
         self._scheduled_since = {
             event.ids[0]: self._at for event in self._azure.events() if event.status == "Scheduled"
         }
@@ -449,7 +451,7 @@ class World(Machine):
         if self._store is None:
             return
         self.tell(f"the agent is killed ({how})" if how == "kill -9" else how)
-        for ended in self._results:
+        for ended, _ in self._results:
             self._forget(ended)
         for item in self._mail.items:
             if isinstance(item, HookEnded):
@@ -508,9 +510,9 @@ class World(Machine):
             if self._inbox.take(0.0):
                 raise BrokenError("(9) the agent does not hear that it is to stop")
             # What a hook that fails now leaves undone is done again: it may have been made to fail.
-            for ended in [ended for ended in self._results if ended.result.outcome != "succeeded"]:
+            for ended in [ended for ended in self._results if ended[0].result.outcome != "succeeded"]:
                 self._results.remove(ended)
-                self._forget(ended)
+                self._forget(ended[0])
             self._inbox.finish(self.chance("stops").choice((0.0, 5.0, 60.0)))
             self._judge_stop()
             assert self._store is not None
@@ -519,7 +521,7 @@ class World(Machine):
             return
         except (StoreError, PowerCut):
             self.is_cut_after_commit = False
-        for item in [*self._results, *self._mail.items]:
+        for item in [*(ended for ended, _ in self._results), *self._mail.items]:
             if isinstance(item, HookEnded):
                 self._forget(item)
         self._hands.close()
@@ -685,6 +687,7 @@ class World(Machine):
         for workflow in self.engine.board.values():
             if workflow.is_prepared_for:
                 self.judge.unready(self._azure.event(workflow.event.id).ids[0])
+        self.judge.ready(is_ready=is_ready(self.engine.board))
 
     def note_taken(self, item: Any) -> None:
         match item:
@@ -696,7 +699,8 @@ class World(Machine):
                 if result.outcome not in ("succeeded", "canceled") and self._is_going_down:
                     self.judge.not_run(self._event_of(effect), effect.stage, effect.hook)
                 else:
-                    self._results.append(item)
+                    assert self.engine is not None
+                    self._results.append((item, self.engine.settings.hooks[effect.hook].required))
             case ApprovalAnswered():
                 self._answers.append(item)
             case Identity():
@@ -719,8 +723,8 @@ class World(Machine):
             self.judge.read(events, is_state_lost=self._is_state_lost)
             self._is_state_lost &= self._is_stopping
             self._document = None
-        for ended in self._results:
-            self._known(ended)
+        for ended, is_required in self._results:
+            self._known(ended, is_required=is_required)
         for answer in self._answers:
             self.judge.answered(self._names[answer.workflow_id], is_confirmed=not answer.error_kind)
         self._results, self._answers = [], []
@@ -739,10 +743,10 @@ class World(Machine):
             self.is_cut_after_commit = False
             raise PowerCut
 
-    def _known(self, ended: HookEnded) -> None:
+    def _known(self, ended: HookEnded, *, is_required: bool) -> None:
         if ended.effect is not None:
-            name = self._event_of(ended.effect)
-            self.judge.known(name, ended.effect.stage, ended.effect.hook, ended.result.outcome)
+            name, stage, hook = self._event_of(ended.effect), ended.effect.stage, ended.effect.hook
+            self.judge.known(name, stage, hook, ended.result.outcome, is_required=is_required)
 
     def _event_of(self, effect: RunHook) -> str:
         return self._names[effect.workflow_id]
@@ -833,7 +837,11 @@ class World(Machine):
             )
             for type_ in _TYPES
         )
-        hooks = {name: Hook(run=("/bin/true",), timeout=chance.choice((20.0, 120.0))) for name in _HOOKS}
+        must = self.chance("required hooks")
+        hooks = {
+            name: Hook(run=("/bin/true",), timeout=chance.choice((20.0, 120.0)), required=must.random() < 0.7)
+            for name in _HOOKS
+        }
         return Settings(
             rules=rules,
             hooks=hooks,
@@ -864,7 +872,22 @@ class World(Machine):
         chance = self.chance("operator")
         workflow: Workflow = chance.choice([*self.engine.board.values()])
         words: tuple[RequestWord, ...] = ("approved", "held", "")
-        word = chance.choice(words)
+        if (workflow.recover if workflow.is_gone else workflow.prepare).state == "failed":
+            words = (*words, "retry", "retry", "resolve")
+        self._say(workflow, chance.choice(words))
+
+    def _retry_failed(self) -> None:
+        """In a fair world an operator sees what was not recovered, and has it tried again."""
+        if self.engine is not None and self._store is not None:
+            for workflow in self.engine.board.values():
+                if workflow.phase == "recovery_failed":
+                    self._say(workflow, "retry")
+                    break
+        if self.engine is None or self.engine.board or self._azure.next_due < float("inf"):
+            self.after(_QUIET_SECONDS, self._retry_failed)
+
+    def _say(self, workflow: Workflow, word: RequestWord) -> None:
+        assert self._store is not None
         name = self._azure.event(workflow.event.id).ids[0]
         self.tell(f"an operator says of {name}: {word or 'release'}")
         store = Store.join(self._store.path.parent)
@@ -874,8 +897,11 @@ class World(Machine):
             store.close()
         before = self._words.setdefault(name, {""})
         self._requests[number] = (name, word, set(before))
-        before.add(word)
-        self.judge.spoke(name, before)
+        if word in ("retry", "resolve"):
+            self.judge.asked(name, word)
+        else:
+            before.add(word)
+            self.judge.spoke(name, before)
         self._wake_soon(1.0)
 
     def _read_answers(self) -> None:
@@ -887,6 +913,10 @@ class World(Machine):
                 if answer is not None:
                     self.tell(f"the operator is answered: {answer}")
                     del self._requests[number]
+                    if word in ("retry", "resolve"):
+                        if not answer.startswith("refused"):
+                            self.judge.obeyed(name, word)
+                        continue
                     self._words[name] = before if answer.startswith("refused") else {word}
                     self.judge.spoke(name, self._words[name])
 

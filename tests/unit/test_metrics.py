@@ -225,13 +225,20 @@ def test_an_event_that_no_rule_took_counts_under_none(metrics: Metrics) -> None:
     assert counted(metrics, "scheduled_events_decisions_total") == {("never", "none"): 1}
 
 
-def test_a_failed_recovery_is_counted_when_the_event_is_closed(metrics: Metrics) -> None:
-    workflow = replace(make_workflow(), outcome="canceled")
-    record(metrics, workflow, "closed")
-    assert samples(metrics, "scheduled_events_recovery_failures_total") == {(): 0}
-    record(metrics, replace(workflow, recover=Progress(failure="exit code 1")), "closed")
+def test_a_failed_recovery_is_counted_and_shown_until_it_is_solved(
+    metrics: Metrics, pending: list[Workflow]
+) -> None:
+    assert samples(metrics, "scheduled_events_recovery_failed") == {(): 0}
+    failed = replace(make_workflow(), outcome="canceled", phase="recovery_failed")
+    record(metrics, failed, "recovery_failed")
+    pending.append(failed)
     assert samples(metrics, "scheduled_events_recovery_failures_total") == {(): 1}
-    assert counted(metrics, "scheduled_events_closed_total") == {("canceled", "Reboot"): 2}
+    assert samples(metrics, "scheduled_events_recovery_failed") == {(): 1}
+    pending.remove(failed)
+    record(metrics, replace(failed, phase="closed"), "closed")
+    assert samples(metrics, "scheduled_events_recovery_failures_total") == {(): 1}
+    assert samples(metrics, "scheduled_events_recovery_failed") == {(): 0}
+    assert counted(metrics, "scheduled_events_closed_total") == {("canceled", "Reboot"): 1}
 
 
 def test_what_may_fail_is_counted_from_0_so_that_the_first_failure_is_an_increase(metrics: Metrics) -> None:

@@ -245,7 +245,8 @@ def test_every_recorded_series_is_used_after_it_was_recorded() -> None:
 def test_the_commands_that_alerts_advise_exist() -> None:
     texts = [rule["annotations"]["description"] for rule in alerts().values()]
     commands = re.findall(r'"scheduled-events-agent ([^"]+)"', " ".join(texts))
-    assert {command.split()[0] for command in commands} == {"approve", "check", "hold", "status"}
+    advised = {"approve", "check", "hold", "resolve", "retry", "status"}
+    assert {command.split()[0] for command in commands} == advised
     parser = build_parser()
     for command in commands:
         parser.parse_args(

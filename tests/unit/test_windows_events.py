@@ -22,8 +22,8 @@ SPEAKERS = ("daemon/*.py", "engine.py", "cli/run.py", "cli/service.py", "host/wi
 LEVELS = {"info": "info", "warning": "warning", "error": "error", "exception": "error"}
 FOR_THE_FILE_ONLY = {"hook output", "policy"}
 ANY = (998, 999)
-_LOUD_NOTES = {"held", "blocked", "approval failed"}
-_LOUD_AT_TIMES = {"closed", "hook finished"}
+_LOUD_NOTES = {"held", "blocked", "approval failed", "recovery failed"}
+_LOUD_AT_TIMES = {"hook finished"}
 
 Message = tuple[str, str]
 """Level and text, with * for what changes."""
@@ -121,7 +121,7 @@ def test_every_id_is_of_a_message_that_the_agent_can_log() -> None:
         ("warning", "approval failed", 232),
         ("warning", "held", 240),
         ("info", "closed", 251),
-        ("warning", "closed", 252),
+        ("warning", "recovery failed", 252),
         ("warning", "polling the metadata service fails", 300),
         ("info", "polling the metadata service works again", 301),
         ("warning", "this machine stood still", 400),

@@ -59,6 +59,9 @@ class BrokenError(AssertionError):
     """Something is not as it must be; the story leads there."""
 
 
+OPTIONAL = ("p3", "r3")
+
+
 @dataclass
 class Flight:
     """A hook that runs."""
@@ -114,10 +117,13 @@ class Life:
         self.send(Reconsider())
         self.document.clear()
         self.read()
-        for _ in range(50):
+        for _ in range(100):
+            failed = [key for key, workflow in self.board.items() if workflow.phase == "recovery_failed"]
             if self.flights:
                 key = next(iter(self.flights))
                 self.finish(key, "canceled" if self.flights[key].is_told_to_end else "succeeded")
+            elif failed:
+                self.send(OperatorSpoke(workflow_id=failed[0], word="retry", user="kim"))
         self.expect(not self.board, f"never over: {[*self.board.values()]}")
         self.expect(all(self.undone.values()), f"never undone: {self.undone}")
 
@@ -204,13 +210,18 @@ class Life:
 
     def finish(self, key: tuple[str, Stage], outcome: HookOutcome) -> None:
         flight = self.flights.pop(key)
-        if key[1] == "recover" and outcome != "canceled":
+        is_required = flight.hook not in OPTIONAL
+        is_done = outcome == "succeeded" or (outcome != "canceled" and not is_required)
+        if key[1] == "recover" and is_done:
             self.undone[flight.hook[1:]] = True
-        if outcome == "succeeded":
+        if is_done:
             self.succeeded.add((key[0], flight.hook))
         self.send(
-            HookFinished(workflow_id=key[0], stage=key[1], hook=flight.hook, run=flight.run, outcome=outcome)
-        )
+            HookFinished(
+                workflow_id=key[0], stage=key[1], hook=flight.hook, run=flight.run, outcome=outcome,
+                is_required=is_required,
+            )
+        )  # fmt: skip
 
     def answer(self) -> None:
         if self.posts:
@@ -224,7 +235,14 @@ class Life:
         if self.board:
             workflow = self.board[self.chance.choice([*self.board])]
             word: Any = self.chance.choice(("approved", "held", ""))
-            self.words[workflow.id] = (word, workflow.event.type, set(workflow.event.resources))
+            if (workflow.recover if workflow.is_gone else workflow.prepare).state == "failed":
+                word = self.chance.choice(("retry", "resolve" if workflow.is_gone else "retry", word))
+            if word == "resolve":
+                self.undone |= {hook[1:]: True for hook in workflow.decision.recover}
+            elif word == "retry":
+                self.used.discard((workflow.id, "prepare", workflow.prepare.failed_hook))
+            else:
+                self.words[workflow.id] = (word, workflow.event.type, set(workflow.event.resources))
             self.send(OperatorSpoke(workflow_id=workflow.id, word=word, user="kim"))
 
     def reload(self) -> None:
@@ -313,6 +331,8 @@ class Life:
         self.expect((*key, hook) not in self.used, "a hook runs again")
         self.used.add((*key, hook))
         if effect.stage == "prepare":
+            is_held = self.words.get(workflow.id, ("",))[0] == "held"
+            self.expect(not is_held, "a prepare hook starts against an operator")
             self.undone[number] = False
             beside = [flight.hook for (_, stage), flight in self.flights.items() if stage == "recover"]
             self.expect(f"r{number}" not in beside, "what is prepared is undone at the same time")
@@ -346,7 +366,7 @@ class Life:
         needed = decision.drain_for + sum(HOOK_SECONDS[hook] for hook in decision.prepare) + RESERVE
         start = decision.start(event, context.now, needed)
         is_due = workflow.id in self.confirmed or start.at <= context.now
-        is_idle = workflow.prepare.state == "idle"
+        is_idle = workflow.prepare.state == "idle" and workflow.operator != "held"
         self.expect(not (decision.has_preparation and is_due and is_idle), f"{event.id} is not prepared for")
 
 

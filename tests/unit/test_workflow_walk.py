@@ -9,14 +9,17 @@ invariants, which it works out for itself and not from the fields of a workflow:
 3. a prepare or on_start hook starts once for each appearance of the event, and once more after each crash
    that found it running
 4. a recover hook starts only when something is owed to it, never beside or before the preparation that
-   another event still needs, and in the end nothing is owed
+   another event still needs, and in the end nothing is owed; after a failure it and the rest of its stage wait
+   for an operator, or for its success for another event, and the VM is not ready
 5. all of this holds for canceled and completed events and over restarts, with and without a reboot
 6. an approval that was confirmed is not sent again, one that was not is
 7. nothing is approved when the state was lost, unless an operator says so
 8. a new event is prepared for in the very step in which it is seen
 9. a run with a crash ends as it would have ended without
+10. no prepare hook starts against an operator's hold
 
-From every state a fair world (hooks succeed, Azure answers, events end) must lead to an empty board.
+From every state a fair world (hooks succeed, Azure answers, events end, an operator retries what has failed to
+recover) must lead to an empty board.
 
 A crash is a step of its own and loses whatever is in flight. For the agent that is one and the same: whether
 the effects of the last step were never performed, or were, without their end being told; and a crash before
@@ -69,6 +72,8 @@ class Script:
 
     rules: dict[str, Rule]
     crashes: int = 2
+    failures: int = 1
+    """How many recover hooks fail."""
     appearances: int = 2
     has_operator: bool = False
     may_flap: bool = False
@@ -124,10 +129,13 @@ class World:
     flights: dict[tuple[str, Stage], Flight] = field(default_factory=dict)
     posts: dict[str, str] = field(default_factory=dict)
     """Appearance -> workflow id of approvals under way."""
+    stuck: dict[str, str] = field(default_factory=dict)
+    """Appearance -> recover hook at which its recovery has failed."""
     used: frozenset[tuple[str, Stage, str]] = frozenset()
     """Prepare and on_start hooks that must not start again."""
     succeeded: frozenset[tuple[str, str]] = frozenset()
-    failed: frozenset[str] = frozenset()
+    failed: dict[str, str] = field(default_factory=dict)
+    """Appearance -> prepare hook that has failed."""
     owed: frozenset[tuple[str, str]] = frozenset()
     """(appearance, recover hook): has to run before the VM is what it was."""
     words: dict[str, str] = field(default_factory=dict)
@@ -138,6 +146,7 @@ class World:
     news: frozenset[tuple[str, ...]] = frozenset()
     """What the last step has brought."""
     crashes: int = 0
+    failures: int = 0
     story: tuple[str, ...] = ()
 
     # --- What the world knows.
@@ -155,8 +164,10 @@ class World:
             *(self._workflow_key(workflow) for workflow in self.board.values()),
             *sorted(self.truth.items()), "/", *sorted(self.read.items()), "/", *sorted(self.counts.items()),
             *sorted((*key, flight.hook, flight.is_told_to_end) for key, flight in self.flights.items()),
-            *sorted(self.posts), self.used, self.succeeded, self.failed, self.owed, *sorted(self.words.items()),
-            self.started, self.confirmed, self.crashes, self.is_blind, self.boot, *sorted(self.first_boot.items()),
+            *sorted(self.posts), self.used, self.succeeded, *sorted(self.failed.items()), self.owed,
+            *sorted(self.stuck.items()), "/", *sorted(self.words.items()),
+            self.started, self.confirmed, self.crashes, self.failures, self.is_blind, self.boot,
+            *sorted(self.first_boot.items()),
         )  # fmt: skip
 
     def _workflow_key(self, workflow: Workflow) -> tuple[Any, ...]:
@@ -168,7 +179,7 @@ class World:
         is_stale = approval.failed_at is not None and approval.failed_at >= (self.document_at or START)
         return (
             self.names[workflow.id], workflow.event.status, workflow.phase,
-            *((p.state, p.done, p.current, p.is_canceling, p.failure)
+            *((p.state, p.done, p.current, p.is_canceling, p.failure, p.failed_hook)
               for p in (workflow.prepare, workflow.on_start, workflow.recover)),
             approval.state, min(approval.failures, 2), retry, is_stale, drain, workflow.operator, workflow.is_gone,
             workflow.was_started, workflow.is_doubtful, re.sub(" until .*", "", workflow.waits_for),
@@ -199,7 +210,10 @@ class World:
             return
         for (name, stage), flight in self.flights.items():
             yield f"{name} {stage} succeeded"
-            yield f"{name} {stage} {'canceled' if flight.is_told_to_end else 'failed'}"
+            if flight.is_told_to_end:
+                yield f"{name} {stage} canceled"
+            elif stage != "recover" or self.failures < self.script.failures:
+                yield f"{name} {stage} failed"
         for name in self.posts:
             yield f"{name} approval ok"
             if not any(workflow.approval.failures for workflow in self.board.values()):
@@ -209,11 +223,18 @@ class World:
         if self.script.has_operator:
             for event in self.read:
                 word = self.words.get(self.present(event), "")
-                yield from (f"{event} operator {new}" for new in ("approved", "held") if new != word)
+                yield from (f"{event} operator {new}" for new in ("approved", "held", "release") if new != word)
+            yield from (f"{name} retry" for name in self.failed if name not in self.started)
+        for name in self.unrecovered():
+            yield from (f"{name} retry", f"{name} resolve")
         if self.crashes < self.script.crashes:
             yield "crash"
             if self.boot == 0:
                 yield "crash with reboot"
+
+    def unrecovered(self) -> list[str]:
+        """The appearances that wait for an operator to put their recovery right."""
+        return [self.names[key] for key, workflow in self.board.items() if workflow.phase == "recovery_failed"]
 
     def _may_appear(self, event: str) -> bool:
         """An event that goes and comes back while the agent is away is, for the agent, one that has stayed."""
@@ -227,6 +248,7 @@ class World:
             names=dict(self.names), flights={key: replace(flight) for key, flight in self.flights.items()},
             posts=dict(self.posts), words=dict(self.words), first_boot=dict(self.first_boot),
             first_seen=dict(self.first_seen),
+            stuck=dict(self.stuck), failed=dict(self.failed),
             story=(*self.story, choice), now=self.now + timedelta(seconds=1),
             news=frozenset(),
         )  # fmt: skip
@@ -263,12 +285,24 @@ class World:
             case [event, "operator", word]:
                 name = self.present(event)
                 self.words[name] = word
-                workflow_id = next(key for key, value in self.names.items() if value == name)
-                self._send(OperatorSpoke(workflow_id=workflow_id, word=word, user="kim"))  # type: ignore[arg-type]
+                self._say(name, "" if word == "release" else word)
+            case [name, "retry"]:
+                self.stuck.pop(name, None)
+                if name in self.failed and not self.is_gone(name):
+                    self.used -= {(name, "prepare", self.failed.pop(name))}
+                self._say(name, "retry")
+            case [name, "resolve"]:
+                self.stuck.pop(name, None)
+                self.owed = frozenset(item for item in self.owed if item[0] != name)
+                self._say(name, "resolve")
             case ["crash", *reboot]:
                 self._crash(bool(reboot))
             case [name, ("prepare" | "on_start" | "recover") as stage, outcome]:
                 self._end_hook(name, stage, outcome)  # type: ignore[arg-type]
+
+    def _say(self, name: str, word: Any) -> None:
+        workflow_id = next(key for key, value in self.names.items() if value == name)
+        self._send(OperatorSpoke(workflow_id=workflow_id, word=word, user="kim"))
 
     def _read_document(self) -> None:
         self.document_at = self.now
@@ -306,14 +340,18 @@ class World:
 
     def _end_hook(self, name: str, stage: Stage, outcome: HookOutcome) -> None:
         flight = self.flights.pop((name, stage))
-        if stage == "recover" and outcome != "canceled":
+        if stage == "recover" and outcome == "failed":
+            self.failures += 1
+            self.stuck[name] = flight.hook
+        elif stage == "recover" and outcome == "succeeded":
             self.owed -= {(other, flight.hook) for other, _ in self.owed if self.is_gone(other)}
+            self.stuck = {other: hook for other, hook in self.stuck.items() if hook != flight.hook}
             self.news |= {("recover", flight.hook)}
         elif outcome == "succeeded":
             self.news |= {(name, stage, flight.hook)}
             self.succeeded |= {(name, flight.hook)}
         elif outcome == "failed" and stage == "prepare":
-            self.failed |= {name}
+            self.failed[name] = flight.hook
         self._send(
             HookFinished(
                 workflow_id=flight.workflow_id, stage=stage, hook=flight.hook, run=flight.run, outcome=outcome
@@ -377,6 +415,7 @@ class World:
                     begun.add((name, effect.stage))
             if not workflow.is_open:
                 self._forget(name, workflow.outcome)
+        self.expect(not (self.stuck and is_ready(self.board)), "(4) ready though a recovery has failed")
 
     def _forget(self, name: str, outcome: str) -> None:
         """The workflow is closed: nothing may be left of it."""
@@ -385,11 +424,8 @@ class World:
         self.news |= {(name, "closed", outcome, "approved" if name in self.confirmed else "")}
         self.used = frozenset(item for item in self.used if item[0] != name)
         self.succeeded = frozenset(item for item in self.succeeded if item[0] != name)
-        self.failed, self.started, self.confirmed = (
-            self.failed - {name},
-            self.started - {name},
-            self.confirmed - {name},
-        )
+        self.started, self.confirmed = self.started - {name}, self.confirmed - {name}
+        self.failed.pop(name, None)
         self.posts.pop(name, None)  # its answer finds nobody any more
         self.words.pop(name, None)
         self.first_boot.pop(name, None)
@@ -411,6 +447,7 @@ class World:
             self.expect(self.read[event] == "Started", f"{text} though {event} has not started")
             return
         self._owe(name)
+        self.expect(self.words.get(name) != "held", f"(10) {text} against the operator")
         may_finish = rule.on_early_start == "finish" and self.first_boot[name] == self.boot
         self.expect(name not in self.started or may_finish, f"(5) {text} though {event} has started")
         before = rule.prepare[: rule.prepare.index(hook)]
@@ -424,6 +461,7 @@ class World:
         text = f"{name} recover {hook} starts"
         self.expect((name, "recover") not in self.flights, f"(4) {text} while another hook of the stage runs")
         self.expect(self.is_gone(name), f"(4) {text} though {event} is not over")
+        self.expect(name not in self.stuck, f"(4) {text} though its recovery has failed")
         is_owed = any(what == hook and self.is_gone(other) for other, what in self.owed)
         self.expect(is_owed, f"(4) {text}, which nothing asks for")
         for (other, stage), flight in self.flights.items():
@@ -480,6 +518,8 @@ class World:
             return f"{name} {stage} {'canceled' if flight.is_told_to_end else 'succeeded'}"
         for name in self.posts:
             return f"{name} approval ok"
+        for name in self.unrecovered():
+            return f"{name} retry"
         may_wait = {w.id for w in self.board.values() if _waits_for_time(w)}
         if may_wait and self.story[-2:] != ("time passes", "time passes"):
             return "time passes"
@@ -538,11 +578,12 @@ def walk(script: Script) -> int:
                     continue
                 seen.add(key)
                 end = ending(new, endings)
-                # An approval under way counts, but is not sent again once its event has started or is held.
+                # An approval under way counts, but is not sent again once its event has started or is held; a hook
+                # that runs is let end under a hold, but not begun again.
                 is_late = any(
                     world.is_gone(name) or name in world.started or not world.may_approve(name)
                     for name in world.posts
-                )
+                ) or any(stage == "prepare" and world.words.get(name) == "held" for name, stage in world.flights)
                 if choice == "crash" and not is_late:
                     undisturbed = ending(world, endings)
                     new.expect(end == undisturbed, f"(9) {set(end ^ undisturbed)} differs without the crash")
@@ -625,7 +666,12 @@ def test_one_event_under_special_rules_in_every_order_of_things(script: Script) 
     ids=["one hook", "two hooks", "drain", "no recovery", "recovery alone"],
 )
 def test_an_event_that_comes_back_in_every_order_of_things(rule: Rule) -> None:
-    assert walk(Script({"A": rule}, crashes=1, appearances=2)) > 500
+    assert walk(Script({"A": rule}, crashes=1, appearances=2, failures=0)) > 500
+
+
+def test_an_event_that_comes_back_while_its_recovery_has_failed() -> None:
+    rule = a_rule(prepare=("drain",), recover=("load", "resume"))
+    assert walk(Script({"A": rule}, crashes=0, appearances=2)) > 500
 
 
 def a_pair(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Rule]:
@@ -672,6 +718,7 @@ def test_a_long_random_life_of_two_events_breaks_nothing(seed: int) -> None:
     script = Script(
         a_pair(*changes),
         crashes=30,
+        failures=30,
         appearances=10**6,
         has_operator=chance.random() < 0.5,
         may_flap=chance.random() < 0.3,
@@ -745,6 +792,20 @@ def _answer_that_gives_up(workflow: Workflow, signal: ApprovalAnswered, context:
     return replaced(step, workflow=replaced(step.workflow, approval=machine.Approval(state="requested")))
 
 
+def _restart_that_retries(workflow: Workflow, context: Context) -> Step:
+    step = REAL["_restart"](workflow, context)
+    assert isinstance(step, Step)
+    is_stuck = workflow.recover.state == "failed"
+    recover = replaced(workflow.recover, state="running") if is_stuck else step.workflow.recover
+    return replaced(step, workflow=replaced(step.workflow, recover=recover))
+
+
+def _takes_failures_for_done(progress: machine.Progress, signal: HookFinished) -> machine.Progress:
+    ended = REAL["_with_end"](progress, replaced(signal, is_required=signal.stage != "recover"))
+    assert isinstance(ended, machine.Progress)
+    return ended
+
+
 def _close_at_once(workflow: Workflow, *_: Any) -> Step | None:
     return machine._close(workflow)
 
@@ -758,7 +819,7 @@ def _nobody_prepares(*_: Any) -> bool:
     return False
 
 
-REAL: Faults = {name: getattr(machine, name) for name in ("_restart", "_answer")}
+REAL: Faults = {name: getattr(machine, name) for name in ("_restart", "_answer", "_with_end")}
 MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     "no rule is asked": (_never_asked("_rule_gate"), "(1", Script(PAIRS["same hooks"], depth=3)),
     "the service's gate is open": (
@@ -783,6 +844,18 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     "a restart repeats approvals": ({"_restart": _restart_that_repeats_approvals}, "(6)", Script({"A": a_rule()})),
     "a failed approval is given up": ({"_answer": _answer_that_gives_up}, "(6)", Script({"A": a_rule()})),
     "hooks are canceled in words only": ({"_cut_short": _cancel_in_words_only}, "", Script({"A": a_rule()})),
+    "a failed recovery is taken for done": (
+        {"_with_end": _takes_failures_for_done}, "(4)", Script({"A": a_rule(recover=("resume",))}, crashes=0),
+    ),
+    "recovery goes on after a failure": (
+        {"_with_end": _takes_failures_for_done}, "(4)", Script({"A": a_rule()}, crashes=0),
+    ),
+    "a restart tries a failed recovery again": (
+        {"_restart": _restart_that_retries}, "(4)", Script({"A": a_rule(prepare=("drain",))}),
+    ),
+    "a hold stops approvals only": (
+        {"_is_to_begin": _nobody_prepares}, "(10)", Script({"A": a_rule()}, has_operator=True, crashes=0),
+    ),
     "an event is prepared for only when an operator says so": (
         {"_may_begin": lambda workflow: workflow.phase == "waiting" and workflow.operator == "approved"},
         "(8)", Script({"A": a_rule()}),
