@@ -58,6 +58,7 @@ from agent.workflow import (
 # So much more or less than on the monotonic clock has passed on the wall clock if somebody has set it.
 _CLOCK_SET_SECONDS = 1.0
 _KEEP_JOURNAL = timedelta(days=90)
+_MAX_NAMES = 50
 # After a day without a request the service switches Scheduled Events off for the VM.
 _SERVICE_KNOWN = timedelta(hours=24)
 _REMEMBER_ANSWER = timedelta(hours=1)
@@ -338,8 +339,9 @@ class Engine:
         for name in ("listen", "state_dir"):
             if getattr(old.agent, name) != getattr(settings.agent, name):
                 self._log.warning(f"agent.{name} takes effect at the next start of the agent")
-        self._log.info("the policy file was read again", rules=[rule.name for rule in settings.rules])
-        self.record("reloaded", f"rules: {', '.join(rule.name for rule in settings.rules)}", now)
+        rules = rule_names(settings)
+        self._log.info("the policy file was read again", rules=rules)
+        self.record("reloaded", f"rules: {', '.join(rules)}", now)
         self._count_settings()
         self._expect_hooks()
         self._signals.append(Reconsider())
@@ -739,6 +741,13 @@ class Engine:
             self._store.record(kind, text, now)
         except StoreError as error:
             self._metrics.store_errors.labels(error.kind).inc()
+
+
+def rule_names(settings: Settings) -> list[str]:
+    """For the log, which thousands would flood."""
+    names = [rule.name for rule in settings.rules[:_MAX_NAMES]]
+    more = len(settings.rules) - len(names)
+    return [*names, f"and {more} more"] if more else names
 
 
 def key_of(effect: RunHook | None) -> HookKey | None:

@@ -10,6 +10,7 @@ from its next turn.
     identity    asks who this VM is, until it is known     -> inbox
     approvals   one thread for each request to approve     -> inbox     (hands.py)
     hooks       one thread for each hook that runs         -> inbox
+    policy      reads the policy file again, when asked to -> inbox     (reloading.py)
     pages       opens the web server, until it is open; then follows agent.web_config, if there is one (pages.py)
     web         answers from the published board
     watchdog    ends the process if the engine finishes no turn, or the poller hangs (watchdog.py)
@@ -29,8 +30,9 @@ from agent.daemon.hands import Threads
 from agent.daemon.inbox import Command, Inbox, Item
 from agent.daemon.pages import Pages
 from agent.daemon.polling import Endpoint, Identifier, Poller
+from agent.daemon.reloading import PolicyRead, PolicyReader
 from agent.daemon.watchdog import Watchdog
-from agent.engine import Engine
+from agent.engine import Engine, rule_names
 from agent.hooks import end_leftovers
 from agent.log import get_logger
 from agent.metrics import Metrics
@@ -75,7 +77,6 @@ class Daemon:
         ``service``: who is told how the agent is; by default whoever started this process.
         """
         self._stop_timeout = stop_timeout
-        self._load_settings = load_settings
         self._log = get_logger()
         items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._put = items.put
@@ -89,7 +90,7 @@ class Daemon:
         self._engine = Engine(settings, store, self._metrics, self._hands, describe=self._load_status)
         self._inbox = Inbox(items, self._engine, self._hands, self._obey)
         self._started = time.monotonic()
-        self._policy_hash = policy_hash
+        self._policy_reader = PolicyReader(load_settings, policy_hash, self._put)
         self._policy = PolicyInForce(file=policy_name, read_at=datetime.now(UTC), hash=policy_hash())
         self._metrics.set_policy(settings, policy_hash())
         self._pages = Pages(
@@ -103,6 +104,7 @@ class Daemon:
         )
         self._service = service or host.ServiceManager()
         self._watchdog = Watchdog(lambda: store.is_writing)
+        self._is_stopping = False
         self._told_status: str | None = None  # None until it has been told that the agent is ready
         self._web_thread: threading.Thread | None = None
 
@@ -157,7 +159,7 @@ class Daemon:
             "agent started",
             version=__version__,
             mode=settings.agent.mode,
-            rules=[rule.name for rule in settings.rules],
+            rules=rule_names(settings),
             endpoint=settings.imds.endpoint,
             vm=self._engine.identity.name or "not known yet",
             pending=len(self._engine.board),
@@ -192,6 +194,7 @@ class Daemon:
 
     def _shut_down(self) -> None:
         """Stop in time: running hooks may end by themselves first, then are made to."""
+        self._is_stopping = True
         self._watchdog.stop()  # a stop has a time limit of its own
         self._poller.stop()
         # What has a bug is best started anew, and soon.
@@ -235,11 +238,18 @@ class Daemon:
         wake_at = self._engine.next_wake_at()
         return min(_TICK_SECONDS, (wake_at - datetime.now(UTC)).total_seconds()) if wake_at else _TICK_SECONDS
 
-    def _obey(self, command: Command) -> None:
-        if command.word == "reload":
-            self._reload()
-        else:
-            self._engine.set_paused(is_paused=command.word == "pause")
+    def _obey(self, item: Command | PolicyRead) -> None:
+        match item:
+            case _ if self._is_stopping:
+                pass
+            case PolicyRead():
+                if self._policy_reader.take():
+                    self._enforce(item)
+            case Command(word="reload"):
+                self._service.tell("reloading", "reads the policy file again")
+                self._policy_reader.read()
+            case _:
+                self._engine.set_paused(is_paused=item.word == "pause")
 
     # --- the service manager
 
@@ -280,19 +290,13 @@ class Daemon:
 
     # --- policy
 
-    def _reload(self) -> None:
-        self._service.tell("reloading", "reads the policy file again")
-        self._read_policy()
-        self._service.tell("ready", self._describe())
+    def _enforce(self, read: PolicyRead) -> None:
+        if read.settings is None:
+            self._policy = replace(self._policy, refused=read.refused)
+            self._engine.refuse_settings(read.refused)
+        else:
+            self._policy = replace(self._policy, read_at=datetime.now(UTC), hash=read.hash, refused="")
+            self._metrics.set_policy(read.settings, read.hash)
+            self._engine.change_settings(read.settings)
         self._told_status = self._describe()
-
-    def _read_policy(self) -> None:
-        try:
-            settings = self._load_settings()
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the old policy is still good
-            self._policy = replace(self._policy, refused=str(error))
-            self._engine.refuse_settings(str(error))
-            return
-        self._policy = replace(self._policy, read_at=datetime.now(UTC), hash=self._policy_hash(), refused="")
-        self._metrics.set_policy(settings, self._policy_hash())
-        self._engine.change_settings(settings)
+        self._service.tell("ready", self._told_status)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from agent.daemon.reloading import PolicyRead
 from agent.engine import Engine, Hands, News
 from agent.log import FailureLog
 from agent.store import StoreError
@@ -28,7 +29,7 @@ class Command:
     word: Literal["stop", "reload", "pause", "resume"]
 
 
-Item = News | Command
+Item = News | Command | PolicyRead
 
 
 class Inbox:
@@ -39,10 +40,10 @@ class Inbox:
         items: "queue.SimpleQueue[Item]",
         engine: Engine,
         hands: Hands,
-        obey: Callable[[Command], None],
+        obey: Callable[[Command | PolicyRead], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``obey``: does what a command says, ``stop`` excepted."""
+        """``obey``: does what a command says, ``stop`` excepted, and takes the policy that was read."""
         self._items = items
         self._engine = engine
         self._hands = hands
@@ -56,12 +57,12 @@ class Inbox:
         try:
             item = self._items.get(timeout=max(0.0, timeout))
             while True:
-                if not isinstance(item, Command):
-                    self._engine.take(item)
-                elif item.word == "stop":
+                if isinstance(item, Command) and item.word == "stop":
                     is_to_stop = True
-                else:
+                elif isinstance(item, Command | PolicyRead):
                     self._obey(item)
+                else:
+                    self._engine.take(item)
                 item = self._items.get_nowait()
         except queue.Empty:
             return not is_to_stop

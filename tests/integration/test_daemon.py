@@ -118,6 +118,65 @@ def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn_and_the_other
         assert "scheduled_events_faults_total 2.0" in get(daemon.web, "/metrics")[1]
 
 
+class Told(host.ServiceManager):
+    """A service manager that keeps what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+
+    def tell(self, state: str, status: str) -> None:
+        del status
+        self.words.append(state)
+
+
+def test_a_policy_that_takes_long_to_read_holds_up_nothing(tmp_path: Path) -> None:
+    reads, may_go_on = threading.Semaphore(0), threading.Semaphore(0)
+    readings: list[int] = []
+
+    def load_slowly() -> Settings:
+        readings.append(len(readings) + 1)
+        reads.release()
+        assert may_go_on.acquire(timeout=60.0)
+        name = f"reading-{readings[-1]}"
+        return replace(settings, rules=(Rule(name=name, approve="immediately"),))
+
+    with Simulator(vms=("vm-1",)) as azure:
+        imds = ImdsSettings(endpoint=azure.endpoint(), poll_interval=0.25)
+        settings = Settings(imds=imds, agent=AGENT, rules=RULES)
+        store, manager = Store.open(tmp_path, datetime.now(UTC)), Told()
+        daemon = Daemon(settings, load_slowly, store, service=manager)
+        thread = threading.Thread(target=daemon.run)
+        thread.start()
+        try:
+            azure.wait_until(lambda: manager.words == ["ready"], "it is ready")
+            daemon.reload()
+            assert reads.acquire(timeout=60.0)
+            azure.wait_approved(azure.schedule("Reboot", notice_seconds=60))
+            assert manager.words == ["ready", "reloading"]
+            for _ in range(3):
+                daemon.reload()
+            azure.wait_until(lambda: manager.words == ["ready", *["reloading"] * 4], "all were heard")
+            may_go_on.release()
+            # What was read before the last request is not put in force: the file may have changed since.
+            assert reads.acquire(timeout=60.0)
+            assert daemon._engine.settings.rules == RULES
+            may_go_on.release()
+            azure.wait_until(lambda: manager.words[-1] == "ready", "it has ended")
+            assert [rule.name for rule in daemon._engine.settings.rules] == ["reading-2"]
+            assert readings == [1, 2]
+            # A reload under way does not hold up the end.
+            daemon.reload()
+            assert reads.acquire(timeout=60.0)
+        finally:
+            daemon.stop()
+            thread.join(20.0)
+            may_go_on.release()
+            store.close()
+        assert not thread.is_alive()
+        assert manager.words[-1] == "stopping"
+
+
 def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another_vm(tmp_path: Path) -> None:
     store = Store.open(tmp_path, datetime.now(UTC))
     try:

@@ -143,7 +143,7 @@ class Agent:
         assert len(self.hands.begun) == begun, "something is begun by an agent that stops"
 
 
-def fail(command: Command) -> None:
+def fail(command: object) -> None:
     raise AssertionError(command)
 
 

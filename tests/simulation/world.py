@@ -542,7 +542,7 @@ class World(Machine):
         if self._store.load_requests(self.now()):
             raise BrokenError("(9) a stop leaves an operator without an answer")
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, command: object) -> None:
         raise BrokenError(f"the world gives no such command: {command}")
 
     def wait_for_mail(self, timeout: float) -> None:
