@@ -24,6 +24,33 @@ Logger = structlog.typing.FilteringBoundLogger
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 # Of syslog, as the journal of systemd reads them at the beginning of a line: "journalctl -p warning" finds them.
 _PRIORITIES = {"debug": "<7>", "info": "<6>", "warning": "<4>", "error": "<3>"}
+MESSAGE_IDS = {
+    "agent started": "b969c3a8b960af4f14e1daebbecda93a",
+    "agent stopped": "550cf1d9a7ea92eae1b47a0fe5a35d76",
+    "the agent cannot run": "33639dff0b4397176cb22a0e1955e485",
+    "seen": "1c67b9ef73bb030a8081b914b995a88e",
+    "held": "ffa508265f4ac3015b330b8441256bf7",
+    "blocked": "b6c32ffe6835e13347691924b0d354d0",
+    "hook finished": "a86b268a6a927dba1e68eb4ebc1c1604",
+    "approved": "2855498063661c9e205b7f42c4aa4c2e",
+    "approval failed": "cf1f2f16690f1477c3d285a10504b83c",
+    "started": "c63551d4e450f80e0b85bd9020b4d0cb",
+    "recovery failed": "2d06dfa91df2f8b8b8cdcd4c84ab8fe5",
+    "closed": "79b8242fe79852f9876b213a51683173",
+    "operator": "69b1417fc1ac0cb5059a0abd3d24e73a",
+    "this machine stood still": "fd26599cf79a5c0a16ed4997c6fc7d9c",
+    "the policy file was read again": "de1d53f8e4f212034f290539f3a2490e",
+    "the policy file is refused; the old policy stays in force": "cf9130bfbff70a64e1a0af9c1f6256db",
+}
+"""In the journal of systemd, of the main happenings by their message. They never change: alerts go by them."""
+JOURNAL_FIELDS = {
+    "event_id": "EVENT_ID", "type": "EVENT_TYPE", "rule": "RULE", "phase": "PHASE",
+    "hook": "HOOK", "stage": "STAGE",
+}  # fmt: skip
+"""Names of an entry's fields in the journal of systemd."""
+# An entry must fit into a datagram, of which the kernel takes about 200 KiB.
+_MAX_JOURNAL_MESSAGE = 32 * 1024
+_MAX_JOURNAL_FIELD = 1024
 _REPEAT_SECONDS = 3600.0
 _MINUTE = 60.0
 # So many lines come at once, then one a minute: of a failure that comes and goes, for each kind; of one message
@@ -66,7 +93,7 @@ def set_up(
         )
         processors.append(renderer)
     else:
-        render = _to_json_with_priority if _is_journal(stream) else _to_json
+        render = _Journal() if _is_journal(stream) else _to_json
         processors += [structlog.processors.format_exc_info, render]
     structlog.configure(
         processors=processors,
@@ -248,5 +275,28 @@ def _to_json(_logger: object, _method: str, event: structlog.typing.EventDict) -
         return json.dumps(line, default=str)
 
 
-def _to_json_with_priority(logger: object, method: str, event: structlog.typing.EventDict) -> str:
-    return _PRIORITIES.get(event["level"], "") + _to_json(logger, method, event)
+class _Journal:
+    """Writes entries to the journal of systemd with fields of their own, or else as lines with a priority."""
+
+    def __init__(self) -> None:
+        self._is_stuck = False
+
+    def __call__(self, logger: object, method: str, event: structlog.typing.EventDict) -> str:
+        priority, message = _PRIORITIES.get(event["level"], "<6>"), str(event["event"])
+        fields = {
+            name: str(event[key])[:_MAX_JOURNAL_FIELD] for key, name in JOURNAL_FIELDS.items() if event.get(key)
+        }
+        if message_id := MESSAGE_IDS.get(message):
+            fields["MESSAGE_ID"] = message_id
+        line = _to_json(logger, method, event)
+        fields |= {
+            "MESSAGE": line[:_MAX_JOURNAL_MESSAGE],
+            "PRIORITY": priority.strip("<>"),
+            "SYSLOG_IDENTIFIER": "scheduled-events-agent",
+        }
+        # Who is slow is waited for once, as with a stream.
+        if host.send_to_journal(fields, 0.0 if self._is_stuck else _PATIENCE_SECONDS):
+            self._is_stuck = False
+            raise structlog.DropEvent
+        self._is_stuck = True
+        return f"{priority}{line}"

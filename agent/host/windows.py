@@ -623,6 +623,12 @@ def is_journal(descriptor: int) -> bool:
     return False
 
 
+def send_to_journal(fields: Mapping[str, str], patience_seconds: float) -> bool:
+    """Write one entry with fields of its own to the system's journal: there is none that takes them."""
+    del fields, patience_seconds
+    return False
+
+
 class ServiceManager:
     """Whoever started this process as a service: nobody. For a service, ``windows_service`` has another."""
 

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,7 +16,7 @@ import pytest
 import structlog
 
 from agent.host.windows_events import EventLog, open_log_file
-from agent.log import FailureLog, get_logger, set_up
+from agent.log import MESSAGE_IDS, FailureLog, get_logger, set_up
 from agent.simulator import Simulator
 
 
@@ -133,6 +135,88 @@ def test_auto_means_console_on_a_terminal() -> None:
     assert "seen" in text
     assert "{" not in text
     assert "\x1b[" in text
+
+
+# --- the journal of systemd
+
+
+@pytest.fixture
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, io.TextIOWrapper]]:
+    """A journal's socket, and a stream that is connected to the journal."""
+    if sys.platform == "win32":
+        pytest.skip("there is no journal on Windows")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear, (tmp_path / "stream").open("w+") as stream:
+        ear.bind(str(tmp_path / "journal"))
+        ear.settimeout(20)
+        monkeypatch.setattr("agent.host.linux._JOURNAL_SOCKET", str(tmp_path / "journal"))
+        facts = os.fstat(stream.fileno())
+        monkeypatch.setenv("JOURNAL_STREAM", f"{facts.st_dev}:{facts.st_ino}")
+        yield ear, stream
+
+
+def fields_of(entry: bytes) -> dict[str, str]:
+    """What journald reads: NAME=value, or NAME, the length in eight bytes and a value that may have lines."""
+    fields = {}
+    while entry:
+        name, _, rest = entry.partition(b"\n")
+        if b"=" in name:
+            name, _, value = name.partition(b"=")
+        else:
+            length = int.from_bytes(rest[:8], "little")
+            value, rest = rest[8 : 8 + length], rest[8 + length :]
+            assert rest[:1] == b"\n"
+            rest = rest[1:]
+        fields[name.decode()] = value.decode()
+        entry = rest
+    return fields
+
+
+def test_the_journal_gets_fields_of_its_own(journal: tuple[socket.socket, io.TextIOWrapper]) -> None:
+    ear, stream = journal
+    set_up("info", "auto", stream=stream)
+    get_logger().warning("held", event_id="602D", type="Reboot", rule="r", phase="held", hook="a\nb", reason="why")
+    fields = fields_of(ear.recv(1 << 20))
+    message = json.loads(fields.pop("MESSAGE"))
+    assert (message["level"], message["message"], message["reason"]) == ("warning", "held", "why")
+    assert fields == {
+        "EVENT_ID": "602D",
+        "EVENT_TYPE": "Reboot",
+        "RULE": "r",
+        "PHASE": "held",
+        "HOOK": "a\nb",
+        "MESSAGE_ID": MESSAGE_IDS["held"],
+        "PRIORITY": "4",
+        "SYSLOG_IDENTIFIER": "scheduled-events-agent",
+    }
+    assert Path(stream.name).read_text() == ""
+
+
+def test_what_is_very_long_still_fits_into_the_journal(journal: tuple[socket.socket, io.TextIOWrapper]) -> None:
+    ear, stream = journal
+    set_up("info", "auto", stream=stream)
+    long = "\u20ac" * 1_000_000
+    get_logger().info("seen", event_id=long, type=long, rule=long, hook=long, reason=long)
+    assert fields_of(ear.recv(1 << 20))["MESSAGE"].startswith('{"time"')
+
+
+def test_without_the_journals_socket_lines_go_to_the_stream(
+    journal: tuple[socket.socket, io.TextIOWrapper],
+) -> None:
+    ear, stream = journal
+    set_up("info", "auto", stream=stream)
+    Path(ear.getsockname()).unlink()
+    get_logger().error("lost")
+    assert Path(stream.name).read_text().startswith('<3>{"time"')
+
+
+def test_a_journal_that_takes_nothing_does_not_hold_up_who_logs(
+    journal: tuple[socket.socket, io.TextIOWrapper],
+) -> None:
+    _, stream = journal
+    set_up("info", "auto", stream=stream)
+    for number in range(2000):  # more than a socket holds that is not read
+        get_logger().info("seen", number=number)
+    assert Path(stream.name).read_text().count('<6>{"time"') > 1000
 
 
 # --- the stream

@@ -1,5 +1,6 @@
 """The unit under a real systemd: ready, supervised, reloaded, stopped, ordered and confined as its file says."""
 
+import json
 import re
 import socket
 import ssl
@@ -8,6 +9,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,7 @@ from container import CHECKOUT, Container
 from service import DROP_INS, POLICY, UNIT, Service
 from stuck import hanging_thread, outer_pid, wait_killed
 
+from agent.log import MESSAGE_IDS
 from agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]
@@ -234,6 +237,39 @@ def test_after_a_kill_it_is_back_within_seconds_and_goes_on_where_it_was(service
     assert "sleep" not in service.machine.run("ps", "-e", "-o", "comm").stdout  # the hook went with its agent
 
 
+# --- the journal
+
+
+def ask_journal(service: Service, *matches: str) -> list[dict[str, Any]]:
+    service.machine.run("journalctl", "--sync")
+    done = service.machine.run("journalctl", "--quiet", "--output=json", *matches)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check_journal(service: Service, sim: Simulator) -> None:
+    event = sim.schedule("Reboot", source="User", notice_seconds=600)
+    service.wait_log("approved", event_id=event)
+    found = ask_journal(service, f"EVENT_ID={event}")
+    assert {"seen", "decided", "approved"} <= {json.loads(entry["MESSAGE"])["message"] for entry in found}
+    for entry in found:
+        assert (entry["_SYSTEMD_UNIT"], entry["EVENT_TYPE"], entry["RULE"]) == (UNIT, "Reboot", "user-initiated")
+    (approved,) = ask_journal(service, f"--unit={UNIT}", f"MESSAGE_ID={MESSAGE_IDS['approved']}")
+    assert (approved["EVENT_ID"], approved["PRIORITY"]) == (event, "6")
+
+
+def test_the_journal_can_be_asked_for_an_event(service: Service, sim: Simulator) -> None:
+    check_journal(service, sim)
+
+
+def test_why_the_agent_cannot_start_is_an_error_of_its_unit(service: Service) -> None:
+    service.write_policy(rules=[{"name": "reboots", "approve": "yes"}])
+    service.machine.run("systemctl", "restart", UNIT, check=False)
+    service.wait_log("the agent cannot run")
+    (*_, entry) = ask_journal(service, f"--unit={UNIT}", f"MESSAGE_ID={MESSAGE_IDS['the agent cannot run']}")
+    assert entry["PRIORITY"] == "3"
+    assert "rules[0].approve: expected one of immediately, " in json.loads(entry["MESSAGE"])["reason"]
+
+
 # --- reload and stop
 
 
@@ -380,6 +416,10 @@ REFUSED = {
     "python3 -c 'import mmap; mmap.mmap(-1, 4096, prot=7)'": "Operation not permitted",
     "systemctl stop dbus.service": "Interactive authentication required",
 }
+
+
+def test_strict_reaches_the_journal_with_fields_of_its_own(strict: Service, sim: Simulator) -> None:
+    check_journal(strict, sim)
 
 
 def test_strict_refuses_a_hook_what_it_has_no_business_with(strict: Service, sim: Simulator) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from agent.cli import build_parser
 from agent.cli.policy import Explanations
+from agent.log import JOURNAL_FIELDS, MESSAGE_IDS
 from agent.status import SCHEMA_VERSION, CurrentEvents, Journal, LastKnown, OperatorAnswer, Status
 from agent.workflow import TRANSITIONS
 
@@ -25,6 +26,14 @@ def test_the_design_shows_every_arrow_in_the_life_of_an_event() -> None:
     rows = re.findall(r"^\| (\w+) \| [^|]+ \| ?([\w, ]*?) ?\|$", text_of("docs/design.md"), re.MULTILINE)
     shown = {phase: set(filter(None, arrows.split(", "))) for phase, arrows in rows if phase != "phase"}
     assert shown == {phase: set(arrows) for phase, arrows in TRANSITIONS.items()}
+
+
+def test_the_page_about_systemd_has_every_field_and_message_id_of_the_journal() -> None:
+    page = text_of("docs/systemd.md")
+    rows = re.findall(r"^\| `([0-9a-f]{32})` \| ([^|]+) \| [^|]+ \|$", page, re.MULTILINE)
+    assert {message: message_id for message_id, message in rows} == MESSAGE_IDS
+    assert len(set(MESSAGE_IDS.values())) == len(MESSAGE_IDS)
+    assert all(f"`{name}`" in page for name in JOURNAL_FIELDS.values())
 
 
 def structs_in(found: Any) -> Iterator[msgspec.inspect.StructType]:
