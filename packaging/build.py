@@ -317,7 +317,7 @@ def _place_agent(root: Path, version: str) -> None:
 def _place_programs(root: Path) -> None:
     copy(PACKAGING / "launcher.sh", root / "usr/bin" / NAME, mode=0o755)
     copy(PACKAGING / "interpreter.sh", root / HOME / "interpreter.sh")
-    for script in ("bytecode.sh", "may-restart.sh"):
+    for script in ("bytecode.sh", "restart.sh"):
         copy(PACKAGING / script, root / HOME / script, mode=0o755)
     copy(PACKAGING / "start.py", root / HOME / "start.py")
 

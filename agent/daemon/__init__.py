@@ -270,6 +270,9 @@ class Daemon:
     def _describe(self) -> str:
         """What the agent is at, in one line, which only changes when that does."""
         parts = []
+        if hooks := [running.hook for running in self._hands.running()]:
+            # Packages look for these words, to restart the agent when no hook runs.
+            parts.append(f"runs hook{'s' if len(hooks) > 1 else ''} {', '.join(hooks)}")
         if self._engine.settings.agent.mode == "observe":
             parts.append("only observes")
         if self._engine.is_paused:

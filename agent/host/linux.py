@@ -680,6 +680,11 @@ def _status_line(status: str) -> str:
     return f"STATUS={''.join(c if c.isprintable() else ' ' for c in status)[:_MAX_STATUS_CHARACTERS]}"
 
 
+def load_all_parts() -> None:
+    """Import what else an agent that runs may need of its own: an upgrade replaces its files while it does."""
+    from agent.host import dhcp, surroundings, units  # noqa: F401, PLC0415 - see above
+
+
 def reap_orphans() -> None:
     """Release processes that lost their parent and ended; to be called now and then while trees run."""
     _reap_orphans()

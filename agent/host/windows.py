@@ -642,6 +642,10 @@ class ServiceManager:
         """To be called as long as this process does its work."""
 
 
+def load_all_parts() -> None:
+    """Nothing: an installer stops the agent before it replaces files."""
+
+
 def reap_orphans() -> None:
     """Release processes that lost their parent and ended; here the system does."""
 

@@ -153,9 +153,9 @@ def test_the_status_names_what_is_pending_and_what_it_waits_for(
     )
     service.start()
     event = sim.schedule("Reboot", notice_seconds=600)
-    systemd.wait_status(rf"Reboot {event} \(rule reboots, not before \S+Z\): preparing")
+    systemd.wait_status(rf"runs hook drain; Reboot {event} \(rule reboots, not before \S+Z\): preparing.*")
     service.let_go("drained")
-    systemd.wait_status(rf"Reboot {event} \(rule reboots, not before \S+Z\): approved.*")
+    systemd.wait_status(rf"Reboot {event} \(rule reboots, not before \S+Z\): approved.*")  # and no hook runs
 
 
 def test_a_reload_is_told_from_its_beginning_to_its_end(service: Agent, systemd: Systemd) -> None:
@@ -190,7 +190,7 @@ def test_it_says_that_it_stops_and_what_it_waits_for(service: Agent, sim: Simula
     )
     service.start("--stop-timeout", "60s")
     sim.schedule("Reboot", notice_seconds=600)
-    systemd.wait_status(r"Reboot .*: preparing")
+    systemd.wait_status(r"runs hook drain; Reboot .*: preparing.*")
     service.process.terminate()
     assert systemd.wait_word("STOPPING=1")[1:] == ["STATUS=Stopping, once these hooks have ended: drain"]
     time.sleep(3.0)  # longer than the default would give the hook
@@ -208,7 +208,7 @@ def test_a_second_signal_ends_the_waiting_for_hooks(service: Agent, sim: Simulat
     )
     service.start("--stop-timeout", "60s")
     sim.schedule("Reboot", notice_seconds=600)
-    systemd.wait_status(r"Reboot .*: preparing")
+    systemd.wait_status(r"runs hook drain; Reboot .*: preparing.*")
     service.process.terminate()
     systemd.wait_word("STOPPING=1")
     assert service.stop() < 10

@@ -13,6 +13,8 @@ if sys.platform == "win32":
 
 from container import CHECKOUT, Container
 
+from agent.simulator import Simulator
+
 UNIT = "scheduled-events-agent.service"
 POLICY = "/etc/scheduled-events-agent/policy.yaml"
 DROP_INS = f"/etc/systemd/system/{UNIT}.d"
@@ -104,3 +106,36 @@ class Service:
         """Lines that hooks wrote."""
         path: Path = self.machine.path(file)
         return path.read_text().splitlines() if path.exists() else []
+
+
+def upgrade_while_a_hook_runs(service: Service, sim: Simulator, newer: str, *command: str) -> None:
+    """By this command; the newer version goes on where the old one was."""
+    machine = service.machine
+    rule = {"name": "all", "prepare": ["drain", "flush"], "recover": ["resume"], "approve": "when-prepared"}
+    notes = {name: f"echo {name} >> /root/notes" for name in ("drain", "flush", "resume")}
+    wait = "while ! test -e /root/go; do sleep 0.1; done; echo drained >> /root/notes"
+    hooks = {name: {"shell": line} for name, line in notes.items()}
+    hooks["drain"] = {"shell": f"{notes['drain']}; {wait}", "timeout": "5m"}
+    service.write_policy(rules=[rule], hooks=hooks)
+    service.systemctl("restart")
+    event = sim.schedule("Reboot", notice_seconds=600.0, lasts_seconds=1.0)
+    machine.wait_for(lambda: service.notes() == ["drain"], "the hook ran")
+    service.wait_status("runs hook drain")
+    before = service.pid()
+
+    done = machine.run(*command, timeout=120)
+
+    waiting = "scheduled-events-agent-restart.service"
+    assert (
+        "scheduled-events-agent: hooks are running, so the service is restarted when they have ended; until then "
+        f"the version before runs on. What becomes of that: journalctl -u {waiting}\n"
+    ) in done.stderr
+    assert machine.run("scheduled-events-agent", "--version").stdout == f"scheduled-events-agent {newer}\n"
+    assert (service.pid(), service.notes()) == (before, ["drain"])
+    assert machine.run("systemctl", "is-active", waiting).stdout == "active\n"
+    machine.write("/root/go", "")
+    service.wait_log("agent started", version=newer, timeout=60)
+    assert service.pid() != before
+    sim.wait_gone(event, timeout_seconds=60)
+    machine.wait_for(lambda: service.notes()[-1] == "resume", "it recovered")
+    assert service.notes() == ["drain", "drained", "flush", "resume"]

@@ -11,7 +11,7 @@ if sys.platform == "win32":
     pytest.skip("debs are installed on Debian", allow_module_level=True)
 
 from container import Container
-from service import DROP_INS, POLICY, UNIT, Service, build_deb
+from service import DROP_INS, POLICY, UNIT, Service, build_deb, upgrade_while_a_hook_runs
 
 from agent import __version__
 from agent.simulator import Simulator
@@ -179,6 +179,28 @@ def upgrade_in_mid_event(machine: Container, sim: Simulator) -> None:
     gap = (int(started["__REALTIME_TIMESTAMP"]) - int(stopped["__REALTIME_TIMESTAMP"])) / 1e6
     print(f"the gap was {gap:.2f} s")
     assert 0 < gap < 5
+
+
+def test_an_upgrade_while_a_hook_runs_restarts_the_service_when_it_has_ended(
+    installed: Container, newer: Path, sim: Simulator
+) -> None:
+    with Container(installed) as machine:
+        machine.copy_in(newer, PACKAGE)
+        service = Service(machine, sim.endpoint())
+        upgrade_while_a_hook_runs(service, sim, NEWER, "dpkg", "--install", PACKAGE)
+        # Once more, and the operator stops the service meanwhile: it stays stopped.
+        machine.run("rm", "/root/go")
+        sim.schedule("Reboot", notice_seconds=600.0)
+        service.wait_status("runs hook drain")
+        install(machine)
+        machine.run("systemctl", "stop", "--no-block", UNIT)
+        service.wait_status("Stopping")
+        machine.write("/root/go", "")
+        waiting = f"{NAME}-restart.service"
+        machine.wait_for(
+            lambda: machine.run("systemctl", "is-active", waiting, check=False).stdout == "inactive\n", "it ended"
+        )
+        assert state_of(machine) == ("enabled", "inactive")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ HOME = f"usr/lib/{NAME}"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine of ELF
 DEBS = {"x86_64": "amd64", "aarch64": "arm64"}
-EXECUTABLE = {f"usr/bin/{NAME}", f"{HOME}/bytecode.sh", f"{HOME}/may-restart.sh"} | {
+EXECUTABLE = {f"usr/bin/{NAME}", f"{HOME}/bytecode.sh", f"{HOME}/restart.sh"} | {
     f"usr/share/{NAME}/hooks/{path.name}" for path in CHECKOUT.glob("config/hooks/*") if path.suffix == ""
 }
 

@@ -18,7 +18,7 @@ if sys.platform == "win32":
     pytest.skip("rpms are for Linux", allow_module_level=True)
 
 from container import CHECKOUT, PROJECT, Container
-from service import POLICY, UNIT, Service
+from service import POLICY, UNIT, Service, upgrade_while_a_hook_runs
 
 from agent import __version__
 from agent.simulator import Simulator
@@ -117,6 +117,15 @@ def test_an_upgrade_in_mid_event_keeps_policy_and_state_and_restarts_the_service
         machine.run(NAME, "approve", event)
         sim.wait_gone(event, timeout_seconds=30)
         assert service.notes() == ["drain"]
+
+
+def test_an_upgrade_while_a_hook_runs_restarts_the_service_when_it_has_ended(with_agent: Container) -> None:
+    with Simulator(vms=("vm-1",), rate_limit=None) as sim, Container(with_agent, boots=False) as machine:
+        service = Service(machine, sim.endpoint())
+        service.write_policy()
+        machine.start()  # not before, as above
+        upgrade = ("rpm", "--force-debian", "--nodeps", "--upgrade", "/root/newer.rpm")
+        upgrade_while_a_hook_runs(service, sim, NEWER, *upgrade)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Who may know whom: imports point downwards only, and what differs between systems stays in agent/host/."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,6 +157,16 @@ def test_only_the_host_modules_know_which_system_they_run_on(path: Path) -> None
 def test_importing_the_agent_loads_nothing_heavy(path: Path) -> None:
     heavy = HEAVY | FOR_UNITS if module_of(path) == "web" else HEAVY | FOR_UNITS | SERVERS
     assert {name for name in imports(path, only_at_start=True) if is_in(name, heavy)} == set()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="an installer stops the agent first")
+def test_an_agent_that_runs_has_loaded_all_of_its_own_before_an_upgrade() -> None:
+    program = "import sys, agent.cli.run, agent.daemon as d; d.host.load_all_parts(); print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    here = {path for path in files(*RESIDENT) if "windows" not in path.name and path.name != "systemd_unit.py"}
+    wanted = {name for path in here for name in imports(path) if "windows" not in name}
+    assert (wanted & {dotted_name_of(path) for path in files()}) - set(loaded) == set()
 
 
 def test_only_the_plugin_for_users_tests_knows_pytest_and_nobody_else_loads_it() -> None:
