@@ -373,12 +373,13 @@ def _in_package(page: Path) -> str:
 
 
 def _generate_from_parser(root: Path, tools: Path, version: str, epoch: int) -> None:
-    """The man page and the completions, from the very grammar that reads the command line."""
+    """The man pages and the completions, from the grammar of the command line and the types of the policy."""
     # The staged agent, but the tools' own copies of its dependencies: those fit the machine that builds.
     environment = {"PATH": os.defpath, "PYTHONPATH": str(root / HOME), "PYTHONDONTWRITEBYTECODE": "1"}
     environment |= {"SOURCE_DATE_EPOCH": str(epoch), "LC_ALL": "C.UTF-8", "COLUMNS": "100"}
-    page = run([str(tools / "bin/python"), str(PACKAGING / "manual.py"), version, str(epoch)], env=environment)
-    write(root / f"usr/share/man/man1/{NAME}.1.gz", _gzip(page.encode()))
+    for what, place in (("command", f"man8/{NAME}.8.gz"), ("policy", f"man5/{NAME}-policy.yaml.5.gz")):
+        command = [str(tools / "bin/python"), str(PACKAGING / "manual.py"), what, version, str(epoch)]
+        write(root / "usr/share/man" / place, _gzip(run(command, env=environment).encode()))
     completions = {
         "bash": f"usr/share/bash-completion/completions/{NAME}",
         "zsh": f"usr/share/zsh/vendor-completions/_{NAME}",

@@ -1,7 +1,7 @@
-"""Prints the man page in roff, made from the command line's own grammar: ``manual.py VERSION EPOCH``.
+"""Prints a man page in roff: ``manual.py command|policy VERSION EPOCH``.
 
-Run by build.py, where the agent can be imported. What no parser knows (files, environment) is in
-manual-sections.man.
+That of the command is made from its own grammar, that of the policy file from the types that it is read into. Run
+by build.py, where the agent can be imported. What neither knows (files, environment) is in manual-sections.man.
 """  # noqa: INP001 - a script
 
 import argparse
@@ -10,8 +10,16 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from agent.cli import build_parser
+from agent.config import policy_schema
+
+_POLICY_INTRO = """The policy decides about each scheduled event: YAML, read at the start and at each reload. All
+of it may be left out. Durations are written 30s, 5m, 1h30m or 2d.
+
+scheduled-events-agent check tells what is wrong with a file, with the line; explain tells what it means for an
+event. policy.md in /usr/share/doc/scheduled-events-agent has examples, and what hooks are told."""
 
 
 def page(version: str, epoch: int) -> Iterator[str]:
@@ -19,7 +27,7 @@ def page(version: str, epoch: int) -> Iterator[str]:
     parser = build_parser()
     name = parser.prog
     day = datetime.fromtimestamp(epoch, UTC).date()
-    yield f'.TH {name.upper()} 1 {day} "{name} {version}" "System administration"'
+    yield f'.TH {name.upper()} 8 {day} "{name} {version}" "System administration"'
     yield from (".SH NAME", rf"{_text(name)} \- prepares an Azure VM for Scheduled Events and approves them")
     yield from (".SH SYNOPSIS", rf".B {_text(name)}", r".I command", r"[\fIoption\fR ...]")
     yield from (".SH DESCRIPTION", _text(parser.description or ""))
@@ -28,6 +36,56 @@ def page(version: str, epoch: int) -> Iterator[str]:
     for title, command, short in _commands(parser):
         yield from (f".SS {_text(title)}", _text(command.description or short), *_options(command))
     yield Path(__file__).with_name("manual-sections.man").read_text("utf-8").rstrip()
+
+
+def policy_page(version: str, epoch: int) -> Iterator[str]:
+    """The lines of the page on the policy file."""
+    schema = policy_schema()
+    name = f"{build_parser().prog}-policy.yaml"
+    day = datetime.fromtimestamp(epoch, UTC).date()
+    yield f'.TH {name.upper()} 5 {day} "{build_parser().prog} {version}" "File formats"'
+    yield from (".SH NAME", rf"{_text(name)}, policy.yaml \- what the agent does about scheduled events")
+    yield from (".SH SYNOPSIS", ".I /etc/scheduled\\-events\\-agent/policy.yaml")
+    yield ".SH DESCRIPTION"
+    for paragraph in _POLICY_INTRO.split("\n\n"):
+        yield from (".PP", _text(paragraph))
+    yield from (".SH KEYS", *_keys(schema["properties"]))
+    for key, section in schema["properties"].items():
+        yield from _sections(key, section, schema["$defs"])
+    yield from (".SH SEE ALSO", r".BR scheduled\-events\-agent (8)")
+
+
+def _sections(path: str, value: dict[str, Any], types: dict[str, Any]) -> Iterator[str]:
+    """The keys of what is below this one, and of what is below these."""
+    inner = value.get("items") or value.get("additionalProperties") or value
+    if not isinstance(inner, dict) or "$ref" not in inner:
+        return
+    place = f"{path}[]" if "items" in value else f"{path}.NAME" if inner is not value else path
+    keys = types[inner["$ref"].rpartition("/")[2]]["properties"]
+    yield from (f'.SH "KEYS OF {_text(place)}"', *_keys(keys))
+    for key, below in keys.items():
+        yield from _sections(f"{place}.{key}", below, types)
+
+
+def _keys(properties: dict[str, Any]) -> Iterator[str]:
+    for key, value in properties.items():
+        yield from (".TP", rf"\fB{_text(key)}\fR {_kind(value)}".rstrip())
+        told = value.get("default", "")
+        words = ", ".join(map(str, told)) if isinstance(told, list) else str(told).lower()
+        yield _text(value.get("description", "") + (f" Default: {words}." if words and "{" not in words else ""))
+
+
+def _kind(value: dict[str, Any]) -> str:
+    """What may stand there, as far as words or a list of them can tell."""
+    kinds = [_kind(choice) for choice in value.get("anyOf", ()) if choice.get("type") != "null"]
+    if kinds:
+        return " or ".join(dict.fromkeys(kinds))
+    if "enum" in value:
+        return "|".join(rf"\fI{_text(str(word))}\fR" for word in value["enum"])
+    if value.get("type") == "array":
+        return "list"
+    is_duration = value.get("pattern", "").endswith("(d|h|m|s|ms))+$")
+    return r"\fIduration\fR" if is_duration else rf"\fI{value.get('type', '')}\fR".replace(r"\fI\fR", "")
 
 
 def _commands(
@@ -70,4 +128,5 @@ def _text(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(page(sys.argv[1], int(sys.argv[2]))))
+    make = {"command": page, "policy": policy_page}[sys.argv[1]]
+    print("\n".join(make(sys.argv[2], int(sys.argv[3]))))

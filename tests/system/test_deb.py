@@ -92,7 +92,7 @@ def test_without_a_network_it_is_installed_runs_and_endangers_nothing(
         assert modes == f"700 root /etc/{NAME}/credentials\n700 root /var/lib/{NAME}\n"
         account = machine.run("getent", "passwd", NAME).stdout.strip().split(":")
         assert (account[0], account[5:]) == (NAME, [f"/var/lib/{NAME}", "/usr/sbin/nologin"])
-        assert machine.path(f"/usr/share/man/man1/{NAME}.1.gz").exists()
+        assert machine.path(f"/usr/share/man/man8/{NAME}.8.gz").exists()
         completion = f"source /usr/share/bash-completion/completions/{NAME} && complete -p {NAME}"
         assert NAME in machine.run("bash", "-c", completion).stdout
         assert machine.run("dpkg", "--verify", NAME).stdout == ""

@@ -28,6 +28,7 @@ import apt
 
 from agent import __version__
 from agent.cli import build_parser
+from agent.config import policy_schema
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BUILD = CHECKOUT / "packaging/build.py"
@@ -329,8 +330,28 @@ def test_the_licence_of_everything_inside_is_included(
 
 def test_the_man_page_names_every_command_and_option(tree: Path, tmp_path: Path) -> None:
     apt.need("man", "man-db")
-    page = tmp_path / "page.1"
-    page.write_bytes(gzip.decompress((tree / f"usr/share/man/man1/{NAME}.1.gz").read_bytes()))
+    page = tmp_path / "page.8"
+    page.write_bytes(gzip.decompress((tree / f"usr/share/man/man8/{NAME}.8.gz").read_bytes()))
+    words = set(re.split(r"[\s,]+", read_page(page)))
+    assert [word for word in grammar() if word not in words] == []
+
+
+def test_the_man_page_of_the_policy_names_every_key(tree: Path, tmp_path: Path) -> None:
+    apt.need("man", "man-db")
+    page = tmp_path / "page.5"
+    page.write_bytes(gzip.decompress((tree / f"usr/share/man/man5/{NAME}-policy.yaml.5.gz").read_bytes()))
+    told = read_page(page)
+    types = policy_schema()["$defs"].values()
+    keys = {key for type_ in (policy_schema(), *types) for key in type_["properties"]}
+    assert [key for key in keys if not re.search(rf"^ +{key}\b", told, re.MULTILINE)] == []
+    assert "KEYS OF rules[].when" in told
+    assert re.search(
+        r"^ +approve immediately\|when-prepared\|manual\|never\n.* Default: never\.", told, re.MULTILINE
+    )
+
+
+def read_page(page: Path) -> str:
+    """A man page as a reader sees it; it is without a fault."""
     done = subprocess.run(
         ["man", "--warnings", "--local-file", str(page)],
         env={**os.environ, "MANWIDTH": "200", "LC_ALL": "C.UTF-8", "MAN_KEEP_FORMATTING": ""},
@@ -339,8 +360,7 @@ def test_the_man_page_names_every_command_and_option(tree: Path, tmp_path: Path)
         check=True,
     )
     assert done.stderr == ""
-    words = set(re.split(r"[\s,]+", done.stdout))
-    assert [word for word in grammar() if word not in words] == []
+    return done.stdout
 
 
 def grammar() -> Iterator[str]:
@@ -509,7 +529,7 @@ def test_nothing_is_younger_than_the_commit(debs: Mapping[str, Mapping[str, Entr
     with tarfile.open(fileobj=BytesIO(packed)) as archive:
         times = {member.mtime for member in archive}
     assert len(times) == 1
-    (day,) = re.findall(r"\.TH \S+ 1 (\S+)", text_of(debs["x86_64"], f"usr/share/man/man1/{NAME}.1.gz"))
+    (day,) = re.findall(r"\.TH \S+ 8 (\S+)", text_of(debs["x86_64"], f"usr/share/man/man8/{NAME}.8.gz"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", day)
 
 
@@ -520,7 +540,7 @@ def test_another_version_can_be_built_without_editing_a_file(tmp_path: Path) -> 
     assert package.name == f"{NAME}_9.8.7-1_amd64.deb"
     entries = entries_of_deb(package)
     assert '\n__version__ = "9.8.7"\n' in text_of(entries, f"{HOME}/agent/__init__.py")
-    assert f"{NAME} 9.8.7" in text_of(entries, f"usr/share/man/man1/{NAME}.1.gz")
+    assert f"{NAME} 9.8.7" in text_of(entries, f"usr/share/man/man8/{NAME}.8.gz")
 
 
 def test_a_version_that_is_none_is_refused(tmp_path: Path) -> None:
