@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import MakeAgent
 from examples import ServiceManager, Unit, copy_hooks, example
 from harness import PATIENCE, Agent, Simulator
+
+from conftest import MakeAgent
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are shell scripts for Linux")
 

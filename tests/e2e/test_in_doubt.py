@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import MakeAgent
 from harness import Agent, Simulator
 
 from agent.simulator import VirtualMachine
+from conftest import MakeAgent
 
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
 AT_ONCE = {"name": "all", "approve": "immediately"}

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import MakeAgent
 from harness import CHECKOUT, Agent, Endpoint, Simulator, document
 
 from agent.events import parse_document
+from conftest import MakeAgent
 
 if sys.platform == "win32":
     pytest.skip("environment, descriptors and modes as Linux has them", allow_module_level=True)

@@ -221,7 +221,7 @@ def test_nothing_that_the_network_says_becomes_a_word_to_systemd(
     sim.schedule("Reboot", notice_seconds=600, id_="a\nWATCHDOG_USEC=1\nSTOPPING=1")
     lines = systemd.wait(lambda lines: any("WATCHDOG_USEC=1" in line for line in lines))
     assert len(lines) == 1
-    assert lines[0].startswith("STATUS=Reboot a WATCHDOG_USEC=1 STOPPING=1 (")
+    assert lines[0].startswith("STATUS=Reboot a WATCHDOG_USEC=1 STOPPING=1~")  # and a mark of what it really is
 
 
 def test_one_that_is_not_watched_sends_no_signs_of_life(service: Agent, systemd: Systemd) -> None:
