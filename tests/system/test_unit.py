@@ -346,9 +346,9 @@ def test_a_hook_of_root_changes_the_machine_and_not_a_copy_of_it(service: Servic
 
 def test_root_lacks_what_no_hook_has_a_use_for(service: Service) -> None:
     status = service.process_status()
-    names = ("sys_time", "mac_admin", "mac_override", "sys_rawio", "sys_boot", "sys_pacct", "wake_alarm")
+    names = ["sys_time", "mac_admin", "mac_override", "sys_rawio", "sys_boot", "sys_pacct", "wake_alarm"]
     bounds = service.machine.run("capsh", f"--decode={status['CapBnd']}").stdout
-    names += ("block_suspend", "sys_tty_config", "audit_read")
+    names += ["block_suspend", "sys_tty_config", "audit_read"]
     assert [name for name in names if f"cap_{name}" in bounds] == []
     assert "cap_sys_admin" in bounds
     assert "cap_kill" in bounds
