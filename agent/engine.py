@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from agent import __version__, hook_times, host
 from agent.config import Settings
-from agent.events import Document, compare, to_azure_json
+from agent.events import Document, Gone, Seen, compare, refuse_too_many, to_azure_json
 from agent.hooks import HookResult, hook_environment
 from agent.imds import Identity
 from agent.log import FailureLog, get_logger
@@ -62,6 +62,9 @@ _MAX_NAMES = 50
 # After a day without a request the service switches Scheduled Events off for the VM.
 _SERVICE_KNOWN = timedelta(hours=24)
 _REMEMBER_ANSWER = timedelta(hours=1)
+# Of more new events than this at once, the log tells of the first few.
+_MAX_TOLD_AT_ONCE = 10
+_TOLD_OF_MANY = 3
 _TIDY_SECONDS = 60.0
 _LOUD_NOTES = ("held", "blocked", "approval_failed", "recovery_failed")
 
@@ -187,6 +190,9 @@ class Engine:
         self._clock_offset = self._machine.now().timestamp() - self.turned_at
         self._new_identity: Identity | None = None
         # A disk may have been copied to another VM, which is always another boot.
+        self.others_events = 0
+        """How many events of the last document only concern other VMs, and are not followed."""
+        self._untold: set[str] = set()  # workflows that the log leaves out
         self._is_identity_sure = host.is_same_boot(store.load_fact("boot_id"), self.boot_id)
         self._answer_remembered_at: datetime | None = None
         self._is_state_lost = bool(store.load_fact("state_lost"))
@@ -218,6 +224,7 @@ class Engine:
             (w.boot_id for w in workflows if host.is_same_boot(w.boot_id, self.boot_id)), self.boot_id
         )
         self.board = {workflow.id: workflow for workflow in workflows}
+        self._leave_out([workflow.id for workflow in workflows])
         now = self._machine.now()
         if self._store.set_aside is not None:
             self._log.error(
@@ -344,7 +351,7 @@ class Engine:
         self.record("reloaded", f"rules: {', '.join(rules)}", now)
         self._count_settings()
         self._expect_hooks()
-        self._signals.append(Reconsider())
+        self._reconsider()
 
     def refuse_settings(self, reason: str) -> None:
         """Another policy was offered that cannot be used: the old one stays."""
@@ -383,6 +390,11 @@ class Engine:
         self._metrics.reload_ok.set(1)
         self._metrics.reloaded_at.set_to_current_time()
 
+    def _reconsider(self) -> None:
+        """Decide anew, also on events that were none of this VM's."""
+        self._signals.append(Reconsider())
+        self._document = self._document or self._latest
+
     # --- a turn
 
     def _context(self, now: datetime, document_at: datetime | None) -> Context:
@@ -410,7 +422,7 @@ class Engine:
     def _decide_and_do(self, now: datetime) -> None:
         if not self.board and not self._signals and self._document is None:
             return
-        seen = compare(known_events(self.board), self._document) if self._document is not None else []
+        seen = self._compare(self._document) if self._document is not None else []
         progression = proceed(self.board, [*self._signals, *seen], self._context(now, self._document_at))
         try:
             self._store.commit(progression.steps, now, self._answers(progression))
@@ -425,12 +437,28 @@ class Engine:
         # What a bug kept from being taken in is compared again, at each turn, until it is.
         self._document = self._latest if progression.faults else None
         self.board, self._signals = progression.board, []
+        self._leave_out([s.workflow.id for s in progression.steps if any(n.kind == "seen" for n in s.notes)])
         for step in progression.steps:
             for note in step.notes:
                 self._tell(step.workflow, note, now)
+        self._untold &= self.board.keys()
         for workflow_id, fault in progression.faults:
             self._tell_fault(workflow_id, fault)
         self._perform(progression.steps, now)
+
+    def _compare(self, document: Document) -> list[Seen | Gone]:
+        """Events that only concern other VMs are counted and no more, unless a rule may take them."""
+        known, names = known_events(self.board), self.names()
+        events = document.events
+        if not any("others" in rule.when.affects for rule in self.settings.rules):
+            events = tuple([e for e in events if e.key in known or e.affects(names) != "others"])
+        self.others_events = len(document.events) - len(events)
+        self._metrics.others_events.set(self.others_events)
+        return compare(known, replace(document, events=events))
+
+    def check(self, document: Document) -> None:
+        """Raises DocumentError if it has more events of this VM than can be real. For any thread."""
+        refuse_too_many(document, self.names())
 
     def _perform(self, steps: Iterable[Step], now: datetime) -> None:
         together: list[Approve] = []
@@ -696,7 +724,7 @@ class Engine:
         if learned != known or not self._is_identity_sure:
             self._store.save_facts({"vm_name": learned.name, "vm_id": learned.vm_id, "boot_id": self.boot_id})
             self._log.info("this VM is known", vm=learned.name, vm_id=learned.vm_id)
-            self._signals.append(Reconsider())
+            self._reconsider()
         self.identity, self._new_identity, self._is_identity_sure = learned, None, True
 
     def names(self) -> tuple[str, ...]:
@@ -722,8 +750,16 @@ class Engine:
         if note.hook:
             fields |= {"hook": note.hook, "stage": note.stage}
         level = "warning" if is_bad else "info"
-        getattr(self._log, level)(note.kind.replace("_", " "), reason=note.text, **fields)
+        if workflow.id not in self._untold:
+            getattr(self._log, level)(note.kind.replace("_", " "), reason=note.text, **fields)
         self._metrics.record_note(workflow, note, now.timestamp())
+
+    def _leave_out(self, workflow_ids: list[str]) -> None:
+        """Of very many events at once the log tells of a few; the journal and the metrics have all of them."""
+        if len(workflow_ids) > _MAX_TOLD_AT_ONCE:
+            self._untold.update(workflow_ids[_TOLD_OF_MANY:])
+            text = "very many events at once: the log tells of the first ones, the command history of all"
+            self._log.warning(text, events=len(workflow_ids), told=_TOLD_OF_MANY)
 
     def _tell_pause(self, seconds: float) -> None:
         self._metrics.pause_seconds.observe(seconds)

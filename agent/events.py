@@ -37,6 +37,7 @@ _MAX_SHOWN_ID = 128
 _MARKED_ID = re.compile(r"~[0-9a-f]{12}$")
 # Far more than a service sends, and little enough that reading them takes no long time and little memory.
 MAX_EVENTS = 2000
+MAX_OWN_EVENTS = 100
 _MAX_VALUES = 300_000
 # Event Grid has these two; the endpoint has never been seen to send them. Either one means: over.
 _ENDED = ("Completed", "Canceled")
@@ -162,6 +163,15 @@ def parse_document(body: bytes) -> Document:
         incarnation="" if incarnation is None else clean_text(incarnation),
         events=tuple([event for event in merged if not event.is_ended]),
     )
+
+
+def refuse_too_many(document: Document, names: Iterable[str]) -> None:
+    """Raises DocumentError if more events than can be real may concern the VM that goes by any of ``names``."""
+    names = tuple(names)
+    count = sum(event.affects(names) != "others" for event in document.events)
+    if count > MAX_OWN_EVENTS:
+        what = "name this VM" if names else "may concern this VM, whose name is not known: set vm.name"
+        raise DocumentError(f"{count} events {what}; at most {MAX_OWN_EVENTS} are followed", kind="too_many")
 
 
 def parse_event(body: bytes) -> ScheduledEvent:

@@ -72,6 +72,9 @@ class Metrics:
             "last_successful_poll_timestamp_seconds", "Unix time of the last successful poll; 0 if there was none."
         )
         self.documents = counter("documents_total", "Documents that differed from the one before.")
+        self.others_events = gauge(
+            "others_events", "Events of the last document that only concern other VMs and are not followed."
+        )
         self.events = counter("events_total", "Events seen for the first time.", "type", "source", "affects")
         self.decisions = counter("decisions_total", "Decisions, by rule; none means: observe.", "rule", "approve")
         self.approvals = counter(

@@ -137,6 +137,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Oldest first."""
     hook_output: tuple[JournalEntry, ...] = ()
     """What the hooks of pending events have written, where the policy has it shown."""
+    others_events: int = 0
+    """How many events of that document only concern other VMs; they are counted and no more."""
     command_options: str = ""
     """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
 
@@ -156,7 +158,7 @@ class CurrentEvent(msgspec.Struct, frozen=True, kw_only=True):
     event: ScheduledEvent
     affects: Affects
     workflow: Workflow | None
-    """None if the agent has not seen it, or that is not known."""
+    """None if the agent has not seen it or does not follow it, or that is not known."""
 
 
 class CurrentEvents(msgspec.Struct, frozen=True, kw_only=True):

@@ -266,6 +266,8 @@ def _who(status: "Status") -> str:
 
 def _last_poll(status: "Status") -> Row:
     where = f"{status.endpoint}, document {status.incarnation or '(none yet)'}"
+    if status.others_events:
+        where += f", {status.others_events} of its events only concern other VMs"
     when = f"succeeded {_ago(status.last_poll_at, status.at)}" if status.last_poll_at else "none has succeeded"
     if status.poll_failure:
         return Row("last poll", f"failed: {status.poll_failure}; {when}; {where}", "yellow")
@@ -431,6 +433,8 @@ def _view_events(source: _Source, terminal: Terminal) -> View:
             rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule takes it"
             doing = activity(workflow, (), now) if runs else last_known_activity(workflow)
             rows.append(Row("agent", f"{rule}; {doing}", "cyan" if runs else ""))
+        elif names and event.affects(names) == "others":
+            rows.append(Row("agent", "counts it and no more: it only concerns other VMs"))
         elif not trouble:
             rows.append(Row("agent", "has not seen it (yet)" if runs else "had not seen it", "yellow"))
         lines += ["", *terminal.line(_name(event, event.id), "bold"), *terminal.rows(rows)]

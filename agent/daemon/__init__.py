@@ -33,6 +33,7 @@ from agent.daemon.polling import Endpoint, Identifier, Poller
 from agent.daemon.reloading import PolicyRead, PolicyReader
 from agent.daemon.watchdog import Watchdog
 from agent.engine import Engine, rule_names
+from agent.events import Document
 from agent.hooks import end_leftovers
 from agent.log import get_logger
 from agent.metrics import Metrics
@@ -83,7 +84,7 @@ class Daemon:
         self._crash: BaseException | None = None
         self._metrics = Metrics(self._load_pending)
         endpoint = Endpoint(lambda: self._engine.settings.imds, settings.imds)
-        self._poller = Poller(endpoint, self._put, self._metrics)
+        self._poller = Poller(endpoint, self._put, self._metrics, self._check)
         self._identifier = Identifier(endpoint, self._put, self._poller.stop_requested)
         self._instance = str(store.path.resolve())
         self._hands = Threads(endpoint, self._put, self._instance)
@@ -112,6 +113,9 @@ class Daemon:
     def web(self) -> WebServer | None:
         """The web server while ``run`` runs; None if the policy has it off, or as long as it cannot listen."""
         return self._pages.web
+
+    def _check(self, document: Document) -> None:
+        self._engine.check(document)
 
     def _load_pending(self) -> Iterable[Workflow]:
         return self._engine.board.values()

@@ -212,6 +212,7 @@ class Pages:
             last_poll_at=self._poller.succeeded_at,
             poll_failure=self._poller.failure,
             incarnation=engine.incarnation(),
+            others_events=engine.others_events,
             running=self._hands.running(),
             pending=tuple(engine.board.values()),
             command_options=self._command_options,

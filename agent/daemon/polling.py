@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from agent.config import ImdsSettings
 from agent.engine import News, Paused
-from agent.events import DocumentError, parse_document
+from agent.events import Document, DocumentError, parse_document
 from agent.imds import Backoff, ImdsClient, ImdsError, resolve_endpoint
 from agent.log import FailureLog
 from agent.metrics import Metrics
@@ -70,9 +70,13 @@ class Endpoint:
 class Poller:
     """Fetches the document at the policy's pace. Never waits for anything but the service."""
 
-    def __init__(self, endpoint: Endpoint, put: Put, metrics: Metrics) -> None:
+    def __init__(
+        self, endpoint: Endpoint, put: Put, metrics: Metrics, check: Callable[[Document], None] = lambda _: None
+    ) -> None:
+        """``check``: raises DocumentError for a document that is not to be acted on."""
         self._endpoint = endpoint
         self._put = put
+        self._check = check
         self._metrics = metrics
         self._good_polls = metrics.polls.labels("ok")  # looked up once: this is done every second, for ever
         self._backoff = Backoff()
@@ -159,7 +163,9 @@ class Poller:
 
     def _take(self, body: bytes) -> None:
         if body != self._body:
-            self._put(parse_document(body))
+            document = parse_document(body)
+            self._check(document)
+            self._put(document)
             self._metrics.documents.inc()
             self._body = body
 

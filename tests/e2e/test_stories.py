@@ -321,7 +321,8 @@ def test_an_operator_has_an_event_of_days_ahead_handled_now(sim: Simulator, agen
 
 
 def test_what_cannot_be_approved_is_refused_with_the_reason(sim: Simulator, agent: Agent) -> None:
-    agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
+    watch = {"name": "watch", "when": {"affects": "others"}}
+    agent.write_policy(rules=[BY_HAND, watch], hooks=agent.hooks("drain", "resume"))
     agent.start()
     others = sim.schedule("Reboot", vms=["vm-2"])
     started = sim.schedule("Freeze", begins_started=True, lasts_seconds=None)

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+import structlog
 from msgspec.structs import replace
 
 from agent.config import Settings
 from agent.engine import Engine, Hands, HookEnded, Machine, without_run
-from agent.events import Document, ScheduledEvent
+from agent.events import Document, DocumentError, ScheduledEvent
 from agent.imds import Identity
 from agent.metrics import Metrics
-from agent.policy import Hook, Rule
+from agent.policy import Hook, Rule, When
 from agent.store import FILE_NAME, Store
 from agent.workflow import ApprovalAnswered, Approve, RunHook
 
@@ -431,3 +432,71 @@ def test_who_holds_an_event_of_several_vms_is_told_that_the_others_may_approve_i
     finally:
         operator.close()
         store.close()
+
+
+def events_of(*vms: str) -> Document:
+    return Document(incarnation="2", events=tuple(replace(EVENT, id=f"E-{vm}", resources=(vm,)) for vm in vms))
+
+
+def followed(engine: Engine) -> list[str]:
+    return [workflow.event.id for workflow in engine.board.values()]
+
+
+def test_events_of_other_vms_are_counted_and_no_more(engine: Engine, operator: Store) -> None:
+    before = len(list(operator.load_histories(limit=-1)))
+    with structlog.testing.capture_logs() as log:
+        engine.take(Document(incarnation="2", events=(EVENT, *events_of("vm-2", "vm-3").events)))
+        assert engine.turn(datetime.now(UTC))
+    assert followed(engine) == ["E1"]
+    assert engine.others_events == 2
+    assert log == []
+    assert len(list(operator.load_histories(limit=-1))) == before
+    engine.take(Document(incarnation="3", events=(EVENT,)))
+    assert engine.turn(datetime.now(UTC))
+    assert engine.others_events == 0
+
+
+def test_a_rule_for_other_vms_has_their_events_followed_at_once(engine: Engine) -> None:
+    engine.take(Document(incarnation="2", events=(EVENT, *events_of("vm-2").events)))
+    assert engine.turn(datetime.now(UTC))
+    engine.change_settings(Settings(rules=(Rule(name="tell", when=When(affects=("others",))),)))
+    assert engine.turn(datetime.now(UTC))
+    assert followed(engine) == ["E1", "E-vm-2"]
+    assert engine.others_events == 0
+
+
+def test_until_this_vm_has_a_name_every_event_is_followed_and_goes_on_being_so(tmp_path: Path) -> None:
+    store = Store.open(tmp_path, datetime.now(UTC))
+    try:
+        engine = Engine(Settings(), store, Metrics(tuple), cast("Hands", Approvals()))
+        engine.start()
+        engine.take(events_of("vm-1", "vm-2"))
+        assert engine.turn(datetime.now(UTC))
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.take(events_of("vm-1", "vm-2", "vm-3"))
+        assert engine.turn(datetime.now(UTC))
+        assert followed(engine) == ["E-vm-1", "E-vm-2"]
+        assert engine.others_events == 1
+    finally:
+        store.close()
+
+
+def test_more_than_100_events_of_this_vm_are_not_acted_on(engine: Engine) -> None:
+    others = events_of(*(f"vm-{number}" for number in range(2, 1900))).events
+    mine = tuple(replace(EVENT, id=f"E-{number}") for number in range(100))
+    engine.check(Document(incarnation="2", events=(*others, *mine)))
+    with pytest.raises(DocumentError, match=r"^101 events name this VM; at most 100 are followed$") as caught:
+        engine.check(Document(incarnation="2", events=(*mine, EVENT)))
+    assert caught.value.kind == "too_many"
+
+
+def test_of_very_many_events_at_once_the_log_tells_of_some(engine: Engine, operator: Store) -> None:
+    many = tuple(replace(EVENT, id=f"E-{number}") for number in range(100))
+    with structlog.testing.capture_logs() as log:
+        engine.take(Document(incarnation="2", events=(EVENT, *many)))
+        assert engine.turn(datetime.now(UTC))
+    assert len(followed(engine)) == 101
+    assert len(list(operator.load_histories(limit=-1))) == 101
+    assert len({line.get("event_id") for line in log}) == 4
+    assert [line["events"] for line in log if line["event"].startswith("very many events at once")] == [100]
+    assert len(log) < 20

@@ -278,7 +278,8 @@ def live_held(directory: Path) -> list[Timeline]:
 
 def live_watching(directory: Path) -> list[Timeline]:
     """Events that no rule takes, or that are of another machine."""
-    with living(directory, rules=[AT_ONCE], hooks={}) as (sim, agent):
+    watch = {"name": "watch", "when": {"affects": "others"}}
+    with living(directory, rules=[AT_ONCE, watch], hooks={}) as (sim, agent):
         sim.schedule("Reboot", notice_seconds=900)
         sim.schedule("Reboot", notice_seconds=900, vms=["vm-2"])
         wait_count(agent, 2, "pending")
