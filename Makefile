@@ -59,7 +59,9 @@ msi: $(VENV)/.ready           ## For Windows (PYTHON_EMBED=FILE: the one that pa
 	$(BIN)/python packaging/windows/msi.py build
 
 $(VENV)/.ready: pyproject.toml
+	@echo "Setting up, once: a virtual environment in $(VENV) ..."
 	$(PYTHON) -m venv $(VENV)
+	@echo "... and into it the agent with what it and its tests need, from the package index. This takes one to three minutes."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
 

@@ -96,8 +96,8 @@ def _commands(
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
             shorts = {choice.dest: choice.help or "" for choice in action._choices_actions}  # noqa: SLF001
             for name, command in action.choices.items():
-                if shorts.get(name) != argparse.SUPPRESS:
-                    yield f"{above}{name}", command, shorts.get(name, "")
+                if shorts.get(name, argparse.SUPPRESS) != argparse.SUPPRESS:
+                    yield f"{above}{name}", command, shorts[name]
                     yield from _commands(command, f"{above}{name} ")
 
 

@@ -7,16 +7,47 @@ nothing is listed here by hand that the grammar knows.
 
 import argparse
 import importlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from agent import AgentError
 from agent.cli import build_parser
+from agent.cli.operator import add_state_options, find_state_dir
 
 # What a value is, by the word that stands for it in --help; with what shtab calls it in each shell's script.
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "fish": "(__fish_complete_path (commandline -ct))"}
 _DIRECTORIES = {"bash": "_shtab_compgen_dirs", "zsh": "_files -/", "fish": "(__fish_complete_directories)"}
-_HINTS = {"FILE": _FILES, "DOCUMENT": _FILES, "SCENARIO": _FILES, "DIR": _DIRECTORIES}
+# Ids of events, from the state file that the words before the cursor name. Of those that a shell might read as
+# something else ``ids`` prints none: these words are expanded by the shell of an administrator.
+_BASH_IDS = """
+_scheduled_events_agent_ids() {
+  local options=() i
+  for ((i = 1; i < COMP_CWORD; i++)); do
+    case "${COMP_WORDS[i]}" in --state-dir|--config) options+=("${COMP_WORDS[i]}" "${COMP_WORDS[i + 1]}") ;; esac
+  done
+  compgen -W "$("${COMP_WORDS[0]}" ids "${options[@]}" 2>/dev/null)" -- "$1"
+}
+"""
+_ZSH_IDS = """
+_scheduled_events_agent_ids() {
+  local -a options ids
+  local i
+  for ((i = 1; i < CURRENT; i++)); do
+    case $words[i] in --state-dir|--config) options+=($words[i] ${(Q)words[i + 1]}) ;; esac
+  done
+  ids=(${(f)"$(scheduled-events-agent ids $options 2>/dev/null)"})
+  compadd -M 'm:{a-z}={A-Z}' -a ids
+}
+"""
+_IDS = {
+    "bash": "_scheduled_events_agent_ids",
+    "zsh": "_scheduled_events_agent_ids",
+    "fish": "(scheduled-events-agent ids 2>/dev/null)",
+    "preamble": {"bash": _BASH_IDS, "zsh": _ZSH_IDS},
+}
+_HINTS = {"FILE": _FILES, "DOCUMENT": _FILES, "SCENARIO": _FILES, "DIR": _DIRECTORIES, "ID": _IDS}
+_PLAIN_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
 # Goes through the words before the cursor, and offers what begins like the one that is there.
 _POWERSHELL = """\
     $path = ''
@@ -27,6 +58,13 @@ _POWERSHELL = """\
         $previous = $element.Extent.Text
         $longer = "$path $previous".Trim()
         if ($offers.ContainsKey($longer)) { $path = $longer }
+    }
+    if ($takesId -contains "$path $previous" -or ($takesId -contains $path -and $wordToComplete -notlike '-*')) {
+        $program = $commandAst.CommandElements[0].Value
+        foreach ($id in @(& $program ids 2>$null)) {
+            if ($id -like "$wordToComplete*") { [System.Management.Automation.CompletionResult]::new($id) }
+        }
+        return
     }
     if ($takesValue -contains "$path $previous") { return }
     foreach ($offer in $offers[$path].GetEnumerator()) {
@@ -48,6 +86,9 @@ def add_parsers(commands: Any) -> None:
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish", "powershell"), help="which shell")
     parser.set_defaults(handler=_run_completion)
+    ids = commands.add_parser("ids", description="Prints the ids of pending events, for completion.")
+    add_state_options(ids)
+    ids.set_defaults(handler=_run_ids)
 
 
 def hinted_parser() -> argparse.ArgumentParser:
@@ -72,14 +113,35 @@ def powershell_script(parser: argparse.ArgumentParser) -> str:
         "    $offers = @{",
     ]
     takes_value: list[str] = []
+    takes_id: list[str] = []
     for path, command in _commands(parser):
         lines.append(f"        {_quoted(path)} = [ordered]@{{")
         lines += [f"            {_quoted(word)} = {_quoted(help_)}" for word, help_ in _offers(command)]
         lines.append("        }")
         takes_value += [f"{path} {option}" for option in _options_with_value(command)]
+        takes_id += _places_of_ids(path, command)
     return "\n".join(
-        [*lines, "    }", f"    $takesValue = @({', '.join(map(_quoted, takes_value))})", _POWERSHELL]
+        [
+            *lines,
+            "    }",
+            f"    $takesValue = @({', '.join(map(_quoted, takes_value))})",
+            f"    $takesId = @({', '.join(map(_quoted, takes_id))})",
+            _POWERSHELL,
+        ]
     )
+
+
+def _run_ids(arguments: argparse.Namespace) -> int:
+    from agent.store import Store  # noqa: PLC0415 - heavy, and only this command needs it
+
+    store = Store.look_into(find_state_dir(arguments))
+    try:
+        ids = {workflow.event.id: None for workflow in store.load_workflows()}
+    finally:
+        store.close()
+    for event_id in filter(_PLAIN_ID.fullmatch, ids):
+        print(event_id)
+    return 0
 
 
 def _run_completion(arguments: argparse.Namespace) -> int:
@@ -95,6 +157,13 @@ def _run_completion(arguments: argparse.Namespace) -> int:
         ) from None
     print(shtab.complete(hinted_parser(), shell=arguments.shell, root_prefix="scheduled_events_agent"))
     return 0
+
+
+def _places_of_ids(path: str, command: argparse.ArgumentParser) -> Iterator[str]:
+    """The command if it wants an id, and the command with each option that does."""
+    for action in command._actions:  # noqa: SLF001 - as below
+        if action.metavar == "ID":
+            yield from (f"{path} {option}".strip() for option in action.option_strings or ("",))
 
 
 def _commands(parser: argparse.ArgumentParser, path: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:

@@ -133,7 +133,7 @@ def add_parsers(commands: Any) -> None:
     """Register ``demo``."""
     parser = commands.add_parser(
         "demo",
-        help="watch the agent handle five events of a simulated Azure, in half a minute",
+        help="watch the agent handle five events of a simulated Azure, in twenty seconds",
         description="Starts a simulated Azure endpoint and the real agent with a sample policy on loopback, in a "
         "temporary directory, and shows what happens. Exit code 1 if anything did not come out as it should.",
     )
@@ -147,7 +147,8 @@ def _run(_: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="scheduled-events-demo-") as name, Simulator(vms=(_VM,)) as azure:
         directory = Path(name)
         config = _write_files(directory, azure.endpoint())
-        print("The policy:\n")
+        print("Starts the real agent against a simulated Azure, both on loopback and in a temporary directory.\n")
+        print("The policy:\n", flush=True)
         print("".join(f"    {line}\n" for line in _POLICY.splitlines()))
         threading.Thread(target=_tell_azure, args=(azure, teller), daemon=True).start()
         with _agent(config, directory, teller):

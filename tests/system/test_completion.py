@@ -1,10 +1,12 @@
 """Completions of the command line: in a real bash and zsh, and PowerShell's as far as its grammar can judge."""
 
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import apt
@@ -14,10 +16,15 @@ from test_grammar import faults
 
 from agent.cli import build_parser, main
 from agent.cli.completion import powershell_script
+from agent.events import ScheduledEvent
+from agent.policy import Decision
+from agent.store import Store
+from agent.workflow import Step, Workflow
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "packaging/tools.txt"
 NAME = "scheduled-events-agent"
+ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 __all__ = ["faults"]  # the fixture
 
 
@@ -52,7 +59,13 @@ def complete_in_bash(script: Path, directory: Path, *words: str) -> list[str]:
     line = f"source {script}; COMP_WORDS=({NAME} {' '.join(map(repr, words))}); COMP_CWORD={len(words)}; "
     line += f'$(complete -p {NAME} | sed "s/.*-F \\([^ ]*\\).*/\\1/"); printf "%s\\n" "${{COMPREPLY[@]}}"'
     done = subprocess.run(
-        ["bash", "-c", line], cwd=directory, capture_output=True, text=True, check=True, timeout=60
+        ["bash", "-c", line],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=ENVIRONMENT,
     )
     return [word.strip() for word in done.stdout.split()]
 
@@ -67,6 +80,43 @@ def test_bash_completes_commands_options_and_files(scripts: Callable[[str], Path
     assert complete_in_bash(script, tmp_path, "check", "--config", "pol") == ["policy.yaml"]
     assert complete_in_bash(script, tmp_path, "explain", "pol") == ["policy.yaml"]
     assert complete_in_bash(script, tmp_path, "history", "--state-dir", "") == ["state"]
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Path:
+    """With two pending events, and one whose id is a command of a shell."""
+    now = datetime.now(UTC)
+    (tmp_path / "state").mkdir(mode=0o700)
+    store = Store.open(tmp_path / "state", now)
+    steps = []
+    for event_id in ("602D9444-AAAA", "7A11-B", "$(touch${IFS}owned)"):
+        event = ScheduledEvent(id=event_id, type="Reboot", status="Scheduled")
+        decision = Decision(rule=None, reason="", affects="self")
+        workflow = Workflow(
+            id=event_id, event=event, decision=decision, first_seen_at=now, noticed_at=now, boot_id="b"
+        )
+        steps.append(Step(workflow=workflow))
+    store.commit(steps, now)
+    store.close()
+    return tmp_path / "state"
+
+
+def test_bash_completes_ids_of_pending_events_and_runs_none_of_them(
+    scripts: Callable[[str], Path], state_dir: Path
+) -> None:
+    script, place = scripts("bash"), state_dir.parent
+    for words in (("approve", "--state-dir", "state"), ("history", "--state-dir", "state", "--event")):
+        assert complete_in_bash(script, place, *words, "602") == ["602D9444-AAAA"]
+    offered = complete_in_bash(script, place, "hold", "--state-dir", "state", "")
+    assert {"602D9444-AAAA", "7A11-B"} <= set(offered)
+    assert not any("touch" in word for word in offered)
+    assert complete_in_bash(script, place, "hold", "--state-dir", "nowhere", "6") == []
+    assert not (place / "owned").exists()
+
+
+def test_zsh_and_fish_run_the_command_that_lists_ids(scripts: Callable[[str], Path]) -> None:
+    for shell in ("zsh", "fish"):
+        assert "scheduled-events-agent ids " in scripts(shell).read_text()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -103,6 +153,8 @@ def test_the_script_for_powershell_is_well_formed(faults: Callable[[str], list[s
     assert script.isascii()
     commands = re.findall(r"^        '(.+)' = \[ordered\]@\{$", script, re.MULTILINE)
     assert {"status", "approve", "service install", "completion"} <= set(commands)
+    (places,) = re.findall(r"^    \$takesId = @\((.*)\)$", script, re.MULTILINE)
+    assert {"'approve'", "'hold'", "'release'", "'history --event'"} <= set(places.split(", "))
 
 
 def test_texts_of_the_grammar_cannot_end_the_words_they_stand_in(faults: Callable[[str], list[str]]) -> None:
