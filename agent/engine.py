@@ -696,7 +696,8 @@ class Engine:
                 continue
             current = next((stage.current for stage in workflow.stages if stage.current), None)
             hook = f", hook {current} {'is let end' if request.word == 'held' else 'runs'}" if current else ""
-            approval = f", approval {workflow.approval.state}" if workflow.approval.state != "none" else ""
+            is_asked = workflow.approval.state != "none" and not workflow.is_gone
+            approval = f", approval {workflow.approval.state}" if is_asked else ""
             reason = f": {workflow.waits_for}" if workflow.waits_for else ""
             if request.word == "held" and workflow.decision.affects == "shared":
                 reason += "; the other VMs that it names may approve it all the same"

@@ -19,6 +19,7 @@ from agent.status import (
     RunningHook,
     Status,
     activity,
+    by_urgency,
     command,
     overruling,
     short_ids,
@@ -39,7 +40,13 @@ _MAX_EVENTS = 300_000  # of all events together, but for their timelines
 _MAX_HISTORY = 250_000  # of all timelines together
 _REFRESH_SECONDS = 10  # for browsers without script
 
-_TONES: dict[Phase, str] = {"held": "bad", "preparing": "busy", "recovering": "busy", "started": "busy"}
+_TONES: dict[Phase, str] = {
+    "recovery_failed": "bad",
+    "held": "bad",
+    "preparing": "busy",
+    "recovering": "busy",
+    "started": "busy",
+}
 _STAGES: tuple[tuple[Stage, str], ...] = (("prepare", "prepare"), ("on_start", "on start"), ("recover", "recover"))
 _STEPS = {
     "done": ("good", "✓", "done"), "current": ("busy", "▸", "running"), "failed": ("bad", "✕", "failed"),
@@ -126,24 +133,15 @@ class _Room(NamedTuple):
 # --- what it is all about
 
 
-def _by_urgency(pending: Iterable[Workflow]) -> list[Workflow]:
-    """What concerns this VM first, then what comes first."""
-    far = timedelta(days=36500)
-
-    def rank(workflow: Workflow) -> tuple[bool, bool, float]:
-        event = workflow.event
-        due = event.not_before.timestamp() if event.not_before and not event.is_started else 0.0
-        is_ours = workflow.decision.affects in ("self", "shared")
-        return not is_ours, workflow.is_gone, due if not workflow.is_gone else far.total_seconds()
-
-    return sorted(pending, key=rank)
-
-
 def _headline(status: Status) -> tuple[str, str]:
     """How things are, in one line that only changes when that does; and its tone."""
     held = [workflow for workflow in status.pending if workflow.phase == "held"]
-    ours = [w for w in _by_urgency(status.pending) if w.decision.affects in ("self", "shared")]
-    if held:
+    ours = [w for w in by_urgency(status.pending) if w.decision.affects in ("self", "shared")]
+    failed = [workflow for workflow in status.pending if workflow.phase == "recovery_failed"]
+    if failed:
+        more = f", and from {len(failed) - 1} more" if len(failed) > 1 else ""
+        text, tone = f"Recovery from a {failed[0].event.type} failed{more}: {failed[0].waits_for}", "bad"
+    elif held:
         event = held[0].event
         more = f", and {len(held) - 1} more" if len(held) > 1 else ""
         text, tone = f"{event.type or 'An event'} is held{more}: {held[0].waits_for or 'NotBefore decides'}", "bad"
@@ -167,7 +165,7 @@ def _headline(status: Status) -> tuple[str, str]:
 def _course(workflow: Workflow) -> str:
     """What becomes of an event of this VM."""
     name = workflow.event.type or "event"
-    if workflow.is_gone and workflow.phase != "recovering":
+    if workflow.is_gone and workflow.phase not in ("recovering", "recovery_failed"):
         return f"{name} is over"
     return {
         "waiting": f"{name} is pending",
@@ -236,7 +234,7 @@ def _pending(status: Status, histories: dict[str, History], room: _Room) -> str:
         return ""  # the headline says so
     cards: list[str] = []
     short = short_ids([workflow.event.id for workflow in status.pending])
-    for workflow in _by_urgency(status.pending)[:_MAX_CARDS]:
+    for workflow in by_urgency(status.pending)[:_MAX_CARDS]:
         history, short_id = histories.get(workflow.id), short[workflow.event.id]
         card = _card(status, workflow, history, room, short_id=short_id, is_first=not cards)
         if card is None:
@@ -275,7 +273,7 @@ def _card(
     head = (
         f'<article id="c-{key}" class="card {tone}" aria-labelledby="e-{key}"><div class="lead"><div>'
         f'<h3 id="e-{key}">{_text(event.type) or "An event without a type"}</h3>'
-        f"{_chip('pending' if workflow.phase == 'waiting' else workflow.phase, tone)}</div>"
+        f"{_chip(_phase_word(workflow), tone)}</div>"
         f"{_countdown(workflow, status.at)}</div>"
         f"{_list(facts)}{_way_out(status, workflow, short_id)}"
     )
@@ -287,13 +285,18 @@ def _card(
     return f"{head}{details}</article>"
 
 
+def _phase_word(workflow: Workflow) -> str:
+    return "pending" if workflow.phase == "waiting" else workflow.phase.replace("_", " ")
+
+
 def _way_out(status: Status, workflow: Workflow, short_id: str) -> str:
     """The commands with which an operator may decide otherwise, where that is of use."""
     if not status.may_be_overruled:
         return ""
     lines = [command(word, short_id, status.command_options) for word in overruling(workflow)]
     commands = " or ".join(f"<code>{_text(line)}</code>" for line in lines)
-    return f'<p class="hint">To overrule: {commands}</p>' if lines else ""
+    aim = "To solve it" if workflow.phase == "recovery_failed" else "To overrule"
+    return f'<p class="hint">{aim}: {commands}</p>' if lines else ""
 
 
 def _countdown(workflow: Workflow, now: datetime) -> str:
@@ -346,7 +349,7 @@ def _hooks(workflow: Workflow, running: Iterable[RunningHook]) -> str:
     states: dict[Stage, Progress] = {
         "prepare": workflow.prepare, "on_start": workflow.on_start, "recover": workflow.recover,
     }  # fmt: skip
-    is_over = workflow.is_gone or workflow.phase == "recovering"
+    is_over = workflow.is_gone
     is_past: dict[Stage, bool] = {
         "prepare": is_over or workflow.was_started, "on_start": is_over, "recover": workflow.phase == "closed",
     }  # fmt: skip
@@ -360,7 +363,9 @@ def _hooks(workflow: Workflow, running: Iterable[RunningHook]) -> str:
             elif name in progress.done:
                 word = "done"
             else:
-                is_next = progress.state == "failed" and name == _first_open(names[stage], progress)
+                is_next = progress.state == "failed" and name == (
+                    progress.failed_hook or _first_open(names[stage], progress)
+                )
                 word = "failed" if is_next else "missed" if is_past[stage] else "open"
             tone, sign, meaning = _STEPS[word]
             steps.append(
@@ -455,7 +460,7 @@ def _timeline(history: History, room: _Room, options: str) -> str:
 
 def _entry(entry: JournalEntry, *, is_new_day: bool, shows_output: bool) -> str:
     bad = entry.outcome in ("failed", "timed_out", "not_started") or entry.kind in (
-        "held", "approval_failed", "blocked",
+        "held", "approval_failed", "blocked", "recovery_failed",
     )  # fmt: skip
     tone = "bad" if bad else "good" if entry.outcome == "succeeded" or entry.kind == "approved" else ""
     day = f"{entry.at:%Y-%m-%d}<br>" if is_new_day else ""

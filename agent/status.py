@@ -230,6 +230,8 @@ def activity(workflow: Workflow, running: Iterable[RunningHook], now: datetime) 
 
 def last_known_activity(workflow: Workflow) -> str:
     """What the agent was about when it last wrote about the event; whether it goes on is not known."""
+    if workflow.phase == "recovery_failed":
+        return f"recovery had failed: {workflow.waits_for}"
     stages = {"prepare": workflow.prepare, "on_start": workflow.on_start, "recover": workflow.recover}
     hooks = [
         f"had begun the {stage} hook {progress.current}" for stage, progress in stages.items() if progress.current

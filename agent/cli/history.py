@@ -24,6 +24,7 @@ _HOOK_STYLES: dict[str, Style] = {"succeeded": "green", "failed": "red", "timed_
 _STYLES: dict[str, Style] = {
     "held": "yellow",
     "blocked": "yellow",
+    "recovery_failed": "red",
     "approval_failed": "yellow",
     "approved": "green",
     "operator": "cyan",

@@ -157,7 +157,10 @@ def _view_answer(status: "Status", terminal: Terminal, options: str) -> View:
     needs_somebody = policy.refused or any(
         workflow.phase == "held" or waits_for_operator(workflow) for workflow in status.pending
     )
-    style: Style = "red" if problems else "yellow" if needs_somebody or not status.vm.names else "green"
+    is_unrecovered = any(workflow.phase == "recovery_failed" for workflow in status.pending)
+    style: Style = (
+        "red" if problems or is_unrecovered else "yellow" if needs_somebody or not status.vm.names else "green"
+    )
     rows = [Row("problem", problem, "red") for problem in problems]
     rows.append(Row("vm", _who(status)))
     rows.append(Row("policy", f"{policy.file}, read {_ago(policy.read_at, now)}"))
@@ -239,7 +242,9 @@ def _card(
     from agent.status import command  # noqa: PLC0415 - as above
 
     event, decision = workflow.event, workflow.decision
-    styles: dict[str, Style] = {"held": "yellow", "started": "cyan", "recovering": "cyan", "approved": "green"}
+    styles: dict[str, Style] = {
+        "recovery_failed": "red", "held": "yellow", "started": "cyan", "recovering": "cyan", "approved": "green",
+    }  # fmt: skip
     style: Style = "cyan" if is_busy else styles.get(workflow.phase, "")
     yield from terminal.line(f"{_name(event, short_id)}: {_when(event, at, is_gone=workflow.is_gone)}", "bold")
     if decision.rule is None:
@@ -255,7 +260,8 @@ def _card(
     rows.append(Row("event", _facts(event)))
     rows.append(Row("names", _names(event, decision.affects)))
     commands = [command(word, short_id, options) for word in overruling]
-    rows += [Row("" if index else "overrule", line) for index, line in enumerate(commands)]
+    label = "solve" if workflow.phase == "recovery_failed" else "overrule"
+    rows += [Row("" if index else label, line) for index, line in enumerate(commands)]
     yield from terminal.rows(rows)
 
 

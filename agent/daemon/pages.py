@@ -149,7 +149,7 @@ class Pages:
         busy = [workflow for workflow in self._engine.board.values() if workflow.is_prepared_for]
         if not busy:
             return Page(HTTPStatus.OK, b"ready\n")
-        lines = [f"not ready: {w.event.type} {w.event.id} is {w.phase}\n" for w in busy]
+        lines = [f"not ready: {w.event.type} {w.event.id} is {w.phase.replace('_', ' ')}\n" for w in busy]
         return Page(HTTPStatus.SERVICE_UNAVAILABLE, "".join(lines).encode())
 
     def _metrics_page(self) -> Page:

@@ -221,6 +221,10 @@ class ScheduledEvents:
         self._wait_told("approved", event_id, "was approved by the agent", timeout_seconds)
         return self._wait_told("approving", event_id, "was approved by the agent", timeout_seconds)
 
+    def wait_recovery_failed(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> str:
+        """Wait until a recover hook has failed and the event waits for an operator, and return why."""
+        return self._wait_told("recovery_failed", event_id, "had failed to be recovered from", timeout_seconds)
+
     def wait_closed(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> str:
         """Wait until the agent is done with the event, recovery included, and return its last word about it."""
         return self._wait_told("closed", event_id, "was closed", timeout_seconds)

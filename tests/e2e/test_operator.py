@@ -185,7 +185,7 @@ def test_status_tells_what_runs_and_the_command_that_it_shows_works(sim: Simulat
     assert command == [f"hold {event[:8]} {place}"]
     shown = re.findall(r"<code>scheduled-events-agent (hold .*?)</code>", agent.get("/")[1])
     assert shown == [f"hold {event[:8]} --state-dir {agent.state_dir}"]
-    assert agent.run(*command[0].split()).stdout == "held: the event is preparing\n"
+    assert agent.run(*command[0].split()).stdout == "held: the event is preparing, hook drain is let end\n"
     agent.let_go("drained")
     agent.wait_phase(event, "held")
     held = ask(agent, "status").stdout

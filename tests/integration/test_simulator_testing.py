@@ -198,7 +198,7 @@ def test_a_shell_line_and_its_attempts_run_as_they_would_and_a_crash_in_between_
 ) -> None:
     path = write_policy(
         tmp_path,
-        "rules: [{name: all, prepare: [one], recover: [two]}]\n"
+        "rules: [{name: all, prepare: [one], recover: [two], lead: 1d}]\n"
         "hooks: {one: {shell: 'echo to %SCHEDULED_EVENT_VM%$SCHEDULED_EVENT_VM& exit 3', attempts: 2, "
         "retry_delay: 10ms}, two: {run: ['no such program']}}\n",
     )
@@ -214,7 +214,7 @@ def test_a_shell_line_and_its_attempts_run_as_they_would_and_a_crash_in_between_
             events.kill()
             azure.cancel(event_id)
             events.run(path)
-            assert events.wait_closed(event_id).startswith("is over: canceled")
+            assert "retry or resolve it" in events.wait_recovery_failed(event_id)
             two = events.wait_hook("two", stage="recover", event_id=event_id)
             ended = [(hook.name, hook.stage, hook.outcome) for hook in events.hooks(event_id)]
             noted = [json.loads(line)["hook"] for line in (tmp_path / "hooks.jsonl").read_text().splitlines()]

@@ -151,10 +151,25 @@ def test_no_command_is_offered_that_the_agent_would_refuse(changes: dict[str, An
     assert "To overrule" not in shown(status(workflow(), **changes))
 
 
+def test_a_failed_recovery_is_shown_with_the_commands_that_solve_it() -> None:
+    failed = Progress(state="failed", failed_hook="load", failure="hook load: exit code 3")
+    decision = replace(workflow().decision, recover=("load", "resume"))
+    over = workflow(phase="recovery_failed", is_gone=True, recover=failed, decision=decision)
+    page = shown(status(over))
+    assert "recovery failed" in page
+    assert "✕ load failed" in page
+    assert "· resume to do" in page
+    assert re.search(r"To solve it: scheduled-events-agent retry \w+.* or scheduled-events-agent resolve", page)
+
+
 @pytest.mark.parametrize(
     ("changes", "headline"),
     [
         ({"phase": "held", "waits_for": "hook drain failed"}, "Reboot is held: hook drain failed"),
+        (
+            {"phase": "recovery_failed", "is_gone": True, "waits_for": "hook load: exit code 3"},
+            "Recovery from a Reboot failed: hook load: exit code 3",
+        ),
         ({"phase": "prepared"}, "Prepared for a Reboot, which is not approved yet"),
         ({"phase": "approved"}, "Reboot is approved and may start"),
         ({"phase": "started"}, "Reboot is under way"),

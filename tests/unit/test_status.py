@@ -84,6 +84,9 @@ def a_status(**fields: Any) -> Status:
 
 OBSERVED = {"rule": None, "reason": "no rule takes it: observe", "approve": "never", "prepare": ()}
 MANUAL = {"approve": "manual", "prepare": ()}
+UNRECOVERED = a_workflow(
+    event={"id": "failed"}, phase="recovery_failed", is_gone=True, waits_for="hook resume: exit code 3"
+)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +96,7 @@ MANUAL = {"approve": "manual", "prepare": ()}
         ({"mode": "observe"}, "healthy; only observes; nothing is pending"),
         ({"is_paused": True}, "healthy; paused: watches, and does nothing; nothing is pending"),
         ({"health": ("it hangs",), "pending": (a_workflow(),)}, "NOT HEALTHY; acts; 1 event is pending"),
+        ({"pending": (UNRECOVERED,)}, "RECOVERY FAILED; healthy; acts; 1 event is pending (1 not recovered)"),
         (
             {"vm": Vm(names=(), vm_id=""), "policy": PolicyInForce(file="p", read_at=NOW, refused="p:1: bad")},
             "healthy; acts; nothing is pending; the name of this VM is not known; the policy file is refused",
@@ -130,6 +134,9 @@ def test_what_is_pending_is_counted_with_what_may_need_somebody() -> None:
         (a_workflow(phase="approved", approval=Approval(state="confirmed")), ()),
         (a_workflow(phase="started", event={"status": "Started"}), ()),
         (a_workflow(phase="recovering", is_gone=True), ()),
+        (UNRECOVERED, ("retry", "resolve")),
+        (a_workflow(phase="held", prepare=Progress(state="failed")), ("retry", "approve")),
+        (a_workflow(decision={"approve": "manual"}), ("hold", "approve")),
         (a_workflow(decision={**OBSERVED, "affects": "others"}), ()),
         (a_workflow(decision={**OBSERVED, "affects": "unknown"}), ()),
         (a_workflow(event={"id": "", "resources": ("web-1",)}), ()),
@@ -145,8 +152,15 @@ def test_what_concerns_this_vm_and_may_start_soonest_comes_first() -> None:
     started = a_workflow(event={"id": "started", "status": "Started", "not_before": None}, phase="started")
     late = a_workflow(event={"id": "late", "not_before": NOW + timedelta(days=7)})
     at_once = a_workflow(event={"id": "at once", "not_before": None})
-    ordered = by_urgency([others, over, started, late, at_once])
-    assert [workflow.event.id for workflow in ordered] == ["at once", "late", "started", "over", "others"]
+    ordered = by_urgency([others, over, started, late, at_once, UNRECOVERED])
+    assert [workflow.event.id for workflow in ordered] == [
+        "failed",
+        "at once",
+        "late",
+        "started",
+        "over",
+        "others",
+    ]
 
 
 def test_ids_are_shortened_to_what_fits_no_other_whatever_the_case() -> None:

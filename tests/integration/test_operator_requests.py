@@ -1,0 +1,192 @@
+"""retry, resolve and hold through the state file: what the engine answers, and what of it outlives the agent."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from agent.config import Settings
+from agent.engine import Engine, Hands, HookEnded
+from agent.events import Document, ScheduledEvent
+from agent.hooks import HookResult
+from agent.imds import Identity
+from agent.metrics import Metrics
+from agent.policy import Hook, Rule
+from agent.store import RequestWord, Store
+from agent.workflow import Approve, HookOutcome, RunHook
+
+EVENT = ScheduledEvent(
+    id="E1", type="Reboot", status="Scheduled", source="Platform", resources=("vm-1",),
+    not_before=datetime.now(UTC) + timedelta(hours=1),
+)  # fmt: skip
+RULE = Rule(name="all", prepare=("drain", "save"), recover=("load", "resume", "tell"), approve="when-prepared")
+HOOKS = {name: Hook(run=("/bin/true",)) for name in ("drain", "save", "load", "resume")}
+HOOKS["tell"] = Hook(run=("/bin/false",), required=False)
+
+
+class Recorder:
+    """Hands that note down what they are to do."""
+
+    def __init__(self) -> None:
+        self.started: list[RunHook] = []
+
+    def start_hook(self, effect: RunHook, *_: object, **__: object) -> None:
+        self.started.append(effect)
+
+    def is_running(self, _: object) -> bool:
+        return False
+
+    def forget_hook(self, _: object) -> None: ...
+
+    def cancel_hook(self, _: object) -> None: ...
+
+    def approve(self, _: list[Approve], __: str) -> None: ...
+
+
+class Agent:
+    """An engine on a state file, and an operator beside it."""
+
+    def __init__(self, directory: Path, **settings: object) -> None:
+        self.store = Store.open(directory, datetime.now(UTC))
+        self.hands = Recorder()
+        values = Settings(rules=(RULE,), hooks=HOOKS, **settings)  # type: ignore[arg-type]
+        self.engine = Engine(values, self.store, Metrics(tuple), cast("Hands", self.hands))
+        self.engine.start()
+        self.engine.take(Identity(name="vm-1", vm_id="id-1"))
+
+    def read(self, *events: ScheduledEvent) -> None:
+        self.engine.take(Document(incarnation="", events=events))
+        self.turn()
+
+    def turn(self) -> None:
+        assert self.engine.turn(datetime.now(UTC))
+
+    def end(self, hook: str, outcome: HookOutcome = "succeeded") -> None:
+        effect = self.hands.started[-1]
+        assert effect.hook == hook
+        detail = "exit code 3" if outcome == "failed" else ""
+        result = HookResult(
+            hook=hook, outcome=outcome, exit_code=3, attempts=1, duration_seconds=0.1, tail="", detail=detail
+        )
+        self.engine.take(HookEnded(effect, result))
+        self.turn()
+
+    def say(self, word: RequestWord) -> str | None:
+        (workflow_id,) = self.engine.board
+        operator = Store.join(self.store.path.parent)
+        try:
+            request = operator.add_request(workflow_id, word, "kim", datetime.now(UTC))
+            self.turn()
+            return operator.load_answer(request)
+        finally:
+            operator.close()
+
+    @property
+    def phase(self) -> str:
+        (workflow,) = self.engine.board.values()
+        return workflow.phase
+
+    def told(self) -> list[str]:
+        return [entry.text for entry in self.store.load_journal()]
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path)
+    agent.read(EVENT)
+    yield agent
+    agent.store.close()
+
+
+@pytest.fixture
+def failed(agent: Agent) -> Agent:
+    """Its recovery failed."""
+    agent.end("drain")
+    agent.end("save")
+    agent.read()
+    agent.end("load", "failed")
+    assert agent.phase == "recovery_failed"
+    return agent
+
+
+def test_a_failed_recovery_is_retried_and_what_is_not_required_may_fail(failed: Agent) -> None:
+    assert failed.say("retry") == "retry: the event is recovering, hook load runs"
+    failed.end("load")
+    failed.end("resume")
+    failed.end("tell", "failed")
+    assert failed.engine.board == {}
+    assert "kim says: retry" in failed.told()
+    assert "hook tell: exit code 3 (failed), and it is not required" in failed.told()
+
+
+def test_a_failed_recovery_is_resolved_and_the_journal_says_by_whom(failed: Agent) -> None:
+    assert failed.say("resolve") == "resolve: the event is closed"
+    assert failed.engine.board == {}
+    assert failed.told()[-2:] == [
+        "kim says: resolve",
+        "is over: unknown, an operator has put its recovery right by hand",
+    ]
+
+
+def test_a_failed_recovery_and_a_retry_outlive_the_agent(failed: Agent, tmp_path: Path) -> None:
+    failed.store.close()
+    second = Agent(tmp_path)
+    second.read()
+    assert (second.phase, second.hands.started) == ("recovery_failed", [])
+    second.say("retry")
+    second.store.close()
+    third = Agent(tmp_path)
+    third.read()
+    assert [effect.hook for effect in third.hands.started] == ["load"]
+    third.store.close()
+
+
+def test_a_recovery_is_neither_retried_nor_resolved_while_its_hook_runs(failed: Agent) -> None:
+    failed.say("retry")
+    assert failed.say("retry") == "refused: its recovery has not failed"
+    assert failed.say("resolve") == "refused: its hook load runs"
+    assert failed.say("held") == "refused: the event is over"
+
+
+def test_a_recovery_that_waits_for_a_lost_hook_can_be_resolved(agent: Agent, tmp_path: Path) -> None:
+    agent.end("drain")
+    agent.end("save")
+    agent.store.close()
+    second = Agent(tmp_path)
+    second.engine.settings = Settings(rules=(RULE,), hooks={})
+    second.read()
+    assert second.phase == "recovering"
+    assert second.say("resolve") == "resolve: the event is closed"
+    second.store.close()
+
+
+def test_a_failed_preparation_is_retried(agent: Agent) -> None:
+    assert agent.say("retry") == "refused: nothing of it has failed"
+    assert agent.say("resolve") == "refused: the event is not over; resolve is for a recovery that failed"
+    agent.end("drain", "failed")
+    assert agent.phase == "held"
+    assert agent.say("retry") == "retry: the event is preparing, hook drain runs"
+    agent.end("drain")
+    agent.end("save")
+    assert agent.phase == "prepared"
+
+
+def test_a_failed_preparation_is_not_retried_under_a_hold(agent: Agent) -> None:
+    agent.say("held")
+    agent.end("drain", "failed")
+    assert agent.say("retry") == "refused: an operator holds it; release it first"
+
+
+def test_an_agent_that_is_paused_retries_nothing(failed: Agent) -> None:
+    failed.engine.set_paused(is_paused=True)
+    assert failed.say("retry") == "refused: the agent's service is paused; have it continue"
+    assert failed.say("resolve") == "resolve: the event is closed"
+
+
+def test_a_hold_says_which_hook_is_let_end(agent: Agent) -> None:
+    assert agent.say("held") == "held: the event is preparing, hook drain is let end"
+    agent.end("drain")
+    assert agent.phase == "held"
+    assert agent.say("") == "released: the event is preparing, hook save runs"
