@@ -1,11 +1,14 @@
 """The engine alone, on a real state file that others use and that fails it."""
 
 import contextlib
+import json
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -15,11 +18,13 @@ from agent.config import Settings
 from agent.engine import Engine, Hands, HookEnded, Machine, without_run
 from agent.events import Document, DocumentError, ScheduledEvent
 from agent.imds import Identity
+from agent.log import set_up
 from agent.metrics import Metrics
 from agent.policy import Hook, Rule, When
-from agent.store import FILE_NAME, Store
+from agent.store import FILE_NAME, MAX_ENTRIES, Store
 from agent.workflow import ApprovalAnswered, Approve, RunHook
 
+START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))
 
 
@@ -49,7 +54,7 @@ class Clocks(Machine):
     """A machine on which no time passes by itself."""
 
     def __init__(self) -> None:
-        self.wall, self.seconds = datetime(2026, 3, 2, 12, 0, tzinfo=UTC), 1000.0
+        self.wall, self.seconds = START, 1000.0
 
     def now(self) -> datetime:
         return self.wall
@@ -500,3 +505,49 @@ def test_of_very_many_events_at_once_the_log_tells_of_some(engine: Engine, opera
     assert len({line.get("event_id") for line in log}) == 4
     assert [line["events"] for line in log if line["event"].startswith("very many events at once")] == [100]
     assert len(log) < 20
+
+
+def flapping(name: str, poll: int) -> ScheduledEvent:
+    """The event as it is at some poll, in one of the worlds that never come to rest."""
+    changes: dict[str, dict[str, Any]] = {
+        "description": {"description": f"{poll} " + "x" * 4000},
+        "NotBefore": {"not_before": START + timedelta(hours=1, seconds=poll)},
+        "resources": {"resources": ("vm-1", "vm-2") if poll % 2 else ("vm-1",)},
+        "type": {"type": "Freeze" if poll % 2 else "Reboot"},
+        "id": {"id": f"E{poll}", "status": "Started"},
+        "clock": {},
+    }
+    return replace(EVENT, **changes[name])
+
+
+@pytest.mark.parametrize("name", ["description", "NotBefore", "resources", "type", "id", "clock"])
+def test_a_world_that_never_comes_to_rest_floods_neither_log_nor_journal(
+    tmp_path: Path,
+    hands: Approvals,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    polls = 700
+    store, machine = Store.open(tmp_path, START), Clocks()
+    monkeypatch.setattr("agent.log.time", SimpleNamespace(monotonic=machine.monotonic))
+    set_up("info", "json")
+    try:
+        rules = (Rule(name="late", lead=600.0, approve="manual"),)
+        engine = Engine(Settings(rules=rules), store, Metrics(tuple), cast("Hands", hands), machine)
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        for poll in range(polls):
+            engine.take(Document(incarnation=str(poll), events=(flapping(name, poll),)))
+            jump = (-1) ** poll * 3600.0 if name == "clock" else 0.0
+            assert engine.turn(machine.wait(1.0, jump=jump))
+            engine.tidy()
+        ((entries, longest),) = store._connection.execute("SELECT count(*), max(length(text)) FROM journal")
+    finally:
+        store.close()
+        structlog.reset_defaults()
+    lines = Counter(json.loads(line)["message"] for line in capsys.readouterr().err.splitlines())
+    most = 500 if name == "id" else 20  # each id is another event's, as far as the log knows
+    assert {message: count for message, count in lines.items() if count > most + polls / 60 + 1} == {}
+    assert entries < MAX_ENTRIES + 4 * 60 + 10  # what came since it was last tidied up is more
+    assert longest < 8000
