@@ -49,6 +49,9 @@ from agent.simulator.server import LOOPBACK, Server
 
 T = TypeVar("T")
 
+PATIENCE_SECONDS = 60.0
+"""How long waiting lasts at most, by default: far more than what is waited for takes."""
+
 # More than a day of one VM polling once a second; a bound so that a simulator left running does not grow.
 _MAX_RECORDS = 100_000
 _MAX_NAMES = 10_000
@@ -396,7 +399,7 @@ class Simulator:
 
     # Waiting for it. Time limits are real seconds.
 
-    def wait_until(self, test: Callable[[], T], what: str, timeout_seconds: float = 10.0) -> T:
+    def wait_until(self, test: Callable[[], T], what: str, timeout_seconds: float = PATIENCE_SECONDS) -> T:
         """Wait until ``test`` gives something true and return that; ``what`` completes the error's sentence.
 
         The test runs, under the simulator's lock, whenever something has happened or a request was answered.
@@ -410,24 +413,24 @@ class Simulator:
             why = "the simulator was closed" if self._is_closed else f"waited {timeout_seconds:g} s in vain"
             raise SimulatorError(f"{why} until {what}; {self._account()}", kind="timeout")
 
-    def wait_seen(self, event_id: str, vm: str = "", timeout_seconds: float = 10.0) -> SimulatedEvent:
+    def wait_seen(self, event_id: str, vm: str = "", timeout_seconds: float = PATIENCE_SECONDS) -> SimulatedEvent:
         """Wait until a VM has been served a document with the event."""
         name = self._vm(vm)
         return self._wait_event(event_id, lambda event: name in event.seen_by, f"seen by {name}", timeout_seconds)
 
-    def wait_approved(self, event_id: str, timeout_seconds: float = 10.0) -> SimulatedEvent:
+    def wait_approved(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> SimulatedEvent:
         """Wait until somebody has approved the event."""
         return self._wait_event(event_id, lambda event: event.approved_at is not None, "approved", timeout_seconds)
 
-    def wait_started(self, event_id: str, timeout_seconds: float = 10.0) -> SimulatedEvent:
+    def wait_started(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> SimulatedEvent:
         """Wait until the event has started; it may be gone by then."""
         return self._wait_event(event_id, lambda event: event.started_at is not None, "started", timeout_seconds)
 
-    def wait_gone(self, event_id: str, timeout_seconds: float = 10.0) -> SimulatedEvent:
+    def wait_gone(self, event_id: str, timeout_seconds: float = PATIENCE_SECONDS) -> SimulatedEvent:
         """Wait until the event has gone from the document."""
         return self._wait_event(event_id, lambda event: event.status == "Gone", "gone", timeout_seconds)
 
-    def wait_polls(self, count: int = 1, vm: str = "", timeout_seconds: float = 10.0) -> None:
+    def wait_polls(self, count: int = 1, vm: str = "", timeout_seconds: float = PATIENCE_SECONDS) -> None:
         """Wait until a VM has been served ``count`` more documents than it has now."""
         name = self._vm(vm)
         with self._changed:
@@ -437,7 +440,12 @@ class Simulator:
             )
 
     def wait_requests(
-        self, count: int, *, vm: str | None = None, method: str | None = None, timeout_seconds: float = 10.0
+        self,
+        count: int,
+        *,
+        vm: str | None = None,
+        method: str | None = None,
+        timeout_seconds: float = PATIENCE_SECONDS,
     ) -> tuple[RequestRecord, ...]:
         """Wait until there have been ``count`` requests of this kind in all, whatever they got; returns them."""
 

@@ -23,7 +23,7 @@ import pytest
 import agent
 from agent.config import Settings, load_policy
 from agent.policy import Hook
-from agent.simulator.simulation import Simulator
+from agent.simulator.simulation import PATIENCE_SECONDS, Simulator
 from agent.store import Store, StoreError
 from agent.typed_yaml import plain
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE_SECONDS = 60.0
-"""How long waiting lasts at most, by default: far more than what is waited for takes."""
 _STOP_SECONDS = 5.0
 _PAUSE_SECONDS = 0.05
 # Notes the variables that a hook was given, then becomes the hook.

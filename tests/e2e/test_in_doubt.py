@@ -127,7 +127,7 @@ def test_an_on_clear_hook_that_does_not_want_to_end_ends_with_the_agent(agent: A
     agent.write_policy(hooks={"uncordon": uncordon}, on_clear=["uncordon"])
     agent.start()
     agent.wait_hook("uncordon", "start")
-    assert agent.stop() < 5.0
+    assert agent.stop() < 30.0  # the hook would never end
     assert not is_alive(agent.notes("start")[0]["pid"])
 
 

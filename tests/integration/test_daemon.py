@@ -56,7 +56,7 @@ def get(web: WebServer | None, path: str) -> tuple[int, str]:
     assert web is not None
     if path == "/metrics":
         time.sleep(pages._METRICS_SECONDS)  # the page may be so old
-    connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=60)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()

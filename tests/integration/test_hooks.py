@@ -180,8 +180,7 @@ def test_a_hook_that_hangs_is_killed_at_its_time_limit() -> None:
         1,
         "killed after 0.5s, its time limit",
     )
-    assert time.monotonic() - begun < 5
-    assert result.duration_seconds == pytest.approx(time.monotonic() - begun, abs=0.1)
+    assert 0.5 <= result.duration_seconds <= time.monotonic() - begun < 30
 
 
 def test_a_hook_that_hangs_is_gone_before_the_deadline() -> None:
@@ -237,11 +236,11 @@ def test_a_time_limit_holds_for_each_attempt() -> None:
 
 
 def test_no_attempt_is_made_that_could_not_begin_in_time() -> None:
-    hook = _hook("raise SystemExit(1)", attempts=3, retry_delay=60.0)
-    result = HookRun("test", hook, environment={}, deadline=time.monotonic() + 20).run()
+    hook = _hook("raise SystemExit(1)", attempts=3, retry_delay=600.0)
+    result = HookRun("test", hook, environment={}, deadline=time.monotonic() + 60).run()
     assert (result.outcome, result.attempts) == ("failed", 1)
     assert result.detail == "exit code 1; no time was left to try again"
-    assert result.duration_seconds < 15
+    assert result.duration_seconds < 45
 
 
 def test_a_running_hook_can_be_canceled() -> None:

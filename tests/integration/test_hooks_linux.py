@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -64,24 +63,24 @@ def _pids(folder: Path) -> list[int]:
 
 
 def test_a_hook_is_asked_to_end_before_it_is_killed() -> None:
-    result = _shell("trap 'echo bye; exit 0' TERM; while :; do sleep 0.01; done", timeout=0.3)
+    result = _shell("trap 'echo bye; exit 0' TERM; while :; do sleep 0.01; done", timeout=2.0)
     assert (result.outcome, result.exit_code) == ("timed_out", 0)
     assert result.tail.endswith("bye\n")
 
 
 def test_a_hook_that_ignores_the_request_is_killed() -> None:
-    result = _shell("trap '' TERM; while :; do sleep 0.01; done", timeout=0.3)
+    result = _shell("trap '' TERM; while :; do sleep 0.01; done", timeout=2.0)
     assert (result.outcome, result.exit_code) == ("timed_out", -signal.SIGKILL)
-    assert result.duration_seconds > 0.6
+    assert result.duration_seconds > 2.3
 
 
 def test_the_grace_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_GRACE_SECONDS", 30.0)
     hook = Hook(shell="trap '' TERM; while :; do sleep 0.01; done")
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + 3.0
     result = HookRun("test", hook, environment={}, deadline=deadline).run()
     assert (result.outcome, result.exit_code) == ("timed_out", -signal.SIGKILL)
-    assert deadline - 0.05 < time.monotonic() < deadline + 1.0
+    assert deadline - 0.05 < time.monotonic() < deadline + 20.0
 
 
 def test_a_stopped_hook_is_ended_too() -> None:
@@ -109,14 +108,14 @@ _ESCAPES = {
 def test_a_process_that_a_hook_left_running_is_ended(escape: str) -> None:
     begun = time.monotonic()
     assert _shell(f"{escape}\nexit 0").outcome == "succeeded"
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30  # half of what it would sleep
 
 
 @pytest.mark.parametrize("escape", _ESCAPES.values(), ids=_ESCAPES)
 def test_a_process_that_got_away_is_ended_with_a_hook_that_hangs(escape: str) -> None:
     result = _shell(f"{escape}\nsleep 60", timeout=0.2)
     assert result.outcome == "timed_out"
-    assert result.duration_seconds < 5
+    assert result.duration_seconds < 30
 
 
 def test_a_process_that_got_away_from_one_of_two_hooks_ends_with_the_last(tmp_path: Path) -> None:
@@ -280,18 +279,13 @@ def test_a_flood_is_read_slowed_down_and_does_not_starve_the_agent() -> None:
     lines: list[str] = []
     run = HookRun("test", Hook(shell="yes flood", timeout=1.0), environment={}, on_line=lines.append)
     results: list[HookResult] = []
-    thread = threading.Thread(target=lambda: results.append(run.run()))
-    thread.start()
-    gaps = []
-    while thread.is_alive():
-        begun = time.monotonic()
-        time.sleep(0.001)
-        gaps.append(time.monotonic() - begun)
+    began, began_cpu = time.monotonic(), time.process_time()
+    results.append(run.run())
+    share = (time.process_time() - began_cpu) / (time.monotonic() - began)
     assert results[0].outcome == "timed_out"
     assert len(lines) == 1001
     assert results[0].tail.endswith("flood\nflood\n")
-    assert statistics.median(gaps) < 0.05
-    assert max(gaps) < 2.0
+    assert share < 0.5  # a reader that is not slowed down takes all of a core
 
 
 def test_output_that_is_not_utf_8_is_passed_on_with_marks() -> None:
@@ -488,7 +482,8 @@ def test_the_end_of_a_hook_is_noticed_at_once() -> None:
     true = shutil.which("true")
     assert true is not None
     durations = [HookRun("test", Hook(run=(true,)), environment={}).run().duration_seconds for _ in range(50)]
-    assert statistics.median(durations) < 0.03  # 2 ms on an idle machine; polling at 50 ms would show
+    # 2 ms on an idle machine; polling at 50 ms would show in each of them, a busy machine only in some.
+    assert sorted(durations)[5] < 0.03
 
 
 def test_fifty_hooks_leave_no_descriptor_thread_or_process() -> None:

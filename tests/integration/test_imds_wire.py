@@ -34,7 +34,7 @@ DOCUMENT = b'{"DocumentIncarnation": 1, "Events": []}'
 PATH = "/metadata/scheduledevents?api-version=2020-07-01"
 LIMIT = 0.3
 # Far more than any of these exchanges may take, and far less than a wait without a limit.
-PATIENCE = 10.0
+PATIENCE = 20.0
 
 
 def answer(body: bytes = DOCUMENT, status: str = "200 OK", *fields: str) -> bytes:

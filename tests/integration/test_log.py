@@ -286,7 +286,7 @@ get_logger().info("again")
         while part := os.read(reader, 1 << 20).decode():
             text += part
     os.close(reader)
-    assert seconds < 5
+    assert seconds < 60  # with patience for each line it would be five minutes
     messages = [json.loads(line) for line in text.splitlines()]  # every line that came is whole
     assert [message["number"] for message in messages[:-1]] == list(range(len(messages) - 1))
     assert 100 < len(messages) < 5000

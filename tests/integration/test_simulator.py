@@ -28,7 +28,7 @@ class Client:
     """A client on one connection to one VM's port."""
 
     def __init__(self, simulator: Simulator, vm: str = "") -> None:
-        self._connection = http.client.HTTPConnection(simulator.endpoint(vm).removeprefix("http://"), timeout=10)
+        self._connection = http.client.HTTPConnection(simulator.endpoint(vm).removeprefix("http://"), timeout=60)
 
     def ask(
         self,
@@ -125,7 +125,7 @@ def test_other_paths_and_methods_do_not_exist(client: Client) -> None:
 
 
 def test_what_is_not_http_is_refused(simulator: Simulator) -> None:
-    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=60)
     connection.connect()
     connection.sock.sendall(b"nonsense\r\n\r\n")
     with connection.sock.makefile("rb") as stream:
@@ -349,7 +349,7 @@ def test_an_approval_without_an_effect_is_accepted_and_not_recorded_as_one(
 def test_an_approval_may_come_in_chunks(simulator: Simulator) -> None:
     event_id = simulator.schedule("Reboot")
     body = json.dumps({"StartRequests": [{"EventId": event_id}]}).encode()
-    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=60)
     for _ in range(2):  # the connection is good for another request
         connection.request("POST", EVENTS, iter([body[:9], body[9:]]), METADATA, encode_chunked=True)
         answer = connection.getresponse()
@@ -401,7 +401,7 @@ def test_a_connection_is_kept_alive_and_an_unchanged_document_is_the_same_bytes(
 
 
 def test_a_client_may_ask_for_the_connection_to_be_closed(simulator: Simulator) -> None:
-    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=60)
     connection.connect()
     with connection.sock.makefile("rb") as stream:
         connection.sock.sendall(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")

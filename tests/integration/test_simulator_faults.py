@@ -74,7 +74,7 @@ def test_a_fault_lasts_as_long_as_it_was_made_for(simulator: Simulator) -> None:
     began = time.monotonic()
     simulator.fault("vm-1", "empty", seconds=0.3)
     while ask(simulator)[1] == b"":
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
     assert time.monotonic() - began >= 0.3
 
 
@@ -147,7 +147,7 @@ def test_closing_does_not_wait_for_what_is_slow_or_stalled() -> None:
         simulator.wait_requests(1)
         began = time.monotonic()
         simulator.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60  # a tenth of the delay
 
 
 def test_a_connection_can_be_reset(simulator: Simulator) -> None:
@@ -158,7 +158,7 @@ def test_a_connection_can_be_reset(simulator: Simulator) -> None:
 
 def test_a_redirect_names_a_path_that_shows_who_followed_it(simulator: Simulator) -> None:
     simulator.fault("vm-1", "redirect", count=1)
-    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=60)
     connection.request("GET", EVENTS, headers=METADATA)
     response = connection.getresponse()
     response.read()
@@ -197,7 +197,7 @@ def test_a_connection_can_be_closed_in_one_direction_only(simulator: Simulator) 
     simulator.schedule("Reboot")
     simulator.fault("vm-1", "half-closed", count=1)
     port = int(simulator.endpoint().rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(f"GET {EVENTS} HTTP/1.1\r\nMetadata: true\r\n\r\n".encode())
         received = b""
         while more := connection.recv(65536):
@@ -239,7 +239,7 @@ def test_a_huge_body_has_the_size_it_announces(simulator: Simulator) -> None:
 
 def test_an_endless_body_goes_on_until_the_client_has_enough(simulator: Simulator) -> None:
     simulator.fault("vm-1", "endless", count=1)
-    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=60)
     connection.request("GET", EVENTS, headers=METADATA)
     response = connection.getresponse()
 

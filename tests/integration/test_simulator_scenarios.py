@@ -18,7 +18,7 @@ EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 
 
 def poll(endpoint: str) -> int:
-    connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(endpoint.removeprefix("http://"), timeout=60)
     try:
         connection.request("GET", EVENTS, headers={"Metadata": "true"})
         response = connection.getresponse()

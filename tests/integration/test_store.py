@@ -539,7 +539,7 @@ def test_a_write_lock_of_another_process_ends_a_commit_in_time_and_with_a_reason
     began = time.monotonic()
     with pytest.raises(StoreError) as caught:
         store.commit([make_step("one")], NOW)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20  # the other one would hold it for ever
     assert str(caught.value) == f"cannot write {store.path}: database is locked"
     other.execute("COMMIT")
     other.close()
@@ -556,7 +556,7 @@ def test_a_file_that_another_process_holds_for_itself_is_not_taken_for_damaged(t
     began = time.monotonic()
     with pytest.raises(StoreError) as caught:
         Store.open(tmp_path, NOW)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20  # the other one would hold it for ever
     assert str(caught.value) == f"cannot open the state file {path}: database is locked"
     assert caught.value.kind == "unusable"
     other.close()

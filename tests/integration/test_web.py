@@ -122,14 +122,17 @@ def test_nothing_but_reading_is_possible(server: WebServer, method: str) -> None
 def test_a_slow_page_does_not_hold_up_another_one(server: WebServer, slow: Slow) -> None:
     waiting = threading.Thread(target=ask, args=(server, "GET", "/slow"))
     waiting.start()
-    assert slow.entered.acquire(timeout=10)
+    assert slow.entered.acquire(timeout=60)
     answer, _ = ask(server, "GET", "/metrics")
     assert answer.status == 200
     slow.may_answer.set()
     waiting.join()
 
 
-def test_a_client_that_says_nothing_or_half_a_request_does_not_hold_up_another_one(server: WebServer) -> None:
+def test_a_client_that_says_nothing_or_half_a_request_does_not_hold_up_another_one(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "_TIMEOUT_SECONDS", 60.0)
     with ExitStack() as stack:
         for text in (b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"):
             mute = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
@@ -137,7 +140,7 @@ def test_a_client_that_says_nothing_or_half_a_request_does_not_hold_up_another_o
         began = time.monotonic()
         answer, _ = ask(server, "GET", "/metrics")
         assert answer.status == 200
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("text", [b"", b"x"], ids=["nothing", "a byte now and then"])
@@ -156,7 +159,7 @@ def test_a_client_that_never_comes_to_the_point_is_let_go(monkeypatch: pytest.Mo
                 pass
             except ConnectionError:
                 break
-    assert 0.4 < time.monotonic() - began < 5
+    assert 0.4 < time.monotonic() - began < 20
     server.close()
 
 
@@ -170,7 +173,7 @@ def test_more_clients_than_there_are_places_are_all_served_in_the_end(server: We
     for thread in threads:
         thread.start()
     for _ in range(web._MAKERS):
-        assert slow.entered.acquire(timeout=10)
+        assert slow.entered.acquire(timeout=60)
     assert not slow.entered.acquire(timeout=0.2)  # no more than that at a time
     slow.may_answer.set()
     for thread in threads:
@@ -191,7 +194,7 @@ def test_a_client_that_goes_away_while_it_is_answered_harms_nobody(
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")  # reset at close
             connection.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            assert slow.entered.acquire(timeout=10)
+            assert slow.entered.acquire(timeout=60)
     slow.may_answer.set()
     answer, _ = ask(server, "GET", "/metrics")
     assert answer.status == 200
@@ -349,9 +352,9 @@ def test_close_is_prompt_and_leaves_neither_a_thread_nor_the_port() -> None:
     assert ask(server, "GET", "/x")[1] == "x\n"
     began = time.monotonic()
     server.close()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < web._TIMEOUT_SECONDS
     for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=2)
+        thread.join(timeout=60)
     assert set(threading.enumerate()) <= before
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
@@ -367,10 +370,10 @@ def test_close_does_not_wait_for_clients_that_hang() -> None:
             client = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             client.sendall(b"GET /slow HTTP/1.1\r\nHost: localhost\r\n\r\n")
         for _ in range(web._MAKERS):
-            assert slow.entered.acquire(timeout=10)
+            assert slow.entered.acquire(timeout=60)
         began = time.monotonic()
         server.close()
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 20  # they would never have been answered
         slow.may_answer.set()
 
 
@@ -391,9 +394,9 @@ def test_closing_a_server_on_every_address_works_as_well(monkeypatch: pytest.Mon
         pytest.skip("this machine has no IPv6")
     began = time.monotonic()
     server.close()
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < web._TIMEOUT_SECONDS
     for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=2)
+        thread.join(timeout=60)
     assert set(threading.enumerate()) <= before
 
 
@@ -410,19 +413,23 @@ def come(server: WebServer, source: str) -> socket.socket:
 
 @pytest.mark.usefixtures("strangers")
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 at once")
-def test_one_address_that_takes_every_place_slowly_keeps_no_other_one_out(server: WebServer) -> None:
+def test_one_address_that_takes_every_place_slowly_keeps_no_other_one_out(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "_TIMEOUT_SECONDS", 60.0)
     with ExitStack() as stack:
         crowd = [stack.enter_context(come(server, "127.0.0.66")) for _ in range(web._MAX_CLIENTS)]
         for client in crowd:
             client.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
-        wait_until(lambda: len(server._clients) == web._MAX_CLIENTS)
+        # The last place is cleared for the next client.
+        wait_until(lambda: len(server._clients) >= web._MAX_CLIENTS - 1)
         began = time.monotonic()
         for _ in range(5):
             with come(server, "127.0.0.1") as client:
                 client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
                 assert client.recv(100).startswith(b"HTTP/1.0 200 ")
         # The first had to wait for one of the crowd to have been there for a moment; none for a time limit.
-        assert time.monotonic() - began < web._TIMEOUT_SECONDS - 1
+        assert time.monotonic() - began < 30
 
 
 @pytest.mark.usefixtures("strangers")
@@ -449,15 +456,18 @@ def test_of_a_crowd_from_one_address_who_has_something_to_say_is_served_all_the_
         assert ask(server, "GET", "/metrics")[0].status == 200
 
 
-def test_a_thousand_mute_connections_from_the_address_of_a_probe_do_not_keep_it_waiting(server: WebServer) -> None:
+def test_a_thousand_mute_connections_from_the_address_of_a_probe_do_not_keep_it_waiting(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "_UNDISTURBED_SECONDS", 0.2)
     began = time.monotonic()
     with ExitStack() as stack:
         for _ in range(1000):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
         assert ask(server, "GET", "/healthz")[0].status == 503
         assert len(server._clients) <= web._MAX_CLIENTS
-    # 0.4 s where nothing else runs; a place at a time, each after a tenth of a second, would take six.
-    assert time.monotonic() - began < 4
+    # 2 s where nothing else runs; a place at a time, each after 0.2 s, would take three minutes.
+    assert time.monotonic() - began < 60
 
 
 def test_connections_that_come_again_whenever_they_are_let_go_do_not_keep_a_probe_waiting(
@@ -527,7 +537,7 @@ def test_all_addresses_that_a_host_may_give_itself_count_as_one(one: str, other:
 
 
 def wait_until(test: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not test():
         assert time.monotonic() < deadline
         time.sleep(0.01)
