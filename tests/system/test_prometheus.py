@@ -262,7 +262,10 @@ def live_held(directory: Path) -> list[Timeline]:
         wait_count(agent, 1, "hook_failures_total", stage="prepare")
         held = expose(agent)
         sim.cancel(event)
-        wait_count(agent, 1, "recovery_failures_total")
+        wait_count(agent, 1, "recovery_failed")
+        failed = expose(agent)
+        agent.say("resolve", event)
+        agent.wait_until(lambda: not agent.pending(), "the event was closed")
         closed = expose(agent)
     timeline = Timeline("hooks that fail")
     timeline.hold(idle, 10)
@@ -270,8 +273,8 @@ def live_held(directory: Path) -> list[Timeline]:
     timeline.hold(held, 8, "EventHeld", "EventPending", "HookFailed")
     timeline.hold(held, 1.5, "EventHeld", "EventPending", "HookFailed")
     timeline.hold(held, 1.25, "EventHeld", "EventPending", "EventUnapproved", "HookFailed")
-    timeline.hold(closed, 5, "HookFailed", "RecoveryFailed")
-    timeline.hold(closed, 30, "RecoveryFailed")
+    timeline.hold(failed, 5, "HookFailed", "RecoveryFailed")
+    timeline.hold(failed, 90, "RecoveryFailed")
     timeline.hold(closed, 60)
     return [timeline]
 
