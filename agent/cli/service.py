@@ -2,13 +2,21 @@
 
 import argparse
 import json
+import time
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from agent import AgentError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from agent.host.windows_service import Service
 
+# A policy of a thousand rules is read in a second.
+_RELOAD_PATIENCE_SECONDS = 30.0
+_RELOAD_LOOK_SECONDS = 0.2
+_REFUSAL = "the policy is refused, and the one from before stays in force: "
 _STATE_IS_GOOD = ("running", "paused", "start pending", "continue pending", "pause pending")
 
 
@@ -43,7 +51,9 @@ def add_parsers(commands: Any) -> None:
     add("stop", "stop the service and wait until it has stopped, which running hooks may delay by a minute", _stop)
     status = add("status", "tell how the service is; the exit code is 1 if it does not run", _status)
     status.add_argument("--json", action="store_true", help="print JSON")
-    add("reload", "have the service read its policy again; its log tells what became of that", _reload)
+    add(
+        "reload", "have the service read its policy again, and tell what became of that; 1: it is refused", _reload
+    )
     _add_host_options(add("host", "the service itself, which Windows' service control manager starts", _host))
 
 
@@ -111,9 +121,53 @@ def _status(arguments: argparse.Namespace) -> int:
 def _reload(_arguments: argparse.Namespace) -> int:
     from agent.host import windows_service  # noqa: PLC0415 - only this command needs it
 
+    before = datetime.now(UTC)
     windows_service.reload()
-    print(f"the service was told to read its policy again: see the log in {windows_service.log_dir()}")
-    return 0
+    facts = windows_service.query()
+    state_dir = _state_dir_of(windows_service.options_of(facts.command if facts else ""))
+    deadline = time.monotonic() + _RELOAD_PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        for kind, text in _notes_of_reload(state_dir, before):
+            if kind == "reload_refused":
+                raise AgentError(f"{_REFUSAL}{text}")
+            print(f"the service has read its policy again: {text}")
+            return 0
+        time.sleep(_RELOAD_LOOK_SECONDS)
+    raise AgentError(
+        f"the service has not said within {_RELOAD_PATIENCE_SECONDS:.0f}s what became of the reload: see "
+        f"{windows_service.log_dir()}"
+    )
+
+
+def _state_dir_of(options: dict[str, str]) -> "Path":
+    """Where the service with these options keeps its state."""
+    from pathlib import Path  # noqa: PLC0415 - as are the imports below: only this command needs them
+
+    from agent import host  # noqa: PLC0415
+    from agent.config import ConfigError, find_config, load_settings  # noqa: PLC0415
+
+    directory = options.get("state-dir")
+    if not directory:
+        try:
+            path = find_config(options.get("config"), host.default_config_path())
+            directory = load_settings(path).agent.state_dir
+        except ConfigError as error:  # the service finds no other file there
+            raise AgentError(f"{_REFUSAL}{error}") from error
+    return Path(directory) if directory else host.default_state_dir()
+
+
+def _notes_of_reload(state_dir: "Path", since: datetime) -> list[tuple[str, str]]:
+    """What the service has put into its journal since then."""
+    from agent.store import Store  # noqa: PLC0415 - only this command needs it
+
+    store = Store.look_into(state_dir)
+    try:
+        notes = [
+            note for kind in ("reload_refused", "reloaded") for note in store.load_notes(kind=kind, since=since)
+        ]
+    finally:
+        store.close()
+    return [(note.kind, note.text) for note in notes]
 
 
 def _host(arguments: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ The module can be imported everywhere, for the tests of what decides; whatever a
 import contextlib
 import faulthandler
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -562,12 +563,18 @@ def stop() -> bool:
 
 
 def reload() -> None:
-    """Have the service read its policy again; what became of that is in the log."""
+    """Have the service read its policy again; what becomes of that is in its journal and its log."""
     _need_windows()
     import win32service  # noqa: PLC0415 - Windows only
 
     with _service(win32service.SERVICE_PAUSE_CONTINUE) as service:
         win32service.ControlService(service, Control.PARAMCHANGE)
+
+
+def options_of(command: str) -> dict[str, str]:
+    """The options in the command line of a service, as ``install`` writes it; names are without dashes."""
+    found = re.findall(r'(?:^| )(?:"--([\w-]+)=([^"]*)"|--([\w-]+)=(\S*))', command)
+    return {quoted or plain: in_quotes or value for quoted, in_quotes, plain, value in found}
 
 
 def query() -> Facts | None:

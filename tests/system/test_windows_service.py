@@ -308,16 +308,16 @@ def test_a_paused_service_watches_and_approves_nothing_until_it_continues(
 def test_a_reload_takes_a_good_policy_and_refuses_a_bad_one(service: Service) -> None:
     service.start()
     service.write_policy(rules=[{"name": "new", "approve": "never"}])
-    assert service.command("reload") == (
-        0,
-        "the service was told to read its policy again: see the log in "
-        r"C:\ProgramData\ScheduledEventsAgent\logs" + "\n",
-    )
-    assert service.wait_log("the policy file was read again")["rules"] == ["new"]
+    assert service.command("reload") == (0, "the service has read its policy again: rules: new\n")
+    assert service.log("the policy file was read again")[0]["rules"] == ["new"]
     service.write_policy(rules=[{"name": "new", "approve": "yes!"}])
-    assert service.command("reload")[0] == 0
+    code, told = service.command("reload")
     refusal = service.wait_log("the policy file is refused; the old policy stays in force")["reason"]
     assert 'rules[0].approve: expected one of immediately, when-prepared, manual, never; got "yes!"' in refusal
+    before = "scheduled-events-agent: the policy is refused, and the one from before stays in force: "
+    assert (code, told) == (1, f"{before}{refusal}\n")
+    service.write_policy(rules=[{"name": "newer", "approve": "never"}])
+    assert service.command("reload") == (0, "the service has read its policy again: rules: newer\n")
     assert service.state() == State("RUNNING", 0, 0, 0)
     service.stop()
     assert service.command("reload") == (

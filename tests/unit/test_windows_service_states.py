@@ -292,6 +292,13 @@ def test_the_command_is_quoted_however_the_paths_are() -> None:
     )
 
 
+@pytest.mark.parametrize("config", [r"C:\my policies\p.yaml", r"C:\p.yaml"])
+def test_the_options_are_read_from_the_command_as_they_were_put_there(config: str) -> None:
+    command = windows_service._command_line(r"C:\py\python.exe", None, [f"--config={config}", r"--state-dir=D:\s"])
+    assert windows_service.options_of(command) == {"config": config, "state-dir": r"D:\s"}
+    assert windows_service.options_of(windows_service.image_path([])) == {}
+
+
 def test_a_program_is_quoted_even_without_need() -> None:
     assert windows_service._command_line(r"C:\py\python.exe", None, ["x"]) == r'"C:\py\python.exe" -I -m agent x'
 
