@@ -21,9 +21,9 @@ from agent.status import (
     activity,
     by_urgency,
     command,
-    overruling,
     short_ids,
     span,
+    words_of_use,
 )
 from agent.workflow import Phase, Progress, Stage, Workflow
 
@@ -291,9 +291,7 @@ def _phase_word(workflow: Workflow) -> str:
 
 def _way_out(status: Status, workflow: Workflow, short_id: str) -> str:
     """The commands with which an operator may decide otherwise, where that is of use."""
-    if not status.may_be_overruled:
-        return ""
-    lines = [command(word, short_id, status.command_options) for word in overruling(workflow)]
+    lines = [command(word, short_id, status.command_options) for word in words_of_use(status, workflow)]
     commands = " or ".join(f"<code>{_text(line)}</code>" for line in lines)
     aim = "To solve it" if workflow.phase == "recovery_failed" else "To overrule"
     return f'<p class="hint">{aim}: {commands}</p>' if lines else ""
@@ -632,7 +630,7 @@ dt{color:var(--quiet)}
 q{quotes:none}
 .steps{display:flex;flex-wrap:wrap;gap:.1rem 1rem}
 .quiet,.none,.hint,.timeline time,summary span:not(.chip){color:var(--quiet)}
-.hint{font-size:.9rem}
+.hint{font-size:.9rem}.timeline+.hint{margin-top:.5rem}
 details{padding:.55rem .9rem}
 article details{background:none;border-width:1px 0 0;border-radius:0;padding:.55rem 0 0}
 details[open]>summary{margin-bottom:.6rem}

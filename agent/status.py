@@ -142,11 +142,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     command_options: str = ""
     """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
 
-    @property
-    def may_be_overruled(self) -> bool:
-        """Whether it takes an operator's word about an event."""
-        return self.mode == "act" and not self.is_paused
-
     def running_for(self, workflow_id: str) -> tuple[RunningHook, ...]:
         """The hooks that run for this event."""
         return tuple([hook for hook in self.running if hook.workflow_id == workflow_id])
@@ -339,6 +334,13 @@ def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
     if workflow.phase != "held" and decision.rule and (is_to_begin or approves_itself):
         words.append("hold")
     return (*words, "approve") if workflow.phase in ("waiting", "held") or not approves_itself else tuple(words)
+
+
+def words_of_use(status: Status, workflow: Workflow) -> tuple[OperatorWord, ...]:
+    """The same for the agent as it is: one that does not act takes no word but that a recovery was put right."""
+    words = overruling(workflow)
+    is_acting = status.mode == "act" and not status.is_paused
+    return words if is_acting else tuple([word for word in words if word == "resolve"])
 
 
 def command(words: str, short_id: str, options: str = "") -> str:

@@ -150,7 +150,7 @@ def _view_status(seen: "Status | LastKnown", terminal: Terminal, options: str) -
 
 
 def _view_answer(status: "Status", terminal: Terminal, options: str) -> View:
-    from agent.status import activity, by_urgency, overruling, short_ids, span, verdict, waits_for_operator  # noqa: PLC0415 - as above
+    from agent.status import activity, by_urgency, short_ids, span, verdict, waits_for_operator, words_of_use  # noqa: PLC0415 - as above
 
     now, policy = status.at, status.policy
     problems = () if status.health == "ok" else status.health
@@ -186,7 +186,7 @@ def _view_answer(status: "Status", terminal: Terminal, options: str) -> View:
             short_id=short[workflow.event.id],
             doing=activity(workflow, running, now),
             is_busy=bool(running),
-            overruling=overruling(workflow) if status.may_be_overruled else (),
+            overruling=words_of_use(status, workflow),
             options=options,
         )
         lines += ["", *card]

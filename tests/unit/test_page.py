@@ -149,6 +149,10 @@ def test_the_commands_to_overrule_lead_to_an_agent_that_is_not_where_the_default
 def test_no_command_is_offered_that_the_agent_would_refuse(changes: dict[str, Any]) -> None:
     assert "To overrule" in shown(status(workflow()))
     assert "To overrule" not in shown(status(workflow(), **changes))
+    failed = workflow(phase="recovery_failed", is_gone=True)
+    text = shown(status(failed, **changes))
+    assert "scheduled-events-agent resolve C7061BAC" in text
+    assert "scheduled-events-agent retry" not in text
 
 
 def test_a_failed_recovery_is_shown_with_the_commands_that_solve_it() -> None:
