@@ -243,7 +243,7 @@ def _approval(
     if event.status == "Scheduled":
         text += "; it may start at any moment"
         if event.not_before is not None and event.not_before > now:
-            text = f"not approved: {leave.reason}; NotBefore {_clock(event.not_before, now)} decides"
+            text = f"not approved: {leave.reason}; Azure starts it at {_clock(event.not_before, now)}"
     return ExpectedApproval(answer="no", at=None, text=text)
 
 

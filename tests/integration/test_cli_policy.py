@@ -248,8 +248,8 @@ Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123, Scheduled, from Platform
              rule impactful takes it: affects shared, type Freeze
   prepare    at 22:11:58Z (lead 15m): not ready for 5s, then run drain, checkpoint
   recover    once it is over: run resume
-  approval   not approved: it names other VMs too (WestNO_0, WestNO_1) and shared is hold; NotBefore 22:26:58Z
-             decides
+  approval   not approved: it names other VMs too (WestNO_0, WestNO_1) and shared is hold; Azure starts it at
+             22:26:58Z
 """
     )
 
@@ -274,7 +274,7 @@ Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123, Scheduled, from Platform
             ),
         ),
         ("28-docs-flow-2-freeze-scheduled.json", "approved at once"),
-        ("34-docs-maintenance-iso8601-bare-event.json", "not approved: it has no id to approve; NotBefore"),
+        ("34-docs-maintenance-iso8601-bare-event.json", "not approved: it has no id to approve; Azure starts it"),
     ],
 )
 def test_explain_tells_whether_and_when_an_event_would_be_approved(
