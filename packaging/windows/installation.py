@@ -1,6 +1,8 @@
 """What the installer does besides placing files: it runs this, as the system, with the Python that it carries.
 
+    python.exe -I -B installation.py check "MSI" "POLICY"    this version is to be replaced by that of the MSI
     python.exe -I -B installation.py enter "POLICY"    files and service are there, and the service may start next
+    python.exe -I -B installation.py compile           the service runs
     python.exe -I -B installation.py undo              the installation failed after that
     python.exe -I -B installation.py halt              before files of an installed product are touched
     python.exe -I -B installation.py leave "PURGE"     before the service and the files go
@@ -13,9 +15,13 @@ An installer hears of a program nothing but its exit code: what went wrong is to
 """  # noqa: INP001 - a script
 
 import compileall
+import contextlib
+import ctypes
 import os
 import shutil
+import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -25,14 +31,20 @@ _LOG = _HOME / "install.log"
 # Their being there is what they say. The installer takes both away with the product, and back if that fails.
 _POLICY_REPLACED = _HOME / "policy.replaced"
 _HALTED = _HOME / "service.halted"
+_BINARY = "SELECT `Data` FROM `Binary` WHERE `Name` = 'Agent'"
+_REFUSED = 3  # an exit code of the version to come
 
 
 def main(arguments: list[str]) -> int:
     """Do what the first argument says; returns the exit code."""
-    action, argument = (*arguments, "")[:2]
+    action, argument, more = (*arguments, "", "")[:3]
     try:
-        if action == "enter":
+        if action == "check":
+            _check(argument, more)
+        elif action == "enter":
             _enter(argument)
+        elif action == "compile":
+            compileall.compile_dir(_LIB, quiet=2, force=True)
         elif action == "undo":
             _undo()
         elif action == "halt":
@@ -44,11 +56,71 @@ def main(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the exit code says so, and the file why
         from agent import AgentError  # noqa: PLC0415 - not before what was left of another version is gone
 
-        told = str(error) if isinstance(error, AgentError) else traceback.format_exc()
+        told = str(error) if isinstance(error, (AgentError, _RefusedError)) else traceback.format_exc()
         with _LOG.open("a", encoding="utf-8") as log:
             log.write(f"installation.py {action}: {told.rstrip()}\n")
         return 1
     return 0
+
+
+class _RefusedError(Exception):
+    """The version to come would not start with the policy."""
+
+
+def _check(msi: str, policy: str) -> None:
+    """Have the version to come judge the policy while this one still runs; "" is the policy that is there.
+
+    What keeps that from being found out is no reason to refuse: "enter" looks once more.
+    """
+    from agent.host import default_config_path  # noqa: PLC0415 - see main
+
+    path = Path(policy) if policy else default_config_path()
+    if not policy and not path.exists():
+        return
+    with contextlib.suppress(OSError), tempfile.TemporaryDirectory() as directory:
+        with contextlib.suppress(FileNotFoundError):  # which is what the check will say
+            path.open("rb").close()  # denied to an administrator, it may be open to the system, which installs
+        code = Path(directory) / "agent.zip"
+        code.write_bytes(_code_of(msi))
+        program = (
+            f"import sys; sys.path.insert(0, {str(code)!r})\n"
+            "from pathlib import Path\n"
+            "from agent.config import ConfigError, load_policy\n"
+            f"try: load_policy(Path({str(path)!r}))\n"
+            f"except ConfigError as error: print(error); sys.exit({_REFUSED})"
+        )
+        command = [sys.executable, "-I", "-B", "-X", "utf8", "-c", program]
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, encoding="utf-8", check=False
+        )
+        if done.returncode == _REFUSED:
+            raise _RefusedError(f"{done.stdout.strip()}\nNothing was changed: the version before runs on.")
+
+
+def _code_of(msi: str) -> bytes:
+    """The agent's code that an MSI carries besides its files. Raises OSError."""
+    api = ctypes.CDLL("msi")  # of calling conventions there is one, in 64 bits
+    handles = [ctypes.c_uint() for _ in range(3)]
+    database, view, record = handles
+    size = ctypes.c_uint()
+    data = ctypes.create_string_buffer(0)
+
+    def call(function: str, *arguments: object) -> None:
+        if code := getattr(api, function)(*arguments):
+            raise OSError(f"{function} ended with {code}")
+
+    try:
+        call("MsiOpenDatabaseW", msi, None, ctypes.byref(database))
+        call("MsiDatabaseOpenViewW", database, _BINARY, ctypes.byref(view))
+        call("MsiViewExecute", view, 0)
+        call("MsiViewFetch", view, ctypes.byref(record))
+        size.value = api.MsiRecordDataSize(record, 1)
+        data = ctypes.create_string_buffer(size.value)
+        call("MsiRecordReadStream", record, 1, data, ctypes.byref(size))
+    finally:
+        for handle in reversed(handles):
+            api.MsiCloseHandle(handle)
+    return data.raw[: size.value]
 
 
 def _enter(policy: str) -> None:
@@ -71,8 +143,6 @@ def _enter(policy: str) -> None:
     if policy or not target.exists():
         _copy(Path(policy) if policy else _HOME / "config" / "policy.yaml", target)
     _copy(_HOME / "config" / "policy.schema.json", target.with_name("policy.schema.json"))
-    # Never what an earlier version left: all files of a build have the same time, so that times tell nothing.
-    compileall.compile_dir(_LIB, quiet=2, force=True)
     # Installed once more as it is, nothing is stopped, and so nothing started.
     if policy and (facts := query()) and facts.state in ("running", "paused"):
         reload()

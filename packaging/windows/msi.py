@@ -84,10 +84,12 @@ _UNNEEDED = re.compile(
 _BESIDE_PYTHON = "pywin32_system32/"  # where Windows looks for what modules load
 
 _SET_PROPERTY = 51
+_COMMAND = 50  # a program that a property names, at once, as who installs
 _CUSTOM = 18 + 0x400 + 0x800  # a program among the installed files; later, in the script; as the system
 _IGNORE_RESULT, _ROLLBACK = 0x40, 0x100
 _UNINSTALL = 'REMOVE="ALL"'
 _MAINTENANCE = 'REINSTALL OR REMOVE="ALL"'
+_REPLACES = "INSTALLED_AT AND (OLDER_FOUND OR POLICY) AND NOT REMOVE"
 # What is done in which order: the action, when, and its place. Those without a condition are done always.
 _PREPARATION = (
     ("FindRelatedProducts", "", 25),
@@ -103,6 +105,9 @@ _PREPARATION = (
 _SEQUENCE = (
     *_PREPARATION,
     ("InstallValidate", "", 1400),
+    # Before anything is stopped: whether the new version would start with the policy.
+    ("Shell", _REPLACES, 1410),
+    ("Check", _REPLACES, 1420),
     ("InstallInitialize", "", 1500),
     # Within the transaction: if the new version cannot be installed, the old one is back.
     ("RemoveExistingProducts", "", 1510),
@@ -129,6 +134,8 @@ _SEQUENCE = (
     # Windows keeps to the order anyway; under Wine what is ours would be done last of all without these two.
     ("InstallExecuteAgain", "NOT REMOVE", 5860),
     ("StartServices", 'VersionNT AND START<>"0"', 5900),
+    # Takes as long as all the rest, in which the service can watch already.
+    ("Compile", "NOT REMOVE", 5950),
     ("RegisterUser", "", 6000),
     ("RegisterProduct", "", 6100),
     ("PublishFeatures", "", 6300),
@@ -325,7 +332,8 @@ def pack(root: Path, version: str, target: Path) -> None:
     identity = _identity(root, version)
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-") as directory:
         source = Path(directory) / "product.wxs"
-        ET.ElementTree(_describe(root, version, identity)).write(source, "utf-8", xml_declaration=True)
+        code = os.path.relpath(_zip_of_agent(root, Path(directory)), root)  # wixl takes no other
+        ET.ElementTree(_describe(root, version, identity, code)).write(source, "utf-8", xml_declaration=True)
         # The times within the cabinet are local ones.
         environment = {**os.environ, "TZ": "UTC", "LC_ALL": "C.UTF-8"}
         run(["wixl", "--arch", "x64", "--output", str(target), str(source)], env=environment, cwd=root)
@@ -335,6 +343,16 @@ def pack(root: Path, version: str, target: Path) -> None:
             path.write_bytes(_archived(table).encode("cp1252"))
             options += ["-i", str(path)]
         run(["msibuild", str(target), *options], env=environment)
+
+
+def _zip_of_agent(root: Path, directory: Path) -> Path:
+    """The agent's code in one file, for installation.py of the version before to judge a policy by."""
+    target = directory / "agent.zip"
+    with zipfile.ZipFile(target, "w") as archive:
+        for path in _files(root / "lib/agent"):
+            entry = zipfile.ZipInfo(path.relative_to(root / "lib").as_posix())  # of 1980, as all
+            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return target
 
 
 def sign(unsigned: Path, target: Path) -> None:
@@ -387,7 +405,7 @@ def _name(name: str) -> str:
     return f"{short}.{suffix}|{name}" if suffix else f"{short}|{name}"
 
 
-def _describe(root: Path, version: str, identity: str) -> ET.Element:
+def _describe(root: Path, version: str, identity: str, code: str) -> ET.Element:
     """The part that wixl makes the tables of: folders, files and the service."""
     wix = ET.Element("Wix", xmlns=_WIX)
     product = ET.SubElement(
@@ -408,6 +426,7 @@ def _describe(root: Path, version: str, identity: str) -> ET.Element:
         DowngradeErrorMessage=f"A newer version of {PRODUCT} is installed: remove it first.",
     )
     ET.SubElement(product, "Media", Id="1", Cabinet="files.cab", EmbedCab="yes")
+    ET.SubElement(product, "Binary", Id="Agent", SourceFile=code)
     top = ET.SubElement(product, "Directory", Id="TARGETDIR", Name="SourceDir")
     feature = ET.Element("Feature", Id="Agent", Title=PRODUCT, Level="1")
     programs = ET.SubElement(top, "Directory", Id="ProgramFiles64Folder")
@@ -474,6 +493,9 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
     component, program = _id("c", python), _id("f", python)
     script = f'-I -B "[#{_id("f", Path("installation.py"))}]"'
     upgrade = f"{{{_guid('upgrade')}}}"
+    # By what is there, for of the new version nothing is on the disk yet. What is broken may be replaced unseen.
+    old_python = r'"[INSTALLED_AT]python\python.exe"'
+    check = rf'{old_python} -I -B "[INSTALLED_AT]installation.py" check "[OriginalDatabase]" "[POLICY]"'
     properties = {
         "ALLUSERS": "1",
         "ARPNOMODIFY": "1",
@@ -554,6 +576,9 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
         [
             ("Stay", _SET_PROPERTY, "INSTALLDIR", "[INSTALLED_AT]", ""),
             ("Enter", _CUSTOM, program, f'{script} enter "[POLICY]"', ""),
+            ("Shell", _SET_PROPERTY, "SHELL", "[System64Folder]cmd.exe", ""),
+            ("Check", _COMMAND, "SHELL", f'/d /s /c "if exist {old_python} {check}"', ""),
+            ("Compile", _CUSTOM | _IGNORE_RESULT, program, f"{script} compile", ""),
             ("Undo", _CUSTOM | _ROLLBACK | _IGNORE_RESULT, program, f"{script} undo", ""),
             ("Halt", _CUSTOM | _IGNORE_RESULT, program, f"{script} halt", ""),
             ("Return", _CUSTOM | _ROLLBACK | _IGNORE_RESULT, program, f"{script} return", ""),

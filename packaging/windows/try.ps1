@@ -159,9 +159,16 @@ $before = (Get-Facts).ProcessId
 Stop-Process -Id $before -Force
 Wait-Until 'another process runs' { $now = Get-Facts; $now.State -eq 'Running' -and $now.ProcessId -notin 0, $before }
 
-Step 'An upgrade that fails leaves all as it was'
+Step 'An upgrade with a bad policy does not even stop the old version'
+$before = (Get-Facts).ProcessId
 Invoke-Msi "/i `"$Newer`" POLICY=`"$work\bad.yaml`"" 1603
 Assert 'told why' ((Get-Content $installLog -Raw) -match 'unknown key "rulez"')
+Assert 'the same process runs' ((Get-Facts).ProcessId -eq $before)
+
+Step 'An upgrade that fails leaves all as it was'
+New-Item -ItemType Directory "$policy.before" | Out-Null   # in the way of what is to be put there
+Invoke-Msi "/i `"$Newer`" POLICY=`"$work\my policy.yaml`"" 1603
+Remove-Item "$policy.before"
 Wait-Until 'the old service runs' { (Get-Facts).State -eq 'Running' }
 Assert 'the old version' ((& $command --version) -eq $version)
 Assert-SetUp

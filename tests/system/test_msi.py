@@ -265,8 +265,9 @@ def test_another_build_is_another_product_but_the_same_to_upgrades(msi: Path, ne
 
 def test_what_is_ours_is_done_between_the_service_s_registration_and_its_start(msi: Path) -> None:
     order = sequence(msi, "InstallExecuteSequence")
-    ours = ["Return", "Halt", "Leave", "InstallExecute", "StopServices", "DeleteServices", "RemoveFiles"]
-    ours += ["InstallFiles", "InstallServices", "Undo", "Enter", "InstallExecuteAgain", "StartServices"]
+    ours = ["Shell", "Check", "InstallInitialize", "RemoveExistingProducts"]
+    ours += ["Return", "Halt", "Leave", "InstallExecute", "StopServices", "DeleteServices", "RemoveFiles"]
+    ours += ["InstallFiles", "InstallServices", "Undo", "Enter", "InstallExecuteAgain", "StartServices", "Compile"]
     assert [action for action in order if action in ours] == ours
     assert order.index("RemoveExistingProducts") == order.index("InstallInitialize") + 1
 
@@ -279,10 +280,13 @@ def test_the_service_is_stopped_by_the_agent_at_each_change_and_started_again_if
     deferred, as_system, rollback, ignored = 0x400, 0x800, 0x100, 0x40
     types = {row["Action"]: int(row["Type"]) - 18 for row in table(msi, "CustomAction")}
     assert types == {
+        "Check": 50 - 18,  # at once
+        "Compile": deferred | as_system | ignored,
         "Enter": deferred | as_system,
         "Halt": deferred | as_system | ignored,
         "Leave": deferred | as_system | ignored,
         "Return": deferred | as_system | ignored | rollback,
+        "Shell": 51 - 18,
         "Stay": 51 - 18,  # no program: it sets a property
         "Undo": deferred | as_system | ignored | rollback,
     }
@@ -667,6 +671,48 @@ def test_a_policy_that_cannot_be_read_fails_the_installation_and_says_so(
     assert windows.state() == ""
     assert not windows.data.exists()
     assert (windows.home / "install.log").read_text().startswith(f"installation.py enter: {path}: ")
+
+
+def test_an_upgrade_with_a_bad_policy_leaves_the_old_version_running(
+    windows: Windows, msi: Path, newer: Path, policy: str
+) -> None:
+    assert windows.install(msi, f"POLICY={policy}") == 0
+    installed = windows.data / "policy.yaml"
+    good, log = installed.read_bytes(), windows.data / "logs/agent.log"
+    (windows.drive / "bad policy.yaml").write_text("rulez: []\n")
+    unknown = 'unknown key "rulez"; did you mean "rules"?'
+    for properties in ([r"POLICY=C:\bad policy.yaml"], [r"POLICY=C:\none.yaml"], []):
+        if not properties:
+            installed.write_text("rulez: []\n")
+        assert windows.install(newer, *properties) != 0
+    assert (windows.home / "install.log").read_text().splitlines() == [
+        rf"installation.py check: C:\bad policy.yaml:1: {unknown}",
+        "Nothing was changed: the version before runs on.",
+        (
+            r"installation.py check: C:\none.yaml: there is no such file; without --config and "
+            "$SCHEDULED_EVENTS_AGENT_CONFIG the built-in policy is used"
+        ),
+        "Nothing was changed: the version before runs on.",
+        rf"installation.py check: C:\ProgramData\{SERVICE}\policy.yaml:1: {unknown}",
+        "Nothing was changed: the version before runs on.",
+    ]
+    assert windows.state() == "RUNNING"
+    assert "agent stopped" not in log.read_text()
+    assert windows.agent("--version") == (0, f"{NAME} {__version__}\n")
+    installed.write_bytes(good)
+    assert windows.install(newer) == 0
+    assert windows.agent("--version") == (0, f"{NAME} 9.8.7\n")
+
+
+def test_the_policy_is_judged_by_the_code_of_the_version_to_come(
+    windows: Windows, msi: Path, newer: Path, policy: str
+) -> None:
+    assert windows.install(msi, f"POLICY={policy}") == 0
+    # As if the version that is there knew no rules yet.
+    module = windows.home / "lib/agent/config.py"
+    module.write_text(module.read_text().replace("def load_policy(", "def load_policy_of_old("))
+    assert windows.install(newer, f"POLICY={policy}") == 0
+    assert windows.agent("--version") == (0, f"{NAME} 9.8.7\n")
 
 
 def test_a_policy_s_path_may_contain_spaces(windows: Windows, msi: Path) -> None:
