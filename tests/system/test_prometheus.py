@@ -533,7 +533,7 @@ def test_promtool_accepts_what_the_readme_has_it_check(programs: Path) -> None:
     commands = re.findall(r"^\$ promtool (.+)$", (PACKAGE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     said = [promtool(programs, *command.split()) for command in commands]
     assert [command.split()[0] for command in commands] == ["check", "test", "check"]
-    assert "SUCCESS: 20 rules found" in said[0]
+    assert "SUCCESS: 21 rules found" in said[0]
 
 
 def test_prometheus_accepts_the_configuration_with_all_that_is_commented_out(
