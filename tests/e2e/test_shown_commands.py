@@ -48,6 +48,7 @@ ELSEWHERE = {
     ".venv/bin/python -m benchmarks": ("tests/integration/test_benchmarks.py", "benchmarks"),
     "promtool ": ("tests/system/test_prometheus.py", "promtool"),
     "curl --cacert": ("tests/integration/test_web_access.py", '"curl"'),
+    "journalctl ": ("tests/system/test_unit.py", '"journalctl", "--quiet"'),
     "systemctl restart scheduled-events-agent": ("tests/system/test_deb.py", 'systemctl("restart")'),
     "env PGDATA=": ("tests/system/test_example_database.py", "POSTGRESQL_BIN"),
 }
