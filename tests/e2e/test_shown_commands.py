@@ -60,6 +60,7 @@ NOT_RUN = {
     "pipx run pip-audit": "the database of vulnerabilities is not to be had everywhere; make audit",
     "SIGN_COMMAND=": "needs a certificate",
     "editor ": "is for people",
+    "journalctl ": "needs systemd's journal; the fields that it is asked for have tests of their own",
     "iptables ": "needs root, and a kernel that filters",
     "systemctl status": "the system tests ask systemd for the same by systemctl show",
 }
@@ -123,8 +124,8 @@ def event(agent: Agent, sim: Simulator) -> str:
     """An event that a running agent holds."""
     agent.write_policy(
         agent={"state_dir": str(agent.state_dir), "listen": "127.0.0.1:0"},
-        rules=[{"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "approve": "when-prepared"}],
-        hooks={"drain": agent.hook("drain", exit_code=3)},
+        rules=[{"name": "reboots", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}],
+        hooks={name: agent.hook(name, exit_code=3) for name in ("drain", "resume")},
     )
     agent.start()
     event = sim.schedule("Reboot", notice_seconds=600)
@@ -135,7 +136,8 @@ def event(agent: Agent, sim: Simulator) -> str:
 def words_of(line: str, event: str, directory: Path, endpoint: str) -> list[str]:
     """The arguments, with what is the reader's own filled in."""
     words = shlex.split(line.removeprefix(OURS))
-    words = [DOCUMENT if word in ("FILE", "DOCUMENT") else word for word in words]
+    stand_ins = {"FILE": DOCUMENT, "DOCUMENT": DOCUMENT, "0.0.0.0": "127.0.0.1"}
+    words = [stand_ins.get(word, word) for word in words]
     if "--record" in words:  # by default, of the real endpoint
         words += ["--from", endpoint]
     elif words[0] == "simulate" and words[1].endswith(".jsonl"):
@@ -147,11 +149,14 @@ def words_of(line: str, event: str, directory: Path, endpoint: str) -> list[str]
 
 @pytest.mark.parametrize("command", RUN_HERE, ids=lambda command: f"{command.page}:{command.line}")
 def test_a_command_of_the_documentation_does_what_it_is_shown_for(
-    command: Shown, agent: Agent, event: str, tmp_path: Path
+    command: Shown, agent: Agent, sim: Simulator, event: str, tmp_path: Path
 ) -> None:
     words = words_of(command.line, event, tmp_path, agent.endpoint)
     if words[0] == "run":
         agent.kill()
+    if words[0] == "resolve":
+        sim.cancel(event)
+        agent.wait_phase(event, "recovery_failed")
     process = subprocess.Popen(
         agent.command(*words),
         cwd=tmp_path if words[0] == "simulate" else CHECKOUT,

@@ -385,7 +385,7 @@ def test_a_reload_changes_what_is_logged(tmp_path: Path) -> None:
             sim.wait_until(lambda: "\n" in log.read_text(), "a line in the log")
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(60)
     messages = [json.loads(line)["message"] for line in log.read_text().splitlines()]
     # Who the VM is may be known before the reload or after it.
     messages = [message for message in messages if message != "this VM is known"]

@@ -57,7 +57,7 @@ def test_neither_arguments_nor_environment_of_hooks_are_told_to_anybody(tmp_path
             sim.wait_polls(3)
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(60)
     text = log.read_text()
     store = Store.join(tmp_path / "state")
     journal = store.load_journal()
