@@ -67,6 +67,8 @@ _MAX_TOLD_AT_ONCE = 10
 _TOLD_OF_MANY = 3
 _TIDY_SECONDS = 60.0
 _LOUD_NOTES = ("held", "blocked", "approval_failed", "recovery_failed")
+# An operator must act on these: the log tells them of every event.
+_NEVER_LEFT_OUT = ("blocked", "recovery_failed")
 
 HookKey = tuple[str, str]
 """Workflow and stage: what a workflow runs one hook of at a time."""
@@ -751,7 +753,7 @@ class Engine:
         if note.hook:
             fields |= {"hook": note.hook, "stage": note.stage}
         level = "warning" if is_bad else "info"
-        if workflow.id not in self._untold:
+        if workflow.id not in self._untold or note.kind in _NEVER_LEFT_OUT:
             getattr(self._log, level)(note.kind.replace("_", " "), reason=note.text, **fields)
         self._metrics.record_note(workflow, note, now.timestamp())
 

@@ -6,6 +6,7 @@ import os
 import re
 import stat
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,8 @@ def test_secrets_of_hooks_are_in_no_file_page_or_log(sim: Simulator, agent: Agen
     pages = "".join(agent.get(page)[1] for page in ("/status", "/metrics", "/healthz", "/readyz"))
     assert event in pages
     sim.end(event)
+    agent.wait_log("recovery failed", event_id=event)
+    assert agent.say("resolve", event).returncode == 0
     agent.wait_log("closed", event_id=event)
     checked = agent.run("check", "--config", str(agent.config))
     assert checked.returncode == 0
@@ -209,6 +212,10 @@ HOSTILE = [
 ]
 
 
+def are_approved(endpoint: Endpoint, ids: set[str]) -> bool:
+    return {event_id for together in endpoint.approved for event_id in together} == ids
+
+
 def test_hostile_texts_forge_nothing_and_start_nothing(make_agent: MakeAgent, tmp_path: Path) -> None:
     def event(number: int, text: str) -> dict[str, Any]:
         short = text[:1000]
@@ -221,7 +228,7 @@ def test_hostile_texts_forge_nothing_and_start_nothing(make_agent: MakeAgent, tm
             **dict.fromkeys(("ResourceType", "NotBefore", "EventSource", "DurationInSeconds"), short),
         }
 
-    body = document(*(event(number, text) for number, text in enumerate(HOSTILE)))
+    events = [event(number, text) for number, text in enumerate(HOSTILE)]
     with Endpoint() as endpoint:
         agent = make_agent(endpoint.url)
         code = 'import os, sys; sys.stdin.read(); print("told", os.environ["SCHEDULED_EVENT_DESCRIPTION"][:60])'
@@ -230,10 +237,10 @@ def test_hostile_texts_forge_nothing_and_start_nothing(make_agent: MakeAgent, tm
         rule = {**DRAIN, "prepare": ["drain", "shell"], "recover": [], "shared": "any"}
         agent.write_policy(rules=[rule], hooks={"drain": told, "shell": shell})
         agent.start()
-        endpoint.body = body
-        agent.wait_until(
-            lambda: len(endpoint.approved) and sum(map(len, endpoint.approved)) == len(HOSTILE), "all"
-        )
+        for body in (document(*events[:6]), document(*events)):  # of more at once, the log tells of a few
+            endpoint.body = body
+            ids = {one.approval_id for one in parse_document(body).events}
+            agent.wait_until(partial(are_approved, endpoint, ids), "all were approved")
         status = agent.status()
         exposed = agent.get("/metrics")[1]
         explained = agent.run("explain", "--config", str(agent.config))
