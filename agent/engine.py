@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from agent import __version__, hook_times, host
 from agent.config import Settings
-from agent.events import Document, Gone, Seen, compare, refuse_too_many, to_azure_json
+from agent.events import Document, Gone, Missing, Seen, compare, refuse_too_many, to_azure_json
 from agent.hooks import HookResult, hook_environment
 from agent.imds import Identity
 from agent.log import FailureLog, get_logger
@@ -57,6 +57,8 @@ from agent.workflow import (
 
 # So much more or less than on the monotonic clock has passed on the wall clock if somebody has set it.
 _CLOCK_SET_SECONDS = 1.0
+# Two answers are a poll interval apart if so much of it is between them; the rest is the network's noise.
+_INTERVAL_SHARE = 0.9
 _KEEP_JOURNAL = timedelta(days=90)
 _MAX_NAMES = 50
 # After a day without a request the service switches Scheduled Events off for the VM.
@@ -200,6 +202,8 @@ class Engine:
         self._is_state_lost = bool(store.load_fact("state_lost"))
         # What the next turn has to take in: a document, and signals, that no commit has held yet.
         self._document: Document | None = None
+        # Events that the last answer lacked, and when the first one did, monotonic.
+        self._lacked: dict[str, float] = {}
         self._signals: list[Signal] = []
         self._requests: list[Request] = []
         self._document_at: datetime | None = None
@@ -245,7 +249,9 @@ class Engine:
         """Note down what has come; the next turn decides on it."""
         match news:
             case Document():
-                self._document = news
+                self._document = replace(news, answered=news.answered or self._machine.monotonic())
+                for event in news.events:
+                    self._lacked.pop(event.key, None)
             case Identity():
                 self._new_identity = news
             case ApprovalAnswered():
@@ -282,7 +288,6 @@ class Engine:
             if has_document and (self._is_identity_sure or self.settings.vm.name):
                 self._document_at = document_at or now
             if self._delayed and not self._hands.is_running(None) and self._machine.is_shutting_down() is False:
-                self._log.info("the machine stays up after all: the hooks that counted as not run start again")
                 self._run_delayed(now)
             self._decide_and_do(now)
             self._greet_first_document(now)
@@ -424,8 +429,8 @@ class Engine:
     def _decide_and_do(self, now: datetime) -> None:
         if not self.board and not self._signals and self._document is None:
             return
-        seen = self._compare(self._document) if self._document is not None else []
-        progression = proceed(self.board, [*self._signals, *seen], self._context(now, self._document_at))
+        signals = [*self._signals, *self._look_at_document()]
+        progression = proceed(self.board, signals, self._context(now, self._document_at))
         try:
             self._store.commit(progression.steps, now, self._answers(progression))
         except WithdrawnError:
@@ -448,15 +453,34 @@ class Engine:
             self._tell_fault(workflow_id, fault)
         self._perform(progression.steps, now)
 
-    def _compare(self, document: Document) -> list[Seen | Gone]:
-        """Events that only concern other VMs are counted and no more, unless a rule may take them."""
+    def _look_at_document(self) -> list[Seen | Missing | Gone]:
+        """What is new in it. An event is gone when two answers lack it that are a poll interval apart.
+
+        Events that only concern other VMs are counted and no more, unless a rule may take them.
+        """
+        document = self._document
+        if document is None:
+            return []
         known, names = known_events(self.board), self.names()
         events = document.events
         if not any("others" in rule.when.affects for rule in self.settings.rules):
             events = tuple([e for e in events if e.key in known or e.affects(names) != "others"])
         self.others_events = len(document.events) - len(events)
         self._metrics.others_events.set(self.others_events)
-        return compare(known, replace(document, events=events))
+        for key in known.keys() - {event.key for event in events}:
+            self._lacked.setdefault(key, document.answered)
+        apart = _INTERVAL_SHARE * self.settings.imds.poll_interval
+        missing = {
+            workflow.event.key: document.answered - self._lacked.get(workflow.event.key, document.answered)
+            >= apart
+            for workflow in self.board.values()
+            if workflow.is_missing
+        }
+        return compare(known, replace(document, events=events), missing)
+
+    def lacks_event(self) -> bool:
+        """Whether the last answer lacked an event that is not over yet: the next one counts. For any thread."""
+        return any(workflow.is_missing for workflow in self.board.values())
 
     def check(self, document: Document) -> None:
         """Raises DocumentError if it has more events of this VM than can be real. For any thread."""
@@ -574,8 +598,12 @@ class Engine:
             return
         delayed, self._delayed = self._delayed, []
         for effect in delayed:
-            if effect.workflow_id in self.board:  # or it has turned out to be another VM's
-                self._run_hook(self.board[effect.workflow_id], effect, now)
+            workflow = self.board.get(effect.workflow_id)  # None if it has turned out to be another VM's
+            if workflow is not None and workflow.is_missing:
+                self._delayed.append(effect)
+            elif workflow is not None:
+                self._log.info("a hook that had to wait starts now", event_id=effect.workflow_id, hook=effect.hook)
+                self._run_hook(workflow, effect, now)
 
     # --- the service
 
@@ -604,7 +632,7 @@ class Engine:
         if self._is_state_lost:
             self._store.save_facts({"state_lost": ""})
             self._is_state_lost = False
-        if self._on_clear is None:
+        if self._on_clear is None and not self.lacks_event():
             # A rule may have something prepared for an event of another VM, too.
             is_clear = is_ready(self.board) and all(w.decision.affects == "others" for w in self.board.values())
             may_run = is_clear and self.is_acting()

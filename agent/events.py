@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -131,6 +132,16 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     """For logs and for the 2017-03-01 form of the approval; never a gate. "" if missing."""
     events: tuple[ScheduledEvent, ...]
     """Events that are pending or under way, in document order, one per key."""
+    ended: dict[str, str] = {}
+    """Key and status of the events that are listed as over."""
+    answered: float = 0.0
+    """When it was received, on the monotonic clock."""
+
+
+class Missing(msgspec.Struct, frozen=True):
+    """One answer lacks the event that was known by ``key``; whether it is over, the next one tells."""
+
+    key: str
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -141,9 +152,11 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """The event that was known by ``key`` stands in the document no more."""
+    """The event that was known by ``key`` is over."""
 
     key: str
+    status: str = ""
+    """Completed or Canceled if the document says so."""
 
 
 def parse_document(body: bytes) -> Document:
@@ -162,6 +175,7 @@ def parse_document(body: bytes) -> Document:
     return Document(
         incarnation="" if incarnation is None else clean_text(incarnation),
         events=tuple([event for event in merged if not event.is_ended]),
+        ended={event.key: event.status for event in merged if event.is_ended},
     )
 
 
@@ -182,32 +196,42 @@ def parse_event(body: bytes) -> ScheduledEvent:
     return _to_event(data, "event")
 
 
-def compare(known: Mapping[str, ScheduledEvent], document: Document) -> list[Seen | Gone]:
+def compare(
+    known: Mapping[str, ScheduledEvent],
+    document: Document,
+    missing: Mapping[str, bool] = MappingProxyType({}),
+) -> list[Seen | Missing | Gone]:
     """What ``document`` says that differs from the ``known`` events (by key).
 
-    Microsoft's mock server gives events new ids, when they start and later: an event that is missing in the very
-    document in which one with the same type, source, resources and description first appears as Started
-    is the same one, renamed.
+    ``missing``: those of them that the answers before lacked, and whether it is gone if this one lacks it too.
+
+    Microsoft's mock server gives events new ids, when they start and later: an event that is missing when one with
+    the same type, source, resources and description first appears as Started is the same one, renamed.
     """
     present = {event.key: event for event in document.events}
-    missing = {key: event for key, event in known.items() if key not in present}
+    absent = {key: event for key, event in known.items() if key not in present}
     renamable: dict[tuple[object, ...], list[str]] = {}
     # Of several that are alike, one that is yet to start is the likelier one to have started now.
-    for key, event in sorted(missing.items(), key=lambda item: item[1].is_started):
-        renamable.setdefault(_likeness(event), []).append(key)
-    changes: list[Seen | Gone] = []
+    for key, event in sorted(absent.items(), key=lambda item: item[1].is_started):
+        if key not in document.ended:
+            renamable.setdefault(_likeness(event), []).append(key)
+    changes: list[Seen | Missing | Gone] = []
     for key, event in present.items():
         if key not in known:
             old_keys = renamable.get(_likeness(event)) if event.is_started else None
             if old_keys:
                 old_key = old_keys.pop(0)
-                del missing[old_key]
+                del absent[old_key]
                 changes.append(Seen(event, old_key))
             else:
                 changes.append(Seen(event))
-        elif known[key] != event:
+        elif known[key] != event or key in missing:
             changes.append(Seen(event))
-    changes.extend(Gone(key) for key in missing)
+    for key in absent:
+        if key in document.ended or missing.get(key):
+            changes.append(Gone(key, document.ended.get(key, "")))
+        elif key not in missing:
+            changes.append(Missing(key))
     return changes
 
 

@@ -202,6 +202,8 @@ def activity(workflow: Workflow, running: Iterable[RunningHook], now: datetime) 
         return "; ".join(hooks)
     if workflow.phase == "recovery_failed":
         return f"recovery failed, an operator must retry or resolve it: {workflow.waits_for}"
+    if workflow.is_missing:
+        return "waits: it is not in the last document, and the next one tells if it is over"
     if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
         return f"drains for {span(now, workflow.drain_until)} more (/readyz answers 503)"
     if workflow.phase == "held":

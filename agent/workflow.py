@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agent import AgentError
-from agent.events import Gone, ScheduledEvent, Seen
+from agent.events import Gone, Missing, ScheduledEvent, Seen
 from agent.policy import Decision, Facts, MaintenanceWindow, Rule, Start, decide
 
 Phase = Literal[
@@ -27,8 +27,9 @@ HookOutcome = Literal["succeeded", "failed", "timed_out", "canceled", "not_start
 Word = Literal["", "approved", "held", "retry", "resolve"]
 """What an operator says of an event; "" takes back approved and held."""
 NoteKind = Literal[
-    "seen", "changed", "renamed", "gone", "decided", "preparing", "hook_started", "hook_finished", "hook_canceled",
-    "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering", "recovery_failed",
+    "seen", "changed", "renamed", "missing", "gone", "decided", "preparing", "hook_started", "hook_finished",
+    "hook_canceled", "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering",
+    "recovery_failed",
     "waits", "blocked", "closed", "operator", "restarted",
 ]  # fmt: skip
 
@@ -40,7 +41,8 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     "held": frozenset({"waiting", "preparing", "prepared", "approved", "started", "recovering", "closed"}),
     "approved": frozenset({"preparing", "started", "recovering", "closed"}),
     "started": frozenset({"recovering", "closed"}),
-    "recovering": frozenset({"recovery_failed", "closed"}),
+    # Back to an earlier phase: the event is in the document again, and no recover hook has begun.
+    "recovering": frozenset({"prepared", "approved", "started", "recovery_failed", "closed"}),
     "recovery_failed": frozenset({"recovering", "closed"}),
     "closed": frozenset(),
 }
@@ -105,6 +107,8 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     drain_until: datetime | None = None
     approval: Approval = Approval()
     operator: Literal["", "approved", "held"] = ""
+    missing_since: datetime | None = None
+    """When an answer first lacked the event; it is gone once a second one does."""
     is_gone: bool = False
     was_started: bool = False
     is_doubtful: bool = False
@@ -122,6 +126,11 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stages(self) -> tuple[Progress, ...]:
         return self.prepare, self.on_start, self.recover
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the last answer lacks the event and the next one tells if it is over."""
+        return self.missing_since is not None and not self.is_gone
 
     @property
     def is_prepared_for(self) -> bool:
@@ -174,7 +183,17 @@ class ClockSet(msgspec.Struct, frozen=True):
     seconds: float
 
 
-Signal = Seen | Gone | HookFinished | ApprovalAnswered | OperatorSpoke | AgentRestarted | Reconsider | ClockSet
+Signal = (
+    Seen
+    | Missing
+    | Gone
+    | HookFinished
+    | ApprovalAnswered
+    | OperatorSpoke
+    | AgentRestarted
+    | Reconsider
+    | ClockSet
+)
 
 
 class RunHook(msgspec.Struct, frozen=True, kw_only=True):
@@ -301,7 +320,10 @@ def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progre
             try:
                 step = _take_in(workflows.get(target), signal, context)
                 if step is not None:
+                    followed = _may_return(step.workflow.event, workflows) if not target else ()
                     apply(step)
+                    for old in followed:
+                        apply(Step(workflow=replace(old, missing_since=None)))
             except Exception as error:  # noqa: BLE001 - a bug in one event must not stop the others
                 faults[target] = error
     # Workflows wait for each other, so each move may let another one move. Every move brings its workflow
@@ -327,7 +349,7 @@ def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progre
 
 
 def known_events(board: Board) -> dict[str, ScheduledEvent]:
-    """The events that stood in the last document, by key; what the next document is compared with."""
+    """The events that are not over, by key; what the next document is compared with."""
     return {workflow.event.key: workflow.event for workflow in board.values() if not workflow.is_gone}
 
 
@@ -402,6 +424,8 @@ def _service_gate(workflow: Workflow, context: Context) -> Leave:
         )
     if event.affects(context.names) not in ("self", "shared"):
         return Leave("no", "it does not name this VM")
+    if workflow.is_missing:
+        return Leave("not yet", "it is not in the last document")
     if event.approval_fault:
         return Leave("no", event.approval_fault)
     if not context.is_acting or context.document_at is None:
@@ -478,8 +502,8 @@ def _targets(signal: Signal, workflows: Mapping[str, Workflow], by_key: Mapping[
     """The ids of the workflows that the signal is for; "" stands for one that is not there yet."""
     match signal:
         case Seen(event, renamed_from):
-            return [by_key.get(renamed_from or event.key, "")]
-        case Gone(key):
+            return [by_key.get(renamed_from or event.key, "") or _find_returning(event, workflows)]
+        case Missing(key) | Gone(key):
             return [by_key[key]] if key in by_key else []
         case HookFinished():
             return _who_awaits(signal, workflows)
@@ -508,8 +532,10 @@ def _take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Ste
     match signal:
         case Seen(event):
             return _see(workflow, event, context)
+        case Missing():
+            return _miss(workflow, context)
         case Gone():
-            return _lose(workflow, context)
+            return _lose(workflow, signal, context)
         case HookFinished():
             return (
                 _finish_hook(workflow, signal)
@@ -547,6 +573,9 @@ def _admit(event: ScheduledEvent, context: Context) -> Step:
 def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
     old = workflow.event
     notes = []
+    if workflow.is_missing or workflow.is_gone:
+        notes.append(Note(kind="changed", text="is in the document again"))
+        workflow = _bring_back(workflow)
     if event.key != old.key:
         notes.append(Note(kind="renamed", text=f"goes on under the id {event.id} (was {old.id})"))
     fields = ("status", "type", "not_before", "resources", "source", "duration_seconds", "description")
@@ -633,17 +662,55 @@ def _may_prepare_more(workflow: Workflow) -> bool:
     return is_in_time and workflow.prepare.state in ("running", "succeeded")
 
 
-def _lose(workflow: Workflow, context: Context) -> Step:
+def _may_return(event: ScheduledEvent, workflows: Mapping[str, Workflow]) -> list[Workflow]:
+    """The last appearance of an event that is gone; one that another has followed does not return."""
+    same = [w for w in workflows.values() if w.event.key == event.key and w.is_gone and w.is_open]
+    return [workflow for workflow in same if workflow.missing_since is not None]
+
+
+def _find_returning(event: ScheduledEvent, workflows: Mapping[str, Workflow]) -> str:
+    """The event's last workflow, if the event was gone and nothing has been undone or cut short since; else ""."""
+    workflow = next(iter(_may_return(event, workflows)), None)
+    if workflow is None:
+        return ""
+    is_idle = all(progress.current is None for progress in workflow.stages)
+    recover = workflow.recover
+    is_untouched = recover.run == 0 and not recover.done and recover.state in ("idle", "running")
+    is_cut_short = workflow.prepare.state == "canceled" and not workflow.was_started
+    return workflow.id if is_idle and is_untouched and not is_cut_short else ""
+
+
+def _bring_back(workflow: Workflow) -> Workflow:
+    """As if the event had never been missing."""
+    if workflow.phase == "recovering":
+        is_confirmed = workflow.approval.state == "confirmed"
+        phase: Phase = "started" if workflow.was_started else "approved" if is_confirmed else "prepared"
+        workflow = replace(workflow, phase=phase, recover=Progress(), waits_for="")
+    return replace(workflow, missing_since=None, is_gone=False, outcome="")
+
+
+def _miss(workflow: Workflow, context: Context) -> Step | None:
+    if workflow.missing_since is not None:
+        return None
+    note = Note(kind="missing", text="is not in the document; over, if the next answer lacks it too")
+    return Step(workflow=replace(workflow, missing_since=context.now), notes=(note,))
+
+
+def _lose(workflow: Workflow, signal: Gone, context: Context) -> Step:
     outcome: Outcome = "unknown"
     not_before = workflow.event.not_before
-    if workflow.was_started or workflow.event.is_started:
+    missing_since = workflow.missing_since or context.now
+    if signal.status:
+        outcome = "completed" if signal.status == "Completed" else "canceled"
+    elif workflow.was_started or workflow.event.is_started:
         outcome = "completed"
     elif workflow.boot_id != context.boot_id and workflow.event.type in ("Reboot", "Redeploy"):
         outcome = "completed"  # nobody saw it Started because this machine was away for it
-    elif workflow.approval.state == "none" and not_before is not None and context.now < not_before:
+    elif workflow.approval.state == "none" and not_before is not None and missing_since < not_before:
         outcome = "canceled"
-    note = Note(kind="gone", text=f"stands in the document no more: {outcome}")
-    return Step(workflow=replace(workflow, is_gone=True, outcome=outcome), notes=(note,))
+    note = Note(kind="gone", text=f"is no longer in the document: {outcome}")
+    gone = replace(workflow, is_gone=True, missing_since=missing_since, outcome=outcome)
+    return Step(workflow=gone, notes=(note,))
 
 
 def _move_times(workflow: Workflow, seconds: float, context: Context) -> Step:
@@ -776,7 +843,7 @@ def _restart(workflow: Workflow, context: Context) -> Step:
 
 def _move(workflow: Workflow, workflows: Mapping[str, Workflow], context: Context) -> Step | None:
     """The next step that is due; None if the workflow waits for a signal or for time."""
-    if not workflow.is_open or context.document_at is None:
+    if not workflow.is_open or workflow.is_missing or context.document_at is None:
         return None
     if workflow.is_gone:
         return _move_gone(workflow, workflows, context)
@@ -986,7 +1053,8 @@ def _move_gone(workflow: Workflow, workflows: Mapping[str, Workflow], context: C
         if _progress(workflow, stage).state == "running":
             return _cut_short(workflow, stage)
     if workflow.prepare.state == "idle":
-        if not (workflow.is_doubtful and workflow.event.is_started and workflow.decision.recover):
+        has_started = workflow.was_started or workflow.event.is_started
+        if not (workflow.is_doubtful and has_started and workflow.decision.recover):
             return _close(workflow)
         if not workflow.was_started:
             text = "had started, before this VM's name was known"

@@ -84,7 +84,7 @@ class Daemon:
         self._crash: BaseException | None = None
         self._metrics = Metrics(self._load_pending)
         endpoint = Endpoint(lambda: self._engine.settings.imds, settings.imds)
-        self._poller = Poller(endpoint, self._put, self._metrics, self._check)
+        self._poller = Poller(endpoint, self._put, self._metrics, self._check, self._lacks_event)
         self._identifier = Identifier(endpoint, self._put, self._poller.stop_requested)
         self._instance = str(store.path.resolve())
         self._hands = Threads(endpoint, self._put, self._instance)
@@ -116,6 +116,9 @@ class Daemon:
 
     def _check(self, document: Document) -> None:
         self._engine.check(document)
+
+    def _lacks_event(self) -> bool:
+        return self._engine.lacks_event()
 
     def _load_pending(self) -> Iterable[Workflow]:
         return self._engine.board.values()

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+from msgspec.structs import replace
+
 from agent.config import ImdsSettings
 from agent.engine import News, Paused
 from agent.events import Document, DocumentError, parse_document
@@ -71,13 +73,22 @@ class Poller:
     """Fetches the document at the policy's pace. Never waits for anything but the service."""
 
     def __init__(
-        self, endpoint: Endpoint, put: Put, metrics: Metrics, check: Callable[[Document], None] = lambda _: None
+        self,
+        endpoint: Endpoint,
+        put: Put,
+        metrics: Metrics,
+        check: Callable[[Document], None] = lambda _: None,
+        is_wanted_again: Callable[[], bool] = bool,
     ) -> None:
-        """``check``: raises DocumentError for a document that is not to be acted on."""
+        """``check``: raises DocumentError for a document that is not to be acted on.
+
+        ``is_wanted_again``: whether a document counts that is the same as the last one.
+        """
         self._endpoint = endpoint
         self._put = put
         self._check = check
         self._metrics = metrics
+        self._is_wanted_again = is_wanted_again
         self._good_polls = metrics.polls.labels("ok")  # looked up once: this is done every second, for ever
         self._backoff = Backoff()
         self._failure_log = FailureLog("polling the metadata service")
@@ -86,6 +97,7 @@ class Poller:
         self._last_number = 0
         self._newest_answered = 0
         self._body = b""
+        self._document: Document | None = None
         self._sent: float | None = None  # since when the poller waits for an answer
         self.has_service_answered = False
         """Whether the service is known to be switched on for this VM. To be set before ``run``."""
@@ -162,12 +174,15 @@ class Poller:
         return delay
 
     def _take(self, body: bytes) -> None:
-        if body != self._body:
+        if self._document is None or body != self._body:
             document = parse_document(body)
             self._check(document)
-            self._put(document)
+            self._document = document
             self._metrics.documents.inc()
             self._body = body
+        elif not self._is_wanted_again():
+            return
+        self._put(replace(self._document, answered=time.monotonic()))
 
     def _succeed(self, began: float) -> None:
         now = time.monotonic()

@@ -119,9 +119,9 @@ KINDS = (
     ),
     Kind(200, "info", "A scheduled event was seen.", ("seen",)),
     Kind(201, "info", "It was decided what to do about the event.", ("decided",)),
-    Kind(202, "info", "The event changed.", ("changed", "renamed")),
+    Kind(202, "info", "The event changed.", ("changed", "renamed", "missing")),
     Kind(203, "info", "The event started.", ("started",)),
-    Kind(204, "info", "The event stands in the document no more.", ("gone",)),
+    Kind(204, "info", "The event is no longer in the document.", ("gone",)),
     Kind(
         205,
         "warning",
@@ -145,8 +145,8 @@ KINDS = (
     Kind(
         225,
         "info",
-        "The machine stays up after all; hooks that were cut short start again.",
-        ("the machine stays up after all: the hooks that counted as not run start again",),
+        "A hook that had to wait or was cut short starts now.",
+        ("a hook that had to wait starts now",),
     ),
     Kind(230, "info", "The approval is sent.", ("approving",)),
     Kind(231, "info", "Azure has taken the approval.", ("approved",)),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from agent.config import ConfigError, parse_settings
-from agent.events import MAX_EVENTS, DocumentError, Gone, ScheduledEvent, Seen, compare, parse_document
+from agent.events import MAX_EVENTS, DocumentError, Missing, ScheduledEvent, Seen, compare, parse_document
 from agent.host.dhcp import parse_lease
 from agent.policy import Facts, Rule, When, decide
 from agent.simulator import SimulatorError, load_scenario, parse_scenario
@@ -93,7 +93,7 @@ def test_of_events_that_are_alike_the_first_ones_are_renamed_first() -> None:
     ]
     document = parse_document(json.dumps({"Events": started}).encode())
     one, two = document.events
-    assert compare(known, document) == [Seen(one, "a"), Seen(two, "b"), Gone("c")]
+    assert compare(known, document) == [Seen(one, "a"), Seen(two, "b"), Missing("c")]
 
 
 def scheduled(event_id: str, resource: str) -> ScheduledEvent:

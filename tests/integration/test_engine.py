@@ -237,8 +237,8 @@ def test_an_event_that_is_over_before_its_hook_could_start_does_not_stay_pending
         engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands))
         engine.start()
         engine.take(Identity(name="vm-1", vm_id="id-1"))
-        for events in ((), (EVENT,), ()):
-            engine.take(Document(incarnation="", events=events))
+        for number, events in enumerate(((), (EVENT,), (), ()), start=1):
+            engine.take(Document(incarnation="", events=events, answered=number))
             assert engine.turn(datetime.now(UTC))
         (canceled,) = hands.reported
         assert canceled.result.detail == "canceled before it started"
@@ -323,8 +323,9 @@ def test_a_recovery_is_not_told_of_an_end_that_is_behind_it(tmp_path: Path) -> N
         engine.take(Document(incarnation="1", events=(event,)))
         assert engine.turn(machine.now())
         engine.take(HookEnded(hands.effects[0], without_run("drain", "canceled", "")))
-        engine.take(Document(incarnation="2", events=()))
-        assert engine.turn(machine.wait(2.0))
+        for _ in range(2):
+            engine.take(Document(incarnation="2", events=()))
+            assert engine.turn(machine.wait(2.0))
         assert hands.told == {"drain": "900", "resume": ""}
     finally:
         store.close()
@@ -407,8 +408,9 @@ def test_a_hook_that_was_quick_before_begins_later_also_after_a_restart(tmp_path
                 (effect,) = hands.effects
                 result = replace(without_run("drain", "succeeded", ""), attempts=1, duration_seconds=20.0)
                 engine.take(HookEnded(effect, result))
-                engine.take(Document(incarnation="2", events=()))
-                assert engine.turn(machine.now())
+                for _ in range(2):
+                    engine.take(Document(incarnation="2", events=()))
+                    assert engine.turn(machine.wait(1.0))
                 assert engine.board == {}
                 hands.effects.clear()
         finally:
@@ -551,3 +553,39 @@ def test_a_world_that_never_comes_to_rest_floods_neither_log_nor_journal(
     assert {message: count for message, count in lines.items() if count > most + polls / 60 + 1} == {}
     assert entries < MAX_ENTRIES + 4 * 60 + 10  # what came since it was last tidied up is more
     assert longest < 8000
+
+
+@pytest.mark.parametrize(("seconds", "is_over"), [(0.5, False), (1.0, True)])
+def test_two_answers_without_an_event_count_only_if_a_poll_lies_between(
+    seconds: float, is_over: bool, tmp_path: Path, hands: Approvals
+) -> None:
+    store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
+    try:
+        settings = Settings(rules=(Rule(name="hand", approve="manual"),))
+        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        for events in ((EVENT,), (), ()):
+            engine.take(Document(incarnation="", events=events))
+            assert engine.turn(machine.wait(seconds, jump=-3600.0))  # the clock that is set does not count
+        assert (engine.board == {}) is is_over
+    finally:
+        store.close()
+
+
+def test_answers_that_have_the_event_between_others_begin_the_count_anew(tmp_path: Path, hands: Approvals) -> None:
+    store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
+    try:
+        settings = Settings(rules=(Rule(name="hand", approve="manual"),))
+        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        for answers in ([(EVENT,)], [()], [(EVENT,), ()], [()]):
+            assert engine.board or answers == [(EVENT,)], "it is over too early"
+            for events in answers:
+                machine.wait(1.0)
+                engine.take(Document(incarnation="", events=events))
+            assert engine.turn(machine.now())
+        assert engine.board == {}
+    finally:
+        store.close()

@@ -6,12 +6,12 @@ The one invariant of its own: it forbids only what is certain to be wrong. Where
 what the agent knows, both are right.
 
     1  no approval before every prepare hook has succeeded, unless the rule or an operator says otherwise
-    2  no approval for an event of another VM, one that has started, is over, or is held
+    2  no approval for an event of another VM, one that has started, is over, is missing or is held
     3  a prepare or on_start hook starts once, and once more only after a crash that it did not survive
-    4  what was prepared is recovered exactly once after the event, never while another event needs it prepared;
-       what was never prepared is never recovered (of an event that had started when the state was lost, that it
-       was not is not known: it is recovered). After a failure it and the rest of the stage wait for an operator's
-       retry, or for a success of the hook for another event; until then the VM is not ready
+    4  what was prepared is recovered exactly once after the event (two answers lack it), never while another event
+       needs it prepared; what was never prepared is never recovered (of an event that had started when the state
+       was lost, that it was not is not known: it is recovered). After a failure it and the rest of the stage wait
+       for an operator's retry, or for a success of the hook for another event; until then the VM is not ready
     5  all of this over restarts, with and without a reboot, for canceled and completed events
     6  an approval that was confirmed is not sent again; one that was not is, until it is
     7  nothing is approved in doubt: before a document was read, without a name, after the state was lost
@@ -29,6 +29,8 @@ from agent.policy import Hook, Rule
 from agent.workflow import HookOutcome
 
 VM = "vm_1"
+# Two answers that are closer to each other count as one.
+_POLLS_APART = 0.9
 Key = tuple[str, str]
 """Event and hook."""
 
@@ -47,6 +49,8 @@ class Life:
     status: str
     is_doubtful: bool
     current_id: str = ""
+    missing_since: float | None = None
+    """When an answer first lacked it, and none has had it since."""
     is_gone: bool = False
     was_started: bool = False
     may_be_begun: bool = False
@@ -139,10 +143,17 @@ class Judge:
         for life in self.lives.values():
             life.read_at = None
 
+    def heard(self, names: Iterable[str]) -> None:
+        """A document has reached the agent, which need not decide on it: a later one may come first."""
+        for name in names:
+            if name in self.lives:
+                self.lives[name].missing_since = None
+
     def read(
         self,
         events: Iterable[tuple[str, str, str, str, tuple[str, ...], datetime | None]],
         *,
+        answered: float,
         is_state_lost: bool,
     ) -> None:
         """A document has been decided on, and the decision is on disk.
@@ -160,16 +171,22 @@ class Judge:
                 self.lives[name] = life
                 self._fresh.append(life)
             life.status, life.current_id, life.not_before = status, current_id, not_before
+            life.missing_since = None
             rule = self.rule(life)
             if status == "Scheduled" and rule is not None and (rule.drain_for or not rule.prepare):
                 # It may be begun at any moment, and the event be gone before anybody has seen that.
                 self._allowed |= {(life.name, hook) for hook in rule.recover}
             life.was_started |= status == "Started"
         for life in self.lives.values():
-            if not life.is_gone and life.name not in present and life.is_doubtful and life.was_started:
-                # For all that is known it was prepared for, by the agent that had lost its state.
-                self._begin(life, is_certain=self.has_name and not life.may_be_begun)
-            life.is_gone |= life.name not in present
+            if life.is_gone or life.name in present:
+                continue
+            if life.missing_since is None:
+                life.missing_since = answered
+            elif answered - life.missing_since >= _POLLS_APART:
+                if life.is_doubtful and life.was_started:
+                    # For all that is known it was prepared for, by the agent that had lost its state.
+                    self._begin(life, is_certain=self.has_name and not life.may_be_begun)
+                life.is_gone = True
 
     def unready(self, name: str) -> None:
         """The VM tells that it is not ready for work because of this event."""
@@ -318,7 +335,7 @@ class Judge:
             self._used.discard((run.event, run.stage, run.hook))
         self.runs, self._fresh, self.is_blind, self.on_clear_runs = [], [], True, 0
         for life in self.lives.values():
-            life.is_posted = False
+            life.is_posted, life.missing_since = False, None
 
     def forgotten(self, event: str, stage: str, hook: str) -> None:
         """The hook had ended, and the agent was killed before that was on disk."""
@@ -428,6 +445,7 @@ class Judge:
         self._expect((event, stage, hook) not in self._used, f"(3) {text} again")
         self._used.add((event, stage, hook))
         self._expect(not life.is_gone, f"(4) {text} though the event is over")
+        self._expect(life.missing_since is None, f"(4) {text} though the event is missing")
         if stage == "on_start":
             self._expect(life.status == "Started", f"{text} though the event has not started")
             return
@@ -464,6 +482,7 @@ class Judge:
         self._expect(event_id == life.current_id, f"(2) {text} as {event_id}")
         self._expect(VM in life.resources, f"(2) {text}, an event of another VM")
         self._expect(not life.is_gone, f"(2) {text} though it is over")
+        self._expect(life.missing_since is None, f"(2) {text} though it is missing")
         self._expect(life.status == "Scheduled" and not life.was_started, f"(2) {text} after its start")
         self._expect(life.words != {"held"}, f"(2) {text} against the operator")
         self._expect(not life.is_confirmed, f"(6) {text} again")

@@ -23,6 +23,7 @@ from typing import Any, Literal, cast, get_args
 
 import msgspec
 from judge import VM, BrokenError, Judge
+from msgspec.structs import replace
 
 from agent import log
 from agent.config import AgentSettings, Settings
@@ -40,7 +41,7 @@ from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Step
 Trouble = Literal[
     "many events", "bad hooks", "deaf service", "lost answers", "kills", "power cuts", "torn writes", "reboots",
     "stops", "full disk", "lost state", "clock jumps", "freezes", "operator", "reloads", "late name", "on clear",
-    "slow inbox",
+    "slow inbox", "empty answers",
 ]  # fmt: skip
 TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
 
@@ -124,6 +125,7 @@ class World(Machine):
         self._is_up = True
         self._is_deaf = False
         self._body = b""
+        self._was_empty = False
         self._succeeded_at: datetime | None = None
         self._document_at: datetime | None = None
         self._mail = Mail(self)
@@ -625,9 +627,14 @@ class World(Machine):
             self._azure.advance(self._epoch())
             self._azure.mark_served(self._epoch(), VM, _VERSION)
             body = self._azure.document(_VERSION)
-            if body != self._body:
+            is_chosen = self.has("empty answers") and self.chance("empty answers").random() < 0.2
+            self._was_empty = is_chosen and not self._was_empty
+            if self._was_empty:
+                body = b'{"DocumentIncarnation":0,"Events":[]}'
+                self.after(0.0, self._poll_soon)
+            if body != self._body or self.engine.lacks_event():
                 self._body = body
-                self._deliver(parse_document(body))
+                self._deliver(replace(parse_document(body), answered=self.monotonic()))
             else:
                 self._wake_soon(0.0)
             self._succeeded_at = self.now()
@@ -672,6 +679,8 @@ class World(Machine):
             return
         self._document_at = self._succeeded_at
         self._read_answers()
+        if engine.lacks_event():
+            self._poll_soon()
         wake_at = engine.next_wake_at()
         if not is_done:
             self._wake_soon(1.0)
@@ -709,6 +718,7 @@ class World(Machine):
                 pass
             case _:
                 self._document = item
+                self.judge.heard(self._azure.event(event.id).ids[0] for event in item.events)
 
     def committed(self, steps: Sequence[Step]) -> None:
         """What the agent has taken in and decided is on the disk, and nothing of it is done yet."""
@@ -720,7 +730,7 @@ class World(Machine):
                 name = self._azure.event(event.id).ids[0]
                 facts = (event.type, event.status, event.resources, event.not_before)
                 events.append((name, event.id, *facts))
-            self.judge.read(events, is_state_lost=self._is_state_lost)
+            self.judge.read(events, answered=self._document.answered, is_state_lost=self._is_state_lost)
             self._is_state_lost &= self._is_stopping
             self._document = None
         for ended, is_required in self._results:

@@ -15,6 +15,7 @@ from agent.events import (
     Document,
     DocumentError,
     Gone,
+    Missing,
     ScheduledEvent,
     Seen,
     compare,
@@ -534,8 +535,26 @@ def test_any_change_of_an_event_is_seen(change: dict[str, Any]) -> None:
     assert compare({"a": make_event()}, make_document(changed)) == [Seen(changed)]
 
 
-def test_an_event_that_is_missing_is_gone() -> None:
-    assert compare({"a": make_event(), "b": make_event("B")}, make_document(make_event("B"))) == [Gone("a")]
+def test_an_event_is_gone_when_a_second_answer_lacks_it() -> None:
+    known, document = {"a": make_event(), "b": make_event("B")}, make_document(make_event("B"))
+    assert compare(known, document) == [Missing("a")]
+    assert compare(known, document, {"a": False}) == []
+    assert compare(known, document, {"a": True}) == [Gone("a")]
+
+
+def test_an_event_that_was_missing_is_seen_again() -> None:
+    assert compare({"a": make_event()}, make_document(make_event()), {"a": True}) == [Seen(make_event())]
+
+
+def test_an_event_that_is_listed_as_over_is_gone_at_once() -> None:
+    text = json.dumps({"Events": [{"EventId": "A", "EventType": "Freeze", "EventStatus": "Completed"}]})
+    assert compare({"a": make_event()}, parse_document(text.encode())) == [Gone("a", "Completed")]
+
+
+@pytest.mark.parametrize("is_due", [False, True])
+def test_an_event_may_get_its_new_id_while_it_is_missing(is_due: bool) -> None:
+    started = make_event("B", status="Started")
+    assert compare({"a": make_event("A")}, make_document(started), {"a": is_due}) == [Seen(started, "a")]
 
 
 def test_an_id_that_comes_back_in_another_case_is_the_same_event() -> None:
@@ -561,7 +580,7 @@ def test_an_event_that_starts_under_a_new_id_is_the_old_one_renamed() -> None:
 def test_an_event_that_differs_is_not_taken_for_one_that_vanished(change: dict[str, Any]) -> None:
     new = make_event("B", **{"status": "Started", **change})
 
-    assert compare({"a": make_event("A")}, make_document(new)) == [Seen(new), Gone("a")]
+    assert compare({"a": make_event("A")}, make_document(new)) == [Seen(new), Missing("a")]
 
 
 def test_an_event_that_gets_a_new_id_after_its_start_is_the_same_one() -> None:
@@ -575,7 +594,7 @@ def test_of_two_events_alike_the_one_yet_to_start_has_started() -> None:
     known = {"a": make_event("A", status="Started"), "b": make_event("B"), "c": make_event("C", status="Started")}
     started = make_event("D", status="Started")
 
-    assert compare(known, make_document(started)) == [Seen(started, renamed_from="b"), Gone("a"), Gone("c")]
+    assert compare(known, make_document(started)) == [Seen(started, renamed_from="b"), Missing("a"), Missing("c")]
 
 
 def test_an_event_still_in_the_document_is_not_renamed() -> None:

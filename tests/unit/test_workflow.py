@@ -104,10 +104,19 @@ class Agent:
         return [in_words(effect) for step in self.last.steps for effect in step.effects]
 
     def document(self, *events: ScheduledEvent, after: float = 1) -> list[str]:
-        """A document is read, ``after`` so many seconds."""
+        """A document is read, ``after`` so many seconds; once more if it lacks an event."""
+        effects = self.answer_once(*events, after=after)
+        if any(workflow.is_missing for workflow in self.board.values()):
+            effects += self.answer_once(*events)
+        return effects
+
+    def answer_once(self, *events: ScheduledEvent, after: float = 1) -> list[str]:
+        """A document is read; an event that it lacks is gone if the one before lacked it too."""
         self.wait(after)
         self.context = replace(self.context, document_at=self.context.now)
-        return self.send(*compare(known_events(self.board), Document(incarnation="1", events=events)))
+        missing = {workflow.event.key: True for workflow in self.board.values() if workflow.is_missing}
+        document = Document(incarnation="1", events=events)
+        return self.send(*compare(known_events(self.board), document, missing))
 
     def ends(self, hook: str, outcome: HookOutcome = "succeeded", event: str = "A", after: float = 1) -> list[str]:
         """The hook in flight for ``event`` ends."""
@@ -219,7 +228,8 @@ def test_an_event_is_prepared_for_approved_and_recovered() -> None:
         "approved: Azure has taken the approval",
         "changed: status Scheduled -> Started",
         "started: has started (approved)",
-        "gone: stands in the document no more: completed",
+        "missing: is not in the document; over, if the next answer lacks it too",
+        "gone: is no longer in the document: completed",
         "recovering: recovery begins: resume",
         "hook_started: hook resume starts",
         "hook_finished: hook resume: succeeded",
@@ -679,7 +689,7 @@ def test_an_event_gone_without_a_start_was_canceled_only_if_it_could_not_have_st
         agent.answer()
     agent.document(after=after)
     assert agent.journal[-2:] == [
-        f"gone: stands in the document no more: {outcome}",
+        f"gone: is no longer in the document: {outcome}",
         f"closed: is over: {outcome}",
     ]
 
@@ -714,6 +724,87 @@ def test_an_event_renamed_after_its_start_is_recovered_from_at_its_end() -> None
     assert agent.document(started(replace(event, id="C"))) == []
     assert len(agent.board) == 1
     assert agent.document() == ["A: recover resume"]
+
+
+def test_an_event_that_one_answer_lacks_is_not_over() -> None:
+    agent, event = Agent(a_rule()), an_event()
+    agent.document(event)
+    agent.ends("drain")
+    assert agent.answer_once() == []
+    assert agent.ends("checkpoint") == []  # the hook that ran went on; no approval follows
+    assert not is_ready(agent.board)
+    assert ask_gates(agent.of(), agent.context).answer == "not yet"
+    assert agent.operator("approved") == []
+    assert agent.answer_once(event) == ["A: approve A"]
+    assert agent.of().outcome == ""
+    assert "changed: is in the document again" in agent.journal
+
+
+def test_a_missing_event_has_no_new_hook_of_any_stage() -> None:
+    agent = Agent(a_rule(prepare=("drain", "save"), on_start=("tell", "log"), recover=("resume",)))
+    agent.document(an_event())
+    agent.answer_once()
+    assert agent.ends("drain") == []
+    assert agent.answer_once(an_event()) == ["A: prepare save"]
+    agent.document(started(an_event()))
+    agent.ends("save", "canceled")
+    agent.answer_once()
+    assert agent.ends("tell") == []
+    assert agent.answer_once(started(an_event())) == ["A: on_start log"]
+    agent.ends("log")
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_a_restart_counts_the_answers_anew_and_keeps_the_first_absence() -> None:
+    agent = Agent(a_rule(prepare=("drain",), approve="never", lead=3600.0))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.answer_once()
+    first = agent.of().missing_since
+    agent.restart(document=False)
+    agent.context = replace(agent.context, now=START + NOTICE + timedelta(minutes=1))
+    agent.context = replace(agent.context, document_at=agent.context.now)
+    missing = {"a": False}
+    assert agent.send(*compare(known_events(agent.board), Document(incarnation="1", events=()), missing)) == []
+    assert agent.of().missing_since == first
+    assert agent.answer_once() == ["A: recover resume"]
+    assert agent.of().outcome == "canceled"  # NotBefore had not come when it was first missing
+
+
+@pytest.mark.parametrize(("status", "outcome"), [("Completed", "completed"), ("Canceled", "canceled")])
+def test_an_event_that_the_document_calls_over_is_gone_at_once(status: str, outcome: str) -> None:
+    agent = Agent(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.context = replace(agent.context, document_at=agent.context.now)
+    assert agent.send(Gone("a", status)) == ["A: recover resume"]
+    assert agent.of().outcome == outcome
+
+
+def test_an_event_that_is_back_before_its_recovery_began_is_the_same() -> None:
+    agent = Agent(a_rule(prepare=("drain",)), hooks=("drain",))
+    event = an_event()
+    agent.document(event)
+    agent.ends("drain")
+    agent.answer()
+    agent.document(started(event))
+    before = agent.of()
+    assert agent.document() == []  # the recover hook is not in the policy
+    assert agent.phase == "recovering"
+    assert agent.answer_once(started(event)) == []
+    assert agent.of() == before
+    agent.context = replace(agent.context, hooks=("drain", "resume"))
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_an_approved_event_that_is_back_before_its_recovery_is_approved() -> None:
+    agent = Agent(a_rule(prepare=("drain",)), hooks=("drain",))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.answer()
+    agent.document()
+    assert agent.answer_once(an_event()) == []
+    assert agent.phase == "approved"
 
 
 def test_an_event_that_comes_back_is_prepared_for_again_and_its_recovery_ends_first() -> None:

@@ -18,6 +18,9 @@ invariants, which it works out for itself and not from the fields of a workflow:
 9. a run with a crash ends as it would have ended without
 10. no prepare hook starts against an operator's hold
 
+An event that one answer lacks is missing: nothing is begun for it and nothing of it is undone. Only when a second
+answer lacks it, it is over; if it comes back before its recovery has begun, it is the same appearance.
+
 From every state a fair world (hooks succeed, Azure answers, events end, an operator retries what has failed to
 recover) must lead to an empty board.
 
@@ -122,7 +125,9 @@ class World:
     truth: dict[str, str] = field(default_factory=dict)
     """Event -> status in the document."""
     read: dict[str, str] = field(default_factory=dict)
-    """The same, as the agent has read it."""
+    """The same, as the agent has read it; what it misses is there as it was."""
+    missing: frozenset[str] = frozenset()
+    """What the last answer lacked and the one before it did not."""
     counts: dict[str, int] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     """Workflow id -> appearance, such as A1: event A for the first time."""
@@ -165,7 +170,7 @@ class World:
             *sorted(self.truth.items()), "/", *sorted(self.read.items()), "/", *sorted(self.counts.items()),
             *sorted((*key, flight.hook, flight.is_told_to_end) for key, flight in self.flights.items()),
             *sorted(self.posts), self.used, self.succeeded, *sorted(self.failed.items()), self.owed,
-            *sorted(self.stuck.items()), "/", *sorted(self.words.items()),
+            *sorted(self.stuck.items()), "/", *sorted(self.words.items()), self.missing,
             self.started, self.confirmed, self.crashes, self.failures, self.is_blind, self.boot,
             *sorted(self.first_boot.items()),
         )  # fmt: skip
@@ -197,7 +202,8 @@ class World:
         for event in self.script.rules:
             status = self.truth.get(event)
             if status is None:
-                if self.counts.get(event, 0) < self.script.appearances and self._may_appear(event):
+                is_more = self.counts.get(event, 0) < self.script.appearances or event in self.missing
+                if is_more and self._may_appear(event):
                     yield from (f"{event} appears Scheduled", f"{event} appears Started")
                 continue
             if status == "Scheduled":
@@ -208,6 +214,8 @@ class World:
         if self.is_blind:
             yield "first document"
             return
+        if self.missing:
+            yield "another answer"
         for (name, stage), flight in self.flights.items():
             yield f"{name} {stage} succeeded"
             if flight.is_told_to_end:
@@ -258,7 +266,6 @@ class World:
     def _do(self, words: list[str]) -> None:
         match words:
             case [event, "appears", status]:
-                self.counts[event] = self.counts.get(event, 0) + 1
                 self.truth[event] = status
                 if not self.is_blind:
                     self._read_document()
@@ -272,6 +279,8 @@ class World:
                     self._read_document()
             case ["first", "document"]:
                 self.is_blind = False
+                self._read_document()
+            case ["another", "answer"]:
                 self._read_document()
             case [name, "approval", how]:
                 workflow_id = self.posts.pop(name)
@@ -306,8 +315,16 @@ class World:
 
     def _read_document(self) -> None:
         self.document_at = self.now
+        for event in self.truth.keys() - self.read.keys():
+            if self.counts.get(event, 0) and self._returns(self.present(event)):
+                self.read[event] = self.truth[event]
+            else:
+                self.counts[event] = self.counts.get(event, 0) + 1
         new = [event for event in self.truth if event not in self.read]
-        self.read = dict(self.truth)
+        absent = frozenset(self.read) - frozenset(self.truth)
+        over, already = absent & self.missing, self.missing
+        self.missing = absent - over
+        self.read = {**{event: self.read[event] for event in self.missing}, **self.truth}
         for event, status in self.read.items():
             if status == "Started":
                 self.started |= {self.present(event)}
@@ -325,9 +342,20 @@ class World:
             is_doubtful = self.script.is_state_lost and self.read[event] == "Started"
             if is_doubtful or (self.read[event] == "Scheduled" and (rule.drain_for or not rule.prepare)):
                 self.owed |= {(self.present(event), hook) for hook in rule.recover}
-        self._send(*compare(known_events(self.board), Document(incarnation="1", events=events)))
+        missing = {w.event.key: w.event.id in already for w in self.board.values() if w.is_missing}
+        document = Document(incarnation="1", events=events)
+        self._send(*compare(known_events(self.board), document, missing))
         for event in new:
             self._expect_prompt_preparation(event)
+
+    def _returns(self, name: str) -> bool:
+        """Whether its end has brought nothing about yet."""
+        workflow = next((w for w in self.board.values() if self.names[w.id] == name), None)
+        if workflow is None or any(other == name for other, _ in self.flights):
+            return False
+        if workflow.recover.run or workflow.recover.done or workflow.recover.state == "failed":
+            return False
+        return workflow.prepare.state != "canceled" or name in self.started
 
     def _expect_prompt_preparation(self, event: str) -> None:
         rule = self.script.rule(event)
@@ -360,6 +388,7 @@ class World:
 
     def _crash(self, is_reboot: bool) -> None:
         self.crashes += 1
+        self.missing = frozenset()
         self.boot += is_reboot
         self.used -= {(name, stage, flight.hook) for (name, stage), flight in self.flights.items()}
         self.flights, self.posts = {}, {}
@@ -443,6 +472,7 @@ class World:
         self.expect((name, stage, hook) not in self.used, f"(3) {text} again")
         self.used |= {(name, stage, hook)}
         self.expect(not self.is_gone(name), f"(4) {text} though {event} is over")
+        self.expect(event not in self.missing, f"(4) {text} though {event} is missing")
         if stage == "on_start":
             self.expect(self.read[event] == "Started", f"{text} though {event} has not started")
             return
@@ -481,6 +511,7 @@ class World:
         self.expect(event_id == event, f"{text} as {event_id}")
         self.expect("vm_1" in self.script.resources, f"(2) {text}, an event of another VM")
         self.expect(not self.is_gone(name), f"(2) {text} though it is over")
+        self.expect(event not in self.missing, f"(2) {text} though it is missing")
         self.expect(
             self.read.get(event) == "Scheduled" and name not in self.started, f"(2) {text} after its start"
         )
@@ -514,6 +545,8 @@ class World:
         """What a world without mishaps does next; None when all is over."""
         if self.is_blind:
             return "first document"
+        if self.missing:
+            return "another answer"
         for (name, stage), flight in self.flights.items():
             return f"{name} {stage} {'canceled' if flight.is_told_to_end else 'succeeded'}"
         for name in self.posts:
@@ -584,7 +617,8 @@ def walk(script: Script) -> int:
                     world.is_gone(name) or name in world.started or not world.may_approve(name)
                     for name in world.posts
                 ) or any(stage == "prepare" and world.words.get(name) == "held" for name, stage in world.flights)
-                if choice == "crash" and not is_late:
+                # What a crash has cut off is not done again for an event that is missing.
+                if choice == "crash" and not is_late and not world.missing:
                     undisturbed = ending(world, endings)
                     new.expect(end == undisturbed, f"(9) {set(end ^ undisturbed)} differs without the crash")
                 if len(new.story) < script.depth:
@@ -740,6 +774,7 @@ def test_a_story_can_be_told_again() -> None:
         "crash",
         "A vanishes",
         "first document",
+        "another answer",
     )
     world = tell(Script({"A": a_rule(prepare=("drain",), recover=("resume",))}), *story)
     assert world.story == story
