@@ -700,7 +700,9 @@ def test_one_event_under_special_rules_in_every_order_of_things(script: Script) 
     ids=["one hook", "two hooks", "drain", "no recovery", "recovery alone"],
 )
 def test_an_event_that_comes_back_in_every_order_of_things(rule: Rule) -> None:
-    assert walk(Script({"A": rule}, crashes=1, appearances=2, failures=0)) > 500
+    assert walk(Script({"A": rule}, crashes=0, appearances=2, failures=0)) > 300
+    # To its end, each of these takes a minute.
+    assert walk(Script({"A": rule}, crashes=1, appearances=2, failures=0, depth=10)) > 500
 
 
 def test_an_event_that_comes_back_while_its_recovery_has_failed() -> None:
