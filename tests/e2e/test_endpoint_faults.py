@@ -154,6 +154,7 @@ def test_every_kind_of_fault_that_the_simulator_has_is_gone_through_here() -> No
 def test_a_fault_is_never_taken_for_no_events_and_is_over_when_it_is_over(scene: Scene, name: str) -> None:
     fault, options, kind = FAULTS[name]
     agent, failed, trouble = scene.agent, scene.failed(kind), Trouble(scene)
+    timed_out = scene.failed("timeout")
     scene.sim.fault("vm-1", fault, on="poll", **options)
     agent.wait_until(lambda: scene.failed(kind) >= failed + POLLS, f"{POLLS} polls had failed")
     scene.check_nothing_is_forgotten()
@@ -161,7 +162,9 @@ def test_a_fault_is_never_taken_for_no_events_and_is_over_when_it_is_over(scene:
 
     trouble.wait_end()
     trouble.check_pace()
-    assert scene.failed(kind) - failed == trouble.failures
+    # On a busy machine, a poll may run out of its half second first.
+    late = scene.failed("timeout") - timed_out if kind != "timeout" else 0.0
+    assert scene.failed(kind) - failed + late == trouble.failures
     scene.check_nothing_is_forgotten()
 
 
