@@ -222,7 +222,7 @@ def test_hook_output_is_for_the_command_line_unless_the_policy_has_it_shown(sim:
         assert "hunter2" not in agent.get(page)[1], page
     assert "hunter2" not in ask(agent, "status", "--json").stdout
     assert "| db-password: hunter2" in ask(agent, "history").stdout
-    agent.stop()
+    agent.kill()
     agent.write_policy(rules=rules, hooks=hooks, agent={"show_hook_output": True})
     agent.start()
     agent.wait_phase(event, "approved")

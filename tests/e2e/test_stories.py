@@ -488,7 +488,7 @@ def test_of_two_agents_with_one_state_directory_the_second_names_the_first_and_e
     agent.start()
     second.start(is_awaited=False)
     assert second.wait_exit() == 1
-    said = "".join(second.history)
+    said = second.wait_log("the agent cannot run")["reason"]
     assert str(agent.process.pid) in said
     assert str(agent.state_dir / "lock") in said
     assert agent.get("/healthz")[0] == 200
