@@ -86,7 +86,11 @@ def add_parsers(commands: Any) -> None:
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish", "powershell"), help="which shell")
     parser.set_defaults(handler=_run_completion)
-    ids = commands.add_parser("ids", description="Prints the ids of pending events, for completion.")
+    ids = commands.add_parser(
+        "ids",
+        help="print the ids of pending events, which completion offers",
+        description="Prints the ids of pending events, each on a line. Completion offers them.",
+    )
     add_state_options(ids)
     ids.set_defaults(handler=_run_ids)
 
