@@ -39,6 +39,7 @@ STORY = [
     ("approved", ""),
     ("changed", ""),
     ("started", ""),
+    ("missing", ""),
     ("gone", ""),
     ("recovering", ""),
     ("hook_started", "back"),

@@ -291,6 +291,22 @@ def live_watching(directory: Path) -> list[Timeline]:
         return [timeline]
 
 
+def live_observing(directory: Path) -> list[Timeline]:
+    """An agent whose policy has it only observe, for more than a day."""
+    with living(directory) as (_, agent):
+        agent.write_policy(agent={"mode": "observe"}, rules=[AT_ONCE], hooks={})
+        agent.reload()
+        wait_reloaded(agent)
+        moment = expose(agent)
+    # A day of every series would be a million samples.
+    series = {name: value for name, value in moment.series.items() if name.startswith("scheduled_events_acting")}
+    watching = Moment(moment.at, series)
+    timeline = Timeline("an agent that only observes")
+    timeline.hold(watching, 23 * 60)
+    timeline.hold(watching, 2 * 60, "OnlyObserves")
+    return [timeline]
+
+
 def live_unheard(directory: Path) -> list[Timeline]:
     """The service answers approvals with errors, then polls, too."""
     with living(directory) as (sim, agent):
@@ -432,6 +448,7 @@ LIVES: tuple[Callable[[Path], list[Timeline]], ...] = (
     live_well,
     live_held,
     live_watching,
+    live_observing,
     live_unheard,
     live_refused,
     live_without_disk,
