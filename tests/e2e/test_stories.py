@@ -82,7 +82,7 @@ def test_a_platform_reboot_is_drained_approved_started_and_recovered_once(sim: S
         "agent_started",
         *("seen", "decided", "preparing", "hook_started", "hook_finished", "hook_started", "hook_finished"),
         *("prepared", "approving", "approved", "changed", "started", "hook_started", "hook_finished"),
-        *("gone", "recovering", "hook_started", "hook_finished", "closed"),
+        *("missing", "gone", "recovering", "hook_started", "hook_finished", "closed"),
     ]
 
 
