@@ -298,6 +298,9 @@ def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progre
     """Take in ``signals``, then move every workflow as far as it goes."""
     workflows = dict(board)
     by_key = {workflow.event.key: key for key, workflow in board.items() if not workflow.is_gone}
+    appearances: dict[str, list[str]] = {}
+    for workflow in board.values():
+        appearances.setdefault(workflow.event.key, []).append(workflow.id)
     steps: list[Step] = []
     faults: dict[str, Exception] = {}
 
@@ -313,14 +316,19 @@ def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progre
             del by_key[old.event.key]
         if not new.is_gone:
             by_key[new.event.key] = new.id
+        ids = appearances.setdefault(new.event.key, [])
+        if new.id not in ids:
+            ids.append(new.id)
         steps.append(step)
 
     for signal in signals:
-        for target in _targets(signal, workflows, by_key):
+        same = appearances.get(signal.event.key, ()) if isinstance(signal, Seen) else ()
+        gone = [workflows[key] for key in same if workflows[key].is_gone]
+        for target in _targets(signal, workflows, by_key, gone):
             try:
                 step = _take_in(workflows.get(target), signal, context)
                 if step is not None:
-                    followed = _may_return(step.workflow.event, workflows) if not target else ()
+                    followed = _may_return(step.workflow.event, gone) if not target else ()
                     apply(step)
                     for old in followed:
                         apply(Step(workflow=replace(old, missing_since=None)))
@@ -498,11 +506,16 @@ GATES: tuple[Callable[[Workflow, Context], Leave], ...] = (
 # --- Taking in a signal: only facts change here.
 
 
-def _targets(signal: Signal, workflows: Mapping[str, Workflow], by_key: Mapping[str, str]) -> list[str]:
-    """The ids of the workflows that the signal is for; "" stands for one that is not there yet."""
+def _targets(
+    signal: Signal, workflows: Mapping[str, Workflow], by_key: Mapping[str, str], gone: Iterable[Workflow]
+) -> list[str]:
+    """The ids of the workflows that the signal is for; "" stands for one that is not there yet.
+
+    ``gone``: earlier appearances of the event that is seen.
+    """
     match signal:
         case Seen(event, renamed_from):
-            return [by_key.get(renamed_from or event.key, "") or _find_returning(event, workflows)]
+            return [by_key.get(renamed_from or event.key, "") or _find_returning(event, gone)]
         case Missing(key) | Gone(key):
             return [by_key[key]] if key in by_key else []
         case HookFinished():
@@ -662,15 +675,15 @@ def _may_prepare_more(workflow: Workflow) -> bool:
     return is_in_time and workflow.prepare.state in ("running", "succeeded")
 
 
-def _may_return(event: ScheduledEvent, workflows: Mapping[str, Workflow]) -> list[Workflow]:
+def _may_return(event: ScheduledEvent, gone: Iterable[Workflow]) -> list[Workflow]:
     """The last appearance of an event that is gone; one that another has followed does not return."""
-    same = [w for w in workflows.values() if w.event.key == event.key and w.is_gone and w.is_open]
+    same = [workflow for workflow in gone if workflow.event.key == event.key and workflow.is_open]
     return [workflow for workflow in same if workflow.missing_since is not None]
 
 
-def _find_returning(event: ScheduledEvent, workflows: Mapping[str, Workflow]) -> str:
+def _find_returning(event: ScheduledEvent, gone: Iterable[Workflow]) -> str:
     """The event's last workflow, if the event was gone and nothing has been undone or cut short since; else ""."""
-    workflow = next(iter(_may_return(event, workflows)), None)
+    workflow = next(iter(_may_return(event, gone)), None)
     if workflow is None:
         return ""
     is_idle = all(progress.current is None for progress in workflow.stages)
