@@ -276,7 +276,10 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "4: effects before the commit": Mutant(Engine, {"_decide_and_do": _proceed_after_performing}, ""),
     "4: on_clear beside a hook of an event": Mutant(
-        engine_module, {"is_ready": lambda _: True}, "on_clear hook", frozenset({"on clear", "many events"})
+        engine_module,
+        {"is_ready": lambda _: True},
+        "on_clear hook",
+        frozenset({"on clear", "kills", "stops", "reboots", "lost state"}),
     ),
     "5: a started event is prepared for": Mutant(machine, {"_cut_short": _cut_nothing_short}, ""),
     "6: a restart repeats approvals": Mutant(machine, {"_restart": _restart_that_repeats_approvals}, "(6)"),
