@@ -154,8 +154,8 @@ def test_killed_at_any_commit_the_agent_ends_where_it_would_have_without_that(
 def test_killed_again_and_again_each_time_that_it_got_on_by_a_step_the_agent_gets_to_the_end(
     sim: Simulator, agent: FaultyAgent
 ) -> None:
-    # Its start, that it goes on where it was, what has become old, what it does when it has read a document; the
-    # fifth is what comes of that, at the latest.
-    life = live(agent, sim, 5, "after", is_rebooted=False, kills=30)
+    # Its start, that the file is in use, that it goes on where it was, what has become old, that the service has
+    # answered, what it does when it has read a document; the seventh is what comes of that, at the latest.
+    life = live(agent, sim, 7, "after", is_rebooted=False, kills=30)
     check(life, str(life))
     assert 3 <= life.kills < 30
