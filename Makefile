@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MINUTES ?= 60
+SEEDS ?= 10000
 IN_WINE := tests/system/test_windows.py tests/system/test_windows_service.py tests/system/test_msi.py
 
 .PHONY: demo test lint audit faults simulation fuzz soak bench system system-linux system-windows packages deb rpm msi clean
@@ -20,7 +21,7 @@ lint: $(VENV)/.ready          ## Style and types, for Linux and for Windows
 	$(BIN)/mypy --platform win32
 
 simulation: $(VENV)/.ready    ## Ten thousand lives of the agent under every kind of trouble, seed by seed
-	$(BIN)/python tests/simulation
+	$(BIN)/python tests/simulation --seeds $(SEEDS)
 
 audit: $(VENV)/.ready         ## Known vulnerabilities of what the packages bring (needs a database of them on the network)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
