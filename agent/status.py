@@ -66,7 +66,7 @@ class Vm(msgspec.Struct, frozen=True, kw_only=True):
     """Who this VM is."""
 
     names: tuple[str, ...]
-    """What Resources may call it; empty as long as nobody knows."""
+    """What Resources may call it; empty as long as it is not known."""
     vm_id: str
 
 

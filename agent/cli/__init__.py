@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(error: AgentError) -> int:
-    """2 if the command line or the policy file is to be corrected, else 1."""
+    """2 if the command line or the policy file has an error, else 1."""
     return 2 if error.kind in ("config", "usage") else 1
 
 
