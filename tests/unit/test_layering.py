@@ -56,7 +56,7 @@ OF_ONE_SYSTEM = {
 }  # fmt: skip
 # What an idle agent need not have in memory; each is imported where it is used.
 HEAVY = {
-    "asyncio", "concurrent", "ctypes", "difflib", "email.message", "httpx", "jeepney", "logging.handlers",
+    "asyncio", "concurrent", "ctypes", "difflib", "email.message", "jeepney", "logging.handlers",
     "multiprocessing", "psutil", "ssl", "urllib.request", "yaml", "zoneinfo",
 }  # fmt: skip
 # Modules of the agent that are as heavy, and needed only where a hook is a unit.

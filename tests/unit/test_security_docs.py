@@ -26,7 +26,7 @@ EVALUATORS = re.compile(
     r"eval|exec|compile|__import__|tempfile\.mktemp|yaml\.(load|load_all|full_load\w*|unsafe_load\w*|safe_load\w*)"
 )
 UNSAFE_MODULES = {
-    "code", "ctypes.util", "dill", "ftplib", "httpx", "marshal", "pickle", "pty", "requests", "runpy", "shelve",
+    "code", "ctypes.util", "dill", "ftplib", "marshal", "pickle", "pty", "requests", "runpy", "shelve",
     "telnetlib", "urllib.request", "xml", "xmlrpc",
 }  # fmt: skip
 
