@@ -44,7 +44,6 @@ ELSEWHERE = {
     "python3 -m venv /opt/scheduled-events-agent": ("tests/system/test_install_other.py", '"-m", "venv"'),
     "/opt/scheduled-events-agent/bin/": ("tests/system/test_install_other.py", "install-unit"),
     ".venv/bin/python tests/simulation": ("Makefile", "$(BIN)/python tests/simulation"),
-    ".venv/bin/python -m benchmarks.soak": ("tests/integration/test_soak.py", "benchmarks.soak"),
     ".venv/bin/python -m benchmarks": ("tests/integration/test_benchmarks.py", "benchmarks"),
     "promtool ": ("tests/system/test_prometheus.py", "promtool"),
     "curl --cacert": ("tests/integration/test_web_access.py", '"curl"'),

@@ -15,7 +15,12 @@ from agent.status import SCHEMA_VERSION, CurrentEvents, Journal, LastKnown, Oper
 from agent.workflow import TRANSITIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "config").rglob("*.md")])
+PAGES = sorted(
+    page
+    for place in ("", "docs/**/", "config/**/", "tests/", "packaging/", "winservice/")
+    for page in ROOT.glob(f"{place}*.md")
+)
+FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
 def text_of(page: str) -> str:
@@ -71,6 +76,15 @@ def test_every_link_leads_to_a_file_and_a_heading_that_exist(page: Path) -> None
         headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE) if heading else []
         names = {re.sub(r"[^\w -]", "", one).strip().lower().replace(" ", "-") for one in headings}
         assert not heading or heading in names, f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_of_the_project_that_a_page_names_exists(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)(?:::(\w+))?`", text)
+    for path, test in named:
+        assert (ROOT / path).exists(), f"{page.name}: {path}"
+        assert f"def {test}" in (ROOT / path).read_text("utf-8") if test else True, f"{page.name}: {path}::{test}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
