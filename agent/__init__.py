@@ -9,7 +9,7 @@ Decisions are values; someone else carries them out.
     status.py     PURE   what there is to see: the agent and its events as values, and the words for them
     page.py       PURE   the status page: HTML from those values
     typed_yaml.py PURE   YAML text -> frozen values along their types, every error with its line
-    config.py            the policy file: its types, checks, warnings and schema
+    settings/            the policy file: its types, checks, warnings and schema
     access.py     EDGE   who may ask the web server: TLS, client certificates, passwords
     imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name
     hooks.py      EDGE   run one hook: environment, time limit, whole process tree, output

@@ -17,13 +17,13 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from agent import __version__, hook_times, host
-from agent.config import Settings
 from agent.events import Document, Gone, Missing, Seen, compare, refuse_too_many, to_azure_json
 from agent.hooks import HookResult, hook_environment
 from agent.imds import Identity
 from agent.log import FailureLog, get_logger
 from agent.metrics import Metrics
 from agent.policy import Hook
+from agent.settings import Settings
 from agent.store import Request, Store, StoreError, WithdrawnError
 from agent.workflow import (
     AgentRestarted,

@@ -22,9 +22,9 @@ from typing import Literal
 import msgspec
 
 from agent import AgentError, host
-from agent.config import hook_tampering_fault
 from agent.events import ScheduledEvent
 from agent.policy import Hook
+from agent.settings.files import hook_tampering_fault
 from agent.workflow import HookOutcome
 
 # From being asked to end (SIGTERM; there is no such thing on Windows) to being killed.

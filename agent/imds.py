@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from agent import AgentError, __version__, host
-from agent.config import parse_endpoint
 from agent.events import DocumentError, clean_text, parse_json
+from agent.settings import parse_endpoint
 
 ImdsErrorKind = Literal[
     "timeout",

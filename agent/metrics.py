@@ -24,8 +24,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from agent import __version__
-from agent.config import Settings
 from agent.events import EVENT_TYPES, Affects
+from agent.settings import Settings
 from agent.workflow import HookOutcome, Note, Outcome, Phase, Workflow
 
 _PREFIX = "scheduled_events_"

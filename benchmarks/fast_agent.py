@@ -16,8 +16,9 @@ from msgspec.structs import replace
 import agent.daemon
 import agent.engine
 from agent import host
-from agent.config import Settings, check_files, load_policy
 from agent.log import set_up
+from agent.settings import Settings, load_policy
+from agent.settings.files import check_files
 from agent.store import Store
 
 

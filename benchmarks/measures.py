@@ -22,8 +22,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from agent.config import parse_settings
 from agent.events import compare, parse_document
+from agent.settings import parse_settings
 from agent.store import Store
 from agent.workflow import Context, proceed
 from benchmarks.endpoint import EMPTY_DOCUMENT, Endpoint

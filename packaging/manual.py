@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.cli import build_parser
-from agent.config import policy_schema
+from agent.settings.schema import policy_schema
 
 _POLICY_INTRO = """The policy decides about each scheduled event: YAML, read at the start and at each reload. All
 of it may be left out. Durations are written 30s, 5m, 1h30m or 2d.

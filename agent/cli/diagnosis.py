@@ -11,10 +11,10 @@ from typing import Literal
 import msgspec
 
 from agent.cli.terminal import Style, Terminal
-from agent.config import BUILT_IN_NAME, VmSettings
 from agent.events import Document, DocumentError, parse_document
 from agent.host.surroundings import Approver
 from agent.imds import Answer, ImdsError, ImdsErrorKind, parse_identity
+from agent.settings import BUILT_IN_NAME, VmSettings
 from agent.status import Status
 
 Verdict = Literal["ok", "warning", "failure"]

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from agent.cli.diagnosis import Finding
-    from agent.config import ImdsSettings, Loaded, Settings
     from agent.host.surroundings import OwnService
     from agent.imds import Answer
+    from agent.settings import ImdsSettings, Loaded, Settings
     from agent.status import Status
 
 _PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -85,7 +85,7 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
 def _examine(config: str | None, state_option: str | None) -> "Iterator[Finding]":
     from agent import host  # noqa: PLC0415 - as above
     from agent.cli.diagnosis import failure, judge_others, ok, warning  # noqa: PLC0415
-    from agent.config import ConfigError, Settings, find_config, load_policy  # noqa: PLC0415
+    from agent.settings import ConfigError, Settings, find_config, load_policy  # noqa: PLC0415
 
     loaded: Loaded | None = None
     problems: tuple[str, ...] = ()
@@ -247,7 +247,7 @@ def _look_at_hooks(loaded: "Loaded", account: str | None) -> "Iterator[Finding]"
     """``account``: the service's, if it is not that of this process."""
     from agent import host  # noqa: PLC0415 - as above
     from agent.cli.diagnosis import count, failure, ok, warning  # noqa: PLC0415
-    from agent.config import check_files, hook_tampering_fault  # noqa: PLC0415
+    from agent.settings.files import check_files, hook_tampering_fault  # noqa: PLC0415
 
     hooks = loaded.settings.hooks
     if not hooks:
@@ -306,7 +306,8 @@ def _without_leave(units: list[str]) -> list[tuple[str, str]]:
 def _look_at_files(loaded: "Loaded", account: str | None) -> "Iterator[Finding]":
     from agent import host  # noqa: PLC0415 - as above
     from agent.cli.diagnosis import failure, ok, warning  # noqa: PLC0415
-    from agent.config import BUILT_IN_NAME, hook_tampering_fault  # noqa: PLC0415
+    from agent.settings import BUILT_IN_NAME  # noqa: PLC0415
+    from agent.settings.files import hook_tampering_fault  # noqa: PLC0415
 
     faults = []
     if loaded.name != BUILT_IN_NAME:

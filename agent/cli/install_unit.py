@@ -77,7 +77,7 @@ def _install_unit(arguments: argparse.Namespace) -> int:
 def _units() -> list[str]:
     """The units that hooks of the policy name: the policy that the service will read, whoever runs this."""
     from agent import host  # noqa: PLC0415 - as above
-    from agent.config import load_settings  # noqa: PLC0415
+    from agent.settings import load_settings  # noqa: PLC0415
 
     path = host.default_config_path()
     settings = load_settings(path if path.exists() else None)

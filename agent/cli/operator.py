@@ -59,7 +59,7 @@ def add_state_options(parser: argparse.ArgumentParser) -> None:
 def find_state_dir(arguments: argparse.Namespace) -> Path:
     """Where the agent keeps its state. Raises AgentError if nobody knows."""
     from agent import host  # noqa: PLC0415 - as are the imports below: only commands that ask the agent need them
-    from agent.config import ConfigError, find_config, load_settings  # noqa: PLC0415
+    from agent.settings import ConfigError, find_config, load_settings  # noqa: PLC0415
     from agent.store import FILE_NAME  # noqa: PLC0415
 
     if arguments.state_dir:

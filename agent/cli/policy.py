@@ -19,19 +19,19 @@ from agent import AgentError
 from agent.cli import add_config_option
 from agent.cli.run import refuse_exposed
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, print_json, remark_if_slow
-from agent.config import (
+from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event
+from agent.hook_times import KnownTimes, decode, may_take_seconds
+from agent.policy import Decision, Facts, Rule, When, mismatch
+from agent.settings import (
     BUILT_IN_NAME,
     ConfigError,
     Loaded,
     Settings,
-    check_files,
     find_config,
     load_policy,
-    policy_schema,
 )
-from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event
-from agent.hook_times import KnownTimes, decode, may_take_seconds
-from agent.policy import Decision, Facts, Rule, When, mismatch
+from agent.settings.files import check_files
+from agent.settings.schema import policy_schema
 from agent.status import SCHEMA_VERSION, Vm
 from agent.typed_yaml import format_duration
 from agent.workflow import (

@@ -16,8 +16,8 @@ from agent.cli import add_config_option, exit_code
 
 if TYPE_CHECKING:
     from agent import host
-    from agent.config import Loaded, LogFormat, LogLevel, Settings
     from agent.daemon import Daemon
+    from agent.settings import Loaded, LogFormat, LogLevel, Settings
     from agent.typed_yaml import Problem
 
 
@@ -54,7 +54,8 @@ def refuse_exposed(loaded: "Loaded") -> None:
     (Or the like: whoever is no more than an ordinary user is only warned, by ``check_files``.)
     """
     from agent import host  # noqa: PLC0415 - as are the imports below: heavy, and for nobody else
-    from agent.config import BUILT_IN_NAME, ConfigError, hook_tampering_fault  # noqa: PLC0415
+    from agent.settings import BUILT_IN_NAME, ConfigError  # noqa: PLC0415
+    from agent.settings.files import hook_tampering_fault  # noqa: PLC0415
 
     if not host.is_privileged():
         return
@@ -144,9 +145,10 @@ def open_daemon(
     from msgspec.structs import replace  # noqa: PLC0415 - as are the imports below: heavy, and for nobody else
 
     from agent import host  # noqa: PLC0415
-    from agent.config import BUILT_IN_NAME, check_files, find_config, load_policy  # noqa: PLC0415
     from agent.daemon import Daemon  # noqa: PLC0415
     from agent.log import get_logger  # noqa: PLC0415
+    from agent.settings import BUILT_IN_NAME, find_config, load_policy  # noqa: PLC0415
+    from agent.settings.files import check_files  # noqa: PLC0415
     from agent.status import quoted  # noqa: PLC0415
     from agent.store import Store  # noqa: PLC0415
 

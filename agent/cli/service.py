@@ -144,7 +144,7 @@ def _state_dir_of(options: dict[str, str]) -> "Path":
     from pathlib import Path  # noqa: PLC0415 - as are the imports below: only this command needs them
 
     from agent import host  # noqa: PLC0415
-    from agent.config import ConfigError, find_config, load_settings  # noqa: PLC0415
+    from agent.settings import ConfigError, find_config, load_settings  # noqa: PLC0415
 
     directory = options.get("state-dir")
     if not directory:

@@ -354,8 +354,8 @@ class _Source:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         from agent import host  # noqa: PLC0415 - as above
-        from agent.config import find_config, load_settings  # noqa: PLC0415
         from agent.imds import ImdsClient, resolve_endpoint  # noqa: PLC0415
+        from agent.settings import find_config, load_settings  # noqa: PLC0415
 
         settings = load_settings(find_config(arguments.config, host.default_config_path()))
         directory = arguments.state_dir or settings.agent.state_dir

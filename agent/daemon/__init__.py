@@ -25,7 +25,6 @@ from datetime import UTC, datetime
 from msgspec.structs import replace
 
 from agent import __version__, host
-from agent.config import BUILT_IN_NAME, Settings
 from agent.daemon.hands import Threads
 from agent.daemon.inbox import Command, Inbox, Item
 from agent.daemon.pages import Pages
@@ -37,6 +36,7 @@ from agent.events import Document
 from agent.hooks import end_leftovers
 from agent.log import get_logger
 from agent.metrics import Metrics
+from agent.settings import BUILT_IN_NAME, Settings
 from agent.status import PolicyInForce, summarize
 from agent.store import Store, StoreError
 from agent.web import WebServer

@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 
 from msgspec.structs import replace
 
-from agent.config import ImdsSettings
 from agent.engine import News, Paused
 from agent.events import Document, DocumentError, parse_document
 from agent.imds import Backoff, ImdsClient, ImdsError, resolve_endpoint
 from agent.log import FailureLog
 from agent.metrics import Metrics
+from agent.settings import ImdsSettings
 
 # A tick later than asked for by more than this is a pause of the machine, not the scheduler's noise.
 _PAUSE_SECONDS = 1.0

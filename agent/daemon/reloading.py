@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agent.config import Settings
+from agent.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import msgspec
 import pytest
 
 import agent
-from agent.config import Settings, load_policy
 from agent.policy import Hook
+from agent.settings import Settings, load_policy
 from agent.simulator.simulation import PATIENCE_SECONDS, Simulator
 from agent.store import Store, StoreError
 from agent.typed_yaml import plain

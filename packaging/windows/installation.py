@@ -85,7 +85,7 @@ def _check(msi: str, policy: str) -> None:
         program = (
             f"import sys; sys.path.insert(0, {str(code)!r})\n"
             "from pathlib import Path\n"
-            "from agent.config import ConfigError, load_policy\n"
+            "from agent.settings import ConfigError, load_policy\n"
             f"try: load_policy(Path({str(path)!r}))\n"
             f"except ConfigError as error: print(error); sys.exit({_REFUSED})"
         )
@@ -127,10 +127,10 @@ def _enter(policy: str) -> None:
     for stale in (_LOG, _POLICY_REPLACED):
         stale.unlink(missing_ok=True)
     _forget_bytecode()
-    from agent.config import load_policy  # noqa: PLC0415 - as are the imports below: see above
     from agent.host import default_config_path  # noqa: PLC0415
     from agent.host.windows_events import register_source  # noqa: PLC0415
     from agent.host.windows_service import install, query, reload  # noqa: PLC0415
+    from agent.settings import load_policy  # noqa: PLC0415 - as are the imports below: see above
 
     if policy:
         load_policy(Path(policy))

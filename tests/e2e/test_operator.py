@@ -25,7 +25,7 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e"
 # As root in a directory that only root can pass through, so that everything is loaded before.
 AS_NOBODY = """\
 import os, sys
-import agent.cli, agent.config, agent.host, agent.status, agent.store, agent.typed_yaml, difflib, pwd, yaml
+import agent.cli, agent.host, agent.settings, agent.status, agent.store, agent.typed_yaml, difflib, pwd, yaml
 agent.cli.build_parser()
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 sys.exit(agent.cli.main(sys.argv[1:]))

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 
 from agent.access import WebConfig
-from agent.config import Settings
 from agent.policy import Hook
+from agent.settings import Settings
 from agent.simulator import Scenario
 from agent.simulator.control import EmptyRequest, EventRequest, ResetRequest
 from agent.simulator.scenario import EventStep, FaultStep, Step

@@ -35,7 +35,6 @@ from inputs import ADA, PASSWORD, STORY_BREAK, THIS_PORT
 from agent import __version__
 from agent import access as access_module
 from agent.access import Access, AccessError, load_web_config
-from agent.config import ConfigError, Settings, parse_settings
 from agent.events import (
     Document,
     DocumentError,
@@ -50,6 +49,7 @@ from agent.hooks import hook_environment
 from agent.host.dhcp import parse_lease, parse_windows_options
 from agent.page import render_page
 from agent.policy import Facts, decide
+from agent.settings import ConfigError, Settings, parse_settings
 from agent.simulator import Scenario, Simulator, SimulatorError, parse_scenario, rename_vms
 from agent.simulator.control import Control, State
 from agent.simulator.protocol import Request

@@ -17,9 +17,9 @@ from targets import NOW, TARGETS, Target, access_file, request_of
 
 from agent import AgentError
 from agent.access import load_web_config
-from agent.config import parse_settings
 from agent.events import parse_document
 from agent.host.dhcp import parse_lease, parse_windows_options
+from agent.settings import parse_settings
 from agent.simulator import Simulator, SimulatorError, parse_scenario
 from agent.simulator.control import Control
 from agent.simulator.recording import parse_recording

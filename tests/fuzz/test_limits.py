@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from agent.config import ConfigError, parse_settings
 from agent.events import MAX_EVENTS, DocumentError, Missing, ScheduledEvent, Seen, compare, parse_document
 from agent.host.dhcp import parse_lease
 from agent.policy import Facts, Rule, When, decide
+from agent.settings import ConfigError, parse_settings
 from agent.simulator import SimulatorError, load_scenario, parse_scenario
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)

@@ -22,8 +22,8 @@ import pytest
 
 from agent import __version__, cli, host
 from agent.cli import doctor, terminal
-from agent.config import CONFIG_VARIABLE
 from agent.host.surroundings import OwnService
+from agent.settings import CONFIG_VARIABLE
 from agent.simulator import Simulator
 
 needs_modes = pytest.mark.skipif(sys.platform == "win32", reason="modes and accounts are Linux's")

@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from agent import cli, host
-from agent.config import CONFIG_VARIABLE
 from agent.events import ScheduledEvent
 from agent.policy import Decision
+from agent.settings import CONFIG_VARIABLE
 from agent.store import Store
 from agent.workflow import Note, NoteKind, Phase, Step, Workflow
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from agent import cli
-from agent.config import CONFIG_VARIABLE, ConfigError, find_config, load_policy
 from agent.hook_times import encode, with_run
+from agent.settings import CONFIG_VARIABLE, ConfigError, find_config, load_policy
 from agent.store import Store
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,9 @@ import pytest
 from agent import __version__, cli, host
 from agent.cli import operator
 from agent.cli import status as status_command
-from agent.config import CONFIG_VARIABLE
 from agent.events import ScheduledEvent
 from agent.policy import Decision
+from agent.settings import CONFIG_VARIABLE
 from agent.status import LastKnown, PolicyInForce, RunningHook, Status, Vm
 from agent.store import Store, StoreError
 from agent.workflow import Note, Progress, Step, Workflow

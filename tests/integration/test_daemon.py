@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from agent import daemon as module
 from agent import host, workflow
-from agent.config import AgentSettings, ImdsSettings, LogSettings, Settings
 from agent.daemon import Daemon, pages
 from agent.daemon.polling import Poller
 from agent.engine import HookEnded, without_run
 from agent.events import ScheduledEvent
 from agent.policy import Hook, Rule
+from agent.settings import AgentSettings, ImdsSettings, LogSettings, Settings
 from agent.simulator import Simulator
 from agent.store import Store
 from agent.web import WebServer

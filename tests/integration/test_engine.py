@@ -14,13 +14,13 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from agent.config import Settings
 from agent.engine import Engine, Hands, HookEnded, Machine, without_run
 from agent.events import Document, DocumentError, ScheduledEvent
 from agent.imds import Identity
 from agent.log import set_up
 from agent.metrics import Metrics
 from agent.policy import Hook, Rule, When
+from agent.settings import Settings
 from agent.store import FILE_NAME, MAX_ENTRIES, Store
 from agent.workflow import ApprovalAnswered, Approve, RunHook
 

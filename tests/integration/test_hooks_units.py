@@ -30,10 +30,11 @@ from jeepney import (
     new_signal,
 )
 
-from agent.config import check_files, parse_settings
 from agent.hooks import HookResult, HookRun
 from agent.host import dbus, units
 from agent.policy import Hook
+from agent.settings import parse_settings
+from agent.settings.files import check_files
 
 _SYSTEMD = ":1.1"
 _UNIT = "drain.service"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.config import check_files, load_policy
+from agent.settings import load_policy
+from agent.settings.files import check_files
 
 
 def _warnings(tmp_path: Path, policy: str) -> list[str]:

@@ -11,13 +11,13 @@ from typing import Any, cast
 
 import pytest
 
-from agent.config import Settings
 from agent.daemon.inbox import Command, Inbox
 from agent.engine import Engine, HookEnded, HookKey, key_of, without_run
 from agent.events import Document, ScheduledEvent
 from agent.imds import Identity
 from agent.metrics import Metrics
 from agent.policy import Hook, Rule, When
+from agent.settings import Settings
 from agent.store import Store
 from agent.workflow import ApprovalAnswered, Approve, RunHook, Workflow
 

@@ -7,13 +7,13 @@ from typing import cast
 
 import pytest
 
-from agent.config import Settings
 from agent.engine import Engine, Hands, HookEnded
 from agent.events import Document, ScheduledEvent
 from agent.hooks import HookResult
 from agent.imds import Identity
 from agent.metrics import Metrics
 from agent.policy import Hook, Rule
+from agent.settings import Settings
 from agent.store import RequestWord, Store
 from agent.workflow import Approve, HookOutcome, RunHook
 

@@ -11,7 +11,6 @@ from typing import cast
 
 import pytest
 
-from agent.config import AgentSettings, ImdsSettings, LogSettings, Settings
 from agent.daemon import Daemon, polling
 from agent.daemon.polling import Endpoint, Poller
 from agent.engine import News
@@ -19,6 +18,7 @@ from agent.events import Document
 from agent.imds import ImdsError
 from agent.metrics import Metrics
 from agent.policy import Rule
+from agent.settings import AgentSettings, ImdsSettings, LogSettings, Settings
 from agent.simulator import Simulator
 from agent.store import Store
 

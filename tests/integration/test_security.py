@@ -13,9 +13,9 @@ import pytest
 
 from agent import host
 from agent.cli import main
-from agent.config import hook_tampering_fault
 from agent.hooks import HookResult, HookRun
 from agent.policy import Hook
+from agent.settings.files import hook_tampering_fault
 
 if sys.platform == "win32":
     pytest.skip("owners, modes and links as Linux has them", allow_module_level=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agent.config import ConfigError
+from agent.settings import ConfigError
 from agent.simulator import Simulator, SimulatorError
 from agent.simulator.testing import HookEnd, OutcomeError, ScheduledEvents
 

@@ -22,7 +22,8 @@ import pytest
 
 from agent import access, host, web
 from agent.access import Access, AccessError, load_web_config
-from agent.config import check_files, parse_settings
+from agent.settings import parse_settings
+from agent.settings.files import check_files
 from agent.web import Page, WebServer
 
 PAGES = {

@@ -18,9 +18,9 @@ import structlog
 from test_daemon import running
 
 from agent import log
-from agent.config import AgentSettings, parse_settings
 from agent.daemon import pages as module
 from agent.page import HEADERS
+from agent.settings import AgentSettings, parse_settings
 from agent.simulator import Simulator
 from agent.store import Store
 from agent.web import Page

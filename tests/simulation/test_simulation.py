@@ -19,13 +19,13 @@ from world import START, TROUBLES, Trouble
 
 from agent import engine as engine_module
 from agent import workflow as machine
-from agent.config import Settings
 from agent.daemon.inbox import Inbox
 from agent.engine import Engine, Hands, HookEnded, Machine
 from agent.events import Document, ScheduledEvent
 from agent.imds import Identity
 from agent.metrics import Metrics
 from agent.policy import Rule
+from agent.settings import Settings
 from agent.store import Store
 from agent.workflow import (
     Approval,

@@ -26,7 +26,6 @@ from judge import VM, BrokenError, Judge
 from msgspec.structs import replace
 
 from agent import log
-from agent.config import AgentSettings, Settings
 from agent.daemon.inbox import Command, Inbox
 from agent.engine import Engine, HookEnded, HookKey, Machine, Paused, key_of, without_run
 from agent.events import parse_document
@@ -34,6 +33,7 @@ from agent.hooks import HookResult
 from agent.imds import Identity
 from agent.metrics import Metrics
 from agent.policy import Hook, Rule, When
+from agent.settings import AgentSettings, Settings
 from agent.simulator.azure import Azure, EventType, Plan
 from agent.store import RequestWord, Store, StoreError
 from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Step, Workflow, is_ready

@@ -31,7 +31,7 @@ import apt
 from container import CHECKOUT, Container
 from service import DROP_INS, POLICY, UNIT, Service, build_deb
 
-from agent.config import AgentSettings
+from agent.settings import AgentSettings
 from agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]

@@ -709,7 +709,7 @@ def test_the_policy_is_judged_by_the_code_of_the_version_to_come(
 ) -> None:
     assert windows.install(msi, f"POLICY={policy}") == 0
     # As if the version that is there knew no rules yet.
-    module = windows.home / "lib/agent/config.py"
+    module = windows.home / "lib/agent/settings/__init__.py"
     module.write_text(module.read_text().replace("def load_policy(", "def load_policy_of_old("))
     assert windows.install(newer, f"POLICY={policy}") == 0
     assert windows.agent("--version") == (0, f"{NAME} 9.8.7\n")

@@ -28,7 +28,7 @@ import apt
 
 from agent import __version__
 from agent.cli import build_parser
-from agent.config import policy_schema
+from agent.settings.schema import policy_schema
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BUILD = CHECKOUT / "packaging/build.py"

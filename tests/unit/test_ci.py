@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.config import ConfigError, parse_settings
 from agent.host import windows_events
+from agent.settings import ConfigError, parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / ".github" / "workflows" / "ci.yml"

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agent import config
-from agent.config import ConfigError, Settings, load_policy, parse_settings
 from agent.policy import Hook
+from agent.settings import ConfigError, Settings, checks, load_policy, parse_settings
 
 
 def faults(text: str, *, may_change_user: bool = True, may_start_units: bool = True) -> Sequence[str]:
@@ -295,14 +294,14 @@ def test_an_endpoint_with_a_name_is_a_warning(host: str, is_warned_of: bool) -> 
 
 def test_many_rules_are_compared_with_few_others(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0
-    covers = config._Reach.covers
+    covers = checks._Reach.covers
 
-    def counted(self: config._Reach, other: config._Reach) -> bool:
+    def counted(self: checks._Reach, other: checks._Reach) -> bool:
         nonlocal compared
         compared += 1
         return covers(self, other)
 
-    monkeypatch.setattr(config._Reach, "covers", counted)
+    monkeypatch.setattr(checks._Reach, "covers", counted)
     named = [f"  - {{name: n{index}, when: {{resource: 'web_{index}'}}}}" for index in range(1000)]
     timed = [f"  - {{name: t{index}, when: {{duration_below: {index + 1}s}}}}" for index in reversed(range(1000))]
     last = "  - {name: last, when: {type: Freeze}}"

@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import pytest
 
-from agent.config import (
+from agent.policy import Hook, MaintenanceWindow, Rule, When
+from agent.settings import (
     AgentSettings,
     ImdsSettings,
     LogSettings,
@@ -17,7 +18,6 @@ from agent.config import (
     load_settings,
     parse_settings,
 )
-from agent.policy import Hook, MaintenanceWindow, Rule, When
 from agent.typed_yaml import default_of, format_duration, plain
 
 ROOT = Path(__file__).parents[2]

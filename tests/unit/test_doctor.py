@@ -27,9 +27,9 @@ from agent.cli.diagnosis import (
     warning,
 )
 from agent.cli.terminal import Terminal
-from agent.config import BUILT_IN_NAME, VmSettings
 from agent.host.surroundings import Approver, Life
 from agent.imds import Answer, ImdsError
+from agent.settings import BUILT_IN_NAME, VmSettings
 from agent.status import PolicyInForce, Status, Vm
 
 NOON = datetime(2026, 4, 11, 12, tzinfo=UTC)

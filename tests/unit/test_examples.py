@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from agent.cli import main
-from agent.config import parse_settings
+from agent.settings import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "config/examples").glob("*.yaml"))

@@ -27,20 +27,20 @@ ALLOWED: dict[str, set[str]] = {
     "hook_times": {"policy", "workflow"},
     "page": {"events", "workflow", "status"},
     "access": {"typed_yaml"},
-    "config": {"events", "policy", "typed_yaml", "host", "access"},
-    "imds": PURE | {"config", "host"},
-    "hooks": PURE | {"config", "host"},
-    "store": PURE | {"config", "host"},
-    "web": PURE | {"config", "host", "access"},
-    "metrics": PURE | {"config"},
-    "log": PURE | {"config", "host"},
+    "settings": {"events", "policy", "typed_yaml", "host", "access", "settings"},
+    "imds": PURE | {"settings", "host"},
+    "hooks": PURE | {"settings", "host"},
+    "store": PURE | {"settings", "host"},
+    "web": PURE | {"settings", "host", "access"},
+    "metrics": PURE | {"settings"},
+    "log": PURE | {"settings", "host"},
     "simulator": {"simulator", "typed_yaml"},
-    "engine": PURE | EDGES - {"web"} | {"config", "host"},
-    "daemon": PURE | EDGES | {"config", "host", "engine", "page", "access", "daemon"},
-    "cli": PURE | EDGES | {"config", "host", "typed_yaml", "simulator", "daemon", "cli"},
+    "engine": PURE | EDGES - {"web"} | {"settings", "host"},
+    "daemon": PURE | EDGES | {"settings", "host", "engine", "page", "access", "daemon"},
+    "cli": PURE | EDGES | {"settings", "host", "typed_yaml", "simulator", "daemon", "cli"},
 }
 # Files that wire parts together, though the rest of their folder does not.
-WIRING = {"agent/simulator/testing.py": {"simulator", "config", "policy", "status", "store", "typed_yaml"}}
+WIRING = {"agent/simulator/testing.py": {"simulator", "settings", "policy", "status", "store", "typed_yaml"}}
 # Nothing that reads a clock, a file or a socket, or starts anything.
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "glob", "http", "httpx", "io", "logging", "multiprocessing", "os",

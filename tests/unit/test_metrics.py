@@ -12,11 +12,11 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent import __version__
-from agent.config import Settings
 from agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
 from agent.imds import IMDS_ERROR_KINDS
 from agent.metrics import Metrics
 from agent.policy import ApproveMode, Decision, Rule
+from agent.settings import Settings
 from agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
 
 SOURCES = ("Platform", "User", "unknown")

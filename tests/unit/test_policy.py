@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.config import DEFAULT_RULES
 from agent.events import EVENT_TYPES, ScheduledEvent
 from agent.policy import Decision, Facts, MaintenanceWindow, Rule, When, decide, mismatch, notice_seconds
+from agent.settings import DEFAULT_RULES
 
 NOW = datetime(2022, 4, 11, 22, 0, tzinfo=UTC)
 FACTS = Facts(names=("web_1",), noticed_at=NOW)

@@ -17,11 +17,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent.cli import build_parser
-from agent.config import Settings
 from agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
 from agent.imds import IMDS_ERROR_KINDS
 from agent.metrics import Metrics
 from agent.policy import ApproveMode, Decision
+from agent.settings import Settings
 from agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
 
 ROOT = Path(__file__).parents[2]

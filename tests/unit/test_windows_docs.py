@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.config import parse_settings
 from agent.host import windows, windows_events, windows_paths
+from agent.settings import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "windows.md").read_text(encoding="utf-8")

@@ -1,52 +1,23 @@
-"""The policy file: YAML to frozen Settings, every error at once with its line.
+"""What must hold between the keys of a policy, and what is allowed but hardly meant. Looks at no disk."""
 
-Owns the settings, where the file is found, and what must hold between its keys. Decides nothing about events.
-The one invariant: Settings exist only if every check has passed, so nobody after this checks them again.
-"""
-
-import os
 import re
-import stat
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from hashlib import sha256
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import msgspec
-from msgspec import Meta
+from agent.events import EVENT_TYPES
+from agent.policy import Hook, MaintenanceWindow, Rule, When
+from agent.settings.model import Settings, ip_address_of, is_open, parse_endpoint
+from agent.typed_yaml import Parsed, format_duration, nearest
 
-from agent import AgentError, host
-from agent.access import AccessError, doubts, load_web_config, named_files
-from agent.events import EVENT_TYPES, ApiVersion
-from agent.policy import Duration, Hook, MaintenanceWindow, Name, Rule, When
-from agent.typed_yaml import Parsed, Problem, format_duration, json_schema, nearest, parse
-
-if TYPE_CHECKING:
-    from ipaddress import IPv4Address, IPv6Address
-
-CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"
-BUILT_IN_NAME = "built-in policy"
-
-_MAX_FILE_BYTES = 1024 * 1024
 _MIN_POLL_SECONDS = 0.25  # the service allows five requests a second to the whole VM
 _MAX_POLL_SECONDS = 60.0  # a Spot VM may be gone 30 s after its notice; longer makes no sense at all
 _MAX_WINDOW_SECONDS = 7 * 86400.0
-_ENDPOINT = re.compile(r"http://(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?/?")
 _LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _UNIT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9:_.\\-]*(@[A-Za-z0-9:_.\\-]+)?\.service")
 _OTHER_UNIT = re.compile(r"\.(socket|target|timer|path|mount|automount|swap|slice|scope|device)$")
 _MAX_UNIT_CHARACTERS = 255
-# Endings of files that an interpreter named in ``run`` may be given.
-# Endings of files that an interpreter may be given, and interpreters that take any file first.
-_SCRIPTS = (".py", ".sh", ".ps1", ".cmd", ".bat", ".pl", ".rb", ".js", ".vbs")
-_INTERPRETERS = re.compile(
-    r"((ba|da|k|z)?sh|python[0-9.]*|perl|ruby|node|php|pwsh|powershell)(\.exe)?", re.IGNORECASE
-)
-_SHEBANG = re.compile(rb"#![ \t]*([^ \t\r\n]+)")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Searching backtracks, and nothing can end it. These limits, with that of the text searched (policy.py), keep the
 # shapes whose time grows without bound, or to hours, from the engine's thread.
@@ -71,227 +42,13 @@ _KNOWN_SINCE = {
 }
 _TYPE_SINCE = {"Preempt": "2017-11-01", "Terminate": "2019-01-01"}
 
-LogLevel = Literal["debug", "info", "warning", "error"]
-LogFormat = Literal["auto", "json", "console"]
-Mode = Literal["act", "observe"]
-
-
-class VmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who this VM is in Resources."""
-
-    name: Annotated[
-        str | None, Meta(description="This VM's name in Resources. Default: asked of the metadata service.")
-    ] = None
-    aliases: Annotated[
-        tuple[str, ...], Meta(description="Further names by which Resources may call this VM.")
-    ] = ()
-
-
-class ImdsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The metadata service and how to talk to it."""
-
-    endpoint: Annotated[
-        str,
-        Meta(
-            description="http://ADDRESS[:PORT], or auto: from DHCP option 245, for VMs outside a virtual network."
-        ),
-    ] = "http://169.254.169.254"
-    api_version: Annotated[ApiVersion, Meta(description="Version of the Scheduled Events interface.")] = (
-        "2020-07-01"
-    )
-    poll_interval: Annotated[
-        Duration, Meta(description="Time between two requests; the service allows five a second to the whole VM.")
-    ] = 1.0
-    request_timeout: Annotated[Duration, Meta(description="Time limit of a whole request, answer included.")] = (
-        10.0
-    )
-    first_request_timeout: Annotated[
-        Duration,
-        Meta(description="Time limit of a VM's very first request, which takes long; others go out meanwhile."),
-    ] = 120.0
-
-
-class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the agent writes to standard error."""
-
-    level: Annotated[LogLevel, Meta(description="Least severe messages to write.")] = "info"
-    format: Annotated[LogFormat, Meta(description="auto: console on a terminal, JSON elsewhere.")] = "auto"
-
-
-class AgentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The agent itself."""
-
-    mode: Annotated[
-        Mode, Meta(description="observe: decide and report, but run no hooks and approve nothing.")
-    ] = "act"
-    state_dir: Annotated[
-        str | None, Meta(description="Directory of the state file. Default: the system's place for it.")
-    ] = None
-    reserve: Annotated[Duration, Meta(description="Prepare hooks must end this long before NotBefore.")] = 5.0
-    healthy_within: Annotated[
-        Duration, Meta(description="/healthz answers 503 when no poll has succeeded for this long.")
-    ] = 180.0
-    log: Annotated[LogSettings, Meta(description="Logging.")] = LogSettings()
-    listen: Annotated[
-        str, Meta(description="ADDRESS:PORT of /metrics, /healthz, /readyz and /status, or off.")
-    ] = "127.0.0.1:9769"
-    listen_names: Annotated[
-        tuple[str, ...],
-        Meta(description="Further names by which a browser or a proxy on this machine may ask for the pages."),
-    ] = ()
-    web_config: Annotated[
-        str | None,
-        Meta(description="File with TLS and passwords for the pages, as Prometheus' exporters have it."),
-    ] = None
-    show_hook_output: Annotated[
-        bool, Meta(description="Show the ends of hooks' output on the page and in /status too.")
-    ] = False
-
-
-DEFAULT_RULES = (
-    Rule(name="user-initiated", when=When(source=("User",)), approve="immediately"),
-    Rule(name="short-freeze", when=When(type=("Freeze",), duration_below=9.0), approve="immediately"),
-)
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole policy file."""
-
-    vm: Annotated[VmSettings, Meta(description="Who this VM is in Resources.")] = VmSettings()
-    imds: Annotated[ImdsSettings, Meta(description="The metadata service.")] = ImdsSettings()
-    agent: Annotated[AgentSettings, Meta(description="The agent itself.")] = AgentSettings()
-    rules: Annotated[
-        tuple[Rule, ...], Meta(description="The first rule that matches takes the event; none means observe.")
-    ] = DEFAULT_RULES
-    hooks: Annotated[dict[Name, Hook], Meta(description="The programs that rules name.")] = {}
-    on_clear: Annotated[
-        tuple[Name, ...],
-        Meta(description="Hooks to run when the agent starts and nothing is pending for this VM."),
-    ] = ()
-    maintenance_windows: Annotated[
-        dict[Name, MaintenanceWindow], Meta(description="Named times of the week for early maintenance.")
-    ] = {}
-
-
-class ConfigError(AgentError):
-    """The policy file cannot be used; ``problems`` has one line for each thing wrong with it."""
-
-    def __init__(self, problems: tuple[str, ...]) -> None:
-        super().__init__("\n".join(problems), kind="config")
-        self.problems = problems
-
-
-class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that passed every check, and what is worth saying about them all the same."""
-
-    settings: Settings
-    warnings: tuple[Problem, ...]
-    parsed: Parsed[Settings]
-    hash: str = ""
-    """SHA-256 of the file, as sha256sum tells it; the built-in policy is the same as that of an empty file."""
-
-    @property
-    def name(self) -> str:
-        """How messages call the file."""
-        return self.parsed.name
-
-
-def find_config(argument: str | None, system_path: Path) -> Path | None:
-    """The policy file to use: --config, else the environment's, else the system's if there is one."""
-    chosen = argument or os.environ.get(CONFIG_VARIABLE)
-    if chosen:
-        return Path(chosen)
-    try:
-        system_path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError:
-        return system_path  # it is there but out of reach: reading it will say so
-    return system_path
-
-
-def load_settings(path: Path | None) -> Settings:
-    """The settings of a policy file, or the built-in ones. Raises ConfigError."""
-    return load_policy(path).settings
-
-
-def load_policy(path: Path | None) -> Loaded:
-    """Settings and warnings of a policy file, or the built-in ones. Raises ConfigError."""
-    if path is None:
-        return parse_settings("", BUILT_IN_NAME)
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        way_out = f"without --config and ${CONFIG_VARIABLE} the built-in policy is used"
-        raise ConfigError((f"{path}: there is no such file; {way_out}",)) from None
-    except OSError as error:
-        raise ConfigError((f"{path}: cannot be read: {error.strerror}",)) from error
-    if len(text) > _MAX_FILE_BYTES:
-        raise ConfigError((f"{path}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger",))
-    return parse_settings(text, str(path))
-
-
-def parse_settings(
-    text: str | bytes, name: str, *, may_change_user: bool | None = None, may_start_units: bool | None = None
-) -> Loaded:
-    """Settings and warnings of a policy's text; ``name`` is how problems call it. Raises ConfigError."""
-    parsed = parse(text, Settings, name)
-    may_change_user = host.can_change_user() if may_change_user is None else may_change_user
-    may_start_units = host.can_start_units() if may_start_units is None else may_start_units
-    problems = parsed.problems
-    if parsed.draft is not None:
-        known = [problem.path for problem in problems]
-        found = _faults(parsed.draft, parsed, may_change_user=may_change_user, may_start_units=may_start_units)
-        faults = parsed.gather(found)
-        # Where a value was wrong already, what is missing because of it is no news.
-        news = [fault for fault in faults if not any(path.startswith(fault.path) for path in known)]
-        problems = tuple(sorted((*problems, *news), key=lambda problem: problem.line))
-    if parsed.value is None or problems:
-        raise ConfigError(tuple(str(problem) for problem in problems))
-    warnings = parsed.gather(_doubts(parsed.value))
-    content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-    return Loaded(settings=parsed.value, warnings=warnings, parsed=parsed, hash=sha256(content).hexdigest())
-
-
-def check_files(loaded: Loaded) -> tuple[Problem, ...]:
-    """Warnings about what hooks name and this machine lacks or refuses, and of files that others could change."""
-    exposed = _exposed(loaded.settings, None if loaded.name == BUILT_IN_NAME else Path(loaded.name))
-    return loaded.parsed.gather([*exposed, *_web_doubts(loaded.settings.agent), *_missing(loaded.settings)])
-
-
-def hook_tampering_fault(hook: Hook) -> str | None:
-    """Who could change what the hook runs, and should not, and the way out; None if nobody is known who could.
-
-    Looked at are the program, the interpreter in its first line, and arguments that are programs or scripts, if
-    their paths are absolute. What a shell line names, or a program starts in its turn, is not.
-    """
-    return next((fault for file in _code_files(hook) if (fault := host.tampering_fault(file, hook.user))), None)
-
-
-def parse_endpoint(text: str) -> tuple[str, int] | None:
-    """Host and port of http://HOST[:PORT]; None if it is something else."""
-    match = _ENDPOINT.fullmatch(text)
-    port = int(match["port"] or 80) if match else 0
-    return (match["host"], port) if match and 0 < port < 65536 else None
-
-
-def policy_schema() -> dict[str, Any]:
-    """The JSON schema of the policy file, for editors."""
-    schema = json_schema(Settings)
-    hook = schema["$defs"]["Hook"]
-    hook["oneOf"] = [{"required": ["run"]}, {"required": ["shell"]}, {"required": ["unit"]}]
-    hook["dependentSchemas"] = {"unit": {"not": {"anyOf": [{"required": ["user"]}, {"required": ["cwd"]}]}}}
-    return {"title": "Policy of scheduled-events-agent", **schema}
-
-
-_Finding = tuple[str, str]
+Finding = tuple[str, str]
 """Path and message."""
 
 
-def _faults(
+def faults(
     settings: Settings, parsed: Parsed[Settings], *, may_change_user: bool, may_start_units: bool
-) -> Iterator[_Finding]:
+) -> Iterator[Finding]:
     """What makes a policy unusable though each of its values is right by itself."""
     yield from _setting_faults(settings)
     firsts: dict[str, int] = {}
@@ -315,7 +72,7 @@ def _faults(
         yield from _window_faults(f"maintenance_windows.{name}", window)
 
 
-def _setting_faults(settings: Settings) -> Iterator[_Finding]:
+def _setting_faults(settings: Settings) -> Iterator[Finding]:
     imds, agent = settings.imds, settings.agent
     if not _MIN_POLL_SECONDS <= imds.poll_interval <= _MAX_POLL_SECONDS:
         expected = f"{format_duration(_MIN_POLL_SECONDS)} to {format_duration(_MAX_POLL_SECONDS)}"
@@ -345,29 +102,12 @@ def _setting_faults(settings: Settings) -> Iterator[_Finding]:
 def _can_be(address: str) -> bool:
     """Whether what stands before the port may be an address or a name of this machine."""
     is_number = address.startswith("[") or not address.strip("0123456789.")
-    return not is_number or _ip_address(address) is not None
-
-
-def _ip_address(address: str) -> "IPv4Address | IPv6Address | None":
-    from ipaddress import ip_address  # noqa: PLC0415 - only an agent that listens on something special needs it
-
-    with suppress(ValueError):
-        return ip_address(address.strip("[]"))
-    return None
+    return not is_number or ip_address_of(address) is not None
 
 
 def _is_name(host: str) -> bool:
     """Whether it is a name that a server must be asked about."""
-    return _ip_address(host) is None and host != "localhost"
-
-
-def _is_open(listen: str) -> bool:
-    """Whether others than this machine may reach the pages."""
-    address = listen.rpartition(":")[0]
-    if listen == "off" or address in ("127.0.0.1", "localhost"):
-        return False
-    ip = _ip_address(address)
-    return ip is None or not ip.is_loopback
+    return ip_address_of(host) is None and host != "localhost"
 
 
 def _has(section: str, name: str, settings: Settings, parsed: Parsed[Settings]) -> bool:
@@ -378,7 +118,7 @@ def _has(section: str, name: str, settings: Settings, parsed: Parsed[Settings]) 
 
 def _hook_list_faults(
     path: str, names: tuple[str, ...], settings: Settings, parsed: Parsed[Settings]
-) -> Iterator[_Finding]:
+) -> Iterator[Finding]:
     before: set[str] = set()
     for index, name in enumerate(names):
         if not _has("hooks", name, settings, parsed):
@@ -388,7 +128,7 @@ def _hook_list_faults(
         before.add(name)
 
 
-def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[_Finding]:
+def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[Finding]:
     for key in ("type", "source", "status", "affects", "resource", "description"):
         if not getattr(when, key) and f"{path}.{key}" in parsed.lines:
             way_out = "" if key == "affects" else ": remove the key if any will do"
@@ -427,7 +167,7 @@ def _regex_fault(text: str) -> str | None:
 
 def _hook_faults(
     path: str, hook: Hook, parsed: Parsed[Settings], *, may_change_user: bool, may_start_units: bool
-) -> Iterator[_Finding]:
+) -> Iterator[Finding]:
     wrong = {problem.path for problem in parsed.problems}
     ways = ("run", "shell", "unit")
     given = [key for key in ways if getattr(hook, key) is not None or f"{path}.{key}" in wrong]
@@ -458,7 +198,7 @@ def _hook_faults(
             yield f"{path}.env", f'expected a variable\'s name; got "{name}{equals and "=..."}"'
 
 
-def _unit_faults(path: str, hook: Hook, unit: str, *, may_start_units: bool) -> Iterator[_Finding]:
+def _unit_faults(path: str, hook: Hook, unit: str, *, may_start_units: bool) -> Iterator[Finding]:
     if not may_start_units:
         yield f"{path}.unit", "cannot be used on Windows, for a unit needs systemd: use run or shell"
     elif _UNIT.fullmatch(unit) is None or len(unit) > _MAX_UNIT_CHARACTERS:
@@ -474,7 +214,7 @@ def _unit_faults(path: str, hook: Hook, unit: str, *, may_start_units: bool) -> 
             yield f"{path}.env", f'expected {expected}; got "{variable}"'
 
 
-def _window_faults(path: str, window: MaintenanceWindow) -> Iterator[_Finding]:
+def _window_faults(path: str, window: MaintenanceWindow) -> Iterator[Finding]:
     if not 0 < window.length <= _MAX_WINDOW_SECONDS:
         expected = f"more than 0s and at most {format_duration(_MAX_WINDOW_SECONDS)}"
         yield f"{path}.length", f"expected {expected}; got {format_duration(window.length)}"
@@ -482,7 +222,7 @@ def _window_faults(path: str, window: MaintenanceWindow) -> Iterator[_Finding]:
         yield f"{path}.days", "expected at least one; got an empty list: remove the key if it opens every day"
 
 
-def _blank_faults(texts: dict[str, str | None]) -> Iterator[_Finding]:
+def _blank_faults(texts: dict[str, str | None]) -> Iterator[Finding]:
     for path, text in texts.items():
         if text is not None and not text.strip():
             yield path, "expected a text; got an empty one"
@@ -499,9 +239,9 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f'; did you mean "{guess}"?' if guess else ""
 
 
-def _doubts(settings: Settings) -> Iterator[_Finding]:
+def doubts(settings: Settings) -> Iterator[Finding]:
     """What is allowed but hardly meant."""
-    if _is_open(settings.agent.listen) and settings.agent.web_config is None:
+    if is_open(settings.agent.listen) and settings.agent.web_config is None:
         text = "whoever reaches this address may read the pages: name a file with TLS and passwords as web_config"
         yield "agent.listen", text
     if (endpoint := parse_endpoint(settings.imds.endpoint)) and _is_name(endpoint[0]):
@@ -524,7 +264,7 @@ def _doubts(settings: Settings) -> Iterator[_Finding]:
             yield f"maintenance_windows.{name}", "no rule names this maintenance window"
 
 
-def _rule_doubts(path: str, rule: Rule) -> Iterator[_Finding]:
+def _rule_doubts(path: str, rule: Rule) -> Iterator[Finding]:
     when, prepares = rule.when, bool(rule.prepare or rule.drain_for)
     if rule.approve != "never" and set(when.affects) == {"others"}:
         yield f"{path}.approve", "never approves: an event that does not name this VM is not approved from here"
@@ -545,7 +285,7 @@ def _rule_doubts(path: str, rule: Rule) -> Iterator[_Finding]:
         )
 
 
-def _time_doubts(path: str, rule: Rule, hooks: dict[str, Hook]) -> Iterator[_Finding]:
+def _time_doubts(path: str, rule: Rule, hooks: dict[str, Hook]) -> Iterator[Finding]:
     when = rule.when
     if rule.lead is not None:
         times = [("drain_for", "it", rule.drain_for)]
@@ -563,7 +303,7 @@ def _time_doubts(path: str, rule: Rule, hooks: dict[str, Hook]) -> Iterator[_Fin
             yield f"{path}.drain_for", f"is as long as the usual notice ({notices}): it will be cut short"
 
 
-def _version_doubts(path: str, when: When, api_version: str) -> Iterator[_Finding]:
+def _version_doubts(path: str, when: When, api_version: str) -> Iterator[Finding]:
     for key, since in _KNOWN_SINCE.items():
         if getattr(when, key) not in ((), None) and api_version < since:
             yield (
@@ -633,98 +373,3 @@ class _RulesAbove:
         for key in own or [("", "")]:
             insort(self._found_by.setdefault(key, []), reach)
         return None
-
-
-def _exposed(settings: Settings, policy: Path | None) -> Iterator[_Finding]:
-    """Where the policy and the state are not safe from others, or from Azure."""
-    if policy is not None and (fault := host.tampering_fault(policy)):
-        yield "", fault
-    state_dir = Path(settings.agent.state_dir) if settings.agent.state_dir else host.default_state_dir()
-    if disk := host.temporary_disk(state_dir):
-        yield (
-            "agent.state_dir",
-            f"{state_dir} is on Azure's temporary disk {disk}, which may be empty after an event",
-        )
-    if fault := host.privacy_fault(state_dir):
-        yield "agent.state_dir", f"{state_dir} should be for the agent's account alone; {fault}"
-
-
-def _web_doubts(agent: AgentSettings) -> Iterator[_Finding]:
-    """Why the pages would not be shown, or to too many."""
-    if agent.web_config is None or agent.listen == "off":
-        return
-    path = Path(agent.web_config)
-    faults = {host.tampering_fault(path): None}
-    try:
-        web_config = load_web_config(path)
-    except AccessError as error:
-        for problem in str(error).splitlines():
-            yield "agent.web_config", f"without it the pages are not shown: {problem}"
-    else:
-        files = named_files(path, web_config)
-        faults |= {host.tampering_fault(file): None for file in files.values()}
-        if "key_file" in files:
-            faults[host.exposure_fault(files["key_file"])] = None
-        for doubt in doubts(web_config, is_open=_is_open(agent.listen)):
-            yield "agent.web_config", doubt
-    for fault in filter(None, faults):  # each once: most often they are of one directory
-        yield "agent.web_config", fault
-
-
-def _missing(settings: Settings) -> Iterator[_Finding]:
-    can_ask_about_units = True
-    for name, hook in settings.hooks.items():
-        path = f"hooks.{name}"
-        if hook.cwd is not None and not Path(hook.cwd).is_dir():
-            yield f"{path}.cwd", f"{hook.cwd} is not a directory on this machine"
-        if hook.run:
-            fault = _program_fault(hook) or host.command_fault(hook.run, None, hook.cwd, hook.env)
-            fault = fault or hook_tampering_fault(hook)
-            if fault:
-                yield f"{path}.run", fault
-        elif fault := host.command_fault(None, hook.shell, hook.cwd, hook.env):
-            yield f"{path}.shell", fault
-        if hook.user is not None and not host.has_account(hook.user):
-            yield f"{path}.user", f'this machine has no account "{hook.user}"'
-        if hook.unit is not None and can_ask_about_units:
-            try:
-                fault = host.unit_fault(hook.unit)
-            except (
-                host.HostError
-            ) as error:  # nor will it answer for the next one, and each question takes its time
-                can_ask_about_units, fault = False, f"cannot be looked up: {error}"
-            if fault is not None:
-                yield f"{path}.unit", fault
-
-
-def _program_fault(hook: Hook) -> str | None:
-    name = hook.run[0] if hook.run else ""
-    file = host.find_program(name, hook.cwd, hook.env)
-    if file is None:
-        return f"{name} is not found in PATH"
-    if file.is_dir():
-        return f"{file} is a directory"
-    if not file.exists():
-        return f"{file} does not exist"
-    return None if os.access(file, os.X_OK) else f"{file} is not executable: chmod +x {file}"
-
-
-def _code_files(hook: Hook) -> Iterator[Path]:
-    if not hook.run:
-        return
-    program = host.find_program(hook.run[0], hook.cwd, hook.env)
-    if program is None:
-        return
-    yield program
-    with suppress(OSError), program.open("rb") as file:
-        if match := _SHEBANG.match(file.read(256)):
-            yield Path(os.fsdecode(match[1]))
-    takes_any = _INTERPRETERS.fullmatch(program.name) is not None
-    for argument in hook.run[1:]:
-        path = Path(argument)
-        with suppress(OSError, ValueError):
-            facts = path.stat() if path.is_absolute() else None
-            if facts is not None and stat.S_ISREG(facts.st_mode):
-                if takes_any or argument.endswith(_SCRIPTS) or facts.st_mode & 0o111:
-                    yield path
-                takes_any = False

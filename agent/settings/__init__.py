@@ -1,0 +1,118 @@
+"""The policy file: YAML to frozen Settings, every error at once with its line.
+
+Owns where the file is found and how it is read. Decides nothing about events.
+The one invariant: Settings exist only if every check has passed, so nothing after this checks them again.
+"""
+
+import os
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from agent import AgentError, host
+from agent.settings.checks import doubts, faults
+from agent.settings.model import (
+    DEFAULT_RULES,
+    AgentSettings,
+    ImdsSettings,
+    LogFormat,
+    LogLevel,
+    LogSettings,
+    Settings,
+    VmSettings,
+    parse_endpoint,
+)
+from agent.typed_yaml import Parsed, Problem, parse
+
+__all__ = [
+    "BUILT_IN_NAME", "CONFIG_VARIABLE", "DEFAULT_RULES", "AgentSettings", "ConfigError", "ImdsSettings", "Loaded",
+    "LogFormat", "LogLevel", "LogSettings", "Settings", "VmSettings", "find_config", "load_policy",
+    "load_settings", "parse_endpoint", "parse_settings",
+]  # fmt: skip
+
+CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"
+BUILT_IN_NAME = "built-in policy"
+
+_MAX_FILE_BYTES = 1024 * 1024
+
+
+class ConfigError(AgentError):
+    """The policy file cannot be used; ``problems`` has one line for each thing wrong with it."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__("\n".join(problems), kind="config")
+        self.problems = problems
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that passed every check, and what is worth saying about them all the same."""
+
+    settings: Settings
+    warnings: tuple[Problem, ...]
+    parsed: Parsed[Settings]
+    hash: str = ""
+    """SHA-256 of the file, as sha256sum tells it; the built-in policy is the same as that of an empty file."""
+
+    @property
+    def name(self) -> str:
+        """How messages call the file."""
+        return self.parsed.name
+
+
+def find_config(argument: str | None, system_path: Path) -> Path | None:
+    """The policy file to use: --config, else the environment's, else the system's if there is one."""
+    chosen = argument or os.environ.get(CONFIG_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    try:
+        system_path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        return system_path  # it is there but out of reach: reading it will say so
+    return system_path
+
+
+def load_settings(path: Path | None) -> Settings:
+    """The settings of a policy file, or the built-in ones. Raises ConfigError."""
+    return load_policy(path).settings
+
+
+def load_policy(path: Path | None) -> Loaded:
+    """Settings and warnings of a policy file, or the built-in ones. Raises ConfigError."""
+    if path is None:
+        return parse_settings("", BUILT_IN_NAME)
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        way_out = f"without --config and ${CONFIG_VARIABLE} the built-in policy is used"
+        raise ConfigError((f"{path}: there is no such file; {way_out}",)) from None
+    except OSError as error:
+        raise ConfigError((f"{path}: cannot be read: {error.strerror}",)) from error
+    if len(text) > _MAX_FILE_BYTES:
+        raise ConfigError((f"{path}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger",))
+    return parse_settings(text, str(path))
+
+
+def parse_settings(
+    text: str | bytes, name: str, *, may_change_user: bool | None = None, may_start_units: bool | None = None
+) -> Loaded:
+    """Settings and warnings of a policy's text; ``name`` is how problems call it. Raises ConfigError."""
+    parsed = parse(text, Settings, name)
+    may_change_user = host.can_change_user() if may_change_user is None else may_change_user
+    may_start_units = host.can_start_units() if may_start_units is None else may_start_units
+    problems = parsed.problems
+    if parsed.draft is not None:
+        known = [problem.path for problem in problems]
+        found = faults(parsed.draft, parsed, may_change_user=may_change_user, may_start_units=may_start_units)
+        all_faults = parsed.gather(found)
+        # Where a value was wrong already, what is missing because of it is no news.
+        news = [fault for fault in all_faults if not any(path.startswith(fault.path) for path in known)]
+        problems = tuple(sorted((*problems, *news), key=lambda problem: problem.line))
+    if parsed.value is None or problems:
+        raise ConfigError(tuple(str(problem) for problem in problems))
+    warnings = parsed.gather(doubts(parsed.value))
+    content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    return Loaded(settings=parsed.value, warnings=warnings, parsed=parsed, hash=sha256(content).hexdigest())

@@ -1,0 +1,137 @@
+"""What a policy file says, as frozen values."""
+
+import re
+from contextlib import suppress
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from agent.events import ApiVersion
+from agent.policy import Duration, Hook, MaintenanceWindow, Name, Rule, When
+
+_ENDPOINT = re.compile(r"http://(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?/?")
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "json", "console"]
+Mode = Literal["act", "observe"]
+
+
+class VmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who this VM is in Resources."""
+
+    name: Annotated[
+        str | None, Meta(description="This VM's name in Resources. Default: asked of the metadata service.")
+    ] = None
+    aliases: Annotated[
+        tuple[str, ...], Meta(description="Further names by which Resources may call this VM.")
+    ] = ()
+
+
+class ImdsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The metadata service and how to talk to it."""
+
+    endpoint: Annotated[
+        str,
+        Meta(
+            description="http://ADDRESS[:PORT], or auto: from DHCP option 245, for VMs outside a virtual network."
+        ),
+    ] = "http://169.254.169.254"
+    api_version: Annotated[ApiVersion, Meta(description="Version of the Scheduled Events interface.")] = (
+        "2020-07-01"
+    )
+    poll_interval: Annotated[
+        Duration, Meta(description="Time between two requests; the service allows five a second to the whole VM.")
+    ] = 1.0
+    request_timeout: Annotated[Duration, Meta(description="Time limit of a whole request, answer included.")] = (
+        10.0
+    )
+    first_request_timeout: Annotated[
+        Duration,
+        Meta(description="Time limit of a VM's very first request, which takes long; others go out meanwhile."),
+    ] = 120.0
+
+
+class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the agent writes to standard error."""
+
+    level: Annotated[LogLevel, Meta(description="Least severe messages to write.")] = "info"
+    format: Annotated[LogFormat, Meta(description="auto: console on a terminal, JSON elsewhere.")] = "auto"
+
+
+class AgentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The agent itself."""
+
+    mode: Annotated[
+        Mode, Meta(description="observe: decide and report, but run no hooks and approve nothing.")
+    ] = "act"
+    state_dir: Annotated[
+        str | None, Meta(description="Directory of the state file. Default: the system's place for it.")
+    ] = None
+    reserve: Annotated[Duration, Meta(description="Prepare hooks must end this long before NotBefore.")] = 5.0
+    healthy_within: Annotated[
+        Duration, Meta(description="/healthz answers 503 when no poll has succeeded for this long.")
+    ] = 180.0
+    log: Annotated[LogSettings, Meta(description="Logging.")] = LogSettings()
+    listen: Annotated[
+        str, Meta(description="ADDRESS:PORT of /metrics, /healthz, /readyz and /status, or off.")
+    ] = "127.0.0.1:9769"
+    listen_names: Annotated[
+        tuple[str, ...],
+        Meta(description="Further names by which a browser or a proxy on this machine may ask for the pages."),
+    ] = ()
+    web_config: Annotated[
+        str | None,
+        Meta(description="File with TLS and passwords for the pages, as Prometheus' exporters have it."),
+    ] = None
+    show_hook_output: Annotated[
+        bool, Meta(description="Show the ends of hooks' output on the page and in /status too.")
+    ] = False
+
+
+DEFAULT_RULES = (
+    Rule(name="user-initiated", when=When(source=("User",)), approve="immediately"),
+    Rule(name="short-freeze", when=When(type=("Freeze",), duration_below=9.0), approve="immediately"),
+)
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole policy file."""
+
+    vm: Annotated[VmSettings, Meta(description="Who this VM is in Resources.")] = VmSettings()
+    imds: Annotated[ImdsSettings, Meta(description="The metadata service.")] = ImdsSettings()
+    agent: Annotated[AgentSettings, Meta(description="The agent itself.")] = AgentSettings()
+    rules: Annotated[
+        tuple[Rule, ...], Meta(description="The first rule that matches takes the event; none means observe.")
+    ] = DEFAULT_RULES
+    hooks: Annotated[dict[Name, Hook], Meta(description="The programs that rules name.")] = {}
+    on_clear: Annotated[
+        tuple[Name, ...],
+        Meta(description="Hooks to run when the agent starts and nothing is pending for this VM."),
+    ] = ()
+    maintenance_windows: Annotated[
+        dict[Name, MaintenanceWindow], Meta(description="Named times of the week for early maintenance.")
+    ] = {}
+
+
+def parse_endpoint(text: str) -> tuple[str, int] | None:
+    """Host and port of http://HOST[:PORT]; None if it is something else."""
+    match = _ENDPOINT.fullmatch(text)
+    port = int(match["port"] or 80) if match else 0
+    return (match["host"], port) if match and 0 < port < 65536 else None
+
+
+def is_open(listen: str) -> bool:
+    """Whether others than this machine may reach the pages."""
+    address = listen.rpartition(":")[0]
+    if listen == "off" or address in ("127.0.0.1", "localhost"):
+        return False
+    ip = ip_address_of(address)
+    return ip is None or not ip.is_loopback
+
+
+def ip_address_of(address: str) -> IPv4Address | IPv6Address | None:
+    with suppress(ValueError):
+        return ip_address(address.strip("[]"))
+    return None
