@@ -6,7 +6,7 @@ MINUTES ?= 60
 SEEDS ?= 10000
 IN_WINE := tests/system/test_windows.py tests/system/test_windows_service.py tests/system/test_msi.py
 
-.PHONY: demo test lint audit faults simulation fuzz soak bench system system-linux system-windows packages deb rpm msi clean
+.PHONY: demo test lint audit faults simulation fuzz nightly soak bench system system-linux system-windows packages deb rpm msi clean
 
 demo: $(VENV)/.ready          ## The main job, end to end, against the built-in simulator
 	$(BIN)/scheduled-events-agent demo
@@ -33,6 +33,10 @@ faults: $(VENV)/.ready        ## The real agent without disk, memory, descriptor
 
 fuzz: $(VENV)/.ready          ## A million inputs for everything that reads what others wrote (about twenty minutes)
 	nice $(BIN)/python tests/fuzz/fuzz.py
+
+nightly: $(VENV)/.ready       ## What takes long: deep walks, ten thousand lives, a million inputs, all tests under Wine (root)
+	$(BIN)/python -m pytest --timeout 3600 -m nightly tests
+	$(MAKE) simulation fuzz
 
 soak: $(VENV)/.ready          ## Whether the agent grows, at a hundred times its pace (MINUTES=60)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)

@@ -1,4 +1,4 @@
-"""The demo, the unit, the integration and the end-to-end tests, inside a real Windows Python under Wine."""
+"""In a real Windows Python under Wine: the demo, and the tests of what differs there; each night all tests."""
 
 import sys
 import xml.etree.ElementTree as ET
@@ -18,6 +18,7 @@ _SUITE_SECONDS = 2400
 pytestmark = pytest.mark.timeout(_SUITE_SECONDS + 300)  # the first time, Wine and a Windows Python are fetched
 
 _SUITE = ("tests/unit", "tests/integration", "tests/e2e")
+_PARTS = ("unit/test_windows*", "integration/test_host*", "integration/test_hooks*", "e2e/test_stories*")
 # They wait more than they work; but with more of them, two processors do not keep the times that tests allow.
 _WORKERS = 2
 # For one test: more than elsewhere, for each start of a process takes its time.
@@ -57,25 +58,43 @@ def test_the_demo_comes_out_right_on_windows(python: WinePython) -> None:
     assert "all as it should be" in done.stdout
 
 
+def test_what_differs_between_the_systems_passes_on_windows(
+    python: WinePython, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = sorted(path for part in _PARTS for path in (CHECKOUT / "tests").glob(part))
+    account = run_tests(python, *(path.relative_to(CHECKOUT).as_posix() for path in paths))
+    with capsys.disabled():
+        print(f"\n{account}")
+    assert account.files == {path.stem for path in paths}, "a file is missing from the report, or unknown"
+    assert len(account.passed) > account.reasons.total(), "more was skipped than belongs to Linux alone"
+
+
+@pytest.mark.nightly
 def test_every_test_passes_on_windows_or_says_why_it_cannot_run_there(
     python: WinePython, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    account = run_tests(python, *_SUITE)
+    with capsys.disabled():
+        print(f"\n{account}")
+    files = {path.stem for folder in _SUITE for path in (CHECKOUT / folder).glob("test_*.py")}
+    assert account.files == files, "a file of tests is missing from the report, or unknown"
+    assert len(account.passed) > 5 * account.reasons.total(), "more was skipped than belongs to Linux alone"
+
+
+def run_tests(python: WinePython, *paths: str) -> "Account":
+    """Run tests under Wine; none fails."""
     report = python.drive / "report.xml"
     report.unlink(missing_ok=True)
     done = python.run(
         *("-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", r"--junitxml=C:\report.xml"),
-        *("--numprocesses", str(_WORKERS), "--dist", "worksteal", "--timeout", str(_TEST_SECONDS), *_SUITE),
+        *("--numprocesses", str(_WORKERS), "--dist", "worksteal", "--timeout", str(_TEST_SECONDS), *paths),
         timeout=_SUITE_SECONDS,
     )
     assert report.exists(), done.stdout[-8000:]
     account = Account(report)
-    with capsys.disabled():
-        print(f"\n{account}")
     assert account.failed == [], done.stdout[-16000:]
     assert done.returncode == 0, done.stdout[-8000:]
-    files = {path.stem for folder in _SUITE for path in (CHECKOUT / folder).glob("test_*.py")}
-    assert account.files == files, "a file of tests is missing from the report, or unknown"
-    assert len(account.passed) > 5 * account.reasons.total(), "more was skipped than belongs to Linux alone"
+    return account
 
 
 class Account:

@@ -688,7 +688,7 @@ def test_one_event_under_special_rules_in_every_order_of_things(script: Script) 
     assert walk(script) > 50
 
 
-@pytest.mark.parametrize(
+COMING_BACK = pytest.mark.parametrize(
     "rule",
     [
         a_rule(prepare=("drain",), recover=("resume",)),
@@ -699,10 +699,18 @@ def test_one_event_under_special_rules_in_every_order_of_things(script: Script) 
     ],
     ids=["one hook", "two hooks", "drain", "no recovery", "recovery alone"],
 )
+
+
+@COMING_BACK
 def test_an_event_that_comes_back_in_every_order_of_things(rule: Rule) -> None:
     assert walk(Script({"A": rule}, crashes=0, appearances=2, failures=0)) > 300
-    # To its end, each of these takes a minute.
     assert walk(Script({"A": rule}, crashes=1, appearances=2, failures=0, depth=10)) > 500
+
+
+@pytest.mark.nightly
+@COMING_BACK
+def test_an_event_that_comes_back_with_a_crash_anywhere(rule: Rule) -> None:
+    assert walk(Script({"A": rule}, crashes=1, appearances=2, failures=0)) > 5000
 
 
 def test_an_event_that_comes_back_while_its_recovery_has_failed() -> None:
