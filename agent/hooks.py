@@ -204,29 +204,33 @@ class HookRun:
         # Not only when the policy is read: a file may have been given away since.
         if host.is_privileged() and (fault := hook_tampering_fault(self._hook)):
             return self._result(attempt, begun_at, "not_started", fault)
-        inherited = {} if self._hook.unit else host.base_environment(self._hook.user)
         try:
             output = _Output(self._pass_on, _secrets(self._hook))
         except (OSError, RuntimeError) as error:  # no descriptors, no memory for a thread
             return self._result(attempt, begun_at, "not_started", f"cannot be started: {error}")
         try:
-            tree = host.start_tree(
-                run=self._hook.run,
-                shell=self._hook.shell,
-                unit=self._hook.unit,
-                env={**inherited, **self._hook.env, **self._environment},
-                cwd=self._hook.cwd,
-                user=self._hook.user,
-                stdin=self._stdin,
-                output=output.descriptor,
-                token=f"{self._instance}:{os.urandom(8).hex()}",
-            )
-            outcome, detail = self._watch(tree, started_at)
+            outcome, detail = self._watch(self._start(output.descriptor), started_at)
         except AgentError as error:
             outcome, detail = "not_started", str(error)
         finally:
             tail = output.finish()
         return self._result(attempt, begun_at, outcome, detail, tail)
+
+    def _start(self, output: int) -> host.ProcessTree:
+        hook = self._hook
+        own = {**hook.env, **self._environment}
+        if hook.unit is not None:
+            return host.start_unit(hook.unit, own, self._stdin, output)
+        return host.start_tree(
+            run=hook.run,
+            shell=hook.shell,
+            env=host.base_environment(hook.user) | own,
+            cwd=hook.cwd,
+            user=hook.user,
+            stdin=self._stdin,
+            output=output,
+            token=f"{self._instance}:{os.urandom(8).hex()}",
+        )
 
     def _watch(self, tree: host.ProcessTree, started_at: float) -> tuple[HookOutcome, str]:
         """See the tree to its end, whatever that takes."""

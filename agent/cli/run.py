@@ -193,7 +193,6 @@ def open_daemon(
                 hash=policy_hash,
                 state_dir=str(directory),
             )
-            host.load_all_parts()
             yield Daemon(
                 settings,
                 load_settings,

@@ -23,12 +23,55 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from agent import AgentError
+from agent.host.error import HostError
+from agent.host.surroundings import Approver, OwnService
 
-if TYPE_CHECKING:
-    from agent.host.surroundings import Approver, OwnService
+__all__ = [
+    "HeldLock",
+    "ProcessTree",
+    "ServiceManager",
+    "access_fault",
+    "account_name",
+    "base_environment",
+    "boot_id",
+    "can_change_user",
+    "can_start_units",
+    "claim_port",
+    "command_fault",
+    "create_private_dir",
+    "decode_output",
+    "default_config_path",
+    "default_state_dir",
+    "dhcp_option_245",
+    "end_marked",
+    "exposure_fault",
+    "file_system",
+    "find_program",
+    "find_systemctl",
+    "flush_directory",
+    "has_account",
+    "has_terminal_colors",
+    "hold_lock",
+    "is_journal",
+    "is_privileged",
+    "is_same_boot",
+    "is_shutting_down",
+    "is_writable",
+    "lock_holder",
+    "other_approvers",
+    "own_service",
+    "ownership_fault",
+    "privacy_fault",
+    "reap_orphans",
+    "send_to_journal",
+    "start_tree",
+    "start_unit",
+    "tampering_fault",
+    "temporary_disk",
+    "unit_fault",
+]
 
 _MARKER = "SCHEDULED_EVENTS_AGENT_HOOK_RUN"
 _PASSED_ON = (
@@ -90,10 +133,6 @@ _CLASSES = r"SOFTWARE\Classes"
 _PLACE = re.compile(r'"%[1Ll]"|%[1Ll]|%\*')
 # What a system starts in cmd by itself, whatever the arguments are.
 _BATCH = re.compile(r"\.(bat|cmd)\b", re.IGNORECASE)
-
-
-class HostError(AgentError):
-    """The system refused something, or something it was expected to have is missing."""
 
 
 def default_config_path() -> Path:
@@ -263,7 +302,7 @@ def file_system(path: Path, root: Path = Path("/")) -> tuple[str, Path] | None:
     return None
 
 
-def other_approvers(root: Path = Path("/")) -> "list[Approver]":
+def other_approvers(root: Path = Path("/")) -> list[Approver]:
     """Other programs on this machine that approve events, as far as they are known."""
     import pywintypes  # noqa: PLC0415 - Windows only
     import win32service  # noqa: PLC0415 - Windows only
@@ -285,7 +324,7 @@ def other_approvers(root: Path = Path("/")) -> "list[Approver]":
     return surroundings.windows_approvers(services, root)
 
 
-def own_service() -> "OwnService | None":
+def own_service() -> OwnService | None:
     """The agent's service as the service manager has it; None if it has none. Raises HostError if none answers."""
     from agent.host import surroundings, windows_service  # noqa: PLC0415 - it imports this module
 
@@ -552,7 +591,6 @@ def start_tree(
     *,
     run: Sequence[str] | None,
     shell: str | None,
-    unit: str | None,
     env: Mapping[str, str],
     cwd: str | None,
     user: str | None,
@@ -560,13 +598,10 @@ def start_tree(
     output: int,
     token: str,
 ) -> ProcessTree:
-    """Start the program ``run`` or the command line ``shell``; a ``unit`` is refused.
+    """Start the program ``run`` or the command line ``shell``; it writes to the descriptor ``output``.
 
-    What it writes comes out at the descriptor ``output``. ``token`` is a text that no other tree has. Raises
-    HostError, its message a phrase, if it cannot be started.
+    ``token`` is a text that no other tree has. Raises HostError, its message a phrase, if it cannot be started.
     """
-    if unit is not None:
-        raise HostError(f"cannot start {unit}: a unit needs systemd, so that it is for Linux only", kind="hook")
     if user is not None:
         raise HostError(f"cannot run as {user}: on Windows a hook runs as the agent's account", kind="hook")
     from agent.host.windows_process import start_in_job  # noqa: PLC0415 - of no use before the first hook
@@ -592,6 +627,12 @@ def start_tree(
         job.Close()
         raise HostError(_why_not_started(run, directory, error), kind="hook") from None
     return ProcessTree(process, pid, job)
+
+
+def start_unit(name: str, env: Mapping[str, str], stdin: bytes, output: int) -> ProcessTree:
+    """Refused: units are systemd's. Raises HostError, its message a phrase."""
+    del env, stdin, output
+    raise HostError(f"cannot start {name}: a unit needs systemd, so it is for Linux only", kind="hook")
 
 
 def command_fault(
@@ -640,10 +681,6 @@ class ServiceManager:
 
     def keep_alive(self) -> None:
         """To be called as long as this process does its work."""
-
-
-def load_all_parts() -> None:
-    """Nothing: an installer stops the agent before it replaces files."""
 
 
 def reap_orphans() -> None:

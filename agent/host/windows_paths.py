@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from agent.host.windows import HostError, default_state_dir
+from agent.host.error import HostError
+from agent.host.windows import default_state_dir
 
 SERVICE = "ScheduledEventsAgent"
 _SYSTEM = "S-1-5-18"

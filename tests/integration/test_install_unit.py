@@ -487,7 +487,7 @@ def test_an_agent_that_is_masked_is_not_installed_but_said_to_be_so(system: Path
 
 
 def test_on_windows_the_command_names_the_way() -> None:
-    with pytest.raises(windows.HostError) as caught:
+    with pytest.raises(host.HostError) as caught:
         windows.find_systemctl()
     assert caught.value.kind == "usage"
     assert str(caught.value) == "there is no systemd on Windows: use `scheduled-events-agent service install`"

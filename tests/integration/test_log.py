@@ -148,7 +148,7 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear, (tmp_path / "stream").open("w+") as stream:
         ear.bind(str(tmp_path / "journal"))
         ear.settimeout(20)
-        monkeypatch.setattr("agent.host.linux._JOURNAL_SOCKET", str(tmp_path / "journal"))
+        monkeypatch.setattr("agent.host.linux.service._JOURNAL_SOCKET", str(tmp_path / "journal"))
         facts = os.fstat(stream.fileno())
         monkeypatch.setenv("JOURNAL_STREAM", f"{facts.st_dev}:{facts.st_ino}")
         yield ear, stream

@@ -143,7 +143,7 @@ def test_whoever_owns_the_agents_own_code_is_trusted(file: Path, monkeypatch: py
     os.chown(code, SOMEBODY, SOMEBODY)
     os.chown(file, SOMEBODY, SOMEBODY)
     assert host.tampering_fault(file) is not None
-    monkeypatch.setattr("agent.host.linux.__file__", str(code))
+    monkeypatch.setattr("agent.host.linux.files.__file__", str(code))
     assert host.tampering_fault(file) is None
 
 

@@ -191,21 +191,21 @@ def test_any_bytes_are_read_without_an_error(data: bytes) -> None:
     ],
 )
 def test_every_usual_place_is_looked_at(tmp_path: Path, place: str, text: str) -> None:
-    from agent.host import linux
+    from agent.host.linux import service
 
     (tmp_path / place).parent.mkdir(parents=True)
     (tmp_path / place).write_text(text)
 
-    assert linux._option_245_of(tmp_path) == "10.0.0.5"
+    assert service._option_245_of(tmp_path) == "10.0.0.5"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="places of Linux")
 def test_the_newest_file_that_tells_the_option_holds_and_unreadable_ones_are_skipped(tmp_path: Path) -> None:
-    from agent.host import linux
+    from agent.host.linux import service
 
     leases = tmp_path / "run/systemd/netif/leases"
     leases.mkdir(parents=True)
-    assert linux._option_245_of(tmp_path) is None
+    assert service._option_245_of(tmp_path) is None
     for age, (name, text) in enumerate(
         [("2", "ADDRESS=10.0.0.4\n"), ("3", "OPTION_245=0a000003\n"), ("4", "OPTION_245=0a000004\n")]
     ):
@@ -215,4 +215,4 @@ def test_the_newest_file_that_tells_the_option_holds_and_unreadable_ones_are_ski
     (leases / "6").symlink_to("nowhere")
     (leases / "7").write_bytes(b"\xff\xfe\x00")
 
-    assert linux._option_245_of(tmp_path) == "10.0.0.3"
+    assert service._option_245_of(tmp_path) == "10.0.0.3"

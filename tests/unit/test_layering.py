@@ -56,11 +56,9 @@ OF_ONE_SYSTEM = {
 }  # fmt: skip
 # What an idle agent need not have in memory; each is imported where it is used.
 HEAVY = {
-    "asyncio", "concurrent", "ctypes", "difflib", "email.message", "jeepney", "logging.handlers",
-    "multiprocessing", "psutil", "ssl", "urllib.request", "yaml", "zoneinfo",
+    "asyncio", "concurrent", "ctypes", "difflib", "email.message", "logging.handlers", "multiprocessing", "ssl",
+    "urllib.request", "yaml", "zoneinfo",
 }  # fmt: skip
-# Modules of the agent that are as heavy, and needed only where a hook is a unit.
-FOR_UNITS = {"agent.host.dbus", "agent.host.units"}
 # Loaded by an agent that runs; the command line and the simulator are other programs.
 RESIDENT = {name for name in ALLOWED if name not in ("simulator", "cli")} - {"__main__"}
 SERVERS = {"http.server", "socketserver"}
@@ -151,17 +149,15 @@ def test_only_the_host_modules_know_which_system_they_run_on(path: Path) -> None
     assert attributes & {"sys.platform", "os.name", "os.uname", "sys.getwindowsversion"} == set()
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in files(*RESIDENT) if dotted_name_of(path) not in FOR_UNITS], ids=name_of
-)
+@pytest.mark.parametrize("path", files(*RESIDENT), ids=name_of)
 def test_importing_the_agent_loads_nothing_heavy(path: Path) -> None:
-    heavy = HEAVY | FOR_UNITS if module_of(path) == "web" else HEAVY | FOR_UNITS | SERVERS
+    heavy = HEAVY if module_of(path) == "web" else HEAVY | SERVERS
     assert {name for name in imports(path, only_at_start=True) if is_in(name, heavy)} == set()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="an installer stops the agent first")
 def test_an_agent_that_runs_has_loaded_all_of_its_own_before_an_upgrade() -> None:
-    program = "import sys, agent.cli.run, agent.daemon as d; d.host.load_all_parts(); print(*sys.modules)"
+    program = "import sys, agent.cli.run, agent.daemon; print(*sys.modules)"
     command = [sys.executable, "-c", program]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     here = {path for path in files(*RESIDENT) if "windows" not in path.name and path.name != "systemd_unit.py"}
@@ -175,20 +171,10 @@ def test_only_the_plugin_for_users_tests_knows_pytest_and_nobody_else_loads_it()
     assert knowing == {"agent/simulator/testing.py"}
 
 
-@pytest.mark.parametrize("path", files("host"), ids=name_of)
+@pytest.mark.parametrize("path", [path for path in files("host") if path.parent.name != "linux"], ids=name_of)
 def test_a_host_module_can_be_imported_on_the_other_system(path: Path) -> None:
     found = {name for name in imports(path, only_at_start=True) if is_in(name, OF_ONE_SYSTEM)}
     assert found == set()
-
-
-def test_the_two_host_modules_offer_the_same() -> None:
-    def offered(name: str) -> set[str]:
-        body = parse(ROOT / "host" / f"{name}.py").body
-        named = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-        return {node.name for node in named if not node.name.startswith("_")}
-
-    linux, windows = offered("linux"), offered("windows")
-    assert linux ^ windows == set()
 
 
 def test_every_module_says_what_it_is_for() -> None:
@@ -212,11 +198,11 @@ def test_the_walk_sees_imports_in_every_form(tmp_path: Path, monkeypatch: pytest
         "from . import edge\n"
         "if TYPE_CHECKING:\n    import yaml\n"
         "def later():\n    from agent.edge import thing\n    import ctypes\n"
-        "class Early:\n    import psutil\n"
+        "class Early:\n    import ssl\n"
     )
     monkeypatch.setattr(sys.modules[__name__], "ROOT", package)
     path = package / "module.py"
     assert known_of_agent(path) == {"edge"}
-    assert {"os.path", "yaml", "ctypes", "psutil", "agent.edge.thing"} <= imports(path)
-    assert {name for name in imports(path, only_at_start=True) if is_in(name, HEAVY)} == {"psutil"}
+    assert {"os.path", "yaml", "ctypes", "ssl", "agent.edge.thing"} <= imports(path)
+    assert {name for name in imports(path, only_at_start=True) if is_in(name, HEAVY)} == {"ssl"}
     assert is_in("os.path", IMPURE)

@@ -10,11 +10,11 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("units are Linux's", allow_module_level=True)
 
-from agent.host.units import Verdict, _Jobs, environment_file, verdict
+from agent.host.linux.units import Jobs, Verdict, environment_file, verdict
 
 _BEFORE, _OWN = b"b" * 16, b"o" * 16
-_DONE = _Jobs("done", (), is_complete=True)
-_STOPPED = "stopped by somebody else before it was done"
+_DONE = Jobs("done", (), is_complete=True)
+_STOPPED = "stopped by another program or an operator before it was done"
 
 
 def end(**properties: Any) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def end(**properties: Any) -> dict[str, Any]:
     }
 
 
-def judged(properties: dict[str, Any], jobs: _Jobs = _DONE, *, is_joined: bool = False) -> Verdict:
+def judged(properties: dict[str, Any], jobs: Jobs = _DONE, *, is_joined: bool = False) -> Verdict:
     return verdict(properties, jobs, before=_BEFORE, is_joined=is_joined)
 
 
@@ -50,28 +50,28 @@ def test_an_invocation_from_before_counts_only_if_it_was_running_when_it_was_ask
 @pytest.mark.parametrize("result", ["timeout", "collected", "once", "frozen", "skipped", "invalid", "unsupported"])
 def test_a_job_that_was_not_done_is_no_success(result: str) -> None:
     phrase = f"systemd did not start it: the result of the job is {result}"
-    assert judged(end(), _Jobs(result, (), is_complete=True)) == Verdict(None, phrase)
+    assert judged(end(), Jobs(result, (), is_complete=True)) == Verdict(None, phrase)
 
 
 def test_a_canceled_job_is_no_success_whosever_it_was() -> None:
-    assert judged(end(), _Jobs("canceled", ("done",), is_complete=True)) == Verdict(None, _STOPPED)
-    assert judged(end(), _Jobs("done", ("canceled",), is_complete=True)) == Verdict(None, _STOPPED)
+    assert judged(end(), Jobs("canceled", ("done",), is_complete=True)) == Verdict(None, _STOPPED)
+    assert judged(end(), Jobs("done", ("canceled",), is_complete=True)) == Verdict(None, _STOPPED)
 
 
 def test_a_service_that_was_told_to_stop_before_its_process_ended_was_stopped() -> None:
     stopped = end(ActiveExitTimestampMonotonic=199)
-    assert judged(stopped, _Jobs("done", ("done",), is_complete=True)) == Verdict(None, _STOPPED)
-    assert judged(stopped, _Jobs("done", (), is_complete=False)) == Verdict(None, _STOPPED)
+    assert judged(stopped, Jobs("done", ("done",), is_complete=True)) == Verdict(None, _STOPPED)
+    assert judged(stopped, Jobs("done", (), is_complete=False)) == Verdict(None, _STOPPED)
     assert judged(stopped) == Verdict(0)  # it said STOPPING=1 itself
     started_again = end(ActiveExitTimestampMonotonic=99)  # that was the run before
-    assert judged(started_again, _Jobs("done", ("done",), is_complete=True)) == Verdict(0)
+    assert judged(started_again, Jobs("done", ("done",), is_complete=True)) == Verdict(0)
 
 
 def test_what_was_not_seen_is_not_taken_for_a_success() -> None:
     unknown = Verdict(None, "how it ended is not known: systemd could not be asked in time")
-    assert judged(end(), _Jobs(None, (), is_complete=True)) == unknown
-    assert judged(end(), _Jobs(None, ("done",), is_complete=False)) == unknown
-    assert judged(end(InvocationID=b""), _Jobs("done", (), is_complete=False)) == unknown
+    assert judged(end(), Jobs(None, (), is_complete=True)) == unknown
+    assert judged(end(), Jobs(None, ("done",), is_complete=False)) == unknown
+    assert judged(end(InvocationID=b""), Jobs("done", (), is_complete=False)) == unknown
 
 
 def test_a_signal_is_no_success_even_where_systemd_takes_it_for_one() -> None:
@@ -91,7 +91,7 @@ def test_no_verdict_but_a_success_has_the_exit_code_0() -> None:
             for own in (None, "done", "failed", "canceled", "dependency"):
                 for condition, joined, complete in ((a, b, c) for a in flags for b in flags for c in flags):
                     facts = end(Result=result, ExecMainCode=code, ExecMainStatus=status, ConditionResult=condition)
-                    found = judged(facts, _Jobs(own, (), is_complete=complete), is_joined=joined)
+                    found = judged(facts, Jobs(own, (), is_complete=complete), is_joined=joined)
                     is_good = result == "success" and code == 1 and own in ("done", "failed") and condition
                     assert (found.exit_code == 0) == is_good, (facts, own, found)
 

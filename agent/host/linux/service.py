@@ -1,0 +1,252 @@
+"""Linux as a system: systemd, the boot, the journal, the DHCP leases, other programs that approve.
+
+Knows nothing of events, policy or hooks.
+"""
+
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from operator import itemgetter
+from pathlib import Path
+from typing import Literal
+
+from agent.host import dhcp, surroundings
+from agent.host.error import HostError
+from agent.host.linux.process import DEFAULT_PATH
+from agent.host.surroundings import Approver, OwnService
+
+if sys.platform == "win32":
+    raise ImportError("agent.host.linux is for Linux; import agent.host instead")
+
+__all__ = [
+    "ServiceManager",
+    "boot_id",
+    "can_start_units",
+    "claim_port",
+    "dhcp_option_245",
+    "find_systemctl",
+    "has_terminal_colors",
+    "is_journal",
+    "is_same_boot",
+    "is_shutting_down",
+    "is_writable",
+    "other_approvers",
+    "own_service",
+    "send_to_journal",
+]
+
+# Where systemd-networkd, NetworkManager and dhclient (in Debian's and Red Hat's places) keep their leases.
+_LEASES = (
+    "run/systemd/netif/leases/*",
+    "run/NetworkManager/devices/*",
+    "var/lib/NetworkManager/*.lease",
+    "var/lib/dhcp/*.lease*",
+    "var/lib/dhclient/*.lease*",
+)
+_MAX_LEASE_CHARACTERS = 1 << 20
+_MAX_STATUS_CHARACTERS = 1000
+_SHUTDOWN_QUESTION_SECONDS = 2.0
+_SERVICE_QUESTION_SECONDS = 10.0
+_SERVICE = "scheduled-events-agent.service"
+_TELL_SECONDS = 1.0
+_JOURNAL_SOCKET = "/run/systemd/journal/socket"
+
+
+def boot_id() -> str:
+    """A text that differs from one start of the system to the next; compare with ``is_same_boot``."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise HostError(f"cannot tell which boot this is: {error}", kind="boot_id") from None
+
+
+def is_same_boot(one: str, other: str) -> bool:
+    """Whether two values of ``boot_id`` name the same start of the system."""
+    return one == other
+
+
+def dhcp_option_245() -> str | None:
+    """The address in DHCP option 245 of the newest lease that tells it; None if none does."""
+    return _option_245_of(Path("/"))
+
+
+def other_approvers(root: Path = Path("/")) -> list[Approver]:
+    """Other programs on this machine that approve events, as far as they are known."""
+    return surroundings.linux_approvers(root)
+
+
+def own_service() -> OwnService | None:
+    """The agent's service as the service manager has it; None if it has none. Raises HostError if none answers."""
+    names = ("LoadState", "UnitFileState", "ActiveState", "SubState", "MainPID", "User", "NeedDaemonReload")
+    command = [find_systemctl(), "show", _SERVICE, f"--property={','.join(names)}"]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SERVICE_QUESTION_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise HostError(f"systemd cannot be asked: {error}", kind="systemctl") from None
+    if done.returncode:
+        raise HostError(f"systemd cannot be asked: {' '.join(done.stderr.split())}", kind="systemctl")
+    facts = {name: value for name, _, value in (line.partition("=") for line in done.stdout.splitlines())}
+    if facts.get("LoadState", "not-found") == "not-found":
+        return None
+    return OwnService(
+        is_enabled=facts.get("UnitFileState", "").startswith("enabled"),
+        state=f"{facts.get('ActiveState', 'unknown')} ({facts.get('SubState', '')})",
+        is_running=facts.get("ActiveState") in ("active", "reloading"),
+        pid=int(facts.get("MainPID") or 0),
+        account=facts.get("User") or "root",
+        is_stale=facts.get("NeedDaemonReload") == "yes",
+        is_masked=facts.get("UnitFileState", "").startswith("masked"),
+    )
+
+
+def find_systemctl() -> str:
+    """The program that tells the service manager what to do. Raises HostError where there is none."""
+    program = shutil.which("systemctl", path=DEFAULT_PATH)
+    if program is None:
+        raise HostError(
+            f"found no systemctl on {DEFAULT_PATH}: this machine is not run by systemd; "
+            "have its own service manager supervise `scheduled-events-agent run`",
+            kind="systemctl",
+        )
+    return program
+
+
+def can_start_units() -> bool:
+    """Whether a hook may be a unit of the service manager, if there is one."""
+    return True
+
+
+def is_shutting_down() -> bool | None:
+    """Whether the machine is on its way down; None if that cannot be told. May take two seconds."""
+    # What systemctl has to say about itself is nothing for the agent's own unit.
+    environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+    try:
+        done = subprocess.run(
+            [find_systemctl(), "is-system-running"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            env=environment,
+            timeout=_SHUTDOWN_QUESTION_SECONDS,
+            check=False,
+        )
+    except (HostError, OSError, subprocess.SubprocessError):
+        return None
+    state = done.stdout.strip()
+    return None if state in (b"", b"offline", b"unknown") else state == b"stopping"
+
+
+def is_journal(descriptor: int) -> bool:
+    """Whether what is written there goes to the system's journal, which takes priorities such as ``<4>``."""
+    try:
+        facts = os.fstat(descriptor)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{facts.st_dev}:{facts.st_ino}"
+
+
+def send_to_journal(fields: Mapping[str, str], patience_seconds: float) -> bool:
+    """Write one entry with fields of its own; False if the journal does not take it in that time."""
+    entry = b"".join(_journal_field(name, value.encode("utf-8", "replace")) for name, value in fields.items())
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.settimeout(patience_seconds)
+            sender.sendto(entry, _JOURNAL_SOCKET)
+    except OSError:
+        return False
+    return True
+
+
+def _journal_field(name: str, value: bytes) -> bytes:
+    if b"\n" not in value:
+        return name.encode() + b"=" + value + b"\n"
+    return name.encode() + b"\n" + len(value).to_bytes(8, "little") + value + b"\n"
+
+
+class ServiceManager:
+    """Whoever started this process as a service: systemd (see sd_notify(3)), or nobody, who need not be told.
+
+    For any thread. Nothing here fails: a manager that does not listen is its own trouble. Only ``tell`` waits, a
+    second at most: a lost word would have a busy one take this process for one that does not start.
+    """
+
+    def __init__(self) -> None:
+        address = os.environ.get("NOTIFY_SOCKET", "")
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address
+        is_watched = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        # Whether keep_alive matters to anybody: silent for too long, this process is killed and started again.
+        self._is_watched = is_watched and os.environ.get("WATCHDOG_USEC", "0") != "0"
+
+    def tell(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
+        """What the service is at now; ``status`` is one line for people."""
+        words = {
+            "ready": "READY=1",
+            "reloading": f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}",
+            "stopping": "STOPPING=1",
+        }
+        self._send(f"{words[state]}\n{_status_line(status)}", _TELL_SECONDS)
+
+    def tell_status(self, status: str) -> None:
+        """One line for people."""
+        self._send(_status_line(status))
+
+    def keep_alive(self) -> None:
+        """To be called as long as this process does its work."""
+        if self._is_watched:
+            self._send("WATCHDOG=1")
+
+    def _send(self, message: str, patience_seconds: float = 0.0) -> None:
+        if self._address:
+            with (
+                suppress(OSError),
+                socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender,
+            ):
+                sender.settimeout(patience_seconds)
+                sender.connect(self._address)  # or it could not be waited for
+                sender.send(message.encode("utf-8", "replace"))
+
+
+def _status_line(status: str) -> str:
+    # What an event is called comes from the network, and a new line would be a word of its own to systemd.
+    return f"STATUS={''.join(c if c.isprintable() else ' ' for c in status)[:_MAX_STATUS_CHARACTERS]}"
+
+
+def has_terminal_colors() -> bool:
+    """Whether terminals show the usual colours without more ado."""
+    return True
+
+
+def is_writable(descriptor: int, patience_seconds: float) -> bool:
+    """Whether a line (up to 4 KiB, as a pipe promises) can be written without waiting longer than that."""
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLOUT)
+    return bool(waiting.poll(patience_seconds * 1000))
+
+
+def claim_port(listener: socket.socket) -> None:
+    """Make ``bind`` take a port that a process that has ended left in TIME_WAIT, and none that is in use."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _option_245_of(root: Path) -> str | None:
+    texts = []
+    for pattern in _LEASES:
+        for path in root.glob(pattern):
+            with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+                texts.append((os.fstat(file.fileno()).st_mtime, file.read(_MAX_LEASE_CHARACTERS)))
+    now = datetime.now(UTC)
+    texts.sort(key=itemgetter(0), reverse=True)
+    return next((address for _, text in texts if (address := dhcp.parse_lease(text, now))), None)
