@@ -16,6 +16,7 @@ Decisions are values; someone else carries them out.
     store.py      EDGE   SQLite: workflows, journal, operator requests
     web.py        EDGE   the pages / /status /metrics /healthz /readyz
     metrics.py    EDGE   every metric in one table
+    log_ids.py    PURE   ids of log messages: for the Event Log, the journal, alerts
     log.py        EDGE   structlog set-up; event fields; failures logged on change
     host/         SEAM   what differs between Linux and Windows, and nothing else
     simulator/           the service itself, for demos, users' tests and ours

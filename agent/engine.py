@@ -21,6 +21,7 @@ from agent.events import Document, Gone, Missing, Seen, compare, refuse_too_many
 from agent.hooks import HookResult, hook_environment
 from agent.imds import Identity
 from agent.log import FailureLog, get_logger
+from agent.log_ids import LogId
 from agent.metrics import Metrics
 from agent.policy import Hook
 from agent.settings import Settings
@@ -214,13 +215,15 @@ class Engine:
         self._delayed: list[RunHook] = []
         self._latest: Document | None = None
         self._tidy_deadline = self.turned_at
-        self._store_failures = FailureLog("writing the state file")
+        self._store_failures = FailureLog("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
         self._hook_times = hook_times.decode(store.load_fact("hook_times"))
         self._are_hook_times_saved = True
         self._hook_seconds: dict[str, float] = {}
         self._expect_hooks()
-        self._reserve_failures = FailureLog("keeping room in the state file for a full disk")
-        self._faults = FailureLog("handling an event")
+        self._reserve_failures = FailureLog(
+            "keeping room in the state file for a full disk", LogId.NO_RESERVE, LogId.RESERVE
+        )
+        self._faults = FailureLog("handling an event", LogId.EVENT_FAULT)
 
     def start(self) -> None:
         """Go on where the last agent ended. To be called once, first. Raises StoreError."""
@@ -236,6 +239,7 @@ class Engine:
             self._log.error(
                 "the state file was damaged and has been set aside; what was done before is not known, so "
                 "no event that is pending now will be approved unless an operator does",
+                log_id=LogId.STATE_LOST,
                 set_aside=str(self._store.set_aside),
             )
             self._store.record("state_lost", f"the damaged state file is now {self._store.set_aside}", now)
@@ -352,9 +356,11 @@ class Engine:
         self.settings = replace(settings, hooks={**self._hooks_still_needed(settings), **settings.hooks})
         for name in ("listen", "state_dir"):
             if getattr(old.agent, name) != getattr(settings.agent, name):
-                self._log.warning(f"agent.{name} takes effect at the next start of the agent")
+                self._log.warning(
+                    f"agent.{name} takes effect at the next start of the agent", log_id=LogId.POLICY_WARNING
+                )
         rules = rule_names(settings)
-        self._log.info("the policy file was read again", rules=rules)
+        self._log.info("the policy file was read again", log_id=LogId.POLICY_RELOADED, rules=rules)
         self.record("reloaded", f"rules: {', '.join(rules)}", now)
         self._count_settings()
         self._expect_hooks()
@@ -363,7 +369,11 @@ class Engine:
     def refuse_settings(self, reason: str) -> None:
         """Another policy was offered that cannot be used: the old one stays."""
         self._metrics.reload_ok.set(0)
-        self._log.error("the policy file is refused; the old policy stays in force", reason=reason)
+        self._log.error(
+            "the policy file is refused; the old policy stays in force",
+            log_id=LogId.POLICY_REFUSED,
+            reason=reason,
+        )
         self.record("reload_refused", reason, self._machine.now())
 
     def _hooks_still_needed(self, settings: Settings) -> dict[str, Hook]:
@@ -374,7 +384,11 @@ class Engine:
             name: self.settings.hooks[name] for name in names & self.settings.hooks.keys() - settings.hooks.keys()
         }
         if hooks:
-            self._log.warning("hooks that pending events still need are kept until the next start", hooks=[*hooks])
+            self._log.warning(
+                "hooks that pending events still need are kept until the next start",
+                log_id=LogId.POLICY_WARNING,
+                hooks=[*hooks],
+            )
         return hooks
 
     def is_acting(self) -> bool:
@@ -387,7 +401,7 @@ class Engine:
             return
         self.is_paused = is_paused
         text = "paused: it watches, and does nothing" if is_paused else "acts again"
-        self._log.warning(text)
+        self._log.warning(text, log_id=LogId.PAUSED_OR_RESUMED)
         self.record("paused" if is_paused else "resumed", text, self._machine.now())
         self._metrics.is_acting.set(self.is_acting())
         self._signals.append(Reconsider())
@@ -552,7 +566,13 @@ class Engine:
         if result.outcome not in ("succeeded", "canceled") and self._machine.is_shutting_down():
             # Services and their hooks are stopped in no order that we know of, some before the agent is told.
             text = "the machine goes down: this hook counts as not run, and runs again at the next start"
-            self._log.warning(text, event_id=effect.workflow_id, hook=effect.hook, reason=result.detail)
+            self._log.warning(
+                text,
+                log_id=LogId.HOOK_CUT_SHORT,
+                event_id=effect.workflow_id,
+                hook=effect.hook,
+                reason=result.detail,
+            )
             self._delayed.append(effect)
             return
         signal = self._to_signal(effect, result)
@@ -602,7 +622,12 @@ class Engine:
             if workflow is not None and workflow.is_missing:
                 self._delayed.append(effect)
             elif workflow is not None:
-                self._log.info("a hook that had to wait starts now", event_id=effect.workflow_id, hook=effect.hook)
+                self._log.info(
+                    "a hook that had to wait starts now",
+                    log_id=LogId.HOOK_DELAYED,
+                    event_id=effect.workflow_id,
+                    hook=effect.hook,
+                )
                 self._run_hook(workflow, effect, now)
 
     # --- the service
@@ -649,8 +674,10 @@ class Engine:
         self._hands.start_hook(None, hook, self.settings.hooks.get(hook), environment=environment)
 
     def _end_on_clear_hook(self, result: HookResult) -> None:
-        tell = self._log.info if result.outcome == "succeeded" else self._log.warning
-        tell("on_clear hook ended", hook=result.hook, outcome=result.outcome, reason=result.detail)
+        has_succeeded = result.outcome == "succeeded"
+        tell = self._log.info if has_succeeded else self._log.warning
+        log_id = LogId.HOOK_SUCCEEDED if has_succeeded else LogId.HOOK_FAILED
+        tell("on_clear hook ended", log_id=log_id, hook=result.hook, outcome=result.outcome, reason=result.detail)
         self.record("on_clear", f"hook {result.hook}: {result.detail} ({result.outcome})", self._machine.now())
         self._run_delayed(self._machine.now())
         self._start_on_clear_hook()
@@ -750,11 +777,11 @@ class Engine:
             )
             self._store.disown_workflows(now, text)
             self.board, self._document = {}, self._document or self._latest
-            self._log.warning(text)
+            self._log.warning(text, log_id=LogId.OTHER_VM)
         learned = Identity(name=identity.name or known.name, vm_id=identity.vm_id or known.vm_id)
         if learned != known or not self._is_identity_sure:
             self._store.save_facts({"vm_name": learned.name, "vm_id": learned.vm_id, "boot_id": self.boot_id})
-            self._log.info("this VM is known", vm=learned.name, vm_id=learned.vm_id)
+            self._log.info("this VM is known", log_id=LogId.VM_KNOWN, vm=learned.name, vm_id=learned.vm_id)
             self._reconsider()
         self.identity, self._new_identity, self._is_identity_sure = learned, None, True
 
@@ -781,8 +808,10 @@ class Engine:
         if note.hook:
             fields |= {"hook": note.hook, "stage": note.stage}
         level = "warning" if is_bad else "info"
+        ended = LogId.HOOK_FAILED if is_bad else LogId.HOOK_SUCCEEDED
+        log_id = ended if note.kind == "hook_finished" else LogId[note.kind.upper()]
         if workflow.id not in self._untold or note.kind in _NEVER_LEFT_OUT:
-            getattr(self._log, level)(note.kind.replace("_", " "), reason=note.text, **fields)
+            getattr(self._log, level)(note.kind.replace("_", " "), log_id=log_id, reason=note.text, **fields)
         self._metrics.record_note(workflow, note, now.timestamp())
 
     def _leave_out(self, workflow_ids: list[str]) -> None:
@@ -790,12 +819,12 @@ class Engine:
         if len(workflow_ids) > _MAX_TOLD_AT_ONCE:
             self._untold.update(workflow_ids[_TOLD_OF_MANY:])
             text = "very many events at once: the log tells of the first ones, the command history of all"
-            self._log.warning(text, events=len(workflow_ids), told=_TOLD_OF_MANY)
+            self._log.warning(text, log_id=LogId.MANY_EVENTS, events=len(workflow_ids), told=_TOLD_OF_MANY)
 
     def _tell_pause(self, seconds: float) -> None:
         self._metrics.pause_seconds.observe(seconds)
         self._metrics.last_pause_seconds.set(seconds)
-        self._log.warning("this machine stood still", seconds=round(seconds, 1))
+        self._log.warning("this machine stood still", log_id=LogId.MACHINE_PAUSED, seconds=round(seconds, 1))
         self.record("pause", f"stood still for {seconds:.1f}s", self._machine.now())
 
     def _tell_fault(self, workflow_id: str, fault: Exception) -> None:

@@ -18,31 +18,13 @@ import msgspec
 import structlog
 
 from agent import host
+from agent.log_ids import LogId, log_id_of
 
 Logger = structlog.typing.FilteringBoundLogger
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 # Of syslog, as the journal of systemd reads them at the beginning of a line: "journalctl -p warning" finds them.
 _PRIORITIES = {"debug": "<7>", "info": "<6>", "warning": "<4>", "error": "<3>"}
-MESSAGE_IDS = {
-    "agent started": "b969c3a8b960af4f14e1daebbecda93a",
-    "agent stopped": "550cf1d9a7ea92eae1b47a0fe5a35d76",
-    "the agent cannot run": "33639dff0b4397176cb22a0e1955e485",
-    "seen": "1c67b9ef73bb030a8081b914b995a88e",
-    "held": "ffa508265f4ac3015b330b8441256bf7",
-    "blocked": "b6c32ffe6835e13347691924b0d354d0",
-    "hook finished": "a86b268a6a927dba1e68eb4ebc1c1604",
-    "approved": "2855498063661c9e205b7f42c4aa4c2e",
-    "approval failed": "cf1f2f16690f1477c3d285a10504b83c",
-    "started": "c63551d4e450f80e0b85bd9020b4d0cb",
-    "recovery failed": "2d06dfa91df2f8b8b8cdcd4c84ab8fe5",
-    "closed": "79b8242fe79852f9876b213a51683173",
-    "operator": "69b1417fc1ac0cb5059a0abd3d24e73a",
-    "this machine stood still": "fd26599cf79a5c0a16ed4997c6fc7d9c",
-    "the policy file was read again": "de1d53f8e4f212034f290539f3a2490e",
-    "the policy file is refused; the old policy stays in force": "cf9130bfbff70a64e1a0af9c1f6256db",
-}
-"""In the journal of systemd, of the main happenings by their message. They never change: alerts go by them."""
 JOURNAL_FIELDS = {
     "event_id": "EVENT_ID", "type": "EVENT_TYPE", "rule": "RULE", "phase": "PHASE",
     "hook": "HOOK", "stage": "STAGE",
@@ -70,12 +52,12 @@ def set_up(
     form: Literal["auto", "json", "console"],
     *,
     stream: TextIO | None = None,
-    on_entry: Callable[[Mapping[str, object]], None] | None = None,
+    on_entry: Callable[[LogId | None, Mapping[str, object]], None] | None = None,
 ) -> None:
     """Send all logging to ``stream`` (None: standard error). May be called again, to change the level.
 
-    ``on_entry`` gets each entry as well, with ``time``, ``level``, ``message`` and its fields, on the thread that
-    logs: it must not block.
+    ``on_entry`` gets the id of each entry, and its ``time``, ``level``, ``message`` and fields. It runs on the
+    thread that logs and must not block.
     """
     stream = stream or sys.stderr
     is_terminal = _is_terminal(stream)
@@ -91,10 +73,10 @@ def set_up(
         renderer = structlog.dev.ConsoleRenderer(
             colors=has_colors, pad_event_to=0, sort_keys=False, timestamp_key="time"
         )
-        processors.append(renderer)
+        processors += [_without_log_id, renderer]
     else:
-        render = _Journal() if _is_journal(stream) else _to_json
-        processors += [structlog.processors.format_exc_info, render]
+        render = [_Journal()] if _is_journal(stream) else [_without_log_id, _to_json]
+        processors += [structlog.processors.format_exc_info, *render]
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
@@ -112,8 +94,10 @@ def get_logger() -> Logger:
 class FailureLog:
     """Tells of one thing that fails and recovers. For one thread; times are monotonic seconds."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, fails: LogId | None = None, works: LogId | None = None) -> None:
+        """``fails`` and ``works`` are the ids of the two messages."""
         self._what = what
+        self._fails, self._works = fails, works
         self._count = 0
         self._began = 0.0
         self._told: dict[str, float] = {}
@@ -127,14 +111,18 @@ class FailureLog:
             self._began = now
         self._count += 1
         if now - self._told.get(kind, -_REPEAT_SECONDS) >= _REPEAT_SECONDS and self._may_tell(kind, now):
-            get_logger().warning(f"{self._what} fails", kind=kind, reason=message, failures=self._count)
+            get_logger().warning(
+                f"{self._what} fails", log_id=self._fails, kind=kind, reason=message, failures=self._count
+            )
             self._kind, self._told[kind] = kind, now
 
     def succeeded(self, now: float) -> None:
         """It works; tells so if it was told that it did not."""
         if self._told and self._may_tell(self._kind, now):
             seconds = round(now - self._began, 1)
-            get_logger().info(f"{self._what} works again", failures=self._count, after_seconds=seconds)
+            get_logger().info(
+                f"{self._what} works again", log_id=self._works, failures=self._count, after_seconds=seconds
+            )
             self._told, self._count = {}, 0
 
     def _may_tell(self, kind: str, now: float) -> bool:
@@ -250,11 +238,21 @@ def _is_journal(stream: TextIO | None) -> bool:
         return False
 
 
-def _passing_on(on_entry: Callable[[Mapping[str, object]], None]) -> structlog.typing.Processor:
+def _without_log_id(
+    _logger: object, _method: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    event.pop("log_id", None)
+    return event
+
+
+def _passing_on(
+    on_entry: Callable[[LogId | None, Mapping[str, object]], None],
+) -> structlog.typing.Processor:
     def pass_on(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         fields = structlog.processors.format_exc_info(logger, method, dict(event))
+        log_id = log_id_of(fields.pop("log_id", None), fields["level"])
         with contextlib.suppress(Exception):  # nobody who listens is a reason to stop
-            on_entry(_to_entry(fields))
+            on_entry(log_id, _to_entry(fields))
         return event
 
     return pass_on
@@ -282,12 +280,13 @@ class _Journal:
         self._is_stuck = False
 
     def __call__(self, logger: object, method: str, event: structlog.typing.EventDict) -> str:
-        priority, message = _PRIORITIES.get(event["level"], "<6>"), str(event["event"])
+        priority = _PRIORITIES.get(event["level"], "<6>")
         fields = {
             name: str(event[key])[:_MAX_JOURNAL_FIELD] for key, name in JOURNAL_FIELDS.items() if event.get(key)
         }
-        if message_id := MESSAGE_IDS.get(message):
-            fields["MESSAGE_ID"] = message_id
+        log_id = event.pop("log_id", None)
+        if log_id and log_id.message_id:
+            fields["MESSAGE_ID"] = log_id.message_id
         line = _to_json(logger, method, event)
         fields |= {
             "MESSAGE": line[:_MAX_JOURNAL_MESSAGE],

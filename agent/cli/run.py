@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from agent import AgentError
 from agent.cli import add_config_option, exit_code
+from agent.log_ids import LogId
 
 if TYPE_CHECKING:
     from agent import host
@@ -96,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if not is_log_set_up:
             set_up("info", "auto")
         for reason in getattr(error, "problems", (str(error),)):  # of a policy file, one for each line
-            get_logger().error("the agent cannot run", kind=error.kind, reason=reason)
+            get_logger().error("the agent cannot run", log_id=LogId.AGENT_FAILED, kind=error.kind, reason=reason)
         return exit_code(error)
 
 
@@ -157,7 +158,9 @@ def open_daemon(
 
     def warn(problems: "Iterable[Problem]") -> None:
         for problem in problems:
-            get_logger().warning("the policy file deserves a look", problem=str(problem))
+            get_logger().warning(
+                "the policy file has a warning", log_id=LogId.POLICY_WARNING, problem=str(problem)
+            )
 
     def load_settings() -> "Settings":
         """What is in the file, at start and at each reload; the log follows it at once."""

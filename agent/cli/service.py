@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from agent import AgentError
+from agent.log_ids import LogId
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -194,9 +195,9 @@ def _work(arguments: argparse.Namespace, service: "Service", left: str) -> int:
     set_up_log("info", "auto")
     log = get_logger()
     if fault := directory_fault(windows_service.log_dir()):
-        log.warning("the log file is not written", reason=fault)
+        log.warning("the log file is not written", log_id=LogId.LOG_FILE_REFUSED, reason=fault)
     if left:
-        log.error("the agent before this one crashed or hung", stacks=left)
+        log.error("the agent before this one crashed or hung", log_id=LogId.AGENT_FAILED, stacks=left)
     try:
         with open_daemon(
             config=arguments.config,
@@ -211,10 +212,11 @@ def _work(arguments: argparse.Namespace, service: "Service", left: str) -> int:
     except AgentError as error:
         is_refused = error.kind in ("config", "usage")
         text = "the policy file is refused; the agent does not start" if is_refused else "the agent failed"
-        log.error(text, reason=str(error))
+        log_id = LogId.POLICY_REFUSED if is_refused else LogId.AGENT_FAILED
+        log.error(text, log_id=log_id, reason=str(error))
         return 2 if is_refused else 1
     except BaseException:
-        log.exception("the agent failed")
+        log.exception("the agent failed", log_id=LogId.AGENT_FAILED)
         return 1
     finally:
         events.close()

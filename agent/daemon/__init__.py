@@ -35,6 +35,7 @@ from agent.engine import Engine, rule_names
 from agent.events import Document
 from agent.hooks import end_leftovers
 from agent.log import get_logger
+from agent.log_ids import LogId
 from agent.metrics import Metrics
 from agent.settings import BUILT_IN_NAME, Settings
 from agent.status import PolicyInForce, summarize
@@ -164,6 +165,7 @@ class Daemon:
             self._pages.has_tried.wait(_WEB_PATIENCE_SECONDS)
         self._log.info(
             "agent started",
+            log_id=LogId.AGENT_STARTED,
             version=__version__,
             mode=settings.agent.mode,
             rules=rule_names(settings),
@@ -174,7 +176,11 @@ class Daemon:
         )
         ended = end_leftovers(self._instance)
         if ended:
-            self._log.warning("ended what hooks of an agent that was killed had left running", processes=ended)
+            self._log.warning(
+                "ended what hooks of an agent that was killed had left running",
+                log_id=LogId.HOOK_CUT_SHORT,
+                processes=ended,
+            )
         self._start_thread("identity", self._identifier.run)
         self._poller.has_service_answered = self._engine.has_service_answered()
         self._start_thread("poller", self._poll)
@@ -191,7 +197,9 @@ class Daemon:
             try:
                 target()
             except BaseException as error:  # noqa: BLE001 - dying unseen, it would leave a daemon that only looks alive
-                get_logger().exception(f"the {name} thread has ended by a bug; the agent stops")
+                get_logger().exception(
+                    f"the {name} thread has ended by a bug; the agent stops", log_id=LogId.AGENT_FAILED
+                )
                 self._crash = error
                 self.stop()
 
@@ -210,15 +218,17 @@ class Daemon:
         waits_for = f", once these hooks have ended: {', '.join(names)}" if names else ""
         self._service.tell("stopping", f"Stopping{waits_for}")
         if waits_for:
-            self._log.info(f"stopping{waits_for}", patience_seconds=stop_timeout)
+            self._log.info(f"stopping{waits_for}", log_id=LogId.AGENT_STOPPING, patience_seconds=stop_timeout)
         try:
             self._inbox.finish(stop_timeout)
         except StoreError as error:
-            self._log.error("could not write the state file while stopping", reason=str(error))
+            self._log.error(
+                "could not write the state file while stopping", log_id=LogId.STATE_LOST, reason=str(error)
+            )
         if self._web_thread is not None:
             self._web_thread.join(_WEB_PATIENCE_SECONDS)
         self._pages.close()
-        self._log.info("agent stopped")
+        self._log.info("agent stopped", log_id=LogId.AGENT_STOPPED)
 
     # --- a turn of the engine
 

@@ -14,6 +14,7 @@ from agent.engine import HookEnded, HookKey, key_of, without_run
 from agent.hooks import HookRun
 from agent.imds import ImdsError
 from agent.log import Logger, get_logger
+from agent.log_ids import LogId
 from agent.policy import Hook
 from agent.status import RunningHook
 from agent.workflow import ApprovalAnswered, Approve, RunHook
@@ -64,7 +65,7 @@ class Threads:
             try:
                 result = run.run()
             except BaseException as error:  # or the workflow would wait for its hook for ever
-                log.exception("a bug in the agent")
+                log.exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
                 result = without_run(name, "not_started", f"a bug in the agent: {error!r}")
             self._put(HookEnded(effect, result))
 
@@ -130,7 +131,7 @@ class Threads:
             except ImdsError as error:
                 self._answer(approvals, error.kind, str(error))
             except BaseException as error:  # noqa: BLE001 - or the workflows would wait for an answer for ever
-                get_logger().exception("a bug in the agent")
+                get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
                 self._answer(approvals, "bug", repr(error))
             finally:
                 client.close()

@@ -13,6 +13,7 @@ from typing import Literal
 from agent.daemon.reloading import PolicyRead
 from agent.engine import Engine, Hands, News
 from agent.log import FailureLog
+from agent.log_ids import LogId
 from agent.store import StoreError
 
 # While the agent stops, operators are answered this often.
@@ -49,7 +50,9 @@ class Inbox:
         self._hands = hands
         self._obey = obey
         self._monotonic = monotonic
-        self._failures = FailureLog("keeping what comes while the agent stops")
+        self._failures = FailureLog(
+            "keeping what comes while the agent stops", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN
+        )
 
     def take(self, timeout: float) -> bool:
         """Wait up to ``timeout`` for something, take in all there is; False if the agent is to stop."""

@@ -22,6 +22,7 @@ from agent.daemon.hands import Threads
 from agent.daemon.polling import Poller
 from agent.engine import Engine
 from agent.log import get_logger
+from agent.log_ids import LogId
 from agent.metrics import Metrics
 from agent.page import HEADERS, render_page
 from agent.status import History, JournalEntry, PolicyInForce, Status, Vm
@@ -89,12 +90,16 @@ class Pages:
                 web = WebServer(agent.listen, self._makers(), access=self.access, names=agent.listen_names)
             except (AccessError, WebError) as error:
                 if str(error) != self.failure:
-                    self._log.error("the pages cannot be shown; this is tried again", reason=str(error))
+                    self._log.error(
+                        "the pages cannot be shown; this is tried again",
+                        log_id=LogId.PAGES_FAILED,
+                        reason=str(error),
+                    )
                 self.failure = str(error)
             else:
                 self.web = web
                 if self.failure:
-                    self._log.info("the pages are shown now", listen=web.address)
+                    self._log.info("the pages are shown now", log_id=LogId.PAGES_WORK, listen=web.address)
                 self.failure = ""
                 self.has_tried.set()
                 break
@@ -105,9 +110,13 @@ class Pages:
 
     def _tell_access(self, refused: str) -> None:
         if refused:
-            self._log.error("agent.web_config was refused, what it said before is in force", reason=refused)
+            self._log.error(
+                "agent.web_config was refused, what it said before is in force",
+                log_id=LogId.PAGES_FAILED,
+                reason=refused,
+            )
         else:
-            self._log.info("agent.web_config is in force as it is now")
+            self._log.info("agent.web_config is in force as it is now", log_id=LogId.PAGES_WORK)
 
     def close(self) -> None:
         """Serve no more."""

@@ -15,6 +15,7 @@ from agent.engine import News, Paused
 from agent.events import Document, DocumentError, parse_document
 from agent.imds import Backoff, ImdsClient, ImdsError, resolve_endpoint
 from agent.log import FailureLog
+from agent.log_ids import LogId
 from agent.metrics import Metrics
 from agent.settings import ImdsSettings
 
@@ -91,7 +92,7 @@ class Poller:
         self._is_wanted_again = is_wanted_again
         self._good_polls = metrics.polls.labels("ok")  # looked up once: this is done every second, for ever
         self._backoff = Backoff()
-        self._failure_log = FailureLog("polling the metadata service")
+        self._failure_log = FailureLog("polling the metadata service", LogId.POLLING_FAILS, LogId.POLLING_WORKS)
         # Of what two threads share; requests are numbered in the order in which they are sent.
         self._lock = threading.Lock()
         self._last_number = 0
@@ -210,7 +211,7 @@ class Identifier:
         self.has_tried = threading.Event()
 
     def run(self) -> None:
-        failure_log = FailureLog("asking for this VM's name")
+        failure_log = FailureLog("asking for this VM's name", LogId.VM_UNKNOWN, LogId.VM_KNOWN)
         backoff = Backoff()
         while True:
             client = self._endpoint.connect()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from agent.log import get_logger
+from agent.log_ids import LogId
 
 EXIT_CODE = 70
 """Of a process that hung."""
@@ -60,6 +61,7 @@ class Watchdog:
         stacks = {names.get(ident, str(ident)): _places(frame) for ident, frame in sys._current_frames().items()}  # noqa: SLF001
         get_logger().error(
             "the agent hangs: its process ends, to be started again",
+            log_id=LogId.AGENT_FAILED,
             seconds_without_a_turn=round(self._ticks * _TICK_SECONDS),
             exit_code=EXIT_CODE,
             stacks=stacks,

@@ -281,7 +281,7 @@ def _place_wheels(root: Path) -> None:
 
 def _compile_messages(root: Path) -> None:
     """The texts of the Event Log's ids, as a library that holds nothing else."""
-    program = "from agent.host.windows_events import messages_source; print(messages_source())"
+    program = "from agent.log_ids import messages_source; print(messages_source())"
     source = run([sys.executable, "-B", "-c", program], env={"PYTHONPATH": str(SOURCES), "PATH": os.defpath})
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-") as directory:
         place = Path(directory)

@@ -133,7 +133,7 @@ def test_a_system_bus_that_never_answers_does_not_hold_up_the_start_or_a_reload(
         bus.accept()[0].close()  # it was asked: the file is looked at all the same
         assert (
             "hooks.drain.unit: cannot be looked up: "
-            in service.wait_log("the policy file deserves a look")["problem"]
+            in service.wait_log("the policy file has a warning")["problem"]
         )
 
 

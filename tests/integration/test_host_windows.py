@@ -22,7 +22,6 @@ import win32security
 from agent import host
 from agent.host import windows_paths
 from agent.host.windows_events import (
-    REGISTRY_KEY,
     EventLog,
     directory_fault,
     open_log_file,
@@ -197,8 +196,9 @@ def test_a_file_that_everybody_may_change_is_told_with_the_way_out(tmp_path: Pat
 
 
 def test_the_source_is_registered_and_removed_and_both_may_be_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = rf"{REGISTRY_KEY}Test{os.getpid()}"  # a service may be installed on this machine
-    monkeypatch.setattr("agent.host.windows_events.REGISTRY_KEY", path)
+    name = f"ScheduledEventsAgentTest{os.getpid()}"  # a service may be installed on this machine
+    monkeypatch.setattr("agent.host.windows_events.SOURCE", name)
+    path = rf"SYSTEM\CurrentControlSet\Services\EventLog\Application\{name}"
     for _ in range(2):
         register_source(r"C:\messages.dll")
     with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, path) as key:
@@ -221,9 +221,9 @@ def test_an_entry_is_written_with_its_id_and_texts(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(win32evtlog, "ReportEvent", take)
     log = EventLog()
-    log.report({"level": "warning", "message": "held", "reason": "drain failed", "event_id": "E-1"})
-    log.report({"level": "info", "message": "hook output", "line": "x"})
-    log.report({"level": "info", "message": "agent stopped"})
+    log.report(240, {"level": "warning", "message": "held", "reason": "drain failed", "event_id": "E-1"})
+    log.report(None, {"level": "info", "message": "hook output", "line": "x"})
+    log.report(101, {"level": "info", "message": "agent stopped"})
     log.close()
     assert given == [
         (2, 0, 240, None, ["held: drain failed\r\n\r\nevent_id: E-1", "E-1"], None),
@@ -236,7 +236,7 @@ def test_an_event_log_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.Monkey
     monkeypatch.setattr(win32evtlog, "ReportEvent", lambda *_: may_go_on.wait(60))
     log = EventLog()
     for _ in range(5000):
-        log.report({"level": "info", "message": "seen"})
+        log.report(200, {"level": "info", "message": "seen"})
     log.close()
     may_go_on.set()
 
@@ -255,16 +255,6 @@ def test_the_log_file_is_set_aside_while_others_read_it(tmp_path: Path, monkeypa
     log.close()
     assert (tmp_path / "agent.log").read_text() == "the second\n"
     assert (tmp_path / "agent.log.1").read_text() == "the first\n"
-
-
-def test_the_log_file_may_be_read_and_renamed_while_it_is_written(tmp_path: Path) -> None:
-    log = open_log_file(tmp_path)
-    log.write("before\n")
-    assert (tmp_path / "agent.log").read_text() == "before\n"
-    (tmp_path / "agent.log").rename(tmp_path / "moved.log")
-    log.write("after\n")
-    log.close()
-    assert (tmp_path / "moved.log").read_text() == "before\nafter\n"
 
 
 def test_a_log_file_that_cannot_be_set_aside_grows_to_twice_its_size_and_begins_anew(

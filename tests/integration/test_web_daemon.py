@@ -32,7 +32,7 @@ OUTPUT = "x" * 4096
 def lines() -> Iterator[list[Mapping[str, object]]]:
     """What the log has said so far."""
     said: list[Mapping[str, object]] = []
-    log.set_up("info", "json", stream=io.StringIO(), on_entry=said.append)
+    log.set_up("info", "json", stream=io.StringIO(), on_entry=lambda _, entry: said.append(entry))
     yield said
     structlog.reset_defaults()
 

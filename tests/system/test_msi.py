@@ -31,7 +31,7 @@ import wine_python
 from wine_python import CHECKOUT
 
 from agent import __version__
-from agent.host.windows_events import KINDS
+from agent.log_ids import LogId
 from agent.simulator import Simulator
 
 pytestmark = pytest.mark.timeout(900)  # the first time, Wine and a Windows Python are fetched
@@ -641,13 +641,13 @@ def test_operators_have_the_command_the_status_page_and_the_texts_of_the_event_l
     program = (
         "import win32api, win32con; "
         f"dll = win32api.LoadLibraryEx({messages!r}, 0, win32con.LOAD_LIBRARY_AS_DATAFILE); "
-        f"ids = {[kind.id for kind in KINDS]}; "
+        f"ids = {[int(log_id) for log_id in LogId]}; "
         "print(*(win32api.FormatMessageW(0x2800, dll, id, 0x409, ('seen',)) for id in ids), sep='')"
     )
     code, told = windows.run(PYTHON, "-I", "-c", program)
     assert code == 0, told
     lines = [line for line in told.splitlines() if line]
-    assert lines == list(itertools.chain.from_iterable(("seen", kind.meaning) for kind in KINDS))
+    assert lines == list(itertools.chain.from_iterable(("seen", log_id.meaning) for log_id in LogId))
 
 
 def test_a_policy_that_the_agent_would_refuse_is_not_installed_nor_anything_else(

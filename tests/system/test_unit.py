@@ -21,7 +21,7 @@ from container import CHECKOUT, Container
 from service import DROP_INS, POLICY, UNIT, Service
 from stuck import hanging_thread, outer_pid, wait_killed
 
-from agent.log import MESSAGE_IDS
+from agent.log_ids import LogId
 from agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]
@@ -253,7 +253,7 @@ def check_journal(service: Service, sim: Simulator) -> None:
     assert {"seen", "decided", "approved"} <= {json.loads(entry["MESSAGE"])["message"] for entry in found}
     for entry in found:
         assert (entry["_SYSTEMD_UNIT"], entry["EVENT_TYPE"], entry["RULE"]) == (UNIT, "Reboot", "user-initiated")
-    (approved,) = ask_journal(service, f"--unit={UNIT}", f"MESSAGE_ID={MESSAGE_IDS['approved']}")
+    (approved,) = ask_journal(service, f"--unit={UNIT}", f"MESSAGE_ID={LogId.APPROVED.message_id}")
     assert (approved["EVENT_ID"], approved["PRIORITY"]) == (event, "6")
 
 
@@ -265,7 +265,7 @@ def test_why_the_agent_cannot_start_is_an_error_of_its_unit(service: Service) ->
     service.write_policy(rules=[{"name": "reboots", "approve": "yes"}])
     service.machine.run("systemctl", "restart", UNIT, check=False)
     service.wait_log("the agent cannot run")
-    (*_, entry) = ask_journal(service, f"--unit={UNIT}", f"MESSAGE_ID={MESSAGE_IDS['the agent cannot run']}")
+    (*_, entry) = ask_journal(service, f"--unit={UNIT}", f"MESSAGE_ID={LogId.AGENT_FAILED.message_id}")
     assert entry["PRIORITY"] == "3"
     assert "rules[0].approve: expected one of immediately, " in json.loads(entry["MESSAGE"])["reason"]
 

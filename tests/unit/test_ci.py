@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.host import windows_events
+from agent.log_ids import LogId
 from agent.settings import ConfigError, parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,13 +94,13 @@ def test_the_policy_of_the_trial_on_windows_is_valid_and_runs_the_scripts_that_i
 def test_the_trial_on_windows_looks_for_ids_of_the_event_log_that_mean_what_it_expects() -> None:
     script = text_of("packaging/windows/try.ps1")
     (ids,) = re.findall(r"foreach \(\$id in ([\d, ]+)\)", script)
-    meanings = {kind.id: kind.meaning for kind in windows_events.KINDS}
+    meanings = {int(log_id): log_id.meaning for log_id in LogId}
     assert [meanings[int(number)] for number in ids.split(", ")] == [
         "A scheduled event was seen.",
-        "It was decided what to do about the event.",
+        "The agent decided what to do about the event.",
         "A hook succeeded.",
         "A hook failed or ran out of time.",
-        "Azure has taken the approval.",
+        "Azure has accepted the approval.",
         "The event is over and what was prepared is recovered.",
     ]
     assert meanings[100] == "The agent started."

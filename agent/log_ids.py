@@ -1,0 +1,121 @@
+"""Ids of what the agent logs, for filters and alerts: one table, and an id never changes its meaning.
+
+A log call gives its id as ``log_id``. The number is the event's id in Windows' Event Log; ``message_id`` is the
+MESSAGE_ID in the journal of systemd, which only the main events have.
+"""
+
+from enum import IntEnum
+from typing import Literal, Self
+
+Level = Literal["info", "warning", "error"]
+
+
+class LogId(IntEnum):
+    """Number, level, meaning and ``message_id``; notes about an event have their kind's name here."""
+
+    level: Level
+    meaning: str
+    message_id: str
+
+    def __new__(cls, number: int, level: Level, meaning: str, message_id: str = "") -> Self:
+        """As the table below gives them."""
+        member = int.__new__(cls, number)
+        member._value_ = number
+        member.level, member.meaning, member.message_id = level, meaning, message_id
+        return member
+
+    AGENT_STARTED = 100, "info", "The agent started.", "b969c3a8b960af4f14e1daebbecda93a"
+    AGENT_STOPPED = 101, "info", "The agent stopped.", "550cf1d9a7ea92eae1b47a0fe5a35d76"
+    AGENT_STOPPING = 102, "info", "The agent stops once the hooks that run have ended or their time is up."
+    AGENT_FAILED = (
+        103,
+        "error",
+        "The agent failed; the service's recovery actions start it again.",
+        "33639dff0b4397176cb22a0e1955e485",
+    )
+    POLICY_REFUSED = (
+        110,
+        "error",
+        "The policy file was refused: correct it, then reload or start again.",
+        "cf9130bfbff70a64e1a0af9c1f6256db",
+    )
+    POLICY_RELOADED = 111, "info", "The policy file was read again.", "de1d53f8e4f212034f290539f3a2490e"
+    POLICY_WARNING = 112, "warning", "The policy file, or a file that it names, has a warning."
+    LOG_FILE_REFUSED = 113, "warning", "The log file is not written because others could change its directory."
+    PAGES_FAILED = 114, "error", "The pages cannot be shown, or a change of agent.web_config was refused."
+    PAGES_WORK = 115, "info", "The pages are shown, or the changed agent.web_config is in force."
+    PAUSED_OR_RESUMED = 120, "warning", "The service was paused or continues."
+    SEEN = 200, "info", "A scheduled event was seen.", "1c67b9ef73bb030a8081b914b995a88e"
+    DECIDED = 201, "info", "The agent decided what to do about the event."
+    CHANGED = RENAMED = MISSING = 202, "info", "The event changed."
+    STARTED = 203, "info", "The event started.", "c63551d4e450f80e0b85bd9020b4d0cb"
+    GONE = 204, "info", "The event is no longer in the document."
+    MANY_EVENTS = 205, "warning", "Very many events were seen at once: the log has only the first ones."
+    PREPARING = PREPARED = WAITS = 210, "info", "Preparation goes on, waits or is done."
+    HOOK_STARTED = 220, "info", "A hook started."
+    HOOK_SUCCEEDED = 221, "info", "A hook succeeded.", "a86b268a6a927dba1e68eb4ebc1c1604"
+    HOOK_FAILED = 222, "warning", "A hook failed or ran out of time.", "a86b268a6a927dba1e68eb4ebc1c1604"
+    HOOK_CANCELED = 223, "info", "A hook was canceled."
+    HOOK_CUT_SHORT = (
+        224,
+        "warning",
+        "A hook was cut short and runs again, or hooks that an earlier agent left running were ended.",
+    )
+    HOOK_DELAYED = 225, "info", "A hook that had to wait or was cut short starts now."
+    APPROVING = 230, "info", "The approval is sent."
+    APPROVED = 231, "info", "Azure has accepted the approval.", "2855498063661c9e205b7f42c4aa4c2e"
+    APPROVAL_FAILED = 232, "warning", "An approval failed; it is sent again.", "cf1f2f16690f1477c3d285a10504b83c"
+    HELD = (
+        240,
+        "warning",
+        "The event is held: Azure waits until NotBefore, then starts it.",
+        "ffa508265f4ac3015b330b8441256bf7",
+    )
+    BLOCKED = 241, "warning", "The event is blocked until an operator acts.", "b6c32ffe6835e13347691924b0d354d0"
+    OPERATOR = 242, "info", "An operator made a request.", "69b1417fc1ac0cb5059a0abd3d24e73a"
+    RECOVERING = 250, "info", "Recovery begins."
+    CLOSED = (
+        251,
+        "info",
+        "The event is over and what was prepared is recovered.",
+        "79b8242fe79852f9876b213a51683173",
+    )
+    RECOVERY_FAILED = (
+        252,
+        "warning",
+        "The event is over, but recovery failed: retry or resolve it.",
+        "2d06dfa91df2f8b8b8cdcd4c84ab8fe5",
+    )
+    RESTARTED = 260, "info", "The agent restarted while the event was pending."
+    POLLING_FAILS = 300, "warning", "The metadata service does not answer."
+    POLLING_WORKS = 301, "info", "The metadata service answers again."
+    VM_UNKNOWN = 302, "warning", "This VM's name is not known yet."
+    VM_KNOWN = 303, "info", "This VM is known."
+    OTHER_VM = 304, "warning", "The state belongs to another VM and is not used."
+    STATE_NOT_WRITTEN = 310, "warning", "The state file cannot be written: the agent does nothing until it can."
+    STATE_WRITTEN = 311, "info", "The state file can be written again."
+    STATE_LOST = 312, "error", "The state file is damaged, or could not be written at the end."
+    NO_RESERVE = 313, "warning", "The disk is nearly full: the state file cannot keep its reserve."
+    RESERVE = 314, "info", "The state file has its reserve for a full disk again."
+    EVENT_FAULT = 320, "warning", "An event could not be handled: a bug, which concerns this event only."
+    MACHINE_PAUSED = (
+        400,
+        "warning",
+        "The machine stood still; the pause was measured.",
+        "fd26599cf79a5c0a16ed4997c6fc7d9c",
+    )
+    OTHER_WARNING = 998, "warning", "Any other warning."
+    OTHER_ERROR = 999, "error", "Any other error."
+
+
+def log_id_of(log_id: LogId | None, level: str) -> LogId | None:
+    """The id that the call gave, else the one of any other warning or error; None for the rest."""
+    return log_id or {"warning": LogId.OTHER_WARNING, "error": LogId.OTHER_ERROR}.get(level)
+
+
+def messages_source() -> str:
+    """The texts of all ids as Windows' message compiler (mc, windmc) reads them; %1 is the entry's own text."""
+    lines = ["MessageIdTypedef=DWORD", "LanguageNames=(English=0x409:MSG00409)", ""]
+    for log_id in LogId:
+        lines += [f"MessageId={log_id.value}", "Language=English", f"%1%n%n{log_id.meaning}", ".", ""]
+    return "\r\n".join(lines)

@@ -1,0 +1,41 @@
+"""What the Event Log shows of a log entry."""
+
+import pytest
+
+from agent.host.windows_events import text_of
+
+
+def test_a_text_is_the_message_its_reason_and_a_line_for_each_field() -> None:
+    entry = {
+        "time": "2026-05-04T12:00:00Z",
+        "level": "warning",
+        "message": "hook finished",
+        "event_id": "E-1",
+        "hook": "drain",
+        "stage": "prepare",
+        "reason": "exit code 7",
+        "rules": ["one", "two"],
+        "rule": None,
+    }
+    assert text_of(entry) == (
+        "hook finished: exit code 7\r\n\r\nevent_id: E-1\r\nhook: drain\r\nstage: prepare\r\nrules: one, two"
+    )
+
+
+def test_what_a_hook_wrote_is_never_part_of_a_text() -> None:
+    assert text_of({"message": "of something new", "line": "password: x"}) == "of something new"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("fe80::1%12", "fe80::1% 12"), ("%%1797", "% % 1797"), ("100%", "100%"), ("a\0b", "a b"), ("\udcff", "?")],
+)
+def test_the_viewer_finds_nothing_in_a_text_to_put_something_else_for(text: str, shown: str) -> None:
+    assert text_of({"message": text}) == shown
+
+
+@pytest.mark.parametrize("letter", ["x", "\n", "\U0001f600", "%1"])
+def test_a_text_is_cut_to_what_the_event_log_takes(letter: str) -> None:
+    # Which counts as UTF-16 does, and what it is really given.
+    assert len(text_of({"message": letter * 100_000}).encode("utf-16-le")) == 2 * 30_000
+    assert len(text_of({"message": "x" + letter * 100_000}).encode("utf-16-le")) // 2 in (29_999, 30_000)
