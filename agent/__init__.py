@@ -10,11 +10,10 @@ Decisions are values; someone else carries them out.
     page.py       PURE   the status page: HTML from those values
     typed_yaml.py PURE   YAML text -> frozen values along their types, every error with its line
     settings/            the policy file: its types, checks, warnings and schema
-    access.py     EDGE   who may ask the web server: TLS, client certificates, passwords
     imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name
     hooks.py      EDGE   run one hook: environment, time limit, whole process tree, output
     store.py      EDGE   SQLite: workflows, journal, operator requests
-    web.py        EDGE   the pages / /status /metrics /healthz /readyz
+    web/          EDGE   the pages / /status /metrics /healthz /readyz: their server and its certificates
     metrics.py    EDGE   every metric in one table
     log_ids.py    PURE   ids of log messages: for the Event Log, the journal, alerts
     log.py        EDGE   structlog set-up; event fields; failures logged on change

@@ -11,7 +11,7 @@ from its next turn.
     approvals   one thread for each request to approve     -> inbox     (hands.py)
     hooks       one thread for each hook that runs         -> inbox
     policy      reads the policy file again, when asked to -> inbox     (reloading.py)
-    pages       opens the web server, until it is open; then follows agent.web_config, if there is one (pages.py)
+    pages       opens the web server, until it is open (pages.py)
     web         answers from the published board
     watchdog    ends the process if the engine finishes no turn, or the poller hangs (watchdog.py)
 """
@@ -40,7 +40,7 @@ from agent.metrics import Metrics
 from agent.settings import BUILT_IN_NAME, Settings
 from agent.status import PolicyInForce, summarize
 from agent.store import Store, StoreError
-from agent.web import WebServer
+from agent.web.server import WebServer
 from agent.workflow import Workflow
 
 # The engine's own pace: how soon an operator is answered, and how often /healthz hears of it.
@@ -302,7 +302,7 @@ class Daemon:
             parts.append("the policy file was refused, the one from before is in force")
         if self._pages.failure:
             parts.append(f"its pages are not shown ({self._pages.failure})")
-        if self._pages.access and self._pages.access.refused:
+        if self._pages.tls and self._pages.tls.refused:
             parts.append("agent.web_config was refused, what it said before is in force")
         pending = [summarize(workflow) for workflow in self._engine.board.values()]
         parts += pending or ["nothing is pending"]

@@ -17,7 +17,6 @@ import msgspec
 from msgspec.structs import replace
 
 from agent import __version__
-from agent.access import Access, AccessError
 from agent.daemon.hands import Threads
 from agent.daemon.polling import Poller
 from agent.engine import Engine
@@ -27,7 +26,8 @@ from agent.metrics import Metrics
 from agent.page import HEADERS, render_page
 from agent.status import History, JournalEntry, PolicyInForce, Status, Vm
 from agent.store import Store, StoreError
-from agent.web import HTML, Page, WebError, WebServer
+from agent.web.server import HTML, Page, WebError, WebServer
+from agent.web.tls import Tls, TlsError
 from agent.workflow import is_ready
 
 # A loop that has not turned for this long hangs; a slow disk alone is given two seconds by the store.
@@ -41,8 +41,6 @@ _PAGE_PATIENCE_SECONDS = 1.0
 _METRICS_SECONDS = 0.1
 # The agent starts without its pages if their port is taken.
 _WEB_RETRY_SECONDS = 3.0
-# How soon a changed agent.web_config or a renewed certificate is in force.
-_ACCESS_LOOK_SECONDS = 1.0
 
 
 class Pages:
@@ -73,22 +71,22 @@ class Pages:
         self._started_at = datetime.now(UTC)
         self.web: WebServer | None = None
         """The web server while there is one; None as long as it cannot listen."""
-        self.access: Access | None = None
-        """Who may ask; None if there is no agent.web_config, or it could not be read yet."""
+        self.tls: Tls | None = None
+        """None if there is no agent.web_config, or it could not be read yet."""
         self.failure = ""
         """Why there is no web server, though there should be."""
         self.has_tried = threading.Event()
         """Set when the first attempt to open it has ended, in whatever way."""
 
     def serve(self) -> None:
-        """Open the web server, sooner or later, and follow its configuration until the agent stops. Blocks."""
+        """Open the web server, sooner or later. Blocks until then, or until the agent stops."""
         agent = self._engine.settings.agent
         while not self._poller.stop_requested.is_set():
             try:
-                if agent.web_config and not self.access:
-                    self.access = Access(Path(agent.web_config), self._tell_access)
-                web = WebServer(agent.listen, self._makers(), access=self.access, names=agent.listen_names)
-            except (AccessError, WebError) as error:
+                if agent.web_config and not self.tls:
+                    self.tls = Tls(Path(agent.web_config), self._tell_tls)
+                web = WebServer(agent.listen, self._makers(), tls=self.tls, names=agent.listen_names)
+            except (TlsError, WebError) as error:
                 if str(error) != self.failure:
                     self._log.error(
                         "the pages cannot be shown; this is tried again",
@@ -105,10 +103,8 @@ class Pages:
                 break
             self.has_tried.set()
             self._poller.stop_requested.wait(_WEB_RETRY_SECONDS)
-        while self.access and not self._poller.stop_requested.wait(_ACCESS_LOOK_SECONDS):
-            self.access.look()
 
-    def _tell_access(self, refused: str) -> None:
+    def _tell_tls(self, refused: str) -> None:
         if refused:
             self._log.error(
                 "agent.web_config was refused, what it said before is in force",

@@ -242,7 +242,7 @@ def _hint(name: str, known: Iterable[str]) -> str:
 def doubts(settings: Settings) -> Iterator[Finding]:
     """What is allowed but hardly meant."""
     if is_open(settings.agent.listen) and settings.agent.web_config is None:
-        text = "whoever reaches this address may read the pages: name a file with TLS and passwords as web_config"
+        text = "every client that reaches this address may read the pages: name a file with TLS as web_config"
         yield "agent.listen", text
     if (endpoint := parse_endpoint(settings.imds.endpoint)) and _is_name(endpoint[0]):
         yield "imds.endpoint", f"{endpoint[0]} has to be looked up before each request: write an address"

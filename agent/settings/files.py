@@ -8,12 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from agent import host
-from agent.access import AccessError, doubts, load_web_config, named_files
 from agent.policy import Hook
 from agent.settings import BUILT_IN_NAME, Loaded
 from agent.settings.checks import Finding
 from agent.settings.model import AgentSettings, Settings, is_open
 from agent.typed_yaml import Problem
+from agent.web.tls import TlsError, doubts, load_web_config, named_files
 
 # Endings of files that an interpreter may be given, and interpreters that take any file first.
 _SCRIPTS = (".py", ".sh", ".ps1", ".cmd", ".bat", ".pl", ".rb", ".js", ".vbs")
@@ -60,7 +60,7 @@ def _web_doubts(agent: AgentSettings) -> Iterator[Finding]:
     faults = {host.tampering_fault(path): None}
     try:
         web_config = load_web_config(path)
-    except AccessError as error:
+    except TlsError as error:
         for problem in str(error).splitlines():
             yield "agent.web_config", f"without it the pages are not shown: {problem}"
     else:

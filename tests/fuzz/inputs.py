@@ -17,20 +17,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from agent.access import WebConfig
 from agent.policy import Hook
 from agent.settings import Settings
 from agent.simulator import Scenario
 from agent.simulator.control import EmptyRequest, EventRequest, ResetRequest
 from agent.simulator.scenario import EventStep, FaultStep, Step
+from agent.web.tls import WebConfig
 
 ROOT = Path(__file__).parents[2]
 STORY_BREAK = b"\x1e"
 """Stands between two documents of a story, two requests, or two texts."""
 THIS_PORT = b"{port}"
 """Stands for the number of the port that is asked."""
-PASSWORD = "secret"
-ADA = "$2y$04$xnhoPzvIyMJAOuaa/.TddONXemnD.SORiTdQlZLn8JdDpKgjaqJtS"
 """Its hash, at the lowest cost."""
 _MAX_BYTES = 64 * 1024
 
@@ -297,10 +295,6 @@ _POOLS: dict[str, tuple[str, ...]] = {
         "server.key", "server.key", "./server.key", "x.key", "server.pem", '"\\0"', ".", '"' + "k" * 300 + '"',
     ),
     "client_ca_file": ("server.pem", "./server.pem", "server.pem", "x.pem", "server.key", '"\\0"'),
-    "basic_auth_users": (
-        ADA, ADA, ADA, f"'{ADA}'", ADA.replace("$04$", "$10$"), ADA.replace("$04$", "$31$"), ADA[:-1], "secret",
-        "$2y$04$" + "e" * 53, "$2y$04$" + "z" * 53, "$2y$٠٤$" + "e" * 53,
-    ),
 }  # fmt: skip
 _TEXTS = (
     "x", '""', "~", "null", "yes", "off", "2020-07-01", "0x10", "1_000", "1e3", "12:30:45", ".inf", "-.nan",
@@ -481,19 +475,20 @@ def _yaml_tokens(type_: type[msgspec.Struct]) -> tuple[bytes, ...]:
     return tuple(word.encode("utf-8", "surrogatepass") for word in words)
 
 
-# --- files of access
+# --- files of TLS settings
 
-_ACCESS_FILES = (
-    f"basic_auth_users:\n  ada: {ADA}\n  bob: {ADA}\n".encode(),
+_TLS_FILES = (
     b"tls_server_config:\n  cert_file: server.pem\n  key_file: server.key\n  min_version: TLS13\n",
-    b"tls_server_config: {cert_file: server.pem, key_file: server.key, client_ca_file: server.pem,\n"
-    b"  client_auth_type: RequireAndVerifyClientCert}\nbasic_auth_users: {ada: '" + ADA.encode() + b"'}\n",
+    (
+        b"tls_server_config: {cert_file: server.pem, key_file: server.key, client_ca_file: server.pem,\n"
+        b"  client_auth_type: RequireAndVerifyClientCert}\n"
+    ),
 )
-_ACCESS_TOKENS = (
+_TLS_TOKENS = (
     b"http_server_config: {http2: true}\n", b"rate_limit: 1\n", b"  cert: x\n", b"  cipher_suites: [x]\n",
     b"basic_auth_users: secret\n", b"tls_server_config: {}\n", b"server.pem", b"server.key", b"/", b"..", b"\\0",
-    b"NoClientCert", b"RequestClientCert", b"VerifyClientCertIfGiven", b"TLS12", b"TLS11", b"$2y$", b"$04$",
-    b"$15$", b"ada: ", b"'", b'"', ADA.encode(), b"client_ca_file: server.key\n", b"min_version: ", b"\n  ",
+    b"NoClientCert", b"RequestClientCert", b"VerifyClientCertIfGiven", b"TLS12", b"TLS11", b"'", b'"',
+    b"client_ca_file: server.key\n", b"min_version: ", b"\n  ",
 )  # fmt: skip
 
 
@@ -830,7 +825,7 @@ _SOURCES = {
         (_record(245, b"\1\2\3\4"), struct.pack("<I", 245), b"\xff" * 4, b"\0" * 4, b"\4\0\0\0"),
     ),
     "web": _Source(_request, lambda: _REQUESTS, _HTTP_TOKENS),
-    "access": _Source(_yaml(WebConfig), lambda: _ACCESS_FILES, (*_ACCESS_TOKENS, *_yaml_tokens(WebConfig))),
+    "tls": _Source(_yaml(WebConfig), lambda: _TLS_FILES, (*_TLS_TOKENS, *_yaml_tokens(WebConfig))),
     "recording": _Source(_recording, _recordings, _RECORDING_TOKENS),
     "control": _Source(_control, _controls, _CONTROL_TOKENS),
     "page": _Source(

@@ -5,7 +5,6 @@ raises if not. Only the agent's own error types are an answer; anything else tha
 """
 
 import atexit
-import base64
 import json
 import re
 import shutil
@@ -27,14 +26,11 @@ from pathlib import Path
 from random import Random
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
-from unittest.mock import patch
 
 import msgspec
-from inputs import ADA, PASSWORD, STORY_BREAK, THIS_PORT
+from inputs import STORY_BREAK, THIS_PORT
 
 from agent import __version__
-from agent import access as access_module
-from agent.access import Access, AccessError, load_web_config
 from agent.events import (
     Document,
     DocumentError,
@@ -55,7 +51,8 @@ from agent.simulator.control import Control, State
 from agent.simulator.protocol import Request
 from agent.simulator.recording import as_played, make_recorded, parse_recording, rename_vm, summarize
 from agent.status import History, JournalEntry, Status
-from agent.web import Page, WebServer
+from agent.web.server import Page, WebServer
+from agent.web.tls import Tls, TlsError
 from agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,
@@ -289,13 +286,10 @@ def check_scenario(data: bytes) -> None:
     assert len(renamed.timeline) == len(scenario.timeline)
 
 
-_PASSWORD_HEADER = f"Basic {base64.b64encode(f'ada:{PASSWORD}'.encode()).decode()}"
-
-
 @cache
-def access_file() -> Path:
-    """A file of access, with a certificate and its key beside it where openssl can make them."""
-    place = Path(tempfile.mkdtemp(prefix="fuzz-access-"))
+def tls_file() -> Path:
+    """A file of TLS settings, with a certificate and its key beside it where openssl can make them."""
+    place = Path(tempfile.mkdtemp(prefix="fuzz-tls-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     if shutil.which("openssl"):
         new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-keyout", "server.key")
@@ -304,31 +298,16 @@ def access_file() -> Path:
     return place / "web.yml"
 
 
-def check_access(data: bytes) -> None:
-    """A file of access is in force and lets in who has a right password alone, or each problem has its line."""
-    file = access_file()
+def check_tls(data: bytes) -> None:
+    """A file of TLS settings is in force, or each problem has its line."""
+    file = tls_file()
     file.write_bytes(data)
     try:
-        access = Access(file, lambda _: None)
-    except AccessError as error:
+        Tls(file, lambda _: None).context()
+    except TlsError as error:
         # What concerns the whole file has no line.
         text = str(error).replace(f"{file}: ", "f.yaml:1: ").replace(str(file), "f.yaml")
         _check_problems(tuple(re.split(r"\n(?=f\.yaml:)", text)))
-        return
-    config = load_web_config(file)
-    assert (access.tls is None) == (config.tls_server_config is None)
-    users = config.basic_auth_users
-    if not users:
-        assert access.tls is not None, "a file that asks for nothing opens the doors"
-        assert access.admits("", "somewhere")
-        return
-    if max(int(text[4:6]) for text in users.values()) > 5:
-        return  # each check would take long
-    with patch.object(access_module, "_REST", 0.0):  # there is nobody to slow down
-        assert not access.admits("", "somewhere")
-        assert not access.admits(f"Basic {data[:200].decode('latin-1')}", "somewhere")
-        assert not access.admits(f"Basic {base64.b64encode(b'ada:' + data[:100]).decode()}", "somewhere")
-        assert access.admits(_PASSWORD_HEADER, "somewhere") == (users.get("ada", "")[4:] == ADA[4:])
 
 
 def check_recording(data: bytes) -> None:
@@ -548,7 +527,7 @@ _ANSWER = re.compile(
     re.DOTALL,
 )
 _HEADERS = frozenset(b"Server Date Content-Type Content-Length Cache-Control X-Content-Type-Options Allow".split())
-_MAX_THREADS = 20
+_MAX_THREADS = 160
 _MAX_FILES = 60
 
 
@@ -621,6 +600,6 @@ TARGETS = {
     "lease": Target(check_lease, 17),
     "registry": Target(check_registry, 12),
     "web": Target(check_web, 5),
-    "access": Target(check_access, 4),
+    "tls": Target(check_tls, 4),
     "page": Target(check_page, 2),
 }

@@ -13,16 +13,16 @@ from fuzz import Fault, fuzz, fuzz_target, main, shares_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import STORY_BREAK, THIS_PORT, corpus, make_input
-from targets import NOW, TARGETS, Target, access_file, request_of
+from targets import NOW, TARGETS, Target, request_of, tls_file
 
 from agent import AgentError
-from agent.access import load_web_config
 from agent.events import parse_document
 from agent.host.dhcp import parse_lease, parse_windows_options
 from agent.settings import parse_settings
 from agent.simulator import Simulator, SimulatorError, parse_scenario
 from agent.simulator.control import Control
 from agent.simulator.recording import parse_recording
+from agent.web.tls import load_web_config
 
 ROOT = Path(__file__).parents[2]
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "6000"))
@@ -83,7 +83,7 @@ def test_what_inputs_are_made_from_is_read_and_not_only_refused() -> None:
 
 @pytest.mark.parametrize(
     ("target", "least"),
-    [("policy", 0.1), ("scenario", 0.1), ("document", 0.2), ("access", 0.1), ("recording", 0.2), ("control", 0.2)],
+    [("policy", 0.1), ("scenario", 0.1), ("document", 0.2), ("tls", 0.1), ("recording", 0.2), ("control", 0.2)],
 )
 def test_of_the_inputs_a_good_part_is_read_and_not_only_refused(target: str, least: float) -> None:
     count = 500
@@ -98,8 +98,8 @@ def test_of_the_inputs_a_good_part_is_read_and_not_only_refused(target: str, lea
     assert read >= count * least
 
 
-def read_access(data: bytes) -> None:
-    file = access_file()
+def read_tls(data: bytes) -> None:
+    file = tls_file()
     file.write_bytes(data)
     load_web_config(file)
 
@@ -120,7 +120,7 @@ READERS: dict[str, Callable[[bytes], object]] = {
     "policy": lambda data: parse_settings(data, "f.yaml"),
     "scenario": lambda data: parse_scenario(data.decode(errors="replace"), "f.yaml"),
     "document": parse_document,
-    "access": read_access,
+    "tls": read_tls,
     "recording": lambda data: parse_recording(data, "r.jsonl"),
     "control": read_control,
 }

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from inputs import make_input
 
-from agent import web
-from agent.web import Page, WebServer
+from agent.web import server as web
+from agent.web.server import Page, WebServer
 
 
 def test_a_server_without_a_file_descriptor_waits_and_does_not_spin() -> None:
@@ -50,7 +50,7 @@ def test_a_server_without_a_file_descriptor_waits_and_does_not_spin() -> None:
 def test_a_crowd_that_says_nonsense_or_nothing_is_let_go_and_the_next_client_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(web, "_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(web, "_REQUEST_SECONDS", 0.3)
     monkeypatch.setattr(web, "_MAX_CLIENTS", 16)
     page = Page(HTTPStatus.OK, b"ok\n")
     before = set(threading.enumerate())
@@ -80,7 +80,6 @@ def test_a_crowd_that_says_nonsense_or_nothing_is_let_go_and_the_next_client_is_
     assert answer.endswith(b"\r\n\r\nok\n")
     assert 0 < most <= web._MAX_CLIENTS
     assert not server._clients
-    makers = {thread for thread in threading.enumerate() if thread.name == "page"} - before
-    for thread in makers:
+    for thread in set(threading.enumerate()) - before:
         thread.join(30)
-    assert not any(thread.is_alive() for thread in makers)
+    assert set(threading.enumerate()) <= before

@@ -22,7 +22,7 @@ from agent.policy import Hook, Rule
 from agent.settings import AgentSettings, ImdsSettings, LogSettings, Settings
 from agent.simulator import Simulator
 from agent.store import Store
-from agent.web import WebServer
+from agent.web.server import WebServer
 
 RULES = (Rule(name="all", approve="immediately"),)
 AGENT = AgentSettings(listen="127.0.0.1:0", log=LogSettings(level="error", format="json"))

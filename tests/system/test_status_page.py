@@ -19,7 +19,7 @@ from agent.events import ScheduledEvent, Seen
 from agent.page import HEADERS, render_page
 from agent.policy import Rule
 from agent.status import History, JournalEntry, PolicyInForce, RunningHook, Status, Vm
-from agent.web import HTML, Page, WebServer
+from agent.web.server import HTML, Page, WebServer
 from agent.workflow import Approval, Context, Phase, Progress, Workflow, proceed
 
 NOW = datetime.now(UTC).replace(microsecond=0)

@@ -1,0 +1,227 @@
+"""TLS for the web server: the file that ``agent.web_config`` names, which is written as for Prometheus' exporters.
+
+Knows no page and no socket. The one invariant: a file that cannot be used leaves the one before it in force.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from agent import AgentError
+from agent.typed_yaml import parse
+
+if TYPE_CHECKING:
+    import ssl
+
+_MAX_FILE_BYTES = 1024 * 1024
+# How soon a renewed certificate is in force.
+_LOOK_SECONDS = 1.0
+
+ClientAuthType = Literal["NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerifyClientCert"]
+
+# Keys of the convention that mean nothing here.
+_FOREIGN = (
+    "http_server_config", "rate_limit", "tls_server_config.cert", "tls_server_config.key",
+    "tls_server_config.client_ca", "tls_server_config.client_allowed_sans", "tls_server_config.max_version",
+    "tls_server_config.cipher_suites", "tls_server_config.prefer_server_cipher_suites",
+    "tls_server_config.curve_preferences",
+)  # fmt: skip
+_FOREIGN_TEXT = "this part of the convention is not known here: remove it"
+_NO_PASSWORDS = (
+    "the agent checks no passwords: ask for client certificates (client_auth_type: RequireAndVerifyClientCert), "
+    "or have a reverse proxy ask for passwords"
+)
+
+
+class TlsServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """TLS; relative paths begin where the file itself is."""
+
+    cert_file: str
+    key_file: str
+    client_auth_type: ClientAuthType = "NoClientCert"
+    client_ca_file: str | None = None
+    min_version: Literal["TLS12", "TLS13"] = "TLS12"
+
+
+class WebConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    tls_server_config: TlsServerConfig
+
+
+class TlsError(AgentError):
+    """The file cannot be used; one line for each thing wrong with it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, kind="web_config")
+
+
+class Tls:
+    """The TLS that the file asks for now: certificates are renewed under a running agent. For any thread."""
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        """``tell`` is called with the reason when the file is refused, and with "" when it is good again.
+
+        Raises TlsError.
+        """
+        self._path = path
+        self._tell = tell
+        self._lock = threading.Lock()
+        self.refused = ""
+        """Why the file as it is now was refused; "" if it is in force."""
+        config, self._context = _read(path)
+        self._files = (path, *named_files(path, config).values())
+        self._stamps = _stamps(self._files)
+        self._looked_at = time.monotonic()
+
+    def context(self) -> "ssl.SSLContext":
+        """For the next connection. Reads the files again if they have changed, at most once a second."""
+        # A client does not wait for a disk that keeps another one waiting.
+        if time.monotonic() - self._looked_at >= _LOOK_SECONDS and self._lock.acquire(blocking=False):
+            try:
+                self._look()
+                self._looked_at = time.monotonic()
+            finally:
+                self._lock.release()
+        return self._context
+
+    def _look(self) -> None:
+        stamps = _stamps(self._files)
+        if stamps == self._stamps and not self.refused:
+            return
+        self._stamps = stamps
+        try:
+            config, self._context = _read(self._path)
+        except TlsError as error:
+            refused = str(error)
+        else:
+            refused = ""
+            self._files = (self._path, *named_files(self._path, config).values())
+        if refused != self.refused:
+            self.refused = refused
+            self._tell(refused)
+
+
+def load_web_config(path: Path) -> WebConfig:
+    """The file's settings, when all that it names can be used. Raises TlsError."""
+    return _read(path)[0]
+
+
+def doubts(config: WebConfig, *, is_open: bool) -> Iterator[str]:
+    """What is hardly meant; ``is_open``: others than this machine can reach the pages."""
+    if is_open and config.tls_server_config.client_auth_type != "RequireAndVerifyClientCert":
+        yield "every client that reaches the pages may read them: ask for client certificates"
+
+
+def _read(path: Path) -> "tuple[WebConfig, ssl.SSLContext]":
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: no path at all
+        raise TlsError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(text) > _MAX_FILE_BYTES:
+        raise TlsError(f"{path}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger")
+    parsed = parse(text, WebConfig, str(path))
+    problems = {(problem.line, problem.path): problem for problem in parsed.problems}
+    for key, said in (*((key, _FOREIGN_TEXT) for key in _FOREIGN), ("basic_auth_users", _NO_PASSWORDS)):
+        if key in parsed.lines:
+            # In place of "unknown key", which is said of the mapping around it.
+            around = parsed.problem(key.rpartition(".")[0], "")
+            problem = parsed.problem(key, said)
+            problems.pop((problem.line, around.path), None)
+            problems[problem.line, key] = problem
+    if not problems and parsed.value is not None:
+        contexts: list[ssl.SSLContext] = []
+        found = parsed.gather(_faults(parsed.value.tls_server_config, path, contexts))
+        if not found:
+            return parsed.value, contexts[0]
+        problems = {(problem.line, problem.path): problem for problem in found}
+    lines = sorted(problems.values(), key=lambda problem: problem.line)
+    raise TlsError("\n".join(map(str, lines)))
+
+
+def _faults(tls: TlsServerConfig, path: Path, contexts: "list[ssl.SSLContext]") -> Iterator[tuple[str, str]]:
+    """What makes the file unusable though its shape is right; without any, ``contexts`` has the one for TLS."""
+    asks = tls.client_auth_type != "NoClientCert"
+    if asks != (tls.client_ca_file is not None):
+        missing = "client_ca_file" if asks else "client_auth_type"
+        yield "tls_server_config", f"client_auth_type and client_ca_file go together: {missing} is missing"
+        return
+    files = _files_of(tls, path)
+    is_readable = True
+    for key, file in files.items():
+        try:
+            file.open("rb").close()
+        except (OSError, ValueError) as error:  # ValueError: no path at all
+            is_readable = False
+            yield f"tls_server_config.{key}", f"{file} cannot be read: {getattr(error, 'strerror', None) or error}"
+    if is_readable:
+        try:
+            contexts.append(_context(tls, files))
+        except _FileError as error:
+            yield f"tls_server_config.{error.key}", str(error)
+
+
+class _FileError(Exception):
+    """A file is not what TLS needs; ``key`` says which."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+def named_files(path: Path, config: WebConfig) -> dict[str, Path]:
+    """The files that the file names, by their keys."""
+    return _files_of(config.tls_server_config, path)
+
+
+def _files_of(tls: TlsServerConfig, path: Path) -> dict[str, Path]:
+    names = {"cert_file": tls.cert_file, "key_file": tls.key_file, "client_ca_file": tls.client_ca_file}
+    return {key: path.parent / name for key, name in names.items() if name is not None}
+
+
+def _context(tls: TlsServerConfig, files: dict[str, Path]) -> "ssl.SSLContext":
+    import ssl  # noqa: PLC0415 - most agents speak plain HTTP
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}[tls.min_version]
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    try:
+        # Without the password, the library would ask a terminal for it.
+        context.load_cert_chain(files["cert_file"], files["key_file"], password=lambda: "")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        if "MISMATCH" in str(getattr(error, "reason", "")):
+            raise _FileError("key_file", f"{files['key_file']} is not the key of {files['cert_file']}") from error
+        text = f"expected a certificate in {files['cert_file']} and its key, without a password, in "
+        raise _FileError("cert_file", f"{text}{files['key_file']}, both as PEM; {_reason(error)}") from error
+    if "client_ca_file" in files:
+        file = files["client_ca_file"]
+        try:
+            context.load_verify_locations(file)
+        except (ssl.SSLError, OSError) as error:
+            text = f"expected certificates as PEM in {file}; {_reason(error)}"
+            raise _FileError("client_ca_file", text) from error
+        is_required = tls.client_auth_type == "RequireAndVerifyClientCert"
+        context.verify_mode = ssl.CERT_REQUIRED if is_required else ssl.CERT_OPTIONAL
+    return context
+
+
+def _reason(error: Exception) -> str:
+    reason = getattr(error, "reason", None)
+    return f"found: {str(reason).replace('_', ' ').lower()}" if reason else f"found: {error}"
+
+
+def _stamps(files: tuple[Path, ...]) -> tuple[object, ...]:
+    """What changes when a file does."""
+    stamps: list[object] = []
+    for file in files:
+        try:
+            facts = file.stat()
+            stamps.append((facts.st_mtime_ns, facts.st_size, facts.st_ino))
+        except OSError as error:
+            stamps.append(error.errno)
+    return tuple(stamps)
