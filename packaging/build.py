@@ -65,8 +65,8 @@ _PROGRAMS = {
 # Of a wheel, what nobody needs at run time (nor its tests): hints for type checkers, and how it was built and is
 # to be installed.
 _UNNEEDED = (".pyi", "/py.typed", ".dist-info/RECORD", ".dist-info/WHEEL", ".dist-info/top_level.txt")
-# Of what wheels have compiled in without a word of it, the licences besides their own; licenses/ has the texts.
-_COMPILED_IN = {"bcrypt": "BSD-3-Clause AND MIT"}
+# What httpx imports besides httpcore. (It also names anyio, which only asynchronous clients need.)
+IMPORTED_BY_HTTPX = ("certifi", "h11", "idna")
 # Folders of the sources, and their places in a package.
 _FOLDERS = {
     "docs": _DOC,
@@ -283,9 +283,6 @@ def read_wheel(wheel: Path) -> tuple[Distribution, dict[str, bytes]]:
         if not name.endswith(_UNNEEDED) and "/tests/" not in name and ".dist-info/licenses/" not in name
     }
     name, license_name = str(metadata["Name"]), str(metadata["License-Expression"] or metadata["License"])
-    if name in _COMPILED_IN:
-        license_name = f"{license_name} AND {_COMPILED_IN[name]}"
-        texts["compiled-in"] = (PACKAGING / "licenses" / name).read_text("utf-8")
     tops = tuple(sorted({name.split("/")[0] for name in contents}))
     return Distribution(name, str(metadata["Version"]), license_name, tops, texts), files
 
@@ -499,7 +496,7 @@ def _tools() -> Path:
 def renew() -> None:
     """Write requirements.txt and tools.txt anew, with the newest versions that pyproject.toml allows."""
     project = tomllib.loads((SOURCES / "pyproject.toml").read_text("utf-8"))["project"]
-    needed = [wish for wish in project["dependencies"] if "win32" not in wish]
+    needed = [*(wish for wish in project["dependencies"] if "win32" not in wish), *IMPORTED_BY_HTTPX]
     with tempfile.TemporaryDirectory() as directory:
         every = [_targets(architecture, python) for architecture in ARCHITECTURES for python in PYTHONS]
         for targets in every:

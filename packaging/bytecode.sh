@@ -11,4 +11,5 @@ find "$home" -depth -type d -name __pycache__ -exec rm -rf {} +
 . "$home/interpreter.sh"
 find_python || exit 0 # the launcher will say so, to somebody who reads it
 exec "$python" -I -S -m compileall -q -f --invalidation-mode timestamp \
-    "$home/agent" "$home/bcrypt" "$home/jeepney" "$home/prometheus_client" "$home/structlog" "$home/$abi"
+    "$home/agent" "$home/certifi" "$home/h11" "$home/httpcore" "$home/httpx" "$home/idna" "$home/jeepney" \
+    "$home/prometheus_client" "$home/psutil" "$home/structlog" "$home/$abi"

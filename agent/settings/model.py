@@ -83,7 +83,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = ()
     web_config: Annotated[
         str | None,
-        Meta(description="File with TLS and passwords for the pages, as Prometheus' exporters have it."),
+        Meta(description="File with TLS settings for the pages, as Prometheus' exporters have it."),
     ] = None
     show_hook_output: Annotated[
         bool, Meta(description="Show the ends of hooks' output on the page and in /status too.")

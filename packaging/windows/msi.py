@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from build import (
     CACHE,
+    IMPORTED_BY_HTTPX,
     MAINTAINER,
     NAME,
     PACKAGING,
@@ -319,7 +320,7 @@ def renew() -> None:
     # pip judges conditions by the system that it runs on.
     needed = [wish.partition(";")[0].strip() for wish in project["dependencies"] if "== 'linux'" not in wish]
     with tempfile.TemporaryDirectory() as directory:
-        pip("download", *_target(), "--dest", directory, *needed, hashes=False)
+        pip("download", *_target(), "--dest", directory, *needed, *IMPORTED_BY_HTTPX, hashes=False)
         lines = ["# What the MSI contains; written by packaging/windows/msi.py renew.", *pins(Path(directory))]
     (HERE / "requirements.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -139,13 +139,6 @@ Assert 'the Event Log shows text' ($started.Message -match 'The agent started')
 $version = & $command --version
 Assert 'the command works' ($version -match '^scheduled-events-agent ')
 
-Step 'The pages can ask for passwords: their library is there, and can be loaded'
-Set-Content (Join-Path $work 'web.yml') `
-    'basic_auth_users: {ada: $2b$04$xnhoPzvIyMJAOuaa/.TddONXemnD.SORiTdQlZLn8JdDpKgjaqJtS}'
-Set-Content (Join-Path $work 'asking.yaml') "agent: {web_config: '$work\web.yml'}"
-$told = & $command check --config (Join-Path $work 'asking.yaml') | Out-String
-Assert "nothing is wrong with passwords: $told" ($LASTEXITCODE -eq 0 -and $told -notmatch 'warning: ')
-
 Step 'Only administrators and the system may use its files'
 $allowed = 'S-1-5-18', 'S-1-5-32-544'
 foreach ($place in $data, "$data\hooks", "$data\state", "$data\logs", $policy, "$data\logs\agent.log") {

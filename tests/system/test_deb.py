@@ -1,7 +1,6 @@
 """The life of the deb on a machine: installed, used, upgraded, removed, purged; the operator's decisions kept."""
 
 import sys
-from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,34 +96,6 @@ def test_without_a_network_it_is_installed_runs_and_endangers_nothing(
         assert NAME in machine.run("bash", "-c", completion).stdout
         assert machine.run("dpkg", "--verify", NAME).stdout == ""
         assert machine.run("dpkg", "--audit").stdout == ""
-
-
-@pytest.mark.parametrize("root", ["debian", "debian_13"])
-def test_its_pages_can_ask_for_a_password(root: str, deb: Path, request: pytest.FixtureRequest) -> None:
-    with Container(request.getfixturevalue(root), private_network=True) as machine:
-        install(machine, deb)
-        # Of "secret"; the lowest cost.
-        users = "{ada: $2b$04$xnhoPzvIyMJAOuaa/.TddONXemnD.SORiTdQlZLn8JdDpKgjaqJtS}"
-        machine.write(f"/etc/{NAME}/web.yml", f"basic_auth_users: {users}\n", 0o600)
-        # Nothing listens there: what is asked for here are the pages.
-        settings = f"web_config: /etc/{NAME}/web.yml"
-        machine.write(POLICY, f"imds: {{endpoint: 'http://127.0.0.1:9'}}\nagent: {{{settings}}}\n")
-        assert "warning: " not in machine.run(NAME, "check").stdout
-        machine.run("systemctl", "restart", UNIT)
-        assert Service(machine, "").log("the pages cannot be shown; this is tried again") == []
-        for password, expected in ((None, 401), ("wrong", 401), ("secret", 200)):
-            assert (password, status_of_page(machine, password)) == (password, expected)
-
-
-def status_of_page(machine: Container, password: str | None) -> int:
-    """What the status page answers to ada, inside the machine."""
-    credentials = b64encode(f"ada:{password}".encode()).decode()
-    header = {"Authorization": f"Basic {credentials}"} if password else {}
-    program = (
-        "import http.client; ask = http.client.HTTPConnection('127.0.0.1', 9769); "
-        f"ask.request('GET', '/', headers={header}); print(ask.getresponse().status)"
-    )
-    return int(machine.run("python3", "-c", program).stdout)
 
 
 def test_it_drains_approves_and_tells_the_journal(installed: Container, sim: Simulator) -> None:

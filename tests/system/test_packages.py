@@ -35,6 +35,11 @@ BUILD = CHECKOUT / "packaging/build.py"
 NAME = "scheduled-events-agent"
 HOME = f"usr/lib/{NAME}"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+# What the packages compile for the Python that they find.
+COMPILED = (
+    *("agent", "certifi", "h11", "httpcore", "httpx", "idna", "jeepney", "prometheus_client", "psutil"),
+    "structlog",
+)
 MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine of ELF
 DEBS = {"x86_64": "amd64", "aarch64": "arm64"}
 EXECUTABLE = {f"usr/bin/{NAME}", f"{HOME}/bytecode.sh", f"{HOME}/restart.sh"} | {
@@ -185,7 +190,7 @@ def test_what_is_compiled_is_for_the_processor_of_the_package_and_for_every_pyth
         f"{HOME}/cp{python.replace('.', '')}/{module}.cpython-{python.replace('.', '')}-{machine}-linux-gnu.so"
         for python, module in itertools.product(PYTHONS, ("msgspec/_core", "yaml/_yaml"))
     ]
-    places.append(f"{HOME}/bcrypt/_bcrypt.abi3.so")  # one for every Python
+    places.append(f"{HOME}/psutil/_psutil_linux.abi3.so")  # one for every Python
     assert sorted(found) == sorted(places)
     kinds = {struct.unpack_from("<4sBB12xH", content or b"") for content in found.values()}
     assert kinds == {(b"\x7fELF", 2, 1, MACHINES[machine])}  # 64 bits, little endian
@@ -304,7 +309,8 @@ def test_the_licence_of_everything_inside_is_included(
     dist: Path, debs: Mapping[str, Mapping[str, Entry]], tree: Path
 ) -> None:
     vendored = {path.parent.name.split("-")[0].lower() for path in (tree / HOME).rglob("*.dist-info/METADATA")}
-    assert vendored == {"bcrypt", "jeepney", "msgspec", "prometheus_client", "pyyaml", "structlog"}
+    pure = {"certifi", "h11", "httpcore", "httpx", "idna", "jeepney", "prometheus_client", "structlog"}
+    assert vendored == {*pure, "msgspec", "psutil", "pyyaml"}
     paragraphs = text_of(debs["x86_64"], f"usr/share/doc/{NAME}/copyright").split("\n\n")
     for name in (*vendored, "libyaml"):
         (directory,) = (
@@ -841,10 +847,7 @@ def test_bytecode_is_made_for_the_python_that_will_run_and_removed_without_trace
         path.relative_to(machine.home)
         for path in machine.home.rglob("*.py")
         if not path.is_relative_to(machine.home / "start.py")
-        and (
-            path.relative_to(machine.home).parts[0]
-            in ("agent", "bcrypt", "jeepney", "structlog", "prometheus_client", f"cp{tag[8:]}")
-        )
+        and (path.relative_to(machine.home).parts[0] in (*COMPILED, f"cp{tag[8:]}"))
     ]
     assert {
         f"{path.parent.parent.relative_to(machine.home)}/{path.name.split('.')[0]}.py" for path in compiled

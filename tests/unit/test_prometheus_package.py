@@ -348,11 +348,7 @@ def test_the_settings_that_are_commented_out_are_in_place() -> None:
         "azure_sd_configs",
         "relabel_configs",
     }
-    assert (job["scheme"], job["tls_config"].keys(), job["basic_auth"].keys()) == (
-        "https",
-        {"ca_file", "cert_file", "key_file"},
-        {"username", "password_file"},
-    )
+    assert (job["scheme"], job["tls_config"].keys()) == ("https", {"ca_file", "cert_file", "key_file"})
     assert [discovery["port"] for discovery in job["azure_sd_configs"]] == [9769]
 
 
