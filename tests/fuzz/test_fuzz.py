@@ -72,7 +72,8 @@ def test_a_seed_makes_the_same_input_in_every_process() -> None:
 
 def test_what_inputs_are_made_from_is_read_and_not_only_refused() -> None:
     warnings = [parse_settings(text, "f.yaml").warnings for text in corpus("policy")]
-    assert warnings == [()] * len(warnings)
+    # One example listens on all addresses, for the probe of a load balancer.
+    assert {warning.path for found in warnings for warning in found} <= {"agent.listen"}
     assert len(warnings) > 2
     assert all(parse_scenario(text.decode(), "f.yaml").timeline for text in corpus("scenario"))
     assert all(parse_recording(text, "r.jsonl").documents for text in corpus("recording"))

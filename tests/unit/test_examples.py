@@ -47,7 +47,9 @@ def test_check_finds_nothing_in_an_example_but_what_this_machine_lacks(
     assert main(["check", "--json", "--config", str(copy)]) == 0
     told = json.loads(capsys.readouterr().out)
     doubts = [warning for warning in told["warnings"] if not _ABSENT.search(str(warning))]
-    assert doubts == []
+    # The probe of Azure Load Balancer brings no certificate; the example names the firewall instead.
+    is_open = path.stem == "windows-web-server"
+    assert [": agent.listen: " in str(warning) for warning in doubts] == ([True] if is_open else [])
 
 
 @by_name
