@@ -371,22 +371,25 @@ def _in_package(page: Path) -> str:
 
 def _generate_from_parser(root: Path, tools: Path, version: str, epoch: int) -> None:
     """The man pages and the completions, from the grammar of the command line and the types of the policy."""
-    # The staged agent, but the tools' own copies of its dependencies: those fit the machine that builds.
-    environment = {"PATH": os.defpath, "PYTHONPATH": str(root / HOME), "PYTHONDONTWRITEBYTECODE": "1"}
-    environment |= {"SOURCE_DATE_EPOCH": str(epoch), "LC_ALL": "C.UTF-8", "COLUMNS": "100"}
-    for what, place in (("command", f"man8/{NAME}.8.gz"), ("policy", f"man5/{NAME}-policy.yaml.5.gz")):
-        command = [str(tools / "bin/python"), str(PACKAGING / "manual.py"), what, version, str(epoch)]
-        write(root / "usr/share/man" / place, _gzip(run(command, env=environment).encode()))
+    python = str(tools / "bin/python")
+    manuals = {"command": f"man8/{NAME}.8.gz", "policy": f"man5/{NAME}-policy.yaml.5.gz"}
     completions = {
         "bash": f"usr/share/bash-completion/completions/{NAME}",
         "zsh": f"usr/share/zsh/vendor-completions/_{NAME}",
         "fish": f"usr/share/fish/vendor_completions.d/{NAME}.fish",
     }
-    for shell, place in completions.items():
-        command = [str(tools / "bin/python"), "-m", "shtab", "--shell", shell, "--error-unimportable"]
-        grammar = ["--prefix", NAME.replace("-", "_"), "agent.cli.completion.hinted_parser"]
-        text = run([*command, *grammar], env=environment)
-        write(root / place, text.encode())
+    with tempfile.TemporaryDirectory() as path:
+        # The staged agent alone: its dependencies there may be for another processor than this machine's.
+        (Path(path) / "agent").symlink_to((root / HOME / "agent").resolve())
+        environment = {"PATH": os.defpath, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        environment |= {"SOURCE_DATE_EPOCH": str(epoch), "LC_ALL": "C.UTF-8", "COLUMNS": "100"}
+        for what, place in manuals.items():
+            text = run([python, str(PACKAGING / "manual.py"), what, version, str(epoch)], env=environment)
+            write(root / "usr/share/man" / place, _gzip(text.encode()))
+        for shell, place in completions.items():
+            command = [python, "-m", "shtab", "--shell", shell, "--error-unimportable"]
+            grammar = ["--prefix", NAME.replace("-", "_"), "agent.cli.completion.hinted_parser"]
+            write(root / place, run([*command, *grammar], env=environment).encode())
 
 
 def _place_licenses(root: Path, vendored: Iterable[Distribution]) -> None:
@@ -488,7 +491,8 @@ def _tools() -> Path:
             shutil.rmtree(directory, ignore_errors=True)
             venv.create(directory)
             requirements = [option for path in wanted for option in ("--requirement", str(path))]
-            pip("--python", str(directory / "bin/python"), "install", "--only-binary", ":all:", *requirements)
+            options = ("install", "--no-deps", "--only-binary", ":all:")
+            pip("--python", str(directory / "bin/python"), *options, *requirements)
             ready.touch()
     return directory
 
