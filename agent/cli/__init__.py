@@ -1,4 +1,4 @@
-"""The command line: one file per group of commands, and the only place that wires parts together.
+"""The command line: one file for each command or group of commands, and the only place that wires parts together.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.
 """
@@ -6,26 +6,33 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.
 import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from io import TextIOWrapper
 
 from agent import AgentError, __version__
 
-# Each module adds its parsers and sets ``handler``: a function of the parsed arguments that returns the exit code.
-# Modules keep heavy imports inside their handlers, so that --help and a wrong option answer at once.
-_GROUPS = (
-    "run",
-    "policy",
-    "operator",
-    "status",
-    "history",
-    "doctor",
-    "simulate",
-    "demo",
-    "install_unit",
-    "service",
-    "completion",
-)
+# Command -> the module of this package that has it, and a line of help. The module's ``add_arguments(parser)``
+# adds the command's options and sets ``handler``: a function of the parsed arguments that returns the exit code.
+_COMMANDS = {
+    "run": ("run", "run the agent until it is stopped"),
+    "check": ("check", "is the policy file right?"),
+    "explain": ("explain", "which rule takes each event, why, and what would happen when"),
+    "approve": ("operator", "approve an event that waits, is held, or that the policy would not approve"),
+    "hold": ("operator", "begin no drain and no prepare hook for an event, and do not approve it, until release"),
+    "release": ("operator", "take back an earlier approve or hold: the policy decides again"),
+    "retry": ("operator", "run the hook that failed again, and then the rest of its stage (prepare or recover)"),
+    "resolve": ("operator", "close an event whose recovery failed: this VM was put right by hand"),
+    "status": ("status", "what the agent does now, and why"),
+    "events": ("events", "what Azure says now, readable"),
+    "history": ("history", "what was done about which event, and how it ended"),
+    "doctor": ("doctor", "would the agent do its work on this machine?"),
+    "simulate": ("simulate", "serve a simulated Scheduled Events endpoint"),
+    "demo": ("demo", "watch the agent handle five events of a simulated Azure, in twenty seconds"),
+    "install-unit": ("install_unit", "have systemd run the agent from where it is installed"),
+    "service": ("service", "the agent as a Windows service: install, remove, start, stop, status, reload"),
+    "completion": ("completion", "print a script that makes a shell complete these commands"),
+    "ids": ("ids", "print the ids of pending events, which completion offers"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,11 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # not so under pythonw, nor in some tests
             stream.reconfigure(errors="backslashreplace")  # Azure's texts may hold what this locale lacks
-    arguments = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments = build_parser(words[:1]).parse_args(words)
     try:
         code: int = arguments.handler(arguments)
     except AgentError as error:
-        # What is wrong with a file begins with the file's name and line, as compilers write it.
+        # A problem of a file begins with the file's name and line, as compilers write it.
         print(error if error.kind == "config" else f"scheduled-events-agent: {error}", file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:
@@ -53,16 +61,22 @@ def exit_code(error: AgentError) -> int:
     return 2 if error.kind in ("config", "usage") else 1
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole grammar of the command line."""
+def build_parser(wanted: Collection[str] = _COMMANDS.keys()) -> argparse.ArgumentParser:
+    """The grammar of the command line: every command, and the options of those that are wanted.
+
+    The modules of other commands are not imported: so ``--help`` and each command start quickly.
+    """
     parser = argparse.ArgumentParser(
         prog="scheduled-events-agent",
         description="Prepares this VM for Azure Scheduled Events, approves them when it is ready, and recovers.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for group in _GROUPS:
-        importlib.import_module(f"agent.cli.{group}").add_parsers(commands)
+    for name, (module, help_) in _COMMANDS.items():
+        command = commands.add_parser(name, help=help_, description=f"{help_[0].upper()}{help_[1:]}.")
+        if name in wanted:
+            command.set_defaults(command=name)
+            importlib.import_module(f"agent.cli.{module}").add_arguments(command)
     return parser
 
 
@@ -73,3 +87,11 @@ def add_config_option(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the policy file (default: $SCHEDULED_EVENTS_AGENT_CONFIG, else the system's place for it)",
     )
+
+
+def add_state_options(parser: argparse.ArgumentParser) -> None:
+    """--state-dir and --config, as every command that asks the running agent has them."""
+    parser.add_argument(
+        "--state-dir", metavar="DIR", help="the agent's state directory (overrides the policy file)"
+    )
+    add_config_option(parser)

@@ -1,25 +1,21 @@
-"""``completion``: what makes a shell complete this command line, from the very grammar that reads it.
+"""``completion``: a script that makes a shell complete this command line, made from its grammar.
 
-Owns the script for PowerShell, and the hints where a file belongs. The scripts for bash, zsh and fish are those of
-shtab: the packages for Linux bring them, and here that library is used if it is installed. The one invariant:
-nothing is listed here by hand that the grammar knows.
+Owns the script for PowerShell, and the hints where a value is a file. shtab makes the scripts for bash, zsh and
+fish: the packages for Linux contain them, and here shtab is used if it is installed. The one invariant: nothing is
+listed here by hand that the grammar knows.
 """
 
 import argparse
 import importlib
-import re
 from collections.abc import Iterator
-from typing import Any
 
 from agent import AgentError
 from agent.cli import build_parser
-from agent.cli.operator import add_state_options, find_state_dir
 
-# What a value is, by the word that stands for it in --help; with what shtab calls it in each shell's script.
+# What completes a value, in each shell's script; _HINTS finds it by the placeholder that --help shows.
 _FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "fish": "(__fish_complete_path (commandline -ct))"}
 _DIRECTORIES = {"bash": "_shtab_compgen_dirs", "zsh": "_files -/", "fish": "(__fish_complete_directories)"}
-# Ids of events, from the state file that the words before the cursor name. Of those that a shell might read as
-# something else ``ids`` prints none: these words are expanded by the shell of an administrator.
+# Ids of events, from the state file that the words before the cursor name.
 _BASH_IDS = """
 _scheduled_events_agent_ids() {
   local options=() i
@@ -47,7 +43,6 @@ _IDS = {
     "preamble": {"bash": _BASH_IDS, "zsh": _ZSH_IDS},
 }
 _HINTS = {"FILE": _FILES, "DOCUMENT": _FILES, "SCENARIO": _FILES, "DIR": _DIRECTORIES, "ID": _IDS}
-_PLAIN_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
 # Goes through the words before the cursor, and offers what begins like the one that is there.
 _POWERSHELL = """\
     $path = ''
@@ -75,24 +70,15 @@ _POWERSHELL = """\
 }"""
 
 
-def add_parsers(commands: Any) -> None:
-    """Register ``completion``."""
-    parser = commands.add_parser(
-        "completion",
-        help="print a script that makes a shell complete these commands",
-        description="Prints a script that makes a shell complete commands and options. The packages for Linux "
-        "bring those for bash, zsh and fish; an installation with pip makes them if it has the extra: "
-        "pip install 'scheduled-events-agent[completion]'.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``completion``."""
+    parser.description = (
+        "Prints a script that makes a shell complete commands and options. The packages for Linux bring those for "
+        "bash, zsh and fish; an installation with pip makes them if it has the extra: "
+        "pip install 'scheduled-events-agent[completion]'."
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish", "powershell"), help="which shell")
-    parser.set_defaults(handler=_run_completion)
-    ids = commands.add_parser(
-        "ids",
-        help="print the ids of pending events, which completion offers",
-        description="Prints the ids of pending events, each on a line. Completion offers them.",
-    )
-    add_state_options(ids)
-    ids.set_defaults(handler=_run_ids)
+    parser.set_defaults(handler=_run)
 
 
 def hinted_parser() -> argparse.ArgumentParser:
@@ -135,20 +121,7 @@ def powershell_script(parser: argparse.ArgumentParser) -> str:
     )
 
 
-def _run_ids(arguments: argparse.Namespace) -> int:
-    from agent.store import Store  # noqa: PLC0415 - heavy, and only this command needs it
-
-    store = Store.look_into(find_state_dir(arguments))
-    try:
-        ids = {workflow.event.id: None for workflow in store.load_workflows()}
-    finally:
-        store.close()
-    for event_id in filter(_PLAIN_ID.fullmatch, ids):
-        print(event_id)
-    return 0
-
-
-def _run_completion(arguments: argparse.Namespace) -> int:
+def _run(arguments: argparse.Namespace) -> int:
     if arguments.shell == "powershell":
         print(powershell_script(build_parser()))
         return 0

@@ -10,15 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agent import AgentError
-
-if TYPE_CHECKING:
-    from agent.simulator import Happening, SimulatedEvent, Simulator
-    from agent.status import JournalEntry
+from agent.simulator import Happening, SimulatedEvent, Simulator
+from agent.store import Store
 
 _VM = "web-1"
 _START_WITHIN_SECONDS = 15.0
@@ -129,20 +126,16 @@ _SCENES = (
 )
 
 
-def add_parsers(commands: Any) -> None:
-    """Register ``demo``."""
-    parser = commands.add_parser(
-        "demo",
-        help="watch the agent handle five events of a simulated Azure, in twenty seconds",
-        description="Starts a simulated Azure endpoint and the real agent with a sample policy on loopback, in a "
-        "temporary directory, and shows what happens. Exit code 1 if anything did not come out as it should.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``demo`` has no options."""
+    parser.description = (
+        "Starts a simulated Azure endpoint and the real agent with a sample policy on loopback, in a temporary "
+        "directory, and shows what happens. Exit code 1 if an event did not end as expected."
     )
     parser.set_defaults(handler=_run)
 
 
 def _run(_: argparse.Namespace) -> int:
-    from agent.simulator import Simulator  # noqa: PLC0415 - only this command needs it
-
     teller = _Teller()
     with tempfile.TemporaryDirectory(prefix="scheduled-events-demo-") as name, Simulator(vms=(_VM,)) as azure:
         directory = Path(name)
@@ -158,7 +151,7 @@ def _run(_: argparse.Namespace) -> int:
     return _tell_results(events, outcomes, time.monotonic() - teller.began)
 
 
-def _play(azure: "Simulator", scene: _Scene, teller: "_Teller") -> "SimulatedEvent":
+def _play(azure: Simulator, scene: _Scene, teller: "_Teller") -> SimulatedEvent:
     teller.tell("", f"\n--- {scene.title}")
     event_id = azure.schedule(scene.type, **scene.plan)  # type: ignore[arg-type]
     azure.wait_gone(event_id, timeout_seconds=_SCENE_WITHIN_SECONDS)
@@ -233,14 +226,14 @@ class _Teller:
                 print(text, flush=True)
 
 
-def _tell_azure(azure: "Simulator", teller: _Teller) -> None:
+def _tell_azure(azure: Simulator, teller: _Teller) -> None:
     for happening in azure.follow():
         sentence = _azure_sentence(happening)
         if sentence:
             teller.tell("Azure", sentence)
 
 
-def _azure_sentence(happening: "Happening") -> str:
+def _azure_sentence(happening: Happening) -> str:
     event = happening.event
     if event is None:
         return ""
@@ -276,18 +269,9 @@ def _tell_agent(process: "subprocess.Popen[str]", teller: _Teller) -> None:
 _TOLD = ("decided", "preparing", "hook finished", "approving", "held", "recovering", "closed")
 
 
-def _load_journal(directory: Path) -> "list[JournalEntry]":
-    from agent.store import Store  # noqa: PLC0415
-
-    store = Store.open(directory / "state", datetime.now(UTC))
-    try:
-        return store.load_journal()
-    finally:
-        store.close()
-
-
-def _outcomes(azure: "Simulator", events: "list[SimulatedEvent]", directory: Path) -> list[_Outcome]:
-    journal = _load_journal(directory)
+def _outcomes(azure: Simulator, events: list[SimulatedEvent], directory: Path) -> list[_Outcome]:
+    with contextlib.closing(Store.look_into(directory / "state")) as store:
+        journal = store.load_journal()
     outcomes = []
     for event in events:
         entries = [entry for entry in journal if entry.event_id == event.id]
@@ -308,7 +292,7 @@ def _outcomes(azure: "Simulator", events: "list[SimulatedEvent]", directory: Pat
     return outcomes
 
 
-def _tell_results(events: "list[SimulatedEvent]", outcomes: list[_Outcome], seconds: float) -> int:
+def _tell_results(events: list[SimulatedEvent], outcomes: list[_Outcome], seconds: float) -> int:
     header = ("event", "rule", "hooks", "approved", "started", "expected", "")
     rows = [header]
     wrong = 0

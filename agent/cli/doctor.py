@@ -6,24 +6,33 @@ hook, and leaves the machine as it was.
 
 import argparse
 import contextlib
+import http.client
+import json
 import os
+import shutil
+import socket
 import sys
+import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
-from agent import __version__
-from agent.cli import add_config_option
+import msgspec
+from msgspec import to_builtins
 
-if TYPE_CHECKING:
-    from datetime import datetime
-
-    from agent.cli.diagnosis import Finding
-    from agent.host.surroundings import OwnService
-    from agent.imds import Answer
-    from agent.settings import ImdsSettings, Loaded, Settings
-    from agent.status import Status
+from agent import __version__, host
+from agent.cli import add_config_option, diagnosis
+from agent.cli.diagnosis import Finding, count, failure, judge_disk, judge_others, judge_what_runs, ok, warning
+from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, remark_if_slow
+from agent.host import systemd_unit
+from agent.host.surroundings import OwnService
+from agent.imds import Answer, ImdsClient, ImdsError, resolve_endpoint
+from agent.settings import BUILT_IN_NAME, ConfigError, ImdsSettings, Loaded, Settings, find_config, load_policy
+from agent.settings.files import check_files, hook_tampering_fault
+from agent.status import Status
 
 _PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 # The service answers five requests a second to the whole VM, and an agent beside us makes its own.
@@ -40,14 +49,12 @@ _UNMASK = (
 )
 
 
-def add_parsers(commands: Any) -> None:
-    """Register ``doctor``."""
-    parser = commands.add_parser(
-        "doctor",
-        help="would the agent do its work on this machine?",
-        description="Looks at the metadata service, the clock, the policy, hooks, state, service, and at other "
-        "agents that approve events, and tells what is to be done. Approves nothing, runs no hook, changes "
-        "nothing. Exit code 0: no failure; 1: a check failed.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``doctor``."""
+    parser.description = (
+        "Looks at the metadata service, the clock, the policy, hooks, state, service, and at other agents that "
+        "approve events, and tells what is to be done. Approves nothing, runs no hook, changes nothing. Exit code "
+        "0: no failure; 1: a check failed."
     )
     add_config_option(parser)
     parser.add_argument(
@@ -58,16 +65,9 @@ def add_parsers(commands: Any) -> None:
 
 
 def _run_doctor(arguments: argparse.Namespace) -> int:
-    import json  # noqa: PLC0415 - as are the imports below: only this command needs them
-
-    from msgspec import to_builtins  # noqa: PLC0415
-
-    from agent.cli import diagnosis  # noqa: PLC0415
-    from agent.cli.terminal import Terminal  # noqa: PLC0415
-
     findings: list[Finding] = []
 
-    def examine() -> "Iterator[Finding]":
+    def examine() -> Iterator[Finding]:
         for finding in _examine(arguments.config, arguments.state_dir):
             findings.append(finding)
             yield finding
@@ -82,11 +82,7 @@ def _run_doctor(arguments: argparse.Namespace) -> int:
     return 1 if any(finding.verdict == "failure" for finding in findings) else 0
 
 
-def _examine(config: str | None, state_option: str | None) -> "Iterator[Finding]":
-    from agent import host  # noqa: PLC0415 - as above
-    from agent.cli.diagnosis import failure, judge_others, ok, warning  # noqa: PLC0415
-    from agent.settings import ConfigError, Settings, find_config, load_policy  # noqa: PLC0415
-
+def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
     loaded: Loaded | None = None
     problems: tuple[str, ...] = ()
     is_hidden = False
@@ -155,9 +151,7 @@ class _Asker:
     asked_at: "datetime"
     answered_at: "datetime"
 
-    def __init__(self, endpoint: str, imds: "ImdsSettings") -> None:
-        from agent.imds import ImdsClient  # noqa: PLC0415 - as above
-
+    def __init__(self, endpoint: str, imds: ImdsSettings) -> None:
         self._client = ImdsClient(
             endpoint,
             api_version=imds.api_version,
@@ -168,7 +162,7 @@ class _Asker:
         self.throttled = 0
         """How many requests were refused for their number."""
 
-    def ask(self, what: Literal["document", "instance"], *, has_metadata_header: bool = True) -> "Answer":
+    def ask(self, what: Literal["document", "instance"], *, has_metadata_header: bool = True) -> Answer:
         """The answer, that to a second try if there were too many requests. Raises ImdsError."""
         answer = self._ask(what, has_metadata_header=has_metadata_header)
         if answer.status == 429:
@@ -180,10 +174,7 @@ class _Asker:
     def close(self) -> None:
         self._client.close()
 
-    def _ask(self, what: Literal["document", "instance"], *, has_metadata_header: bool) -> "Answer":
-        import time  # noqa: PLC0415 - as above
-        from datetime import UTC, datetime  # noqa: PLC0415
-
+    def _ask(self, what: Literal["document", "instance"], *, has_metadata_header: bool) -> Answer:
         time.sleep(self._pause)
         self._pause = _SPACING_SECONDS
         self.asked_at = datetime.now(UTC)
@@ -192,13 +183,7 @@ class _Asker:
         return answer
 
 
-def _look_at_imds(settings: "Settings") -> "Iterator[Finding]":
-    import socket  # noqa: PLC0415 - as above
-
-    from agent.cli import diagnosis  # noqa: PLC0415
-    from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, remark_if_slow  # noqa: PLC0415
-    from agent.imds import ImdsError, resolve_endpoint  # noqa: PLC0415
-
+def _look_at_imds(settings: Settings) -> Iterator[Finding]:
     endpoint = resolve_endpoint(settings.imds.endpoint)
     variables = [name for name in os.environ if name.lower() in _PROXY_VARIABLES]
     with contextlib.closing(_Asker(endpoint, settings.imds)) as asker:
@@ -243,12 +228,8 @@ def _look_at_imds(settings: "Settings") -> "Iterator[Finding]":
 # --- the policy and what it names
 
 
-def _look_at_hooks(loaded: "Loaded", account: str | None) -> "Iterator[Finding]":
+def _look_at_hooks(loaded: Loaded, account: str | None) -> Iterator[Finding]:
     """``account``: the service's, if it is not that of this process."""
-    from agent import host  # noqa: PLC0415 - as above
-    from agent.cli.diagnosis import count, failure, ok, warning  # noqa: PLC0415
-    from agent.settings.files import check_files, hook_tampering_fault  # noqa: PLC0415
-
     hooks = loaded.settings.hooks
     if not hooks:
         yield ok("hooks", "the policy names none")
@@ -292,8 +273,6 @@ def _look_at_hooks(loaded: "Loaded", account: str | None) -> "Iterator[Finding]"
 
 def _without_leave(units: list[str]) -> list[tuple[str, str]]:
     """Units that the agent's account may not start, each with the words for it."""
-    from agent.host import systemd_unit  # noqa: PLC0415 - as above
-
     unnamed = systemd_unit.unnamed_units(units)
     if unnamed is None:
         return [("", f"{systemd_unit.RULE_FILE} cannot be read: run this as root")]
@@ -303,12 +282,7 @@ def _without_leave(units: list[str]) -> list[tuple[str, str]]:
     ]
 
 
-def _look_at_files(loaded: "Loaded", account: str | None) -> "Iterator[Finding]":
-    from agent import host  # noqa: PLC0415 - as above
-    from agent.cli.diagnosis import failure, ok, warning  # noqa: PLC0415
-    from agent.settings import BUILT_IN_NAME  # noqa: PLC0415
-    from agent.settings.files import hook_tampering_fault  # noqa: PLC0415
-
+def _look_at_files(loaded: Loaded, account: str | None) -> Iterator[Finding]:
     faults = []
     if loaded.name != BUILT_IN_NAME:
         faults.append(host.tampering_fault(Path(loaded.name)))
@@ -331,13 +305,8 @@ def _is_system(account: str) -> bool:
 # --- the state
 
 
-def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> "Finding":
+def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> Finding:
     """``account``: the service's, if it is not that of this process; ``is_in_use``: an agent is at work there."""
-    import tempfile  # noqa: PLC0415 - as above
-
-    from agent import host  # noqa: PLC0415
-    from agent.cli.diagnosis import failure, ok, warning  # noqa: PLC0415
-
     try:
         if not directory.exists():
             return ok("state", f"{directory} is not there yet: the agent makes it when it first starts")
@@ -370,12 +339,7 @@ def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> 
         return failure("state", told, "make it writable, or name another one with agent.state_dir")
 
 
-def _look_at_disk(directory: Path) -> "Finding":
-    import shutil  # noqa: PLC0415 - as above
-
-    from agent import host  # noqa: PLC0415
-    from agent.cli.diagnosis import judge_disk, warning  # noqa: PLC0415
-
+def _look_at_disk(directory: Path) -> Finding:
     try:
         place = next(path for path in (directory, *directory.parents) if path.exists())
         temporary, system = host.temporary_disk(place), host.file_system(place)
@@ -406,12 +370,8 @@ def _fetch_health(listen: str) -> _Page | None:
     return None if listen == "off" else _fetch(listen, "/healthz", _MAX_PAGE_BYTES)
 
 
-def _fetch_status(listen: str) -> "Status | None":
+def _fetch_status(listen: str) -> Status | None:
     """What the agent says of itself at /status; None if that is not for everybody, or of another version."""
-    import msgspec  # noqa: PLC0415 - as above
-
-    from agent.status import Status  # noqa: PLC0415
-
     page = _fetch(listen, "/status", _MAX_STATUS_BYTES)
     try:
         return msgspec.json.decode(page.text, type=Status) if page is not None else None
@@ -420,8 +380,6 @@ def _fetch_status(listen: str) -> "Status | None":
 
 
 def _fetch(listen: str, path: str, most: int) -> _Page | None:
-    import http.client  # noqa: PLC0415 - as above
-
     address, port = _address_of(listen)
     address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # noqa: S104 - not to listen on
     with contextlib.closing(http.client.HTTPConnection(address, port, timeout=_PAGE_SECONDS)) as connection:
@@ -443,11 +401,9 @@ def _look_at_agent(
     holder: str | None,
     page: _Page | None,
     doubt: tuple[str, str] | None,
-    service: "OwnService | None",
-) -> "Finding":
+    service: OwnService | None,
+) -> Finding:
     """``doubt``: about an agent that is well, with what to do."""
-    from agent.cli.diagnosis import failure, ok, warning  # noqa: PLC0415 - as above
-
     if holder is None:
         if service is not None and service.is_running:
             return warning(
@@ -478,12 +434,8 @@ def _look_at_agent(
     return warning("agent", f"{runs}, {doubt[0]}", doubt[1]) if doubt else ok("agent", runs)
 
 
-def _doubt_about_what_runs(loaded: "Loaded | None", page: _Page | None) -> tuple[str, str] | None:
+def _doubt_about_what_runs(loaded: Loaded | None, page: _Page | None) -> tuple[str, str] | None:
     """Whether the agent does what stands in the policy file, as far as its pages tell that to everybody."""
-    from datetime import UTC, datetime  # noqa: PLC0415 - as above
-
-    from agent.cli.diagnosis import judge_what_runs  # noqa: PLC0415
-
     if loaded is None or page is None or page.status != 200:
         return None
     status = _fetch_status(loaded.settings.agent.listen)
@@ -501,12 +453,7 @@ def _doubt_about_what_runs(loaded: "Loaded | None", page: _Page | None) -> tuple
     )
 
 
-def _look_at_pages(listen: str, page: _Page | None, *, is_running: bool) -> "Finding":
-    import socket  # noqa: PLC0415 - as above
-
-    from agent import host  # noqa: PLC0415
-    from agent.cli.diagnosis import failure, ok, warning  # noqa: PLC0415
-
+def _look_at_pages(listen: str, page: _Page | None, *, is_running: bool) -> Finding:
     if listen == "off":
         return ok("listen", "off: the agent serves no pages")
     if page is not None and page.status:
@@ -538,9 +485,7 @@ def _look_at_pages(listen: str, page: _Page | None, *, is_running: bool) -> "Fin
     return ok("listen", f"{listen} is free")
 
 
-def _look_at_service(service: "OwnService | None", fault: str) -> "Finding":
-    from agent.cli.diagnosis import failure, ok, warning  # noqa: PLC0415 - as above
-
+def _look_at_service(service: OwnService | None, fault: str) -> Finding:
     if fault:
         way_out = (
             "see that whatever supervises the agent here starts it again: a container's runtime, another manager"

@@ -1,4 +1,4 @@
-"""``history``: the journal, told as one timeline for each event.
+"""``history``: the journal, shown as one timeline for each event.
 
 Owns which events are shown and how a timeline looks. The one invariant: it only reads, and shows what the journal
 says in the journal's own words.
@@ -9,15 +9,18 @@ import heapq
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from agent.cli.operator import add_state_options, find_by_prefix, find_state_dir
+from agent.cli import add_state_options
+from agent.cli.operator import find_by_prefix, find_state_dir
+from agent.cli.status import title
 from agent.cli.terminal import Style, Terminal, print_json
-
-if TYPE_CHECKING:
-    from agent.status import History, JournalEntry
-    from agent.workflow import Workflow
+from agent.status import History, HistoryItem, Journal, JournalEntry, clock, span
+from agent.store import Store
+from agent.typed_yaml import parse_duration
+from agent.workflow import Workflow
 
 _DEFAULT_LIMIT = 20
 _HOOK_STYLES: dict[str, Style] = {"succeeded": "green", "failed": "red", "timed_out": "red", "not_started": "red"}
@@ -34,13 +37,11 @@ _STYLES: dict[str, Style] = {
 }
 
 
-def add_parsers(commands: Any) -> None:
-    """Register ``history``."""
-    parser = commands.add_parser(
-        "history",
-        help="what was done about which event, and how it ended",
-        description="Shows the journal: for each event a timeline from first sight to recovery, with the ends of "
-        "hooks and the last of their output; and between them what concerns the agent, unless events are chosen.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``history``."""
+    parser.description = (
+        "Shows the journal: for each event a timeline from first sight to recovery, with the ends of hooks and "
+        "the last of their output; and between them what concerns the agent, unless events are chosen."
     )
     parser.add_argument("--event", metavar="ID", help="only this event: its id, or a beginning that fits only one")
     parser.add_argument(
@@ -65,52 +66,45 @@ def add_parsers(commands: Any) -> None:
         "agent",
     )
     add_state_options(parser)
-    parser.set_defaults(handler=_run_history)
+    parser.set_defaults(handler=_run)
 
 
-def _run_history(arguments: argparse.Namespace) -> int:
-    # As are the imports below: heavy, and --help does not need them.
-    from agent.status import History, HistoryItem, Journal  # noqa: PLC0415
-
-    told = _load(arguments)
+def _run(arguments: argparse.Namespace) -> int:
+    shown = _load(arguments)
     if arguments.json:
         histories = [
             HistoryItem(workflow=item.workflow, entries=item.entries)
             if isinstance(item, History)
             else HistoryItem(workflow=None, entries=(item,))
-            for item in _merge(told)
+            for item in _merge(shown)
         ]
         print_json(Journal(at=datetime.now(UTC), histories=tuple(histories)))
         return 0
-    lines = list(_in_words(told, datetime.now(UTC), Terminal.of(sys.stdout)))
+    lines = list(_in_words(shown, datetime.now(UTC), Terminal.of(sys.stdout)))
     print(*(lines or ["Nothing of that kind is in the journal."]), sep="\n")
     return 0
 
 
-class _Told(NamedTuple):
+class _Shown(NamedTuple):
     """What is to be shown."""
 
-    histories: "Sequence[History]"
-    notes: "Sequence[JournalEntry]"
-    """Of the agent, for a place of their own or for one in a timeline; by time."""
+    histories: Sequence[History]
+    notes: Sequence[JournalEntry]
+    """Of the agent, by time; shown in a timeline, or between timelines."""
     is_chosen: bool
-    """Whether only certain events are wanted: then notes have no place of their own."""
+    """Whether only certain events are wanted: then no notes are shown between timelines."""
     limit: int
-    """Of notes with a place of their own; -1: none."""
+    """Of notes between timelines; -1: none."""
 
 
-def _load(arguments: argparse.Namespace) -> _Told:
-    from agent.store import Store  # noqa: PLC0415 - as above
-
+def _load(arguments: argparse.Namespace) -> _Shown:
     limit = arguments.limit or -1
-    store = Store.look_into(find_state_dir(arguments))
-    try:
-        keys = None
+    with closing(Store.look_into(find_state_dir(arguments))) as store:
+        keys: set[str] | None = None
         if arguments.event is not None:
-            found = find_by_prefix(arguments.event, store.find_workflows())
-            keys = {workflow.event.key for workflow in found}
+            keys = {workflow.event.key for workflow in find_by_prefix(arguments.event, store.find_workflows())}
 
-        def is_wanted(workflow: "Workflow") -> bool:
+        def is_wanted(workflow: Workflow) -> bool:
             return (
                 (keys is None or workflow.event.key in keys)
                 and (arguments.rule is None or workflow.decision.rule == arguments.rule)
@@ -118,49 +112,45 @@ def _load(arguments: argparse.Namespace) -> _Told:
             )
 
         histories = store.load_histories(since=arguments.since, limit=limit, is_wanted=is_wanted)
-        is_chosen = not (arguments.event is None and arguments.rule is None and arguments.type is None)
         notes = sorted(store.load_notes(since=arguments.since), key=lambda note: note.at)
-        return _Told(histories, notes, is_chosen, limit)
-    finally:
-        store.close()
+    is_chosen = not (arguments.event is None and arguments.rule is None and arguments.type is None)
+    return _Shown(histories, notes, is_chosen, limit)
 
 
-def _merge(told: _Told) -> "list[History | JournalEntry]":
-    """Events, and notes with a place of their own, oldest first."""
+def _merge(shown: _Shown) -> list[History | JournalEntry]:
+    """Events, and notes that are in no timeline, oldest first."""
     items: list[tuple[datetime, History | JournalEntry]] = [
-        (history.workflow.first_seen_at, history) for history in told.histories
+        (history.workflow.first_seen_at, history) for history in shown.histories
     ]
-    if not told.is_chosen:
-        placed = {index for history in told.histories for index in _span(history, told.notes)}
-        apart = [note for index, note in enumerate(told.notes) if index not in placed]
-        items += [(note.at, note) for note in (apart if told.limit < 0 else apart[-told.limit :])]
+    if not shown.is_chosen:
+        placed = {index for history in shown.histories for index in _span(history, shown.notes)}
+        apart = [note for index, note in enumerate(shown.notes) if index not in placed]
+        items += [(note.at, note) for note in (apart if shown.limit < 0 else apart[-shown.limit :])]
     return [item for _, item in sorted(items, key=lambda item: item[0])]
 
 
-def _span(history: "History", notes: "Sequence[JournalEntry]") -> range:
-    """Which notes fall into the time of the event, and so have their place in its timeline."""
+def _span(history: History, notes: Sequence[JournalEntry]) -> range:
+    """Which notes fall into the time of the event, and so into its timeline."""
     begins = bisect_left(notes, history.workflow.first_seen_at, key=lambda note: note.at)
     if not _is_over(history):
         return range(begins, len(notes))
     return range(begins, bisect_right(notes, history.entries[-1].at, key=lambda note: note.at))
 
 
-def _is_over(history: "History") -> bool:
-    # What belonged to another machine was closed by a word of the journal alone.
+def _is_over(history: History) -> bool:
+    # An event of another machine was closed by a journal entry alone.
     return bool(history.entries) and history.entries[-1].kind == "closed"
 
 
-def _in_words(told: _Told, now: datetime, terminal: Terminal) -> Iterator[str]:
-    from agent.status import History, clock  # noqa: PLC0415 - as above
-
+def _in_words(shown: _Shown, now: datetime, terminal: Terminal) -> Iterator[str]:
     was_note = True
-    for index, item in enumerate(_merge(told)):
+    for index, item in enumerate(_merge(shown)):
         is_note = not isinstance(item, History)
         if index and not (is_note and was_note):
             yield ""
         was_note = is_note
         if isinstance(item, History):
-            notes = [told.notes[index] for index in _span(item, told.notes)]
+            notes = [shown.notes[index] for index in _span(item, shown.notes)]
             yield from _timeline(item, notes, now, terminal)
         else:
             style = _STYLES.get(item.kind, "dim")
@@ -168,11 +158,7 @@ def _in_words(told: _Told, now: datetime, terminal: Terminal) -> Iterator[str]:
             yield from terminal.line(text, style, indent=4)
 
 
-def _timeline(
-    history: "History", notes: "Iterable[JournalEntry]", now: datetime, terminal: Terminal
-) -> Iterator[str]:
-    from agent.status import clock, span  # noqa: PLC0415 - as above
-
+def _timeline(history: History, notes: Iterable[JournalEntry], now: datetime, terminal: Terminal) -> Iterator[str]:
     workflow, began = history.workflow, history.workflow.first_seen_at
     event = workflow.event
     if _is_over(history):
@@ -181,17 +167,14 @@ def _timeline(
     else:
         outcome, period = f"is pending: {workflow.phase}", f"until now, for {span(began, now)}"
     rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
-    head = f"{event.type or 'event without a type'} {event.id or '(no id)'} {outcome}"
-    yield from terminal.line(head, "bold", indent=4)
+    yield from terminal.line(f"{title(event, event.id)} {outcome}", "bold", indent=4)
     yield from terminal.line(f"  {rule}; seen from {began:%Y-%m-%d %H:%M:%S}Z {period}", "dim", indent=4)
     # What was noted of the event stays in its order, whatever was done to the clock.
     entries = list(heapq.merge(history.entries, notes, key=lambda entry: entry.at))
     yield from _entries(entries, began, terminal)
 
 
-def _entries(entries: "Sequence[JournalEntry]", began: datetime, terminal: Terminal) -> Iterator[str]:
-    from agent.status import clock, span  # noqa: PLC0415 - as above
-
+def _entries(entries: Sequence[JournalEntry], began: datetime, terminal: Terminal) -> Iterator[str]:
     stamps = [f"{clock(entry.at, began)}  {f'+{span(began, entry.at)}':>8}" for entry in entries]
     kinds = [entry.kind.replace("_", " ") for entry in entries]
     widths = [max(map(len, column), default=0) for column in (stamps, kinds)]
@@ -204,8 +187,6 @@ def _entries(entries: "Sequence[JournalEntry]", began: datetime, terminal: Termi
 
 
 def _since(text: str) -> datetime:
-    from agent.typed_yaml import parse_duration  # noqa: PLC0415 - as above
-
     try:
         return datetime.now(UTC) - timedelta(seconds=parse_duration(text))
     except ValueError:

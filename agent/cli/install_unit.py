@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agent import AgentError
 
@@ -10,15 +10,13 @@ if TYPE_CHECKING:
     from agent.host.systemd_unit import Plan
 
 
-def add_parsers(commands: Any) -> None:
-    """Register ``install-unit``."""
-    parser = commands.add_parser(
-        "install-unit",
-        help="have systemd run the agent from where it is installed",
-        description="Writes the systemd unit for the place where this program is installed, makes the agent's "
-        "directories under /etc, and enables the unit. An agent that a package installed has its unit already: "
-        "then only the files of the strict set-up come and go. Run again, it changes only what has to change. A "
-        "file that was edited is not replaced.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``install-unit``."""
+    parser.description = (
+        "Writes the systemd unit for the place where this program is installed, makes the agent's directories "
+        "under /etc, and enables the unit. An agent that a package installed has its unit already: then only the "
+        "files of the strict set-up come and go. Run again, it changes only what has to change. A file that was "
+        "edited is not replaced."
     )
     parser.add_argument(
         "--strict",

@@ -21,13 +21,11 @@ _REFUSAL = "the policy is refused, and the one from before stays in force: "
 _STATE_IS_GOOD = ("running", "paused", "start pending", "continue pending", "pause pending")
 
 
-def add_parsers(commands: Any) -> None:
-    """Register ``service``."""
-    parser = commands.add_parser(
-        "service",
-        help="the agent as a Windows service: install, remove, start, stop, status, reload",
-        description="Sets the agent up as the Windows service ScheduledEventsAgent, and controls it. All but "
-        "status needs an elevated prompt.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The actions of ``service`` and their options."""
+    parser.description = (
+        "Sets the agent up as the Windows service ScheduledEventsAgent, and controls it. All but status needs an "
+        "elevated prompt."
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 

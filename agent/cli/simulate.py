@@ -2,30 +2,44 @@
 
 import argparse
 import contextlib
+import json
 import re
 import sys
 import threading
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import msgspec
 
 from agent import AgentError
+from agent.simulator import Happening, Scenario, Simulator, list_scenarios, load_scenario, rename_vms
+from agent.simulator.control import Control
+from agent.simulator.recorder import REAL_ENDPOINT, record
+from agent.simulator.recording import SUFFIX, Recording, load_recording, rename_vm
+from agent.simulator.scenario import DEFAULT_SCENARIO
+from agent.typed_yaml import parse_duration
 
-if TYPE_CHECKING:
-    from datetime import datetime
 
-    from agent.simulator import Happening, Scenario, Simulator
-    from agent.simulator.recording import Recording
-
-
-def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add ``simulate``."""
-    parser = commands.add_parser(
-        "simulate",
-        help="serve a simulated Scheduled Events endpoint",
-        description="Serves a scenario, or a recording of a real endpoint, as Azure's endpoint would, one "
-        "loopback port for each VM of it, and tells what happens. Its time begins with the first request for a "
-        "document.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``simulate``."""
+    parser.description = (
+        "Serves a scenario, or a recording of a real endpoint, as Azure's endpoint would, one loopback port for "
+        "each VM of it, and tells what happens. Its time begins with the first request for a document."
     )
+    _add_simulation_options(parser)
+    recording = parser.add_argument_group("to record a real endpoint, and simulate nothing")
+    recording.add_argument(
+        "--record", type=Path, metavar="FILE", help="write its documents to a new FILE.jsonl until Ctrl-C"
+    )
+    recording.add_argument(
+        "--from", dest="from_", metavar="URL", help="the endpoint (default: http://169.254.169.254)"
+    )
+    recording.add_argument("--for", dest="for_", metavar="DURATION", help="stop by itself after this, such as 2h")
+    parser.set_defaults(handler=_run)
+
+
+def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "scenario",
         nargs="?",
@@ -65,23 +79,9 @@ def add_parsers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.add_argument("--now", action="store_true", help="do not wait for the first request")
     parser.add_argument("--requests", type=Path, metavar="FILE", help="write each request as a line of JSON")
     parser.add_argument("--json", action="store_true", help="print JSON lines")
-    recording = parser.add_argument_group("to record a real endpoint, and simulate nothing")
-    recording.add_argument(
-        "--record", type=Path, metavar="FILE", help="write its documents to a new FILE.jsonl until Ctrl-C"
-    )
-    recording.add_argument(
-        "--from", dest="from_", metavar="URL", help="the endpoint (default: http://169.254.169.254)"
-    )
-    recording.add_argument("--for", dest="for_", metavar="DURATION", help="stop by itself after this, such as 2h")
-    parser.set_defaults(handler=run_simulate)
 
 
-def run_simulate(arguments: argparse.Namespace) -> int:
-    """Serve until the scenario's end or Ctrl-C; returns the exit code."""
-    from agent.simulator import Simulator, list_scenarios  # noqa: PLC0415 - as below: only this command needs it
-    from agent.simulator.control import Control  # noqa: PLC0415
-    from agent.simulator.scenario import DEFAULT_SCENARIO  # noqa: PLC0415
-
+def _run(arguments: argparse.Namespace) -> int:
     for name in arguments.vm:
         if not re.fullmatch(r"\S{1,128}", name):  # as in scenario files
             raise AgentError(f'--vm: expected a name without blanks; got "{name}"', kind="usage")
@@ -118,7 +118,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _warn_if_open(simulator: "Simulator", *, has_control: bool) -> None:
+def _warn_if_open(simulator: Simulator, *, has_control: bool) -> None:
     if simulator.is_open:
         more = "; through the control port they can let anything happen" if has_control else ""
         print(
@@ -126,18 +126,13 @@ def _warn_if_open(simulator: "Simulator", *, has_control: bool) -> None:
         )
 
 
-def _load(name: str, vms: tuple[str, ...]) -> "Scenario | Recording":
-    from agent.simulator import load_scenario, rename_vms  # noqa: PLC0415
-    from agent.simulator.recording import SUFFIX, load_recording, rename_vm  # noqa: PLC0415
-
+def _load(name: str, vms: tuple[str, ...]) -> Scenario | Recording:
     if name.endswith(SUFFIX):
         return rename_vm(load_recording(name), vms)
     return rename_vms(load_scenario(name), vms)
 
 
 def _check(name: str | None) -> int:
-    from agent.simulator import Scenario  # noqa: PLC0415
-
     if name is None:
         raise AgentError("--check: expected SCENARIO, the file to look at; got none", kind="usage")
     found = _load(name, ())
@@ -154,10 +149,6 @@ def _count(number: int, what: str) -> str:
 
 def _record(arguments: argparse.Namespace) -> int:
     """Write down what a real endpoint gives, until Ctrl-C or the end of ``--for``."""
-    from agent.simulator.recorder import REAL_ENDPOINT, record  # noqa: PLC0415
-    from agent.simulator.recording import SUFFIX  # noqa: PLC0415
-    from agent.typed_yaml import parse_duration  # noqa: PLC0415
-
     others = {
         "SCENARIO": arguments.scenario, "--list": arguments.list, "--check": arguments.check, "--vm": arguments.vm,
         "--port": arguments.port, "--control": arguments.control is not None, "--requests": arguments.requests,
@@ -199,7 +190,7 @@ class _TextTeller:
     def __init__(self) -> None:
         self._began_at: datetime | None = None
 
-    def beginning(self, simulator: "Simulator", name: str, control: str, *, waits: bool) -> None:
+    def beginning(self, simulator: Simulator, name: str, control: str, *, waits: bool) -> None:
         width = max(map(len, (*simulator.vms, *(["control"] if control else []))))
         for vm in simulator.vms:
             print(f"{vm:{width}}  {simulator.endpoint(vm)}/metadata/scheduledevents")
@@ -210,7 +201,7 @@ class _TextTeller:
         what = f"scenario {name} {when}" if name else "nothing happens but what is asked for"
         print(f"{what}{pace}; Ctrl-C ends it", flush=True)
 
-    def happening(self, happening: "Happening") -> None:
+    def happening(self, happening: Happening) -> None:
         self._began_at = self._began_at or happening.at
         seconds = (happening.at - self._began_at).total_seconds()
         print(f"{seconds:7.1f}s  {_sentence(happening)}", flush=True)
@@ -222,14 +213,14 @@ class _TextTeller:
 class _JsonTeller:
     """Lines for programs."""
 
-    def beginning(self, simulator: "Simulator", name: str, control: str, *, waits: bool) -> None:
+    def beginning(self, simulator: Simulator, name: str, control: str, *, waits: bool) -> None:
         for vm, machine in simulator.vms.items():
             self._print(kind="endpoint", vm=vm, vm_id=machine.id, url=simulator.endpoint(vm))
         if control:
             self._print(kind="control", url=control)
         self._print(kind="scenario", name=name, speed=simulator.speed, waits=waits)
 
-    def happening(self, happening: "Happening") -> None:
+    def happening(self, happening: Happening) -> None:
         event = happening.event
         self._print(
             kind=happening.kind,
@@ -253,12 +244,10 @@ class _JsonTeller:
         self._print(kind="end")
 
     def _print(self, **fields: Any) -> None:
-        import msgspec  # noqa: PLC0415
-
         print(msgspec.json.encode(fields).decode(), flush=True)
 
 
-def _sentence(happening: "Happening") -> str:
+def _sentence(happening: Happening) -> str:
     event = happening.event
     if event is None:
         what = {"began": "begins", "behaved": "behaves"}.get(happening.kind, happening.kind)
@@ -281,8 +270,6 @@ def _sentence(happening: "Happening") -> str:
 
 def _print_list(scenarios: dict[str, str], as_json: bool) -> None:
     if as_json:
-        import json  # noqa: PLC0415
-
         print(json.dumps([{"name": name, "shows": shows} for name, shows in scenarios.items()], indent=2))
         return
     width = max(map(len, scenarios))

@@ -1,24 +1,24 @@
-"""What people read: lines that fit a terminal, with colours there, and plain ones anywhere else.
+"""Output for people: lines that fit the terminal and have colours there, plain lines anywhere else.
 
-Owns widths, colours, redrawing, and the cleaning of what came from outside. Knows nothing of events. The one
-invariant: no control character is printed but those that stand here, whatever a description or a hook says.
+Owns widths, colours and the cleaning of text from outside. Knows nothing of events. The one invariant: no control
+character is printed except those written here, whatever a description or a hook's output contains.
 """
 
 import json
 import os
 import re
 import shutil
-import signal
-import socket
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from textwrap import wrap
-from typing import Literal, Self, TextIO
+from typing import Literal, TextIO
 
-from agent import AgentError
+from msgspec import to_builtins
+
+from agent import host
 
 FIRST_ANSWER_IS_SLOW = "waits for the metadata service, whose very first answer may take two minutes"
 
@@ -35,7 +35,7 @@ _COLOR_SEQUENCE = re.compile(r"\x1b\[[0-9;]*m")
 
 @dataclass(frozen=True)
 class Row:
-    """A word and what there is to say of it."""
+    """A label and its text."""
 
     label: str
     text: str
@@ -44,38 +44,30 @@ class Row:
 
 @dataclass(frozen=True)
 class Terminal:
-    """Where it is printed to."""
+    """Where the output goes."""
 
     width: int | None
-    """Columns; None where nobody looks: lines are not broken there, so that each fact stays in its line."""
-    height: int
-    """Lines of the window; 0 where there is none."""
+    """Columns; None if it is no terminal: then lines are not broken, so that each fact stays in its line."""
     has_colors: bool
-    can_redraw: bool
 
     @classmethod
     def of(cls, stream: TextIO) -> "Terminal":
-        """What stands behind the stream. NO_COLOR takes the colours, TERM=dumb redrawing too."""
-        from agent import host  # noqa: PLC0415 - heavy, and --help does not need it
-
+        """The terminal of the stream. NO_COLOR and TERM=dumb switch colours off."""
         if not stream.isatty():
-            return cls(width=None, height=0, has_colors=False, can_redraw=False)
-        size = shutil.get_terminal_size()
-        understands = host.has_terminal_colors() and os.environ.get("TERM") != "dumb"
+            return cls(width=None, has_colors=False)
+        is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
         return cls(
-            width=max(_MIN_WIDTH, min(_MAX_WIDTH, size.columns)),
-            height=size.lines,
-            has_colors=understands and not os.environ.get("NO_COLOR"),
-            can_redraw=understands,
+            width=max(_MIN_WIDTH, min(_MAX_WIDTH, shutil.get_terminal_size().columns)),
+            has_colors=not is_plain and host.has_terminal_colors(),
         )
 
     def paint(self, text: str, style: Style = "") -> str:
-        """The text, clean, and in this style where there are colours."""
+        """The cleaned text, in this style if the terminal has colours."""
         clean = printable(text)
         return f"\x1b[{_CODES[style]}m{clean}\x1b[0m" if style and clean and self.has_colors else clean
 
     def line(self, text: str, style: Style = "", *, indent: int = 0) -> list[str]:
-        """The text in as many lines as it needs, the further ones indented by this, or less in a narrow window."""
+        """The text in as many lines as it needs, all but the first indented by this (less in a narrow window)."""
         return [self.paint(part, style) for part in self._broken(printable(text), indent)]
 
     def rows(self, rows: Iterable[Row], *, indent: int = 2) -> list[str]:
@@ -104,17 +96,8 @@ class Terminal:
         )
 
 
-@dataclass(frozen=True)
-class View:
-    """What is to be seen at one moment."""
-
-    lines: list[str]
-    essence: Hashable
-    """What of it is news when it changes; not how much time has passed."""
-
-
 def printable(text: str) -> str:
-    """The text in one line; each control character as its code, and colours gone."""
+    """The text in one line: without colours, and with each control character as its code."""
     if text.isprintable():
         return text
     text = _COLOR_SEQUENCE.sub("", text).replace("\t", "    ")
@@ -122,15 +105,13 @@ def printable(text: str) -> str:
 
 
 def print_json(value: object) -> None:
-    """As docs/json.md describes it. Not by msgspec alone: a hook's output may be no text in UTF-8's sense."""
-    from msgspec import to_builtins  # noqa: PLC0415 - heavy, and --help does not need it
-
+    """Print it as docs/json.md describes. The json module, for a hook's output may not be valid UTF-8."""
     print(json.dumps(to_builtins(value), indent=2))
 
 
 @contextmanager
 def remark_if_slow(text: str) -> Iterator[None]:
-    """Say this on standard error if what is done within takes long, lest the silence be taken for a fault."""
+    """Print the text on standard error if the body takes longer than three seconds."""
     timer = threading.Timer(_SLOW_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
@@ -138,91 +119,3 @@ def remark_if_slow(text: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def watch(look: Callable[[Terminal], View]) -> None:
-    """Show what there is each second until Ctrl-C: redrawn on a terminal, else printed anew when it changes."""
-    essence: Hashable = object()
-    is_first = True
-    with _CtrlC() as ctrl_c:
-        while not ctrl_c.is_pressed:
-            terminal = Terminal.of(sys.stdout)
-            view = _look_aside(look, terminal, ctrl_c)
-            if view is None:
-                return
-            if terminal.can_redraw:
-                # Over the old picture, so that nothing flickers; what the window does not hold is cut.
-                lines = view.lines
-                if len(lines) >= terminal.height:
-                    more = f"... {len(lines) - terminal.height + 2} more lines; without --watch there are all"
-                    lines = [*lines[: max(1, terminal.height - 2)], terminal.paint(more, "dim")]
-                start = "\x1b[2J\x1b[H" if is_first else "\x1b[H"
-                print(start + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J", end="", flush=True)
-            elif view.essence != essence:
-                print(*([] if is_first else [""]), *view.lines, sep="\n", flush=True)
-            essence, is_first = view.essence, False
-            ctrl_c.wait(1.0)
-
-
-class _CtrlC:
-    """Ctrl-C as something to wait for.
-
-    It is noted, and not raised: Python runs finalizers at any moment, and drops what is raised in one. The second
-    one is raised as usual, so that nothing can hang for good.
-    """
-
-    def __init__(self) -> None:
-        self.is_pressed = False
-        self._ear, self._bell = socket.socketpair()
-        self._bell.setblocking(False)  # a signal must not wait for whoever hears it
-
-    def __enter__(self) -> Self:
-        self._bell_before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
-        self._handler_before = signal.getsignal(signal.SIGINT)
-        if self._handler_before is not signal.SIG_IGN:  # as it is for what a script runs in the background
-            signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._handler_before)
-        signal.set_wakeup_fd(self._bell_before)
-        self._bell.close()
-        self._ear.close()
-
-    def wait(self, seconds: float | None = None) -> None:
-        """Until it is pressed, somebody rings, or the time is over."""
-        self._ear.settimeout(seconds)
-        with suppress(TimeoutError):
-            self._ear.recv(1)
-
-    def ring(self) -> None:
-        """End the wait, from another thread; in vain if nobody waits any more."""
-        with suppress(OSError):
-            self._bell.send(b"\0")
-
-    def _note(self, *_: object) -> None:
-        self.is_pressed = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _look_aside(look: Callable[[Terminal], View], terminal: Terminal, ctrl_c: _CtrlC) -> View | None:
-    """What there is to be seen; None if Ctrl-C came first: to look may take minutes, and nobody waits for that."""
-    seen: View | BaseException | None = None
-
-    def run() -> None:
-        nonlocal seen
-        try:
-            seen = look(terminal)
-        except BaseException as error:  # noqa: BLE001 - it goes on where the result is wanted
-            seen = error
-        ctrl_c.ring()
-
-    threading.Thread(target=run, name="look", daemon=True).start()
-    ctrl_c.wait()
-    if ctrl_c.is_pressed:
-        return None
-    if isinstance(seen, AgentError):  # it may be better in a second
-        return View(terminal.line(str(seen), "red"), str(seen))
-    if isinstance(seen, BaseException):
-        raise seen
-    return seen

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agent import host
 from agent.policy import Hook
-from agent.settings import BUILT_IN_NAME, Loaded
+from agent.settings import BUILT_IN_NAME, ConfigError, Loaded
 from agent.settings.checks import Finding
 from agent.settings.model import AgentSettings, Settings, is_open
 from agent.typed_yaml import Problem
@@ -27,6 +27,22 @@ def check_files(loaded: Loaded) -> tuple[Problem, ...]:
     """Warnings about what hooks name and this machine lacks or refuses, and of files that others could change."""
     exposed = _exposed(loaded.settings, None if loaded.name == BUILT_IN_NAME else Path(loaded.name))
     return loaded.parsed.gather([*exposed, *_web_doubts(loaded.settings.agent), *_missing(loaded.settings)])
+
+
+def refuse_exposed(loaded: Loaded) -> None:
+    """Raise ConfigError if this process is root and others could change the policy file or what its hooks run.
+
+    An ordinary user is only warned, by ``check_files``.
+    """
+    if not host.is_privileged():
+        return
+    fault = None if loaded.name == BUILT_IN_NAME else host.tampering_fault(Path(loaded.name))
+    findings = [("", fault)] if fault else []
+    for name, hook in loaded.settings.hooks.items():
+        if fault := hook_tampering_fault(hook):
+            findings.append((f"hooks.{name}.run", fault))
+    if findings:
+        raise ConfigError(tuple(str(problem) for problem in loaded.parsed.gather(findings)))
 
 
 def hook_tampering_fault(hook: Hook) -> str | None:

@@ -30,8 +30,6 @@ agent.cli.build_parser()
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
 sys.exit(agent.cli.main(sys.argv[1:]))
 """
-# What a watching terminal is told: move, erase, colours.
-REDRAWING = re.compile(r"\x1b\[(?:2J|H|J|K|[0-9;]*m)")
 
 needs_terminal = pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals as POSIX has them")
 
@@ -40,8 +38,8 @@ def ask(agent: Agent, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return agent.run(*arguments, "--state-dir", str(agent.state_dir), "--config", str(agent.config))
 
 
-def in_terminal(agent: Agent, *arguments: str, columns: int, until: str = "", lines: int = 24) -> tuple[int, str]:
-    """Exit code and output of a command in such a window; Ctrl-C is pressed once when ``until`` is seen again."""
+def in_terminal(agent: Agent, *arguments: str, columns: int) -> tuple[int, str]:
+    """Exit code and output of a command in a window of this width."""
     if sys.platform == "win32":
         raise NotImplementedError
     import fcntl
@@ -50,7 +48,7 @@ def in_terminal(agent: Agent, *arguments: str, columns: int, until: str = "", li
     import termios
 
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {
         name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")
     }
@@ -69,11 +67,8 @@ def in_terminal(agent: Agent, *arguments: str, columns: int, until: str = "", li
     try:
         while True:
             output += os.read(ours, 65536)
-            if until and output.count(until.encode()) > 1:  # so that it was redrawn
-                os.write(ours, b"\x03")
-                until = ""
     except OSError:  # it has ended
-        return process.wait(PATIENCE), output.decode().replace("\r\n", "\n").replace("^C", "")
+        return process.wait(PATIENCE), output.decode().replace("\r\n", "\n")
     finally:
         os.close(ours)
         process.kill()
@@ -391,25 +386,6 @@ def test_in_a_terminal_no_line_is_wider_than_it(sim: Simulator, agent: Agent, co
         assert "\x1b[1" in shown
         lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
         assert max(map(len, lines)) <= columns
-
-
-@needs_terminal
-def test_watching_a_terminal_redraws_it_within_its_height_and_ctrl_c_ends_it_quietly(
-    sim: Simulator, agent: Agent
-) -> None:
-    agent.write_policy(rules=[BY_HAND])
-    agent.start()
-    for number in range(6):
-        sim.schedule("Reboot", id_=f"AAAA111{number}")
-    agent.wait_log("prepared", count=6)
-    for command in ("status", "events"):
-        code, shown = in_terminal(agent, command, "--watch", columns=80, lines=12, until="without --watch")
-        assert code == 0
-        assert "Traceback" not in shown
-        first, *again = shown.removeprefix("\x1b[2J").split("\x1b[H")[1:]
-        assert again
-        assert [len(picture.splitlines()) <= 12 for picture in (first, *again)] == [True] * (1 + len(again))
-        assert [line for line in REDRAWING.sub("", shown).splitlines() if not line.isprintable()] == []
 
 
 @pytest.mark.skipif(sys.platform == "win32" or host.account_name() != "root", reason="only root can become nobody")

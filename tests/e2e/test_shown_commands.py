@@ -115,7 +115,7 @@ RECORDING = (
     '{"at": "2026-01-01T00:00:09Z", "document": {"DocumentIncarnation": 2, "Events": []}}\n'
 )
 # What goes on until it is told to stop; whether it has begun is told by its first words.
-LASTING = re.compile(r"^(run|demo|status --watch|events --watch|simulate (?!--list|--check))")
+LASTING = re.compile(r"^(run|demo|simulate (?!--list|--check))")
 
 
 @pytest.fixture

@@ -282,7 +282,7 @@ def test_without_a_running_agent_an_operators_word_is_withdrawn(sim: Simulator, 
     assert (said.returncode, said.stdout) == (1, "")
     assert said.stderr == (
         "scheduled-events-agent: no agent runs with the state directory "
-        f"{agent.state_dir}: there is nobody to do that\n"
+        f"{agent.state_dir}: start the agent first\n"
     )
     agent.start()
     sim.wait_polls(3)

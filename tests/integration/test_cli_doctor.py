@@ -63,8 +63,7 @@ OF_IMDS = ("endpoint", "direct", "header", "name", "version", "events", "clock",
 def run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> Callable[..., tuple[int, str, str]]:
-    """The command line with only this command; returns exit code, output and errors."""
-    monkeypatch.setattr(cli, "_GROUPS", ("doctor",))
+    """The command line; returns exit code, output and errors."""
     monkeypatch.setattr(doctor, "_SPACING_SECONDS", 0.01)
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -344,7 +343,7 @@ hooks: {{drain: {0}}}
 def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_looked_at_without_it(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint
 ) -> None:
-    monkeypatch.setattr("agent.imds.resolve_endpoint", lambda _: endpoint.url)  # not the machine's own
+    monkeypatch.setattr("agent.cli.doctor.resolve_endpoint", lambda _: endpoint.url)  # not the machine's own
     (tmp_path / "p.yaml").write_text("rules:\n  - {name: a, aprove: never}\nhooks: {x: {}}\n")
     code, out, _ = run("--config", "p.yaml", "--json", "--state-dir", str(tmp_path / "state"))
     checks = json.loads(out)["checks"]
@@ -531,7 +530,7 @@ def test_an_ordinary_account_makes_no_failure_of_what_it_may_not_see(
         assert code == 0
         return {one["check"]: (one["verdict"], one["finding"]) for one in json.loads(out)["checks"]}
 
-    monkeypatch.setattr("agent.imds.resolve_endpoint", lambda _: endpoint.url)
+    monkeypatch.setattr("agent.cli.doctor.resolve_endpoint", lambda _: endpoint.url)
     with tempfile.TemporaryDirectory() as directory:  # pytest's own is for this account alone
         place = Path(directory)
         place.chmod(0o755)

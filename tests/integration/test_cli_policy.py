@@ -43,8 +43,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """The command line with only this group of commands; returns exit code, output and errors."""
-    monkeypatch.setattr(cli, "_GROUPS", ("policy",))
+    """The command line; returns exit code, output and errors."""
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
 

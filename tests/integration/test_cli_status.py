@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -15,11 +14,10 @@ import pytest
 
 from agent import __version__, cli, host
 from agent.cli import operator
-from agent.cli import status as status_command
 from agent.events import ScheduledEvent
 from agent.policy import Decision
 from agent.settings import CONFIG_VARIABLE
-from agent.status import LastKnown, PolicyInForce, RunningHook, Status, Vm
+from agent.status import PolicyInForce, RunningHook, Status, Vm
 from agent.store import Store, StoreError
 from agent.workflow import Note, Progress, Step, Workflow
 
@@ -242,7 +240,7 @@ def test_what_is_wrong_comes_first_and_the_exit_code_is_1(state_dir: Path, run: 
         "  problem    no poll has succeeded for 61s: timed out\n"
         "  vm         web-1 (vmId 5d1c)\n"
         "  policy     policy.yaml, read 2h 0m ago (20:12:00Z)\n"
-        "  refused    the file as it is by now: policy.yaml:3: rules: expected a list\n"
+        "  refused    the file as it is now: policy.yaml:3: rules: expected a list\n"
         "  last poll  failed: timed out; succeeded 1m 1s ago (22:10:59Z); auto, document 7\n"
         "  agent      version 0.1.0, since 3d 0h ago (2026-04-08 22:12:00Z); ready (/readyz)\n"
     )
@@ -401,34 +399,3 @@ def test_texts_that_the_locale_lacks_are_told_all_the_same(
         monkeypatch.setattr(sys, "stdout", stream)
         cli.main(["status", "--state-dir", str(state_dir)])
     assert r'"Wartung für \u6f22"' in (tmp_path / "out").read_text(encoding="latin-1")
-
-
-def test_watching_away_from_a_terminal_tells_what_changes_and_ends_quietly(
-    state_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[Path] = []
-    look = status_command._look
-
-    def count_looks(directory: Path) -> Status | LastKnown:
-        looks.append(directory)
-        if len(looks) == 3:
-            commit(state_dir, PREPARING)
-        if len(looks) == 5:
-            signal.raise_signal(signal.SIGINT)
-        return look(directory)
-
-    monkeypatch.setattr(status_command, "_look", count_looks)
-    code, out, err = run("status", "--state-dir", str(state_dir), "--watch")
-    assert (code, err) == (0, "")
-    verdicts = [line for line in out.splitlines() if line.startswith("no agent runs")]
-    assert verdicts == [
-        "no agent runs; when last heard of, nothing is pending",
-        "no agent runs; when last heard of, 1 event is pending",
-    ]
-
-
-@pytest.mark.parametrize("command", ["status", "events"])
-def test_watching_and_json_exclude_each_other(run: Run, command: str) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run(command, "--watch", "--json")
-    assert caught.value.code == 2

@@ -75,7 +75,7 @@ def test_bash_completes_commands_options_and_files(scripts: Callable[[str], Path
     (tmp_path / "state").mkdir()
     script = scripts("bash")
     assert complete_in_bash(script, tmp_path, "stat") == ["status"]
-    assert complete_in_bash(script, tmp_path, "status", "--wa") == ["--watch"]
+    assert complete_in_bash(script, tmp_path, "status", "--js") == ["--json"]
     assert complete_in_bash(script, tmp_path, "completion", "pow") == ["powershell"]
     assert complete_in_bash(script, tmp_path, "check", "--config", "pol") == ["policy.yaml"]
     assert complete_in_bash(script, tmp_path, "explain", "pol") == ["policy.yaml"]

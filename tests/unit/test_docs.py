@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from agent.cli import build_parser
-from agent.cli.policy import Explanations
+from agent.cli.explain import Explanations
 from agent.log import JOURNAL_FIELDS
 from agent.log_ids import LogId
 from agent.status import SCHEMA_VERSION, CurrentEvents, Journal, LastKnown, OperatorAnswer, Status

@@ -71,8 +71,8 @@ def events(*resources: list[str]) -> Answer:
 
 # --- the words
 
-NOWHERE = Terminal(width=None, height=0, has_colors=False, can_redraw=False)
-WINDOW = Terminal(width=40, height=24, has_colors=True, can_redraw=True)
+NOWHERE = Terminal(width=None, has_colors=False)
+WINDOW = Terminal(width=40, has_colors=True)
 
 FINDINGS = [
     ok("endpoint", "answers"),

@@ -1,6 +1,5 @@
 """Scenario files: what they may say, and what is said about mistakes in them."""
 
-import argparse
 import contextlib
 import io
 import re
@@ -10,7 +9,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from agent.cli.simulate import add_parsers
+from agent.cli import build_parser
 from agent.simulator import SimulatorError, list_scenarios, load_scenario, parse_scenario, rename_vms
 from agent.simulator.control import _ACTIONS as ACTIONS
 from agent.simulator.faults import FaultKind
@@ -267,10 +266,8 @@ def test_the_guide_tells_the_defaults_that_the_types_have() -> None:
 
 
 def test_the_guide_tells_of_every_option_and_every_path_of_the_control_port() -> None:
-    parser = argparse.ArgumentParser()
-    add_parsers(parser.add_subparsers())
     with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as shown:
-        parser.parse_args(["simulate", "--help"])
+        build_parser().parse_args(["simulate", "--help"])
     options = set(re.findall(r"--\w[\w-]*", shown.getvalue())) - {"--help"}
     assert options <= set(re.findall(r"--\w[\w-]*", GUIDE))
     assert {path for path in ACTIONS if f"`{path}`" not in GUIDE and f"POST {path}`" not in GUIDE} == set()

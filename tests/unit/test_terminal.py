@@ -1,16 +1,12 @@
-"""Lines for people: they fit the window, nothing from outside can command the terminal, and Ctrl-C is heard."""
-
-import signal
-import threading
+"""Output for people: lines fit the window, and nothing from outside can command the terminal."""
 
 import pytest
 
-from agent import AgentError
-from agent.cli.terminal import Row, Terminal, View, printable, watch
+from agent.cli.terminal import Row, Terminal, printable
 
-NOWHERE = Terminal(width=None, height=0, has_colors=False, can_redraw=False)
-WINDOW = Terminal(width=40, height=24, has_colors=False, can_redraw=False)
-COLORFUL = Terminal(width=40, height=24, has_colors=True, can_redraw=True)
+NOWHERE = Terminal(width=None, has_colors=False)
+WINDOW = Terminal(width=40, has_colors=False)
+COLORFUL = Terminal(width=40, has_colors=True)
 
 
 @pytest.mark.parametrize(
@@ -74,73 +70,3 @@ def test_in_a_narrow_window_indents_give_way_and_no_line_is_wider_than_it() -> N
 def test_colours_are_only_where_they_are_understood() -> None:
     assert WINDOW.line("held", "yellow") == ["held"]
     assert COLORFUL.line("held", "yellow") == ["\x1b[1;33mheld\x1b[0m"]
-
-
-def test_ctrl_c_is_heard_also_where_python_drops_what_is_raised() -> None:
-    class Dropping:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
-
-    looks = iter(range(3))
-
-    def look(_: Terminal) -> View:
-        assert next(looks, None) is not None, "it was not heard"
-        Dropping()
-        return View(["a line"], None)
-
-    watch(look)
-
-
-def test_ctrl_c_is_not_kept_waiting_by_a_look_that_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
-    is_over = threading.Event()
-
-    def look(_: Terminal) -> View:
-        signal.raise_signal(signal.SIGINT)
-        is_over.wait(60)
-        return View(["too late"], None)
-
-    watch(look)
-    is_over.set()
-    assert capsys.readouterr().out == ""
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_ctrl_c_stays_ignored_where_whoever_started_the_command_ignores_it() -> None:
-    looks = iter(range(2))
-
-    def look(_: Terminal) -> View:
-        signal.raise_signal(signal.SIGINT)
-        if next(looks, None) is None:
-            raise ZeroDivisionError  # the only way out
-        return View(["a line"], None)
-
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with pytest.raises(ZeroDivisionError):
-            watch(look)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_a_look_that_fails_is_told_and_made_again(capsys: pytest.CaptureFixture[str]) -> None:
-    looks = iter(["no answer", "an answer"])
-
-    def look(_: Terminal) -> View:
-        text = next(looks, "")
-        if not text:
-            signal.raise_signal(signal.SIGINT)
-        if text == "no answer":
-            raise AgentError(text)
-        return View([text], text)
-
-    watch(look)
-    assert capsys.readouterr().out == "no answer\n\nan answer\n"
-
-
-def test_a_bug_met_while_looking_is_not_hidden() -> None:
-    def look(_: Terminal) -> View:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        watch(look)

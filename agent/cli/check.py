@@ -1,0 +1,169 @@
+"""``check``: is the policy file right, and what does it say?"""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator
+from textwrap import fill
+
+from agent import host
+from agent.cli import add_config_option
+from agent.policy import Rule, When
+from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
+from agent.settings.files import check_files, refuse_exposed
+from agent.settings.schema import policy_schema
+from agent.typed_yaml import format_duration
+
+_WIDTH = 110
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``check``."""
+    parser.description = "Checks the policy file and tells what it says. Exit code 0: valid; 2: not valid."
+    add_config_option(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of policy files, for editors")
+    parser.set_defaults(handler=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.schema:
+        print(json.dumps(policy_schema(), indent=2))
+        return 0
+    try:
+        loaded = load_policy(find_config(arguments.config, host.default_config_path()))
+        refuse_exposed(loaded)
+    except ConfigError as error:
+        if arguments.json:
+            print(json.dumps({"valid": False, "problems": error.problems, "warnings": []}, indent=2))
+        else:
+            count = len(error.problems)
+            print(*error.problems, f"not valid: {count} problem{'s' if count > 1 else ''}", sep="\n")
+        return 2
+    warnings = [str(warning) for warning in (*loaded.warnings, *check_files(loaded))]
+    if arguments.json:
+        result = {"file": loaded.name, "hash": loaded.hash, "valid": True, "problems": [], "warnings": warnings}
+        print(json.dumps(result, indent=2))
+        return 0
+    print(f"{loaded.name}: valid", *(f"warning: {warning}" for warning in warnings), "", sep="\n")
+    print(*_policy_in_words(loaded), sep="\n")
+    return 0
+
+
+def _policy_in_words(loaded: Loaded) -> Iterator[str]:
+    settings = loaded.settings
+    if loaded.name != BUILT_IN_NAME and "rules" not in loaded.parsed.lines:
+        what = "names no rules" if loaded.parsed.lines else "is empty"
+        yield f"The file {what}: the built-in rules are in force."
+    yield "The first rule that matches takes the event:"
+    rows = [
+        (rule.name, f"{_when_in_words(rule.when)}: {_rule_in_words(rule, settings)}") for rule in settings.rules
+    ]
+    yield from table([*rows, ("(none)", "observed: logged and counted, nothing more")])
+    imds, agent = settings.imds, settings.agent
+    poll = f"asks {imds.endpoint} every {format_duration(imds.poll_interval)} (api-version {imds.api_version})"
+    listen = "serves no pages" if agent.listen == "off" else f"serves its pages on {agent.listen}"
+    mode = "" if agent.mode == "act" else "; mode observe: runs no hooks and approves nothing"
+    clear = f"; runs {', '.join(settings.on_clear)} at start if nothing is pending" if settings.on_clear else ""
+    yield ""
+    yield fill(f"The agent {poll}; {listen}{clear}{mode}.", _WIDTH)
+
+
+def _when_in_words(when: When) -> str:
+    parts = []
+    if when.type or when.status:
+        parts.append(" ".join(filter(None, (_either(when.status), _either(when.type) or "events"))))
+    else:
+        parts.append("Any event")
+    if when.source:
+        parts.append(f"from {_either(when.source)}")
+    if when.affects != ("self",):
+        named = {"self": "this VM", "shared": "this VM and others", "others": "only other VMs"}
+        parts.append(f"that names {_either(named[word] for word in when.affects)}")
+    if when.resource:
+        parts.append(f"with a resource like {_either(when.resource)}")
+    if when.description:
+        parts.append(f"described as {_either(when.description)}")
+    for kind, words in (("duration", "lasting"), ("notice", "announced")):
+        below, at_least = getattr(when, f"{kind}_below"), getattr(when, f"{kind}_at_least")
+        limits = [f"at least {format_duration(at_least)}"] if at_least is not None else []
+        limits += [f"less than {format_duration(below)}"] if below is not None else []
+        if limits:
+            parts.append(f"{words} {' and '.join(limits)}{' ahead' if kind == 'notice' else ''}")
+    return " ".join(parts)
+
+
+def _rule_in_words(rule: Rule, settings: Settings) -> str:
+    begin = []
+    is_approved = rule.approve in ("immediately", "when-prepared")
+    if rule.window is not None and is_approved:
+        begin.append(f"in window {rule.window}, or")
+    if rule.lead is not None:
+        begin.append(f"from {format_duration(rule.lead)} before NotBefore")
+    elif rule.window is not None and is_approved:
+        begin.append("shortly before NotBefore")
+    elif not is_approved and (rule.prepare or rule.drain_for):
+        begin.append(_late_in_words(rule, settings))
+    parts = []
+    if rule.drain_for:
+        parts.append(f"not ready for {format_duration(rule.drain_for)}")
+    if rule.prepare:
+        parts.append(f"run {', '.join(rule.prepare)}")
+    approve = {
+        "immediately": "approve at once",
+        "when-prepared": "approve" if parts else "approve at once",
+        "manual": "wait for an operator to approve",
+        "never": "do not approve",
+    }[rule.approve]
+    if rule.prepare and rule.approve == "when-prepared" and rule.on_failure == "approve":
+        approve += " (even if a hook fails)"
+    parts.append(approve)
+    words = f"{' '.join(begin)}, {', then '.join(parts)}" if begin else ", then ".join(parts)
+    if rule.on_start:
+        words += f"; once started run {', '.join(rule.on_start)}"
+    if rule.recover:
+        words += f"; afterwards run {', '.join(rule.recover)}"
+    return words + _sharing_in_words(rule, settings)
+
+
+def _late_in_words(rule: Rule, settings: Settings) -> str:
+    if rule.when.type == ("Preempt",):
+        return "at once"
+    hooks = sum(settings.hooks[name].limit_seconds for name in rule.prepare)
+    needed = format_duration(rule.drain_for + hooks + settings.agent.reserve)
+    return f"as late as its hooks allow ({needed} before NotBefore, or later if they are known to be quicker)"
+
+
+def _sharing_in_words(rule: Rule, settings: Settings) -> str:
+    """What is different if the event names other VMs too."""
+    mode = rule.shared or ("first" if rule.approve == "immediately" else "hold")
+    is_approved = rule.approve in ("immediately", "when-prepared")
+    if not is_approved or mode == "any" or not {"self", "shared"} & set(rule.when.affects):
+        return ""
+    if rule.approve == "immediately" and mode == "first":
+        return ""
+    unless = ", unless it names this VM first" if mode == "first" else ""
+    is_late = rule.lead is None and (rule.prepare or rule.drain_for)
+    late = f" prepare {_late_in_words(rule, settings)} and" if is_late else ""
+    return f"; if it names other VMs too,{late} do not approve{unless}"
+
+
+def _either(words: Iterable[str]) -> str:
+    *first, last = [*words] or [""]
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def table(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """The lines of two columns, of which the second is wrapped."""
+    rows = list(rows)
+    width = max(len(first) for first, _ in rows) + 2
+    return [
+        fill(
+            second,
+            max(_WIDTH, width + 40),
+            initial_indent=f"  {first:<{width}}",
+            subsequent_indent=" " * (width + 2),
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        for first, second in rows
+    ]

@@ -1,0 +1,126 @@
+"""``events``: what Azure says now, and beside each event what the agent makes of it."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from agent import host
+from agent.cli import add_state_options
+from agent.cli.operator import find_agent
+from agent.cli.status import affected_in_words, start_in_words, title
+from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, remark_if_slow
+from agent.events import ScheduledEvent, parse_document
+from agent.imds import ImdsClient, resolve_endpoint
+from agent.settings import find_config, load_settings
+from agent.status import CurrentEvent, CurrentEvents, Vm, activity, last_known_activity, lasting
+from agent.store import Store, StoreError
+from agent.workflow import Workflow
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``events``."""
+    parser.description = (
+        "Asks the metadata service for the document and shows its events; beside each, what the agent makes of it "
+        "if its state file can be read."
+    )
+    parser.add_argument(
+        "--vm", metavar="NAME", help="this VM's name in Resources (default: as the agent knows it)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_state_options(parser)
+    parser.set_defaults(handler=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    events = _look(arguments)
+    if arguments.json:
+        print_json(events)
+    else:
+        print(*_in_words(events, Terminal.of(sys.stdout)), sep="\n")
+    return 0
+
+
+def _look(arguments: argparse.Namespace) -> CurrentEvents:
+    """Azure's document, and what the state file says of its events. Raises AgentError."""
+    settings = load_settings(find_config(arguments.config, host.default_config_path()))
+    directory = arguments.state_dir or settings.agent.state_dir
+    state_dir = Path(directory) if directory else host.default_state_dir()
+    has_agent = find_agent(state_dir) is not None
+    imds = settings.imds
+    with closing(
+        ImdsClient(
+            resolve_endpoint(imds.endpoint),
+            api_version=imds.api_version,
+            request_timeout=imds.request_timeout,
+            # The very first answer may take minutes; an agent that runs has asked for it.
+            first_request_timeout=0 if has_agent else imds.first_request_timeout,
+        )
+    ) as client:
+        with nullcontext() if has_agent else remark_if_slow(FIRST_ANSWER_IS_SLOW):
+            document = parse_document(client.fetch())
+        workflows: dict[str, Workflow] = {}
+        known_name = vm_id = problem = ""
+        try:
+            with closing(Store.look_into(state_dir)) as store:
+                known_name, vm_id = store.load_fact("vm_name"), store.load_fact("vm_id")
+                workflows = {w.event.key: w for w in store.load_workflows() if not w.is_gone}
+        except StoreError as error:
+            problem = str(error)
+        name = arguments.vm or settings.vm.name or known_name or client.fetch_identity().name
+    names = tuple(filter(None, (name, *settings.vm.aliases)))
+    return CurrentEvents(
+        at=datetime.now(UTC),
+        vm=Vm(names=names, vm_id=vm_id),
+        incarnation=document.incarnation,
+        agent_runs=has_agent,
+        problem=problem,
+        events=tuple(
+            CurrentEvent(event=event, affects=event.affects(names), workflow=workflows.get(event.key))
+            for event in document.events
+        ),
+    )
+
+
+def _in_words(seen: CurrentEvents, terminal: Terminal) -> Iterator[str]:
+    count = len(seen.events)
+    events = "no event" if not count else "1 event" if count == 1 else f"{count} events"
+    who = " or ".join(seen.vm.names) or "a VM whose name is not known"
+    yield from terminal.line(f"{events} in document {seen.incarnation or '(no number)'}, seen from {who}", "bold")
+    if seen.problem and count:
+        yield from terminal.line(f"What the agent makes of them is not known: {seen.problem}", "dim")
+    elif not seen.agent_runs:
+        yield from terminal.line("No agent runs: what is told of it is what it wrote last", "red")
+    for item in seen.events:
+        event = item.event
+        rows = [
+            Row("status", f"{event.status or 'none'}{f', from {event.source}' if event.source else ''}"),
+            Row("start", start_in_words(event, seen.at)),
+            Row("lasts", lasting(event)),
+            Row("names", affected_in_words(event, item.affects, _ours(event, seen.vm.names))),
+            Row("says", f'"{event.description}"' if event.description else "nothing"),
+        ]
+        yield ""
+        yield from terminal.line(title(event, event.id), "bold")
+        yield from terminal.rows([*rows, *_agent_rows(item, seen)])
+
+
+def _agent_rows(item: CurrentEvent, seen: CurrentEvents) -> Iterator[Row]:
+    workflow = item.workflow
+    if workflow is not None:
+        rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule takes it"
+        doing = activity(workflow, (), seen.at) if seen.agent_runs else last_known_activity(workflow)
+        yield Row("agent", f"{rule}; {doing}", "cyan" if seen.agent_runs else "")
+    elif seen.vm.names and item.affects == "others":
+        yield Row("agent", "counts it and no more: it only concerns other VMs")
+    elif not seen.problem:
+        yield Row("agent", "has not seen it (yet)" if seen.agent_runs else "had not seen it", "yellow")
+
+
+def _ours(event: ScheduledEvent, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the event's resources that are this VM."""
+    return tuple(name for name in event.resources if replace(event, resources=(name,)).affects(names) == "self")

@@ -1,0 +1,367 @@
+"""``explain``: which rule takes each event, why, and what would happen when.
+
+Owns the words in which plans are told to people. The one invariant: a plan is not computed here but rehearsed with
+the agent's own state machine, so that what ``explain`` says is what ``run`` does.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from agent import AgentError, host
+from agent.cli import add_config_option
+from agent.cli.check import table
+from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, print_json, remark_if_slow
+from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event
+from agent.hook_times import KnownTimes, decode, may_take_seconds
+from agent.imds import ImdsClient, resolve_endpoint
+from agent.policy import Decision, Facts, Rule, mismatch
+from agent.settings import Settings, find_config, load_settings
+from agent.status import SCHEMA_VERSION, Vm, clock
+from agent.store import Store, StoreError
+from agent.typed_yaml import format_duration
+from agent.workflow import (
+    ApprovalAnswered,
+    Approve,
+    Context,
+    HookFinished,
+    RunHook,
+    Signal,
+    Step,
+    Workflow,
+    ask_gates,
+    needed_seconds,
+    next_wake_at,
+    proceed,
+)
+
+_MAX_DOCUMENT_BYTES = 8 * 1024 * 1024
+
+
+class PassedOver(msgspec.Struct, frozen=True, kw_only=True):
+    """A rule above the one that took the event, and why it did not match."""
+
+    rule: str
+    reason: str
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that would happen, and when at the earliest."""
+
+    at: datetime
+    text: str
+
+
+class ExpectedApproval(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the event would be approved."""
+
+    answer: Literal["yes", "operator", "no"]
+    at: datetime | None
+    """When at the earliest; None unless ``answer`` is yes."""
+    text: str
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """What would be done about one event if every hook succeeded at once, and why."""
+
+    event: ScheduledEvent
+    decision: Decision
+    passed_over: tuple[PassedOver, ...]
+    begins_at: datetime | None
+    """When preparation or approval would begin; None if neither would."""
+    begins_reason: str
+    """Why not at once; "" if at once."""
+    moments: tuple[Moment, ...]
+    expected_approval: ExpectedApproval
+
+
+class Explanations(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``explain --json`` prints."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    """The time that was assumed."""
+    vm: Vm
+    mode: Literal["act", "observe"]
+    events: tuple[Explanation, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``explain``."""
+    parser.description = "Tells what would be done about the events of a document, and why."
+    parser.add_argument(
+        "document",
+        nargs="?",
+        metavar="DOCUMENT",
+        help="a file with a document or a single event; - for standard input (default: ask the metadata service)",
+    )
+    add_config_option(parser)
+    parser.add_argument("--vm", metavar="NAME", help="this VM's name in Resources (default: vm.name, or ask)")
+    parser.add_argument(
+        "--at",
+        metavar="TIME",
+        type=_parse_time,
+        help="as if it were this time, such as 2022-04-11T22:12:00Z (default: now)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=_run)
+
+
+class _Rehearsal:
+    """The life of one event if every hook succeeds at once, from first sight until it would start."""
+
+    def __init__(self, event: ScheduledEvent, context: Context) -> None:
+        self.moments: list[Moment] = []
+        self.begins_at: datetime | None = None
+        self.approved_at: datetime | None = None
+        self.context = context
+        board: dict[str, Workflow] = {}
+        signals: list[Signal] = [Seen(event)]
+        while signals:
+            progression = proceed(board, signals, self.context)
+            for _, fault in progression.faults:
+                raise fault
+            board = progression.board
+            signals = [signal for step in progression.steps for signal in self._take(step)]
+            wake_at = next_wake_at(board, self.context)
+            if not signals and wake_at is not None:
+                self.context = msgspec.structs.replace(self.context, now=wake_at, document_at=wake_at)
+                signals = [Seen(event)]
+        self.workflow = next(iter(board.values()))
+
+    def _take(self, step: Step) -> Iterator[Signal]:
+        """Note what happens, and answer what is asked for."""
+        now = self.context.now
+        for note in step.notes:
+            if note.kind not in ("seen", "decided", "hook_finished", "approved"):
+                self.moments.append(Moment(at=now, text=note.text))
+        if self.begins_at is None and step.workflow.phase in ("preparing", "prepared"):
+            self.begins_at = now
+        for effect in step.effects:
+            if isinstance(effect, RunHook):
+                yield HookFinished(
+                    workflow_id=effect.workflow_id,
+                    stage=effect.stage,
+                    hook=effect.hook,
+                    run=effect.run,
+                    outcome="succeeded",
+                )
+            elif isinstance(effect, Approve):
+                self.approved_at = now
+                yield ApprovalAnswered(workflow_id=effect.workflow_id)
+
+
+def explain_event(
+    settings: Settings, event: ScheduledEvent, names: tuple[str, ...], now: datetime, known_times: KnownTimes
+) -> Explanation:
+    """What would be done about an event that is first seen ``now``.
+
+    ``known_times``: of earlier runs of the hooks; without them, their time limits count.
+    """
+    hooks = settings.hooks
+    context = Context(
+        now=now,
+        names=names,
+        rules=settings.rules,
+        windows=settings.maintenance_windows,
+        hooks=hooks,
+        hook_seconds={name: may_take_seconds(known_times, name, hook) for name, hook in hooks.items()},
+        reserve=settings.agent.reserve,
+        boot_id="",
+        document_at=now,
+    )
+    life = _Rehearsal(event, context)
+    decision = life.workflow.decision
+    start = decision.start(event, now, needed_seconds(decision, life.context))
+    return Explanation(
+        event=event,
+        decision=decision,
+        passed_over=tuple(_passed_over(settings.rules, decision, event, Facts(names=names, noticed_at=now))),
+        begins_at=life.begins_at,
+        begins_reason=start.reason if life.begins_at is not None else "",
+        moments=tuple(life.moments),
+        expected_approval=_approval(life, now),
+    )
+
+
+def _passed_over(
+    rules: Iterable[Rule], decision: Decision, event: ScheduledEvent, facts: Facts
+) -> Iterable[PassedOver]:
+    for rule in rules:
+        if rule.name == decision.rule:
+            return
+        yield PassedOver(rule=rule.name, reason=mismatch(rule.when, event, facts) or "")
+
+
+def _approval(life: _Rehearsal, now: datetime) -> ExpectedApproval:
+    event, decision, approved_at = life.workflow.event, life.workflow.decision, life.approved_at
+    if approved_at is not None:
+        when = "at once" if approved_at == now else f"at {clock(approved_at, now)} at the earliest"
+        if decision.approve == "when-prepared" and decision.prepare:
+            count = len(decision.prepare)
+            hooks = f"hook {decision.prepare[0]} has" if count == 1 else f"its {count} hooks have"
+            text = f"approved as soon as {hooks} succeeded"
+            text += "" if approved_at == now else f", {when}"
+            fails = "a failed hook holds it" if decision.on_failure == "hold" else "even if a hook fails"
+            return ExpectedApproval(answer="yes", at=approved_at, text=f"{text}; {fails}")
+        return ExpectedApproval(answer="yes", at=approved_at, text=f"approved {when}")
+    leave = ask_gates(life.workflow, life.context)
+    if leave.answer == "not yet" and decision.approve == "manual":
+        text = f"approved when an operator says so: scheduled-events-agent approve {event.id}"
+        return ExpectedApproval(answer="operator", at=None, text=text)
+    text = f"not approved: {leave.reason}"
+    if event.status == "Scheduled":
+        text += "; it may start at any moment"
+        if event.not_before is not None and event.not_before > now:
+            text = f"not approved: {leave.reason}; Azure starts it at {clock(event.not_before, now)}"
+    return ExpectedApproval(answer="no", at=None, text=text)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    settings = load_settings(find_config(arguments.config, host.default_config_path()))
+    now = arguments.at or datetime.now(UTC).replace(microsecond=0)
+    assumed = ""
+    if arguments.document is None:
+        document, name = _fetch(settings, arguments.vm)
+    else:
+        document = _read(arguments.document)
+        name = arguments.vm or settings.vm.name or ""
+        assumed = "" if name else _first_resource(document)
+    names = tuple(filter(None, (name or assumed, *settings.vm.aliases)))
+    known_times = _load_known_times(settings)
+    explanations = [explain_event(settings, event, names, now, known_times) for event in document.events]
+    if arguments.json:
+        vm, mode = Vm(names=names, vm_id=""), settings.agent.mode
+        print_json(Explanations(at=now, vm=vm, mode=mode, events=tuple(explanations)))
+        return 0
+    who = ", also known as ".join(names) or "not known"
+    hint = " (the first in Resources; use --vm NAME for another)" if assumed else ""
+    print(f"This VM: {who}{hint}. Time: {now:%Y-%m-%d %H:%M:%S}Z.")
+    if settings.agent.mode == "observe":
+        print("The agent's mode is observe: nothing of what follows would be done.")
+    if not explanations:
+        print("No event is pending.")
+    for explanation in explanations:
+        print("", *_explanation_in_words(explanation, now), sep="\n")
+    return 0
+
+
+def _load_known_times(settings: Settings) -> KnownTimes:
+    """What the agent of this machine knows of its hooks; nothing if that cannot be read."""
+    directory = settings.agent.state_dir
+    try:
+        with closing(Store.look_into(Path(directory) if directory else host.default_state_dir())) as store:
+            return decode(store.load_fact("hook_times"))
+    except StoreError:
+        return {}
+
+
+def _fetch(settings: Settings, vm: str | None) -> tuple[Document, str]:
+    imds = settings.imds
+    with closing(
+        ImdsClient(
+            resolve_endpoint(imds.endpoint),
+            api_version=imds.api_version,
+            request_timeout=imds.request_timeout,
+            first_request_timeout=imds.first_request_timeout,
+        )
+    ) as client:
+        with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+            document = parse_document(client.fetch())
+        return document, vm or settings.vm.name or client.fetch_identity().name
+
+
+def _read(argument: str) -> Document:
+    try:
+        if argument == "-":
+            body = sys.stdin.buffer.read(_MAX_DOCUMENT_BYTES + 1)
+        else:
+            with Path(argument).open("rb") as file:
+                body = file.read(_MAX_DOCUMENT_BYTES + 1)
+    except OSError as error:
+        raise AgentError(f"{argument}: cannot be read: {error.strerror}", kind="usage") from error
+    name = "standard input" if argument == "-" else argument
+    if len(body) > _MAX_DOCUMENT_BYTES:
+        raise AgentError(f"{name}: expected at most {_MAX_DOCUMENT_BYTES >> 20} MiB; it is larger", kind="usage")
+    try:
+        return parse_document(body)
+    except DocumentError as error:
+        try:
+            return Document(incarnation="", events=(parse_event(body),))
+        except DocumentError:
+            raise AgentError(f"{name}: {error}", kind="document") from error
+
+
+def _first_resource(document: Document) -> str:
+    return next((event.resources[0] for event in document.events if event.resources), "")
+
+
+def _explanation_in_words(explanation: Explanation, now: datetime) -> list[str]:
+    event, decision = explanation.event, explanation.decision
+    source = f", from {event.source}" if event.source else ""
+    head = f"{event.type or 'Event without a type'} {event.id or '(no id)'}"
+    head += f", {event.status or 'no status'}{source}"
+    rows = [("names", f"{_some(event.resources) or 'no VM'} ({_affects_in_words(explanation)})")]
+    if event.not_before is not None:
+        seconds = (event.not_before - now).total_seconds()
+        ahead = f"in {format_duration(seconds)}" if seconds > 0 else "it may start at any moment"
+        rows.append(("NotBefore", f"{clock(event.not_before, now)} ({ahead})"))
+    elif not event.is_started:
+        rows.append(("NotBefore", "not given: it may start at any moment"))
+    if event.duration_seconds is not None:
+        rows.append(("lasts", f"about {format_duration(event.duration_seconds)}"))
+    if event.description:
+        rows.append(("says", event.description))
+    rows.extend(
+        ("rule" if not index else "", f"not {passed.rule}: {passed.reason}")
+        for index, passed in enumerate(explanation.passed_over)
+    )
+    rows.append(("" if explanation.passed_over else "rule", decision.reason))
+    rows.extend(_plan_rows(explanation, now))
+    rows.append(("approval", explanation.expected_approval.text))
+    return [head, *table(rows)]
+
+
+def _plan_rows(explanation: Explanation, now: datetime) -> Iterable[tuple[str, str]]:
+    event, decision, begins_at = explanation.event, explanation.decision, explanation.begins_at
+    if begins_at is not None and decision.has_preparation:
+        when = "now" if begins_at == now else f"at {clock(begins_at, now)}"
+        when += f" ({explanation.begins_reason})" if begins_at != now else ""
+        parts = [f"not ready for {format_duration(decision.drain_for)}"] if decision.drain_for else []
+        parts += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
+        yield "prepare", f"{when}: {', then '.join(parts) or 'nothing to run'}"
+    elif begins_at is not None and begins_at != now:
+        yield "waits", f"until {clock(begins_at, now)} ({explanation.begins_reason})"
+    if decision.on_start:
+        when = "now, for it has started" if event.is_started else "once it has started"
+        yield "on start", f"{when}: run {', '.join(decision.on_start)}"
+    if decision.recover and not event.is_started:
+        yield "recover", f"once it is over: run {', '.join(decision.recover)}"
+
+
+def _affects_in_words(explanation: Explanation) -> str:
+    return {
+        "self": "this VM only",
+        "shared": "this VM and others",
+        "others": "not this VM",
+        "unknown": "nothing says whether this VM",
+    }[explanation.decision.affects]
+
+
+def _parse_time(text: str) -> datetime:
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a time such as 2022-04-11T22:12:00Z; got {text!r}") from None
+    return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
