@@ -142,8 +142,8 @@ def test_a_redeployment_is_approved_when_the_checkpoint_is_complete_and_training
         sim.wait_started(event)
         sim.end(event)
         agent.wait_log("closed", event_id=event)
+        agent.wait_until(lambda: job.numbers(r"begins after step (\d+)") == [0, saved], "the job was back")
         agent.wait_until(lambda: job.last_step() > saved + 5, "the job was at work again")
-        assert job.numbers(r"begins after step (\d+)") == [0, saved]
 
 
 def test_without_the_agent_the_work_since_the_last_periodic_checkpoint_is_lost(
