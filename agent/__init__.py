@@ -10,6 +10,7 @@ Decisions are values; someone else carries them out.
     page.py       PURE   the status page: HTML from those values
     typed_yaml.py PURE   YAML text -> frozen values along their types, every error with its line
     settings/            the policy file: its types, checks, warnings and schema
+    transport.py  EDGE   HTTP with one deadline for an exchange and a bounded answer
     imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name
     hooks.py      EDGE   run one hook: environment, time limit, whole process tree, output
     store.py      EDGE   SQLite: workflows, journal, operator requests

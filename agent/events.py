@@ -163,7 +163,7 @@ def parse_document(body: bytes) -> Document:
     """Read an answer of the endpoint. Raises DocumentError, which says what was found instead."""
     data = _decode(body)
     if not isinstance(data, dict) or not isinstance(data.get("Events"), list):
-        raise DocumentError(f'expected an object with a list "Events"; got {_excerpt(body)}')
+        raise DocumentError(f'expected an object with a list "Events"; got {excerpt(body)}')
     if len(data["Events"]) > MAX_EVENTS:
         raise DocumentError(f"{len(data['Events'])} events; at most {MAX_EVENTS} are read", kind="too_many")
     twins: dict[str, list[ScheduledEvent]] = {}
@@ -192,7 +192,7 @@ def parse_event(body: bytes) -> ScheduledEvent:
     """Read one bare event object, as logs and articles quote them. Raises DocumentError."""
     data = _decode(body)
     if not isinstance(data, dict) or "EventType" not in data:
-        raise DocumentError(f'expected an object with "EventType"; got {_excerpt(body)}')
+        raise DocumentError(f'expected an object with "EventType"; got {excerpt(body)}')
     return _to_event(data, "event")
 
 
@@ -300,7 +300,7 @@ def parse_json(body: bytes) -> Any:
     """
     body = body.removeprefix(_BOM)
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
-        raise DocumentError(f"more than {_MAX_VALUES} values: {_excerpt(body)}", kind="too_many")
+        raise DocumentError(f"more than {_MAX_VALUES} values: {excerpt(body)}", kind="too_many")
     msgspec.json.decode(body)  # strict, but of two keys it takes the last one
     return json.loads(body.decode(), object_pairs_hook=_to_object)
 
@@ -318,7 +318,7 @@ def _decode(body: bytes) -> Any:
     try:
         return parse_json(body)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-        raise DocumentError(f"not JSON ({error}): {_excerpt(body)}") from error
+        raise DocumentError(f"not JSON ({error}): {excerpt(body)}") from error
 
 
 def _to_event(item: Any, where: str) -> ScheduledEvent:
@@ -416,7 +416,8 @@ def _plain_name(name: str) -> str:
     return name.casefold().removeprefix("_")
 
 
-def _excerpt(body: bytes) -> str:
-    """The beginning of ``body`` in one line."""
-    shown = " ".join(body[:160].removeprefix(_BOM).decode("utf-8", "replace").split())
-    return repr(shown[:80]) + ("..." if len(body) > 160 or len(shown) > 80 else "")
+def excerpt(data: bytes) -> str:
+    """The beginning of ``data`` as one printable line; "nothing" if that is empty."""
+    text = " ".join(data[:300].removeprefix(_BOM).decode("utf-8", "replace").split())
+    shown = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+    return f"{shown}..." if len(data) > 300 else shown or "nothing"

@@ -171,9 +171,6 @@ class _Asker:
             answer = self._ask(what, has_metadata_header=has_metadata_header)
         return answer
 
-    def close(self) -> None:
-        self._client.close()
-
     def _ask(self, what: Literal["document", "instance"], *, has_metadata_header: bool) -> Answer:
         time.sleep(self._pause)
         self._pause = _SPACING_SECONDS
@@ -186,43 +183,43 @@ class _Asker:
 def _look_at_imds(settings: Settings) -> Iterator[Finding]:
     endpoint = resolve_endpoint(settings.imds.endpoint)
     variables = [name for name in os.environ if name.lower() in _PROXY_VARIABLES]
-    with contextlib.closing(_Asker(endpoint, settings.imds)) as asker:
-        try:
-            instance = asker.ask("instance")
-        except ImdsError as error:
-            yield diagnosis.judge_no_answer("endpoint", error)
-            return
-        took = (asker.answered_at - asker.asked_at).total_seconds()
-        clock = diagnosis.judge_clock(instance.headers.get("date"), asker.asked_at, asker.answered_at)
-        if end := diagnosis.judge_first_answer(instance):
-            yield end
-            return
-        yield diagnosis.ok("endpoint", f"{endpoint} answers, in {took * 1000:.0f} ms")
-        plain: Answer | None = None
-        with contextlib.suppress(ImdsError):  # no answer is a refusal, too
-            plain = asker.ask("instance", has_metadata_header=False)
-        document: Answer | ImdsError
-        try:
-            with remark_if_slow(FIRST_ANSWER_IS_SLOW):
-                document = asker.ask("document")
-        except ImdsError as error:
-            document = error
-        answers = [instance, plain, document]
-        yield diagnosis.judge_directness([one for one in answers if isinstance(one, type(instance))], variables)
-        yield diagnosis.judge_header(plain)
-        yield diagnosis.judge_name(settings.vm, instance)
-        if isinstance(document, ImdsError):
-            yield diagnosis.judge_no_answer("events", document)
-            refused = False
-        else:
-            if document.status in (200, 400):
-                yield diagnosis.judge_version(document, settings.imds.api_version)
-            if document.status not in (400, 429):
-                names = diagnosis.names_of(settings.vm, instance)
-                yield diagnosis.judge_document(document, names, socket.gethostname())
-            refused = document.status == 429
-        yield clock
-        yield diagnosis.judge_rate(settings.imds.poll_interval, asker.throttled, is_refused=refused)
+    asker = _Asker(endpoint, settings.imds)
+    try:
+        instance = asker.ask("instance")
+    except ImdsError as error:
+        yield diagnosis.judge_no_answer("endpoint", error)
+        return
+    took = (asker.answered_at - asker.asked_at).total_seconds()
+    clock = diagnosis.judge_clock(instance.headers.get("date"), asker.asked_at, asker.answered_at)
+    if end := diagnosis.judge_first_answer(instance):
+        yield end
+        return
+    yield diagnosis.ok("endpoint", f"{endpoint} answers, in {took * 1000:.0f} ms")
+    plain: Answer | None = None
+    with contextlib.suppress(ImdsError):  # no answer is a refusal, too
+        plain = asker.ask("instance", has_metadata_header=False)
+    document: Answer | ImdsError
+    try:
+        with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+            document = asker.ask("document")
+    except ImdsError as error:
+        document = error
+    answers = [instance, plain, document]
+    yield diagnosis.judge_directness([one for one in answers if isinstance(one, type(instance))], variables)
+    yield diagnosis.judge_header(plain)
+    yield diagnosis.judge_name(settings.vm, instance)
+    if isinstance(document, ImdsError):
+        yield diagnosis.judge_no_answer("events", document)
+        refused = False
+    else:
+        if document.status in (200, 400):
+            yield diagnosis.judge_version(document, settings.imds.api_version)
+        if document.status not in (400, 429):
+            names = diagnosis.names_of(settings.vm, instance)
+            yield diagnosis.judge_document(document, names, socket.gethostname())
+        refused = document.status == 429
+    yield clock
+    yield diagnosis.judge_rate(settings.imds.poll_interval, asker.throttled, is_refused=refused)
 
 
 # --- the policy and what it names

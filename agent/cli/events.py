@@ -52,26 +52,24 @@ def _look(arguments: argparse.Namespace) -> CurrentEvents:
     state_dir = Path(directory) if directory else host.default_state_dir()
     has_agent = find_agent(state_dir) is not None
     imds = settings.imds
-    with closing(
-        ImdsClient(
-            resolve_endpoint(imds.endpoint),
-            api_version=imds.api_version,
-            request_timeout=imds.request_timeout,
-            # The very first answer may take minutes; an agent that runs has asked for it.
-            first_request_timeout=0 if has_agent else imds.first_request_timeout,
-        )
-    ) as client:
-        with nullcontext() if has_agent else remark_if_slow(FIRST_ANSWER_IS_SLOW):
-            document = parse_document(client.fetch())
-        workflows: dict[str, Workflow] = {}
-        known_name = vm_id = problem = ""
-        try:
-            with closing(Store.look_into(state_dir)) as store:
-                known_name, vm_id = store.load_fact("vm_name"), store.load_fact("vm_id")
-                workflows = {w.event.key: w for w in store.load_workflows() if not w.is_gone}
-        except StoreError as error:
-            problem = str(error)
-        name = arguments.vm or settings.vm.name or known_name or client.fetch_identity().name
+    client = ImdsClient(
+        resolve_endpoint(imds.endpoint),
+        api_version=imds.api_version,
+        request_timeout=imds.request_timeout,
+        # The very first answer may take minutes; an agent that runs has asked for it.
+        first_request_timeout=0 if has_agent else imds.first_request_timeout,
+    )
+    with nullcontext() if has_agent else remark_if_slow(FIRST_ANSWER_IS_SLOW):
+        document = parse_document(client.fetch())
+    workflows: dict[str, Workflow] = {}
+    known_name = vm_id = problem = ""
+    try:
+        with closing(Store.look_into(state_dir)) as store:
+            known_name, vm_id = store.load_fact("vm_name"), store.load_fact("vm_id")
+            workflows = {w.event.key: w for w in store.load_workflows() if not w.is_gone}
+    except StoreError as error:
+        problem = str(error)
+    name = arguments.vm or settings.vm.name or known_name or client.fetch_identity().name
     names = tuple(filter(None, (name, *settings.vm.aliases)))
     return CurrentEvents(
         at=datetime.now(UTC),

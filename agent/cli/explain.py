@@ -264,17 +264,15 @@ def _load_known_times(settings: Settings) -> KnownTimes:
 
 def _fetch(settings: Settings, vm: str | None) -> tuple[Document, str]:
     imds = settings.imds
-    with closing(
-        ImdsClient(
-            resolve_endpoint(imds.endpoint),
-            api_version=imds.api_version,
-            request_timeout=imds.request_timeout,
-            first_request_timeout=imds.first_request_timeout,
-        )
-    ) as client:
-        with remark_if_slow(FIRST_ANSWER_IS_SLOW):
-            document = parse_document(client.fetch())
-        return document, vm or settings.vm.name or client.fetch_identity().name
+    client = ImdsClient(
+        resolve_endpoint(imds.endpoint),
+        api_version=imds.api_version,
+        request_timeout=imds.request_timeout,
+        first_request_timeout=imds.first_request_timeout,
+    )
+    with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+        document = parse_document(client.fetch())
+    return document, vm or settings.vm.name or client.fetch_identity().name
 
 
 def _read(argument: str) -> Document:

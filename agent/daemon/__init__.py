@@ -280,7 +280,7 @@ class Daemon:
             self._service.tell_status(status)
         self._told_status = status
         # This turn has come to its end, so engine and store do; a poller that hangs is cured by a restart as well.
-        if not self._poller.hangs_for():
+        if not self._poller.overdue_seconds():
             self._watchdog.feed()
             self._service.keep_alive()
 

@@ -124,8 +124,8 @@ class Threads:
         """Send all of them in one request; each is answered through the inbox."""
 
         def work() -> None:
-            client = self._endpoint.connect()
             try:
+                client = self._endpoint.connect()
                 client.approve([approve.event_id for approve in approvals], incarnation)
                 self._answer(approvals, "", "")
             except ImdsError as error:
@@ -133,8 +133,6 @@ class Threads:
             except BaseException as error:  # noqa: BLE001 - or the workflows would wait for an answer for ever
                 get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
                 self._answer(approvals, "bug", repr(error))
-            finally:
-                client.close()
 
         self._unanswered |= {approve.workflow_id for approve in approvals}
         try:

@@ -135,8 +135,8 @@ class Pages:
             problems.append(f"the engine has not turned for {now - self._engine.turned_at:.0f}s")
         if failure := self._engine.store_failure:
             problems.append(f"nothing can be done until the state file can be written: {failure}")
-        if hangs_for := self._poller.hangs_for():
-            problems.append(f"a poll should have ended {hangs_for:.0f}s ago")
+        if (overdue := self._poller.overdue_seconds()) > _STALL_SECONDS:
+            problems.append(f"the poller has given no sign of life for {overdue:.0f}s")
         since_poll = now - (self._poller.succeeded or self._started)
         if since_poll > self._engine.settings.agent.healthy_within:
             problems.append(f"no poll has succeeded for {since_poll:.0f}s: {self._poller.failure or 'it hangs'}")

@@ -28,8 +28,8 @@ _NO_NAME_RETRY_SECONDS = 10.0
 # A request that has waited this long for its answer is not waited for alone: others go out beside it, one for each
 # interval and one at a time, so that the service's limit of five a second stays far away.
 _RELIEF_AFTER_SECONDS = 2.0
-# What a poll may take beside its time limit: resolving a name that the policy gives, on a bad day.
-_RESOLVE_SECONDS = 30.0
+# What the poller may take between two waits: long enough for a big document, short enough for the watchdog.
+_SLACK_SECONDS = 1.0
 
 Put = Callable[[News], None]
 """Into the engine's inbox; from any thread, never waits."""
@@ -57,8 +57,10 @@ class Endpoint:
         """Seconds."""
         return self._imds.poll_interval
 
-    def connect(self, *, may_switch_on: bool = False) -> ImdsClient:
-        """A client of one's own.
+    def connect(
+        self, *, may_switch_on: bool = False, on_wait: Callable[[float], None] = lambda _: None
+    ) -> ImdsClient:
+        """A client for one thread; ``on_wait`` as in ImdsClient.
 
         ``may_switch_on``: its first request for the document may be the VM's first one ever, which takes long.
         """
@@ -67,6 +69,7 @@ class Endpoint:
             api_version=self._imds.api_version,
             request_timeout=self._imds.request_timeout,
             first_request_timeout=self._imds.first_request_timeout if may_switch_on else 0.0,
+            on_wait=on_wait,
         )
 
 
@@ -112,8 +115,8 @@ class Poller:
         """Whether the first poll has ended, in whatever way."""
         self._expected_back: float | None = None
 
-    def hangs_for(self) -> float:
-        """For how many seconds the loop is overdue; 0 if it is not."""
+    def overdue_seconds(self) -> float:
+        """How long the loop has given no sign of life where one was due; 0 if it is on time."""
         if self._expected_back is None or self.stop_requested.is_set():
             return 0.0
         return max(0.0, time.monotonic() - self._expected_back)
@@ -121,24 +124,29 @@ class Poller:
     def stop(self) -> None:
         self.stop_requested.set()
 
+    def _expect_back(self, seconds: float) -> None:
+        """A sign of life; the next one comes within so many seconds."""
+        self._expected_back = time.monotonic() + seconds + _SLACK_SECONDS
+
     def run(self) -> None:
-        client = self._endpoint.connect(may_switch_on=not self.has_service_answered)
+        client = self._connect()
         while not self.stop_requested.is_set():
             if self._endpoint.look_again(has_failed=bool(self.failure)):
-                client.close()
-                client = self._endpoint.connect(may_switch_on=not self.has_service_answered)
+                client = self._connect()
                 self._body = b""
             self._sent = began = time.monotonic()
-            self._expected_back = began + _RESOLVE_SECONDS + client.fetch_timeout
+            self._expect_back(0.0)
             delay = self._poll(client)
             self._sent = None
             due = max(time.monotonic(), began + delay)  # missed ticks are dropped, not made up for
-            self._expected_back = due + _RESOLVE_SECONDS
+            self._expect_back(due - time.monotonic())
             self.stop_requested.wait(due - time.monotonic())
             late = time.monotonic() - due
             if late > _PAUSE_SECONDS:
                 self._put(Paused(late))
-        client.close()
+
+    def _connect(self) -> ImdsClient:
+        return self._endpoint.connect(may_switch_on=not self.has_service_answered, on_wait=self._expect_back)
 
     def run_relief(self) -> None:
         """Ask on connections of its own for as long as the poller waits for an answer."""
@@ -150,7 +158,6 @@ class Poller:
                 continue
             client = self._endpoint.connect()
             delay = max(0.0, began + self._poll(client) - time.monotonic())
-            client.close()
 
     def _poll(self, client: ImdsClient) -> float:
         """One request and what follows from its answer; returns how long after it the next one is due."""
@@ -227,7 +234,6 @@ class Identifier:
                 delay = max(_IDENTITY_RETRY_SECONDS, backoff.seconds_after(error))
                 failure_log.failed(error.kind, str(error), time.monotonic())
             finally:
-                client.close()
                 self.has_tried.set()
             if self._stop_requested.wait(delay):
                 return

@@ -8,11 +8,12 @@ import psutil
 import pytest
 from harness import Agent, Simulator
 
-# The agent, but its engine waits as long as a file is there: between two turns, or in the middle of a commit.
+# The agent, but it waits as long as a file is there: its engine between two turns or in a commit, or its poller.
 PROGRAM = """
 import os, sys, time
 from agent.cli import main
 from agent.daemon import watchdog
+from agent.imds import ImdsClient
 from agent.store import Store
 
 def delayed(inner, name):
@@ -25,18 +26,21 @@ def delayed(inner, name):
 watchdog._TICK_SECONDS = 0.4  # so that ten seconds without a turn are a hang
 Store.load_requests = delayed(Store.load_requests, sys.argv[1])
 Store._write_journal = delayed(Store._write_journal, sys.argv[2])
-sys.exit(main(sys.argv[3:]))
+ImdsClient.fetch = delayed(ImdsClient.fetch, sys.argv[3])
+sys.exit(main(sys.argv[4:]))
 """
 LONGER_THAN_A_HANG = 15.0
 
 
 @pytest.fixture
 def agent(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> Agent:
-    """It hangs while its file "hangs" is there, and its disk does while "disk" is."""
-    places = [str(agent.directory / name) for name in ("hangs", "disk")]
+    """Its engine hangs while its file "hangs" is there, its disk while "disk" is, its poller while "poller" is."""
+    places = [str(agent.directory / name) for name in ("hangs", "disk", "poller")]
     monkeypatch.setattr(agent, "command", lambda *arguments: [sys.executable, "-c", PROGRAM, *places, *arguments])
     agent.write_policy(
-        rules=[{"name": "all", "prepare": ["drain"], "approve": "when-prepared"}], hooks=agent.hooks("drain")
+        rules=[{"name": "all", "prepare": ["drain"], "approve": "when-prepared"}],
+        hooks=agent.hooks("drain"),
+        imds={"request_timeout": "10m"},  # longer than any test: a hang is not found by it
     )
     agent.start()
     return agent
@@ -54,6 +58,27 @@ def test_an_agent_that_hangs_ends_says_where_and_goes_on_when_started_again(agen
     event = sim.schedule("Reboot", notice_seconds=600)
     agent.start()
     sim.wait_approved(event)
+
+
+def test_an_agent_whose_poller_hangs_ends_before_the_limit_of_its_request(agent: Agent, sim: Simulator) -> None:
+    poller = Path(agent.directory / "poller")
+    poller.touch()
+    assert agent.wait_exit() == 70
+    (said,) = agent.log("the agent hangs: its process ends, to be started again", level="error", exit_code=70)
+    assert any(place.endswith(" in outer") for place in said["stacks"]["poller"])
+    poller.unlink()
+    event = sim.schedule("Reboot", notice_seconds=600)
+    agent.start()
+    sim.wait_approved(event)
+
+
+def test_an_agent_that_waits_long_for_an_answer_is_not_taken_for_one_that_hangs(
+    agent: Agent, sim: Simulator
+) -> None:
+    sim.fault("vm-1", "stall", on="poll", count=1)
+    time.sleep(LONGER_THAN_A_HANG)
+    sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
+    assert agent.process.poll() is None
 
 
 def test_an_agent_whose_machine_stood_still_is_not_taken_for_one_that_hangs(agent: Agent, sim: Simulator) -> None:

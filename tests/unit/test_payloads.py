@@ -337,26 +337,27 @@ BARE_EVENTS: dict[str, ScheduledEvent] = {
 }
 
 NOT_A_DOCUMENT = 'expected an object with a list "Events"; got '
+# How each message begins; it goes on with more of the text.
 ERRORS: dict[str, str] = {
     "23-batch-two-events-trailing-comma-bom.invalid.json": (
         "not JSON (JSON is malformed: trailing comma in array (byte 320)): "
-        '\'{ "DocumentIncarnation": 1, "Events": [ { "EventId": "1180B703-3D47-412E-B813-D2\'...'
+        '{ "DocumentIncarnation": 1, "Events": [ { "EventId": "1180B703-3D47-412E-B813-D2'
     ),
     "36-eventgrid-sample.json": NOT_A_DOCUMENT
-    + '\'{ "id": "3da1b9aa-5204-4335-8c33-c54e315dcffe", "topic": "/subscriptions/{subscr\'...',
+    + '{ "id": "3da1b9aa-5204-4335-8c33-c54e315dcffe", "topic": "/subscriptions/{subscr',
     "37-arn-eventgrid-reboot-started.json": NOT_A_DOCUMENT
-    + '\'[ { "id": "3664cb2f-d24a-4db8-8e6c-0393b4253929", "topic": "/subscriptions/b6989\'...',
+    + '[ { "id": "3664cb2f-d24a-4db8-8e6c-0393b4253929", "topic": "/subscriptions/b6989',
     "47-imds-400-bad-api-version.json": NOT_A_DOCUMENT
-    + '\'{ "error": "Bad request. api-version is invalid or was not specified in the requ\'...',
+    + '{ "error": "Bad request. api-version is invalid or was not specified in the requ',
     "48-imds-400-missing-metadata-header.json": NOT_A_DOCUMENT
-    + '\'{ "error": "Bad request. Required metadata header not specified" }\'',
-    "49-empty-body-200.txt": "not JSON (Input data was truncated): ''",
+    + '{ "error": "Bad request. Required metadata header not specified" }',
+    "49-empty-body-200.txt": "not JSON (Input data was truncated): nothing",
     "50-request-approve-single.json": NOT_A_DOCUMENT
-    + '\'{ "StartRequests": [ { "EventId": "f020ba2e-3bc0-4c40-a10b-86575a9eabd5" } ] }\'',
+    + '{ "StartRequests": [ { "EventId": "f020ba2e-3bc0-4c40-a10b-86575a9eabd5" } ] }',
     "51-request-approve-2017-03-01.json": NOT_A_DOCUMENT
-    + '\'{ "DocumentIncarnation": "5", "StartRequests": [ { "EventId": "f020ba2e-3bc0-4c4\'...',
+    + '{ "DocumentIncarnation": "5", "StartRequests": [ { "EventId": "f020ba2e-3bc0-4c4',
     "52-npd-condition-messages.json": NOT_A_DOCUMENT
-    + '\'[ "Reboot Scheduled: Fri, 06 Dec 2024 18:09:55 GMT. DurationInSeconds: -1.", "Pr\'...',
+    + '[ "Reboot Scheduled: Fri, 06 Dec 2024 18:09:55 GMT. DurationInSeconds: -1.", "Pr',
 }
 
 
@@ -393,5 +394,6 @@ def test_what_is_not_a_document_is_an_error_and_never_no_events(name: str) -> No
     with pytest.raises(DocumentError) as caught:
         parse_document(read(name))
 
-    assert str(caught.value) == ERRORS[name]
+    assert str(caught.value).startswith(ERRORS[name])
+    assert len(str(caught.value)) < 400
     assert caught.value.kind == "document"

@@ -1,0 +1,135 @@
+"""HTTP with limits: an httpx transport for services that are not trusted.
+
+Owns one deadline for a whole exchange, however slowly bytes arrive, and the size of an answer. Knows no service.
+The one invariant: each request has a connection of its own, so what is left on one is never the next answer.
+"""
+
+import logging
+import socket
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+import httpcore
+import httpx
+
+# httpx logs whole URLs, which may hold secrets.
+logging.getLogger("httpx").setLevel(logging.WARNING)
+
+# httpx would unpack a small answer into a huge one, and send cookies back, which may grow.
+_DROPPED_HEADERS = (b"content-encoding", b"set-cookie")
+_RESOLVE_SECONDS = 30.0
+_SLICE_SECONDS = 1.0
+
+
+class TooLargeError(httpx.ReadError):
+    """The answer is over its limit."""
+
+
+class _Deadline:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._at = monotonic() + seconds
+
+    def seconds_left(self) -> float:
+        """More than 0. Raises httpx.ReadTimeout."""
+        left = self._at - monotonic()
+        if left <= 0:
+            raise httpx.ReadTimeout(f"no whole answer within {self._seconds:g} s")
+        return left
+
+
+class BoundedTransport(httpx.BaseTransport):
+    """For ``httpx.Client``: plain HTTP/1.1 over IPv4. Keeps nothing between requests; for any thread.
+
+    The client's ``read`` time-out, in seconds, bounds the whole exchange, and its ``connect`` time-out the
+    connecting as well. A host name is resolved by the system, in its own time. Raises httpx.TransportError.
+    """
+
+    def __init__(self, max_answer_bytes: int, on_wait: Callable[[float], None] = lambda _: None) -> None:
+        """``on_wait`` is called before each wait with the seconds that it may take."""
+        self._max_answer_bytes = max_answer_bytes
+        self._on_wait = on_wait
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        timeout: dict[str, float] = request.extensions["timeout"]
+        deadline = _Deadline(timeout["read"])
+        host, port = request.url.host, request.url.port or 80
+        url = httpcore.URL(scheme=b"http", host=host.encode(), port=port, target=request.url.raw_path)
+        content = httpcore.Request(request.method, url, headers=request.headers.raw, content=request.read())
+        with self._connect(host, port, deadline, timeout["connect"]) as connection:
+            stream = _BoundedStream(connection, deadline, self._max_answer_bytes, self._on_wait)
+            try:
+                answer = httpcore.HTTP11Connection(url.origin, stream).handle_request(content)
+                body = b"".join(answer.iter_stream())
+            except httpcore.ProtocolError as error:
+                raise httpx.RemoteProtocolError(str(error)) from error
+        headers = [(name, value) for name, value in answer.headers if name.lower() not in _DROPPED_HEADERS]
+        return httpx.Response(answer.status, headers=headers, content=body)
+
+    def _connect(self, host: str, port: int, deadline: _Deadline, limit: float) -> socket.socket:
+        try:
+            self._on_wait(_RESOLVE_SECONDS)
+            address = socket.gethostbyname(host)  # one address: several would multiply the time
+            limit = min(limit, deadline.seconds_left())
+            self._on_wait(limit)
+            connection = socket.create_connection((address, port), limit)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout(f"no connection within {limit:.3g} s") from error
+        except OSError as error:
+            raise httpx.ConnectError(error.strerror or str(error)) from error
+        return connection
+
+
+class _BoundedStream(httpcore.NetworkStream):
+    """A connection whose waits all end at the deadline, and which gives a bounded number of bytes."""
+
+    def __init__(
+        self, connection: socket.socket, deadline: _Deadline, max_bytes: int, on_wait: Callable[[float], None]
+    ) -> None:
+        self._socket = connection
+        self._deadline = deadline
+        self._max_bytes = max_bytes
+        self._on_wait = on_wait
+        self._received_bytes = 0
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        del timeout  # the deadline is stricter
+        data = self._receive(max_bytes)
+        if not data and not self._received_bytes:
+            raise httpx.ReadError("the connection was closed without an answer")
+        self._received_bytes += len(data)
+        if self._received_bytes > self._max_bytes:
+            raise TooLargeError(f"the answer is over {self._max_bytes / 1024**2:g} MiB")
+        return data
+
+    def _receive(self, max_bytes: int) -> bytes:
+        while True:
+            seconds = min(self._deadline.seconds_left(), _SLICE_SECONDS)
+            self._on_wait(seconds)
+            self._socket.settimeout(seconds)
+            try:
+                return self._socket.recv(max_bytes)
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise httpx.ReadError(error.strerror or str(error)) from error
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        del timeout
+        if not buffer:
+            return
+        self._socket.settimeout(self._deadline.seconds_left())
+        try:
+            self._socket.sendall(buffer)
+        except TimeoutError as error:
+            raise httpx.WriteTimeout("the request could not be sent in time") from error
+        except OSError as error:  # httpcore reads what the server may have answered before it closed
+            raise httpcore.WriteError(str(error)) from error
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        del info
