@@ -17,7 +17,8 @@ what the agent knows, both are right.
     7  nothing is approved in doubt: before a document was read, without a name, after the state was lost
     8  an event is prepared for in the very turn in which it is first seen
     9  after a restart the VM is as ready, or not, as before; and in the end nothing is left to do
-    10 what this VM does not approve by itself is prepared for, and no earlier before NotBefore than it takes
+    10 what this VM does not approve by itself is prepared for, and no earlier before NotBefore than it takes; both
+       by this VM's clock, which may be wrong
     11 no drain and no prepare hook starts against an operator's hold
 """
 
@@ -361,7 +362,8 @@ class Judge:
             return
         is_held = bool(life.words - {"", "approved"})
         is_ours = not (life.was_started or is_held or life.is_doubtful or life.read_at is None)
-        self._expect(life.may_be_begun or not is_ours, f"(10) {name} starts and is not prepared for")
+        if is_ours and not self._is_early_by_clock(life, rule):
+            self._expect(life.may_be_begun, f"(10) {name} starts and is not prepared for")
 
     def neglected(self, name: str, seconds: float) -> None:
         """The event stood there for so long in a fair world."""
@@ -387,6 +389,14 @@ class Judge:
         """Whether it is begun only some time before NotBefore, since others must approve it."""
         is_ours = rule.approve in ("immediately", "when-prepared") and VM in life.resources
         return not (is_ours and self._may_speak(life, rule))
+
+    def _is_early_by_clock(self, life: Life, rule: Rule) -> bool:
+        """Whether this VM's clock is so far behind that the time to prepare for it has not come there."""
+        if life.not_before is None or not (rule.lead is not None or self._is_late(life, rule)):
+            return False
+        # The least that the preparation may take; hooks whose earlier runs were short begin that late.
+        seconds = self.reserve if rule.lead is None else rule.lead
+        return self._now() < life.not_before - timedelta(seconds=seconds)
 
     def _may_speak(self, life: Life, rule: Rule) -> bool:
         """Whether this VM may approve it for the others, if need be after them."""
@@ -428,8 +438,10 @@ class Judge:
         if is_certain and life.plan is not None and not life.is_unsure:
             self._owed |= {(life.name, what) for what in life.plan.recover}
         recovering = {run.event for run in self.runs if run.stage == "recover"}
-        # A drain alone leaves alone what the recovery of another event does.
-        owing = recovering | {name for name, _ in self._owed}
+        # A drain alone leaves alone what the recovery of another event does. A recovery that has failed goes on
+        # with a retry, and with all of it.
+        stuck = {other.name for other in self.lives.values() if other.stuck_at}
+        owing = recovering | stuck | {name for name, _ in self._owed}
         for tokens, is_meant in ((self._allowed, True), (self._owed, is_certain and bool(hook))):
             for name in {name for name, _ in tokens} | owing:
                 other = self.lives[name]
@@ -500,7 +512,8 @@ class Judge:
             )
             return
         assert rule is not None
-        if life.read_at is not None and (rule.shared or "first") == "first":
+        is_asked_for = "approved" in life.words  # by an operator, who need not wait for other VMs
+        if life.read_at is not None and not is_asked_for and (rule.shared or "first") == "first":
             turn = life.read_at + timedelta(seconds=10.0 * life.resources.index(VM))
             self._expect(self._now() >= turn, f"(2) {text} before {turn:%H:%M:%S}, the turn of this VM")
         has_ended = life.has_failed or all(hook in life.succeeded for hook in rule.prepare)

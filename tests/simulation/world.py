@@ -35,7 +35,7 @@ from agent.metrics import Metrics
 from agent.policy import Hook, Rule, When
 from agent.settings import AgentSettings, Settings
 from agent.simulator.azure import Azure, EventType, Plan
-from agent.store import RequestWord, Store, StoreError
+from agent.store import FactName, RequestWord, Store, StoreError
 from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Step, Workflow, is_ready
 
 Trouble = Literal[
@@ -73,6 +73,11 @@ class CrashingStore(Store):
         super().commit(steps, at, answers)
         if self.world is not None:
             self.world.committed(steps)
+
+    def save_facts(self, facts: dict[FactName, str]) -> None:
+        super().save_facts(facts)
+        if self.world is not None and facts.get("state_lost") == "":
+            self.world.forget_loss()
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -415,6 +420,8 @@ class World(Machine):
             self.judge.lost()
             self._is_state_lost = True
             self._was_ready = None
+        # The power may have gone while the agent wrote that it has decided.
+        self._is_state_lost &= bool(store.load_fact("state_lost"))
         self._body, self._succeeded_at, self._document_at = b"", None, None
         self._mail, self._document, self._results, self._answers = Mail(self), None, [], []
         self._hands = Hands(self)
@@ -444,6 +451,12 @@ class World(Machine):
                 self._deliver(Identity(name=VM, vm_id="id-1"))
 
         return answer
+
+    def forget_loss(self) -> None:
+        """By now the agent has decided on what was pending when its state was lost."""
+        if self.judge.is_blind or not self.judge.has_name:
+            raise BrokenError("(7) the agent forgets that its state was lost before it knows what is pending")
+        self._is_state_lost = False
 
     def _kill(self) -> None:
         self._crash("kill -9")
@@ -731,7 +744,6 @@ class World(Machine):
                 facts = (event.type, event.status, event.resources, event.not_before)
                 events.append((name, event.id, *facts))
             self.judge.read(events, answered=self._document.answered, is_state_lost=self._is_state_lost)
-            self._is_state_lost &= self._is_stopping
             self._document = None
         for ended, is_required in self._results:
             self._known(ended, is_required=is_required)
