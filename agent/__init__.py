@@ -9,6 +9,7 @@ Decisions are values; someone else carries them out.
     status.py     PURE   what there is to see: the agent and its events as values, and the words for them
     page.py       PURE   the status page: HTML from those values
     typed_yaml.py PURE   YAML text -> frozen values along their types, every error with its line
+    yaml_nodes.py PURE   YAML text -> nodes, syntax errors in plain words
     settings/            the policy file: its types, checks, warnings and schema
     transport.py  EDGE   HTTP with one deadline for an exchange and a bounded answer
     imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name

@@ -1,8 +1,8 @@
 """YAML text to frozen typed values, with every fault at once and its line.
 
-Owns the reading of the files people write by hand: the policy, and the simulator's scenarios. Does no I/O and
-knows neither file. The one invariant: a value comes out only if nothing was wrong; what the text says in the
-operator's own letters (``02:00``, ``2020-07-01``, ``off``) is what the types are given to judge.
+Reads the files that people write by hand: the policy, the web server's TLS file, the simulator's scenarios. Does
+no I/O and knows none of them. The one invariant: a value comes out only if nothing was wrong. A scalar is judged
+as it is written (``02:00``, ``2020-07-01``, ``off``), not as YAML would guess its type.
 """
 
 import math
@@ -13,35 +13,31 @@ from datetime import time
 from functools import lru_cache
 from itertools import islice
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from msgspec import NODEFAULT, Meta
 
-if TYPE_CHECKING:
-    from yaml import MarkedYAMLError
+from agent import yaml_nodes
+from agent.yaml_nodes import Node
 
 T = TypeVar("T")
-_Node = Any  # a yaml.Node, whose published types lack ``id``
 
 # Far more than a file written by hand holds; it ends aliases that double at every step.
 _MAX_VALUES = 100_000
-_MAX_DEPTH = 50
-# Nobody mends more at a time; and an alias may repeat a value with many faults, or one with a long text, often.
+# An alias may repeat a value that has many faults, or a long text, often.
 _MAX_PROBLEMS = 100
 _MAX_MESSAGE = 1000
 _MAX_KNOWN = 1000  # there are six hundred time zones
 # Keeps NotBefore less a duration inside the calendar.
 _MAX_DURATION_SECONDS = 3650 * 86400.0
-# What YAML allows in a text; anything else (NUL above all) would be reported without a line.
-_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
 _KNOWN_TAGS = frozenset(
     f"tag:yaml.org,2002:{word}"
     for word in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq", "merge", "value")
 )
 _INTEGER = re.compile(r"[-+]?[0-9]+")
 _NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_TIME = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])(?::([0-5][0-9]))?")
+TIME = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])(?::([0-5][0-9]))?")
 _SCALARS = {
     str: "a text",
     bool: "true or false",
@@ -151,37 +147,6 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return by_folded[found[0]] if found else None
 
 
-def json_schema(type_: type[msgspec.Struct]) -> dict[str, Any]:
-    """The JSON schema of what ``parse`` accepts for a type, for editors; defaults as the YAML writes them."""
-    definitions: dict[str, Any] = {}
-    schema = _schema(type_, definitions)
-    root = definitions.pop(schema["$ref"].rpartition("/")[2])
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
-
-
-def plain(value: Any, annotation: Any) -> Any:
-    """A value as the YAML writes it: durations and times as text, no keys that have their defaults."""
-    type_, metas = _peel(annotation)
-    if value is None:
-        return None
-    if get_origin(type_) in (Union, UnionType):
-        inner = next(member for member in get_args(type_) if member is not NoneType)
-        return plain(value, Annotated[inner, Meta(), *metas])
-    if isinstance(value, msgspec.Struct):
-        return {
-            item.encode_name: plain(getattr(value, item.name), item.type)
-            for item in msgspec.structs.fields(value)
-            if getattr(value, item.name) != default_of(item)
-        }
-    if isinstance(value, dict):
-        return {key: plain(item, get_args(type_)[1]) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [plain(item, get_args(type_)[0]) for item in value]
-    if isinstance(value, time):
-        return value.isoformat("seconds" if value.second else "minutes")
-    return format_duration(value) if "duration" in _kinds(metas) else value
-
-
 def default_of(item: msgspec.structs.FieldInfo) -> Any:
     """The default of a Struct's field; NODEFAULT if it must be given."""
     return item.default if item.default_factory is NODEFAULT else item.default_factory()
@@ -192,11 +157,11 @@ class _ValueProblemError(Exception):
 
 
 class _EnoughError(Exception):
-    """There is no use in reading on."""
+    """There are as many problems as are reported."""
 
 
 class _Bad:
-    """Stands where there is nothing to go on with: a wrong value, or a Struct without a key it must have."""
+    """A wrong value, or a Struct that lacks a required key."""
 
 
 _BAD = _Bad()
@@ -213,30 +178,11 @@ class _Reader:
         self._count = 0
 
     def read_text(self, text: str | bytes, type_: Any) -> Any:
-        import yaml  # noqa: PLC0415  # a daemon without a policy file never needs it
-
-        if isinstance(text, bytes):
-            try:
-                text = text.decode()
-            except UnicodeDecodeError as error:
-                line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
-                return self._problem(
-                    line, "", f"expected UTF-8; got the byte 0x{byte:02x}: save the file as UTF-8"
-                )
-        text = text.removeprefix("\ufeff")
-        odd = _CONTROL.search(text)
-        if odd:
-            line = text.count("\n", 0, odd.start()) + 1
-            return self._problem(line, "", f"the character U+{ord(odd[0]):04X} is not allowed in YAML: remove it")
         try:
-            root = yaml.compose(text, _bounded(getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-        except yaml.MarkedYAMLError as error:
-            return self._problem(*_syntax_problem(error, text.splitlines()))
-        except yaml.YAMLError as error:
-            return self._problem(1, "", f"not YAML: {error}")
-        if root is None or _is_null(root):
-            root = yaml.MappingNode("tag:yaml.org,2002:map", [], yaml.Mark(self.name, 0, 0, 0, "", 0))
-        return self._read(root, type_, "")
+            root = yaml_nodes.compose(text)
+        except yaml_nodes.SyntaxFault as fault:
+            return self._problem(fault.line, "", str(fault))
+        return self._read(yaml_nodes.EMPTY if _is_null(root) else root, type_, "")
 
     def _problem(self, line: int, path: str, message: str) -> _Bad:
         self.problems.append(Problem(self.name, line, path, _shortened(message, _MAX_MESSAGE)))
@@ -244,7 +190,7 @@ class _Reader:
             raise _EnoughError
         return _BAD
 
-    def _read(self, node: _Node, annotation: Any, path: str) -> Any:
+    def _read(self, node: Node, annotation: Any, path: str) -> Any:
         """The value of a node as its annotation wants it, or _BAD after a problem was noted."""
         line = node.start_mark.line + 1
         self._count += 1
@@ -252,7 +198,7 @@ class _Reader:
             self._problem(line, path, f"more than {_MAX_VALUES} values")
             raise _EnoughError
         if id(node) in self._open:
-            return self._problem(line, path, "an alias cannot stand inside the value it repeats")
+            return self._problem(line, path, "an alias cannot be inside the value it repeats")
         if node.tag not in _KNOWN_TAGS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             return self._problem(line, path, f"the tag {tag} means nothing here: remove it")
@@ -264,8 +210,8 @@ class _Reader:
         finally:
             self._open.discard(id(node))
 
-    def _convert(self, node: _Node, annotation: Any, path: str) -> Any:
-        type_, metas = _peel(annotation)
+    def _convert(self, node: Node, annotation: Any, path: str) -> Any:
+        type_, metas = peel(annotation)
         origin = get_origin(type_)
         if origin in (Union, UnionType):
             return self._optional(node, type_, metas, path)
@@ -277,13 +223,13 @@ class _Reader:
             return self._mapping(node, get_args(type_), metas, path)
         return _check(_scalar(node, type_, metas), metas)
 
-    def _optional(self, node: _Node, type_: Any, metas: tuple[Meta, ...], path: str) -> Any:
+    def _optional(self, node: Node, type_: Any, metas: tuple[Meta, ...], path: str) -> Any:
         others = [member for member in get_args(type_) if member is not NoneType]
         if len(others) != 1 or len(others) == len(get_args(type_)):
             raise TypeError(f"{type_}: of unions, only a type or None can be read")
         return None if _is_null(node) else self._convert(node, Annotated[others[0], Meta(), *metas], path)
 
-    def _struct(self, node: _Node, type_: type[msgspec.Struct], path: str) -> Any:
+    def _struct(self, node: Node, type_: type[msgspec.Struct], path: str) -> Any:
         fields = _fields(type_)
         values: dict[str, Any] = {}
         before = len(self.problems)
@@ -308,29 +254,29 @@ class _Reader:
             raise _ValueProblemError(str(error)) from error
 
     def _sequence(
-        self, node: _Node, origin: Callable[..., Any], item_type: Any, metas: tuple[Meta, ...], path: str
+        self, node: Node, origin: Callable[..., Any], item_type: Any, metas: tuple[Meta, ...], path: str
     ) -> Any:
         if isinstance(node.value, list) and node.id == "sequence":
             items = []
             for index, item in enumerate(node.value):
                 self.lines[f"{path}[{index}]"] = item.start_mark.line + 1
                 items.append(self._read(item, item_type, f"{path}[{index}]"))
-        elif "one-or-many" in _kinds(metas) and not _is_null(node):
+        elif "one-or-many" in kinds(metas) and not _is_null(node):
             items = [self._convert(node, item_type, path)]
         else:
             way_out = f": write {_as_list(node.value)}" if node.id == "scalar" and node.value else ""
             raise _ValueProblemError(f"expected a list; got {_found(node, '[]')}{way_out}")
         if _BAD in items:
-            return origin(items[: items.index(_BAD)])  # what follows would stand at another index
+            return origin(items[: items.index(_BAD)])  # those after it would get a wrong index
         return _check(origin(items), metas)
 
-    def _mapping(self, node: _Node, types: tuple[Any, ...], metas: tuple[Meta, ...], path: str) -> Any:
+    def _mapping(self, node: Node, types: tuple[Any, ...], metas: tuple[Meta, ...], path: str) -> Any:
         values: dict[Any, Any] = {}
         before = len(self.problems)
-        key_type, key_metas = _peel(types[0])
+        key_type, key_metas = peel(types[0])
         if key_type is not str:
             raise TypeError(f"{key_type}: keys can only be read as str")
-        if "secret" in _kinds(metas) and node.id == "scalar" and not _is_null(node):
+        if "secret" in kinds(metas) and node.id == "scalar" and not _is_null(node):
             raise _ValueProblemError("expected keys with values; got a text, not shown here for it may be secret")
         for key, value in self._items(node, path):
             try:
@@ -342,11 +288,11 @@ class _Reader:
             return {key: value for key, value in values.items() if value is not _BAD}
         return _check(values, metas)
 
-    def _items(self, node: _Node, path: str) -> list[tuple[str, _Node]]:
+    def _items(self, node: Node, path: str) -> list[tuple[str, Node]]:
         """Keys and their nodes; notes the line of each key, and the keys that cannot be."""
         if node.id != "mapping":
             raise _ValueProblemError(f"expected keys with values; got {_found(node, '{}')}")
-        items: dict[str, _Node] = {}
+        items: dict[str, Node] = {}
         for key_node, value in node.value:
             line = key_node.start_mark.line + 1
             if key_node.id != "scalar":
@@ -355,34 +301,14 @@ class _Reader:
                 self._problem(line, path, "merge keys (<<) cannot be used: write the keys out")
             elif key_node.value in items:
                 first = self.lines[_join(path, key_node.value)]
-                self._problem(line, path, f"the key {_quote(key_node.value)} stands in line {first} already")
+                self._problem(line, path, f"the key {_quote(key_node.value)} is in line {first} already")
             else:
                 items[key_node.value] = value
                 self.lines[_join(path, key_node.value)] = line
         return list(items.items())
 
 
-def _bounded(loader: Any) -> Any:
-    """The loader, refusing what is nested so deeply that the C code would run out of stack."""
-    from yaml import MarkedYAMLError  # noqa: PLC0415  # as above
-
-    class Bounded(loader):  # type: ignore[misc]
-        depth = 0
-
-        def descend_resolver(self, parent: Any, index: Any) -> None:
-            self.depth += 1
-            if self.depth > _MAX_DEPTH:
-                raise MarkedYAMLError(problem="nesting", problem_mark=parent.start_mark)
-            super().descend_resolver(parent, index)
-
-        def ascend_resolver(self) -> None:
-            self.depth -= 1
-            super().ascend_resolver()
-
-    return Bounded
-
-
-def _scalar(node: _Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
+def _scalar(node: Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
     if type_ not in _SCALARS and get_origin(type_) is not Literal:
         raise TypeError(f"{type_}: a type that cannot be read")
     text: str = node.value
@@ -394,7 +320,7 @@ def _scalar(node: _Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
     if get_origin(type_) is Literal:
         if text in get_args(type_):
             return text
-    elif type_ is float and "duration" in _kinds(metas):
+    elif type_ is float and "duration" in kinds(metas):
         try:
             return parse_duration(text)
         except ValueError as error:
@@ -409,7 +335,7 @@ def _scalar(node: _Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
         if _NUMBER.fullmatch(text) and math.isfinite(float(text)):
             return float(text)
     elif type_ is time:
-        match = _TIME.fullmatch(text)
+        match = TIME.fullmatch(text)
         if match:
             return time(int(match[1]), int(match[2]), int(match[3] or 0))
     raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {_quote(text)}")
@@ -419,7 +345,7 @@ def _expected(type_: Any, metas: tuple[Meta, ...]) -> str:
     if get_origin(type_) is Literal:
         words = get_args(type_)
         return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
-    if type_ is float and "duration" in _kinds(metas):
+    if type_ is float and "duration" in kinds(metas):
         return "a duration such as 9s, 5m, 1h30m or 2d"
     return _SCALARS[type_]
 
@@ -441,7 +367,7 @@ def _check(value: Any, metas: tuple[Meta, ...]) -> Any:
             (meta.lt, "less than", operator.lt),
         ):
             if limit is not None and not is_kept(value, limit):
-                show = format_duration if "duration" in _kinds(metas) else str
+                show = format_duration if "duration" in kinds(metas) else str
                 raise _ValueProblemError(f"expected {words} {show(limit)}; got {show(value)}")
         unit = "characters" if isinstance(value, str) else "items"
         if meta.min_length is not None and len(value) < meta.min_length:
@@ -463,22 +389,22 @@ def _as_list(text: str) -> str:
     return f"[{', '.join(words)}]" if all(map(_PLAIN_WORD.fullmatch, words)) else "a list such as [one, two]"
 
 
-def _peel(annotation: Any) -> tuple[Any, tuple[Meta, ...]]:
+def peel(annotation: Any) -> tuple[Any, tuple[Meta, ...]]:
     if get_origin(annotation) is Annotated:
         inner, *extras = get_args(annotation)
         return inner, tuple(extra for extra in extras if isinstance(extra, Meta))
     return annotation, ()
 
 
-def _kinds(metas: tuple[Meta, ...]) -> list[Any]:
+def kinds(metas: tuple[Meta, ...]) -> list[Any]:
     return [meta.extra.get("kind") for meta in metas if meta.extra]
 
 
-def _is_null(node: _Node) -> bool:
+def _is_null(node: Node) -> bool:
     return node.id == "scalar" and node.tag.endswith(":null") and node.value.lower() in ("", "~", "null")
 
 
-def _found(node: _Node, empty: str = "") -> str:
+def _found(node: Node, empty: str = "") -> str:
     if node.id == "sequence":
         return "a list"
     if node.id == "mapping":
@@ -500,103 +426,3 @@ def _join(path: str, key: str) -> str:
     if not _BARE_KEY.fullmatch(key):
         return f"{path}[{_quote(key)}]"
     return f"{path}.{key}" if path else key
-
-
-def _syntax_problem(error: "MarkedYAMLError", lines: list[str]) -> tuple[int, str, str]:
-    """Line, path and message of a text that is not YAML, in the words of somebody who edits it."""
-    mark = error.problem_mark or error.context_mark
-    line = mark.line + 1 if mark else 1
-    column = mark.column if mark else 0
-    # The end of the text is told as a line of its own that no editor shows.
-    content = lines[line - 1] if line <= len(lines) else ""
-    line = max(1, min(line, len(lines)))
-    character = content[column : column + 1]
-    begun = f"that begins in line {error.context_mark.line + 1}" if error.context_mark else "around it"
-    problem = error.problem or ""
-    if "\t" in content[: column + 1] and not content[:column].strip():
-        message = "a tab cannot indent: use spaces"
-    elif "cannot start any token" in problem:
-        message = f"a value cannot begin with {character}: put it in quotes"
-    elif "mapping values are not allowed" in problem:
-        message = 'unexpected ":": check the indentation, or put a text that has ": " in it in quotes'
-    elif "',' or '" in problem:
-        opening, closing = "[]" if "]" in problem else "{}"
-        message = f'the "{opening}" {begun} is not closed: a "," or "{closing}" is missing'
-    elif "end of stream" in problem and "quoted" in (error.context or ""):
-        message = f"the quoted text {begun} is not closed"
-    elif "escape character" in problem:
-        message = "unknown escape in double quotes: write a backslash twice, or use single quotes"
-    elif "undefined alias" in problem:
-        message = "the alias has no anchor above it"
-    elif problem == "nesting":
-        message = f"nested more than {_MAX_DEPTH} deep"
-    elif "another document" in problem:
-        message = "only one document is allowed: remove what follows ---"
-    elif "expected ':'" in problem:
-        message = 'a ":" is missing after the key'
-    elif "expected key" in problem or "<block end>" in problem or "'-' indicator" in problem:
-        message = f"does not continue the block {begun}: check the indentation"
-    else:
-        message = f"not YAML: {' '.join(filter(None, (error.context, problem)))}"
-    return line, "", message
-
-
-def _schema(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    type_, metas = _peel(annotation)
-    origin, arguments = get_origin(type_), get_args(type_)
-    schema: dict[str, Any]
-    if origin in (Union, UnionType):
-        inner = next(member for member in arguments if member is not NoneType)
-        schema = {"anyOf": [_schema(Annotated[inner, Meta(), *metas], definitions), {"type": "null"}]}
-        description = schema["anyOf"][0].pop("description", None)
-        return schema | ({"description": description} if description else {})
-    if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
-        schema = {"$ref": f"#/$defs/{type_.__name__}"}
-        if type_.__name__ not in definitions:
-            definitions[type_.__name__] = {}
-            definitions[type_.__name__] = _struct_schema(type_, definitions)
-    elif origin is Literal:
-        schema = {"enum": list(arguments)}
-    elif origin in (tuple, list):
-        schema = {"type": "array", "items": _schema(arguments[0], definitions)}
-    elif origin is dict:
-        schema = {"type": "object", "additionalProperties": _schema(arguments[1], definitions)}
-        names = _schema(arguments[0], definitions)
-        if names != {"type": "string"}:
-            schema["propertyNames"] = names
-    elif type_ is time:
-        schema = {"type": "string", "pattern": f"^({_TIME.pattern})$"}
-    elif type_ is float and "duration" in _kinds(metas):
-        schema = {"type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(d|h|m|s|ms))+$"}
-    else:
-        schema = {"type": {str: "string", bool: "boolean", int: "integer", float: "number"}[type_]}
-    if "one-or-many" in _kinds(metas):
-        schema = {"anyOf": [schema["items"], schema]}
-    for meta in metas:
-        limits = {
-            "description": meta.description,
-            "pattern": meta.pattern,
-            "minimum": meta.ge,
-            "exclusiveMinimum": meta.gt,
-            "maximum": meta.le,
-            "exclusiveMaximum": meta.lt,
-            "minLength" if type_ is str else "minItems": meta.min_length,
-            "maxLength" if type_ is str else "maxItems": meta.max_length,
-        }
-        schema.update({word: limit for word, limit in limits.items() if limit is not None})
-    return schema
-
-
-def _struct_schema(type_: type[msgspec.Struct], definitions: dict[str, Any]) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-    if type_.__doc__:
-        schema["description"] = type_.__doc__.partition("\n")[0]
-    for item in msgspec.structs.fields(type_):
-        entry = _schema(item.type, definitions)
-        default = default_of(item)
-        if default is NODEFAULT:
-            schema.setdefault("required", []).append(item.encode_name)
-        elif not isinstance(default, msgspec.Struct) and default not in (None, (), {}):
-            entry["default"] = plain(default, item.type)
-        schema["properties"][item.encode_name] = entry
-    return schema

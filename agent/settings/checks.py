@@ -3,7 +3,6 @@
 import re
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from itertools import islice
 
 from agent.events import EVENT_TYPES
 from agent.policy import Hook, MaintenanceWindow, Rule, When
@@ -28,7 +27,7 @@ _NO_OPERATOR = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _REPETITION = re.compile(r"[*+{]")
 _OPTION = re.compile(r"(?<![(*+?}])\?")
 
-# So many rules are compared with each rule, those with the fewest conditions first: they cover most.
+# Each rule is compared with so many of those above it, first those with the fewest conditions: they cover most.
 _MAX_COMPARED = 32
 
 # The notice Azure promises; a Terminate has what its scale set says, at least this.
@@ -246,12 +245,15 @@ def doubts(settings: Settings) -> Iterator[Finding]:
         yield "agent.listen", text
     if (endpoint := parse_endpoint(settings.imds.endpoint)) and _is_name(endpoint[0]):
         yield "imds.endpoint", f"{endpoint[0]} has to be looked up before each request: write an address"
-    used, above = set(settings.on_clear), _RulesAbove()
+    used = set(settings.on_clear)
+    above: list[_Reach] = []
     for index, rule in enumerate(settings.rules):
         path = f"rules[{index}]"
         used.update(rule.prepare, rule.on_start, rule.recover)
-        if (earlier := above.add(rule)) is not None:
-            yield path, f"never matches: rule {earlier} above takes every event that it could take"
+        reach = _Reach(rule)
+        if (earlier := next((other for other in above[:_MAX_COMPARED] if other.covers(reach)), None)) is not None:
+            yield path, f"never matches: rule {earlier.rule_name} above takes every event that it could take"
+        insort(above, reach)
         yield from _rule_doubts(path, rule)
         yield from _time_doubts(path, rule, settings.hooks)
         yield from _version_doubts(path, rule.when, settings.imds.api_version)
@@ -320,7 +322,7 @@ def _version_doubts(path: str, when: When, api_version: str) -> Iterator[Finding
 
 
 class _Reach:
-    """The events that a rule takes, put so that two of them are quickly compared."""
+    """Which events a rule takes, in a form that is quickly compared."""
 
     def __init__(self, rule: Rule) -> None:
         when = rule.when
@@ -350,26 +352,3 @@ class _Reach:
             if limit is not None and (its_limit is None or its_limit < limit):
                 return False
         return True
-
-
-class _RulesAbove:
-    """The rules above one, each found by a resource or a description that only it and a few others name."""
-
-    def __init__(self) -> None:
-        self._found_by: dict[tuple[str, str], list[_Reach]] = {}
-
-    def add(self, rule: Rule) -> str | None:
-        """The name of a rule above that leaves nothing to this one; None if none was found."""
-        reach, when = _Reach(rule), rule.when
-        keys = [("", ""), *[("resource", text) for text in when.resource[:1]]]
-        keys += [("description", text) for text in when.description[:1]]
-        for key in keys:
-            for other in islice(self._found_by.get(key, ()), _MAX_COMPARED):
-                if other.covers(reach):
-                    return other.rule_name
-        own = [("resource", text) for text in when.resource] or [
-            ("description", text) for text in when.description
-        ]
-        for key in own or [("", "")]:
-            insort(self._found_by.setdefault(key, []), reach)
-        return None

@@ -1,9 +1,14 @@
-"""The JSON schema of the policy file, for editors."""
+"""The JSON schema of the policy file, for editors; and settings as the file writes them."""
 
-from typing import Any
+from datetime import time
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+from msgspec import NODEFAULT, Meta
 
 from agent.settings.model import Settings
-from agent.typed_yaml import json_schema
+from agent.typed_yaml import TIME, default_of, format_duration, kinds, peel
 
 
 def policy_schema() -> dict[str, Any]:
@@ -13,3 +18,95 @@ def policy_schema() -> dict[str, Any]:
     hook["oneOf"] = [{"required": ["run"]}, {"required": ["shell"]}, {"required": ["unit"]}]
     hook["dependentSchemas"] = {"unit": {"not": {"anyOf": [{"required": ["user"]}, {"required": ["cwd"]}]}}}
     return {"title": "Policy of scheduled-events-agent", **schema}
+
+
+def json_schema(type_: type[msgspec.Struct]) -> dict[str, Any]:
+    """The JSON schema of what ``parse`` accepts for a type, for editors; defaults as the YAML writes them."""
+    definitions: dict[str, Any] = {}
+    schema = _schema(type_, definitions)
+    root = definitions.pop(schema["$ref"].rpartition("/")[2])
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, "$defs": definitions}
+
+
+def plain(value: Any, annotation: Any) -> Any:
+    """A value as the YAML writes it: durations and times as text, no keys that have their defaults."""
+    type_, metas = peel(annotation)
+    if value is None:
+        return None
+    if get_origin(type_) in (Union, UnionType):
+        inner = next(member for member in get_args(type_) if member is not NoneType)
+        return plain(value, Annotated[inner, Meta(), *metas])
+    if isinstance(value, msgspec.Struct):
+        return {
+            item.encode_name: plain(getattr(value, item.name), item.type)
+            for item in msgspec.structs.fields(value)
+            if getattr(value, item.name) != default_of(item)
+        }
+    if isinstance(value, dict):
+        return {key: plain(item, get_args(type_)[1]) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item, get_args(type_)[0]) for item in value]
+    if isinstance(value, time):
+        return value.isoformat("seconds" if value.second else "minutes")
+    return format_duration(value) if "duration" in kinds(metas) else value
+
+
+def _schema(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    type_, metas = peel(annotation)
+    origin, arguments = get_origin(type_), get_args(type_)
+    schema: dict[str, Any]
+    if origin in (Union, UnionType):
+        inner = next(member for member in arguments if member is not NoneType)
+        schema = {"anyOf": [_schema(Annotated[inner, Meta(), *metas], definitions), {"type": "null"}]}
+        description = schema["anyOf"][0].pop("description", None)
+        return schema | ({"description": description} if description else {})
+    if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+        schema = {"$ref": f"#/$defs/{type_.__name__}"}
+        if type_.__name__ not in definitions:
+            definitions[type_.__name__] = {}
+            definitions[type_.__name__] = _struct_schema(type_, definitions)
+    elif origin is Literal:
+        schema = {"enum": list(arguments)}
+    elif origin in (tuple, list):
+        schema = {"type": "array", "items": _schema(arguments[0], definitions)}
+    elif origin is dict:
+        schema = {"type": "object", "additionalProperties": _schema(arguments[1], definitions)}
+        names = _schema(arguments[0], definitions)
+        if names != {"type": "string"}:
+            schema["propertyNames"] = names
+    elif type_ is time:
+        schema = {"type": "string", "pattern": f"^({TIME.pattern})$"}
+    elif type_ is float and "duration" in kinds(metas):
+        schema = {"type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(d|h|m|s|ms))+$"}
+    else:
+        schema = {"type": {str: "string", bool: "boolean", int: "integer", float: "number"}[type_]}
+    if "one-or-many" in kinds(metas):
+        schema = {"anyOf": [schema["items"], schema]}
+    for meta in metas:
+        limits = {
+            "description": meta.description,
+            "pattern": meta.pattern,
+            "minimum": meta.ge,
+            "exclusiveMinimum": meta.gt,
+            "maximum": meta.le,
+            "exclusiveMaximum": meta.lt,
+            "minLength" if type_ is str else "minItems": meta.min_length,
+            "maxLength" if type_ is str else "maxItems": meta.max_length,
+        }
+        schema.update({word: limit for word, limit in limits.items() if limit is not None})
+    return schema
+
+
+def _struct_schema(type_: type[msgspec.Struct], definitions: dict[str, Any]) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+    if type_.__doc__:
+        schema["description"] = type_.__doc__.partition("\n")[0]
+    for item in msgspec.structs.fields(type_):
+        entry = _schema(item.type, definitions)
+        default = default_of(item)
+        if default is NODEFAULT:
+            schema.setdefault("required", []).append(item.encode_name)
+        elif not isinstance(default, msgspec.Struct) and default not in (None, (), {}):
+            entry["default"] = plain(default, item.type)
+        schema["properties"][item.encode_name] = entry
+    return schema

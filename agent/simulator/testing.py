@@ -23,9 +23,9 @@ import pytest
 import agent
 from agent.policy import Hook
 from agent.settings import Settings, load_policy
+from agent.settings.schema import plain
 from agent.simulator.simulation import PATIENCE_SECONDS, Simulator
 from agent.store import Store, StoreError
-from agent.typed_yaml import plain
 
 if TYPE_CHECKING:
     from agent.status import JournalEntry

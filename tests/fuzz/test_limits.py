@@ -257,11 +257,11 @@ def test_very_many_faults_and_very_long_ones_are_told_in_few_and_short_lines(tex
         ("rules: " + "{a: " * 200_000, "p.yaml:1: nested more than 50 deep"),
         ("- " * 400_000, "p.yaml:1: nested more than 50 deep"),
         ("? " * 400_000, "p.yaml:1: nested more than 50 deep"),
-        ("rules: &a [*a]", "p.yaml:1: rules[0]: an alias cannot stand inside the value it repeats"),
+        ("rules: &a [*a]", "p.yaml:1: rules[0]: an alias cannot be inside the value it repeats"),
         ("rules:\n\t- name: a", "p.yaml:2: a tab cannot indent: use spaces"),
         ("vm: {name: a\0}", "p.yaml:1: the character U+0000 is not allowed in YAML: remove it"),
         (b"vm: {name: \xff}", "p.yaml:1: expected UTF-8; got the byte 0xff: save the file as UTF-8"),
-        ("vm: {name: a}\nvm: {name: b}", 'p.yaml:2: the key "vm" stands in line 1 already'),
+        ("vm: {name: a}\nvm: {name: b}", 'p.yaml:2: the key "vm" is in line 1 already'),
         ("vm: {<<: {name: a}}", "p.yaml:1: vm: merge keys (<<) cannot be used: write the keys out"),
         (
             'vm: {name: "\\ud800"}',

@@ -18,7 +18,8 @@ from agent.settings import (
     load_settings,
     parse_settings,
 )
-from agent.typed_yaml import default_of, format_duration, plain
+from agent.settings.schema import plain
+from agent.typed_yaml import default_of, format_duration
 
 ROOT = Path(__file__).parents[2]
 TYPES = (Settings, Rule, When, Hook, MaintenanceWindow, VmSettings, ImdsSettings, AgentSettings, LogSettings)

@@ -20,7 +20,8 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "events": set(),
     "log_ids": set(),
-    "typed_yaml": set(),
+    "yaml_nodes": set(),
+    "typed_yaml": {"yaml_nodes"},
     "host": {"host"},
     "policy": {"events", "typed_yaml"},
     "workflow": {"events", "policy"},
@@ -58,7 +59,7 @@ OF_ONE_SYSTEM = {
 # What an idle agent need not have in memory; each is imported where it is used.
 HEAVY = {
     "asyncio", "concurrent", "ctypes", "difflib", "email.message", "logging.handlers", "multiprocessing", "ssl",
-    "urllib.request", "yaml", "zoneinfo",
+    "urllib.request", "zoneinfo",
 }  # fmt: skip
 # Loaded by an agent that runs; the command line and the simulator are other programs.
 RESIDENT = {name for name in ALLOWED if name not in ("simulator", "cli")} - {"__main__"}
@@ -133,7 +134,7 @@ def test_a_module_imports_only_what_lies_below_it(path: Path) -> None:
     assert known_of_agent(path) - WIRING.get(name_of(path), ALLOWED[module_of(path)]) == set()
 
 
-@pytest.mark.parametrize("path", files(*PURE, "page", "typed_yaml"), ids=name_of)
+@pytest.mark.parametrize("path", files(*PURE, "page", "typed_yaml", "yaml_nodes"), ids=name_of)
 def test_a_pure_module_does_no_input_or_output_and_reads_no_clock(path: Path) -> None:
     assert {name for name in imports(path) if is_in(name, IMPURE - {"yaml"})} == set()
     # Not on a clock, but datetime has one too.

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta
 
-from agent.typed_yaml import Parsed, format_duration, json_schema, parse, parse_duration, plain
+from agent.settings.schema import json_schema, plain
+from agent.typed_yaml import Parsed, format_duration, parse, parse_duration
 
 Span = Annotated[float, Meta(extra={"kind": "duration"})]
 
@@ -135,7 +136,7 @@ def test_values_come_from_the_operators_own_letters(text: str, key: str, expecte
             'inner: {name: "a\\n"}',
             'f.yaml:1: inner.name: expected a text that matches ^[a-z]+$ (small letters); got "a\\n"',
         ),
-        ("table: {a: 1, b: 2,\n  a: 3}", 'f.yaml:2: table: the key "a" stands in line 1 already'),
+        ("table: {a: 1, b: 2,\n  a: 3}", 'f.yaml:2: table: the key "a" is in line 1 already'),
         ("table: {[a]: b}", "f.yaml:1: table: expected a key; got a list"),
         ("table: {'a b': }", 'f.yaml:1: table["a b"]: expected a text; got nothing: remove the key, or write ""'),
         ("[a]", "f.yaml:1: expected keys with values; got a list"),
@@ -143,7 +144,7 @@ def test_values_come_from_the_operators_own_letters(text: str, key: str, expecte
         ("<<: {text: a}", "f.yaml:1: merge keys (<<) cannot be used: write the keys out"),
         ("text: !secret a", "f.yaml:1: text: the tag !secret means nothing here: remove it"),
         ("text: !!binary aa", "f.yaml:1: text: the tag !!binary means nothing here: remove it"),
-        ("few: &a [*a]", "f.yaml:1: few[0]: an alias cannot stand inside the value it repeats"),
+        ("few: &a [*a]", "f.yaml:1: few[0]: an alias cannot be inside the value it repeats"),
     ],
 )
 def test_a_fault_says_where_what_was_expected_and_what_was_found(text: str, problem: str) -> None:

@@ -1,0 +1,102 @@
+"""YAML text to its tree of nodes, with syntax errors in words for the person who edits it. Imports the library."""
+
+import re
+from typing import Any
+
+import yaml
+
+_MAX_DEPTH = 50
+# All that YAML does not allow in a text; the library would report it (NUL above all) without a line.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
+
+Node = Any
+"""A yaml.Node, whose published types lack ``id``."""
+
+
+EMPTY = yaml.MappingNode("tag:yaml.org,2002:map", [], yaml.Mark("", 0, 0, 0, "", 0))
+
+
+class SyntaxFault(Exception):  # noqa: N818
+    """The text is not YAML."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line = line
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Refuses what is nested so deeply that the C code would run out of stack."""
+
+    depth = 0
+
+    def descend_resolver(self, parent: Any, index: Any) -> None:
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem="nesting", problem_mark=parent.start_mark)
+        super().descend_resolver(parent, index)
+
+    def ascend_resolver(self) -> None:
+        self.depth -= 1
+        super().ascend_resolver()
+
+
+def compose(text: str | bytes) -> Node:
+    """The root of the tree; EMPTY if there is none. Raises SyntaxFault."""
+    text = (_decoded(text) if isinstance(text, bytes) else text).removeprefix("\ufeff")
+    if odd := _CONTROL.search(text):
+        line = text.count("\n", 0, odd.start()) + 1
+        raise SyntaxFault(line, f"the character U+{ord(odd[0]):04X} is not allowed in YAML: remove it")
+    try:
+        return yaml.compose(text, _Loader) or EMPTY
+    except yaml.MarkedYAMLError as error:
+        raise SyntaxFault(*_place(error, text.splitlines())) from error
+    except yaml.YAMLError as error:
+        raise SyntaxFault(1, f"not YAML: {error}") from error
+
+
+def _decoded(text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        message = f"expected UTF-8; got the byte 0x{byte:02x}: save the file as UTF-8"
+        raise SyntaxFault(line, message) from error
+
+
+def _place(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int, str]:
+    """Line and message of a text that is not YAML, in words for the person who edits it."""
+    mark = error.problem_mark or error.context_mark
+    line = mark.line + 1 if mark else 1
+    column = mark.column if mark else 0
+    # The mark of the text's end is one line further than an editor shows.
+    content = lines[line - 1] if line <= len(lines) else ""
+    line = max(1, min(line, len(lines)))
+    character = content[column : column + 1]
+    begun = f"that begins in line {error.context_mark.line + 1}" if error.context_mark else "around it"
+    problem = error.problem or ""
+    if "\t" in content[: column + 1] and not content[:column].strip():
+        message = "a tab cannot indent: use spaces"
+    elif "cannot start any token" in problem:
+        message = f"a value cannot begin with {character}: put it in quotes"
+    elif "mapping values are not allowed" in problem:
+        message = 'unexpected ":": check the indentation, or put a text that has ": " in it in quotes'
+    elif "',' or '" in problem:
+        opening, closing = "[]" if "]" in problem else "{}"
+        message = f'the "{opening}" {begun} is not closed: a "," or "{closing}" is missing'
+    elif "end of stream" in problem and "quoted" in (error.context or ""):
+        message = f"the quoted text {begun} is not closed"
+    elif "escape character" in problem:
+        message = "unknown escape in double quotes: write a backslash twice, or use single quotes"
+    elif "undefined alias" in problem:
+        message = "the alias has no anchor above it"
+    elif problem == "nesting":
+        message = f"nested more than {_MAX_DEPTH} deep"
+    elif "another document" in problem:
+        message = "only one document is allowed: remove what follows ---"
+    elif "expected ':'" in problem:
+        message = 'a ":" is missing after the key'
+    elif "expected key" in problem or "<block end>" in problem or "'-' indicator" in problem:
+        message = f"does not continue the block {begun}: check the indentation"
+    else:
+        message = f"not YAML: {' '.join(filter(None, (error.context, problem)))}"
+    return line, message
