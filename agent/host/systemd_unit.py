@@ -1,22 +1,17 @@
-"""The agent's systemd unit where no package brought one: its files, and how they come and go.
+"""The agent's systemd unit where no package brought one, and the strict set-up for any: ``install-unit``.
 
-Owns what ``install-unit`` writes (unit, drop-in, polkit rule), where, and from which places a system service may
-run at all. Knows nothing of events or of the policy: the units that hooks may start are told to it. The one
-invariant: a file that somebody else wrote or edited is neither replaced nor removed unless that is asked for.
-
-It can be imported everywhere; what runs programs needs Linux.
+Knows nothing of events or of the policy: the units that hooks may start are passed in. The one invariant: a file
+that it did not write is neither replaced nor removed. It can be imported on Windows, but not used.
 """
 
-import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +22,7 @@ from agent import AgentError, host
 NAME = "scheduled-events-agent"
 UNIT = f"{NAME}.service"
 USER = NAME
-"""Whom the strict set-up runs as."""
+"""The account of the strict set-up."""
 
 ETC = Path("/etc", NAME)
 STATE = Path("/var/lib", NAME)
@@ -35,7 +30,7 @@ UNIT_FILE = Path("/etc/systemd/system", UNIT)
 STRICT_FILE = Path("/etc/systemd/system", f"{UNIT}.d", "50-strict.conf")
 RULE_FILE = Path("/etc/polkit-1/rules.d", f"50-{NAME}.rules")
 
-# Where packages put things.
+_DIRECTORIES = ((ETC, 0o755), (ETC / "hooks", 0o755), (ETC / "credentials", 0o700))
 _PACKAGED_CODE = Path("/usr/lib", NAME)
 _PACKAGED_PROGRAM = Path("/usr/bin", NAME)
 _PACKAGED_UNITS = (Path("/usr/lib/systemd/system", UNIT), Path("/lib/systemd/system", UNIT))
@@ -43,8 +38,8 @@ _POLKIT = Path("/usr/share/dbus-1/system-services/org.freedesktop.PolicyKit1.ser
 
 # What neither systemd nor a shell nor the first line of a script reads as anything but itself.
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9/._+@,:=~-]*")
-_UNIT_NAME = re.compile(r"[A-Za-z0-9:_.\\@-]{1,247}\.service")
-_SEAL = re.compile(r"(?:#|//) Written by .* \(sha256 (?P<digest>[0-9a-f]{64})\)\.\n")
+# The Debian package looks for this line, too.
+_MARK = re.compile(rf"(#|//) Written by {NAME} install-unit\b")
 # What the strict set-up does not see (ProtectHome).
 _HIDDEN = (Path("/home"), Path("/root"), Path("/run/user"))
 
@@ -59,91 +54,60 @@ class Place(NamedTuple):
     program: Path
     """What a person types; the unit runs it."""
     systemd: Path
-    """The folder with the unit, the drop-in and the account as they are shipped."""
+    """The folder with the unit and the drop-in as they are shipped."""
     policy: Path
     """The policy file as it is shipped."""
     code: tuple[Path, ...]
     """What is executed when the program runs."""
-    trees: tuple[Path, ...]
-    """Folders whose whole content is; what the system's own packages brought is not asked about."""
-    is_packaged: bool
-
-
-class File(NamedTuple):
-    """A text file to be there."""
-
-    path: Path
-    text: str
-    is_seed: bool = False
-    """Written if there is none, and the operator's from then on."""
-
-
-class Plan(NamedTuple):
-    """What is to be on the machine; the paths are those of the running system."""
-
-    directories: tuple[tuple[Path, int], ...]
-    """With their modes."""
-    files: tuple[File, ...]
-    obsolete: tuple[Path, ...]
-    """What another set-up has written and this one must not have."""
-    account: str
-    """Lines for systemd-sysusers; empty if the agent is to run as root."""
     is_packaged: bool
 
 
 def find_place() -> Place:
     """Where the running program is installed. Raises UnitError if its unit did not come with it."""
     package = Path(agent.__file__).parent
-    interpreter, libraries = Path(sys.executable), _libraries()
-    if package.is_relative_to(_PACKAGED_CODE):
-        share = Path("/usr/share", NAME)
-        code = (_PACKAGED_PROGRAM, interpreter, *libraries, package)
-        return Place(_PACKAGED_PROGRAM, share / "systemd", share / "policy.yaml", code, (), is_packaged=True)
-    program = Path(sysconfig.get_path("scripts"), NAME)
-    share = Path(sysconfig.get_path("data"), "share", NAME)
+    # Where Python looks for modules in the service too: without this session's folder and variables.
+    of_session = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    libraries = [Path(entry) for entry in sys.path[1:] if entry not in of_session]
+    is_packaged = package.is_relative_to(_PACKAGED_CODE)
+    share = Path("/usr" if is_packaged else sysconfig.get_path("data"), "share", NAME)
     systemd, policy = share / "systemd", share / "policy.yaml"
-    source = package.parent
-    if (source / "systemd" / UNIT).is_file():  # an editable installation: what is shipped is in the source tree
-        systemd, policy = source / "systemd", source / "config" / "policy.yaml"
-    for file in (program, systemd / UNIT):
+    if (package.parent / "systemd" / UNIT).is_file():  # an editable installation: they are in the source tree
+        systemd, policy = package.parent / "systemd", package.parent / "config" / "policy.yaml"
+    program = _PACKAGED_PROGRAM if is_packaged else Path(sysconfig.get_path("scripts"), NAME)
+    for file in (program, systemd / UNIT, systemd / "strict.conf", policy):
         if not file.is_file():
-            raise UnitError(
-                f"{file}: not found; install the agent with pip or pipx, and run that one",
-                kind="place",
-            )
-    trees = (package,) if sys.prefix == sys.base_prefix else (package, Path(sys.prefix))
-    return Place(program, systemd, policy, (program, interpreter, *libraries, *trees), trees, is_packaged=False)
+            raise UnitError(f"{file}: not found; install the agent with pip or pipx, and run that one")
+    code = (program, Path(sys.executable), *libraries, package, *package.rglob("*.py"))
+    return Place(program, systemd, policy, code, is_packaged=is_packaged)
 
 
-def _libraries() -> list[Path]:
-    """Where Python looks for modules in the service too: without this session's folder, variables and user."""
-    import site  # noqa: PLC0415 - only this command needs it
+def check_place(place: Place) -> None:
+    """Raises UnitError if others than root could change what the service runs, which would make them root."""
+    where = (
+        "; a system service must be installed where only root can write: with pipx install --global, or in a venv "
+        f"that root makes under /opt (python3 -m venv /opt/{NAME})"
+    )
+    for path in place.code:
+        if path.exists() and (uid := path.stat().st_uid) != 0:
+            raise UnitError(f"{path} belongs to uid {uid}{where}", kind="place")
+        if fault := host.tampering_fault(path):
+            raise UnitError(f"{fault}{where}", kind="place")
+        for folder in (*path.parents, *path.resolve().parents):
+            if (
+                folder.exists() and folder.stat().st_mode & stat.S_ISVTX
+            ):  # others can fill it anew when it is cleared
+                raise UnitError(f"{folder} is for temporary files{where}", kind="place")
 
-    of_session = {*os.environ.get("PYTHONPATH", "").split(os.pathsep), site.getusersitepackages()}
-    return [Path(entry) for entry in sys.path[1:] if entry not in of_session]
 
-
-def plan_unit(place: Place, units: Iterable[str], *, is_strict: bool) -> Plan:
-    """What has to be there for an agent at this place whose hooks are ``units``. Raises UnitError."""
-    files: list[File] = []
-    obsolete: list[Path] = []
-    directories: tuple[tuple[Path, int], ...] = ()
+def files_of(place: Place, units: Iterable[str], *, is_strict: bool) -> dict[Path, str | None]:
+    """The files of the set-up; None where there must be none. Raises UnitError."""
+    files: dict[Path, str | None] = {}
     if not place.is_packaged:
-        directories = ((ETC, 0o755), (ETC / "hooks", 0o755), (ETC / "credentials", 0o700))
-        files.append(File(UNIT_FILE, sealed(unit_text(_read(place.systemd / UNIT), place.program))))
-        files.append(File(ETC / "policy.yaml", _read(place.policy), is_seed=True))
+        files[UNIT_FILE] = marked(unit_text((place.systemd / UNIT).read_text(encoding="utf-8"), place.program))
+    files[STRICT_FILE] = marked((place.systemd / "strict.conf").read_text(encoding="utf-8")) if is_strict else None
     rule = polkit_rule(units) if is_strict else ""
-    account = ""
-    if is_strict:
-        files.append(File(STRICT_FILE, sealed(_read(place.systemd / "strict.conf"))))
-        account = f'u {USER} - "Azure Scheduled Events agent" {STATE}\n'
-    else:
-        obsolete.append(STRICT_FILE)
-    if rule:
-        files.append(File(RULE_FILE, sealed(rule, comment="//")))
-    else:
-        obsolete.append(RULE_FILE)
-    return Plan(directories, tuple(files), tuple(obsolete), account, place.is_packaged)
+    files[RULE_FILE] = marked(rule, comment="//") if rule else None
+    return files
 
 
 def unit_text(template: str, program: Path) -> str:
@@ -154,39 +118,23 @@ def unit_text(template: str, program: Path) -> str:
             f"read as it stands; install the agent under another one, such as /opt/{NAME}",
             kind="place",
         )
-    text, count = re.subn(
-        rf"^(Exec\w+=[-@:+!]*){re.escape(str(_PACKAGED_PROGRAM))}(?= )",
-        lambda match: f"{match[1]}{program}",
-        template,
-        flags=re.MULTILINE,
-    )
-    if count == 0:
-        raise UnitError(
-            f"the shipped {UNIT} does not run {_PACKAGED_PROGRAM}: install the agent anew", kind="place"
-        )
-    return text
+    return re.sub(rf"(?m)^(Exec\w+=){_PACKAGED_PROGRAM}(?= )", rf"\g<1>{program}", template)
 
 
 def polkit_rule(units: Iterable[str]) -> str:
     """The rule that lets the agent's account start, stop and kill these units and no others; empty for none."""
-    names = sorted(set(units))
-    for name in names:
-        if not _UNIT_NAME.fullmatch(name):
-            raise UnitError(
-                f"{name!r} is no name of a service unit: expected one such as drain-web.service", kind="unit"
-            )
-    if not names:
+    listed = ",\n".join(f"    {json.dumps(name)}" for name in sorted(set(units)))
+    if not listed:
         return ""
-    listed = ",\n".join(f"    {json.dumps(name)}" for name in names)
     return f"""\
 // The hooks of the policy that are systemd units: the agent may start, stop and kill these, have systemd keep how
 // they ended ("ref"), and do nothing else.
-// Written anew by "{NAME} install-unit --strict" when the policy names others.
+// Run "{NAME} install-unit --strict" again when the policy names others.
 var scheduledEventsUnits = [
 {listed}
 ];
-// Newer systemds (257, for one) call it a "start" too when somebody brings a unit of his own making
-// (StartTransientUnit): while there is no file of that name, the agent's account would be root by it. Only the
+// Newer systemds (257, for one) call it a "start", too, when a client brings a unit of its own making
+// (StartTransientUnit). While there is no file of that name, the agent's account would be root by it. Only the
 // message tells the two apart.
 var scheduledEventsStart = "Authentication is required to start '$(unit)'.";
 polkit.addRule(function (action, subject) {{
@@ -202,7 +150,7 @@ polkit.addRule(function (action, subject) {{
 
 
 def unnamed_units(units: Iterable[str], root: Path = Path("/")) -> list[str] | None:
-    """Those that the installed polkit rule does not let the agent start; None if that cannot be read."""
+    """Those that the installed polkit rule does not let the agent start; None if the rule cannot be read."""
     try:
         text = _at(root, RULE_FILE).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -212,95 +160,88 @@ def unnamed_units(units: Iterable[str], root: Path = Path("/")) -> list[str] | N
     return [name for name in sorted(set(units)) if json.dumps(name) not in text]
 
 
-def sealed(body: str, comment: str = "#") -> str:
-    """The text under a line that tells who wrote it, and whether anybody edited it since."""
-    digest = hashlib.sha256(body.encode()).hexdigest()
+def is_polkit_missing(root: Path = Path("/")) -> bool:
+    """Whether there is a polkit rule and no polkit to read it."""
+    return _at(root, RULE_FILE).exists() and not _at(root, _POLKIT).exists()
+
+
+def marked(body: str, comment: str = "#") -> str:
+    """The text under a line that says what wrote it."""
     # With the version: an upgrade of the program is a change of the unit, so that --now starts the new one.
-    return f"{comment} Written by {NAME} install-unit, version {agent.__version__} (sha256 {digest}).\n{body}"
+    mark = f"{comment} Written by {NAME} install-unit, version {agent.__version__}: edits here are lost."
+    return f"{mark}\n{body}"
 
 
-def is_untouched(text: str) -> bool:
-    """Whether ``sealed`` made this text and nobody edited it since."""
-    seal = _SEAL.match(text)
-    return seal is not None and hashlib.sha256(text[seal.end() :].encode()).hexdigest() == seal["digest"]
+def install(
+    place: Place, units: Iterable[str], *, is_strict: bool, is_now: bool, root: Path = Path("/")
+) -> list[str]:
+    """Set the agent up; returns what was done, one line each. Raises UnitError.
 
-
-def check_place(place: Place, *, is_strict: bool) -> None:
-    """Raises UnitError if others than root could change what the service runs, or if it could not reach it."""
-    for path in place.code:
-        for part in _chain(path):
-            fault = _fault(part) or (_distance(part) if is_strict else "")
-            if fault:
-                raise UnitError(f"{part}: {fault}", kind="place")
-    for part in (part for tree in place.trees for part in _tree(tree)):
-        fault = _fault(part)
-        if fault:
-            raise UnitError(f"{part}: {fault}", kind="place")
-
-
-def install(plan: Plan, *, is_now: bool, is_forced: bool, root: Path = Path("/")) -> list[str]:
-    """Put the plan into effect; returns what was done, in words, one line each. Raises UnitError.
-
-    ``root`` is the system's root directory; another one, or one without systemd running, is a system at rest.
+    ``root`` is the system's root directory. Another one, or one without systemd running, is a system at rest.
     """
     systemctl = _Systemctl(root)
-    if not plan.is_packaged:
-        _check_rival(root)
-    if systemctl.state().startswith("masked"):
-        raise UnitError(
-            f"{UNIT} is masked, so that nothing can start it: if that is over, systemctl unmask {NAME}, then run "
-            "this again",
-            kind="masked",
-        )
-    written = [file for file in plan.files if _is_news(file, root, is_forced=is_forced)]
-    removed = [path for path in plan.obsolete if _is_ours(path, root, is_forced=is_forced)]
-    done: list[str] = []
-    if plan.account and _make_account(plan.account, root):
-        done.append(f"made the account {USER}")
-    if plan.account and root == Path("/"):
-        _check_policy()
-    for path, mode in plan.directories:
-        if _make_directory(_at(root, path), mode):
-            done.append(f"made {path}")
-    for file in written:
-        _write(_at(root, file.path), file.text)
-        done.append(f"wrote {file.path}")
-    for path in removed:
-        _unlink(_at(root, path))
-        done.append(f"removed {path}")
-    is_changed = any(not file.is_seed for file in written) or bool(removed)
-    # What the agent has in /run and /var/lib belongs to the account before: it must be down meanwhile.
-    is_switched = STRICT_FILE in removed or any(file.path == STRICT_FILE for file in written)
-    is_now = is_now or (is_switched and systemctl.asks("is-active"))
-    return done + _bring_up(systemctl, plan, is_changed=is_changed, is_now=is_now, root=root)
+    for path in () if place.is_packaged else _PACKAGED_UNITS:
+        if _at(root, path).exists():
+            own = f"run {_PACKAGED_PROGRAM} install-unit, the package's own, or remove the package first"
+            raise UnitError(f"{path}: a package brought this unit; {own}", kind="place")
+    if systemctl.run("is-enabled", UNIT).stdout.startswith("masked"):
+        way_out = f"if that is over, systemctl unmask {NAME}, then run this again"
+        raise UnitError(f"{UNIT} is masked, so that nothing can start it: {way_out}", kind="masked")
+    changes = _changes(files_of(place, units, is_strict=is_strict), root)
+    os.umask(0o022)  # polkit reads its rules as a user of its own
+    done = _make_account(root) if is_strict else []
+    if is_strict and root == Path("/"):
+        _check_reach(place)
+    if not place.is_packaged:
+        done += _make_directories(place, root)
+    done += _apply(changes, root)
+    if changes and systemctl.is_running:
+        systemctl("daemon-reload")
+    if not place.is_packaged and not systemctl.asks("is-enabled"):
+        systemctl("enable", "--quiet", UNIT)
+        done.append("enabled the agent: it starts at boot")
+    is_active = systemctl.asks("is-active")
+    # What the agent has in /run and /var/lib belongs to one account or the other: it must be down meanwhile.
+    must_start = (is_now and (bool(changes) or not is_active)) or (is_active and STRICT_FILE in changes)
+    may_start = must_start and systemctl.is_running
+    if may_start and is_active:
+        systemctl("stop", UNIT)
+    if not is_strict and (may_start or not is_active):
+        _take_state_back(root)
+    if may_start:
+        systemctl("start", UNIT)
+        done.append("restarted the agent" if is_active else "started the agent")
+    elif must_start:
+        done.append("systemd does not run here: nothing was started")
+    elif changes:
+        is_what = "runs as before" if is_active else "does not run"
+        done.append(f"the agent {is_what} until the next boot, or until: systemctl restart {NAME}")
+    return done
 
 
-def remove(place: Place, *, is_forced: bool, root: Path = Path("/")) -> list[str]:
+def remove(place: Place, root: Path = Path("/")) -> list[str]:
     """Take back what ``install`` wrote; returns what was done. An agent without a package is stopped and disabled.
 
-    A packaged one goes on as the package has it. Raises UnitError if a file was edited.
+    A packaged one goes on as the package has it. Raises UnitError if another program wrote a file.
     """
     systemctl = _Systemctl(root)
-    wanted = (RULE_FILE, STRICT_FILE) if place.is_packaged else (RULE_FILE, STRICT_FILE, UNIT_FILE)
-    found = [path for path in wanted if _is_ours(path, root, is_forced=is_forced)]
+    files = (RULE_FILE, STRICT_FILE) if place.is_packaged else (RULE_FILE, STRICT_FILE, UNIT_FILE)
+    changes = _changes(dict.fromkeys(files), root)
+    if not changes:
+        return []
     done: list[str] = []
     was_active = systemctl.asks("is-active")
-    has_unit = UNIT_FILE in found
-    if found and was_active:
+    if was_active:
         systemctl("stop", UNIT)
         done.append("stopped the agent")
-    if has_unit and systemctl.asks("is-enabled"):
+    if UNIT_FILE in changes and systemctl.asks("is-enabled"):
         systemctl("disable", "--quiet", UNIT)
         done.append("disabled the agent")
-    for path in found:
-        _unlink(_at(root, path))
-        done.append(f"removed {path}")
-    if not found:
-        return []
+    done += _apply(changes, root)
     _take_state_back(root)
     if systemctl.is_running:
         systemctl("daemon-reload")
-        if has_unit:
+        if UNIT_FILE in changes:
             systemctl.asks("reset-failed")
         elif was_active:
             systemctl("start", UNIT)
@@ -308,102 +249,96 @@ def remove(place: Place, *, is_forced: bool, root: Path = Path("/")) -> list[str
     return done
 
 
-def is_polkit_missing(plan: Plan, root: Path = Path("/")) -> bool:
-    """Whether the plan has a polkit rule and the machine no polkit to read it."""
-    return any(file.path == RULE_FILE for file in plan.files) and not _at(root, _POLKIT).exists()
-
-
 class _Systemctl:
     """systemctl, for a system that runs or one that is at rest."""
 
     def __init__(self, root: Path) -> None:
-        self._program = host.find_systemctl()
-        self._options = [] if root == Path("/") else [f"--root={root}"]
-        # systemd makes this directory, and nobody else: the way sd_booted(3) tells.
-        self.is_running = root == Path("/") and Path("/run/systemd/system").is_dir()
+        self._command = [host.find_systemctl(), *([] if root == Path("/") else [f"--root={root}"])]
+        self.is_running = root == Path("/") and Path("/run/systemd/system").is_dir()  # as sd_booted(3) does
 
     def __call__(self, *words: str) -> None:
-        done = self._run(words)
+        done = self.run(*words)
         if done.returncode != 0:
             said = done.stderr.strip() or f"exit code {done.returncode}"
             raise UnitError(f"systemctl {' '.join(words)}: {said}", kind="systemctl")
 
     def asks(self, question: str) -> bool:
         """Whether systemctl affirms, for example that the agent ``is-active``."""
-        if question == "is-active" and not self.is_running:
-            return False
-        return self._run((question, "--quiet", UNIT)).returncode == 0
+        return (self.is_running or question != "is-active") and self.run(question, "-q", UNIT).returncode == 0
 
-    def state(self) -> str:
-        """What systemctl says of the unit's file, such as "enabled" or "masked"; empty if there is none."""
-        return self._run(("is-enabled", UNIT)).stdout.strip()
-
-    def _run(self, words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-        command = [self._program, *self._options, *words]
+    def run(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        command = [*self._command, *words]
         return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
 
-def _bring_up(systemctl: _Systemctl, plan: Plan, *, is_changed: bool, is_now: bool, root: Path) -> list[str]:
+def _changes(files: dict[Path, str | None], root: Path) -> dict[Path, str | None]:
+    """Those that are not as they have to be. Raises UnitError if install-unit did not write one."""
+    changes = {}
+    for path, text in files.items():
+        place = _at(root, path)
+        there = None
+        if os.path.lexists(place):
+            there = place.read_text(encoding="utf-8", errors="replace") if place.is_file() else ""
+        if there is not None and there != text and not _MARK.match(there):
+            raise UnitError(f"{path}: not written by install-unit: move it away, then run this again", kind="file")
+        if there != text:
+            changes[path] = text
+    return changes
+
+
+def _apply(changes: dict[Path, str | None], root: Path) -> list[str]:
+    for path, text in changes.items():
+        place = _at(root, path)
+        if text is None:
+            place.unlink()
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            fresh = place.with_name(f".{place.name}.new")  # the file is there whole or not at all
+            fresh.write_text(text, encoding="utf-8")
+            fresh.replace(place)
+    with suppress(OSError):  # it is not there, or has drop-ins of the operator
+        _at(root, STRICT_FILE.parent).rmdir()
+    return [f"{'removed' if text is None else 'wrote'} {path}" for path, text in changes.items()]
+
+
+def _make_directories(place: Place, root: Path) -> list[str]:
     done: list[str] = []
-    if systemctl.is_running and is_changed:
-        systemctl("daemon-reload")
-    if not plan.is_packaged and not systemctl.asks("is-enabled"):
-        systemctl("enable", "--quiet", UNIT)
-        done.append("enabled the agent: it starts at boot")
-    is_active = systemctl.asks("is-active")
-    may_start = is_now and systemctl.is_running and (is_changed or not is_active)
-    if may_start and is_active:
-        systemctl("stop", UNIT)
-    if not plan.account and (may_start or not is_active):
-        _take_state_back(root)
-    if may_start:
-        systemctl("start", UNIT)
-        done.append("restarted the agent" if is_active else "started the agent")
-    elif is_now and not systemctl.is_running:
-        done.append("systemd does not run here: nothing was started")
-    elif is_changed:
-        is_what = "runs as before" if is_active else "does not run"
-        done.append(f"the agent {is_what} until the next boot, or until: systemctl restart {NAME}")
+    for path, mode in _DIRECTORIES:
+        if not _at(root, path).is_dir():
+            _at(root, path).mkdir(mode)
+            done.append(f"made {path}")
+    policy = ETC / "policy.yaml"
+    if not os.path.lexists(_at(root, policy)):  # the operator's from then on
+        _at(root, policy).write_text(place.policy.read_text(encoding="utf-8"), encoding="utf-8")
+        done.append(f"wrote {policy}")
     return done
 
 
-def _take_state_back(root: Path) -> None:
-    """Give root what the account of the strict set-up owned: systemd does so only the other way round."""
-    state = _at(root, STATE)
-    if sys.platform == "win32" or not state.is_dir() or state.lstat().st_uid == 0:
-        return
-    for folder, _, names in os.walk(state):
-        for path in (folder, *(os.path.join(folder, name) for name in names)):  # noqa: PTH118 - as walk gives them
-            os.lchown(path, 0, 0)
+def _make_account(root: Path) -> list[str]:
+    if f"\n{USER}:" in _at(root, Path("/etc/passwd")).read_text(errors="replace"):
+        return []
+    line = f'u {USER} - "Azure Scheduled Events agent" {STATE}\n'
+    command = ["systemd-sysusers", f"--root={root}", "-"]
+    try:
+        subprocess.run(command, input=line, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        told = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        raise UnitError(f"systemd-sysusers cannot make the account {USER}: {told}", kind="account") from None
+    return [f"made the account {USER}"]
 
 
-def _make_account(lines: str, root: Path) -> bool:
-    """Make the account; False if it is there."""
-    passwd = _at(root, Path("/etc/passwd"))
-    if passwd.is_file() and re.search(rf"^{re.escape(USER)}:", passwd.read_text(errors="replace"), re.MULTILINE):
-        return False
-    program = shutil.which("systemd-sysusers", path="/usr/bin:/bin")
-    if program is None:
-        raise UnitError(
-            f"found no systemd-sysusers to make the account {USER} with: install it, or make the account yourself "
-            f"(useradd --system --user-group {USER})",
-            kind="account",
-        )
-    done = subprocess.run(
-        [program, f"--root={root}", "-"], input=lines, capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise UnitError(f"{program}: cannot make the account {USER}: {done.stderr.strip()}", kind="account")
-    return True
-
-
-def _check_policy() -> None:
-    """Raises UnitError if the account cannot read the policy: with a strict umask, an editor leaves it to root."""
+def _check_reach(place: Place) -> None:
+    """Raises UnitError if the account of the strict set-up cannot run the program or read the policy."""
+    way_out = f"install the agent with pipx install --global, or in /opt/{NAME}, or without --strict"
+    for path in place.code:
+        if any(path.resolve().is_relative_to(hidden) for hidden in _HIDDEN):
+            raise UnitError(f"{path}: the strict set-up cannot see it; {way_out}", kind="place")
+        if path.suffix != ".py" and path.exists() and (fault := host.access_fault(path, "execute", USER)):
+            raise UnitError(f"{fault}: chmod o+rX it, or {way_out}", kind="place")
     policy = ETC / "policy.yaml"
-    if not os.path.lexists(policy):
-        return
     question = ["/usr/bin/test", "-r", str(policy)]
-    if subprocess.run(question, user=USER, group=USER, extra_groups=[], check=False).returncode != 0:
+    asked = subprocess.run(question, user=USER, group=USER, extra_groups=[], check=False)
+    if os.path.lexists(policy) and asked.returncode != 0:
         raise UnitError(
             f"{policy}: the account {USER} cannot read it, so the agent would not start: chgrp {USER} {policy} "
             f"&& chmod g+r {policy} (and the directories on the way there must let that account through)",
@@ -411,144 +346,13 @@ def _check_policy() -> None:
         )
 
 
-def _check_rival(root: Path) -> None:
-    for path in _PACKAGED_UNITS:
-        if _at(root, path).exists():
-            raise UnitError(
-                f"{path}: a package brought this unit; run {_PACKAGED_PROGRAM} install-unit, the package's own, "
-                "or remove the package first",
-                kind="place",
-            )
-
-
-def _is_news(file: File, root: Path, *, is_forced: bool) -> bool:
-    """Whether the file has to be written. Raises UnitError if somebody else's would be lost."""
-    there = _text_at(_at(root, file.path))
-    if there is None:
-        return True
-    if file.is_seed or there == file.text:
-        return False
-    _check_seal(file.path, there, is_forced=is_forced)
-    return True
-
-
-def _is_ours(path: Path, root: Path, *, is_forced: bool) -> bool:
-    """Whether there is such a file, to be removed. Raises UnitError if it is somebody else's."""
-    there = _text_at(_at(root, path))
-    if there is None:
-        return False
-    _check_seal(path, there, is_forced=is_forced)
-    return True
-
-
-def _check_seal(path: Path, text: str, *, is_forced: bool) -> None:
-    if is_untouched(text) or is_forced:
-        return
-    way_out = (
-        "put your changes into a file of its own beside it"
-        if path == RULE_FILE
-        else f"put your changes into a drop-in of your own (systemctl edit {NAME})"
-    )
-    raise UnitError(
-        f"{path}: expected what install-unit wrote; it was edited, or written by somebody else: {way_out}, "
-        "then run this again with --force",
-        kind="edited",
-    )
-
-
-def _chain(path: Path) -> Iterator[Path]:
-    """The path, all that lies above it, and the same of whatever links on the way lead to."""
-    todo, seen = [path], set[Path]()
-    while todo:
-        path = Path(os.path.abspath(todo.pop()))  # noqa: PTH100 - resolve() would skip the links
-        for part in (*reversed(path.parents), path):
-            if part in seen or not os.path.lexists(part):
-                continue
-            seen.add(part)
-            yield part
-            if part.is_symlink():
-                todo.append(part.parent.resolve() / part.readlink())
-                todo.append(path.resolve())
-
-
-def _tree(path: Path) -> Iterator[Path]:
-    for folder, folders, names in os.walk(path):
-        yield from (Path(folder, name) for name in (*folders, *names))
-
-
-def _fault(path: Path) -> str:
-    """Why the path is no place for a system service; empty if it is one."""
-    facts = path.lstat()
-    way_out = (
-        "a system service must be installed where only root can write: with pipx install --global, or in a venv "
-        f"that root makes under /opt (python3 -m venv /opt/{NAME})"
-    )
-    if facts.st_uid != 0:
-        return f"belongs to uid {facts.st_uid}; {way_out}"
-    # Sticky or not: what lies in /tmp is removed one day, and then anybody may put something in its place.
-    if not stat.S_ISLNK(facts.st_mode) and facts.st_mode & 0o022:
-        return f"others than root can write it (mode {stat.S_IMODE(facts.st_mode):04o}); {way_out}"
-    return ""
-
-
-def _distance(path: Path) -> str:
-    """Why the account of the strict set-up cannot reach the path; empty if it can."""
-    way_out = f"install the agent with pipx install --global, or in /opt/{NAME}, or without --strict"
-    if path in _HIDDEN:
-        return f"the strict set-up sees nothing below it; {way_out}"
-    mode = path.lstat().st_mode
-    needed = stat.S_IXOTH if stat.S_ISDIR(mode) else stat.S_IROTH
-    if not stat.S_ISLNK(mode) and not mode & needed:
-        return f"the account {USER} cannot use it (mode {stat.S_IMODE(mode):04o}): chmod o+rX it, or {way_out}"
-    return ""
+def _take_state_back(root: Path) -> None:
+    """Give root what the account of the strict set-up owned: systemd does so only the other way round."""
+    state = _at(root, STATE)
+    if sys.platform != "win32" and state.is_dir() and state.stat().st_uid != 0:
+        for path in (state, *state.rglob("*")):
+            os.lchown(path, 0, 0)
 
 
 def _at(root: Path, path: Path) -> Path:
     return root / path.relative_to("/")
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UnitError(
-            f"{path}: {error.strerror}; it comes with the agent: install that anew", kind="place"
-        ) from None
-
-
-def _text_at(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return "" if path.is_symlink() else None  # a dangling link is somebody's doing too
-    except OSError as error:
-        raise UnitError(f"{path}: cannot be read: {error.strerror}", kind="file") from None
-
-
-def _make_directory(path: Path, mode: int) -> bool:
-    """Make it, and what lies above it, whatever the umask; False if it is there."""
-    if path.is_dir():
-        return False
-    # Not by parents=True, which heeds the umask: polkit reads its rules as a user of its own.
-    _make_directory(path.parent, 0o755)
-    path.mkdir()
-    path.chmod(mode)
-    return True
-
-
-def _write(path: Path, text: str) -> None:
-    """Have the file there whole or not at all."""
-    _make_directory(path.parent, 0o755)
-    fresh = path.with_name(f".{path.name}.new")
-    with suppress(FileNotFoundError):
-        fresh.unlink()
-    fresh.write_text(text, encoding="utf-8")
-    fresh.chmod(0o644)
-    fresh.replace(path)
-
-
-def _unlink(path: Path) -> None:
-    path.unlink()
-    if path.parent.name.endswith(".d") and path.parent.name.startswith(NAME):
-        with suppress(OSError):  # the operator has drop-ins there too
-            path.parent.rmdir()
