@@ -235,7 +235,7 @@ def test_what_is_no_message_ends_the_connection(bus: _FakeBus, nonsense: bytes) 
     bus.systemd = lambda call: call.connection.sendall(nonsense)
     with (  # one that says it is long is waited for, as long as for any other answer
         dbus.Bus(0.5) as client,
-        pytest.raises(dbus.BusLostError, match=r"^(the system bus sent a message that cannot be read|systemd or)"),
+        pytest.raises(dbus.BusLostError, match=r"^(the system bus cannot be used|systemd or)"),
     ):
         client.call("/", "a.b", "C", "")
 
@@ -277,19 +277,17 @@ def test_a_bus_that_reads_nothing_is_not_waited_for_either(bus: _FakeBus) -> Non
 
 
 @pytest.mark.parametrize("address", ["here", "unix", "tcp:host=localhost,port=1"])
-def test_an_address_that_cannot_be_used_is_named(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_cannot_be_used_is_an_error(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DBUS_SYSTEM_BUS_ADDRESS", address)
-    with pytest.raises(dbus.BusLostError) as caught:
+    with pytest.raises(dbus.BusLostError, match=r"^the system bus cannot be used: "):
         units.unit_fault(_UNIT)
-    expected = "expected an address such as unix:path=/run/dbus/system_bus_socket"
-    assert str(caught.value) == f"DBUS_SYSTEM_BUS_ADDRESS: {expected}, got '{address}'"
 
 
 def test_without_a_bus_the_hook_is_not_started_and_check_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DBUS_SYSTEM_BUS_ADDRESS", f"unix:path={tmp_path}/none")
-    fault = f"no system bus at {tmp_path}/none: No such file or directory"
+    fault = "the system bus cannot be used: No such file or directory"
     assert _ending() == ("not_started", None, f"cannot start drain.service: {fault}")
     # The first one tells it for all: where nobody answers, each question takes its time.
     text = "on_clear: [a, b]\nhooks: {a: {unit: drain.service}, b: {unit: drain-b.service}}"
@@ -299,10 +297,12 @@ def test_without_a_bus_the_hook_is_not_started_and_check_says_so(
     ]
 
 
-def test_a_bus_that_does_not_know_us_is_named(bus: _FakeBus, tmp_path: Path) -> None:
+def test_a_bus_that_refuses_this_account_is_an_error(bus: _FakeBus) -> None:
     bus.welcome = b"REJECTED EXTERNAL\r\n"
-    refusal = f"cannot start drain.service: the bus at {tmp_path}/bus refuses uid {os.geteuid()}"
-    assert _ending() == ("not_started", None, refusal)
+    outcome, _, detail = _ending()
+    assert outcome == "not_started"
+    assert detail.startswith("cannot start drain.service: the system bus cannot be used: ")
+    assert "REJECTED EXTERNAL" in detail
 
 
 def test_a_job_that_only_somebody_else_calls_done_is_not_a_success(bus: _FakeBus) -> None:
@@ -362,7 +362,7 @@ def test_a_start_without_an_answer_is_a_failure_and_the_unit_is_stopped(bus: _Fa
     outcome, _, detail = _ending()
     assert (outcome, detail) == (
         "not_started",
-        "cannot start drain.service: the system bus closed the connection: Connection reset by peer",
+        "cannot start drain.service: the system bus cannot be used: Connection reset by peer",
     )
     assert stopped.is_set()
 

@@ -247,7 +247,7 @@ def test_a_unit_that_an_operator_stops_has_failed_even_if_it_ends_with_0(machine
     ending = machine.ending(unit)
     operator.join()
     assert machine.container.path("/run/asked").exists()
-    assert ending == ("failed", None, "stopped by somebody else before it was done")
+    assert ending == ("failed", None, "stopped by another program or an operator before it was done")
 
 
 @pytest.mark.parametrize("type_", ["simple", "oneshot"])
@@ -286,13 +286,13 @@ def test_what_cannot_be_waited_for_is_refused_with_the_way_out(machine: Machine)
     at_boot = machine.unit(f"{server}[Install]\nWantedBy=multi-user.target")
     machine.container.run("systemctl", "enable", "--now", at_boot)
     lasting = (
-        ", and so is made to run on: as a hook it would be waited for in vain, and then stopped; "
+        ", so it is a server that runs on; as a hook it would never be done, and be stopped when its time is up: "
         "name a unit of Type=oneshot that starts or stops it"
     )
     faults = {
         "absent.service": "there is no unit absent.service; if its file is new: systemctl daemon-reload",
         "masked.service": "masked.service is masked: systemctl unmask masked.service",
-        stays: f"{stays} has RemainAfterExit=yes, so that nobody can tell when it is done: set it to no",
+        stays: f"{stays} has RemainAfterExit=yes, so nothing tells when it is done: set it to no",
         "other-name.service": f"other-name.service is another name of {real}: use that one",
         "broken.service": "broken.service cannot be loaded (bad-setting): Unit broken.service has a bad unit file "
         "setting.; see: systemctl status broken.service",
@@ -375,7 +375,7 @@ def test_a_run_that_somebody_else_started_is_left_alone_when_it_has_been_waited_
     assert result["outcome"] == outcome
     assert result["duration_seconds"] < 3
     assert result["lines"] == [
-        "(it was running already, for somebody else: it was waited for in vain, and is left running)"
+        "(it ran already and the agent did not start it: the agent waited for it, and leaves it running)"
     ]
     assert machine.state(unit) == {"simple": "active", "oneshot": "activating"}[type_]
     assert machine.container.path("/run/count").read_text().count("begin") == 1
@@ -528,7 +528,7 @@ _REFUSED = (
     "start, stop and kill this unit; install-unit --strict writes one for the units of the policy"
 )
 _UNHEARD = (
-    "(what it wrote cannot be read: the journal shows nothing of it to this account; "
+    "(its output cannot be read: the journal shows nothing of it to this account; "
     "the group systemd-journal may read it)"
 )
 

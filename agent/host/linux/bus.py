@@ -4,14 +4,12 @@ jeepney does the protocol. What this file adds: nothing waits longer than it was
 if it comes from the process that answers as systemd, for other processes can send one that looks the same.
 """
 
-import os
 import socket
 import sys
 from collections import deque
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from jeepney import DBusAddress, HeaderFields, MatchRule, Message, message_bus, new_method_call
-from jeepney.auth import AuthenticationError
 from jeepney.bus import find_system_bus
 from jeepney.io.blocking import DBusConnection, prep_socket
 from jeepney.wrappers import DBusErrorResponse, unwrap_msg
@@ -39,16 +37,6 @@ class BusError(HostError):
 class BusLostError(HostError):
     """There is no bus, or no answer from it; what was asked for last may have been done or not."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text, kind="bus")
-
-
-class Signal(NamedTuple):
-    """Something that happened."""
-
-    member: str
-    values: tuple[Any, ...]
-
 
 class _Connection(DBusConnection):  # type: ignore[misc]  # jeepney has no types
     def __init__(self, connection: socket.socket) -> None:
@@ -71,21 +59,7 @@ class Bus:
         self._owner = ""
         self._signals: deque[Message] = deque()
         try:
-            address = find_system_bus()
-        except (RuntimeError, ValueError):  # of a kind that jeepney does not know, or no address at all
-            told = os.environ.get("DBUS_SYSTEM_BUS_ADDRESS")
-            wish = "expected an address such as unix:path=/run/dbus/system_bus_socket"
-            raise BusLostError(f"DBUS_SYSTEM_BUS_ADDRESS: {wish}, got {told!r}") from None
-        path = address.replace("\0", "@")  # an address that is no file
-        try:
-            connection = prep_socket(address, timeout=timeout_seconds)
-        except TimeoutError:
-            raise BusLostError("the system bus did not answer in time") from None
-        except AuthenticationError:
-            raise BusLostError(f"the bus at {path} refuses uid {os.geteuid()}") from None
-        except OSError as error:
-            raise BusLostError(f"no system bus at {path}: {error.strerror or error}") from None
-        try:
+            connection = prep_socket(find_system_bus(), timeout=timeout_seconds)
             connection.settimeout(timeout_seconds)
             self._connection = _Connection(connection)
         except Exception as error:  # noqa: BLE001 - jeepney raises anything for an answer that it cannot read
@@ -110,6 +84,11 @@ class Bus:
         """Call a method of systemd's manager."""
         return self.call(_MANAGER_PATH, MANAGER, member, signature, *arguments)
 
+    def properties(self, path: str) -> dict[str, Any]:
+        """All properties of a unit, as they were at one moment: no name of an interface means every one."""
+        (properties,) = self.call(path, PROPERTIES, "GetAll", "s", "")
+        return {name: value for name, (_, value) in properties.items()}
+
     def call(self, path: str, interface: str, member: str, signature: str, *arguments: Any) -> tuple[Any, ...]:
         """What systemd answers. Raises BusError if it refuses.
 
@@ -120,17 +99,12 @@ class Bus:
         answer = self._ask(new_method_call(address, member, signature or None, arguments))
         sender = answer.header.fields.get(HeaderFields.sender, "")
         if self._owner not in ("", sender):
-            raise BusLostError(f"{SYSTEMD} was started again")
+            raise BusLostError("systemd was started again", kind="bus")
         self._owner = sender
         return tuple(answer.body)
 
-    def properties(self, path: str) -> dict[str, Any]:
-        """All properties of a unit, as they were at one moment: no name of an interface means every one."""
-        (properties,) = self.call(path, PROPERTIES, "GetAll", "s", "")
-        return {name: value for name, (_, value) in properties.items()}
-
-    def next_signal(self, timeout_seconds: float) -> Signal | None:
-        """The next signal of systemd, waited for that long."""
+    def next_signal(self, timeout_seconds: float) -> tuple[str, tuple[Any, ...]] | None:
+        """The name and the values of the next signal, waited for that long; no name if it is not systemd's."""
         try:
             message = self._connection.recv_until_filtered(self._signals, timeout=timeout_seconds)
         except TimeoutError:
@@ -139,7 +113,7 @@ class Bus:
             raise _lost(error) from None
         fields = message.header.fields
         is_systemd = fields.get(HeaderFields.sender) == self._owner
-        return Signal(fields.get(HeaderFields.member, "") if is_systemd else "", tuple(message.body))
+        return fields.get(HeaderFields.member, "") if is_systemd else "", tuple(message.body)
 
     def _ask(self, call: Message) -> Message:
         try:
@@ -147,10 +121,9 @@ class Bus:
             unwrap_msg(answer)
         except DBusErrorResponse as error:
             text = next((value for value in error.data if isinstance(value, str)), "")
-            service, bus = call.header.fields[HeaderFields.destination], message_bus.bus_name
-            is_of_bus = answer.header.fields.get(HeaderFields.sender) == bus != service
+            is_of_bus = answer.header.fields.get(HeaderFields.sender) == message_bus.bus_name
             if is_of_bus and not error.name.endswith("AccessDenied"):
-                raise BusLostError(f"{service} does not answer: {text}") from None
+                raise BusLostError(f"systemd does not answer: {text}", kind="bus") from None
             raise BusError(error.name, text) from None
         except Exception as error:  # noqa: BLE001 - as above
             raise _lost(error) from None
@@ -159,7 +132,8 @@ class Bus:
 
 def _lost(error: Exception) -> BusLostError:
     if isinstance(error, TimeoutError):
-        return BusLostError("systemd or the system bus did not answer in time")
-    if isinstance(error, OSError):
-        return BusLostError(f"the system bus closed the connection: {error.strerror or error}")
-    return BusLostError(f"the system bus sent a message that cannot be read: {error!r}")
+        text = "systemd or the system bus did not answer in time"
+    else:
+        told = error.strerror if isinstance(error, OSError) and error.strerror else error
+        text = f"the system bus cannot be used: {told}"
+    return BusLostError(text, kind="bus")

@@ -12,10 +12,11 @@ unit is held (RefUnit) while the agent waits for it, or systemd would forget at 
 
 import os
 import re
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,6 @@ from agent.host.linux.bus import MANAGER, PROPERTIES, SYSTEMD, Bus, BusError, Bu
 from agent.host.linux.files import account_name
 from agent.host.linux.journal import read_journal
 from agent.host.linux.process import ProcessTree
-from agent.host.linux.service import is_shutting_down
 
 if sys.platform == "win32":
     raise ImportError("agent.host.linux is for Linux; import agent.host instead")
@@ -42,14 +42,13 @@ _ENDED = ("inactive", "failed")
 # Services that go on when they have started, and those that systemd starts again when they end well.
 _LASTING_TYPES = ("forking", "notify", "notify-reload", "dbus")
 _LASTING_RESTARTS = ("always", "on-success")
-_LOOK_SECONDS = 2.0  # between two looks when no signal comes
-_GIVE_UP_SECONDS = 0.25  # the same while the wait may be given up
+_LOOK_SECONDS = 0.5  # between two looks when no signal comes
 _RECONNECT_SECONDS = 0.25
 _LOST_SECONDS = 15.0  # a bus that is replaced is back much sooner
-_UNKNOWN = "how it ended is not known: systemd could not be asked in time"
 _STOP_SECONDS = 2.0  # an order to stop must not keep the hook's run from its other duties
-_LEFT_ALONE = b"(it ran already and the agent did not start it: the agent waited for it, and leaves it running)\n"
+_UNKNOWN = "how it ended is not known: systemd could not be asked in time"
 _STOPPED = "stopped by another program or an operator before it was done"
+_LEFT_ALONE = b"(it ran already and the agent did not start it: the agent waited for it, and leaves it running)\n"
 _SIGKILL = 9
 _EXITED = 1  # CLD_EXITED, as ExecMainCode has it
 
@@ -181,24 +180,14 @@ def start_unit(name: str, env: Mapping[str, str], stdin: bytes, output: int) -> 
     ``env`` and ``stdin`` lie in files then. What the unit wrote comes out at ``output`` when it has ended. Raises
     HostError, its message a phrase, if it cannot be started.
     """
-    try:
-        watched = _Watched(name)
-    except HostError as error:
-        raise HostError(f"cannot start {name}: {error}", kind="hook") from None
-    try:
-        if fault := _fault(name, watched.before):
-            raise HostError(fault, kind="hook")
-        kept = os.dup(output)  # a hook that gives up waiting for the unit closes the other one
-    except BaseException as error:
-        watched.close()
-        if isinstance(error, OSError):
-            raise HostError(f"cannot start {name}: {error.strerror}", kind="hook") from None
-        raise
     directory = Path(os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0] or _DEFAULT_DIRECTORY)
-    run = UnitRun(name, watched, _Briefing(directory / "units" / name, env, stdin), kept)
     try:
-        if not run.is_for_others:
-            run.begin()
+        kept = os.dup(output)  # a hook that gives up waiting for the unit closes the other one
+    except OSError as error:
+        raise HostError(f"cannot start {name}: {error.strerror}", kind="hook") from None
+    run = UnitRun(name, _Briefing(directory / "units" / name, env, stdin), kept)
+    try:
+        run.begin()
     except BaseException:
         run.close()
         raise
@@ -206,14 +195,14 @@ def start_unit(name: str, env: Mapping[str, str], stdin: bytes, output: int) -> 
 
 
 class _Briefing:
-    """The files that tell a unit about the event."""
+    """The files that tell a unit about the event, and the next agent which run of the unit they are for."""
 
     def __init__(self, place: Path, env: Mapping[str, str], stdin: bytes) -> None:
         self._place = place
-        self._environment = environment_file(env).encode()
-        self._stdin = stdin
+        self._files = {"environment": environment_file(env).encode(), "event.json": stdin}
         purpose = {name: env[name] for name in _PURPOSE if name in env}
         self._purpose = set(environment_file(purpose).encode().splitlines())
+        self._noted = b""
 
     def is_there(self, invocation: bytes) -> bool | None:
         """Whether the files there were written for this hook of this event; None if they are not for this run.
@@ -225,23 +214,24 @@ class _Briefing:
         except OSError:
             return None
         with suppress(OSError):  # an agent that was killed before it saw the run has not noted it
-            if (self._place / "invocation").read_text() != invocation.hex():
+            if (self._place / "invocation").read_text() not in ("", invocation.hex()):
                 return None
         return self._purpose <= set(lines)
 
     def note_run(self, invocation: bytes) -> None:
         """This run of the unit was started for the files there; a later one was not."""
-        with suppress(OSError):
-            _write_file(self._place / "invocation", invocation.hex().encode())
+        if invocation not in (b"", self._noted):
+            self._noted = invocation
+            with suppress(OSError):
+                self._write("invocation", invocation.hex().encode())
 
     def write(self) -> None:
         """Raises HostError, its message a phrase."""
+        self.remove()
         try:
-            for folder in (self._place.parents[1], self._place.parent, self._place):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            (self._place / "invocation").unlink(missing_ok=True)
-            _write_file(self._place / "environment", self._environment)
-            _write_file(self._place / "event.json", self._stdin)
+            self._place.mkdir(mode=0o700, parents=True)
+            for name, data in self._files.items():
+                self._write(name, data)
         except OSError as error:
             raise HostError(
                 f"cannot tell {self._place.name} about the event: {self._place}: {error.strerror}; "
@@ -250,93 +240,81 @@ class _Briefing:
             ) from None
 
     def remove(self) -> None:
-        with suppress(OSError):
-            for name in ("environment", "event.json", "invocation"):
-                (self._place / name).unlink(missing_ok=True)
-            self._place.rmdir()
+        shutil.rmtree(self._place, ignore_errors=True)
 
-
-def _write_file(path: Path, data: bytes) -> None:
-    """All of the file or nothing of it, for this account (and systemd) alone."""
-    temporary = path.with_suffix(".new")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    temporary.replace(path)
+    def _write(self, name: str, data: bytes) -> None:
+        path = self._place / name
+        path.touch(mode=0o600)
+        path.write_bytes(data)
 
 
 class UnitRun(ProcessTree):
     """A run of a unit, with the methods of a program's process tree."""
 
-    def __init__(self, name: str, watched: "_Watched", briefing: _Briefing, output: int) -> None:
+    def __init__(self, name: str, briefing: _Briefing, output: int) -> None:
         """Closes ``output`` in the end."""
         self._name = name
-        self._watched = watched
         self._briefing = briefing
         self._output = output
         self._has_ended = threading.Event()
         self._is_told_to_stop = False
         self._may_begin = threading.Lock()
-        is_briefed = briefing.is_there(bytes(watched.before["InvocationID"]))
-        self.is_for_others = watched.is_joined and not is_briefed
-        """It runs for another event or stage, or an administrator runs it: this hook needs a run of its own."""
-        self._is_ours = not watched.is_joined or is_briefed is not None
+        self._bus: Bus | None = None
+        self._path = ""
+        self._before: dict[str, Any] = {}
+        self._asked_at = 0
+        self._job = ""
+        self._results: list[tuple[str, str]] = []
+        self._has_all_results = True
+        self._is_joined = False
+        self._is_ours = False
         """Whether an agent has started it: nothing else may be stopped."""
+        self._is_for_others = False
+        """It runs for another event or stage, or an administrator runs it: this hook needs a run of its own."""
 
     def begin(self) -> None:
-        """Start it, or join it. Raises HostError, its message a phrase."""
-        self._is_ours = True
-        if not self._watched.is_joined:
-            self._briefing.write()
+        """Start it or join it, unless it runs for others. Raises HostError, its message a phrase."""
+        self._disconnect()
+        self._asked_at = time.monotonic_ns() // 1000
+        self._results, self._has_all_results = [], True
         try:
-            self._watched.start()
-        except BusLostError as error:
-            _order("StopUnit", self._name, "replace")  # it may have been started
+            self._bus = self._connect()
+            self._before = self._bus.properties(self._path)
+        except HostError as error:
             raise HostError(f"cannot start {self._name}: {error}", kind="hook") from None
+        if fault := _fault(self._name, self._before):
+            raise HostError(fault, kind="hook")
+        self._is_joined = self._before["ActiveState"] not in (*_ENDED, "deactivating")
+        is_briefed = self._briefing.is_there(bytes(self._before["InvocationID"]))
+        self._is_ours = not self._is_joined or is_briefed is not None
+        self._is_for_others = self._is_joined and not is_briefed
+        if not self._is_for_others:
+            self._start(self._bus)
 
     def wait(self) -> int | None:
         """Block until the unit has ended, whatever that takes, and write its output. Returns 0 for success."""
+        end = None
         try:
-            if self.is_for_others:
-                self._begin_after_others()
-            end = self._watched.wait(on_run=self._briefing.note_run)
+            while self._is_for_others:
+                self._wait_for_others()
+            end = self._wait_for_end()
         except HostError as error:
             self.ending = str(error)
-            end = None
         self._has_ended.set()
         if end is None:
             self.ending = self.ending or _UNKNOWN
             return None
-        watched = self._watched
-        before = bytes(watched.before["InvocationID"])
-        result = verdict(end, watched.jobs, before=before, is_joined=watched.is_joined)
+        own = next((result for path, result in self._results if path == self._job), None)
+        jobs = Jobs(
+            own, tuple(result for path, result in self._results if path != self._job), self._has_all_results
+        )
+        before = bytes(self._before["InvocationID"])
+        result = verdict(end, jobs, before=before, is_joined=self._is_joined)
         self.ending = result.phrase
-        has_run = end["InactiveExitTimestampMonotonic"] >= watched.since
-        self._write(read_journal(self._name, watched.since, bytes(end["InvocationID"]).hex() if has_run else ""))
+        began_at = end["InactiveExitTimestampMonotonic"]
+        since = int(self._before["InactiveExitTimestampMonotonic"]) if self._is_joined else self._asked_at
+        self._write(read_journal(self._name, since, bytes(end["InvocationID"]).hex() if began_at >= since else ""))
         return result.exit_code
-
-    def _begin_after_others(self) -> None:
-        if self._is_ours:  # an agent that was killed left it running
-            _order("StopUnit", self._name, "replace")
-        if self._watched.wait(self._is_given_up) is None:
-            if self._is_given_up():
-                self._write(_LEFT_ALONE)
-            raise HostError(_UNKNOWN, kind="hook")
-        self._watched.close()
-        with self._may_begin:
-            if self._is_told_to_stop:
-                raise HostError("stopped before it was started", kind="hook")
-            self._watched = _Watched(self._name)
-            self.begin()
-
-    def _is_given_up(self) -> bool:
-        return self._is_told_to_stop and not self._is_ours
-
-    def _write(self, data: bytes) -> None:
-        with suppress(OSError):  # the reader has given up
-            while data:
-                data = data[os.write(self._output, data) :]
 
     def is_empty(self) -> bool:
         """Whether nothing of it runs any more that is ours to end."""
@@ -347,63 +325,30 @@ class UnitRun(ProcessTree):
         with self._may_begin:
             self._is_told_to_stop = True
         if self._is_ours and not self._has_ended.is_set():
-            _order("StopUnit", self._name, "replace")
+            _order("StopUnit", "ss", self._name, "replace")
 
     def kill(self) -> None:
         """Have systemd kill every process of the unit, and start none any more."""
         if not self._is_told_to_stop:
             self.terminate()
         if self._is_ours and not self._has_ended.is_set():
-            _order("KillUnit", self._name, "all", _SIGKILL)
+            _order("KillUnit", "ssi", self._name, "all", _SIGKILL)
 
     def close(self) -> None:
         """Release it. The unit must have ended."""
-        self._watched.close()
+        self._disconnect()
         os.close(self._output)
-        self._briefing.remove()
+        if self._is_ours:
+            self._briefing.remove()
 
-
-class _Watched:
-    """A unit that is held and waited for; for one thread at a time."""
-
-    def __init__(self, name: str) -> None:
-        """Raises BusError or BusLostError."""
-        self._name = name
-        self._path = ""
-        self._job = ""
-        self._results: list[tuple[str, str]] = []
-        self._is_complete = True
-        self._invocation = b""
-        self._asked_at = time.monotonic_ns() // 1000
-        self._bus: Bus | None = self._connect()
+    def _start(self, bus: Bus) -> None:
+        if not self._is_joined:
+            self._briefing.write()
         try:
-            self.before = self._bus.properties(self._path)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether it ran already before ``start``."""
-        return self.before["ActiveState"] not in (*_ENDED, "deactivating")
-
-    @property
-    def since(self) -> int:
-        """When this run began, or was asked for: microseconds on the monotonic clock."""
-        return int(self.before["InactiveExitTimestampMonotonic"]) if self.is_joined else self._asked_at
-
-    @property
-    def jobs(self) -> Jobs:
-        own = next((result for path, result in self._results if path == self._job), None)
-        others = tuple(result for path, result in self._results if path != self._job)
-        return Jobs(own, others, self._is_complete)
-
-    def start(self) -> None:
-        """Have systemd start it; does not wait. Raises HostError, its message a phrase, or BusLostError."""
-        if self._bus is None:
-            raise BusLostError("the connection to the system bus is closed")
-        try:
-            (self._job,) = self._bus.manager("StartUnit", "ss", self._name, "replace")
+            (self._job,) = bus.manager("StartUnit", "ss", self._name, "replace")
+        except BusLostError as error:
+            _order("StopUnit", "ss", self._name, "replace")  # it may have been started
+            raise HostError(f"cannot start {self._name}: {error}", kind="hook") from None
         except BusError as error:
             if error.name.rpartition(".")[2] in ("AccessDenied", "InteractiveAuthorizationRequired"):
                 raise HostError(
@@ -413,39 +358,57 @@ class _Watched:
                 ) from None
             raise HostError(f"systemd does not start {self._name}: {error}", kind="hook") from None
 
-    def wait(
-        self, is_given_up: Callable[[], bool] | None = None, on_run: Callable[[bytes], None] = lambda _: None
-    ) -> dict[str, Any] | None:
-        """Block until it has ended. Returns its properties then.
+    def _wait_for_others(self) -> None:
+        """Wait until a run that is not for this hook has ended, and begin. Raises HostError."""
+        if self._is_ours:  # an agent that was killed left it running
+            _order("StopUnit", "ss", self._name, "replace")
+        if self._wait_for_end() is None:
+            if self._is_given_up():
+                self._write(_LEFT_ALONE)
+            raise HostError(_UNKNOWN, kind="hook")
+        with self._may_begin:
+            if self._is_told_to_stop:
+                raise HostError("stopped before it was started", kind="hook")
+            self.begin()
 
-        Returns None if systemd cannot be asked any more, or if the wait ``is_given_up``. ``on_run`` gets the id of
-        each run, as soon as it is seen: there may be several (Restart=).
+    def _is_given_up(self) -> bool:
+        return self._is_told_to_stop and not self._is_ours
+
+    def _wait_for_end(self) -> dict[str, Any] | None:
+        """Block until the unit has ended. Returns its properties then.
+
+        Returns None if systemd cannot be asked any more, or if the wait for the run of others is given up.
         """
         asked_at = time.monotonic()
-        look_seconds = _LOOK_SECONDS if is_given_up is None else _GIVE_UP_SECONDS
-        while is_given_up is None or not is_given_up():
+        while not self._is_given_up():
             try:
                 if self._bus is None:
                     self._bus = self._connect()
-                end = self._look(self._bus, on_run)
+                unit = self._bus.properties(self._path)
                 asked_at = time.monotonic()
-                if end is not None:
-                    return end
-                self._note_signals(self._bus, look_seconds)
+                if unit["ActiveState"] in _ENDED:
+                    # The signals that tell what became of its jobs came before this answer.
+                    self._note_results(self._bus, 0)
+                    if unit["Job"][0] == 0:
+                        return unit
+                elif not self._is_for_others:
+                    self._briefing.note_run(bytes(unit["InvocationID"]))
+                self._note_results(self._bus, _LOOK_SECONDS)
             except (BusError, BusLostError):  # systemd is being replaced, or the bus is
-                self.close()
-                self._is_complete = False
-                # While the machine goes down, the bus does not come back.
-                if time.monotonic() - asked_at > _LOST_SECONDS or is_shutting_down():
+                self._disconnect()
+                self._has_all_results = False
+                if time.monotonic() - asked_at > _LOST_SECONDS:
                     return None
                 time.sleep(_RECONNECT_SECONDS)
         return None
 
-    def close(self) -> None:
-        """Release it."""
-        if self._bus is not None:
-            self._bus.close()
-            self._bus = None
+    def _note_results(self, bus: Bus, timeout_seconds: float) -> None:
+        """Take the signals there are; wait for one so long if there is none."""
+        while (signal := bus.next_signal(timeout_seconds)) is not None:
+            timeout_seconds = 0
+            member, values = signal
+            if member == "JobRemoved" and values[2] == self._name:
+                self._results.append((values[1], values[3]))
 
     def _connect(self) -> Bus:
         bus = Bus()
@@ -462,29 +425,18 @@ class _Watched:
             raise
         return bus
 
-    def _look(self, bus: Bus, on_run: Callable[[bytes], None]) -> dict[str, Any] | None:
-        """Its properties if it has ended."""
-        unit = bus.properties(self._path)
-        if unit["ActiveState"] not in _ENDED:
-            invocation = bytes(unit["InvocationID"])
-            if invocation not in (b"", self._invocation):
-                self._invocation = invocation
-                on_run(invocation)
-            return None
-        # The signals that tell what became of its jobs came before this answer.
-        self._note_signals(bus, 0)
-        return unit if unit["Job"][0] == 0 else None
+    def _disconnect(self) -> None:
+        if self._bus is not None:
+            self._bus.close()
+            self._bus = None
 
-    def _note_signals(self, bus: Bus, timeout_seconds: float) -> None:
-        """Take the signals there are; wait for one so long if there is none."""
-        while (signal := bus.next_signal(timeout_seconds)) is not None:
-            timeout_seconds = 0
-            if signal.member == "JobRemoved" and signal.values[2] == self._name:
-                self._results.append((signal.values[1], signal.values[3]))
+    def _write(self, data: bytes) -> None:
+        with suppress(OSError):  # the reader has given up
+            while data:
+                data = data[os.write(self._output, data) :]
 
 
-def _order(member: str, name: str, *arguments: Any) -> None:
+def _order(member: str, signature: str, *arguments: Any) -> None:
     """Give systemd an order about a unit; what comes of it shows in the unit's state."""
-    signature = "".join("i" if isinstance(argument, int) else "s" for argument in arguments)
     with suppress(HostError), Bus(_STOP_SECONDS) as bus:
-        bus.manager(member, f"s{signature}", name, *arguments)
+        bus.manager(member, signature, *arguments)
