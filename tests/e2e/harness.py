@@ -7,6 +7,7 @@ a limit.
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import re
@@ -319,6 +320,11 @@ class Agent:
         """When the entries of the journal with these fields were made, oldest first: the agent's own account."""
         rows = self.journal("at", *fields)
         return [datetime.fromisoformat(at) for at, *values in rows if values == [*fields.values()]]
+
+    def commits(self, event_id: str) -> list[list[str]]:
+        """The kinds of the journal's entries of an event, one list for each commit, oldest first."""
+        rows = [(at, kind) for at, kind, id_ in self.journal("at", "kind", "event_id") if id_ == event_id]
+        return [[kind for _, kind in group] for _, group in itertools.groupby(rows, key=lambda row: row[0])]
 
     def notes(self, *words: str) -> list[dict[str, Any]]:
         """What the hooks noted (``start`` and ``end`` of each), oldest first."""

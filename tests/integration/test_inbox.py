@@ -39,6 +39,9 @@ class Hands:
         self.approvals: set[str] = set()
         self.begun: list[str] = []
         self.canceled = 0
+        self.seconds: Callable[[], float] = float
+        self.graces: list[tuple[float, float]] = []
+        """When all hooks were to end, and within how many seconds."""
 
     def start_hook(self, effect: RunHook, name: str, *_: object, **__: object) -> None:
         self.hooks[key_of(effect)] = effect
@@ -62,8 +65,8 @@ class Hands:
         return bool(self.hooks or self.approvals)
 
     def cancel_all(self, grace_seconds: float) -> None:
-        del grace_seconds
         self.canceled += 1
+        self.graces.append((self.seconds(), grace_seconds))
 
 
 class Items:
@@ -139,6 +142,8 @@ class Agent:
         while inbox.take(1.0):
             assert self.engine.turn(datetime.now(UTC))
         begun = len(self.hands.begun)
+        self.hands.seconds = items.monotonic
+        self.stopping_at = items.seconds
         inbox.finish(10.0)
         assert len(self.hands.begun) == begun, "something is begun by an agent that stops"
 
@@ -191,6 +196,15 @@ def test_what_comes_before_the_end_of_a_stop_is_kept(
         assert held.operator == "held", order
         assert (agent.store.load_answer(1) or "").startswith("held: the event is "), order
         assert agent.store.load_notes()[-1].kind == "agent_stopped"
+
+
+def test_a_stop_is_over_in_its_time_though_nothing_ends(start: Callable[[], Agent]) -> None:
+    agent = start()
+    items = Items([Command("stop")], at_once=False)
+    agent.live(items)
+    ((canceled_at, grace),) = agent.hands.graces
+    assert 5.0 < canceled_at - agent.stopping_at < canceled_at - agent.stopping_at + grace < 10.0
+    assert 9.0 < items.seconds - agent.stopping_at < 10.0
 
 
 def test_a_second_stop_ends_the_waiting_and_loses_nothing(start: Callable[[], Agent]) -> None:
