@@ -13,7 +13,7 @@ Decisions are values; someone else carries them out.
     settings/            the policy file: its types, checks, warnings and schema
     transport.py  EDGE   HTTP with one deadline for an exchange and a bounded answer
     imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name
-    hooks.py      EDGE   run one hook: environment, time limit, whole process tree, output
+    hooks/        EDGE   run one hook: environment, time limit, whole process tree, output
     store.py      EDGE   SQLite: workflows, journal, operator requests
     web/          EDGE   the pages / /status /metrics /healthz /readyz: their server and its certificates
     metrics.py    EDGE   every metric in one table

@@ -364,10 +364,14 @@ def clean_text(value: Any) -> str:
     """A text from outside as one printable line of bounded length; "" for what is no text or number."""
     # An object or a list where a text belongs says nothing, and may be nested too deep to be written out.
     text = value if isinstance(value, str) else str(value) if isinstance(value, int | float) else ""
-    text = text[:_MAX_TEXT]
-    if not text.isprintable():
-        text = "".join([character if character.isprintable() else " " for character in text])
-    return text.strip()
+    return printable(text[:_MAX_TEXT]).strip()
+
+
+def printable(text: str, *, keep: str = "", mark: str = " ") -> str:
+    """``text`` with ``mark`` in place of each character that cannot be shown and is not in ``keep``."""
+    if text.isprintable():
+        return text
+    return "".join([one if one.isprintable() or one in keep else mark for one in text])
 
 
 def _shown(value: Any) -> str:
@@ -419,5 +423,5 @@ def _plain_name(name: str) -> str:
 def excerpt(data: bytes) -> str:
     """The beginning of ``data`` as one printable line; "nothing" if that is empty."""
     text = " ".join(data[:300].removeprefix(_BOM).decode("utf-8", "replace").split())
-    shown = "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
+    shown = printable(text, mark="\N{REPLACEMENT CHARACTER}")
     return f"{shown}..." if len(data) > 300 else shown or "nothing"

@@ -426,4 +426,4 @@ def _either(words: Iterable[str]) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    return "unknown" if seconds is None else f"{seconds:g}s"
+    return "unknown" if seconds is None else format_duration(seconds)

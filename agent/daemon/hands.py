@@ -11,7 +11,7 @@ from functools import partial
 from agent import host
 from agent.daemon.polling import Endpoint, Put
 from agent.engine import HookEnded, HookKey, key_of, without_run
-from agent.hooks import HookRun
+from agent.hooks import HookLocks, HookRun
 from agent.imds import ImdsError
 from agent.log import Logger, get_logger
 from agent.log_ids import LogId
@@ -30,6 +30,7 @@ class Threads:
         self._endpoint = endpoint
         self._put = put
         self._instance = instance
+        self._locks = HookLocks(threading.Lock)
         self._runs: dict[HookKey | None, tuple[HookRun, RunningHook]] = {}
         self._unanswered: set[str] = set()
         self._have_run = False
@@ -59,6 +60,7 @@ class Threads:
             deadline=deadline,
             on_line=partial(_log_output, log),
             instance=self._instance,
+            locks=self._locks,
         )
 
         def work() -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agent import hooks
-from agent.hooks import HookResult, HookRun
+from agent.hooks import HookLocks, HookResult, HookRun
 from agent.policy import Hook
 
 
@@ -178,7 +177,7 @@ def test_a_hook_that_hangs_is_killed_at_its_time_limit() -> None:
     assert (result.outcome, result.attempts, result.detail) == (
         "timed_out",
         1,
-        "killed after 0.5s, its time limit",
+        "killed after 500ms, its time limit",
     )
     assert 0.5 <= result.duration_seconds <= time.monotonic() - begun < 30
 
@@ -275,9 +274,10 @@ def test_a_serialized_hook_waits_for_the_other_run_of_it(tmp_path: Path) -> None
         "import os, sys, time; name = sys.argv[1]; handle = os.open(name, os.O_CREAT | os.O_EXCL);"
         "print('in', flush=True); time.sleep(0.1); os.close(handle); os.unlink(name)"
     )
-    runs = [_Background(_hook(code, str(tmp_path / "inside"), serialize=True)) for _ in range(4)]
+    locks = HookLocks(threading.Lock)
+    hook = _hook(code, str(tmp_path / "inside"), serialize=True)
+    runs = [_Background(hook, locks=locks) for _ in range(4)]
     assert [run.finish().outcome for run in runs] == ["succeeded"] * 4
-    assert hooks._queues == {}
 
 
 def test_a_hook_that_is_not_serialized_runs_for_two_events_at_once() -> None:
@@ -290,10 +290,11 @@ def test_a_hook_that_is_not_serialized_runs_for_two_events_at_once() -> None:
 
 
 def test_a_hook_that_waits_for_its_turn_can_be_canceled_or_run_out_of_time() -> None:
-    first = _Background(_hook(_READY_AND_SLEEP, serialize=True))
+    hook, locks = _hook(_READY_AND_SLEEP, serialize=True), HookLocks(threading.Lock)
+    first = _Background(hook, locks=locks)
     first.wait_for_line()
-    second = _Background(_hook(_READY_AND_SLEEP, serialize=True))
-    third = _Background(_hook(_READY_AND_SLEEP, serialize=True), deadline=time.monotonic() + 0.2)
+    second = _Background(hook, locks=locks)
+    third = _Background(hook, locks=locks, deadline=time.monotonic() + 0.2)
     late = third.finish()
     assert (late.outcome, late.attempts) == ("not_started", 0)
     assert late.detail == "no time was left after other runs of this hook"
@@ -302,7 +303,6 @@ def test_a_hook_that_waits_for_its_turn_can_be_canceled_or_run_out_of_time() -> 
     assert (canceled.outcome, canceled.attempts) == ("canceled", 0)
     first.run.cancel()
     assert first.finish().outcome == "canceled"
-    assert hooks._queues == {}
 
 
 def test_a_program_that_is_missing_or_a_directory_is_not_started(tmp_path: Path) -> None:

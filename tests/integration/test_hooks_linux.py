@@ -1,6 +1,7 @@
 """Hooks as real processes on Linux: the ones that try to get away, and what they inherit."""
 
 import os
+import queue
 import shutil
 import signal
 import subprocess
@@ -9,12 +10,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 
 from agent import hooks
+from agent.daemon.hands import Threads
 from agent.hooks import HookResult, HookRun, end_leftovers
 from agent.policy import Hook
 
@@ -204,20 +206,22 @@ signal.pause()
     assert _left_over(_pids(tmp_path)) == []
 
 
-def test_orphans_that_end_while_a_hook_runs_do_not_stay_as_zombies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_SWEEP_SECONDS", 0.05)
-    ready = threading.Event()
-    text = "for i in 1 2 3 4 5; do setsid -f true; done; sleep 0.2; echo ready; sleep 60"
-    run = HookRun("test", Hook(shell=text), environment={}, on_line=lambda _: ready.set())
-    thread = threading.Thread(target=run.run)
-    thread.start()
-    assert ready.wait(10)
-    deadline = time.monotonic() + 10
-    while len(psutil.Process().children()) > 1:  # the hook itself
+def test_orphans_that_end_while_a_hook_runs_do_not_stay_as_zombies(tmp_path: Path) -> None:
+    ended: queue.SimpleQueue[object] = queue.SimpleQueue()
+    hands = Threads(cast("Any", None), ended.put, _INSTANCE)
+    ready = tmp_path / "ready"
+    text = f"for i in 1 2 3 4 5; do setsid -f true; done; sleep 0.2; touch {ready}; sleep 60"
+    hands.start_hook(None, "test", Hook(shell=text), environment={"SCHEDULED_EVENT_STAGE": "on_clear"})
+    deadline = time.monotonic() + 30
+    while not ready.exists() or len(psutil.Process().children()) > 1:  # the hook itself
         assert time.monotonic() < deadline
+        hands.reap()  # as the daemon does at each turn
         time.sleep(0.02)
-    run.cancel()
-    thread.join(10)
+    hands.cancel_all(1.0)
+    ended.get(timeout=30)
+    for thread in threading.enumerate():
+        if thread.name == "hook-test":
+            thread.join(10)
 
 
 def test_exit_codes_of_other_children_are_left_to_those_who_started_them() -> None:

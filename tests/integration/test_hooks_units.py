@@ -408,7 +408,7 @@ def test_a_time_limit_holds_even_if_nobody_answers(bus: _FakeBus, monkeypatch: p
     result = _run(timeout=0.3)
     assert (result.outcome, result.detail) == (
         "timed_out",
-        "killed after 0.3s, its time limit; not all of its processes could be killed",
+        "killed after 300ms, its time limit; not all of its processes could be killed",
     )
     assert result.duration_seconds < 20
     bus.systemd = _obey

@@ -321,7 +321,7 @@ def test_what_cannot_be_waited_for_is_refused_with_the_way_out(machine: Machine)
 
 def test_a_unit_whose_time_is_up_is_stopped(machine: Machine) -> None:
     unit = machine.shell("oneshot", _TRAP)
-    assert machine.ending(unit, timeout=0.5)[::2] == ("timed_out", "killed after 0.5s, its time limit")
+    assert machine.ending(unit, timeout=0.5)[::2] == ("timed_out", "killed after 500ms, its time limit")
     assert machine.container.path("/run/asked").exists()
     assert machine.state(unit) == "inactive"
 

@@ -74,14 +74,6 @@ def test_variables_are_bounded_and_hold_no_nul() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.25, "0.2s"), (9, "9s"), (22.52, "22.5s"), (59.9, "59.9s"), (300, "5m"), (90.4, "1m30s"), (5400, "1h30m")],
-)
-def test_a_span_of_time_is_told_as_the_policy_writes_it(seconds: float, text: str) -> None:
-    assert hooks._span(seconds) == text
-
-
-@pytest.mark.parametrize(
     ("exit_code", "text"),
     [
         (0, "exit code 0"),
@@ -92,4 +84,4 @@ def test_a_span_of_time_is_told_as_the_policy_writes_it(seconds: float, text: st
     ],
 )
 def test_the_end_of_a_program_is_told_in_words(exit_code: int | None, text: str) -> None:
-    assert hooks._describe(exit_code) == text
+    assert hooks._ending_in_words(exit_code) == text

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "settings": {"events", "policy", "typed_yaml", "host", "web", "settings"},
     "transport": set(),
     "imds": PURE | {"settings", "host", "transport"},
-    "hooks": PURE | {"settings", "host"},
+    "hooks": PURE | {"settings", "host", "typed_yaml", "hooks"},
     "store": PURE | {"settings", "host"},
     "web": {"web", "typed_yaml", "host"},
     "metrics": PURE | {"settings"},

@@ -53,8 +53,8 @@ def test_without_a_matching_rule_the_event_is_observed() -> None:
         (When(description=("^host", "disk")), "the description does not match ^host or disk"),
         (When(duration_below=9.0), "duration is 30s, not below 9s"),
         (When(duration_at_least=31.0), "duration is 30s, not at least 31s"),
-        (When(notice_below=900.0), "notice was 900s, not below 900s"),
-        (When(notice_at_least=901.0), "notice was 900s, not at least 901s"),
+        (When(notice_below=900.0), "notice was 15m, not below 15m"),
+        (When(notice_at_least=901.0), "notice was 15m, not at least 15m1s"),
     ],
 )
 def test_a_rule_that_does_not_match_says_why(when: When, reason: str) -> None:

@@ -1,64 +1,45 @@
 """Runs one hook: environment, attempts, time limit, whole process tree, output.
 
 Does not know which hooks an event needs, when, or what their results mean. The one invariant: ``HookRun.run``
-returns, soon after the hook's time is up at the latest, whatever the hook does; and what it started is gone then.
+returns soon after the hook's time is up, whatever the hook does, and all that the hook started is gone then.
 
-A hook's main process ends the hook: what it left running is ended too. What is to live longer belongs to the
-service manager (``systemctl start``, ``sc start``). A hook that is a unit of systemd outlives an agent that is
-killed, and is joined when it is run again.
+When a hook's main process ends, what it left running is ended too: what must live longer belongs to the service
+manager (``systemctl start``, ``sc start``). A hook that is a systemd unit survives an agent that is killed; the
+next run joins it.
 """
 
 import os
-import re
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import msgspec
 
 from agent import AgentError, host
 from agent.events import ScheduledEvent
+from agent.hooks.output import HookOutput, secrets_of
 from agent.policy import Hook
 from agent.settings.files import hook_tampering_fault
+from agent.typed_yaml import format_duration
 from agent.workflow import HookOutcome
 
-# From being asked to end (SIGTERM; there is no such thing on Windows) to being killed.
+# From SIGTERM to SIGKILL. (Windows has no SIGTERM.)
 _GRACE_SECONDS = 5.0
 _LEFTOVER_GRACE_SECONDS = 1.0
-# A deadline is when everything must be gone, so the grace comes before it; never more than this part of the time.
+# At a deadline everything must be gone, so the grace comes before it; at most this part of the time.
 _GRACE_SHARE = 0.1
-# What even SIGKILL does not end within this (a process stuck in the kernel) is left to itself.
+# What SIGKILL does not end within this (a process stuck in the kernel) is abandoned, but not before so many
+# tries: where very many processes starve this one, each try takes seconds.
 _KILL_SECONDS = 10.0
-# But not before so many tries: where very many processes starve this one, each takes seconds.
 _KILLS = 3
 _CHECK_SECONDS = (0.002, 0.05)  # first and longest pause between two looks at processes that are ending
-_SWEEP_SECONDS = 1.0
+_LOCK_CHECK_SECONDS = 0.1
 
-_MAX_LINE_BYTES = 2000
 _MAX_LINES = 1000
-_TAIL_BYTES = 4096
-# A program that prints without end is slowed down to this, so that reading it costs little.
-_FREE_BYTES = 4 << 20
-_MAX_BYTES_PER_SECOND = 32 << 20
 _MAX_VARIABLE = 8192
-_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-# The latter end a line, or turn the direction of writing, for some who show it.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-
-# Variables of a hook whose values its output should not repeat.
-_SECRET_NAMES = re.compile(
-    r"secret|token|passw|passphrase|credential|(api|access|account|private|shared|storage)_?key"
-    r"|connection_?string|(^|_)(pat|sas|auth)(_|$)",
-    re.IGNORECASE,
-)
-_MIN_SECRET_BYTES = 8  # less would spoil what is no secret
-_MAX_SECRET_BYTES = 4096
-_MAX_CREDENTIAL_BYTES = 1 << 16
 
 
 class HookResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +64,8 @@ def hook_environment(
 ) -> dict[str, str]:
     """The SCHEDULED_EVENT_* variables of a hook.
 
-    Texts are cut to 8 KiB, the list of resources after a whole name. Names may hold commas for all Azure says,
-    so a hook that needs the resources should read the JSON on its standard input (``events.to_azure_json``).
+    Texts are cut to 8 KiB, the list of resources after a whole name. A name may contain a comma, so a hook that
+    needs the resources should read the JSON on its standard input (``events.to_azure_json``).
     """
     resources = ",".join(event.resources)
     if len(resources) > _MAX_VARIABLE:
@@ -108,20 +89,24 @@ def hook_environment(
 
 
 def end_leftovers(instance: str) -> int:
-    """End what hooks of an earlier agent with this ``instance`` left running when it was killed; returns how many.
+    """End what hooks of an earlier agent with this ``instance`` left running; returns the number of processes.
 
-    To be called once at start, before any hook runs. An ``instance`` that only begins like this one is another's.
+    Call it once at start, before any hook runs. An ``instance`` that only begins like this one is another agent's.
     """
     return host.end_marked(f"{instance}:")
+
+
+HookLocks = defaultdict[str, threading.Lock]
+"""Of hooks that must not run twice at a time. A run takes its own when it is made."""
 
 
 class HookRun:
     """One run of one hook, attempts included. ``run`` blocks; everything else may be called from any thread.
 
-    ``deadline`` is on the monotonic clock: the hook and all it started must be gone by then. None leaves only the
-    hook's own time limit. ``on_line`` gets each line of output, on a thread of its own; it should not block.
-    ``instance`` names the agent among those of this machine, for ``end_leftovers``: the absolute path of its state
-    does, and a relative one does not, for agents in two directories could have the same.
+    ``deadline`` (monotonic): the hook and all that it started must be gone by then. None: only the hook's own time
+    limit counts. ``on_line`` gets each line of output, on another thread; it should not block. ``instance`` tells
+    this agent from others of this machine, for ``end_leftovers``: the absolute path of its state file. ``locks``:
+    shared by the runs that must not overlap.
     """
 
     def __init__(
@@ -134,6 +119,7 @@ class HookRun:
         deadline: float | None = None,
         on_line: Callable[[str], None] = lambda _: None,
         instance: str = "",
+        locks: HookLocks | None = None,
     ) -> None:
         self.name = name
         self._hook = hook
@@ -142,6 +128,9 @@ class HookRun:
         self._deadline = deadline
         self._on_line = on_line
         self._instance = instance
+        # A unit never runs twice at a time: a second start would join the first one, of another event.
+        key = hook.unit or (name if hook.serialize else "")
+        self._lock = locks[key] if locks is not None and key else None
         self._lines_left = _MAX_LINES
         self._is_canceled = False
         self._has_ended = False
@@ -150,19 +139,23 @@ class HookRun:
         self._changed = threading.Condition()
 
     def run(self) -> HookResult:
-        """Run the hook to its end. Never raises for what the hook does or for a program that cannot be started."""
-        with _turn(self) as queue:
-            with self._changed:
-                while queue and queue[0] is not self and not self._is_canceled and self._seconds_left() > 0:
-                    self._changed.wait(min(self._seconds_left(), threading.TIMEOUT_MAX))
-                has_turn = not queue or queue[0] is self
-            begun_at = time.monotonic()
-            if not has_turn and not self._is_canceled:
-                return self._result(0, begun_at, "not_started", "no time was left after other runs of this hook")
-            return self._run_attempts(begun_at)
+        """Run the hook to its end. Never raises for what the hook does, nor if it cannot be started."""
+        lock = self._lock
+        if lock is None:
+            return self._run_attempts(time.monotonic())
+        while not lock.acquire(timeout=max(0.0, min(self._seconds_left(), _LOCK_CHECK_SECONDS))):
+            if self._is_canceled:
+                return self._run_attempts(time.monotonic())
+            if self._seconds_left() <= 0:
+                detail = "no time was left after other runs of this hook"
+                return self._result(0, time.monotonic(), "not_started", detail)
+        try:
+            return self._run_attempts(time.monotonic())
+        finally:
+            lock.release()
 
     def cancel(self) -> None:
-        """End the run as soon as its processes can be ended."""
+        """End the run now."""
         with self._changed:
             self._is_canceled = True
             self._changed.notify_all()
@@ -201,11 +194,11 @@ class HookRun:
     def _run_attempt(self, attempt: int, begun_at: float) -> HookResult:
         started_at = time.monotonic()
         self._has_ended, self._exit_code = False, None
-        # Not only when the policy is read: a file may have been given away since.
+        # Not only when the policy is read: its owner may have changed since.
         if host.is_privileged() and (fault := hook_tampering_fault(self._hook)):
             return self._result(attempt, begun_at, "not_started", fault)
         try:
-            output = _Output(self._pass_on, _secrets(self._hook))
+            output = HookOutput(self._pass_on, secrets_of(self._hook))
         except (OSError, RuntimeError) as error:  # no descriptors, no memory for a thread
             return self._result(attempt, begun_at, "not_started", f"cannot be started: {error}")
         try:
@@ -233,7 +226,7 @@ class HookRun:
         )
 
     def _watch(self, tree: host.ProcessTree, started_at: float) -> tuple[HookOutcome, str]:
-        """See the tree to its end, whatever that takes."""
+        """Wait for the tree's end, or end it."""
         try:
             threading.Thread(target=self._await_end, args=(tree,), name=f"hook-{self.name}", daemon=True).start()
         except RuntimeError as error:
@@ -243,7 +236,7 @@ class HookRun:
             tree.close()
             return "not_started", f"cannot be watched: {error}"
         cause = self._await_end_or_cause(started_at)
-        stopped_after = _span(time.monotonic() - started_at)
+        stopped_after = _format(time.monotonic() - started_at)
         is_gone = self._end(tree, _LEFTOVER_GRACE_SECONDS if cause is None else _GRACE_SECONDS)
         with self._changed:
             self._is_abandoned = not self._has_ended
@@ -253,14 +246,14 @@ class HookRun:
         if cause == "canceled":
             return "canceled", f"canceled after {stopped_after}{trouble}"
         if cause == "timeout":
-            return "timed_out", f"killed after {_span(self._hook.timeout)}, its time limit{trouble}"
+            return "timed_out", f"killed after {_format(self._hook.timeout)}, its time limit{trouble}"
         if cause == "deadline":
             return "timed_out", f"killed after {stopped_after}, no time was left{trouble}"
-        detail = tree.ending or _describe(self._exit_code)
+        detail = tree.ending or _ending_in_words(self._exit_code)
         return ("succeeded" if self._exit_code == 0 else "failed"), detail + trouble
 
     def _await_end_or_cause(self, started_at: float) -> Literal["canceled", "timeout", "deadline"] | None:
-        """Wait for the program's end; or return why it must be ended."""
+        """Wait for the program's end, and return None; or return why it must be ended."""
         is_time_up = False
         while True:
             with self._changed:
@@ -274,10 +267,9 @@ class HookRun:
                 left -= min(_GRACE_SECONDS, _GRACE_SHARE * max(0.0, now + left - started_at))
                 if is_time_up and min(timeout, left) <= 0:
                     return "timeout" if timeout <= 0 else "deadline"
-                # Where this process was stopped meanwhile, the end may have come in time and only be told now.
+                # If this process was stopped meanwhile, the hook may have ended in time: look once more.
                 is_time_up = min(timeout, left) <= 0
-                self._changed.wait(_CHECK_SECONDS[1] if is_time_up else min(timeout, left, _SWEEP_SECONDS))
-            host.reap_orphans()
+                self._changed.wait(_CHECK_SECONDS[1] if is_time_up else min(timeout, left, threading.TIMEOUT_MAX))
 
     def _await_end(self, tree: host.ProcessTree) -> None:
         exit_code = tree.wait()
@@ -289,7 +281,7 @@ class HookRun:
             tree.close()
 
     def _end(self, tree: host.ProcessTree, grace_seconds: float) -> bool:
-        """End what still runs: ask, wait, kill. Returns whether all of it is gone."""
+        """End what still runs: SIGTERM, wait, SIGKILL. Returns whether all of it is gone."""
         asked_at = time.monotonic()
         kill_at: float | None = None
         pause, longest_pause = _CHECK_SECONDS
@@ -333,157 +325,12 @@ class HookRun:
             attempts=attempts,
             duration_seconds=time.monotonic() - begun_at,
             tail=tail,
-            # A path or PATH in it may hold bytes that are no text, which nobody after this could write down.
+            # A path in it may hold bytes that are not text, which could not be stored.
             detail=detail.encode("utf-8", "replace").decode(),
         )
 
 
-class _Output:
-    """Reads what a hook writes, on a thread of its own, from the moment it is made until ``finish``.
-
-    ``on_line`` answers whether it wants more. The reader never waits for the end of the pipe, which a process
-    that got away could hold open for ever, and which comes early if the hook closes its side: we keep the pipe
-    open ourselves, and end it with a word that nobody else can say.
-    """
-
-    def __init__(self, on_line: Callable[[str], bool], secrets: Sequence[bytes]) -> None:
-        self._on_line = on_line
-        # So much more is kept than is told that no secret is cut where it would not be known any more.
-        self._margin = max(map(len, secrets), default=0)
-        self._secrets = re.compile(b"|".join(map(re.escape, secrets))) if secrets else None
-        self._has_listener = True
-        self._last_word = os.urandom(16)
-        self._tail = b""
-        self._line = b""
-        self._source, self.descriptor = os.pipe()
-        self._thread = threading.Thread(target=self._read, name="hook-output", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:
-            os.close(self._source)
-            os.close(self.descriptor)
-            raise
-
-    def finish(self) -> str:
-        """Read what was written until now, and no more. Returns the end of it."""
-        last_word = self._last_word
-        try:
-            while last_word and self._thread.is_alive():
-                try:
-                    last_word = last_word[os.write(self.descriptor, last_word) :]
-                except OSError:
-                    # The hook made the pipe non-blocking, which holds for our side too, and filled it.
-                    self._thread.join(_CHECK_SECONDS[0])
-            self._thread.join()
-        finally:
-            os.close(self.descriptor)
-            os.close(self._source)
-        text = _clean(host.decode_output(self._redacted(self._tail)))
-        return text.encode()[-_TAIL_BYTES:].decode("utf-8", "ignore")
-
-    def _read(self) -> None:
-        total = 0
-        held_back = b""
-        while True:
-            data = held_back + os.read(self._source, 1 << 16)
-            data, last_word, _ = data.partition(self._last_word)
-            if last_word:
-                self._take(data)
-                self._emit()
-                return
-            # The last word may have come in part.
-            size = next((n for n in range(15, 0, -1) if data.endswith(self._last_word[:n])), 0)
-            data, held_back = data[: len(data) - size], data[len(data) - size :]
-            self._take(data)
-            total += len(data)
-            if total > _FREE_BYTES:
-                time.sleep(len(data) / _MAX_BYTES_PER_SECOND)
-
-    def _take(self, data: bytes) -> None:
-        self._tail = (self._tail + data)[-_TAIL_BYTES - self._margin :]
-        while self._has_listener and data:
-            piece, newline, data = data.partition(b"\n")
-            self._line += piece[: _MAX_LINE_BYTES + 1 + self._margin - len(self._line)]
-            if newline:
-                self._line += newline
-                self._emit()
-
-    def _emit(self) -> None:
-        line, self._line = self._line, b""
-        if not line or not self._has_listener:
-            return
-        line = self._redacted(line.removesuffix(b"\n").removesuffix(b"\r"))
-        end = _MAX_LINE_BYTES
-        if len(line) > end:
-            while end > _MAX_LINE_BYTES - 4 and line[end] & 0xC0 == 0x80:  # not in the middle of a character
-                end -= 1
-        text = _clean(host.decode_output(line[:end])) + (" (cut)" if len(line) > end else "")
-        try:
-            self._has_listener = self._on_line(text)
-        except Exception:  # noqa: BLE001 - a line that cannot be passed on must not stop the reading
-            self._has_listener = False
-
-    def _redacted(self, data: bytes) -> bytes:
-        return self._secrets.sub(b"***", data) if self._secrets else data
-
-
-def _secrets(hook: Hook) -> list[bytes]:
-    """Texts that the hook knows and its output should not repeat, the longest first.
-
-    As far as they can be told: each line of more than a few bytes by itself, for so it would come out.
-    """
-    texts = [
-        value.encode("utf-8", "surrogateescape") for name, value in hook.env.items() if _SECRET_NAMES.search(name)
-    ]
-    if directory := os.environ.get("CREDENTIALS_DIRECTORY"):
-        with suppress(OSError):
-            for path in Path(directory).iterdir():
-                with suppress(OSError), path.open("rb") as file:
-                    texts.append(file.read(_MAX_CREDENTIAL_BYTES))
-    lines = {line.strip() for text in texts for line in text.splitlines()}
-    return sorted(
-        (line for line in lines if _MIN_SECRET_BYTES <= len(line) <= _MAX_SECRET_BYTES), key=len, reverse=True
-    )
-
-
-_queues: dict[str, deque[HookRun]] = {}
-_queues_lock = threading.Lock()
-
-
-@contextmanager
-def _turn(run: HookRun) -> Iterator[deque[HookRun]]:
-    """Stand in the queue for a hook that must not run twice at a time; it is one's turn when one is its head.
-
-    The queue of a hook that may is empty.
-    """
-    hook = run._hook  # noqa: SLF001 - one thing in two pieces
-    if not (hook.serialize or hook.unit):
-        yield deque()
-        return
-    # A unit runs once at a time whatever its hook says: a second start would join the first, for another event.
-    key = hook.unit or run.name
-    with _queues_lock:
-        queue = _queues.setdefault(key, deque())
-        queue.append(run)
-    try:
-        yield queue
-    finally:
-        with _queues_lock:
-            queue.remove(run)
-            following = queue[0] if queue else None
-            if following is None:
-                del _queues[key]
-        if following is not None:
-            with following._changed:  # noqa: SLF001 - as above
-                following._changed.notify_all()  # noqa: SLF001
-
-
-def _clean(text: str) -> str:
-    """Without what would colour or garble a terminal; lines end as they do on Linux."""
-    return _CONTROLS.sub(" ", _ESCAPES.sub("", text.replace("\r\n", "\n")))
-
-
-def _describe(exit_code: int | None) -> str:
+def _ending_in_words(exit_code: int | None) -> str:
     if exit_code is None:
         return "its exit code was lost"
     if exit_code >= 0:
@@ -494,10 +341,5 @@ def _describe(exit_code: int | None) -> str:
         return f"ended by signal {-exit_code}"
 
 
-def _span(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f}".removesuffix(".0") + "s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    parts = ((hours, "h"), (minutes, "m"), (rest, "s"))
-    return "".join(f"{value}{unit}" for value, unit in parts if value)
+def _format(seconds: float) -> str:
+    return format_duration(round(seconds, 1))
