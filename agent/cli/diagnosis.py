@@ -6,13 +6,15 @@ finding that is not ok says what to do.
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 
+from agent import __version__
 from agent.cli.terminal import Style, Terminal
 from agent.events import Document, DocumentError, parse_document
-from agent.host.surroundings import Approver
+from agent.host.surroundings import Approver, OwnService
 from agent.imds import Answer, ImdsError, ImdsErrorKind, parse_identity
 from agent.settings import BUILT_IN_NAME, VmSettings
 from agent.status import Status
@@ -43,6 +45,9 @@ _ADVICE: dict[ImdsErrorKind, str] = {
     "server_error": "run this again in a minute; if it stays, restart the VM or ask Azure's support",
     "not_found": "look at imds.endpoint: this is not the metadata service of a VM",
 }
+AS_AGENT = "run this as root, or as the agent's account"
+_START = "start it: systemctl start scheduled-events-agent, or scheduled-events-agent service start on Windows"
+_UNMASK = "to run it: systemctl unmask scheduled-events-agent, then systemctl enable --now scheduled-events-agent"
 _RELOAD = (
     "have it read again: systemctl reload scheduled-events-agent, or scheduled-events-agent service reload on "
     "Windows; status says whether it was taken"
@@ -58,6 +63,17 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     finding: str
     advice: str = ""
     """What to do; empty if there is nothing to be done."""
+
+
+class Page(NamedTuple):
+    """How the agent that runs answers at /status."""
+
+    version: str
+    """As the answer's Server header tells it."""
+    status: Status | None
+    """None if it cannot be read: of another version, or not for everybody."""
+    late_seconds: float = 0.0
+    """How long was waited for an answer in vain; 0 if there was one."""
 
 
 def ok(check: str, finding: str) -> Finding:
@@ -120,7 +136,7 @@ def judge_first_answer(instance: Answer) -> Finding | None:
 
 
 def stranger_in(answer: Answer) -> str:
-    """The sign that somebody other than the service has answered, or had a hand in it; "" if there is none."""
+    """What shows that another program answered or changed the answer; "" if nothing does."""
     if 300 <= answer.status < 400 and answer.status != 304:
         return f"a redirect ({answer.status}) to {answer.headers.get('location', 'nowhere')}"
     for name in _OF_PROXIES:
@@ -137,12 +153,12 @@ def _is_page(answer: Answer) -> bool:
 
 
 def judge_directness(answers: Iterable[Answer], proxy_variables: Sequence[str]) -> Finding:
-    """Whether nothing stands between us and the service. The variables are names only: values may be secret."""
+    """Whether the answers come from the service itself. The variables are names only: values may be secret."""
     sign = next((sign for answer in answers if (sign := stranger_in(answer))), "")
     if sign:
         return failure(
             "direct",
-            f"something other than the metadata service has answered, or had a hand in it: {sign}",
+            f"something other than the metadata service has answered, or changed the answer: {sign}",
             "keep what goes to the endpoint away from proxies, transparent ones too: it has to leave directly",
         )
     ignored = f"; that this environment has {', '.join(proxy_variables)} does no harm: the agent ignores that"
@@ -176,7 +192,7 @@ def judge_version(document: Answer, api_version: str) -> Finding:
 
 
 def judge_document(answer: Answer, names: Sequence[str], host_name: str) -> Finding:
-    """What stands in the document, and whether Resources call this VM by one of ``names``."""
+    """What the document holds, and whether Resources call this VM by one of ``names``."""
     if answer.fault is not None:
         return judge_no_answer("events", answer.fault)
     if not answer.body:
@@ -226,7 +242,7 @@ def judge_name(vm: VmSettings, instance: Answer) -> Finding:
         return failure(
             "name",
             "the service does not tell this VM's name",
-            "set vm.name in the policy to what Resources call this VM: nothing is approved else",
+            "set vm.name in the policy to what Resources call this VM: without a name nothing is approved",
         )
     if vm.name and said and vm.name.casefold().lstrip("_") != said.casefold().lstrip("_"):
         return warning(
@@ -248,7 +264,7 @@ def judge_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> 
         return warning(
             "clock",
             "the service did not tell its time, so this clock cannot be compared",
-            "see by other means that the clock is right: NotBefore is compared with it",
+            "check by other means that the clock is right: NotBefore is compared with it",
         )
     said = said if said.tzinfo is not None else said.replace(tzinfo=UTC)
     latest = said + timedelta(seconds=1)
@@ -261,7 +277,7 @@ def judge_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> 
     return found(
         "clock",
         f"{abs(skew):.0f} s {which} the service's: NotBefore is compared with it, so {effect}",
-        "have the clock set by chrony or systemd-timesyncd, on Windows by w32tm; it must follow the host or NTP",
+        "let chrony or systemd-timesyncd set the clock, on Windows w32tm; it must follow the host or NTP",
     )
 
 
@@ -315,6 +331,70 @@ def judge_what_runs(
     return None
 
 
+def judge_no_agent(state_dir: Path, service: OwnService | None) -> Finding:
+    """Of a state directory that no agent uses."""
+    if service is not None and service.is_running:
+        return warning(
+            "agent",
+            f"the service runs (pid {service.pid}), but not with the state directory {state_dir}",
+            "name with --config and --state-dir what the service is started with",
+        )
+    way_out = _UNMASK if service is not None and service.is_masked else _START
+    return warning("agent", f"none runs with the state directory {state_dir}", way_out)
+
+
+def judge_agent(pid: str, page: Page | None, doubt: tuple[str, str] | None) -> Finding:
+    """Of the agent that runs. ``doubt``: how it differs from the policy file, and what to do."""
+    runs = f"runs (pid {pid})"
+    if page is None:
+        return ok("agent", f"{runs}, its version cannot be told")
+    if page.late_seconds:
+        return warning(
+            "agent",
+            f"{runs}, and its page /status does not answer within {page.late_seconds:g} s: it may hang",
+            "see whether it answers scheduled-events-agent status; if not, see its log, and restart it",
+        )
+    if page.version != __version__:
+        return warning(
+            "agent",
+            f"{runs} in version {page.version}; installed is {__version__}",
+            "restart it: systemctl restart scheduled-events-agent, or on Windows service stop and service start",
+        )
+    if page.status is not None and page.status.health != "ok":
+        problems = "; ".join(page.status.health)
+        return failure("agent", f"{runs} and is not healthy: {problems}", "see its log, and /status")
+    runs = f"{runs}, version {page.version}"
+    return warning("agent", f"{runs}, {doubt[0]}", doubt[1]) if doubt else ok("agent", runs)
+
+
+def judge_service(service: OwnService | None, fault: str) -> Finding:
+    """Whether the agent is a service that starts with the machine. ``fault``: why that cannot be told."""
+    if fault:
+        return warning(
+            "service",
+            fault,
+            "check that what supervises the agent here starts it again: a container's runtime, another manager",
+        )
+    if service is None:
+        return warning(
+            "service",
+            "the agent is not installed as a service: it is not started with the machine, nor restarted",
+            "install the package, or use install-unit, or service install on Windows",
+        )
+    enabled = "masked" if service.is_masked else "enabled" if service.is_enabled else "not enabled"
+    what = f"installed, {enabled}, {service.state}, runs as {service.account}"
+    if not service.is_running:
+        return failure("service", what, _UNMASK if service.is_masked else _START)
+    if not service.is_enabled:
+        way_out = "systemctl enable scheduled-events-agent; on Windows sc config ScheduledEventsAgent start= auto"
+        way_out = _UNMASK if service.is_masked else way_out
+        return warning("service", f"{what}: after a reboot there will be no agent", way_out)
+    if service.is_stale:
+        way_out = "systemctl daemon-reload, and restart it"
+        return warning("service", f"{what}; its files have changed since", way_out)
+    return ok("service", what)
+
+
 # --- the machine
 
 
@@ -360,6 +440,6 @@ def judge_others(approvers: Iterable[Approver], *, is_acting: bool) -> Iterator[
             what = (
                 "approves events too"
                 if other.life == "active"
-                else "runs, and may approve events too: that stands in its configuration"
+                else "runs, and may approve events too: its configuration decides that"
             )
             yield warning("others", f"{other.name} {what} ({other.where})", other.way_out)

@@ -253,7 +253,7 @@ def test_something_else_that_answers_is_a_failure(
     found = report.one("direct")
     assert found.verdict == "failure"
     assert found.finding.startswith(
-        f"something other than the metadata service has answered, or had a hand in it: {sign}"
+        f"something other than the metadata service has answered, or changed the answer: {sign}"
     )
     assert not {"header", "name", "events", "clock"} & set(report.checks)
     assert len(list(simulator.requests())) == 1
@@ -365,7 +365,7 @@ def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_looked_at_with
 def test_doubts_about_the_policy_are_carried_over(examine: Examine, endpoint: Endpoint) -> None:
     report = examine(endpoint.url, "hooks: {idle: {shell: 'exit 0'}}\n")
     found = report.one("policy")
-    assert (found.verdict, found.advice) == ("warning", "see whether it is meant so")
+    assert (found.verdict, found.advice) == ("warning", "check that this is intended")
     assert found.finding.endswith("p.yaml:3: hooks.idle: no rule names this hook")
 
 
@@ -373,7 +373,7 @@ def test_a_policy_that_only_observes_is_a_warning(examine: Examine, endpoint: En
     assert examine(endpoint.url, mode="observe").one("policy") == Check(
         "warning",
         f"{tmp_path / 'p.yaml'}: agent.mode is observe, so no hook runs and nothing is approved",
-        "set it to act once what explain and the log say is what is wanted",
+        "set it to act once explain and the log show what you want",
     )
 
 
@@ -417,7 +417,7 @@ def test_a_hook_is_tried_as_the_user_who_will_run_it(examine: Examine, endpoint:
         assert examine(endpoint.url, policy).one("hooks") == Check(
             "failure",
             f"hooks.drain.run: nobody cannot execute {hook}",
-            "put it right: until then the hook fails, and a failed preparation holds its event",
+            "correct it: until then the hook fails, and a failed prepare hook holds its event",
         )
         hook.chmod(0o755)
         place.chmod(0o700)
@@ -512,7 +512,7 @@ def test_a_state_directory_of_another_account_is_a_failure_if_it_is_known_whose_
     assert examine(endpoint.url).one("state") == Check("warning", f"{finding} root {state}", AS_AGENT)
     with contextlib.closing(host.hold_lock(state / "lock")):  # as in a container whose agent is not root
         assert examine(endpoint.url).one("state") == Check(
-            "ok", f"{state} is there, for the agent that is at work in it", ""
+            "ok", f"{state} is there, for the agent that runs with it", ""
         )
     monkeypatch.setattr(host, "own_service", lambda: service_of("daemon"))
     assert examine(endpoint.url).one("state") == Check(
@@ -541,7 +541,7 @@ def test_an_ordinary_account_makes_no_failure_of_what_it_may_not_see(
         file.write_text(f"agent: {{state_dir: '{closed}'}}\n" + HOOKS.format(f"{{run: ['{closed / 'drain'}']}}"))
         monkeypatch.setattr(host, "own_service", lambda: service_of("root"))
         seen = examine_as_nobody(file)
-        told = "the agent runs as root, and nobody cannot tell what that may do"
+        told = "the agent runs as root, and nobody cannot tell what that account may do"
         assert (seen["hooks"], seen["files"]) == (("warning", told), ("warning", told))
         assert seen["state"] == ("warning", f"{closed}: only root can tell what root may do")
         monkeypatch.setattr(host, "own_service", lambda: None)
@@ -664,11 +664,11 @@ def test_who_holds_the_lock_and_does_not_answer_is_not_said_to_be_well(
         report = examine(endpoint.url, listen=listen)
     assert report.one("agent") == Check(
         "warning",
-        f"runs (pid {os.getpid()}), and its page /healthz does not answer within 0.2 s: it may hang",
+        f"runs (pid {os.getpid()}), and its page /status does not answer within 0.2 s: it may hang",
         "see whether it answers scheduled-events-agent status; if not, see its log, and restart it",
     )
     assert report.one("listen").finding == (
-        f"{listen} is taken, perhaps by the agent, and no page of it answers in plain HTTP"
+        f"{listen} is taken, perhaps by the agent, and answers no plain HTTP request for a page"
     )
 
 
@@ -681,7 +681,9 @@ def test_what_another_program_says_on_the_port_is_not_taken_for_the_agents_word(
     with contextlib.closing(host.hold_lock(state / "lock")):
         report = examine(endpoint.url, listen=listen)
     assert report.one("agent") == Check("ok", f"runs (pid {os.getpid()}), its version cannot be told", "")
-    assert report.one("listen").finding.startswith(f"{listen} is taken, perhaps by the agent, and no page of it ")
+    assert report.one("listen").finding.startswith(
+        f"{listen} is taken, perhaps by the agent, and answers no plain HTTP request for a page"
+    )
 
 
 def test_a_lock_is_told_by_its_holder_and_left_alone(tmp_path: Path) -> None:
@@ -713,7 +715,7 @@ def test_the_text_is_plain_where_no_terminal_is_and_has_what_the_json_has(
     assert lines[2:5] == [
         "ok       policy    p.yaml: valid",
         "ok       hooks     the policy names none",
-        "ok       files     nobody else can change the policy or what its hooks run",
+        "ok       files     no other account can change the policy or what its hooks run",
     ]
     assert "ok       listen    off: the agent serves no pages" in lines
     assert "\x1b" not in out

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)  # the first time, Debian is fetched
 STATE = "/var/lib/scheduled-events-agent"
 RULES = [{"name": "all", "prepare": ["drain"], "approve": "when-prepared"}]
 HOOK = "/etc/scheduled-events-agent/hooks/drain"
-ADVICE = "put it right: until then the hook fails, and a failed preparation holds its event"
+ADVICE = "correct it: until then the hook fails, and a failed prepare hook holds its event"
 
 
 def examine(service: Service) -> tuple[int, dict[str, list[list[str]]]]:
@@ -51,8 +51,7 @@ def test_a_service_that_is_stopped_is_a_failure_and_one_that_is_disabled_a_warni
 
 def test_a_service_that_is_masked_is_to_be_unmasked_first(service: Service) -> None:
     way_out = (
-        "if it is to run: systemctl unmask scheduled-events-agent, "
-        "then systemctl enable --now scheduled-events-agent"
+        "to run it: systemctl unmask scheduled-events-agent, then systemctl enable --now scheduled-events-agent"
     )
     install = ("scheduled-events-agent", "install-unit", "--now")
     refused = (

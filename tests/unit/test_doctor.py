@@ -125,7 +125,7 @@ def test_in_a_window_findings_are_broken_to_fit_it() -> None:
 def test_a_proxy_in_the_way_is_a_failure(found: Answer, sign: str) -> None:
     assert judge_directness([instance("vm"), found], ["http_proxy"]) == failure(
         "direct",
-        f"something other than the metadata service has answered, or had a hand in it: {sign}",
+        f"something other than the metadata service has answered, or changed the answer: {sign}",
         "keep what goes to the endpoint away from proxies, transparent ones too: it has to leave directly",
     )
 
@@ -254,7 +254,7 @@ def test_what_is_no_document_is_a_failure() -> None:
             failure(
                 "name",
                 "the service does not tell this VM's name",
-                "set vm.name in the policy to what Resources call this VM: nothing is approved else",
+                "set vm.name in the policy to what Resources call this VM: without a name nothing is approved",
             ),
         ),
     ],
@@ -280,7 +280,7 @@ def test_a_slow_answer_is_not_taken_for_a_wrong_clock() -> None:
     assert clock(-60, took=61).verdict == "ok"
 
 
-ADVICE = "have the clock set by chrony or systemd-timesyncd, on Windows by w32tm; it must follow the host or NTP"
+ADVICE = "let chrony or systemd-timesyncd set the clock, on Windows w32tm; it must follow the host or NTP"
 
 
 def test_a_wrong_clock_is_told_with_what_it_does_to_hooks() -> None:
@@ -302,7 +302,7 @@ def test_without_a_date_the_clock_cannot_be_judged(says: str) -> None:
     assert clock(3600, says=says) == warning(
         "clock",
         "the service did not tell its time, so this clock cannot be compared",
-        "see by other means that the clock is right: NotBefore is compared with it",
+        "check by other means that the clock is right: NotBefore is compared with it",
     )
 
 
@@ -368,7 +368,7 @@ def test_the_states_disk_has_to_survive_a_redeployment_and_have_room(
     [
         ("active", True, "failure", "X approves events too, perhaps before the hooks have run (here)"),
         ("active", False, "warning", "X approves events too (here)"),
-        ("maybe", True, "warning", "X runs, and may approve events too: that stands in its configuration (here)"),
+        ("maybe", True, "warning", "X runs, and may approve events too: its configuration decides that (here)"),
         ("installed", True, "warning", "X is there and does not run; it would approve events too (here)"),
     ],
 )
