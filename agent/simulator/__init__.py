@@ -4,11 +4,13 @@
     protocol.py    PURE   what the metadata service answers: headers, api-versions, error bodies
     faults.py      PURE   how it misbehaves, and the request limit
     scenario.py           scenario files: YAML -> frozen values
-    recording.py          recordings of real documents, and their playing
+    recording.py          recordings of real documents, and how they are played
+    service.py     PURE   one set of VMs: events, answers and faults, moved by a scenario
+    traffic.py            what clients sent, and what they got
     server.py      EDGE   one HTTP port per VM
     recorder.py    EDGE   asks a real endpoint and writes a recording
-    simulation.py  SHELL  all of it under one lock and one clock; the record of what clients sent
-    control.py     SHELL  a port with a page and JSON, to let anything happen by hand
+    simulation.py  SHELL  the service and its ports under one lock and one clock; waiting
+    control.py     SHELL  a port with JSON and a page (control.html), to let anything happen by hand
     testing.py     SHELL  a pytest plugin: a simulator and the real agent, for tests of policies and hooks
 
 It shares no code with the agent's own reading of the protocol, so that each checks the other.
@@ -18,7 +20,8 @@ from agent.simulator.azure import Happening, Plan, SimulatedEvent, SimulatorErro
 from agent.simulator.faults import Fault
 from agent.simulator.protocol import VirtualMachine
 from agent.simulator.scenario import Scenario, list_scenarios, load_scenario, parse_scenario, rename_vms
-from agent.simulator.simulation import RequestRecord, Simulator
+from agent.simulator.simulation import Simulator
+from agent.simulator.traffic import RequestRecord
 
 __all__ = [
     "Fault",

@@ -1,8 +1,8 @@
 """Azure's side of Scheduled Events as a model: plans of events and a number for the time in, documents out.
 
 Owns the life of every simulated event and the text of the document in each api-version. Does no I/O, starts
-no thread and reads no clock. The one invariant: what a document shows changes only together with its
-DocumentIncarnation, and an event that has gone never comes back.
+no thread and reads no clock. What a document shows changes only together with its DocumentIncarnation, and an
+event that is gone never comes back.
 
 Written from Azure's documentation alone and sharing no code with the agent's parser, so that each checks
 the other.
@@ -10,14 +10,13 @@ the other.
 
 import json
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from email.utils import format_datetime
-from itertools import islice
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from agent import AgentError
 
@@ -39,6 +38,12 @@ HappeningKind = Literal[
     "document",
     "skipped",
 ]
+# As scenario files write them.
+Duration = Annotated[
+    float, Meta(description="A duration such as 9s, 5m, 1h30m or 2d.", extra={"kind": "duration"})
+]
+Name = Annotated[str, Meta(pattern=r"^\S{1,128}$", description="no blanks")]
+Names = Annotated[tuple[Name, ...], Meta(extra={"kind": "one-or-many"})]
 
 EVENTS_VERSIONS = (
     "2017-03-01",
@@ -57,12 +62,9 @@ _FIELD_SINCE = {
     "DurationInSeconds": "2020-07-01",
 }
 _UNDERSCORE_VERSION = "2017-03-01"
-# Bounds, so that a simulator left running does not grow.
-_MAX_HISTORY = 10_000
-_MAX_GONE = 10_000
 
 # What Microsoft promises as the least notice of each type; a Terminate's is set on the scale set.
-NOTICE_SECONDS: dict[EventType, float] = {
+_NOTICE_SECONDS: dict[EventType, float] = {
     "Freeze": 900.0,
     "Reboot": 900.0,
     "Redeploy": 600.0,
@@ -82,26 +84,38 @@ _DESCRIPTIONS: dict[tuple[EventType, Source], str] = {
 
 
 class SimulatorError(AgentError):
-    """The simulator was asked for something that cannot be, or waited for in vain (kind ``timeout``)."""
+    """The simulator cannot do what it was asked for, or waited too long for something (kind ``timeout``)."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to become of one event. Seconds are real ones."""
+class Plan(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    rename=lambda field: field.removesuffix("_seconds"),
+):
+    """What is to become of one event, as in a scenario file. Seconds are simulated ones."""
 
     type: EventType
-    vms: tuple[str, ...]
+    name: Name | None = None
+    """By which later steps of a scenario speak of it."""
+    id: str | None = None
+    """Its EventId; by default a new one."""
+    vms: Names = ()
+    """By default the first one."""
     source: Source = "Platform"
-    notice_seconds: float
-    """From now to NotBefore, which is rounded up to the next whole second as documents have no fractions."""
-    duration_seconds: int = -1
-    """DurationInSeconds as shown; it has no effect on the simulated life."""
-    description: str = ""
-    lasts_seconds: float | None = 10.0
-    """From Started until it is gone; None: until told."""
-    start_delay_seconds: float = 0.5
+    notice_seconds: Duration | None = None
+    """From now to NotBefore, which is rounded up to a whole second; by default as Azure promises for the type."""
+    duration_seconds: Duration | None = None
+    """DurationInSeconds as shown; None: unknown. It has no effect on the simulated life."""
+    description: str | None = None
+    """By default what the real service says of such events, often nothing."""
+    lasts_seconds: Duration | None = 10.0
+    """From Started until it is gone; None: until ``end``."""
+    start_delay_seconds: Duration = 0.5
     """From the approval to Started."""
     starts_when_approved: bool = True
-    """False: something else on the host holds the start up until NotBefore, approval or not."""
+    """False: something else on the host holds up the start until NotBefore, approval or not."""
     all_must_approve: bool = False
     """It is approved when each of its VMs has approved it, or when the portal (no VM at all) has."""
     begins_started: bool = False
@@ -110,34 +124,33 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """False: it is over before any document has shown it Started."""
     new_id_at_start: bool = False
     """It goes on under another id once Started, as in Microsoft's mock server."""
-    id: str = ""
-    """Its EventId; by default a new one."""
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One event as it stands at one moment; it is kept after it has gone."""
+    """One event at one moment; it is kept after it is gone."""
 
     id: str
     ids: tuple[str, ...]
     """Every id it has had, the first one first."""
     plan: Plan
+    """With its defaults filled in."""
     status: Status
     outcome: Outcome = ""
     scheduled_at: datetime
     not_before_at: datetime
     approved_at: datetime | None = None
     approved_by: str = ""
-    """Whose approval that was: the first one, or (``all_must_approve``) the last one that it needed."""
+    """Who approved it: the first one, or (``all_must_approve``) the last one that it needed."""
     approvers: tuple[str, ...] = ()
-    """Whose approvals have had an effect, in order."""
+    """Who sent an approval that had an effect, in order."""
     started_at: datetime | None = None
     gone_at: datetime | None = None
     seen_by: tuple[str, ...] = ()
-    """VMs that have been served a document with it."""
+    """VMs that were served a document with it."""
 
 
 class Happening(msgspec.Struct, frozen=True, kw_only=True):
-    """Something worth telling: what became of an event, or what was done to the endpoint."""
+    """What became of an event, or what was done to the endpoint."""
 
     kind: HappeningKind
     at: datetime
@@ -146,15 +159,10 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
-def describe(type_: EventType, source: Source) -> str:
-    """The description that the real service gives to such events, often none."""
-    return _DESCRIPTIONS.get((type_, source), "")
-
-
 class Azure:
     """The events of one set of VMs, which all of them see. Times are seconds since the Unix epoch.
 
-    Not safe for use by several threads at once; its owner holds a lock.
+    The seconds of a plan pass in 1/``speed`` of the time. Not safe for use by several threads at once.
     """
 
     def __init__(
@@ -164,34 +172,36 @@ class Azure:
         new_id: Callable[[], str],
         incarnation: int = 1,
         incarnation_step: int = 1,
+        speed: float = 1.0,
     ) -> None:
         self.vms = tuple(vms)
         self.incarnation = incarnation
-        self.history: deque[Happening] = deque(maxlen=_MAX_HISTORY)
-        self.told = 0
-        """How many happenings there have been; ``history`` keeps the last ones."""
+        self.history: list[Happening] = []
         self.next_due = math.inf
         """When ``advance`` will next have something to do."""
         self._reached = -math.inf
         self._incarnation_step = incarnation_step
         self._new_id = new_id
+        self._speed = speed
         self._events: dict[str, SimulatedEvent] = {}  # by first id, folded
         self._first_id: dict[str, str] = {}  # folded id, first or later -> key of _events
-        self._live: dict[str, SimulatedEvent] = {}  # the part of _events that has not gone
-        self._gone: deque[str] = deque()  # keys of the rest, oldest first
+        self._live: dict[str, SimulatedEvent] = {}  # the part of _events that is not gone
         self._texts: dict[str, bytes] = {}  # by api-version, until the document changes
-        self._up_to_date: set[tuple[str, str]] = set()  # (VM, api-version) served with the present document
 
     # What happens
 
     def schedule(self, now: float, plan: Plan) -> str:
         """Announce an event; returns its id."""
         self.advance(now)
+        plan = _replace(
+            plan,
+            vms=plan.vms or self.vms[:1],
+            notice_seconds=_NOTICE_SECONDS[plan.type] if plan.notice_seconds is None else plan.notice_seconds,
+            description=_description(plan) if plan.description is None else plan.description,
+        )
         for vm in plan.vms:
             if vm not in self.vms:
                 raise SimulatorError(f"no VM {vm!r} here; expected one of {', '.join(self.vms)}", kind="usage")
-        if not plan.vms:
-            raise SimulatorError("an event needs at least one VM", kind="usage")
         event_id = plan.id or self._new_id()
         key = event_id.casefold()
         if key in self._first_id:
@@ -203,9 +213,9 @@ class Azure:
             plan=plan,
             status="Scheduled",
             scheduled_at=_time(now),
-            # Rounding up and starting at the rounded time: nobody gets less notice than was planned, and
-            # nothing starts before the NotBefore that the document shows.
-            not_before_at=_time(math.ceil(now + plan.notice_seconds)),
+            # Rounded up, and started at the rounded time: the notice is never shorter than planned, and nothing
+            # starts before the NotBefore that the document shows.
+            not_before_at=_time(math.ceil(now + (plan.notice_seconds or 0.0) / self._speed)),
         )
         self._keep(key, event)
         if plan.begins_started:
@@ -223,39 +233,26 @@ class Azure:
         if event.status != "Scheduled" or event.approved_at is not None or by in event.approvers:
             return False
         approvers = (*event.approvers, by)
+        missing: list[str] = []
         if event.plan.all_must_approve and by in self.vms:
-            missing = [vm for vm in event.plan.vms if vm not in approvers]
             if by not in event.plan.vms:
                 return False
-            if missing:
-                self._keep(key, _replace(event, approvers=approvers))
-                self.tell("approved", now, self._events[key], by, f"still without {', '.join(missing)}")
-                return True
-        self._keep(key, _replace(event, approved_at=_time(now), approved_by=by, approvers=approvers))
-        self.tell("approved", now, self._events[key], by)
+            missing = [vm for vm in event.plan.vms if vm not in approvers]
+        if missing:
+            self._keep(key, _replace(event, approvers=approvers))
+        else:
+            self._keep(key, _replace(event, approved_at=_time(now), approved_by=by, approvers=approvers))
+        text = f"still without {', '.join(missing)}" if missing else ""
+        self.tell("approved", now, self._events[key], by, text)
         return True
 
     def cancel(self, now: float, event_id: str) -> None:
         """Take the event back before it has started."""
-        self.advance(now)
-        key = self._known(event_id)
-        if self._events[key].status != "Scheduled":
-            raise SimulatorError(
-                f"event {event_id} is {self._events[key].status}; only a Scheduled one can be canceled",
-                kind="usage",
-            )
-        self._leave(now, key, "canceled")
+        self._leave(now, self._scheduled(now, event_id, "canceled"), "canceled")
 
     def start(self, now: float, event_id: str) -> None:
         """Start the event at once, approved or not."""
-        self.advance(now)
-        key = self._known(event_id)
-        if self._events[key].status != "Scheduled":
-            raise SimulatorError(
-                f"event {event_id} is {self._events[key].status}; only a Scheduled one can be started",
-                kind="usage",
-            )
-        self._start(now, key)
+        self._start(now, self._scheduled(now, event_id, "started"))
 
     def end(self, now: float, event_id: str) -> None:
         """Let the event be over, also if no document has shown it Started."""
@@ -276,7 +273,7 @@ class Azure:
         """Do whatever is due until ``now``, each thing at its own time."""
         while self.next_due <= now:
             due, key = min((self._due(event), key) for key, event in self._live.items())
-            at = max(due, self._reached)  # what has waited for another event is due since before that one
+            at = max(due, self._reached)  # it may have waited for another event, and be due since before that one
             if self._live[key].status == "Scheduled":
                 self._start(at, key)
             else:
@@ -293,20 +290,15 @@ class Azure:
     ) -> None:
         """Add to the history."""
         self.history.append(Happening(kind=kind, at=_time(now), event=event, vm=vm, text=text))
-        self.told += 1
 
     # What it looks like
-
-    def news(self, told: int) -> list[Happening]:
-        """What has been told since ``told`` was so much, as far as it is kept."""
-        return [*islice(self.history, max(0, len(self.history) - (self.told - told)), None)]
 
     def event(self, event_id: str) -> SimulatedEvent:
         """The event that has, or once had, this id."""
         return self._events[self._known(event_id)]
 
     def events(self) -> tuple[SimulatedEvent, ...]:
-        """Events, oldest first; of those that have gone, the last 10,000."""
+        """Every event there has been, oldest first."""
         return tuple(self._events.values())
 
     def is_pending(self, event_id: str) -> bool:
@@ -325,10 +317,7 @@ class Azure:
         return text
 
     def mark_served(self, now: float, vm: str, version: str) -> None:
-        """Note that a VM has been given the present document of this api-version."""
-        if (vm, version) in self._up_to_date:
-            return
-        self._up_to_date.add((vm, version))
+        """Note that a VM was given the present document of this api-version."""
         for key, event in self._live.items():
             if vm not in event.seen_by and _is_shown(event, version):
                 seen = _replace(event, seen_by=(*event.seen_by, vm))
@@ -360,25 +349,20 @@ class Azure:
         self._document_changed()
 
     def _keep(self, key: str, event: SimulatedEvent) -> None:
-        self._events[key] = event
+        self._events[key] = self._live[key] = event
         if event.status == "Gone":
-            self._live.pop(key, None)
-            self._gone.append(key)
-            if len(self._gone) > _MAX_GONE:
-                for event_id in self._events.pop(self._gone.popleft()).ids:
-                    del self._first_id[event_id.casefold()]
-        else:
-            self._live[key] = event
+            del self._live[key]
         self.next_due = min(map(self._due, self._live.values()), default=math.inf)
 
     def _due(self, event: SimulatedEvent) -> float:
         plan = event.plan
         if event.started_at is not None:
-            return math.inf if plan.lasts_seconds is None else event.started_at.timestamp() + plan.lasts_seconds
+            lasts = math.inf if plan.lasts_seconds is None else plan.lasts_seconds
+            return event.started_at.timestamp() + lasts / self._speed
         not_before = event.not_before_at.timestamp()
         if event.approved_at is None or not plan.starts_when_approved or self._waits_for_others(event):
             return not_before
-        return min(not_before, event.approved_at.timestamp() + plan.start_delay_seconds)
+        return min(not_before, event.approved_at.timestamp() + plan.start_delay_seconds / self._speed)
 
     def _waits_for_others(self, event: SimulatedEvent) -> bool:
         """A scale set deletes its VMs in the order of NotBefore, those with the same one together."""
@@ -393,13 +377,25 @@ class Azure:
     def _document_changed(self) -> None:
         self.incarnation += self._incarnation_step
         self._texts.clear()
-        self._up_to_date.clear()
 
     def _known(self, event_id: str) -> str:
         key = self._first_id.get(event_id.casefold())
         if key is None:
             raise SimulatorError(f"there has never been an event {event_id!r}", kind="usage")
         return key
+
+    def _scheduled(self, now: float, event_id: str, what: str) -> str:
+        """The key of an event that has not started."""
+        self.advance(now)
+        key = self._known(event_id)
+        status = self._events[key].status
+        if status != "Scheduled":
+            raise SimulatorError(f"event {event_id} is {status}; only a Scheduled one can be {what}", kind="usage")
+        return key
+
+
+def _description(plan: Plan) -> str:
+    return _DESCRIPTIONS.get((plan.type, plan.source), "")
 
 
 def _is_shown(event: SimulatedEvent, version: str) -> bool:
@@ -408,20 +404,18 @@ def _is_shown(event: SimulatedEvent, version: str) -> bool:
 
 def _shown(event: SimulatedEvent, version: str) -> dict[str, Any]:
     plan = event.plan
-    resources: Sequence[str] = plan.vms
-    if version == _UNDERSCORE_VERSION:
-        resources = [f"_{name}" for name in resources]
+    underscore = "_" if version == _UNDERSCORE_VERSION else ""
     is_started = event.status == "Started"
     fields: dict[str, Any] = {
         "EventId": event.id,
         "EventStatus": event.status,
         "EventType": plan.type,
         "ResourceType": "VirtualMachine",
-        "Resources": resources,
+        "Resources": [f"{underscore}{name}" for name in plan.vms],
         "NotBefore": "" if is_started else format_datetime(event.not_before_at, usegmt=True),
         "Description": plan.description,
         "EventSource": plan.source,
-        "DurationInSeconds": plan.duration_seconds,
+        "DurationInSeconds": -1 if plan.duration_seconds is None else int(plan.duration_seconds),
     }
     return {name: value for name, value in fields.items() if version >= _FIELD_SINCE.get(name, "")}
 

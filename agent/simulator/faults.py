@@ -1,15 +1,19 @@
-"""How the simulated endpoint misbehaves: which fault befalls a request, and the request limit.
+"""How the simulated endpoint misbehaves: which fault hits a request, the wrong answers, and the request limit.
 
-Owns the kinds of faults, their spans and counts. Does no I/O and reads no clock; the server carries faults
-out. The one invariant: of several faults that apply, the one that was made first is taken.
+Does no I/O and reads no clock; the server does what a fault does to the connection. Of several faults that apply,
+the first one made is taken.
 """
 
+import zlib
 from collections import deque
-from typing import Literal
+from functools import lru_cache
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
-from agent.simulator.protocol import Purpose
+from agent.simulator.azure import Duration, Names
+from agent.simulator.protocol import Answer, Purpose, make_answer, make_error
 
 FaultKind = Literal[
     "slow",  # the right answer, late
@@ -25,7 +29,7 @@ FaultKind = Literal[
     "half-closed",  # the same, but the connection stays open in the other direction
     "wrong-length",  # the right answer, announced shorter than it is
     "bad-chunks",  # a body that is announced as chunked and is not
-    "gzip-bomb",  # a small body, packed although nobody asked, that is huge when it is unpacked
+    "gzip-bomb",  # a small compressed body, which the client did not ask for, that is huge when it is unpacked
     "oversized",  # a huge body, announced by Content-Length
     "endless",  # a body without a length that does not end
     "drip",  # the right answer, a byte at a time
@@ -34,26 +38,54 @@ FaultScope = Literal["any", "poll", "approve", "instance"]
 
 # The service answers five requests a second to the whole VM.
 RATE_LIMIT = 5
+_PAGE = b"<!DOCTYPE html><html><head><title>Sign in</title></head><body>Please sign in.</body></html>"
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to misbehave. Seconds are real ones."""
+class Fault(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    rename={"seconds": "for", "delay_seconds": "delay"},
+):
+    """One way to misbehave, as in a scenario file. Seconds are simulated ones."""
 
     kind: FaultKind
+    vms: Names = ()
+    """By default all."""
     on: FaultScope = "any"
-    """Which requests it befalls: of documents, approvals, instance data, or any."""
-    status: int = 500
+    """Which requests it hits: for documents, approvals, instance data, or any."""
+    seconds: Duration | None = None
+    """How long it lasts; None: without an end in time."""
+    count: Annotated[int | None, Meta(ge=1)] = None
+    """How many requests it hits; None: all."""
+    status: Annotated[int, Meta(ge=100, le=599)] = 500
     """For ``status``."""
-    delay_seconds: float = 1.0
+    delay_seconds: Duration = 1.0
     """For ``slow``: how late; for ``drip``: between two bytes."""
-    size_bytes: int = 64 * 1024 * 1024
+    size_bytes: Annotated[int, Meta(ge=0, le=2**30)] = 64 * 1024 * 1024
     """For ``oversized``, and of what is packed in ``gzip-bomb``."""
-    until: float | None = None
-    """Seconds since the epoch; None: without an end in time."""
-    count: int | None = None
-    """How many requests it befalls; None: all."""
     takes_effect: bool = False
-    """Whether the request is carried out although its answer is spoilt: an approval that is not confirmed."""
+    """Whether the request is carried out although its answer is wrong: an approval that is not confirmed."""
+
+    @property
+    def is_honest(self) -> bool:
+        """Whether the client gets the right answer, if it waits."""
+        return self.kind in ("slow", "drip")
+
+    @property
+    def needs_right(self) -> bool:
+        """Whether the right answer is made: for its effect, or as a part of the wrong one."""
+        return self.takes_effect or self.kind in ("truncated", "half-closed", "wrong-length")
+
+
+class ActiveFault(NamedTuple):
+    """A fault of one port. ``until`` is in seconds since the epoch, None: no end in time."""
+
+    fault: Fault
+    until: float | None
+    left: int | None
+    """How many requests it will still hit; None: any number."""
 
 
 class FaultBook:
@@ -61,12 +93,12 @@ class FaultBook:
 
     def __init__(self, rate_limit: int | None) -> None:
         self._rate_limit = rate_limit
-        self._faults: list[tuple[Fault, int | None]] = []  # with the count that is left
+        self._faults: list[ActiveFault] = []
         self._recent: deque[float] = deque(maxlen=rate_limit or 0)
 
-    def add(self, fault: Fault) -> None:
+    def add(self, fault: Fault, until: float | None) -> None:
         """Let the fault apply from now on."""
-        self._faults.append((fault, fault.count))
+        self._faults.append(ActiveFault(fault, until, fault.count))
 
     def clear(self) -> None:
         """End every fault."""
@@ -74,23 +106,19 @@ class FaultBook:
 
     def ends_at(self) -> float:
         """When the last fault with an end in time is over; 0 if there is none."""
-        return max((fault.until for fault, _ in self._faults if fault.until is not None), default=0.0)
+        return max((one.until for one in self._faults if one.until is not None), default=0.0)
 
-    def active(self, now: float) -> tuple[tuple[Fault, int | None], ...]:
-        """The faults that may still befall a request, each with how many it is to befall (None: any number)."""
-        return tuple((fault, left) for fault, left in self._faults if fault.until is None or now < fault.until)
+    def active(self, now: float) -> tuple[ActiveFault, ...]:
+        """The faults that may still hit a request."""
+        return tuple(one for one in self._faults if one.until is None or now < one.until)
 
     def take(self, now: float, purpose: Purpose) -> Fault | None:
-        """The fault that befalls a request of this purpose that comes now."""
-        for index, (fault, left) in enumerate(self._faults):
-            if fault.until is not None and now >= fault.until:
-                continue
-            if fault.on in ("any", purpose):
+        """The fault that hits a request of this purpose that comes now."""
+        for index, (fault, until, left) in enumerate(self._faults):
+            if (until is None or now < until) and fault.on in ("any", purpose):
                 if left is not None:
-                    self._faults[index : index + 1] = [(fault, left - 1)] if left > 1 else []
+                    self._faults[index : index + 1] = [ActiveFault(fault, until, left - 1)] if left > 1 else []
                 return fault
-        if self._faults:
-            self._faults = [item for item in self._faults if item[0].until is None or now < item[0].until]
         return None
 
     def is_over_limit(self, now: float) -> bool:
@@ -101,3 +129,51 @@ class FaultBook:
             return True
         self._recent.append(now)
         return False
+
+
+def make_wrong(fault: Fault, endpoint: str, right: Answer | None) -> Answer:
+    """What is sent instead of the right answer, which some faults do without."""
+    match fault.kind:
+        case "empty":
+            return make_answer(200)
+        case "status":
+            return make_error(fault.status)
+        case "redirect":
+            return make_answer(302, headers=(("Location", f"{endpoint}/redirected"),))
+        case "html":
+            return make_answer(200, _PAGE, content_type="text/html; charset=utf-8")
+        case "garbage":
+            return make_answer(200, b'\x00\xff\xfe{"DocumentIncarnation"')
+        case "truncated" | "half-closed" if right is not None:
+            cut = len(right.wire) - (len(right.body) + 1) // 2
+            return msgspec.structs.replace(right, wire=right.wire[:cut])
+        case "wrong-length" if right is not None:
+            shorter = make_answer(right.status, right.body[: len(right.body) // 2])
+            return msgspec.structs.replace(right, wire=shorter.wire + right.body[len(right.body) // 2 :])
+        case "bad-chunks":
+            return _bare("Transfer-Encoding: chunked", b"zz\r\nnot a chunk\r\n0\r\n\r\n")
+        case "gzip-bomb":
+            return make_answer(200, _pack(fault.size_bytes), headers=(("Content-Encoding", "gzip"),))
+        case "oversized":
+            return _bare(f"Content-Length: {fault.size_bytes}")
+        case "endless":
+            return _bare("Connection: close")
+        case "not-http":
+            return Answer(status=0, wire=b"\x15\x03\x01 this is not HTTP\r\n\r\n")
+    return Answer(status=0, wire=b"")  # reset and stall send nothing
+
+
+def _bare(header: str, body: bytes = b"") -> Answer:
+    """An answer with this header alone; the server makes up the body of a fault that has none here."""
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n{header}\r\n\r\n"
+    return Answer(status=200, wire=head.encode() + body)
+
+
+@lru_cache(maxsize=1)
+def _pack(size_bytes: int) -> bytes:
+    """A gzip of an empty document with so many blanks behind it, made without holding them."""
+    packer = zlib.compressobj(wbits=31)
+    parts = [packer.compress(b'{"DocumentIncarnation":1,"Events":[]}')]
+    blank = b" " * 2**20
+    parts += [packer.compress(blank) for _ in range(size_bytes // len(blank))]
+    return b"".join([*parts, packer.compress(blank[: size_bytes % len(blank)]), packer.flush()])

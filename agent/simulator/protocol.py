@@ -1,11 +1,11 @@
 """What the metadata service answers to one request: the checks, the error bodies, the instance's data.
 
-Owns the paths, headers, api-versions and status codes. Does no I/O and reads no clock. The one invariant: a
-request that the real service would refuse never reaches the model of the events.
+Owns the paths, headers, api-versions and status codes. Does no I/O and reads no clock. A request that the real
+service would refuse never reaches the model of the events.
 """
 
 import json
-from functools import lru_cache
+from http.client import responses
 from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 from uuid import UUID, uuid5
@@ -56,24 +56,6 @@ _BAD_VERSION = (
     "For more information refer to aka.ms/azureimds"
 )
 _NO_HEADER = "Bad request. Required metadata header not specified"
-_REASONS = {
-    200: "OK",
-    302: "Found",
-    400: "Bad Request",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    408: "Request Timeout",
-    410: "Gone",
-    411: "Length Required",
-    413: "Content Too Large",
-    415: "Unsupported Media Type",
-    429: "Too Many Requests",
-    500: "Internal Server Error",
-    502: "Bad Gateway",
-    503: "Service Unavailable",
-    504: "Gateway Timeout",
-}
 _JSON = "application/json; charset=utf-8"
 _VM_ID_SPACE = UUID("6f1f5c3e-3a4e-4c1e-9a53-6d6d0f1a3c11")
 
@@ -125,7 +107,7 @@ def make_answer(
     headers: tuple[tuple[str, str], ...] = (),
 ) -> Answer:
     """An answer with its bytes made up."""
-    lines = [f"HTTP/1.1 {status} {_REASONS.get(status, 'Unknown')}", "Server: IMDS/simulator"]
+    lines = [f"HTTP/1.1 {status} {responses.get(status, 'Unknown')}", "Server: IMDS/simulator"]
     lines += [f"Content-Type: {content_type}"] if body else []
     lines += [f"{name}: {value}" for name, value in headers]
     lines.append(f"Content-Length: {len(body)}")
@@ -135,7 +117,7 @@ def make_answer(
 
 def make_error(status: int, message: str = "", **more: Any) -> Answer:
     """An error as the service words it: a JSON object with ``error``."""
-    return make_answer(status, _encode({"error": message or _REASONS.get(status, "Unknown"), **more}))
+    return make_answer(status, _encode({"error": message or responses.get(status, "Unknown"), **more}))
 
 
 class Imds:
@@ -144,8 +126,6 @@ class Imds:
     def __init__(self, azure: Azure, vms: dict[str, VirtualMachine]) -> None:
         self._azure = azure
         self._vms = vms
-        self._instances = {name: _instance(vm) for name, vm in vms.items()}
-        self._documents: dict[str, Answer] = {}
 
     def answer(self, now: float, vm: str, request: Request) -> Answer:
         """Answer a request that came in on a VM's port."""
@@ -161,7 +141,8 @@ class Imds:
                 if version not in EVENTS_VERSIONS:
                     return _bad_version(EVENTS_VERSIONS)
                 if request.method == "GET":
-                    return self._document(now, vm, version)
+                    self._azure.mark_served(now, vm, version)
+                    return make_answer(200, self._azure.document(version))
                 if request.method == "POST":
                     return self._approve(now, vm, version, request.body)
                 return make_error(405)
@@ -170,7 +151,7 @@ class Imds:
                     return _bad_version(INSTANCE_VERSIONS)
                 if request.method != "GET":
                     return make_error(405)
-                return _part_of(self._instances[vm], rest, query.get("format", "json"))
+                return _part_of(_instance(self._vms[vm]), rest, query.get("format", "json"))
             case ["metadata", "versions"]:
                 if request.method != "GET":
                     return make_error(405)
@@ -178,14 +159,6 @@ class Imds:
             case ["metadata", _, "scheduledevents"]:  # the preview of 2016 had its version in the path
                 return _bad_version(EVENTS_VERSIONS)
         return make_error(404)
-
-    def _document(self, now: float, vm: str, version: str) -> Answer:
-        body = self._azure.document(version)
-        answer = self._documents.get(version)
-        if answer is None or answer.body is not body:
-            answer = self._documents[version] = make_answer(200, body)
-        self._azure.mark_served(now, vm, version)
-        return answer
 
     def _approve(self, now: float, vm: str, version: str, body: bytes) -> Answer:
         """All ids of a request or none: what the real service does with a mixture is not documented."""
@@ -214,7 +187,6 @@ def purpose_of(request: Request) -> Purpose:
     return "instance" if path[:2] == ("metadata", "instance") else "other"
 
 
-@lru_cache(maxsize=256)
 def _parse_target(target: str) -> tuple[tuple[str, ...], dict[str, str]]:
     try:
         parts = urlsplit(target)
@@ -242,7 +214,7 @@ def _instance(vm: VirtualMachine) -> dict[str, Any]:
             "offer": "debian-12",
             "osProfile": {
                 "adminUsername": "azureuser",
-                # Never the name that Resources uses: whoever takes it for that is found out.
+                # Never the name that Resources uses, so that a client that confuses the two is found out.
                 "computerName": host_name,
                 "disablePasswordAuthentication": "true",
             },

@@ -1,8 +1,7 @@
-"""Recordings: documents that a real endpoint gave, one line of JSON each, and their playing.
+"""Recordings: documents that a real endpoint gave, one line of JSON each, and how they are played.
 
-Owns the format of the file, and what of a document changes when it is played later. Knows nothing of HTTP and
-starts nothing. The one invariant: of a document nothing is changed but its NotBefore times, so that they lie
-ahead when it is played as they did when it was recorded.
+Owns the format of the file, and what changes in a document that is played later: only its NotBefore times, so
+that they are as far ahead as they were when it was recorded. Knows nothing of HTTP and starts nothing.
 """
 
 import json
@@ -10,13 +9,13 @@ import math
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from email.utils import format_datetime, parsedate_to_datetime
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from agent.simulator.azure import Azure, Plan, SimulatorError
+from agent.simulator.scenario import read_file
 
 SUFFIX = ".jsonl"
 _MAX_FILE_BYTES = 64 * 1024 * 1024
@@ -84,7 +83,7 @@ class Replay(Azure):
         return self._body
 
     def mark_served(self, now: float, vm: str, version: str) -> None:
-        """Nobody asks."""
+        """There are no events to mark."""
 
     def is_pending(self, event_id: str) -> bool:
         return event_id.casefold() in self._ids
@@ -101,15 +100,7 @@ class Replay(Azure):
 
 def load_recording(name: str) -> Recording:
     """The recording in a file; raises SimulatorError, with a line for each thing that is wrong with it."""
-    try:
-        with Path(name).open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SimulatorError(f"cannot read the recording {name}: {reason}", kind="usage") from error
-    if len(text) > _MAX_FILE_BYTES:
-        raise SimulatorError(f"{name}: expected at most {_MAX_FILE_BYTES >> 20} MiB; it is larger", kind="config")
-    return parse_recording(text, name)
+    return parse_recording(read_file(name, "recording", _MAX_FILE_BYTES), name)
 
 
 def parse_recording(text: bytes, name: str) -> Recording:

@@ -1,7 +1,7 @@
 """Scenarios: what happens to which VMs when, read from YAML.
 
 Owns the grammar of scenario files and the ones that ship with the agent. Knows nothing of HTTP and keeps no
-state. The one invariant: a scenario that has been read can be played, for every name in it is known.
+state. Every name in a scenario that was read is known, so it can be played.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -14,79 +14,34 @@ import msgspec
 from msgspec import Meta
 
 from agent import typed_yaml
-from agent.simulator.azure import EventType, SimulatorError, Source
-from agent.simulator.faults import FaultKind, FaultScope
-
-Duration = Annotated[
-    float, Meta(description="A duration such as 9s, 5m, 1h30m or 2d.", extra={"kind": "duration"})
-]
-Name = Annotated[str, Meta(pattern=r"^\S{1,128}$", description="no blanks")]
-_Names = Annotated[tuple[Name, ...], Meta(extra={"kind": "one-or-many"})]
+from agent.simulator.azure import Duration, Name, Plan, SimulatorError
+from agent.simulator.faults import Fault
 
 DEFAULT_SCENARIO = "platform-reboot"
 _MAX_FILE_BYTES = 1024 * 1024
-
-
-class EventStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An event is announced. Fields mean what they mean for ``Simulator.schedule``."""
-
-    type: EventType
-    name: Name | None = None
-    """By which later steps speak of it."""
-    id: str | None = None
-    vms: _Names = ()
-    source: Source = "Platform"
-    notice: Duration | None = None
-    duration: Duration | None = None
-    description: str | None = None
-    lasts: Duration | None = 10.0
-    start_delay: Duration = 0.5
-    starts_when_approved: bool = True
-    all_must_approve: bool = False
-    begins_started: bool = False
-    shows_started: bool = True
-    new_id_at_start: bool = False
-
-
-class FaultStep(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, rename={"for_": "for"}):
-    """The endpoint misbehaves. Fields mean what they mean for ``Simulator.fault``."""
-
-    kind: FaultKind
-    vms: _Names = ()
-    """By default all."""
-    on: FaultScope = "any"
-    for_: Duration | None = None
-    count: Annotated[int | None, Meta(ge=1)] = None
-    status: Annotated[int, Meta(ge=100, le=599)] = 500
-    delay: Duration = 1.0
-    size_bytes: Annotated[int, Meta(ge=0, le=2**30)] = 64 * 1024 * 1024
-    takes_effect: bool = False
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One entry of the timeline: a time and exactly one thing to do."""
 
     at: Duration
-    event: EventStep | None = None
+    event: Plan | None = None
     approve: Name | None = None
-    """Somebody else approves the event of this name."""
+    """An operator approves the event of this name in the portal."""
     cancel: Name | None = None
     start: Name | None = None
     end: Name | None = None
-    fault: FaultStep | None = None
+    fault: Fault | None = None
     clear_faults: bool = False
     reset_incarnation: Annotated[int | None, Meta(ge=0)] = None
 
     def __post_init__(self) -> None:
-        actions = [
-            name
-            for name in self.__struct_fields__
-            if name != "at" and getattr(self, name) is not None and getattr(self, name) is not False
-        ]
-        if len(actions) != 1:
-            choices = ", ".join(name for name in self.__struct_fields__ if name != "at")
-            found = " and ".join(actions) or "none"
-            raise ValueError(f"expected exactly one of {choices}; got {found}")
+        choices = [name for name in self.__struct_fields__ if name != "at"]
+        values = {name: getattr(self, name) for name in choices}
+        given = [name for name, value in values.items() if value is not None and value is not False]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise ValueError(f"expected exactly one of {', '.join(choices)}; got {found}")
 
     @property
     def named(self) -> tuple[str, str] | None:
@@ -127,29 +82,32 @@ def parse_scenario(text: str | bytes, name: str) -> Scenario:
 
 def load_scenario(name: str) -> Scenario:
     """The scenario of a file, or the shipped one of that name."""
-    shipped = resources.files(__package__) / "scenarios" / f"{name}.yaml"
     path = Path(name)
-    try:
-        if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
-            with path.open("rb") as file:
-                text = file.read(_MAX_FILE_BYTES + 1)
-            if len(text) > _MAX_FILE_BYTES:
-                raise SimulatorError(
-                    f"{name}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger", kind="config"
-                )
-            return parse_scenario(text, name)
-        if shipped.is_file():
-            return parse_scenario(shipped.read_text(encoding="utf-8"), f"{name}.yaml")
-    except (OSError, ValueError) as error:  # ValueError: no path at all
-        reason = getattr(error, "strerror", None) or error
-        raise SimulatorError(f"cannot read the scenario {name}: {reason}", kind="usage") from error
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        return parse_scenario(read_file(name, "scenario", _MAX_FILE_BYTES), name)
     names = tuple(list_scenarios())
+    if name in names:
+        text = (resources.files(__package__) / "scenarios" / f"{name}.yaml").read_text(encoding="utf-8")
+        return parse_scenario(text, f"{name}.yaml")
     guess = typed_yaml.nearest(name, names)
     hint = f'perhaps "{guess}" is meant' if guess else f"there are {', '.join(names)}"
     raise SimulatorError(
         f'no scenario is called "{name}": {hint}; a file of your own is given by its path, ending in .yaml',
         kind="usage",
     )
+
+
+def read_file(name: str, what: str, max_bytes: int) -> bytes:
+    """The content of a user's file; raises SimulatorError."""
+    try:
+        with Path(name).open("rb") as file:
+            text = file.read(max_bytes + 1)
+    except (OSError, ValueError) as error:  # ValueError: no path at all
+        reason = getattr(error, "strerror", None) or error
+        raise SimulatorError(f"cannot read the {what} {name}: {reason}", kind="usage") from error
+    if len(text) > max_bytes:
+        raise SimulatorError(f"{name}: expected at most {max_bytes >> 10} KiB; it is larger", kind="config")
+    return text
 
 
 def list_scenarios() -> dict[str, str]:
@@ -188,8 +146,8 @@ def rename_vms(scenario: Scenario, names: tuple[str, ...]) -> Scenario:
 def _mistakes(scenario: Scenario, wrong: Collection[str]) -> Iterator[tuple[str, str]]:
     """What the types alone cannot tell: path and message of each.
 
-    ``wrong``: the keys of which parts could not be read, "" if a key could not. Names may be missing because of
-    that, so none is called unknown that may have stood there.
+    ``wrong``: the keys of which parts could not be read, "" if a key could not. Their names are not known, so
+    no name that may be one of them is called unknown.
     """
     has_all_vms = not any(key in wrong for key in ("", "vms", "others"))
     has_all_events = not any(key in wrong for key in ("", "timeline"))

@@ -20,8 +20,10 @@ import msgspec
 from agent.policy import Hook
 from agent.settings import Settings
 from agent.simulator import Scenario
+from agent.simulator.azure import Plan
 from agent.simulator.control import EmptyRequest, EventRequest, ResetRequest
-from agent.simulator.scenario import EventStep, FaultStep, Step
+from agent.simulator.faults import Fault
+from agent.simulator.scenario import Step
 from agent.web.tls import WebConfig
 
 ROOT = Path(__file__).parents[2]
@@ -382,7 +384,7 @@ def _struct_node(random: Random, type_: type[msgspec.Struct], depth: int) -> _No
     for item in msgspec.structs.fields(type_):
         key = item.encode_name
         if key == "name":
-            number = "" if type_ is EventStep else str(random.randrange(100))
+            number = "" if type_ is Plan else str(random.randrange(100))
             pairs.append((key, random.choice("ab") + number))
             continue
         if key in choices and chosen is not None:
@@ -586,8 +588,8 @@ _RECORDING_TOKENS = (*_JSON_TOKENS, *(f'"{at}"'.encode() for at in _ATS), b'{"at
 # --- requests to the control port
 
 _BODIES: dict[str, type[msgspec.Struct]] = {
-    "/schedule": EventStep, "/approve": EventRequest, "/cancel": EventRequest, "/start": EventRequest,
-    "/end": EventRequest, "/fault": FaultStep, "/clear-faults": EmptyRequest, "/reset-incarnation": ResetRequest,
+    "/schedule": Plan, "/approve": EventRequest, "/cancel": EventRequest, "/start": EventRequest,
+    "/end": EventRequest, "/fault": Fault, "/clear-faults": EmptyRequest, "/reset-incarnation": ResetRequest,
 }  # fmt: skip
 _CONTROL_HEADERS = (
     "Host: localhost:{port}", "Host: 127.0.0.1:{port}", "Host: evil.example",
@@ -609,7 +611,7 @@ def _control_request(random: Random) -> bytes:
         headers.pop(random.randrange(len(headers)))
     body = b""
     if method == "POST" and random.random() < 0.97:
-        type_ = _BODIES.get(path, EventStep)
+        type_ = _BODIES.get(path, Plan)
         written = _as_json(_struct_node(random, type_, 1)) if random.random() < 0.97 else _json(random)
         body = written.encode("utf-8", "surrogatepass")
     return "\r\n".join([f"{method} {path} HTTP/1.1", *headers, "", ""]).encode() + body

@@ -112,7 +112,7 @@ def read_control(data: bytes) -> None:
         closing(Control(simulator)) as control,
     ):
         first = data.replace(THIS_PORT, str(control.port).encode()).partition(STORY_BREAK)[0]
-        answer = control.answer("", 1, request_of(first), None, is_heard=True)
+        answer = control.answer(request_of(first))
         if answer.status != 200:
             raise SimulatorError(answer.body.decode(), kind="refused")
 

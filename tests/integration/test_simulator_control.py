@@ -1,7 +1,5 @@
 """The simulator's control port: what can be let happen there, by whom, and what it refuses."""
 
-import base64
-import hashlib
 import http.client
 import json
 import re
@@ -11,15 +9,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any, get_args
 
-import msgspec
 import pytest
 
 from agent.cli.simulate import _warn_if_open
-from agent.simulator import Simulator, control, parse_scenario
-from agent.simulator.azure import EventType
-from agent.simulator.control import Control, State
-from agent.simulator.faults import FaultKind
-from agent.simulator.scenario import EventStep, FaultStep
+from agent.simulator import Simulator, parse_scenario
+from agent.simulator.azure import EventType, Plan
+from agent.simulator.control import Control
+from agent.simulator.faults import Fault, FaultKind
 
 JSON = {"Content-Type": "application/json"}
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -55,8 +51,9 @@ def post(port: int, path: str, content: Any, **headers: str) -> tuple[int, dict[
     return status, json.loads(body)
 
 
-def state(port: int) -> State:
-    return msgspec.json.decode(ask(port, "/state")[2], type=State)
+def state(port: int) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(ask(port, "/state")[2])
+    return told
 
 
 def test_an_event_is_announced_in_the_words_of_a_scenario_file(simulator: Simulator, port: int) -> None:
@@ -92,12 +89,12 @@ def test_faults_begin_and_end_and_the_numbering_too(simulator: Simulator, port: 
         {},
     )
     assert simulator.faults("vm-1") == ()
-    ((fault, left),) = simulator.faults("vm-2")
+    ((fault, _, left),) = simulator.faults("vm-2")
     assert (fault.kind, fault.status, fault.on, left) == ("status", 410, "poll", 3)
     assert post(port, "/clear-faults", {}) == (200, {})
     assert simulator.faults("vm-2") == ()
     assert post(port, "/reset-incarnation", {"incarnation": 41}) == (200, {})
-    assert state(port).incarnation == 41
+    assert state(port)["incarnation"] == 41
 
 
 def test_the_state_tells_of_vms_faults_events_and_what_happened(simulator: Simulator, port: int) -> None:
@@ -108,26 +105,25 @@ def test_the_state_tells_of_vms_faults_events_and_what_happened(simulator: Simul
     ask(int(simulator.endpoint("vm-2").rpartition(":")[2]), EVENTS, headers={"Metadata": "true"})
     told = state(port)
 
-    assert [(vm.name, vm.endpoint, vm.polls) for vm in told.vms] == [
+    assert [(vm["name"], vm["endpoint"], vm["polls"]) for vm in told["vms"]] == [
         ("vm-1", simulator.endpoint("vm-1"), 0),
         ("vm-2", simulator.endpoint("vm-2"), 1),
     ]
-    assert [(fault.kind, fault.on, fault.count, fault.until) for fault in told.vms[0].faults] == [
-        ("stall", "any", 2, None)
+    assert told["vms"][0]["faults"] == [{"kind": "stall", "on": "any", "status": None, "until": None, "count": 2}]
+    assert [(event["id"], event["status"], event["outcome"], event["seen_by"]) for event in told["events"]] == [
+        (event_id, "Scheduled", "", ["vm-2"]),
+        (gone_id, "Gone", "canceled", []),
     ]
-    assert [(event.id, event.status, event.outcome, event.seen_by) for event in told.events] == [
-        (event_id, "Scheduled", "", ("vm-2",)),
-        (gone_id, "Gone", "canceled", ()),
+    assert told["events"][0]["plan"]["vms"] == ["vm-2"]
+    assert [(one["kind"], one["event"] and one["event"]["id"], one["vm"]) for one in told["happenings"]] == [
+        ("polled", event_id, "vm-2"),
+        ("fault", None, "vm-1"),
+        ("gone", gone_id, ""),
+        ("scheduled", gone_id, ""),
+        ("scheduled", event_id, ""),
     ]
-    assert [(one.kind, one.event, one.vm) for one in told.happenings] == [
-        ("polled", f"Preempt {event_id}", "vm-2"),
-        ("fault", "", "vm-1"),
-        ("gone", f"Reboot {gone_id}", ""),
-        ("scheduled", f"Reboot {gone_id}", ""),
-        ("scheduled", f"Preempt {event_id}", ""),
-    ]
-    assert told.choices["type"] == get_args(EventType)
-    assert told.choices["kind"] == get_args(FaultKind)
+    assert told["choices"]["type"] == list(get_args(EventType))
+    assert told["choices"]["kind"] == list(get_args(FaultKind))
 
 
 @pytest.mark.parametrize(
@@ -189,17 +185,8 @@ def test_the_longest_times_at_the_slowest_pace_are_still_dates() -> None:
         assert post(running.port, "/schedule", {"type": "Freeze", "notice": "3650d", "lasts": "3650d"})[0] == 200
         assert post(running.port, "/fault", {"kind": "stall", "for": "3650d"})[0] == 200
         told = state(running.port)
-        assert told.events[0].not_before.year > 2100
-        assert (told.vms[0].faults[0].until or told.now).year > 2100
-
-
-def test_no_more_than_a_hundred_events_are_pending(simulator: Simulator, port: int) -> None:
-    for _ in range(100):
-        simulator.schedule("Reboot")
-    assert post(port, "/schedule", {"type": "Reboot"}) == (
-        400,
-        {"error": "there are 100 pending events; end some of them first"},
-    )
+        assert told["events"][0]["not_before_at"] > "2100"
+        assert told["vms"][0]["faults"][0]["until"] > "2100"
 
 
 def test_a_name_that_resolves_to_this_machine_is_not_enough(port: int) -> None:
@@ -254,18 +241,15 @@ def test_a_page_of_another_site_can_do_nothing(simulator: Simulator, port: int) 
         post(port, "/schedule", event, Origin="https://evil.example")[0],
         post(port, "/schedule", event, Origin="null")[0],
         post(port, "/schedule", event, Origin=f"http://127.0.0.1:{port + 1}")[0],
-        post(port, "/schedule", event, Sec_Fetch_Site="cross-site")[0],
-        post(port, "/schedule", event, Sec_Fetch_Site="same-site")[0],
         # What a form, or a script that does not ask first, may send anywhere.
         ask(port, "/schedule", b'{"type": "Reboot"}', {"Content-Type": "text/plain"})[0],
         ask(port, "/schedule", b'{"type": "Reboot"}', {"Content-Type": "application/x-www-form-urlencoded"})[0],
         ask(port, "/schedule", b'{"type": "Reboot"}')[0],
         ask(port, "/schedule", headers=JSON, method="OPTIONS")[0],
-    ] == [403, 403, 403, 403, 403, 415, 415, 415, 405]
+    ] == [403, 403, 403, 415, 415, 415, 405]
     assert simulator.events() == ()
 
-    own = {"Origin": f"http://127.0.0.1:{port}", "Sec_Fetch_Site": "same-origin"}
-    assert post(port, "/schedule", event, **own)[0] == 200
+    assert post(port, "/schedule", event, Origin=f"http://127.0.0.1:{port}")[0] == 200
 
 
 def test_other_paths_and_methods_are_refused_with_the_way_out(port: int) -> None:
@@ -280,12 +264,6 @@ def test_other_paths_and_methods_are_refused_with_the_way_out(port: int) -> None
     )
 
 
-def test_a_body_that_is_too_large_is_refused(port: int) -> None:
-    body = b'{"type": "Reboot", "description": "' + b"x" * 65536 + b'"}'
-    status, _, answer = ask(port, "/schedule", body, JSON)
-    assert (status, json.loads(answer)) == (413, {"error": f"expected at most 64 KiB; got {len(body)} bytes"})
-
-
 @pytest.mark.parametrize("length", ["-1", "1_0", "x", "1048577", "9" * 5000])
 def test_a_length_that_cannot_be_is_refused(port: int, length: str) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
@@ -293,67 +271,29 @@ def test_a_length_that_cannot_be_is_refused(port: int, length: str) -> None:
         assert client.makefile("rb").read().startswith(b"HTTP/1.1 400 Bad Request\r\n")
 
 
-def test_a_client_that_is_too_slow_is_cut_off(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_REQUEST_SECONDS", 0.3)
-    with Control(simulator) as running:
-        for pieces in (b"G", b"GET /state HTTP/1.1\r\nX: " + b"x" * 100_000):
-            with socket.create_connection(("127.0.0.1", running.port), timeout=0.02) as client:
-                for index in range(len(pieces)):
-                    try:
-                        client.send(pieces[index : index + 1])
-                        if client.recv(1) == b"":
-                            break
-                    except TimeoutError:
-                        continue
-                    except OSError:  # cut off with a reset
-                        break
-                else:  # all is sent; the end must come by itself
-                    client.settimeout(30)
-                    assert client.recv(1) == b""
-
-
-def test_more_clients_than_are_allowed_are_turned_away(
-    simulator: Simulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(control, "_REQUEST_SECONDS", 120.0)
-    with Control(simulator) as running:
-        clients = [socket.create_connection(("127.0.0.1", running.port), timeout=30) for _ in range(32)]
-        try:
-            with socket.create_connection(("127.0.0.1", running.port), timeout=60) as one_more:
-                assert one_more.recv(1) == b""  # long before the time that a request may take
-        finally:
-            for client in clients:
-                client.close()
-
-
-def test_the_page_lets_nothing_in_but_what_stands_in_it(port: int) -> None:
-    status, headers, page = ask(port, "/")
-    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
-
-    def digest(text: str) -> str:
-        return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-    assert status == 200
-    assert headers["Content-Type"] == "text/html; charset=utf-8"
-    assert headers["Content-Security-Policy"] == (
-        f"default-src 'none'; script-src 'sha256-{digest(script)}'; style-src 'sha256-{digest(style)}'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-store")
+def test_the_page_and_its_files_load_nothing_from_elsewhere(port: int) -> None:
+    files = {path: ask(port, path) for path in ("/", "/control.css", "/control.js")}
+    for status, headers, _ in files.values():
+        assert status == 200
+        assert headers["Content-Security-Policy"].startswith("default-src 'self'; ")
+        assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-store")
+    assert [headers["Content-Type"] for _, headers, _ in files.values()] == [
+        "text/html; charset=utf-8",
+        "text/css; charset=utf-8",
+        "text/javascript; charset=utf-8",
+    ]
     # Nothing from elsewhere, no handler or style in an attribute, and no text that could become markup.
-    assert (
-        re.findall(r"https?://|\bsrc=|\bon\w+=\"|\bstyle=|innerHTML|insertAdjacent|document\.write|eval\(", page)
-        == []
-    )
+    forbidden = r"https?://|\bon\w+=\"|\bstyle=|innerHTML|insertAdjacent|document\.write|eval\(|<script>|<style>"
+    assert [re.findall(forbidden, text) for _, _, text in files.values()] == [[], [], []]
+    assert re.findall(r'\b(?:src|href)="(.*?)"', files["/"][2]) == ["control.css", "control.js"]
 
 
 def test_the_page_has_a_field_for_every_word_of_an_event_and_a_fault(port: int) -> None:
     page = ask(port, "/")[2]
     forms = dict(re.findall(r'<form id="(\w+)">(.*?)</form>', page, re.DOTALL))
     fields = {name: set(re.findall(r'name="(\w+)"', form)) for name, form in forms.items()}
-    assert fields["schedule"] == set(EventStep.__struct_encode_fields__)
-    assert fields["fault"] == set(FaultStep.__struct_encode_fields__) - {"delay", "size_bytes", "takes_effect"}
+    assert fields["schedule"] == set(Plan.__struct_encode_fields__)
+    assert fields["fault"] == set(Fault.__struct_encode_fields__) - {"delay", "size_bytes", "takes_effect"}
 
 
 def test_the_command_serves_nothing_but_what_is_asked_for() -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ def test_every_shipped_scenario_comes_to_its_end() -> None:
             for name in list_scenarios()
         }
         for name, simulator in playing.items():
-            simulator.wait_finished(timeout_seconds=20)
+            simulator.wait_until(partial(getattr, simulator, "is_finished"), f"{name} had ended", 20)
             assert all(event.status == "Gone" for event in simulator.events()), name
             assert "skipped" not in kinds(simulator), name
 

@@ -292,7 +292,7 @@ class World(Machine):
         )
         event_id = self._azure.schedule(self._epoch(), plan)
         if chance.random() < 0.2:
-            self.after(chance.uniform(0.0, plan.notice_seconds), lambda: self._cancel(event_id))
+            self.after(chance.uniform(0.0, plan.notice_seconds or 0.0), lambda: self._cancel(event_id))
         if chance.random() < 0.1:
             self.after(chance.uniform(0.0, 60.0), lambda: self._azure.reset_incarnation(self._epoch()))
 
@@ -304,8 +304,8 @@ class World(Machine):
     def _watch_azure(self) -> None:
         """See to it that what Azure does is noticed, by the machine and by the next poll."""
         self._azure.advance(self._epoch())
-        told = self._azure.told
-        for happening in self._azure.news(self._azure_told):
+        told = len(self._azure.history)
+        for happening in self._azure.history[self._azure_told :]:
             if happening.kind == "polled":
                 continue
             event = happening.event

@@ -50,7 +50,9 @@ def test_an_event_is_led_through_its_life_by_hand(chromium: Browser, azure: Simu
         "form.start_delay.value = '1h'; document.querySelector('#schedule button').click()"
     )
     card = "(document.querySelector('#events .card')?.innerText ?? '')"
-    assert "Platform, for web_0, web_1; seen by nobody yet" in tab.wait(f"{card}.includes('Scheduled') && {card}")
+    assert "Platform, for web_0, web_1; not yet seen by a VM" in tab.wait(
+        f"{card}.includes('Scheduled') && {card}"
+    )
     (event,) = azure.events()
     assert (event.plan.type, event.plan.vms, event.plan.lasts_seconds) == ("Redeploy", ("web_0", "web_1"), None)
     assert tab.wait("document.querySelector('[data-until]').textContent.startsWith('in ') && 'yes'") == "yes"

@@ -11,9 +11,10 @@ import pytest
 
 from agent.cli import build_parser
 from agent.simulator import SimulatorError, list_scenarios, load_scenario, parse_scenario, rename_vms
+from agent.simulator.azure import Plan
 from agent.simulator.control import _ACTIONS as ACTIONS
-from agent.simulator.faults import FaultKind
-from agent.simulator.scenario import DEFAULT_SCENARIO, EventStep, FaultStep, Scenario, Step
+from agent.simulator.faults import Fault, FaultKind
+from agent.simulator.scenario import DEFAULT_SCENARIO, Scenario, Step
 from agent.typed_yaml import format_duration
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
@@ -85,11 +86,16 @@ def test_a_scenario_says_what_happens_when() -> None:
         timeline=(
             Step(
                 at=2.0,
-                event=EventStep(
-                    name="first", type="Freeze", vms=("web_0", "web_2"), notice=5400.0, duration=9.0, lasts=None
+                event=Plan(
+                    name="first",
+                    type="Freeze",
+                    vms=("web_0", "web_2"),
+                    notice_seconds=5400.0,
+                    duration_seconds=9.0,
+                    lasts_seconds=None,
                 ),
             ),
-            Step(at=0.5, fault=FaultStep(kind="status", status=410, vms=("web_1",), on="poll", for_=70.0)),
+            Step(at=0.5, fault=Fault(kind="status", status=410, vms=("web_1",), on="poll", seconds=70.0)),
             Step(at=60.0, cancel="first"),
         ),
     )
@@ -242,7 +248,7 @@ def test_the_scenario_in_the_guide_can_be_read() -> None:
 def test_the_guide_explains_every_key_and_every_kind_of_fault() -> None:
     keys = {
         name
-        for struct in (Scenario, Step, EventStep, FaultStep)
+        for struct in (Scenario, Step, Plan, Fault)
         for name in struct.__struct_encode_fields__
         if name != "at"
     }
@@ -255,7 +261,7 @@ def test_the_guide_explains_every_key_and_every_kind_of_fault() -> None:
 def test_the_guide_tells_the_defaults_that_the_types_have() -> None:
     _, _, rest = GUIDE.partition("\nAn event:\n")
     of_events, _, of_faults = rest.partition("\nA fault:\n")
-    for text, struct in ((of_events, EventStep), (of_faults, FaultStep)):
+    for text, struct in ((of_events, Plan), (of_faults, Fault)):
         told = dict(re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", text, re.MULTILINE))
         for field in msgspec.structs.fields(struct):
             default = field.default

@@ -266,7 +266,7 @@ def test_it_is_told_once_when_a_vm_has_first_seen_an_event_in_a_version_that_sho
     azure.mark_served(NOON + 3, "vm-1", LATEST)
     azure.mark_served(NOON + 4, "vm-2", LATEST)
     assert azure.event("ID-1").seen_by == ("vm-1", "vm-2")
-    assert [(told.kind, told.vm) for told in azure.news(1)] == [("polled", "vm-1"), ("polled", "vm-2")]
+    assert [(told.kind, told.vm) for told in azure.history[1:]] == [("polled", "vm-1"), ("polled", "vm-2")]
 
 
 def test_an_event_for_an_unknown_vm_is_refused() -> None:
@@ -305,18 +305,3 @@ def test_the_portal_approves_for_all_vms_also_when_each_must_approve() -> None:
     assert azure.approve(NOON, "ID-1", "the portal")
     azure.advance(NOON)
     assert azure.event("ID-1").status == "Started"
-
-
-def test_what_has_happened_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.simulator.azure._MAX_GONE", 2)
-    monkeypatch.setattr("agent.simulator.azure._MAX_HISTORY", 3)
-    azure = make_azure("vm-1")
-    for _ in range(5):
-        azure.cancel(NOON, azure.schedule(NOON, plan("Reboot")))
-    last = azure.schedule(NOON, plan("Reboot"))
-
-    assert [event.id for event in azure.events()] == ["ID-4", "ID-5", last]
-    assert (azure.told, [one.kind for one in azure.history]) == (11, ["scheduled", "gone", "scheduled"])
-    assert (len(azure.news(0)), len(azure.news(10)), azure.news(11)) == (3, 1, [])
-    with pytest.raises(SimulatorError, match="there has never been an event 'ID-1'"):
-        azure.event("ID-1")
