@@ -1,15 +1,15 @@
 """What else is on this machine that the agent should know of: others that approve events, disks that do not last.
 
-Owns the signs by which these are told. Reads files below a root, so that it can be tried on any tree; asks no
-service manager, and decides nothing. The one invariant: what cannot be read is not there.
+Decides nothing. The one invariant: what cannot be read is not there. ``root`` is the root of the file system.
 """
 
-import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
+
+import psutil
 
 Life = Literal["active", "maybe", "installed"]
 """active: it approves; maybe: it runs, and whether it approves cannot be seen; installed: it does not run."""
@@ -20,7 +20,13 @@ _CIB = "var/lib/pacemaker/cib/cib.xml"
 _CIB_AGENT = re.compile(r'\btype="(azure-events(?:-az)?)"')
 # Some resource is not to run; which one, only the cluster tells.
 _CIB_STOPPED = re.compile(r'\bname="target-role" value="Stopped"')
-_MAX_FILE_BYTES = 4 * 1024 * 1024
+# The links that udev makes to Azure's temporary disks, for cloud-init, waagent or azure-vm-utils.
+_TEMPORARY_LINKS = (
+    "dev/disk/cloud/azure_resource*",
+    "dev/disk/azure/resource*",
+    "dev/disk/azure/local/*/*",
+    "dev/disk/by-label/Temporary*Storage",
+)
 
 
 class Approver(NamedTuple):
@@ -39,16 +45,16 @@ class OwnService(NamedTuple):
     is_enabled: bool
     """Whether it is started with the machine."""
     state: str
-    """In the manager's word."""
+    """In the manager's words."""
     is_running: bool
     pid: int
     """0 if it does not run."""
     account: str
-    """Whom it runs as."""
+    """The account that it runs as."""
     is_stale: bool
     """Whether the manager has not yet read what its files say."""
     is_masked: bool = False
-    """Whether somebody has forbidden that it is started, as systemd can."""
+    """Whether an administrator has forbidden that it is started, as systemd can."""
 
 
 class _Known(NamedTuple):
@@ -60,19 +66,17 @@ class _Known(NamedTuple):
     way_out: str
 
 
-# All of these approve if their configuration says so. (aks-node-termination-handler, which drains a node as well,
-# sends no approval in any of its sources.)
+# All of these approve if their configuration says so. (aks-node-termination-handler drains nodes, but approves
+# nothing.)
 _KNOWN = (
     # Since 8.2.2 it approves each event at once for which /opt/cycle/jetpack/scripts has no script, unless the
-    # configuration of the node says otherwise; that stands on CycleCloud's server (the page "Use scheduled events"
-    # of its manual). Paths and services: the page "Jetpack".
+    # node's configuration on CycleCloud's server says otherwise.
     _Known(
         "CycleCloud's jetpack",
         "/opt/cycle/jetpack/",
         ("jetpackd",),
         "set cyclecloud.monitor_scheduled_events = false for this node in CycleCloud, or leave the events to it",
     ),
-    # The name of its program is in its Makefile and Dockerfile, the option, off by default, in its config/opts.go.
     _Known(
         "webdevops' azure-scheduledevents-manager",
         "azure-scheduledevents-manager",
@@ -86,41 +90,33 @@ _SAMPLE_DISPLAY = "azurescheduledevents"
 _SAMPLE = "Azure's sample service SchService"
 
 
-class Mount(NamedTuple):
-    """Where a path's file system is."""
-
-    place: str
-    kind: str
-    source: str
-
-
-def linux_approvers(root: Path) -> list[Approver]:
+def linux_approvers(root: Path = Path("/")) -> list[Approver]:
     """Those of Linux: in processes, unit files and Pacemaker's configuration."""
-    commands = list(_commands(root))
-    units = list(_unit_files(root))
+    commands = [(process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]
+    services = {path.stem for place in _UNIT_PLACES for path in (root / place).glob("*.service")}
+
+    def runs(program: str) -> list[int]:
+        return [pid for pid, words in commands if words and _is_program(words, program)]
+
     found = []
     for known in _KNOWN:
-        runs = [pid for pid, words in commands if _is_program(words, known.program)]
-        named = [path for path in units if path.stem in known.services]
-        if runs:
-            found.append(Approver(known.name, f"process {runs[0]} runs", "maybe", known.way_out))
+        named = services.intersection(known.services)
+        if pids := runs(known.program):
+            found.append(Approver(known.name, f"process {pids[0]} runs", "maybe", known.way_out))
         elif named:
-            found.append(Approver(known.name, f"unit {named[0].name} is there", "installed", known.way_out))
+            found.append(Approver(known.name, f"unit {named.pop()}.service is there", "installed", known.way_out))
         elif known.program.startswith("/") and (root / known.program[1:]).is_dir():
             found.append(Approver(known.name, f"{known.program} is there", "installed", known.way_out))
-    # Installed with many others by the package resource-agents; only who is in the cluster's configuration runs.
-    cib = _text(root / _CIB)
+    # The package resource-agents always brings it; it runs only if the cluster's configuration names it.
+    cib = ""
+    with suppress(OSError):
+        cib = (root / _CIB).read_text(encoding="utf-8", errors="replace")
     if agent := _CIB_AGENT.search(cib):
-        life: Life = "maybe" if _CIB_STOPPED.search(cib) else "active"
-        runs = [pid for pid, words in commands if _is_program(words, "pacemakerd")]
-        found.append(
-            Approver(
-                f"Pacemaker's {agent[1]}",
-                f"/{_CIB} names it" + (f" and process {runs[0]}, pacemakerd, runs" if runs else ""),
-                life if runs else "installed",
-                "have this agent only observe (agent.mode: observe), or take the resource out of the cluster",
-            )
-        )
+        pids = runs("pacemakerd")
+        life: Life = "installed" if not pids else "maybe" if _CIB_STOPPED.search(cib) else "active"
+        where = f"/{_CIB} names it" + (f" and process {pids[0]}, pacemakerd, runs" if pids else "")
+        way_out = "have this agent only observe (agent.mode: observe), or take the resource out of the cluster"
+        found.append(Approver(f"Pacemaker's {agent[1]}", where, life, way_out))
     return found
 
 
@@ -128,124 +124,54 @@ def windows_approvers(services: Iterable[tuple[str, str, bool]], root: Path) -> 
     """Those of Windows: among ``services`` (name, display name, whether it runs) and directories."""
     found = []
     for name, display, is_running in services:
-        way_out = f"stop one of the two: sc stop {name}, and sc config {name} start= disabled"
+        where = f"service {name} {'runs' if is_running else 'is there'}"
         if name.casefold() == _SAMPLE_SERVICE or display.casefold() == _SAMPLE_DISPLAY:
-            life: Life = "active" if is_running else "installed"
-            found.append(Approver(_SAMPLE, _service_in_words(name, is_running), life, way_out))
-        for known in _KNOWN:
-            if name.casefold() in known.services:
-                life = "maybe" if is_running else "installed"
-                found.append(Approver(known.name, _service_in_words(name, is_running), life, known.way_out))
-    jetpack = _KNOWN[0]
-    if (root / "cycle" / "jetpack").is_dir() and not any(one.name == jetpack.name for one in found):
-        place = root / "cycle" / "jetpack"
+            way_out = f"stop one of the two: sc stop {name}, and sc config {name} start= disabled"
+            found.append(Approver(_SAMPLE, where, "active" if is_running else "installed", way_out))
+        life: Life = "maybe" if is_running else "installed"
+        found += [
+            Approver(one.name, where, life, one.way_out) for one in _KNOWN if name.casefold() in one.services
+        ]
+    jetpack, place = _KNOWN[0], root / "cycle" / "jetpack"
+    if place.is_dir() and not any(one.name == jetpack.name for one in found):
         found.append(Approver(jetpack.name, f"{place} is there", "installed", jetpack.way_out))
     return found
 
 
-def mount_of(path: Path, root: Path) -> Mount | None:
-    """The file system that the path, or what there is of it, is on; None if that cannot be told."""
+class Mount(NamedTuple):
+    """A mounted file system."""
+
+    place: str
+    kind: str
+    device: str
+
+
+def mount_of(path: Path) -> Mount | None:
+    """The file system that the path is on; None if that cannot be told."""
     best: Mount | None = None
-    for line in _text(root / "proc/self/mountinfo").splitlines():
-        front, _, back = line.partition(" - ")
-        fields, more = front.split(" "), back.split(" ")
-        if len(fields) < 5 or len(more) < 2:
-            continue
-        place = _unescaped(fields[4])
-        if path.is_relative_to(place) and (best is None or len(place) >= len(best.place)):
-            best = Mount(place, more[0], _unescaped(more[1]))  # a later mount hides an earlier one
+    with suppress(OSError):
+        for found in psutil.disk_partitions(all=True):
+            is_nearer = best is None or len(found.mountpoint) >= len(
+                best.place
+            )  # a later mount hides an earlier one
+            if path.is_relative_to(found.mountpoint) and is_nearer:
+                best = Mount(found.mountpoint, found.fstype, found.device)
     return best
 
 
-def is_temporary(mount: Mount, root: Path) -> bool:
-    """Whether it is Azure's temporary disk, which comes empty after a redeployment."""
-    if mount.place == "/" or not mount.source.startswith("/dev/"):
-        return False
-    return bool(_disks_below(Path(mount.source).name, root) & _temporary_devices(root)) or _is_configured(
-        mount, root
-    )
-
-
-def _temporary_devices(root: Path) -> set[str]:
-    """Names of devices, such as sdb1, by the links that udev makes for cloud-init, waagent or azure-vm-utils."""
-    links = [
-        *root.glob("dev/disk/cloud/azure_resource*"),
-        *root.glob("dev/disk/azure/resource*"),
-        *root.glob("dev/disk/azure/local/*/*"),
-        *root.glob("dev/disk/by-label/Temporary*Storage"),
-    ]
-    names = set()
-    for link in links:
-        with suppress(OSError):
-            names.add(PurePosixPath(os.readlink(link)).name)  # noqa: PTH115 - Path.readlink differs on Windows
-    return names
-
-
-def _disks_below(device: str, root: Path) -> set[str]:
-    """The device, and what a RAID or encrypted one is made of."""
-    found, todo = set[str](), [device]
-    while todo:
-        name = todo.pop()
-        if name not in found:
-            found.add(name)
-            todo.extend(place.name for place in root.glob(f"sys/class/block/{name}/slaves/*"))
-    return found
-
-
-def _is_configured(mount: Mount, root: Path) -> bool:
-    """Whether waagent, or cloud-init's line in fstab, says that the temporary disk is mounted there."""
-    for line in _text(root / "etc/fstab").splitlines():
-        source, place, _, options, *_ = [*line.split(), "", "", "", ""]
-        by_cloud_init = "comment=cloudconfig" in options or "x-systemd.requires=cloud-init" in options
-        if place == mount.place and not line.startswith("#"):
-            # It also mounts data disks so, wherever the image's user wanted them.
-            return "azure_resource" in source or (by_cloud_init and place in ("/mnt", "/mnt/resource"))
-    settings = {
-        name.strip(): value.strip()
-        for name, equals, value in (
-            line.partition("=") for line in _text(root / "etc/waagent.conf").splitlines() if line[:1] != "#"
-        )
-        if equals
-    }
-    # It mounts the disk by itself, so what fstab mounts there instead is another one.
-    return settings.get("ResourceDisk.Format", "").lower() == "y" and (
-        mount.place == settings.get("ResourceDisk.MountPoint", "/mnt/resource")
-    )
-
-
-def _commands(root: Path) -> Iterator[tuple[int, list[str]]]:
-    for place in sorted(root.glob("proc/[0-9]*")):
-        with suppress(OSError, ValueError):
-            words = os.fsdecode((place / "cmdline").read_bytes()).split("\0")
-            if words[0]:
-                yield int(place.name), words
+def is_temporary(mount: Mount, root: Path = Path("/")) -> bool:
+    """Whether it is Azure's temporary disk, or an array of such disks, which come empty after a redeployment."""
+    name = PurePosixPath(mount.device).name
+    devices = {name, *(place.name for place in root.glob(f"sys/class/block/{name}/slaves/*"))}
+    links = [link for pattern in _TEMPORARY_LINKS for link in root.glob(pattern) if link.is_symlink()]
+    is_device = mount.place != "/" and mount.device.startswith("/dev/")
+    return is_device and any(link.readlink().name in devices for link in links)
 
 
 def _is_program(words: list[str], program: str) -> bool:
     """Whether the command runs it, itself or as a script; not whether it only names it."""
     script = words[1:2] if _INTERPRETER.fullmatch(PurePosixPath(words[0]).name) else []
-    for word in [words[0], *script]:
-        if word.startswith(program) if program.startswith("/") else PurePosixPath(word).name == program:
-            return True
-    return False
-
-
-def _unit_files(root: Path) -> Iterator[Path]:
-    for place in _UNIT_PLACES:
-        yield from sorted((root / place).glob("*.service"))
-
-
-def _service_in_words(name: str, is_running: bool) -> str:
-    return f"service {name} {'runs' if is_running else 'is there'}"
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
-
-
-def _text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return os.fsdecode(file.read(_MAX_FILE_BYTES))
-    except OSError:
-        return ""
+    return any(
+        word.startswith(program) if program.startswith("/") else PurePosixPath(word).name == program
+        for word in [words[0], *script]
+    )

@@ -167,7 +167,7 @@ def test_an_ordinary_account_is_told_what_it_may_not_see(service: Service) -> No
     as_root = "-> run this as root"
     for check, finding in (
         ("state", f"{STATE}: only root can tell what root may do"),
-        ("agent", f"{STATE}/lock: who has this lock cannot be told; Permission denied"),
+        ("agent", f"{STATE}/lock: cannot tell which process has this lock; Permission denied"),
     ):
         at = next(index for index, line in enumerate(lines) if line.split()[:2] == ["warning", check])
         assert lines[at].split(maxsplit=2)[2] == finding

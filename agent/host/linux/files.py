@@ -44,24 +44,24 @@ __all__ = [
     "temporary_disk",
 ]
 
-_LOCK_PATIENCE_SECONDS = 0.5  # whoever only asks who has a lock may have it for an instant
+_LOCK_PATIENCE_SECONDS = 0.5  # lock_holder may have the lock for an instant
 _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the root of that disk
 
 
 def default_config_path() -> Path:
-    """Where the policy file is looked for when nobody says otherwise."""
+    """Where the policy file is if no other place is given."""
     return Path("/etc/scheduled-events-agent/policy.yaml")
 
 
 def default_state_dir() -> Path:
-    """Where the state is kept when the policy file does not say otherwise."""
+    """Where the state is kept if the policy file names no other place."""
     return Path("/var/lib/scheduled-events-agent")
 
 
 def create_private_dir(path: Path) -> None:
     """Make the directory, for this account (and root) alone. Raises HostError if others can use it already.
 
-    What is there already is not changed. Parents that are missing are made so that nobody else can write them.
+    What is there already is not changed. Parents that are missing are made so that others cannot write them.
     """
     way_out = "name another directory with agent.state_dir"
     try:
@@ -95,7 +95,7 @@ def privacy_fault(path: Path) -> str | None:
 
 
 def ownership_fault(path: Path, user: str | None) -> str | None:
-    """Whose the directory is, if not the account's (None: this one) or root's, and the way out."""
+    """The owner of the directory if neither the account (None: this one) nor root owns it, and the way out."""
     with suppress(OSError, KeyError):
         owner, who = path.stat().st_uid, user or account_name()
         if owner not in (0, os.geteuid() if user is None else pwd.getpwnam(user).pw_uid):
@@ -104,34 +104,34 @@ def ownership_fault(path: Path, user: str | None) -> str | None:
 
 
 def tampering_fault(path: Path, user: str | None = None) -> str | None:
-    """Who could change the file, or put another in its place, and should not, and the way out; None if nobody.
+    """Which other accounts could change the file or replace it, and the way out; None if none can.
 
-    Root, this account, ``user`` and whoever owns the agent's own code may. Looked at are the file, every directory
+    Root, this account, ``user`` and the owner of the agent's own code may. It looks at the file, every directory
     above it, and the same of what symbolic links lead to.
     """
     try:
         path.stat()
     except OSError:
-        return None  # what is not there, or leads round in a circle, is nobody's danger
+        return None  # it is not there, or is a circle of links
     trusted = _trusted(None)
     try:
         for place, facts in _places(path.absolute()):
             fault = _who_may_change(place, facts, trusted)
-            if fault and user is not None:  # asking for an account may take long, and is mostly not needed
+            if fault and user is not None:  # looking up an account may take long
                 trusted, user = _trusted(user), None
                 fault = _who_may_change(place, facts, trusted)
             if fault:
                 who, way_out = fault
                 return f"{place} can be changed by {who}, and the agent acts on what it finds there: {way_out}"
-    except OSError as error:  # somebody is at work there
-        return f"nobody can tell who could change {path} ({error.strerror}): try again when it is left alone"
+    except OSError as error:  # it is changing just now
+        return f"cannot tell who could change {path} ({error.strerror}): try again"
     return None
 
 
 def exposure_fault(path: Path) -> str | None:
-    """That everybody can read the file, and the way out; None if not, or it is not there.
+    """Why everybody can read the file, and the way out; None if not, or it is not there.
 
-    That a group can is in order: Debian's ssl-cert is there for just that, and who is in one was decided by root.
+    A group may read it: Debian's ssl-cert is there for that, and root decides who is in a group.
     """
     with suppress(OSError):
         path = Path(os.path.realpath(path))
@@ -144,61 +144,51 @@ def exposure_fault(path: Path) -> str | None:
 def access_fault(path: Path, purpose: Literal["execute", "write"], user: str | None) -> str | None:
     """Why the account (None: this one) cannot use the file or directory so; None if it can.
 
-    Raises HostError if that cannot be told, or no such account can be.
+    Raises HostError if that cannot be told, or there is no such account.
     """
-    if user is not None and user != account_name() and os.geteuid() != 0:
-        raise HostError(f"only root can tell what {user} may do", kind="access")
+    who = user or account_name()
+    if who != account_name() and os.geteuid() != 0:
+        raise HostError(f"only root can tell what {who} may do", kind="access")
+    path = path.absolute()
+    for place in reversed(path.parents):
+        if not _may(place, "x", user):
+            return f"{who} cannot pass through {place}"
+    wanted = "x" if purpose == "execute" else "wx" if path.is_dir() else "w"
+    return None if all(_may(path, right, user) for right in wanted) else f"{who} cannot {purpose} {path}"
+
+
+def _may(path: Path, right: str, user: str | None) -> bool:
     uid, gid, groups = identity_of(user)
-    places = [*reversed(path.absolute().parents), path.absolute()]
-    for place in places:
-        wanted = [("-x", os.X_OK)] if place != path.absolute() or purpose == "execute" else [("-w", os.W_OK)]
-        if purpose == "write" and place == path.absolute() and place.is_dir():
-            wanted.append(("-x", os.X_OK))
-        for option, mode in wanted:
-            if uid is None:
-                may = os.access(place, mode)
-            else:  # by who may be asked, for it knows access lists and how the file system is mounted
-                try:
-                    may = not subprocess.run(
-                        ["/usr/bin/test", option, str(place)],
-                        user=uid,
-                        group=gid,
-                        extra_groups=groups,
-                        env={},
-                        cwd="/",
-                        check=False,
-                    ).returncode
-                except (OSError, subprocess.SubprocessError) as error:
-                    raise HostError(f"cannot ask as {user}: {error}", kind="access") from None
-            if not may:
-                who = user or account_name()
-                if place != path.absolute():
-                    return f"{who} cannot pass through {place}"
-                return f"{who} cannot {purpose} {path}"
-    return None
+    if uid is None:
+        return os.access(path, {"x": os.X_OK, "w": os.W_OK}[right])
+    # As that account: it also has to do with access lists and how the file system is mounted.
+    question = ["/usr/bin/test", f"-{right}", str(path)]
+    try:
+        asked = subprocess.run(question, user=uid, group=gid, extra_groups=groups, env={}, cwd="/", check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise HostError(f"cannot ask as {user}: {error}", kind="access") from None
+    return asked.returncode == 0
 
 
 def temporary_disk(path: Path, root: Path = Path("/")) -> Path | None:
-    """The root of the temporary disk of this VM that the path is on; None if it is on none that is known.
-
-    Told by the warning that Azure puts into it, by its device, or by who mounted it: see ``surroundings``.
-    """
+    """The root of the temporary disk of this VM that the path is on; None if it is on none that is known."""
     path = Path(os.path.realpath(path))
     for place in (path, *path.parents):
-        if (root / str(place)[1:] / _TEMPORARY_WARNING).exists():
+        if (place / _TEMPORARY_WARNING).exists():
             return place
-    mount = surroundings.mount_of(path, root)
+    mount = surroundings.mount_of(path)
     return Path(mount.place) if mount is not None and surroundings.is_temporary(mount, root) else None
 
 
 def file_system(path: Path, root: Path = Path("/")) -> tuple[str, Path] | None:
     """Kind of the file system that the path is on, and where that is mounted; None if it cannot be told."""
-    mount = surroundings.mount_of(Path(os.path.realpath(path)), root)
+    del root
+    mount = surroundings.mount_of(Path(os.path.realpath(path)))
     return None if mount is None else (mount.kind, Path(mount.place))
 
 
 def flush_directory(path: Path) -> None:
-    """Have what was renamed in the directory survive a power cut, if its file system can promise that."""
+    """Make renames in the directory survive a power cut, if its file system can."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -208,7 +198,7 @@ def flush_directory(path: Path) -> None:
 
 
 class HeldLock:
-    """A lock that ends with ``close`` or with the process, whichever comes first."""
+    """A lock that ends with ``close`` or with the process."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -218,7 +208,7 @@ class HeldLock:
 
 
 def hold_lock(path: Path) -> HeldLock:
-    """Take the lock that ``path`` stands for. Raises HostError, naming the holder, if another process has it."""
+    """Take the lock of this path. Raises HostError, naming the holder, if another process has it."""
     patience_ends = time.monotonic() + _LOCK_PATIENCE_SECONDS
     try:
         file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
@@ -238,17 +228,16 @@ def hold_lock(path: Path) -> HeldLock:
             f"{path}: another agent (pid {holder}) is at work here; stop it, or give this one another state_dir",
             kind="locked",
         )
-    with suppress(OSError):  # a full disk takes no number: the next one is then told of an unknown holder
+    with suppress(OSError):  # the disk is full: the holder is then "unknown"
         os.ftruncate(file.fileno(), 0)
         os.pwrite(file.fileno(), b"%d\n" % os.getpid(), 0)
     return HeldLock(file)
 
 
 def lock_holder(path: Path) -> str | None:
-    """The pid of the process that has the lock, "unknown" if it left none; None if nobody has it.
+    """The pid of the process that has the lock, "unknown" if it left none; None if the lock is free.
 
-    Raises HostError if that cannot be told. Shares the lock for an instant, which ``hold_lock`` sits out. (Who has
-    it stands in /proc as well, but not for who looks from another container.)
+    Raises HostError if that cannot be told. It shares the lock for an instant, which ``hold_lock`` waits for.
     """
     try:
         with path.open("rb") as file:
@@ -259,17 +248,19 @@ def lock_holder(path: Path) -> str | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise HostError(f"{path}: who has this lock cannot be told; {error.strerror}", kind="lock") from None
+        raise HostError(
+            f"{path}: cannot tell which process has this lock; {error.strerror}", kind="lock"
+        ) from None
     return None
 
 
 def is_privileged() -> bool:
-    """Whether this process may do anything on this machine, and so what it runs may as well."""
+    """Whether this process, and so what it runs, may do anything on this machine."""
     return os.geteuid() == 0
 
 
 def account_name() -> str:
-    """The account that this process runs as; not asked of the environment, which anybody can set."""
+    """The account that this process runs as, whatever the environment says."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -296,7 +287,7 @@ class _Trusted(NamedTuple):
 
 
 def _trusted(user: str | None) -> _Trusted:
-    # Who owns the agent's own code decides what it does, whatever we refuse: nothing is lost by trusting them.
+    # The owner of the agent's own code can change what it does anyway.
     users = {0, os.geteuid(), Path(__file__).stat().st_uid}
     if user is not None:
         with suppress(KeyError, ValueError):  # start_tree refuses an unknown one
@@ -305,13 +296,13 @@ def _trusted(user: str | None) -> _Trusted:
     for uid in users - {0}:
         with suppress(KeyError):
             entry = pwd.getpwuid(uid)
-            if grp.getgrgid(entry.pw_gid).gr_name == entry.pw_name:  # a group of one's own, and of nobody else
+            if grp.getgrgid(entry.pw_gid).gr_name == entry.pw_name:  # the user's own group
                 groups.add(entry.pw_gid)
     return _Trusted(frozenset(users), frozenset(groups))
 
 
 def _places(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Whatever somebody would have to change to have the path, which exists, mean something else."""
+    """Each file, directory and link on the way to the path, which exists."""
     todo, seen = [path], set[Path]()
     while todo:
         path = todo.pop()
@@ -325,7 +316,7 @@ def _places(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _who_may_change(place: Path, facts: os.stat_result, trusted: _Trusted) -> tuple[str, str] | None:
-    """Who could, and the command that ends it."""
+    """Which other accounts could, and the command that ends it."""
     if facts.st_uid not in trusted.users:
         return (
             f"its owner, uid {facts.st_uid}",
@@ -334,7 +325,7 @@ def _who_may_change(place: Path, facts: os.stat_result, trusted: _Trusted) -> tu
     if stat.S_ISLNK(facts.st_mode):
         return None  # it has no mode of its own
     if stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX:
-        return None  # only its owner can put something else in a file's place, and each file's owner is looked at
+        return None  # only a file's owner can replace it, and each owner is looked at
     if not facts.st_mode & 0o022 or os.statvfs(place).f_flag & os.ST_RDONLY:
         return None
     if facts.st_mode & 0o002:
@@ -342,6 +333,6 @@ def _who_may_change(place: Path, facts: os.stat_result, trusted: _Trusted) -> tu
     if facts.st_gid not in trusted.groups:
         return f"the group {facts.st_gid}", f"chmod go-w {place}"
     with suppress(OSError):  # a file system without access lists
-        if "system.posix_acl_access" in os.listxattr(place):  # whose mask is what the group's bits then show
+        if "system.posix_acl_access" in os.listxattr(place):  # the group's bits are its mask then
             return "accounts in its access list", f"setfacl -b {place} && chmod go-w {place}"
     return None

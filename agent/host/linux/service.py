@@ -1,7 +1,4 @@
-"""Linux as a system: systemd, the boot, the journal, the DHCP leases, other programs that approve.
-
-Knows nothing of events, policy or hooks.
-"""
+"""Linux as a system: systemd, the boot, the journal, the DHCP leases, other programs that approve."""
 
 import os
 import select
@@ -19,6 +16,7 @@ from typing import Literal
 
 from agent.host import dhcp, surroundings
 from agent.host.error import HostError
+from agent.host.linux.bus import Bus
 from agent.host.linux.process import DEFAULT_PATH
 from agent.host.surroundings import Approver, OwnService
 
@@ -53,7 +51,6 @@ _LEASES = (
 _MAX_LEASE_CHARACTERS = 1 << 20
 _MAX_STATUS_CHARACTERS = 1000
 _SHUTDOWN_QUESTION_SECONDS = 2.0
-_SERVICE_QUESTION_SECONDS = 10.0
 _SERVICE = "scheduled-events-agent.service"
 _TELL_SECONDS = 1.0
 _JOURNAL_SOCKET = "/run/systemd/journal/socket"
@@ -83,42 +80,29 @@ def other_approvers(root: Path = Path("/")) -> list[Approver]:
 
 
 def own_service() -> OwnService | None:
-    """The agent's service as the service manager has it; None if it has none. Raises HostError if none answers."""
-    names = ("LoadState", "UnitFileState", "ActiveState", "SubState", "MainPID", "User", "NeedDaemonReload")
-    command = [find_systemctl(), "show", _SERVICE, f"--property={','.join(names)}"]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_SERVICE_QUESTION_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise HostError(f"systemd cannot be asked: {error}", kind="systemctl") from None
-    if done.returncode:
-        raise HostError(f"systemd cannot be asked: {' '.join(done.stderr.split())}", kind="systemctl")
-    facts = {name: value for name, _, value in (line.partition("=") for line in done.stdout.splitlines())}
-    if facts.get("LoadState", "not-found") == "not-found":
+    """The agent's service as systemd has it; None if it has none. Raises HostError if systemd does not answer."""
+    with Bus() as bus:
+        (path,) = bus.manager("LoadUnit", "s", _SERVICE)
+        unit = bus.properties(path)
+    if unit["LoadState"] == "not-found":
         return None
     return OwnService(
-        is_enabled=facts.get("UnitFileState", "").startswith("enabled"),
-        state=f"{facts.get('ActiveState', 'unknown')} ({facts.get('SubState', '')})",
-        is_running=facts.get("ActiveState") in ("active", "reloading"),
-        pid=int(facts.get("MainPID") or 0),
-        account=facts.get("User") or "root",
-        is_stale=facts.get("NeedDaemonReload") == "yes",
-        is_masked=facts.get("UnitFileState", "").startswith("masked"),
+        is_enabled=unit["UnitFileState"].startswith("enabled"),
+        state=f"{unit['ActiveState']} ({unit['SubState']})",
+        is_running=unit["ActiveState"] in ("active", "reloading"),
+        pid=unit["MainPID"],
+        account=unit["User"] or "root",
+        is_stale=unit["NeedDaemonReload"],
+        is_masked=unit["UnitFileState"].startswith("masked"),
     )
 
 
 def find_systemctl() -> str:
-    """The program that tells the service manager what to do. Raises HostError where there is none."""
+    """The program that controls the service manager. Raises HostError where there is none."""
     program = shutil.which("systemctl", path=DEFAULT_PATH)
     if program is None:
         raise HostError(
-            f"found no systemctl on {DEFAULT_PATH}: this machine is not run by systemd; "
+            f"found no systemctl on {DEFAULT_PATH}: this machine does not use systemd; "
             "have its own service manager supervise `scheduled-events-agent run`",
             kind="systemctl",
         )
@@ -131,8 +115,8 @@ def can_start_units() -> bool:
 
 
 def is_shutting_down() -> bool | None:
-    """Whether the machine is on its way down; None if that cannot be told. May take two seconds."""
-    # What systemctl has to say about itself is nothing for the agent's own unit.
+    """Whether the machine is shutting down; None if that cannot be told. May take two seconds."""
+    # systemctl must not notify systemd in the agent's name.
     environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
     try:
         done = subprocess.run(
@@ -177,21 +161,21 @@ def _journal_field(name: str, value: bytes) -> bytes:
 
 
 class ServiceManager:
-    """Whoever started this process as a service: systemd (see sd_notify(3)), or nobody, who need not be told.
+    """systemd, if it started this process (see sd_notify(3)); otherwise nothing is sent.
 
-    For any thread. Nothing here fails: a manager that does not listen is its own trouble. Only ``tell`` waits, a
-    second at most: a lost word would have a busy one take this process for one that does not start.
+    For any thread. Nothing here fails. Only ``tell`` waits for a busy systemd, a second at most: if systemd missed
+    that message, it would take this process for one that does not start.
     """
 
     def __init__(self) -> None:
         address = os.environ.get("NOTIFY_SOCKET", "")
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
         is_watched = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        # Whether keep_alive matters to anybody: silent for too long, this process is killed and started again.
+        # Then systemd kills and restarts a process that does not call keep_alive for too long.
         self._is_watched = is_watched and os.environ.get("WATCHDOG_USEC", "0") != "0"
 
     def tell(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
-        """What the service is at now; ``status`` is one line for people."""
+        """The state of the service; ``status`` is one line for people."""
         words = {
             "ready": "READY=1",
             "reloading": f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}",
@@ -215,17 +199,17 @@ class ServiceManager:
                 socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender,
             ):
                 sender.settimeout(patience_seconds)
-                sender.connect(self._address)  # or it could not be waited for
+                sender.connect(self._address)  # sendto() would not wait
                 sender.send(message.encode("utf-8", "replace"))
 
 
 def _status_line(status: str) -> str:
-    # What an event is called comes from the network, and a new line would be a word of its own to systemd.
+    # The names of events come from the network, and systemd would read a new line as another message.
     return f"STATUS={''.join(c if c.isprintable() else ' ' for c in status)[:_MAX_STATUS_CHARACTERS]}"
 
 
 def has_terminal_colors() -> bool:
-    """Whether terminals show the usual colours without more ado."""
+    """Whether terminals show colours without being asked to."""
     return True
 
 
