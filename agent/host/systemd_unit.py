@@ -74,7 +74,7 @@ def find_place() -> Place:
     if (package.parent / "systemd" / UNIT).is_file():  # an editable installation: they are in the source tree
         systemd, policy = package.parent / "systemd", package.parent / "config" / "policy.yaml"
     program = _PACKAGED_PROGRAM if is_packaged else Path(sysconfig.get_path("scripts"), NAME)
-    for file in (program, systemd / UNIT, systemd / "strict.conf", policy):
+    for file in (program, systemd / "strict.conf", *(() if is_packaged else (systemd / UNIT, policy))):
         if not file.is_file():
             raise UnitError(f"{file}: not found; install the agent with pip or pipx, and run that one")
     code = (program, Path(sys.executable), *libraries, package, *package.rglob("*.py"))
