@@ -7,7 +7,7 @@ Decisions are values; someone else carries them out.
     workflow.py   PURE   what happens next: (workflow, signal, context) -> Step
     hook_times.py PURE   how long hooks may take, from their limits and their last runs
     status.py     PURE   what there is to see: the agent and its events as values, and the words for them
-    page.py       PURE   the status page: HTML from those values
+    page.py       PURE   the status page's words: a headline, and a summary of each event
     typed_yaml.py PURE   YAML text -> frozen values along their types, every error with its line
     yaml_nodes.py PURE   YAML text -> nodes, syntax errors in plain words
     settings/            the policy file: its types, checks, warnings and schema
@@ -15,7 +15,7 @@ Decisions are values; someone else carries them out.
     imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name
     hooks/        EDGE   run one hook: environment, time limit, whole process tree, output
     store.py      EDGE   SQLite: workflows, journal, operator requests
-    web/          EDGE   the pages / /status /metrics /healthz /readyz: their server and its certificates
+    web/          EDGE   the web server, its certificates, and the files of the status page
     metrics.py    EDGE   every metric in one table
     log_ids.py    PURE   ids of log messages: for the Event Log, the journal, alerts
     log.py        EDGE   structlog set-up; event fields; failures logged on change

@@ -107,6 +107,26 @@ class RunningHook(msgspec.Struct, frozen=True, kw_only=True):
     since: datetime
 
 
+class HookStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A hook of an event, and how far it is."""
+
+    stage: Stage
+    hook: str
+    state: Literal["open", "running", "done", "failed", "not_run"]
+
+
+class EventSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What people are shown of a pending event, in words."""
+
+    workflow_id: str
+    activity: str
+    """What the agent does about it, or what it waits for."""
+    approval: str
+    hooks: tuple[HookStep, ...]
+    commands: tuple[str, ...]
+    """With which an operator can decide otherwise, likeliest first."""
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The agent at one moment."""
 
@@ -141,6 +161,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """How many events of that document only concern other VMs; they are counted and no more."""
     command_options: str = ""
     """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
+    headline: str = ""
+    """How things are, in one line that only changes when that does."""
+    tone: Literal["good", "busy", "bad"] = "good"
+    """Of the headline: bad if an operator has to act, or the agent is not healthy."""
+    summaries: tuple[EventSummary, ...] = ()
+    """Of ``pending``, most urgent first."""
 
     def running_for(self, workflow_id: str) -> tuple[RunningHook, ...]:
         """The hooks that run for this event."""

@@ -23,18 +23,20 @@ from agent.engine import Engine
 from agent.log import get_logger
 from agent.log_ids import LogId
 from agent.metrics import Metrics
-from agent.page import HEADERS, render_page
-from agent.status import History, JournalEntry, PolicyInForce, Status, Vm
+from agent.page import with_words
+from agent.status import History, HistoryItem, Journal, JournalEntry, PolicyInForce, Status, Vm
 from agent.store import Store, StoreError
-from agent.web.server import HTML, Page, WebError, WebServer
+from agent.web.files import FILES
+from agent.web.server import Page, WebError, WebServer
 from agent.web.tls import Tls, TlsError
 from agent.workflow import is_ready
 
 # A loop that has not turned for this long hangs; a slow disk alone is given two seconds by the store.
 _STALL_SECONDS = 15.0
-# Events, and pauses, that the status page shows.
+# Events, and pauses, that /history shows, and entries of each: one more than the page shows, which then says so.
 _RECENT = 20
-# The page is made this often at most, however many ask for it, and a disk that hangs is waited for this long.
+_ENTRIES = 41
+# What comes from the disk is read this often at most, and a client waits this long for a disk that hangs.
 _PAGE_SECONDS = 1.0
 _PAGE_PATIENCE_SECONDS = 1.0
 # The metrics cost a millisecond, which a crowd could make use of.
@@ -121,11 +123,12 @@ class Pages:
 
     def _makers(self) -> dict[str, Callable[[], Page]]:
         return {
-            "/": _Shared(self._human_page, _PAGE_SECONDS),
+            **FILES,
             "/healthz": self._health_page,
             "/readyz": self._ready_page,
             "/metrics": _Shared(self._metrics_page, _METRICS_SECONDS),
             "/status": self._status_page,
+            "/history": _Shared(self._history_page, _PAGE_SECONDS),
         }
 
     def _health_problems(self) -> list[str]:
@@ -177,6 +180,25 @@ class Pages:
             status = replace(status, hook_output=tuple(output))
         return _json_page(status)
 
+    def _history_page(self) -> Page:
+        try:
+            recent, pauses = self._load_recent()
+        except StoreError as error:
+            return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(errors="replace"))
+        events = [HistoryItem(workflow=one.workflow, entries=self._shown(one.entries)) for one in recent]
+        notes = [HistoryItem(workflow=None, entries=(pause,)) for pause in pauses]
+        items = sorted(
+            (*events, *notes),
+            key=lambda item: item.workflow.first_seen_at if item.workflow else item.entries[0].at,
+        )
+        return _json_page(Journal(at=datetime.now(UTC), histories=tuple(items)))
+
+    def _shown(self, entries: Sequence[JournalEntry]) -> tuple[JournalEntry, ...]:
+        """The last entries, with hooks' output only where the policy shows it."""
+        if self._shows_output():
+            return tuple(entries[-_ENTRIES:])
+        return tuple(replace(entry, detail="") for entry in entries[-_ENTRIES:])
+
     def _shows_output(self) -> bool:
         return self._engine.settings.agent.show_hook_output
 
@@ -188,21 +210,11 @@ class Pages:
         finally:
             store.close()
 
-    def _human_page(self) -> Page:
-        status = self.status()
-        try:
-            recent, pauses = self._load_recent()
-            text = render_page(status, recent, pauses, shows_output=self._shows_output())
-        except StoreError as error:
-            text = render_page(status, unread=str(error))
-        # Text from a hook may be no text in UTF-8's sense.
-        return Page(HTTPStatus.OK, text.encode("utf-8", "replace"), HTML, HEADERS)
-
     def status(self) -> Status:
         """How the agent is now. For any thread."""
         engine = self._engine
         problems = self._health_problems()
-        return Status(
+        status = Status(
             at=datetime.now(UTC),
             version=__version__,
             started_at=self._started_at,
@@ -222,13 +234,14 @@ class Pages:
             pending=tuple(engine.board.values()),
             command_options=self._command_options,
         )
+        return with_words(status)
 
     def status_as_json(self) -> bytes:
         return msgspec.json.encode(self.status())
 
 
-def _json_page(status: Status) -> Page:
-    body = msgspec.json.format(msgspec.json.encode(status))
+def _json_page(answer: Status | Journal) -> Page:
+    body = msgspec.json.format(msgspec.json.encode(answer))
     return Page(HTTPStatus.OK, body + b"\n", "application/json")
 
 
@@ -260,9 +273,7 @@ class _Shared:
                 self._making.release()
         if self._made:
             return self._made[1]
-        return Page(
-            HTTPStatus.SERVICE_UNAVAILABLE, b"the page takes long to make; try again, or ask for /status\n"
-        )
+        return Page(HTTPStatus.SERVICE_UNAVAILABLE, b"this takes long to read; try again, or ask for /status\n")
 
     def _fresh(self) -> Page | None:
         made = self._made

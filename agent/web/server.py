@@ -35,8 +35,6 @@ _CLOSE_SECONDS = 2.0
 _PROBES = ("/healthz", "/readyz")
 _TLS_GREETING = b"\x16"
 
-HTML = "text/html; charset=utf-8"
-
 
 @dataclass(frozen=True)
 class Page:

@@ -178,8 +178,8 @@ def test_status_tells_what_runs_and_the_command_that_it_shows_works(sim: Simulat
     command = re.findall(r"^  overrule +scheduled-events-agent (.*)$", busy.stdout, re.MULTILINE)
     place = f"--state-dir {agent.state_dir} --config {agent.config}"
     assert command == [f"hold {event[:8]} {place}"]
-    shown = re.findall(r"<code>scheduled-events-agent (hold .*?)</code>", agent.get("/")[1])
-    assert shown == [f"hold {event[:8]} --state-dir {agent.state_dir}"]
+    (summary,) = agent.status()["summaries"]
+    assert summary["commands"] == [f"scheduled-events-agent hold {event[:8]} --state-dir {agent.state_dir}"]
     assert agent.run(*command[0].split()).stdout == "held: the event is preparing, hook drain is let end\n"
     agent.let_go("drained")
     agent.wait_phase(event, "held")
@@ -201,7 +201,7 @@ def test_an_observing_agent_says_everywhere_what_it_would_do(sim: Simulator, age
     event = sim.schedule("Reboot", lasts_seconds=None)
     told = agent.wait_log("waits", event_id=event)["reason"]
     assert told.startswith("the agent only observes; it would now run drain, then approve it, ")
-    for shown in (ask(agent, "status").stdout, agent.get("/")[1], ask(agent, "history").stdout):
+    for shown in (ask(agent, "status").stdout, agent.get("/status")[1], ask(agent, "history").stdout):
         assert told in shown
         assert f"scheduled-events-agent hold {event[:8]}" not in shown
     assert agent.ran() == []
@@ -213,7 +213,7 @@ def test_hook_output_is_for_the_command_line_unless_the_policy_has_it_shown(sim:
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None, starts_when_approved=False)
     agent.wait_phase(event, "approved")
-    for page in ("/", "/status", "/metrics", "/readyz", "/healthz"):
+    for page in ("/", "/status", "/history", "/metrics", "/readyz", "/healthz"):
         assert "hunter2" not in agent.get(page)[1], page
     assert "hunter2" not in ask(agent, "status", "--json").stdout
     assert "| db-password: hunter2" in ask(agent, "history").stdout
@@ -221,7 +221,7 @@ def test_hook_output_is_for_the_command_line_unless_the_policy_has_it_shown(sim:
     agent.write_policy(rules=rules, hooks=hooks, agent={"show_hook_output": True})
     agent.start()
     agent.wait_phase(event, "approved")
-    assert "<pre>db-password: hunter2" in agent.get("/")[1]
+    assert "db-password: hunter2" in agent.get("/history")[1]
     (entry,) = agent.status()["hook_output"]
     assert (entry["hook"], entry["outcome"], entry["detail"].strip()) == (
         "drain",

@@ -2,6 +2,7 @@
 
 import http.client
 import io
+import re
 import socket
 import sqlite3
 import threading
@@ -18,10 +19,10 @@ from test_daemon import running
 
 from agent import log
 from agent.daemon import pages as module
-from agent.page import HEADERS
 from agent.settings import AgentSettings, parse_settings
 from agent.simulator import Simulator
 from agent.store import Store
+from agent.web.files import HEADERS
 from agent.web.server import Page
 
 OUTPUT = "x" * 4096
@@ -142,7 +143,7 @@ def test_an_address_that_can_never_work_is_refused_at_once(listen: str) -> None:
     assert str(caught.value) == f'p:1: agent.listen: expected ADDRESS:PORT or off; got "{listen}"'
 
 
-def test_the_page_is_made_once_a_second_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_past_is_read_once_a_second_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[float] = []
     look_into = Store.look_into
 
@@ -158,16 +159,25 @@ def test_the_page_is_made_once_a_second_however_many_ask(tmp_path: Path, monkeyp
         wait_until(daemon._engine.names)
         assert daemon.web is not None
         began = time.monotonic()
-        answers = [get(daemon.web.port, "/") for _ in range(100)]
+        answers = [get(daemon.web.port, "/history") for _ in range(100)]
         passed = time.monotonic() - began
         assert 1 <= len(made) <= passed / module._PAGE_SECONDS + 1
-    for answer, body in answers:
-        assert answer.status == 200
-        assert "<h1>vm-1</h1>" in body
+    assert {answer.status for answer, _ in answers} == {200}
+
+
+def test_the_page_and_what_it_loads_are_served_with_their_policy(tmp_path: Path) -> None:
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
+        wait_until(lambda: daemon.web)
+        assert daemon.web is not None
+        answer, page = get(daemon.web.port, "/")
+        loaded = re.findall(r' (?:src|href)="([^"]+)"', page)
         assert {name: answer.getheader(name) for name in HEADERS} == HEADERS
+        assert loaded == ["data:,", "status.css", "status.js", "status"]
+        for name in loaded[1:]:
+            assert get(daemon.web.port, f"/{name}")[0].status == 200
 
 
-def test_a_disk_that_hangs_leaves_the_other_pages_and_the_last_view_of_this_one(
+def test_a_disk_that_hangs_leaves_the_present_and_the_last_view_of_the_past(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PAGE_PATIENCE_SECONDS", 0.2)
@@ -186,25 +196,26 @@ def test_a_disk_that_hangs_leaves_the_other_pages_and_the_last_view_of_this_one(
         assert daemon.web is not None
         port = daemon.web.port
         monkeypatch.setattr(Store, "look_into", hanging)
-        first = threading.Thread(target=get, args=(port, "/"))
+        first = threading.Thread(target=get, args=(port, "/history"))
         first.start()
         assert hangs.wait(20)
-        assert get(port, "/")[0].status == 503  # there is no view yet
+        assert get(port, "/history")[0].status == 503  # there is no view yet
         assert get(port, "/healthz")[1] == "ok\n"
+        assert '"headline": "Nothing is pending"' in get(port, "/status")[1]
         may_go_on.set()
         first.join()
         may_go_on.clear()
         hangs.clear()
-        time.sleep(module._PAGE_SECONDS)  # what was made is old then
-        second = threading.Thread(target=get, args=(port, "/"))
+        time.sleep(module._PAGE_SECONDS)  # what was read is old then
+        second = threading.Thread(target=get, args=(port, "/history"))
         second.start()
         assert hangs.wait(20)
-        assert "<h1>vm-1</h1>" in get(port, "/")[1]
+        assert get(port, "/history")[0].status == 200
         may_go_on.set()
         second.join()
 
 
-def test_the_page_of_ninety_busy_days_is_made_in_no_time(tmp_path: Path) -> None:
+def test_the_past_of_ninety_busy_days_is_read_in_no_time(tmp_path: Path) -> None:
     """4,000 events with 60,000 entries, which is 45 a day; most of the time goes into reading the last twenty."""
     with Simulator(vms=("vm-1",)) as azure:
         with running(tmp_path, azure.endpoint()) as daemon:
@@ -233,10 +244,12 @@ def test_the_page_of_ninety_busy_days_is_made_in_no_time(tmp_path: Path) -> None
         with running(tmp_path, azure.endpoint()) as daemon:
             azure.wait_polls(1)
             began = time.thread_time()
-            page = daemon._pages._human_page()
+            page = daemon._pages._history_page()
             seconds = time.thread_time() - began
     assert page.status == 200
-    assert page.body.count(b"<details") >= 15
+    histories = msgspec.json.decode(page.body)["histories"]
+    assert [len(history["entries"]) for history in histories if history["workflow"]] == [15] * 20
+    assert OUTPUT.encode()[:20] not in page.body
     assert len(page.body) < 700_000
     print(f"made in {seconds:.3f} s, {len(page.body):,} bytes")
     assert seconds < 5  # 0.02 s where nothing else runs
