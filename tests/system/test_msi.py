@@ -351,6 +351,15 @@ def test_whatever_the_agent_imports_of_pywin32_is_there(tree: Path) -> None:
     assert wanted - there == set()
 
 
+def test_the_agent_in_it_is_this_one_with_its_status_page(tree: Path) -> None:
+    sources, packed = (
+        {path.relative_to(root).as_posix() for path in (root / "agent").rglob("*") if path.is_file()}
+        for root in (CHECKOUT, tree / "lib")
+    )
+    assert packed == {name for name in sources if "__pycache__" not in name} - {"agent/py.typed"}
+    assert {f"agent/web/status.{kind}" for kind in ("html", "css", "js")} <= packed
+
+
 def test_nothing_is_in_it_that_nobody_needs(tree: Path) -> None:
     names = [path.relative_to(tree).as_posix() for path in tree.rglob("*") if path.is_file()]
     unneeded = re.compile(r"__pycache__|\.py[ci]$|py\.typed$|/tests?/|RECORD$|\.(pyx|c|h|chm|pth)$|/\.|\.egg-info")

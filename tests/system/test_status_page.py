@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -234,8 +235,8 @@ def pages_of(scene: Callable[[], Scene], place: str = "") -> dict[str, Callable[
 @pytest.fixture(scope="module")
 def server() -> Iterator[WebServer]:
     pages: dict[str, Callable[[], Page]] = {}
-    for name, scene in SCENES.items():
-        pages |= pages_of(lambda scene=scene: scene, f"/{name}")  # type: ignore[misc]
+    for name in SCENES:
+        pages |= pages_of(partial(SCENES.__getitem__, name), f"/{name}")
     one = WebServer("127.0.0.1:0", pages)
     yield one
     one.close()
