@@ -89,7 +89,7 @@ def test_every_path_of_the_project_that_a_page_names_exists(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)(?:::(\w+))?`", text)
     for path, test in named:
-        assert (ROOT / path).exists(), f"{page.name}: {path}"
+        assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists(), f"{page.name}: {path}"
         assert f"def {test}" in (ROOT / path).read_text("utf-8") if test else True, f"{page.name}: {path}::{test}"
 
 
