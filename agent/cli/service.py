@@ -3,16 +3,16 @@
 import argparse
 import json
 import time
+from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from agent import AgentError
-from agent.log_ids import LogId
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from agent.host.windows_service import Service
+from agent import AgentError, host
+from agent.host.windows import service as windows_service
+from agent.host.windows.files import log_dir
+from agent.settings import ConfigError, find_config, load_settings
+from agent.store import Store
 
 # A policy of a thousand rules is read in a second.
 _RELOAD_PATIENCE_SECONDS = 30.0
@@ -50,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("stop", "stop the service and wait until it has stopped, which running hooks may delay by a minute", _stop)
     status = add("status", "tell how the service is; the exit code is 1 if it does not run", _status)
     status.add_argument("--json", action="store_true", help="print JSON")
-    add(
-        "reload", "have the service read its policy again, and tell what became of that; 1: it is refused", _reload
-    )
+    add("reload", "have the service read its policy again; the exit code is 1 if it refuses it", _reload)
     _add_host_options(add("host", "the service itself, which Windows' service control manager starts", _host))
 
 
@@ -66,10 +64,6 @@ def _add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _install(arguments: argparse.Namespace) -> int:
-    from pathlib import Path  # noqa: PLC0415 - as are the imports below: only this command needs them
-
-    from agent.host import windows_service  # noqa: PLC0415
-
     options = [
         f"--{name}={Path(value).absolute()}"  # a service starts in another directory
         for name, value in (("config", arguments.config), ("state-dir", arguments.state_dir))
@@ -81,32 +75,22 @@ def _install(arguments: argparse.Namespace) -> int:
 
 
 def _remove(_arguments: argparse.Namespace) -> int:
-    from agent.host import windows_service  # noqa: PLC0415 - only this command needs it
-
     is_done = windows_service.remove()
     print("the service was removed; policy, state and logs stay" if is_done else "there is no service to remove")
     return 0
 
 
 def _start(_arguments: argparse.Namespace) -> int:
-    from agent.host import windows_service  # noqa: PLC0415 - only this command needs it
-
     print("the service runs" if windows_service.start() else "the service runs already")
     return 0
 
 
 def _stop(_arguments: argparse.Namespace) -> int:
-    from agent.host import windows_service  # noqa: PLC0415 - only this command needs it
-
     print("the service has stopped" if windows_service.stop() else "the service does not run")
     return 0
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from dataclasses import asdict  # noqa: PLC0415 - as is the import below: only this command needs it
-
-    from agent.host import windows_service  # noqa: PLC0415
-
     facts = windows_service.query()
     values = asdict(facts) if facts else {"state": "not installed"}
     if arguments.json:
@@ -118,8 +102,6 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _reload(_arguments: argparse.Namespace) -> int:
-    from agent.host import windows_service  # noqa: PLC0415 - only this command needs it
-
     before = datetime.now(UTC)
     windows_service.reload()
     facts = windows_service.query()
@@ -133,32 +115,24 @@ def _reload(_arguments: argparse.Namespace) -> int:
             return 0
         time.sleep(_RELOAD_LOOK_SECONDS)
     raise AgentError(
-        f"the service has not said within {_RELOAD_PATIENCE_SECONDS:.0f}s what became of the reload: see "
-        f"{windows_service.log_dir()}"
+        f"the service has not answered the reload within {_RELOAD_PATIENCE_SECONDS:.0f}s: see {log_dir()}"
     )
 
 
-def _state_dir_of(options: dict[str, str]) -> "Path":
+def _state_dir_of(options: dict[str, str]) -> Path:
     """Where the service with these options keeps its state."""
-    from pathlib import Path  # noqa: PLC0415 - as are the imports below: only this command needs them
-
-    from agent import host  # noqa: PLC0415
-    from agent.settings import ConfigError, find_config, load_settings  # noqa: PLC0415
-
     directory = options.get("state-dir")
     if not directory:
         try:
             path = find_config(options.get("config"), host.default_config_path())
             directory = load_settings(path).agent.state_dir
-        except ConfigError as error:  # the service finds no other file there
+        except ConfigError as error:  # the service reads the same file
             raise AgentError(f"{_REFUSAL}{error}") from error
     return Path(directory) if directory else host.default_state_dir()
 
 
-def _notes_of_reload(state_dir: "Path", since: datetime) -> list[tuple[str, str]]:
+def _notes_of_reload(state_dir: Path, since: datetime) -> list[tuple[str, str]]:
     """What the service has put into its journal since then."""
-    from agent.store import Store  # noqa: PLC0415 - only this command needs it
-
     store = Store.look_into(state_dir)
     try:
         notes = [
@@ -170,52 +144,7 @@ def _notes_of_reload(state_dir: "Path", since: datetime) -> list[tuple[str, str]
 
 
 def _host(arguments: argparse.Namespace) -> int:
-    from agent.host import windows_service  # noqa: PLC0415 - only this command needs it
+    from agent.cli.service_host import host_service  # noqa: PLC0415 - the whole agent
 
-    windows_service.host_service(lambda service, left: _work(arguments, service, left))
-    return 0
-
-
-def _work(arguments: argparse.Namespace, service: "Service", left: str) -> int:
-    """What the service is there for; returns its exit code, once all that went wrong is in the log.
-
-    ``left``: what an agent that crashed or hung before this one left behind.
-    """
-    from functools import partial  # noqa: PLC0415 - as are the imports below: only the service needs them
-
-    from agent.cli.run import open_daemon  # noqa: PLC0415
-    from agent.host import windows_service  # noqa: PLC0415
-    from agent.host.windows_events import EventLog, directory_fault, open_log_file  # noqa: PLC0415
-    from agent.log import get_logger, set_up  # noqa: PLC0415
-
-    events = EventLog()
-    set_up_log = partial(set_up, stream=open_log_file(windows_service.log_dir()), on_entry=events.report)
-    set_up_log("info", "auto")
-    log = get_logger()
-    if fault := directory_fault(windows_service.log_dir()):
-        log.warning("the log file is not written", log_id=LogId.LOG_FILE_REFUSED, reason=fault)
-    if left:
-        log.error("the agent before this one crashed or hung", log_id=LogId.AGENT_FAILED, stacks=left)
-    try:
-        with open_daemon(
-            config=arguments.config,
-            state_dir=arguments.state_dir,
-            is_observing=False,
-            stop_timeout=windows_service.STOP_TIMEOUT,
-            set_up_log=set_up_log,
-            service=service,
-        ) as daemon:
-            service.obey(daemon)
-            daemon.run()
-    except AgentError as error:
-        is_refused = error.kind in ("config", "usage")
-        text = "the policy file is refused; the agent does not start" if is_refused else "the agent failed"
-        log_id = LogId.POLICY_REFUSED if is_refused else LogId.AGENT_FAILED
-        log.error(text, log_id=log_id, reason=str(error))
-        return 2 if is_refused else 1
-    except BaseException:
-        log.exception("the agent failed", log_id=LogId.AGENT_FAILED)
-        return 1
-    finally:
-        events.close()
+    host_service(arguments.config, arguments.state_dir)
     return 0

@@ -128,8 +128,7 @@ def _enter(policy: str) -> None:
         stale.unlink(missing_ok=True)
     _forget_bytecode()
     from agent.host import default_config_path  # noqa: PLC0415
-    from agent.host.windows_events import register_source  # noqa: PLC0415
-    from agent.host.windows_service import install, query, reload  # noqa: PLC0415
+    from agent.host.windows.service import install, query, register_source, reload  # noqa: PLC0415
     from agent.settings import load_policy  # noqa: PLC0415 - as are the imports below: see above
 
     if policy:
@@ -159,7 +158,7 @@ def _undo() -> None:
 
 
 def _halt() -> None:
-    from agent.host.windows_service import query, stop  # noqa: PLC0415 - see main
+    from agent.host.windows.service import query, stop  # noqa: PLC0415 - see main
 
     _HALTED.unlink(missing_ok=True)
     facts = query()
@@ -179,7 +178,7 @@ def _leave(*, is_purge: bool) -> None:
 
 
 def _return() -> None:
-    from agent.host.windows_service import install, start  # noqa: PLC0415 - see main
+    from agent.host.windows.service import install, start  # noqa: PLC0415 - see main
 
     install([], None)  # an installer brings back the service, but not its recovery actions and what else it has
     if _HALTED.exists():

@@ -20,15 +20,14 @@ import win32file
 import win32security
 
 from agent import host
-from agent.host import windows_paths
-from agent.host.windows_events import (
+from agent.host.windows import permissions
+from agent.host.windows.event_log import (
     EventLog,
     directory_fault,
     open_log_file,
-    register_source,
-    unregister_source,
 )
-from agent.host.windows_service import open_crash_file
+from agent.host.windows.service import register_source, unregister_source
+from agent.host.windows.service_process import open_crash_file
 
 pytestmark = pytest.mark.wine
 _ON_WINE = hasattr(ctypes.windll.ntdll, "wine_get_version")
@@ -51,17 +50,17 @@ def _entries(path: Path) -> set[tuple[int, int, str]]:
 @pytest.mark.parametrize(
     ("text", "rights", "with_heirs", "expected"),
     [
-        ("O:BAD:P(A;OICI;FA;;;SY)(A;OICI;FA;;;BA)", windows_paths.TO_READ, True, []),
-        ("O:BAD:(A;OICI;0x1200a9;;;BU)(A;CI;0x116;;;BU)", windows_paths.TO_READ, True, [_USERS]),
-        ("O:BAD:(A;OICI;0x1200a9;;;BU)", windows_paths.TO_WRITE, False, []),
+        ("O:BAD:P(A;OICI;FA;;;SY)(A;OICI;FA;;;BA)", permissions.TO_READ, True, []),
+        ("O:BAD:(A;OICI;0x1200a9;;;BU)(A;CI;0x116;;;BU)", permissions.TO_READ, True, [_USERS]),
+        ("O:BAD:(A;OICI;0x1200a9;;;BU)", permissions.TO_WRITE, False, []),
         # As %ProgramData% has it: users may add files.
-        ("O:BAD:(A;OICI;0x1200a9;;;BU)(A;CI;DCLCRPCR;;;BU)", windows_paths.TO_WRITE, False, [_USERS]),
-        ("O:BAD:(A;OICIIO;FA;;;WD)", windows_paths.TO_WRITE, False, []),
-        ("O:BAD:(A;OICIIO;FA;;;WD)", windows_paths.TO_READ, True, [_EVERYBODY]),
-        ("O:BAD:(D;;FA;;;WD)(A;;FA;;;SY)", windows_paths.TO_WRITE, False, []),
-        ("O:BUD:P(A;;FA;;;SY)", windows_paths.TO_WRITE, False, [_USERS]),
-        ("O:BAD:(A;;GA;;;WD)(A;;SD;;;BU)", windows_paths.TO_WRITE, False, [_EVERYBODY, _USERS]),
-        ("O:BAD:NO_ACCESS_CONTROL", windows_paths.TO_WRITE, False, ["everybody"]),
+        ("O:BAD:(A;OICI;0x1200a9;;;BU)(A;CI;DCLCRPCR;;;BU)", permissions.TO_WRITE, False, [_USERS]),
+        ("O:BAD:(A;OICIIO;FA;;;WD)", permissions.TO_WRITE, False, []),
+        ("O:BAD:(A;OICIIO;FA;;;WD)", permissions.TO_READ, True, [_EVERYBODY]),
+        ("O:BAD:(D;;FA;;;WD)(A;;FA;;;SY)", permissions.TO_WRITE, False, []),
+        ("O:BUD:P(A;;FA;;;SY)", permissions.TO_WRITE, False, [_USERS]),
+        ("O:BAD:(A;;GA;;;WD)(A;;SD;;;BU)", permissions.TO_WRITE, False, [_EVERYBODY, _USERS]),
+        ("O:BAD:NO_ACCESS_CONTROL", permissions.TO_WRITE, False, ["everyone"]),
     ],
 )
 def test_an_access_list_is_judged(text: str, rights: int, with_heirs: bool, expected: list[str]) -> None:
@@ -71,7 +70,7 @@ def test_an_access_list_is_judged(text: str, rights: int, with_heirs: bool, expe
         descriptor.SetSecurityDescriptorDacl(True, None, False)
     else:
         descriptor = _descriptor(text)
-    assert windows_paths.untrusted(descriptor, trusted, rights, with_heirs=with_heirs) == expected
+    assert permissions.untrusted(descriptor, trusted, rights, with_heirs=with_heirs) == expected
 
 
 def _with_condition(account: str) -> Any:
@@ -87,9 +86,9 @@ def _with_condition(account: str) -> Any:
 
 
 def test_an_entry_with_a_condition_is_taken_for_one_that_is_met() -> None:
-    assert windows_paths.untrusted(
-        _with_condition(_EVERYBODY), ["S-1-5-32-544"], windows_paths.TO_WRITE, with_heirs=False
-    ) == ["whoever meets the condition of an entry"]
+    assert permissions.untrusted(
+        _with_condition(_EVERYBODY), ["S-1-5-32-544"], permissions.TO_WRITE, with_heirs=False
+    ) == ["any account that meets the condition of an entry"]
 
 
 def _open_to_everybody(path: Path) -> None:
@@ -148,37 +147,32 @@ def test_nothing_is_written_to_a_log_directory_that_others_could_change(tmp_path
 
 
 def test_the_identifier_of_a_service_is_the_one_that_windows_derives() -> None:
-    assert windows_paths.service_sid("TrustedInstaller") == (
+    assert permissions.service_sid("TrustedInstaller") == (
         "S-1-5-80-956008885-3418522649-1831038044-1853292631-2271478464"
     )
 
 
-def test_the_data_directory_is_made_and_may_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.host.windows._program_data", lambda: tmp_path / "ScheduledEventsAgent")
+def test_the_data_directory_is_made_and_may_be_made_again(tmp_path: Path) -> None:
     for _ in range(2):
-        windows_paths.make_data_dirs()
+        permissions.make_data_dirs(tmp_path / "ScheduledEventsAgent", None)
     root = tmp_path / "ScheduledEventsAgent"
     assert sorted(path.name for path in root.iterdir()) == ["hooks", "logs", "state"]
     if not _ON_WINE:  # which keeps lists only as far as Linux's modes go
         assert {sid for _, _, sid in _entries(root)} == {"S-1-5-18", "S-1-5-32-544"}
-        assert windows_paths.readers(root) == []
+        assert permissions.readers(root) == []
 
 
-def test_a_directory_that_leads_elsewhere_is_not_taken_for_the_data_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agent.host.windows._program_data", lambda: tmp_path / "ScheduledEventsAgent")
+def test_a_directory_that_leads_elsewhere_is_not_taken_for_the_data_directory(tmp_path: Path) -> None:
     root = tmp_path / "ScheduledEventsAgent"
     root.write_text("in the way")
     with pytest.raises(host.HostError) as caught:
-        windows_paths.make_data_dirs()
+        permissions.make_data_dirs(tmp_path / "ScheduledEventsAgent", None)
     assert str(caught.value) == f"{root}: expected a directory; it is a file or leads elsewhere: remove it"
 
 
-def test_an_account_that_nobody_knows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.host.windows._program_data", lambda: tmp_path / "ScheduledEventsAgent")
+def test_an_account_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(host.HostError) as caught:
-        windows_paths.make_data_dirs("NOWHERE\\nobody-at-all")
+        permissions.make_data_dirs(tmp_path / "ScheduledEventsAgent", "NOWHERE\\nobody-at-all")
     assert str(caught.value).startswith("NOWHERE\\nobody-at-all: expected an account that this machine knows; ")
 
 
@@ -197,7 +191,7 @@ def test_a_file_that_everybody_may_change_is_told_with_the_way_out(tmp_path: Pat
 
 def test_the_source_is_registered_and_removed_and_both_may_be_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"ScheduledEventsAgentTest{os.getpid()}"  # a service may be installed on this machine
-    monkeypatch.setattr("agent.host.windows_events.SOURCE", name)
+    monkeypatch.setattr("agent.host.windows.service.NAME", name)
     path = rf"SYSTEM\CurrentControlSet\Services\EventLog\Application\{name}"
     for _ in range(2):
         register_source(r"C:\messages.dll")
@@ -242,7 +236,7 @@ def test_an_event_log_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.Monkey
 
 
 def test_the_log_file_is_set_aside_while_others_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.host.windows_events.MAX_LOG_BYTES", 10)
+    monkeypatch.setattr("agent.host.windows.event_log.MAX_LOG_BYTES", 10)
     log = open_log_file(tmp_path)
     log.write("the first\n")
     share = win32file.FILE_SHARE_READ | win32file.FILE_SHARE_WRITE | win32file.FILE_SHARE_DELETE
@@ -260,7 +254,7 @@ def test_the_log_file_is_set_aside_while_others_read_it(tmp_path: Path, monkeypa
 def test_a_log_file_that_cannot_be_set_aside_grows_to_twice_its_size_and_begins_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.host.windows_events.MAX_LOG_BYTES", 20)
+    monkeypatch.setattr("agent.host.windows.event_log.MAX_LOG_BYTES", 20)
     log = open_log_file(tmp_path)
     log.write("a line\n")
     with (tmp_path / "agent.log").open() as reader:  # which lets nobody rename it
@@ -276,7 +270,7 @@ def test_option_245_is_read_from_the_registry_of_whichever_interface_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interfaces = rf"SOFTWARE\ScheduledEventsAgentTest{os.getpid()}"
-    monkeypatch.setattr("agent.host.windows._INTERFACES", interfaces)
+    monkeypatch.setattr("agent.host.windows.system._INTERFACES", interfaces)
     option = struct.pack("<5I", 245, 0, 4, 0, 0x7FFFFFFF) + bytes([10, 0, 0, 5])
     assert host.dhcp_option_245() is None
     for name in ("one", "two"):

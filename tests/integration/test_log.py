@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import structlog
 
-from agent.host.windows_events import EventLog, open_log_file
+from agent.host.windows.event_log import EventLog, open_log_file
 from agent.log import FailureLog, get_logger, set_up
 from agent.log_ids import LogId
 from agent.simulator import Simulator
@@ -653,7 +653,7 @@ def test_a_line_is_in_the_file_at_once_and_goes_on_where_an_earlier_agent_ended(
 def test_a_full_file_is_set_aside_and_four_older_ones_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.host.windows_events.MAX_LOG_BYTES", 20)
+    monkeypatch.setattr("agent.host.windows.event_log.MAX_LOG_BYTES", 20)
     log = open_log_file(tmp_path)
     for number in range(13):
         log.write(f"line {number:02}\n")
@@ -665,7 +665,7 @@ def test_a_full_file_is_set_aside_and_four_older_ones_are_kept(
 
 
 def test_a_line_that_comes_in_pieces_is_not_torn_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.host.windows_events.MAX_LOG_BYTES", 5000)
+    monkeypatch.setattr("agent.host.windows.event_log.MAX_LOG_BYTES", 5000)
     set_up("info", "json", stream=open_log_file(tmp_path))
     for number in range(2):
         get_logger().info("seen", number=number, long="x" * 8000)

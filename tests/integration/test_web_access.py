@@ -432,13 +432,13 @@ def test_on_windows_its_list_tells_whether_everybody_can_read_the_key(
 ) -> None:
     import win32security
 
-    from agent.host import windows_paths
+    from agent.host.windows import permissions
 
     # Wine takes lists and keeps none: so one is given instead.
     descriptor = win32security.ConvertStringSecurityDescriptorToSecurityDescriptor(
         f"O:BAD:P(A;;FA;;;SY){others}", win32security.SDDL_REVISION_1
     )
-    monkeypatch.setattr(windows_paths, "_descriptor", lambda _: descriptor)
+    monkeypatch.setattr(permissions, "_descriptor", lambda _: descriptor)
     key = tmp_path / "server.key"
     fault = host.exposure_fault(key)
     assert (fault is not None) == is_told

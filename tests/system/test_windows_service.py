@@ -429,6 +429,6 @@ def test_without_a_service_each_command_says_so(python: WinePython) -> None:
     code, text = service.command("host")
     assert code == 2
     assert text == (
-        "scheduled-events-agent: `service host` is for Windows' service control manager alone: use `service "
+        "scheduled-events-agent: only Windows' service control manager can run `service host`: use `service "
         "start`, or `run` to have the agent in the foreground\n"
     )

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 import agent.host
-from agent.host import HostError, windows
+from agent.host import HostError
+from agent.host.windows import process, system
 
 _FOLDER = Path(agent.host.__file__).parent
 _ENV = {"SYSTEMROOT": r"C:\Windows", "PATHEXT": ".COM;.EXE;.BAT;.CMD", "PATH": r"C:\Windows"}
@@ -37,7 +38,7 @@ def _offered(*paths: Path) -> dict[str, str]:
 
 def test_both_systems_have_the_same_functions_with_the_same_signatures() -> None:
     linux = _offered(*(_FOLDER / "linux").glob("*.py"))
-    assert linux == _offered(_FOLDER / "windows.py")
+    assert linux == _offered(*(_FOLDER / "windows").glob("*.py"))
     assert linux.keys() <= vars(agent.host).keys()
 
 
@@ -48,13 +49,13 @@ def _file(folder: Path, name: str) -> str:
 
 
 def test_a_shell_line_goes_to_cmd_as_it_stands() -> None:
-    command = windows._shell_command('echo "a b" & exit 3\n', _ENV)
+    command = process._shell_command('echo "a b" & exit 3\n', _ENV)
     assert command == r'"C:\Windows\System32\cmd.exe" /d /s /c "echo "a b" & exit 3"'
 
 
 def test_a_shell_text_of_several_lines_is_refused_for_cmd_would_run_the_first_only() -> None:
     with pytest.raises(HostError) as caught:
-        windows._shell_command("one\ntwo", _ENV)
+        process._shell_command("one\ntwo", _ENV)
     assert str(caught.value) == (
         "cmd would run only the first of several lines: join them with && or put them into a .cmd file"
     )
@@ -62,7 +63,7 @@ def test_a_shell_text_of_several_lines_is_refused_for_cmd_would_run_the_first_on
 
 def test_a_powershell_script_runs_without_profile_prompt_or_policy(tmp_path: Path) -> None:
     script = _file(tmp_path, "drain now.ps1")
-    command = windows._program_command([script, "a b", 'say "hi"', "plain"], _ENV)
+    command = process._program_command([script, "a b", 'say "hi"', "plain"], _ENV)
     assert command == (
         r"C:\Windows\System32\WindowsPowerShell\v1.0\powershell.exe"
         " -NoLogo -NoProfile -NonInteractive -ExecutionPolicy Bypass"
@@ -73,7 +74,7 @@ def test_a_powershell_script_runs_without_profile_prompt_or_policy(tmp_path: Pat
 @pytest.mark.parametrize("name", ["drain.cmd", "drain.bat", "DRAIN.CMD"])
 def test_a_batch_file_runs_in_cmd_with_every_argument_quoted(tmp_path: Path, name: str) -> None:
     script = _file(tmp_path, name)
-    command = windows._program_command([script, "a b", "c&d", "^|<>()!"], _ENV)
+    command = process._program_command([script, "a b", "c&d", "^|<>()!"], _ENV)
     assert command == (rf'"C:\Windows\System32\cmd.exe" /d /v:off /s /c ""{script}" "a b" "c&d" "^|<>()!""')
 
 
@@ -81,7 +82,7 @@ def test_a_batch_file_runs_in_cmd_with_every_argument_quoted(tmp_path: Path, nam
 def test_an_argument_that_cmd_would_read_otherwise_is_refused(tmp_path: Path, argument: str) -> None:
     script = _file(tmp_path, "drain.cmd")
     with pytest.raises(HostError) as caught:
-        windows._program_command([script, "fine", argument], _ENV)
+        process._program_command([script, "fine", argument], _ENV)
     found = next(mark for mark in '"%\n\r\0\x1a' if mark in argument)
     assert str(caught.value) == (  # which does not repeat it, for it may be secret
         f"cannot pass argument 2 safely to a .cmd file: it contains {found!r}; "
@@ -92,7 +93,7 @@ def test_an_argument_that_cmd_would_read_otherwise_is_refused(tmp_path: Path, ar
 def test_a_batch_file_whose_path_cmd_would_read_otherwise_is_refused(tmp_path: Path) -> None:
     script = _file(tmp_path, "drain%1.cmd")
     with pytest.raises(HostError) as caught:
-        windows._program_command([script], _ENV)
+        process._program_command([script], _ENV)
     assert str(caught.value) == (
         f"cannot pass the path {script!r} safely to a .cmd file: it contains '%'; "
         "use environment variables (env), or a program or PowerShell script"
@@ -103,12 +104,12 @@ def test_a_batch_file_is_one_however_its_name_is_ended(tmp_path: Path) -> None:
     script = _file(tmp_path, "drain.cmd")
     for ending in (".", " ", ". ."):
         with pytest.raises(HostError, match="cannot pass argument 1 safely"):
-            windows._program_command([script + ending, '" & calc'], _ENV)
+            process._program_command([script + ending, '" & calc'], _ENV)
 
 
 def test_a_relative_path_is_one_in_the_directory_that_the_hook_runs_in(tmp_path: Path) -> None:
     program = _file(tmp_path, "drain.exe")
-    assert windows._program_command(["./drain.exe"], _ENV, str(tmp_path)) == program
+    assert process._program_command(["./drain.exe"], _ENV, str(tmp_path)) == program
 
 
 def test_a_program_is_never_looked_for_where_the_agent_happens_to_be(
@@ -117,7 +118,7 @@ def test_a_program_is_never_looked_for_where_the_agent_happens_to_be(
     _file(tmp_path, "drain.exe")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HostError) as caught:
-        windows._program_command(["drain.exe"], _ENV | {"PATH": ";.;relative"})
+        process._program_command(["drain.exe"], _ENV | {"PATH": ";.;relative"})
     assert str(caught.value) == "no such program on the PATH ;.;relative: drain.exe"
 
 
@@ -130,54 +131,34 @@ def test_a_program_is_never_looked_for_where_the_agent_happens_to_be(
     ],
 )
 def test_an_association_gets_path_and_arguments_where_it_has_places_for_them(template: str, expected: str) -> None:
-    assert windows._fill(template, "S", ["a b", "%1"]) == expected
+    assert process._fill(template, "S", ["a b", "%1"]) == expected
 
 
 def test_a_program_gets_its_arguments_quoted_as_programs_expect_them(tmp_path: Path) -> None:
     program = _file(tmp_path, "drain.exe")
-    assert windows._program_command([program, "a b", 'c"d', ""], _ENV) == rf'{program} "a b" c\"d ""'
+    assert process._program_command([program, "a b", 'c"d', ""], _ENV) == rf'{program} "a b" c\"d ""'
 
 
 def test_a_script_without_a_way_to_run_is_refused_with_the_way_out(tmp_path: Path) -> None:
     script = _file(tmp_path, "drain.py")
     with pytest.raises(HostError) as caught:
-        windows._program_command([script], _ENV)
+        process._program_command([script], _ENV)
     assert str(caught.value) == (
         f"{script} is no program on Windows: name its interpreter first, as in run: [python.exe, {script}]"
     )
 
 
 def test_boots_are_told_apart_but_a_corrected_clock_is_no_boot() -> None:
-    assert windows.is_same_boot("boot-time 1700000000", "boot-time 1700000060")
-    assert windows.is_same_boot("boot-time 1700000060", "boot-time 1700000000")
-    assert not windows.is_same_boot("boot-time 1700000000", "boot-time 1700000300")
-    assert not windows.is_same_boot("boot-time 1700000000", "")
+    assert system.is_same_boot("boot-time 1700000000", "boot-time 1700000060")
+    assert system.is_same_boot("boot-time 1700000060", "boot-time 1700000000")
+    assert not system.is_same_boot("boot-time 1700000000", "boot-time 1700000300")
+    assert not system.is_same_boot("boot-time 1700000000", "")
 
 
-_WIDE = "grün\r\n日本\r\n"
-
-
-def _lines(data: bytes) -> list[str]:
-    """As they come to decode_output: cut at each byte of a line feed, and of a carriage return before that."""
-    return [windows.decode_output(line.removesuffix(b"\r")) for line in data.split(b"\n")]
-
-
-@pytest.mark.parametrize("mark", [b"", b"\xff\xfe"])
-def test_utf_16_is_read_line_by_line_and_as_a_whole(mark: bytes) -> None:
-    data = mark + _WIDE.encode("utf-16-le")
-    assert _lines(data) == ["grün", "日本", ""]
-    assert windows.decode_output(data) == _WIDE
-    assert windows.decode_output(data[len(mark) + 3 :]) == _WIDE[2:]  # the end of more, cut anywhere
+def test_the_ascii_letters_of_utf_16_are_read() -> None:
+    assert process.decode_output("drained 3\r\n".encode("utf-16-le")) == "drained 3\r\n"
 
 
 def test_utf_8_is_read_with_and_without_its_mark() -> None:
-    assert windows.decode_output("grün 日本\n".encode()) == "grün 日本\n"
-    assert windows.decode_output(b"\xef\xbb\xbfgr\xc3\xbcn") == "grün"
-
-
-@pytest.mark.parametrize("text", ["grün", "Übung", "café", "größer", "naïve", "señor", "100 % für Ärzte"])
-@pytest.mark.parametrize("oem", ["cp437", "cp850"])
-def test_of_two_code_pages_the_one_with_letters_where_letters_stand_is_taken(text: str, oem: str) -> None:
-    for page in (oem, "cp1252"):
-        data = text.encode(page)
-        assert windows._likelier(data.decode(oem, "replace"), data.decode("cp1252", "replace")) == text
+    assert process.decode_output("grün 日本\n".encode()) == "grün 日本\n"
+    assert process.decode_output(b"\xef\xbb\xbfgr\xc3\xbcn") == "grün"

@@ -16,7 +16,7 @@ SOURCES = sorted((ROOT / "agent").rglob("*.py"))
 # The two places that make a command line for a shell of what a `shell:` hook says, and nothing else.
 SHELLS = {
     "agent/host/linux/process.py": {"/bin/sh"},
-    "agent/host/windows.py": {"cmd.exe"},
+    "agent/host/windows/process.py": {"cmd.exe"},
     "agent/cli/completion.py": {"bash", "zsh"},  # the words of ``completion SHELL``: it prints, and starts none
 }
 _SHELL = re.compile(r"(^|[\\/])((ba|da|z|k)?sh|cmd\.exe|cmd)$")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.host import windows, windows_events, windows_paths
+from agent.host.windows import event_log, files, permissions, process
 from agent.settings import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,18 +26,17 @@ def test_a_policy_on_the_page_is_valid_on_windows_and_means_what_it_says(policy:
 def test_the_page_tells_how_a_powershell_script_is_started(tmp_path: Path) -> None:
     script = tmp_path / "x.ps1"
     script.touch()
-    command = windows._program_command([str(script)], {"SYSTEMROOT": "R"})
+    command = process._program_command([str(script)], {"SYSTEMROOT": "R"})
     options = command.removeprefix(r"R\System32\WindowsPowerShell\v1.0\powershell.exe ").partition(" -File ")[0]
     assert f"`powershell.exe {options} -File FILE ...`" in TEXT
 
 
 def test_the_page_names_source_log_and_sizes_as_they_are() -> None:
-    assert windows_events.SOURCE == windows_paths.SERVICE
-    assert f"source `{windows_events.SOURCE}`" in TEXT
-    assert rf"%ProgramData%\ScheduledEventsAgent\logs\{windows_events.LOG_FILE}" in TEXT
-    assert (windows_events.MAX_LOG_BYTES, windows_events.LOG_FILES) == (10_000_000, 5)
+    assert f"source `{permissions.SERVICE}`" in TEXT
+    assert rf"%ProgramData%\ScheduledEventsAgent\logs\{event_log.LOG_FILE}" in TEXT
+    assert (event_log.MAX_LOG_BYTES, event_log.LOG_FILES) == (10_000_000, 5)
     assert "set aside at 10 MB, and four older ones are kept" in TEXT
-    assert f"labelled `{windows._TEMPORARY_LABEL}`" in TEXT
+    assert f"labelled `{files._TEMPORARY_LABEL}`" in TEXT
 
 
 def test_both_pages_tell_of_each_property_that_the_msi_takes() -> None:

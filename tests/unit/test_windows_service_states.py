@@ -14,8 +14,9 @@ from typing import TextIO
 import pytest
 
 from agent.cli import build_parser, main
-from agent.host import HostError, windows_service
-from agent.host.windows_service import Control, Service, State, Status, open_crash_file
+from agent.host import HostError
+from agent.host.windows import service as windows_service
+from agent.host.windows.service_process import Control, Service, State, Status, open_crash_file
 
 UP = 0x1 | 0x2 | 0x4 | 0x8 | 0x100  # stop, pause and continue, shutdown, parameter change, preshutdown
 START_PENDING = Status(0x10, State.START_PENDING, 0, 0, 0, 1, 10_000)
@@ -205,7 +206,7 @@ def test_a_refused_policy_has_an_exit_code_of_its_own(crash_file: TextIO) -> Non
 
 _LIVING = """
 import sys, time
-from agent.host.windows_service import Service
+from agent.host.windows.service_process import Service
 
 def hang_in_a_call():
     time.sleep(60)
@@ -416,10 +417,10 @@ def test_an_account_with_a_password_is_refused_with_the_way_out() -> None:
         (5, "access is denied: run it in an elevated prompt (Run as administrator)"),
         (1060, "the service is not installed: use `scheduled-events-agent service install`"),
         (1062, "the service does not run: use `scheduled-events-agent service start`"),
-        (1061, "the service starts or stops just now: try again when `service status` says running"),
+        (1061, "the service is starting or stopping: try again when `service status` says running"),
         (
             1072,
-            "the service is being removed: close whatever shows it, such as the Services window, and try again",
+            "the service is being removed: close programs that show it (the Services window), and try again",
         ),
         (
             1069,

@@ -11,22 +11,19 @@ import queue
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, cast
 
 from agent.host import HostError, create_private_dir, tampering_fault
+from agent.host.windows.permissions import SERVICE
 
 if sys.platform == "win32" or TYPE_CHECKING:
-    import pywintypes
     import win32evtlogutil
 
-SOURCE = "ScheduledEventsAgent"
 LOG_FILE = "agent.log"
 MAX_LOG_BYTES = 10_000_000
 LOG_FILES = 5
-# Shipped with every Windows Server since 2012; pywin32's own message files know a few ids only, and not these.
-_FRAMEWORK_MESSAGES = r"%SystemRoot%\Microsoft.NET\Framework64\v4.0.30319\EventLogMessages.dll"
 # One string of an entry may have 31,839 characters. They are counted as UTF-16 has them: a few letters are two.
 _MAX_TEXT_CHARACTERS = 30_000
 _MAX_ID_CHARACTERS = 200
@@ -89,34 +86,7 @@ class EventLog:
         while (item := self._queue.get()) is not None:
             log_id, kind, strings = item
             with contextlib.suppress(Exception):  # the log file has it
-                win32evtlogutil.ReportEvent(SOURCE, log_id, eventType=kind, strings=strings)
-
-
-def register_source(message_file: str = _FRAMEWORK_MESSAGES) -> None:
-    """Have the viewer show our entries' text. Raises HostError without the rights of an administrator.
-
-    ``message_file`` has the texts of the ids; the viewer expands %NAME% in it. May be called again.
-    """
-    with _explained("registered"):
-        win32evtlogutil.AddSourceToRegistry(SOURCE, message_file)
-
-
-def unregister_source() -> None:
-    """Undo ``register_source``; entries that were written stay. Raises HostError as that does."""
-    with _explained("removed"):
-        win32evtlogutil.RemoveSourceFromRegistry(SOURCE)
-
-
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    try:
-        yield
-    except pywintypes.error as error:
-        raise HostError(
-            f"the Event Log source {SOURCE} cannot be {what}: {error.strerror}; "
-            "run this from a prompt that was opened with Run as administrator",
-            kind="event_log",
-        ) from None
+                win32evtlogutil.ReportEvent(SERVICE, log_id, eventType=kind, strings=strings)
 
 
 def directory_fault(directory: Path) -> str | None:
