@@ -2,22 +2,14 @@
 
 import argparse
 import json
-import time
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from agent import AgentError, host
 from agent.host.windows import service as windows_service
-from agent.host.windows.files import log_dir
-from agent.settings import ConfigError, find_config, load_settings
-from agent.store import Store
+from agent.host.windows.service_process import Service, host_service
 
-# A policy of a thousand rules is read in a second.
-_RELOAD_PATIENCE_SECONDS = 30.0
-_RELOAD_LOOK_SECONDS = 0.2
-_REFUSAL = "the policy is refused, and the one from before stays in force: "
+# Windows gives a service 30 seconds to answer: what is heavy is imported after that, or by its own command.
 _STATE_IS_GOOD = ("running", "paused", "start pending", "continue pending", "pause pending")
 
 
@@ -102,49 +94,17 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _reload(_arguments: argparse.Namespace) -> int:
-    before = datetime.now(UTC)
-    windows_service.reload()
-    facts = windows_service.query()
-    state_dir = _state_dir_of(windows_service.options_of(facts.command if facts else ""))
-    deadline = time.monotonic() + _RELOAD_PATIENCE_SECONDS
-    while time.monotonic() < deadline:
-        for kind, text in _notes_of_reload(state_dir, before):
-            if kind == "reload_refused":
-                raise AgentError(f"{_REFUSAL}{text}")
-            print(f"the service has read its policy again: {text}")
-            return 0
-        time.sleep(_RELOAD_LOOK_SECONDS)
-    raise AgentError(
-        f"the service has not answered the reload within {_RELOAD_PATIENCE_SECONDS:.0f}s: see {log_dir()}"
-    )
+    from agent.cli.service_reload import reload_policy  # noqa: PLC0415 - see above
 
-
-def _state_dir_of(options: dict[str, str]) -> Path:
-    """Where the service with these options keeps its state."""
-    directory = options.get("state-dir")
-    if not directory:
-        try:
-            path = find_config(options.get("config"), host.default_config_path())
-            directory = load_settings(path).agent.state_dir
-        except ConfigError as error:  # the service reads the same file
-            raise AgentError(f"{_REFUSAL}{error}") from error
-    return Path(directory) if directory else host.default_state_dir()
-
-
-def _notes_of_reload(state_dir: Path, since: datetime) -> list[tuple[str, str]]:
-    """What the service has put into its journal since then."""
-    store = Store.look_into(state_dir)
-    try:
-        notes = [
-            note for kind in ("reload_refused", "reloaded") for note in store.load_notes(kind=kind, since=since)
-        ]
-    finally:
-        store.close()
-    return [(note.kind, note.text) for note in notes]
+    print(f"the service has read its policy again: {reload_policy()}")
+    return 0
 
 
 def _host(arguments: argparse.Namespace) -> int:
-    from agent.cli.service_host import host_service  # noqa: PLC0415 - the whole agent
+    def work(service: Service, left: str) -> int:
+        from agent.cli.service_host import run_agent  # noqa: PLC0415 - see above
 
-    host_service(arguments.config, arguments.state_dir)
+        return run_agent(arguments.config, arguments.state_dir, service, left)
+
+    host_service(work)
     return 0

@@ -4,20 +4,15 @@ from functools import partial
 
 from agent import AgentError
 from agent.cli.run import open_daemon
-from agent.host.windows import service_process
 from agent.host.windows.event_log import EventLog, directory_fault, open_log_file
 from agent.host.windows.files import log_dir
 from agent.host.windows.service import STOP_TIMEOUT
+from agent.host.windows.service_process import Service
 from agent.log import get_logger, set_up
 from agent.log_ids import LogId
 
 
-def host_service(config: str | None, state_dir: str | None) -> None:
-    """Be the service until it has stopped. Raises HostError if Windows has not started this process as one."""
-    service_process.host_service(lambda service, left: _work(config, state_dir, service, left))
-
-
-def _work(config: str | None, state_dir: str | None, service: service_process.Service, left: str) -> int:
+def run_agent(config: str | None, state_dir: str | None, service: Service, left: str) -> int:
     """Run the daemon; returns the service's exit code, when each failure is in the log.
 
     ``left``: what an agent that crashed or hung before this one left behind.
