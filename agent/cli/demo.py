@@ -1,4 +1,4 @@
-"""``demo``: the real agent against the simulated service, told as it happens, and checked at the end."""
+"""``demo``: the real agent against the simulated service, shown as it happens, and checked at the end."""
 
 import argparse
 import contextlib
@@ -8,13 +8,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from agent import AgentError
 from agent.simulator import Happening, SimulatedEvent, Simulator
+from agent.status import JournalEntry
 from agent.store import Store
 
 _VM = "web-1"
@@ -23,7 +25,7 @@ _SCENE_WITHIN_SECONDS = 15.0
 
 _POLICY = """\
 rules:
-  - name: user-initiated            # somebody pressed Restart: do not keep them waiting
+  - name: user-initiated            # a user pressed Restart and waits for it
     when: {source: User}
     approve: immediately
   - name: short-freeze              # a pause of less than 9 s is not worth a drain
@@ -55,73 +57,65 @@ time.sleep({"drain": 1.0, "checkpoint": 1.5, "resume": 0.2}[name])
 
 @dataclass(frozen=True)
 class _Scene:
-    """One event and what must become of it."""
+    """One event, and how it must end."""
 
     title: str
     type: str
     plan: dict[str, Any]
-    expected: str
-    is_right: Callable[["_Outcome"], bool]
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What the two sides say became of an event: the service by its record, the agent by its journal."""
-
+    """As ``Simulator.schedule`` takes it."""
     rule: str
     hooks: tuple[str, ...]
-    """``name: how it ended``, in order."""
-    approved_at: float | None
-    """Seconds after the service announced it."""
-    approvals: int
-    """Requests that held its id."""
-    started_at: float
-    notice_seconds: float
-    closed: str
-    """The agent's last word."""
-
-    @property
-    def was_early(self) -> bool:
-        return self.approved_at is not None and self.started_at < self.notice_seconds
+    """``name: outcome``, in order."""
+    is_approved: bool
+    summary: str
 
 
+_SOON = {"notice_seconds": 60, "start_delay_seconds": 0.4, "lasts_seconds": 0.8}
 _SCENES = (
     _Scene(
         "A user restarts the machine: nothing to prepare, approved at once",
         "Reboot",
-        {"source": "User", "notice_seconds": 60, "lasts_seconds": 0.8, "start_delay_seconds": 0.4},
-        "approved at once",
-        lambda it: it.rule == "user-initiated" and not it.hooks and it.approvals == 1 and it.was_early,
+        {**_SOON, "source": "User"},
+        rule="user-initiated",
+        hooks=(),
+        is_approved=True,
+        summary="approved at once",
     ),
     _Scene(
         "Azure wants to pause it for 5 seconds: short enough, approved at once",
         "Freeze",
-        {"duration_seconds": 5, "notice_seconds": 60, "lasts_seconds": 0.8, "start_delay_seconds": 0.4},
-        "approved at once",
-        lambda it: it.rule == "short-freeze" and not it.hooks and it.approvals == 1 and it.was_early,
+        {**_SOON, "duration_seconds": 5},
+        rule="short-freeze",
+        hooks=(),
+        is_approved=True,
+        summary="approved at once",
     ),
     _Scene(
         "Azure wants to reboot the host: drain, approve, wait for the end, put back in service",
         "Reboot",
-        {"notice_seconds": 60, "lasts_seconds": 1.0, "start_delay_seconds": 0.4},
-        "drained, approved, recovered",
-        lambda it: it.hooks == ("drain: succeeded", "resume: succeeded") and it.approvals == 1 and it.was_early,
+        _SOON,
+        rule="impactful",
+        hooks=("drain: succeeded", "resume: succeeded"),
+        is_approved=True,
+        summary="drained, approved, recovered",
     ),
     _Scene(
         "A Spot VM is evicted in 8 seconds: the checkpoint must be written by then",
         "Preempt",
-        {"notice_seconds": 8, "lasts_seconds": 1.0, "start_delay_seconds": 0.4},
-        "checkpoint in time, approved",
-        lambda it: it.hooks == ("checkpoint: succeeded",) and it.approvals == 1 and it.was_early,
+        {**_SOON, "notice_seconds": 8},
+        rule="eviction",
+        hooks=("checkpoint: succeeded",),
+        is_approved=True,
+        summary="checkpoint in time, approved",
     ),
     _Scene(
-        "The drain fails: nothing is approved, the service waits until NotBefore; recovered all the same",
+        "The drain fails: nothing is approved, Azure waits until NotBefore; recovered all the same",
         "Redeploy",
         {"notice_seconds": 3, "lasts_seconds": 1.0},
-        "held, not approved, recovered",
-        lambda it: (
-            it.hooks == ("drain: failed", "resume: succeeded") and it.approvals == 0 and it.approved_at is None
-        ),
+        rule="impactful",
+        hooks=("drain: failed", "resume: succeeded"),
+        is_approved=False,
+        summary="held, not approved, recovered",
     ),
 )
 
@@ -147,8 +141,9 @@ def _run(_: argparse.Namespace) -> int:
         with _agent(config, directory, teller):
             azure.wait_polls(1, timeout_seconds=_START_WITHIN_SECONDS)
             events = [_play(azure, scene, teller) for scene in _SCENES]
-        outcomes = _outcomes(azure, [azure.event(event.id) for event in events], directory)
-    return _tell_results(events, outcomes, time.monotonic() - teller.began)
+        with contextlib.closing(Store.look_into(directory / "state")) as store:
+            journal = store.load_journal()
+        return _show_results(azure, events, journal, time.monotonic() - teller.began)
 
 
 def _play(azure: Simulator, scene: _Scene, teller: "_Teller") -> SimulatedEvent:
@@ -214,7 +209,7 @@ class _Teller:
             self._lock.notify_all()
 
     def wait_closed(self, event_id: str) -> None:
-        """Wait for it, in bounds; if it does not come, the table will show what is missing."""
+        """Wait some seconds for it; if it does not come, the table shows what is missing."""
         with self._lock:
             self._lock.wait_for(lambda: event_id in self._closed, _SCENE_WITHIN_SECONDS)
 
@@ -241,7 +236,7 @@ def _azure_sentence(happening: Happening) -> str:
     notice = (event.not_before_at - event.scheduled_at).total_seconds()
     words = {
         "scheduled": f"announces {name}, at the earliest in {notice:.0f}s",
-        "approved": f"is told that {name} may start",
+        "approved": f"gets the approval of {name}",
         "started": f"starts {name}",
         "gone": f"is done with {name}",
     }
@@ -269,52 +264,46 @@ def _tell_agent(process: "subprocess.Popen[str]", teller: _Teller) -> None:
 _TOLD = ("decided", "preparing", "hook finished", "approving", "held", "recovering", "closed")
 
 
-def _outcomes(azure: Simulator, events: list[SimulatedEvent], directory: Path) -> list[_Outcome]:
-    with contextlib.closing(Store.look_into(directory / "state")) as store:
-        journal = store.load_journal()
-    outcomes = []
-    for event in events:
+def _show_results(
+    azure: Simulator, events: list[SimulatedEvent], journal: list[JournalEntry], seconds: float
+) -> int:
+    """The table of what Azure and the agent's journal say; 1 if an event did not end as its scene says."""
+    rows = [("event", "rule", "hooks", "approved", "started", "expected", "")]
+    wrong = 0
+    for scene, event in zip(_SCENES, events, strict=True):
         entries = [entry for entry in journal if entry.event_id == event.id]
         decided = next((entry.text for entry in entries if entry.kind == "decided"), "")
-        ends = [entry for entry in entries if entry.kind == "hook_finished"]
-        announced, approved = event.scheduled_at, event.approved_at
-        outcomes.append(
-            _Outcome(
-                rule=decided.removeprefix("rule ").partition(" ")[0],
-                hooks=tuple(f"{end.hook}: {end.outcome}" for end in ends),
-                approved_at=(approved - announced).total_seconds() if approved else None,
-                approvals=len(azure.approvals(event.id)),
-                started_at=((event.started_at or announced) - announced).total_seconds(),
-                notice_seconds=(event.not_before_at - announced).total_seconds(),
-                closed=next((entry.text for entry in entries if entry.kind == "closed"), "not closed"),
-            )
+        rule = decided.removeprefix("rule ").partition(" ")[0]
+        hooks = tuple(f"{entry.hook}: {entry.outcome}" for entry in entries if entry.kind == "hook_finished")
+        is_closed = any(entry.kind == "closed" and entry.text == "is over: completed" for entry in entries)
+        count, started_at = len(azure.approvals(event.id)), event.started_at or event.scheduled_at
+        is_early = event.approved_at is not None and started_at < event.not_before_at
+        is_right = (rule, hooks, count, is_early) == (
+            scene.rule,
+            scene.hooks,
+            scene.is_approved,
+            scene.is_approved,
         )
-    return outcomes
-
-
-def _tell_results(events: list[SimulatedEvent], outcomes: list[_Outcome], seconds: float) -> int:
-    header = ("event", "rule", "hooks", "approved", "started", "expected", "")
-    rows = [header]
-    wrong = 0
-    for scene, event, outcome in zip(_SCENES, events, outcomes, strict=True):
-        is_right = scene.is_right(outcome) and outcome.closed == "is over: completed"
-        wrong += not is_right
-        approved = "no" if outcome.approved_at is None else f"after {outcome.approved_at:.1f}s"
+        wrong += not (is_right and is_closed)
         rows.append(
             (
                 f"{scene.type} {event.id[:8]}",
-                outcome.rule,
-                ", ".join(outcome.hooks) or "none",
-                approved,
-                f"after {outcome.started_at:.1f}s",
-                scene.expected,
-                "ok" if is_right else "WRONG",
+                rule,
+                ", ".join(hooks) or "none",
+                _after(event, event.approved_at) if event.approved_at else "no",
+                _after(event, started_at),
+                scene.summary,
+                "ok" if is_right and is_closed else "WRONG",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    print("\nWhat came of it:\n")
+    print("\nHow it ended:\n")
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    verdict = "all as it should be" if not wrong else f"{wrong} of {len(_SCENES)} did not come out as they should"
+    verdict = "all as expected" if not wrong else f"{wrong} of {len(_SCENES)} did not end as expected"
     print(f"\n{verdict}, in {seconds:.0f} seconds")
     return 1 if wrong else 0
+
+
+def _after(event: SimulatedEvent, at: datetime) -> str:
+    return f"after {(at - event.scheduled_at).total_seconds():.1f}s"
