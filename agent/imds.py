@@ -221,14 +221,12 @@ class ImdsClient:
             raise _error(request, f"expected a JSON object; got {excerpt(body)}", "malformed")
         return identity
 
-    def inspect(self, what: Literal["document", "instance"], *, has_metadata_header: bool = True) -> Answer:
+    def inspect(self, what: Literal["document", "instance"]) -> Answer:
         """An answer of any status, with its headers. Raises ImdsError if no whole answer comes in time."""
         if what == "document":
             request = self._build("GET", self._document_url, self._fetch_timeout)
         else:
             request = self._build("GET", self._instance_url, self._request_timeout)
-        if not has_metadata_header:
-            del request.headers["Metadata"]
         response = self._exchange(request)
         return Answer(
             status=response.status_code,

@@ -73,7 +73,7 @@ class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     value: T | None
     problems: tuple[Problem, ...]
     draft: T | None = None
-    """The value, or what it would be without its wrong parts, for checks that look for further problems."""
+    """The value without its wrong parts, so that later checks can look for further problems."""
     lines: Mapping[str, int] = {}
 
     def line_of(self, path: str) -> int:

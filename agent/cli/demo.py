@@ -109,7 +109,7 @@ _SCENES = (
         summary="checkpoint in time, approved",
     ),
     _Scene(
-        "The drain fails: nothing is approved, Azure waits until NotBefore; recovered all the same",
+        "The drain fails: nothing is approved, Azure waits until NotBefore; recovered anyway",
         "Redeploy",
         {"notice_seconds": 3, "lasts_seconds": 1.0},
         rule="impactful",

@@ -73,7 +73,7 @@ class Page(NamedTuple):
     status: Status | None
     """None if it cannot be read: of another version, or not for everybody."""
     late_seconds: float = 0.0
-    """How long was waited for an answer in vain; 0 if there was one."""
+    """The time limit if no answer came in time; else 0."""
 
 
 def ok(check: str, finding: str) -> Finding:
@@ -82,7 +82,7 @@ def ok(check: str, finding: str) -> Finding:
 
 
 def warning(check: str, finding: str, advice: str) -> Finding:
-    """The agent works, but perhaps not as it was meant; or something could not be told."""
+    """The agent works, but perhaps not as intended; or something could not be checked."""
     return Finding(check=check, verdict="warning", finding=finding, advice=advice)
 
 
@@ -128,9 +128,9 @@ def judge_first_answer(instance: Answer) -> Finding | None:
         return judge_rate(1.0, 2, is_refused=True)
     if instance.status == 400 and b"metadata header" in instance.body.lower():
         return failure(
-            "header",
+            "direct",
             "the service did not see the header Metadata: true that was sent",
-            "find what takes it away on its way: a proxy, or a filter",
+            "find what removes it on the way: a proxy, or a filter",
         )
     return judge_no_answer("endpoint", instance.fault)
 
@@ -163,17 +163,6 @@ def judge_directness(answers: Iterable[Answer], proxy_variables: Sequence[str]) 
         )
     ignored = f"; that this environment has {', '.join(proxy_variables)} does no harm: the agent ignores that"
     return ok("direct", f"no sign of a proxy{ignored if proxy_variables else ''}")
-
-
-def judge_header(plain: Answer | None) -> Finding:
-    """Whether it matters. ``plain``: what a request without ``Metadata: true`` got, None for no answer."""
-    if plain is not None and plain.status == 200:
-        return warning(
-            "header",
-            "a request without the header Metadata: true was answered too, which the metadata service refuses",
-            _SOMETHING_ELSE,
-        )
-    return ok("header", "Metadata: true is accepted, and a request without it is refused")
 
 
 def judge_version(document: Answer, api_version: str) -> Finding:
@@ -211,7 +200,7 @@ def judge_document(answer: Answer, names: Sequence[str], host_name: str) -> Find
 def _judge_resources(document: Document, names: Sequence[str], host_name: str) -> Finding:
     events = document.events
     if not events:
-        return ok("events", "none is pending, so what Resources call this VM cannot be told now")
+        return ok("events", "none is pending, so it is not known yet what Resources call this VM")
     mine = sum(event.affects(names) in ("self", "shared") for event in events)
     if mine:
         return ok("events", f"{count(len(events), 'event')} pending, Resources of {mine} name this VM")
@@ -318,7 +307,7 @@ def judge_what_runs(
     """
     policy = status.policy
     if not is_of_this_file and policy.file == BUILT_IN_NAME:
-        return f"with the {policy.file}, for there was no policy file when it started", "restart it"
+        return f"with the {policy.file}, as there was no policy file when it started", "restart it"
     if not is_of_this_file:
         return f"with the policy {policy.file}, and these checks looked at another", "name that one with --config"
     if changed_at is not None and changed_at > policy.read_at:
@@ -347,7 +336,7 @@ def judge_agent(pid: str, page: Page | None, doubt: tuple[str, str] | None) -> F
     """Of the agent that runs. ``doubt``: how it differs from the policy file, and what to do."""
     runs = f"runs (pid {pid})"
     if page is None:
-        return ok("agent", f"{runs}, its version cannot be told")
+        return ok("agent", f"{runs}, its version is not known")
     if page.late_seconds:
         return warning(
             "agent",
@@ -368,7 +357,7 @@ def judge_agent(pid: str, page: Page | None, doubt: tuple[str, str] | None) -> F
 
 
 def judge_service(service: OwnService | None, fault: str) -> Finding:
-    """Whether the agent is a service that starts with the machine. ``fault``: why that cannot be told."""
+    """Whether the agent is a service that starts with the machine. ``fault``: why that is not known."""
     if fault:
         return warning(
             "service",

@@ -1,4 +1,4 @@
-"""``doctor``: would the agent do its work on this machine, and if not, what is to be done?
+"""``doctor``: would the agent do its work on this machine, and if not, what helps?
 
 Looks at everything; the verdicts are those of ``diagnosis``. The one invariant: it approves nothing, runs no
 hook, and leaves the machine as it was.
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``doctor``."""
     parser.description = (
         "Looks at the metadata service, the clock, the policy, hooks, state, service, and at other agents that "
-        "approve events, and tells what is to be done. Approves nothing, runs no hook, changes nothing. Exit code "
+        "approve events, and says what to do. Approves nothing, runs no hook, changes nothing. Exit code "
         "0: no failure; 1: a check failed."
     )
     add_config_option(parser)
@@ -115,7 +115,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
 
 
 class _Asker:
-    """Asks the service a few questions, slowly, for an agent asks too and the limit is for the whole VM."""
+    """Asks the service a few questions, slowly: an agent asks too, and the limit is for the whole VM."""
 
     asked_at: datetime
     answered_at: datetime
@@ -131,20 +131,20 @@ class _Asker:
         self.throttled = 0
         """How many requests were refused for their number."""
 
-    def ask(self, what: Literal["document", "instance"], *, has_metadata_header: bool = True) -> Answer:
+    def ask(self, what: Literal["document", "instance"]) -> Answer:
         """The answer; after a refusal for too many requests that to a second try. Raises ImdsError."""
-        answer = self._ask(what, has_metadata_header=has_metadata_header)
+        answer = self._ask(what)
         if answer.status == 429:
             self.throttled += 1
             self._pause = _AFTER_THROTTLED_SECONDS
-            answer = self._ask(what, has_metadata_header=has_metadata_header)
+            answer = self._ask(what)
         return answer
 
-    def _ask(self, what: Literal["document", "instance"], *, has_metadata_header: bool) -> Answer:
+    def _ask(self, what: Literal["document", "instance"]) -> Answer:
         time.sleep(self._pause)
         self._pause = _SPACING_SECONDS
         self.asked_at = datetime.now(UTC)
-        answer = self._client.inspect(what, has_metadata_header=has_metadata_header)
+        answer = self._client.inspect(what)
         self.answered_at = datetime.now(UTC)
         return answer
 
@@ -164,9 +164,6 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
         yield end
         return
     yield ok("endpoint", f"{endpoint} answers, in {took * 1000:.0f} ms")
-    plain: Answer | None = None
-    with contextlib.suppress(ImdsError):  # no answer is a refusal, too
-        plain = asker.ask("instance", has_metadata_header=False)
     document: Answer | ImdsError
     try:
         with remark_if_slow(FIRST_ANSWER_IS_SLOW):
@@ -174,9 +171,8 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
     except ImdsError as error:
         document = error
     variables = [name for name in os.environ if name.lower() in _PROXY_VARIABLES]
-    answers = [answer for answer in (instance, plain, document) if isinstance(answer, Answer)]
+    answers = [instance, document] if isinstance(document, Answer) else [instance]
     yield diagnosis.judge_directness(answers, variables)
-    yield diagnosis.judge_header(plain)
     yield diagnosis.judge_name(settings.vm, instance)
     if isinstance(document, ImdsError):
         yield diagnosis.judge_no_answer("events", document)

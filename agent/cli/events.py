@@ -92,7 +92,7 @@ def _in_words(seen: CurrentEvents, terminal: Terminal) -> Iterator[str]:
     if seen.problem and count:
         yield from terminal.line(f"What the agent makes of them is not known: {seen.problem}", "dim")
     elif not seen.agent_runs:
-        yield from terminal.line("No agent runs: what is told of it is what it wrote last", "red")
+        yield from terminal.line("No agent runs: the lines about it show what it wrote last", "red")
     for item in seen.events:
         event = item.event
         rows = [

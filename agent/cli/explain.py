@@ -1,7 +1,7 @@
 """``explain``: which rule takes each event, why, and what would happen when.
 
-Owns the words in which plans are told to people. The one invariant: a plan is not computed here but rehearsed with
-the agent's own state machine, so that what ``explain`` says is what ``run`` does.
+Owns the words for plans. The one invariant: a plan is not computed here but rehearsed with the agent's own state
+machine, so that what ``explain`` says is what ``run`` does.
 """
 
 import argparse
@@ -337,7 +337,7 @@ def _plan_rows(explanation: Explanation, now: datetime) -> Iterable[tuple[str, s
     elif begins_at is not None and begins_at != now:
         yield "waits", f"until {clock(begins_at, now)} ({explanation.begins_reason})"
     if decision.on_start:
-        when = "now, for it has started" if event.is_started else "once it has started"
+        when = "now, as it has started" if event.is_started else "once it has started"
         yield "on start", f"{when}: run {', '.join(decision.on_start)}"
     if decision.recover and not event.is_started:
         yield "recover", f"once it is over: run {', '.join(decision.recover)}"

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def find_state_dir(arguments: argparse.Namespace) -> Path:
-    """Where the agent keeps its state. Raises AgentError if that cannot be told."""
+    """Where the agent keeps its state. Raises AgentError if that is not known."""
     if arguments.state_dir:
         return Path(arguments.state_dir)
     try:
@@ -66,7 +66,7 @@ def find_agent(state_dir: Path) -> str | None:
     try:
         return host.lock_holder(state_dir / "lock")
     except host.HostError:
-        return "unknown"  # it is asked all the same
+        return "unknown"  # it is asked anyway
 
 
 def ask_agent(store: Store, workflow_id: str, word: RequestWord, user: str) -> str | None:

@@ -105,7 +105,7 @@ def printable(text: str) -> str:
 
 
 def print_json(value: object) -> None:
-    """Print it as docs/json.md describes. The json module, for a hook's output may not be valid UTF-8."""
+    """Print it as docs/json.md describes. By the json module, as a hook's output may not be valid UTF-8."""
     print(json.dumps(to_builtins(value), indent=2))
 
 

@@ -46,7 +46,7 @@ class ConfigError(AgentError):
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that passed every check, and what is worth saying about them all the same."""
+    """Settings that passed every check, and the warnings about them."""
 
     settings: Settings
     warnings: tuple[Problem, ...]

@@ -48,7 +48,7 @@ Finding = tuple[str, str]
 def faults(
     settings: Settings, parsed: Parsed[Settings], *, may_change_user: bool, may_start_units: bool
 ) -> Iterator[Finding]:
-    """What makes a policy unusable though each of its values is right by itself."""
+    """Why a policy cannot be used although each of its values is valid."""
     yield from _setting_faults(settings)
     firsts: dict[str, int] = {}
     for index, rule in enumerate(settings.rules):
@@ -99,18 +99,18 @@ def _setting_faults(settings: Settings) -> Iterator[Finding]:
 
 
 def _can_be(address: str) -> bool:
-    """Whether what stands before the port may be an address or a name of this machine."""
+    """Whether it may be an address or a name of this machine."""
     is_number = address.startswith("[") or not address.strip("0123456789.")
     return not is_number or ip_address_of(address) is not None
 
 
 def _is_name(host: str) -> bool:
-    """Whether it is a name that a server must be asked about."""
+    """Whether it is a name that has to be looked up."""
     return ip_address_of(host) is None and host != "localhost"
 
 
 def _has(section: str, name: str, settings: Settings, parsed: Parsed[Settings]) -> bool:
-    """Whether there is a hook or a window of this name, were it only written rightly."""
+    """Whether there is a hook or a window of this name, even one with a wrong value."""
     is_there = name in getattr(settings, section) or f"{section}.{name}" in parsed.lines
     return is_there or any(problem.path == section for problem in parsed.problems)
 
@@ -123,7 +123,7 @@ def _hook_list_faults(
         if not _has("hooks", name, settings, parsed):
             yield f"{path}[{index}]", _unknown("hook", name, settings.hooks)
         elif name in before:
-            yield f"{path}[{index}]", f'hook "{name}" stands in this list already'
+            yield f"{path}[{index}]", f'hook "{name}" is in this list already'
         before.add(name)
 
 
@@ -154,13 +154,13 @@ def _regex_fault(text: str) -> str | None:
         return f'expected a regular expression; got "{text}": {error}'
     operators = _NO_OPERATOR.sub("x", text)
     if re.search(r"\)[*+{]", operators):
-        return f'expected no group that is repeated, for that may take hours to search; got "{text}"'
+        return f'expected no repeated group, which may take hours to search; got "{text}"'
     for operator, most, name in (
         (_REPETITION, _MAX_REPETITIONS, "of *, + and {}"),
         (_OPTION, _MAX_OPTIONS, "of ?"),
     ):
         if (count := len(operator.findall(operators))) > most:
-            return f'expected at most {most} {name}, for more may take hours to search; got {count} in "{text}"'
+            return f'expected at most {most} {name}, as more may take hours to search; got {count} in "{text}"'
     return None
 
 
@@ -199,7 +199,7 @@ def _hook_faults(
 
 def _unit_faults(path: str, hook: Hook, unit: str, *, may_start_units: bool) -> Iterator[Finding]:
     if not may_start_units:
-        yield f"{path}.unit", "cannot be used on Windows, for a unit needs systemd: use run or shell"
+        yield f"{path}.unit", "cannot be used on Windows, where there is no systemd: use run or shell"
     elif _UNIT.fullmatch(unit) is None or len(unit) > _MAX_UNIT_CHARACTERS:
         expected = "the name of a service such as drain-web.service or drain@web.service"
         other = f"; a {unit.rpartition('.')[2]} has no end to wait for" if _OTHER_UNIT.search(unit) else ""
@@ -209,7 +209,7 @@ def _unit_faults(path: str, hook: Hook, unit: str, *, may_start_units: bool) -> 
             yield f"{path}.{key}", f"cannot be used together with unit: {option} in the unit's file says it"
     for variable in hook.env:
         if variable and _VARIABLE.fullmatch(variable) is None and not set("=\0") & set(variable):
-            expected = "letters, digits and _, for systemd ignores any other variable"
+            expected = "letters, digits and _, as systemd ignores any other variable"
             yield f"{path}.env", f'expected {expected}; got "{variable}"'
 
 
@@ -239,12 +239,12 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 
 def doubts(settings: Settings) -> Iterator[Finding]:
-    """What is allowed but hardly meant."""
+    """What is allowed but probably not intended."""
     if is_open(settings.agent.listen) and settings.agent.web_config is None:
         text = "every client that reaches this address may read the pages: name a file with TLS as web_config"
         yield "agent.listen", text
     if (endpoint := parse_endpoint(settings.imds.endpoint)) and _is_name(endpoint[0]):
-        yield "imds.endpoint", f"{endpoint[0]} has to be looked up before each request: write an address"
+        yield "imds.endpoint", f"{endpoint[0]} is looked up before each request: write an address"
     used = set(settings.on_clear)
     above: list[_Reach] = []
     for index, rule in enumerate(settings.rules):
@@ -278,12 +278,12 @@ def _rule_doubts(path: str, rule: Rule) -> Iterator[Finding]:
         end = "the hooks of prepare" if rule.prepare else "the end of drain_for"
         yield f"{path}.approve", f"does not wait for {end}: write when-prepared if it should"
     if prepares and rule.approve == "when-prepared" and rule.shared in ("first", "any"):
-        text = "approves for all VMs of an event, and knows nothing of the preparation of the others"
+        text = "approves for all VMs of an event, but does not know whether the others are prepared"
         yield f"{path}.shared", f"{text}: write hold, or approve: immediately"
     if rule.window is not None and rule.approve in ("manual", "never"):
         yield (
             f"{path}.window",
-            f"does nothing with approve: {rule.approve}, for only what is approved begins in it",
+            f"does nothing with approve: {rule.approve}, as only events that are approved begin in it",
         )
 
 

@@ -46,7 +46,7 @@ def refuse_exposed(loaded: Loaded) -> None:
 
 
 def hook_tampering_fault(hook: Hook) -> str | None:
-    """Who could change what the hook runs, and should not, and the way out; None if nobody is known who could.
+    """Which other account could change what the hook runs, and the way out; None if none is known.
 
     Looked at are the program, the interpreter in its first line, and arguments that are programs or scripts, if
     their paths are absolute. What a shell line names, or a program starts in its turn, is not.

@@ -296,7 +296,7 @@ def test_events_tells_what_an_agent_that_is_gone_was_about(sim: Simulator, agent
     assert json.loads(ask(agent, "events", "--json").stdout)["agent_runs"] is True
     agent.kill()
     shown = ask(agent, "events").stdout
-    assert shown.splitlines()[1] == "No agent runs: what is told of it is what it wrote last"
+    assert shown.splitlines()[1] == "No agent runs: the lines about it show what it wrote last"
     assert "  agent   rule by-hand; was prepared; waited: an operator must approve it\n" in shown
     assert json.loads(ask(agent, "events", "--json").stdout)["agent_runs"] is False
 

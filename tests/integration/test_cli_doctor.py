@@ -56,7 +56,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
 DOCUMENTED = set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
 SPACING_SECONDS = doctor._SPACING_SECONDS
-OF_IMDS = ("endpoint", "direct", "header", "name", "version", "events", "clock", "rate")
+OF_IMDS = ("endpoint", "direct", "name", "version", "events", "clock", "rate")
 
 
 @pytest.fixture
@@ -121,7 +121,6 @@ class Endpoint:
         self.document: Any = {"DocumentIncarnation": 1, "Events": []}
         self.headers: dict[str, str] = {}
         self.ahead = 0.0
-        self.asks_for_header = True
         self.asked: list[tuple[float, str, str]] = []
         """When, method and path."""
         outer = self
@@ -131,7 +130,7 @@ class Endpoint:
 
             def do_GET(self) -> None:
                 outer.asked.append((time.monotonic(), self.command, self.path.partition("?")[0]))
-                is_refused = outer.asks_for_header and self.headers.get("Metadata") != "true"
+                is_refused = self.headers.get("Metadata") != "true"
                 content = {"compute": {"name": outer.name, "vmId": "1"}}
                 content = outer.document if self.path.startswith("/metadata/scheduledevents?") else content
                 error = {"error": "Bad request. Required metadata header not specified"}
@@ -183,10 +182,9 @@ def test_the_service_as_it_should_be_is_well(
     harmless = harmless if sys.platform != "win32" else harmless.replace("http_proxy", "HTTP_PROXY")
     assert {check: report.one(check) for check in OF_IMDS[1:]} == {
         "direct": Check("ok", f"no sign of a proxy; {harmless}", ""),
-        "header": Check("ok", "Metadata: true is accepted, and a request without it is refused", ""),
         "name": Check("ok", "this VM is vm-1", ""),
         "version": Check("ok", "2020-07-01 is known to the service", ""),
-        "events": Check("ok", "none is pending, so what Resources call this VM cannot be told now", ""),
+        "events": Check("ok", "none is pending, so it is not known yet what Resources call this VM", ""),
         "clock": Check("ok", "as the service's, to the second or two", ""),
         "rate": Check("ok", "the agent asks every 1 s; no request was refused for too many (429)", ""),
     }
@@ -199,7 +197,6 @@ def test_few_requests_are_made_none_approves_and_they_leave_the_limit_to_the_age
     examine(endpoint.url)
     assert [(method, path) for _, method, path in endpoint.asked] == [
         ("GET", "/metadata/instance"),
-        ("GET", "/metadata/instance"),
         ("GET", "/metadata/scheduledevents"),
     ]
     times = [at for at, *_ in endpoint.asked]
@@ -211,10 +208,10 @@ def test_the_simulator_is_well_and_its_events_name_this_vm(examine: Examine, sim
     simulator.schedule("Freeze", vms=("vm-1",))
     simulator.schedule("Reboot", vms=("vm-2",))
     report = examine(simulator.endpoint("vm-1"))
-    assert report.verdicts(*OF_IMDS) == ["ok"] * 8
+    assert report.verdicts(*OF_IMDS) == ["ok"] * 7
     assert report.one("name").finding == "this VM is vm-1"
     assert report.one("events").finding == "2 events pending, Resources of 1 name this VM"
-    assert [record.method for record in simulator.requests()] == ["GET", "GET", "GET"]
+    assert [record.method for record in simulator.requests()] == ["GET", "GET"]
 
 
 def test_a_host_name_in_resources_is_told(examine: Examine, endpoint: Endpoint) -> None:
@@ -255,7 +252,7 @@ def test_something_else_that_answers_is_a_failure(
     assert found.finding.startswith(
         f"something other than the metadata service has answered, or changed the answer: {sign}"
     )
-    assert not {"header", "name", "events", "clock"} & set(report.checks)
+    assert not {"name", "events", "clock"} & set(report.checks)
     assert len(list(simulator.requests())) == 1
 
 
@@ -267,12 +264,6 @@ def test_a_proxy_that_passes_on_what_the_service_says_is_a_failure_too(
     assert report.one("direct").verdict == "failure"
     assert report.one("direct").finding.endswith("the header via: 1.1 squid (squid/5.7)")
     assert report.one("name") == Check("ok", "this VM is vm-1", "")
-
-
-def test_a_service_without_the_check_of_the_header_is_a_warning(examine: Examine, endpoint: Endpoint) -> None:
-    endpoint.asks_for_header = False
-    report = examine(endpoint.url)
-    assert report.verdicts(*OF_IMDS) == ["ok", "ok", "warning", *["ok"] * 5]
 
 
 @pytest.mark.parametrize(
@@ -311,7 +302,7 @@ def test_a_document_that_is_none_is_told(
 def test_a_version_that_is_refused_is_told(examine: Examine, simulator: Simulator) -> None:
     simulator.fault("vm-1", "status", on="poll", status=400)
     report = examine(simulator.endpoint("vm-1"))
-    assert report.verdicts("header", "name", "version") == ["ok", "ok", "failure"]
+    assert report.verdicts("name", "version") == ["ok", "failure"]
     assert "events" not in report.checks
 
 
@@ -680,7 +671,7 @@ def test_what_another_program_says_on_the_port_is_not_taken_for_the_agents_word(
     listen = endpoint.url.removeprefix("http://")  # answers 400 to what lacks the header, and could as well 503
     with contextlib.closing(host.hold_lock(state / "lock")):
         report = examine(endpoint.url, listen=listen)
-    assert report.one("agent") == Check("ok", f"runs (pid {os.getpid()}), its version cannot be told", "")
+    assert report.one("agent") == Check("ok", f"runs (pid {os.getpid()}), its version is not known", "")
     assert report.one("listen").finding.startswith(
         f"{listen} is taken, perhaps by the agent, and answers no plain HTTP request for a page"
     )

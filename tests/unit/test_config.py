@@ -54,7 +54,7 @@ def test_the_fault_form_is_the_documented_one() -> None:
         (HOOKS + "rules: [{name: a, on_start: [x]}]", 'rules[0].on_start[0]: there is no hook "x"; known are: drain, resume'),
         ("\nrules: [{name: a, recover: [x]}]", 'rules[0].recover[0]: there is no hook "x"; there is no hook yet'),
         (HOOKS + "on_clear: [resum]", 'on_clear[0]: there is no hook "resum"; did you mean "resume"?'),
-        (HOOKS + "rules: [{name: a, prepare: [drain, drain]}]", 'rules[0].prepare[1]: hook "drain" stands in this list already'),
+        (HOOKS + "rules: [{name: a, prepare: [drain, drain]}]", 'rules[0].prepare[1]: hook "drain" is in this list already'),
         ("\nrules: [{name: a}, {name: a}]", 'rules[1].name: the rule in line 2 is called "a" already'),
         ("\nhooks: {a: {}}", "hooks.a: expected one of run (a program and its arguments), shell (a command line) or unit (a systemd service); got none"),
         ("\nhooks: {a: {run: [x], shell: x}}", "hooks.a: expected one of run (a program and its arguments), shell (a command line) or unit (a systemd service); got run and shell"),
@@ -67,7 +67,7 @@ def test_the_fault_form_is_the_documented_one() -> None:
         ("\nhooks: {a: {unit: ''}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got ""'),
         ("\nhooks: {a: {unit: a.service, user: app}}", "hooks.a.user: cannot be used together with unit: User= in the unit's file says it"),
         ("\nhooks: {a: {unit: a.service, cwd: /}}", "hooks.a.cwd: cannot be used together with unit: WorkingDirectory= in the unit's file says it"),
-        ("\nhooks: {a: {unit: a.service, env: {A-B: c}}}", 'hooks.a.env: expected letters, digits and _, for systemd ignores any other variable; got "A-B"'),
+        ("\nhooks: {a: {unit: a.service, env: {A-B: c}}}", 'hooks.a.env: expected letters, digits and _, as systemd ignores any other variable; got "A-B"'),
         ("\nhooks: {a: {unit: a.service, env: {A=B: c}}}", 'hooks.a.env: expected a variable\'s name; got "A=..."'),
         ("\nhooks: {a: {run: []}}", "hooks.a.run: expected a program and its arguments; got an empty list"),
         ("\nhooks: {a: {run: ['']}}", "hooks.a.run[0]: expected a text; got an empty one"),
@@ -130,7 +130,7 @@ def test_a_hook_cannot_choose_its_user_on_windows() -> None:
 def test_a_hook_cannot_be_a_unit_on_windows() -> None:
     text = "hooks: {a: {unit: drain-web.service}}"
     assert faults(text, may_start_units=False) == (
-        "policy.yaml:1: hooks.a.unit: cannot be used on Windows, for a unit needs systemd: use run or shell",
+        "policy.yaml:1: hooks.a.unit: cannot be used on Windows, where there is no systemd: use run or shell",
     )
 
 
@@ -250,8 +250,8 @@ def test_a_rule_that_may_still_match_is_no_warning(one: str, other: str) -> None
 @pytest.mark.parametrize(
     ("rule", "warning"),
     [
-        ("prepare: [drain], recover: [resume], approve: when-prepared, shared: first", "rules[0].shared: approves for all VMs of an event, and knows nothing of the preparation of the others: write hold, or approve: immediately"),
-        ("prepare: [drain], recover: [resume], approve: when-prepared, shared: any", "rules[0].shared: approves for all VMs of an event, and knows nothing of the preparation of the others: write hold, or approve: immediately"),
+        ("prepare: [drain], recover: [resume], approve: when-prepared, shared: first", "rules[0].shared: approves for all VMs of an event, but does not know whether the others are prepared: write hold, or approve: immediately"),
+        ("prepare: [drain], recover: [resume], approve: when-prepared, shared: any", "rules[0].shared: approves for all VMs of an event, but does not know whether the others are prepared: write hold, or approve: immediately"),
         ("prepare: [drain], recover: [resume], lead: 4m", "rules[0].prepare[0]: the timeout of drain (5m) is longer than lead (4m): NotBefore may cut it short"),
         ("prepare: [drain], recover: [resume], drain_for: 11m, lead: 10m, when: {type: Reboot}", "rules[0].drain_for: it (11m) is longer than lead (10m): NotBefore may cut it short"),
         ("prepare: [drain], recover: [resume], approve: immediately", "rules[0].approve: does not wait for the hooks of prepare: write when-prepared if it should"),
@@ -279,7 +279,7 @@ def test_a_rule_that_prepares_is_no_warning_whoever_approves(more: str) -> None:
 def test_a_window_of_a_rule_that_does_not_approve_is_a_warning() -> None:
     text = "maintenance_windows: {night: {start: 02:00, length: 4h}}\nrules: [{name: a, approve: manual, window: night}]"
     assert warnings(text) == [
-        "policy.yaml:2: rules[0].window: does nothing with approve: manual, for only what is approved begins in it"
+        "policy.yaml:2: rules[0].window: does nothing with approve: manual, as only events that are approved begin in it"
     ]
 
 
@@ -288,7 +288,7 @@ def test_a_window_of_a_rule_that_does_not_approve_is_a_warning() -> None:
 )
 def test_an_endpoint_with_a_name_is_a_warning(host: str, is_warned_of: bool) -> None:
     text = f"imds: {{endpoint: 'http://{host}:8080'}}"
-    expected = f"policy.yaml:1: imds.endpoint: {host} has to be looked up before each request: write an address"
+    expected = f"policy.yaml:1: imds.endpoint: {host} is looked up before each request: write an address"
     assert warnings(text) == ([expected] if is_warned_of else [])
 
 

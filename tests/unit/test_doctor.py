@@ -16,7 +16,6 @@ from agent.cli.diagnosis import (
     judge_disk,
     judge_document,
     judge_first_answer,
-    judge_header,
     judge_name,
     judge_others,
     judge_rate,
@@ -146,9 +145,9 @@ def test_the_first_answer_is_the_last_if_nothing_can_be_learned_from_more() -> N
     assert (page.check, page.verdict) == ("direct", "failure")
     no_header = {"error": "Bad request. Required metadata header not specified"}
     assert judge_first_answer(answer(400, no_header, ImdsError("400", kind="bad_request"))) == failure(
-        "header",
+        "direct",
         "the service did not see the header Metadata: true that was sent",
-        "find what takes it away on its way: a proxy, or a filter",
+        "find what removes it on the way: a proxy, or a filter",
     )
     assert judge_first_answer(answer(410, b"", ImdsError("GET: 410 Gone", kind="gone"))) == failure(
         "endpoint", "GET: 410 Gone", "the service is being updated: run this again in two minutes"
@@ -157,17 +156,6 @@ def test_the_first_answer_is_the_last_if_nothing_can_be_learned_from_more() -> N
         "rate",
         "refused for too many requests (429), twice within two seconds",
         "find what else on this VM asks the metadata service so often: the limit is for all programs together",
-    )
-
-
-def test_a_service_that_does_not_ask_for_the_header_is_not_the_real_one() -> None:
-    accepted = ok("header", "Metadata: true is accepted, and a request without it is refused")
-    assert judge_header(answer(400)) == accepted
-    assert judge_header(None) == accepted
-    assert judge_header(answer()) == warning(
-        "header",
-        "a request without the header Metadata: true was answered too, which the metadata service refuses",
-        SOMETHING_ELSE,
     )
 
 
@@ -185,7 +173,7 @@ def test_the_version_is_known_if_the_service_takes_it() -> None:
 @pytest.mark.parametrize(
     ("found", "finding"),
     [
-        (events(), ok("events", "none is pending, so what Resources call this VM cannot be told now")),
+        (events(), ok("events", "none is pending, so it is not known yet what Resources call this VM")),
         (events(["vm"], ["other"]), ok("events", "2 events pending, Resources of 1 name this VM")),
         (events(["other", "_VM"]), ok("events", "1 event pending, Resources of 1 name this VM")),
         (events(["b", "a"]), ok("events", "1 event pending, for other VMs only: a, b")),
@@ -398,7 +386,7 @@ def test_no_other_agent_is_well() -> None:
             False,
             -1,
             True,
-            "with the built-in policy, for there was no policy file when it started",
+            "with the built-in policy, as there was no policy file when it started",
         ),
         ({}, True, 1, True, "with the policy as it was read at 2026-04-11 12:00:00Z; its file has changed since"),
         ({"is_paused": True}, True, -1, True, "and is paused: it watches, and does nothing"),
