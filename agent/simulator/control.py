@@ -5,12 +5,10 @@ A web page of another site, open in the browser of this machine, can neither rea
 header must name this port, and a POST must be JSON, which a browser sends to another site only if that allows it.
 """
 
-import contextlib
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import resources
-from ipaddress import ip_address
 from typing import Annotated, Any, Self, TypeVar, get_args
 from urllib.parse import urlsplit
 
@@ -111,7 +109,7 @@ class Control:
 
     def _check_sender(self, request: Request) -> None:
         host = request.headers.get("host", "").lower()
-        if host not in self._hosts and not (self._server.is_open and _is_no_domain(host)):
+        if host not in self._hosts and not self._server.is_open:
             raise _RefusedError(403, f'expected the Host 127.0.0.1:{self.port}; got "{host}"')
         if request.method != "POST":
             return
@@ -137,17 +135,6 @@ class Control:
             return _json_answer(state_of(self._simulator), 200)
         event_id = self._simulator.play(_ACTIONS[path](request.body, path.removeprefix("/")))
         return _json_answer({"event": event_id} if event_id else {}, 200)
-
-
-def _is_no_domain(host: str) -> bool:
-    """Whether the name is an address or has no dot: a domain may be another site's that points here."""
-    with contextlib.suppress(ValueError):
-        name = urlsplit(f"//{host}").hostname or "."
-        if "." not in name:
-            return True
-        ip_address(name)
-        return True
-    return False
 
 
 def state_of(simulator: Simulator) -> dict[str, Any]:

@@ -6,6 +6,7 @@ service would refuse never reaches the model of the events.
 
 import json
 from http.client import responses
+from importlib import resources
 from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 from uuid import UUID, uuid5
@@ -18,39 +19,12 @@ Purpose = Literal["poll", "approve", "instance", "other"]
 
 # /metadata/instance has versions of its own; the newest three are what the service names in a refusal.
 INSTANCE_VERSIONS = (
-    "2017-04-02",
-    "2017-08-01",
-    "2017-12-01",
-    "2018-02-01",
-    "2018-04-02",
-    "2018-10-01",
-    "2019-02-01",
-    "2019-03-11",
-    "2019-04-30",
-    "2019-06-01",
-    "2019-06-04",
-    "2019-08-01",
-    "2019-08-15",
-    "2019-11-01",
-    "2020-06-01",
-    "2020-07-15",
-    "2020-09-01",
-    "2020-10-01",
-    "2020-12-01",
-    "2021-01-01",
-    "2021-02-01",
-    "2021-03-01",
-    "2021-05-01",
-    "2021-10-01",
-    "2021-11-01",
-    "2021-11-15",
-    "2021-12-13",
-    "2023-07-01",
-    "2023-11-15",
-    "2024-03-15",
-    "2024-07-17",
-    "2025-04-07",
-)
+    "2017-04-02", "2017-08-01", "2017-12-01", "2018-02-01", "2018-04-02", "2018-10-01", "2019-02-01",
+    "2019-03-11", "2019-04-30", "2019-06-01", "2019-06-04", "2019-08-01", "2019-08-15", "2019-11-01",
+    "2020-06-01", "2020-07-15", "2020-09-01", "2020-10-01", "2020-12-01", "2021-01-01", "2021-02-01",
+    "2021-03-01", "2021-05-01", "2021-10-01", "2021-11-01", "2021-11-15", "2021-12-13", "2023-07-01",
+    "2023-11-15", "2024-03-15", "2024-07-17", "2025-04-07",
+)  # fmt: skip
 _BAD_VERSION = (
     "Bad request. api-version is invalid or was not specified in the request. "
     "For more information refer to aka.ms/azureimds"
@@ -68,9 +42,6 @@ class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
     vm_id: str = ""
     """By default made from the name, so that it stays the same from run to run."""
     scale_set: str = ""
-    location: str = "westeurope"
-    size: str = "Standard_D2s_v5"
-    resource_group: str = "simulated"
 
     @property
     def id(self) -> str:
@@ -202,57 +173,17 @@ def _bad_version(versions: tuple[str, ...]) -> Answer:
 
 def _instance(vm: VirtualMachine) -> dict[str, Any]:
     """The instance's data; as with the real service every value is a string."""
-    number = sum(vm.name.encode()) % 200 + 4
-    host_name = vm.name.split(".")[0].replace("_", "")[:9] + "000000"
-    subscription = str(uuid5(_VM_ID_SPACE, "subscription"))
-    return {
-        "compute": {
-            "azEnvironment": "AzurePublicCloud",
-            "evictionPolicy": "",
-            "location": vm.location,
-            "name": vm.name,
-            "offer": "debian-12",
-            "osProfile": {
-                "adminUsername": "azureuser",
-                # Never the name that Resources uses, so that a client that confuses the two is found out.
-                "computerName": host_name,
-                "disablePasswordAuthentication": "true",
-            },
-            "osType": "Linux",
-            "placementGroupId": str(uuid5(_VM_ID_SPACE, vm.scale_set)) if vm.scale_set else "",
-            "platformFaultDomain": "0",
-            "platformUpdateDomain": "0",
-            "priority": "Regular",
-            "provider": "Microsoft.Compute",
-            "publisher": "Debian",
-            "resourceGroupName": vm.resource_group,
-            "resourceId": (
-                f"/subscriptions/{subscription}/resourceGroups/{vm.resource_group}"
-                f"/providers/Microsoft.Compute/virtualMachines/{vm.name}"
-            ),
-            "sku": "12-gen2",
-            "subscriptionId": subscription,
-            "tags": "",
-            "tagsList": [],
-            "version": "0.20240717.1811",
-            "vmId": vm.id,
-            "vmScaleSetName": vm.scale_set,
-            "vmSize": vm.size,
-            "zone": "",
-        },
-        "network": {
-            "interface": [
-                {
-                    "ipv4": {
-                        "ipAddress": [{"privateIpAddress": f"10.0.0.{number}", "publicIpAddress": ""}],
-                        "subnet": [{"address": "10.0.0.0", "prefix": "24"}],
-                    },
-                    "ipv6": {"ipAddress": []},
-                    "macAddress": f"000D3A{number:06X}",
-                }
-            ]
-        },
-    }
+    text = (resources.files(__package__) / "instance.json").read_text(encoding="utf-8")
+    instance: dict[str, Any] = json.loads(text)
+    compute = instance["compute"]
+    compute["name"] = vm.name
+    # Never the name that Resources uses, so that a client that confuses the two is found out.
+    compute["osProfile"]["computerName"] = vm.name.split(".")[0].replace("_", "")[:9] + "000000"
+    compute["placementGroupId"] = str(uuid5(_VM_ID_SPACE, vm.scale_set)) if vm.scale_set else ""
+    compute["resourceId"] += vm.name
+    compute["vmId"] = vm.id
+    compute["vmScaleSetName"] = vm.scale_set
+    return instance
 
 
 def _part_of(instance: dict[str, Any], path: list[str], format_: str) -> Answer:

@@ -1,13 +1,12 @@
 """Records the documents of a real endpoint, asked for as the agent would ask.
 
-Owns the asking: one GET a second, directly, bounded in size and time, no redirect followed. It never approves.
-The one invariant: every line that it has written is whole, so that a recording may be cut off at any moment.
+Owns the asking: one GET a second, no proxy, no redirect, a bounded body. It never approves. Every line that it has
+written is whole, so that a recording may be cut off at any moment.
 """
 
 import contextlib
 import http.client
 import json
-import socket
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -19,17 +18,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from agent.simulator.azure import EVENTS_VERSIONS, SimulatorError
-from agent.simulator.protocol import INSTANCE_VERSIONS
 from agent.simulator.recording import Origin, Recorded, make_recorded, summarize
 
 REAL_ENDPOINT = "http://169.254.169.254"
 _MAX_BODY_BYTES = 1024 * 1024
 _TIMEOUT_SECONDS = 10.0
 _FIRST_TIMEOUT_SECONDS = 120.0  # the first request switches the service on, which may take two minutes
-_INSTANCE_VERSION = "2021-12-13"
 _DOCUMENT_PATH = f"/metadata/scheduledevents?api-version={EVENTS_VERSIONS[-1]}"
-_INSTANCE_PATH = f"/metadata/instance/compute?api-version={_INSTANCE_VERSION}"
-assert _INSTANCE_VERSION in INSTANCE_VERSIONS  # noqa: S101
+_INSTANCE_PATH = "/metadata/instance/compute?api-version=2021-12-13"
 
 Tell = Callable[[datetime, str], None]
 """Called with a time and what there is to say, whenever that has changed."""
@@ -95,20 +91,11 @@ class _RefusedError(Exception):
 
 
 def _get(host: str, port: int, path: str, timeout: float) -> bytes:
-    """The body of a 200, all of it in ``timeout`` seconds; http.client knows no proxy and follows no redirect."""
-    connection = http.client.HTTPConnection(host, port, timeout=timeout)
-    with contextlib.closing(connection):
-        connection.connect()
-        # Each read has the time limit by itself; this one is for them all.
-        watch = threading.Timer(timeout, _cut, (connection.sock,))
-        watch.daemon = True
-        watch.start()
-        try:
-            connection.request("GET", path, headers={"Metadata": "true", "Connection": "close"})
-            response = connection.getresponse()
-            body = response.read(_MAX_BODY_BYTES + 1)
-        finally:
-            watch.cancel()
+    """The body of a 200; http.client knows no proxy and follows no redirect."""
+    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=timeout)) as connection:
+        connection.request("GET", path, headers={"Metadata": "true", "Connection": "close"})
+        response = connection.getresponse()
+        body = response.read(_MAX_BODY_BYTES + 1)
     if response.status != http.client.OK:
         raise _RefusedError(f"{response.status} {response.reason}")
     if len(body) > _MAX_BODY_BYTES:
@@ -116,11 +103,6 @@ def _get(host: str, port: int, path: str, timeout: float) -> bytes:
     if response.length:
         raise _RefusedError("with less than it announced")
     return body
-
-
-def _cut(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _origin(body: bytes) -> Origin:

@@ -19,7 +19,7 @@ from agent.simulator.protocol import Answer, Imds, Request, VirtualMachine, make
 from agent.simulator.recording import Recording, Replay, as_played
 from agent.simulator.scenario import Scenario, Step
 
-PORTAL = "somebody else"
+PORTAL = "the portal"
 """Who has approved an event if none of its VMs did."""
 
 

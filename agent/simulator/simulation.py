@@ -164,7 +164,6 @@ class Simulator:
         lasts_seconds: float | None = 10.0,
         start_delay_seconds: float = 0.5,
         starts_when_approved: bool = True,
-        all_must_approve: bool = False,
         begins_started: bool = False,
         shows_started: bool = True,
         new_id_at_start: bool = False,
@@ -172,9 +171,8 @@ class Simulator:
     ) -> str:
         """Announce an event, by default for the first VM and with the notice of its type; returns its id.
 
-        It starts ``start_delay_seconds`` after the first approval (``all_must_approve``: after one by each of its
-        VMs) or at NotBefore (a whole second, so up to a second more than ``notice_seconds`` away), and is gone
-        ``lasts_seconds`` later (None: at ``end``).
+        It starts ``start_delay_seconds`` after the first approval or at NotBefore (a whole second, so up to a
+        second more than ``notice_seconds`` away), and is gone ``lasts_seconds`` later (None: at ``end``).
         """
         plan = Plan(
             type=type_,
@@ -187,7 +185,6 @@ class Simulator:
             lasts_seconds=lasts_seconds,
             start_delay_seconds=start_delay_seconds,
             starts_when_approved=starts_when_approved,
-            all_must_approve=all_must_approve,
             begins_started=begins_started,
             shows_started=shows_started,
             new_id_at_start=new_id_at_start,
@@ -319,8 +316,10 @@ class Simulator:
             result = test()
             if result:
                 return result
-            why = "the simulator was closed" if self._is_closed else f"waited {timeout_seconds:g} s in vain"
-            raise SimulatorError(f"{why} until {what}; {self._account()}", kind="timeout")
+            why = (
+                "the simulator was closed while" if self._is_closed else f"gave up after {timeout_seconds:g} s of"
+            )
+            raise SimulatorError(f"{why} waiting until {what}; {self._account()}", kind="timeout")
 
     def wait_seen(self, event_id: str, vm: str = "", timeout_seconds: float = PATIENCE_SECONDS) -> SimulatedEvent:
         """Wait until a VM was served a document with the event."""

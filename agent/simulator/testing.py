@@ -1,7 +1,7 @@
 """A pytest plugin to test a policy and its hooks: simulated Azure, and for each VM the real agent as a process.
 
-Owns the agents' processes, their directories, and what it tells of what came of an event. Decides nothing about
-events: what is seen here is what the agent did. The one invariant: after a test nothing that it started is left.
+Owns the agents' processes, their directories, and the reading of what came of an event. Decides nothing about
+events: what is seen here is what the agent did. After a test, nothing that it started is left.
 
 Switched on by ``pytest_plugins = ["agent.simulator.testing"]`` in conftest.py. It is the only module of the agent
 that knows pytest.
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import pytest
@@ -80,7 +80,7 @@ class HookEnd(msgspec.Struct, frozen=True, kw_only=True):
 class ScheduledEvents:
     """A simulated Azure, and an agent of one of its VMs that runs once ``run`` is called.
 
-    The agent keeps its state from one ``run`` to the next. Waiting raises OutcomeError when it was in vain.
+    The agent keeps its state from one ``run`` to the next. A wait that is too long raises OutcomeError.
     """
 
     def __init__(self, directory: Path, azure: Simulator, vm: str = "") -> None:
@@ -161,34 +161,22 @@ class ScheduledEvents:
     def hooks(self, event_id: str = "", *, name: str = "", stage: str = "") -> tuple[HookEnd, ...]:
         """Hooks that have ended, oldest first: all, or those of one event, name or stage."""
         notes = self._notes()
-        ends: list[HookEnd] = []
-        for entry in self._journal():
-            if entry.kind not in ("hook_finished", "hook_canceled") or not entry.outcome:
-                continue
-            given = [
-                note["given"]
-                for note in notes
-                if note["hook"] == entry.hook
-                and note["given"].get("SCHEDULED_EVENT_ID", "").casefold() == entry.event_id.casefold()
-                and note["given"].get("SCHEDULED_EVENT_STAGE") == entry.stage
-            ]
-            ends.append(
-                HookEnd(
-                    name=entry.hook,
-                    stage=entry.stage,
-                    event_id=entry.event_id,
-                    outcome=entry.outcome,
-                    reason=entry.text,
-                    output=entry.detail,
-                    environment=given[-1] if given else {},
-                )
-            )
         return tuple(
-            end
-            for end in ends
-            if (not event_id or self._is(end.event_id, event_id))
-            and name in ("", end.name)
-            and stage in ("", end.stage)
+            HookEnd(
+                name=entry.hook,
+                stage=entry.stage,
+                event_id=entry.event_id,
+                outcome=entry.outcome,
+                reason=entry.text,
+                output=entry.detail,
+                environment=notes.get((entry.hook, entry.event_id.casefold(), entry.stage), {}),
+            )
+            for entry in self._journal()
+            if entry.kind in ("hook_finished", "hook_canceled")
+            and entry.outcome
+            and (not event_id or self._is(entry.event_id, event_id))
+            and name in ("", entry.hook)
+            and stage in ("", entry.stage)
         )
 
     def wait_hook(
@@ -243,14 +231,11 @@ class ScheduledEvents:
 
     def _write_policy(self, settings: Settings, hooks: Mapping[str, Sequence[str | os.PathLike[str]]]) -> None:
         replace = msgspec.structs.replace
-        recorded = {
-            name: self._recorded(
-                name, replace(hook, run=tuple(map(_argument, hooks[name])), shell=None, unit=None, user=None)
-            )
-            if name in hooks
-            else self._recorded(name, hook)
-            for name, hook in settings.hooks.items()
+        own = {
+            name: replace(settings.hooks[name], run=tuple(map(_argument, run)), shell=None, unit=None, user=None)
+            for name, run in hooks.items()
         }
+        recorded = {name: self._recorded(name, hook) for name, hook in {**settings.hooks, **own}.items()}
         changed = replace(
             settings,
             hooks=recorded,
@@ -334,11 +319,17 @@ class ScheduledEvents:
         finally:
             store.close()
 
-    def _notes(self) -> list[dict[str, Any]]:
+    def _notes(self) -> dict[tuple[str, str, str], dict[str, str]]:
+        """The variables that a hook was given last, by its name, its event's id (folded) and its stage."""
         if not self._notes_file.exists():
-            return []
-        lines = self._notes_file.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may be in the writing
-        return [json.loads(line) for line in lines]
+            return {}
+        notes = {}
+        lines = self._notes_file.read_text(encoding="utf-8").split("\n")[:-1]  # the last line may not be whole yet
+        for note in map(json.loads, lines):
+            given = note["given"]
+            event_id = given.get("SCHEDULED_EVENT_ID", "").casefold()
+            notes[note["hook"], event_id, given.get("SCHEDULED_EVENT_STAGE", "")] = given
+        return notes
 
     def _is(self, found: str, event_id: str) -> bool:
         """Whether an id of the journal is that of an event, which may have gone on under another one."""
@@ -368,7 +359,7 @@ class ScheduledEvents:
             else:
                 time.sleep(_PAUSE_SECONDS)
                 continue
-            raise OutcomeError(f"waited in vain until {what}: {why}; {self._account()}")
+            raise OutcomeError(f"gave up waiting until {what}: {why}; {self._account()}")
         return result
 
     def _account(self) -> str:

@@ -31,7 +31,7 @@ FAULTS: Mapping[str, tuple[FaultKind, dict[str, Any], str]] = {
     "half-closed in the middle": ("half-closed", {}, "malformed"),
     "a body without end": ("endless", {}, "too_large"),
     "a body of a gigabyte": ("oversized", {"size_bytes": 2**30}, "too_large"),
-    "a Content-Length too small": ("wrong-length", {}, "malformed"),
+    "a Content-Length too small": ("wrong-length", {}, "document"),
     "chunks that are none": ("bad-chunks", {}, "malformed"),
     "a gzip bomb": ("gzip-bomb", {"size_bytes": 2**24}, "document"),
     "a redirect": ("redirect", {}, "redirect"),

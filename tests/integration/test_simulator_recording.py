@@ -137,7 +137,6 @@ def test_what_a_line_of_json_could_not_hold_is_recorded_as_a_text(body: bytes) -
         ("endless", {}, "answers more than 1 MiB"),
         ("truncated", {}, "answers with less than it announced"),
         ("stall", {}, "does not answer: "),
-        ("drip", {"delay_seconds": 0.2}, ""),
     ],
 )
 def test_trouble_is_told_and_the_endpoint_asked_again(
@@ -145,7 +144,6 @@ def test_trouble_is_told_and_the_endpoint_asked_again(
 ) -> None:
     path = tmp_path / "mine.jsonl"
     monkeypatch.setattr(recorder, "_FIRST_TIMEOUT_SECONDS", 2.0)
-    monkeypatch.setattr(recorder, "_TIMEOUT_SECONDS", 2.0)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nobody is there
     with Simulator(rate_limit=None) as azure:
         azure.fault(None, fault, on="poll", count=1, **options)

@@ -40,7 +40,7 @@ def test_one_can_wait_for_each_step_of_an_events_life() -> None:
         assert simulator.wait_seen(event_id).seen_by == ("vm-1",)
         poller.join()
         simulator.approve(event_id)
-        assert simulator.wait_approved(event_id).approved_by == "somebody else"
+        assert simulator.wait_approved(event_id).approved_by == "the portal"
         assert simulator.wait_started(event_id).started_at is not None
         assert simulator.wait_gone(event_id).outcome == "completed"
         assert kinds(simulator) == ["scheduled", "polled", "approved", "started", "gone"]
@@ -56,7 +56,7 @@ def test_one_can_wait_for_further_polls() -> None:
         assert len(simulator.requests()) == 2
 
 
-def test_waiting_in_vain_tells_what_there_was_to_see() -> None:
+def test_a_wait_that_is_too_long_tells_what_there_was_to_see() -> None:
     with Simulator() as simulator:
         event_id = simulator.schedule("Reboot")
         simulator.fault("vm-1", "status", status=404)
@@ -65,8 +65,8 @@ def test_waiting_in_vain_tells_what_there_was_to_see() -> None:
             simulator.wait_approved(event_id, timeout_seconds=0.05)
     assert caught.value.kind == "timeout"
     assert str(caught.value) == (
-        f"waited 0.05 s in vain until event {event_id} was approved; events: Reboot {event_id} Scheduled; "
-        "1 requests, the last: vm-1 GET 404 (status)"
+        f"gave up after 0.05 s of waiting until event {event_id} was approved; "
+        f"events: Reboot {event_id} Scheduled; 1 requests, the last: vm-1 GET 404 (status)"
     )
 
 
@@ -74,7 +74,7 @@ def test_waiting_ends_when_the_simulator_is_closed() -> None:
     simulator = Simulator().start()
     event_id = simulator.schedule("Reboot")
     threading.Timer(0.05, simulator.close).start()
-    with pytest.raises(SimulatorError, match=r"^the simulator was closed until event"):
+    with pytest.raises(SimulatorError, match=r"^the simulator was closed while waiting until event"):
         simulator.wait_gone(event_id, timeout_seconds=30)
 
 

@@ -92,7 +92,7 @@ def test_a_failure_shows_what_the_agent_wrote_and_leaves_nothing_running(directo
     ran = run_pytest(directory)
     assert ran.returncode == 1
     assert (
-        "OutcomeError: waited in vain until hook drain had ended: it took longer than 0.1 s; the agent's"
+        "OutcomeError: gave up waiting until hook drain had ended: it took longer than 0.1 s; the agent's"
         in ran.stdout
     )
     assert "hook_started: hook drain starts" in ran.stdout
@@ -138,7 +138,7 @@ def test_waiting_without_an_agent_does_not_last(events: ScheduledEvents) -> None
     with pytest.raises(OutcomeError) as caught:
         events.wait_hook("drain")
     assert str(caught.value) == (
-        "waited in vain until hook drain had ended: the agent does not run; the agent's journal tells: nothing\n"
+        "gave up waiting until hook drain had ended: the agent does not run; the agent's journal tells: nothing\n"
         "and its log ends:\n  nothing"
     )
 
@@ -199,7 +199,7 @@ def test_a_shell_line_and_its_attempts_run_as_they_would_and_a_crash_in_between_
     path = write_policy(
         tmp_path,
         "rules: [{name: all, prepare: [one], recover: [two], lead: 1d}]\n"
-        "hooks: {one: {shell: 'echo to %SCHEDULED_EVENT_VM%$SCHEDULED_EVENT_VM& exit 3', attempts: 2, "
+        "hooks: {one: {shell: 'echo to %SCHEDULED_EVENT_VM%$SCHEDULED_EVENT_VM&& exit 3', attempts: 2, "
         "retry_delay: 10ms}, two: {run: ['no such program']}}\n",
     )
     with Simulator(vms=("mine",), rate_limit=None) as azure:

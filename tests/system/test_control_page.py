@@ -57,7 +57,7 @@ def test_an_event_is_led_through_its_life_by_hand(chromium: Browser, azure: Simu
     assert (event.plan.type, event.plan.vms, event.plan.lasts_seconds) == ("Redeploy", ("web_0", "web_1"), None)
     assert tab.wait("document.querySelector('[data-until]').textContent.startsWith('in ') && 'yes'") == "yes"
 
-    for button, seen in (("approve", "approved by somebody else"), ("start", "Started"), ("end", "completed")):
+    for button, seen in (("approve", "approved by the portal"), ("start", "Started"), ("end", "completed")):
         tab.ask(
             f"[...document.querySelectorAll('#events button')].find(b => b.textContent === '{button}').click()"
         )
