@@ -170,19 +170,18 @@ def _may(path: Path, right: str, user: str | None) -> bool:
     return asked.returncode == 0
 
 
-def temporary_disk(path: Path, root: Path = Path("/")) -> Path | None:
+def temporary_disk(path: Path) -> Path | None:
     """The root of the temporary disk of this VM that the path is on; None if it is on none that is known."""
     path = Path(os.path.realpath(path))
     for place in (path, *path.parents):
         if (place / _TEMPORARY_WARNING).exists():
             return place
     mount = surroundings.mount_of(path)
-    return Path(mount.place) if mount is not None and surroundings.is_temporary(mount, root) else None
+    return Path(mount.place) if mount is not None and surroundings.is_temporary(mount) else None
 
 
-def file_system(path: Path, root: Path = Path("/")) -> tuple[str, Path] | None:
+def file_system(path: Path) -> tuple[str, Path] | None:
     """Kind of the file system that the path is on, and where that is mounted; None if it cannot be told."""
-    del root
     mount = surroundings.mount_of(Path(os.path.realpath(path)))
     return None if mount is None else (mount.kind, Path(mount.place))
 

@@ -73,9 +73,9 @@ def dhcp_option_245() -> str | None:
     return _option_245_of(Path("/"))
 
 
-def other_approvers(root: Path = Path("/")) -> list[Approver]:
+def other_approvers() -> list[Approver]:
     """Other programs on this machine that approve events, as far as they are known."""
-    return surroundings.linux_approvers(root)
+    return surroundings.linux_approvers()
 
 
 def own_service() -> OwnService | None:

@@ -152,9 +152,8 @@ def is_privileged() -> bool:
     return permissions.is_administrator()
 
 
-def temporary_disk(path: Path, root: Path = Path("/")) -> Path | None:
-    """The root of this VM's temporary disk if the path is on it, else None. ``root`` is for Linux."""
-    del root
+def temporary_disk(path: Path) -> Path | None:
+    """The root of this VM's temporary disk if the path is on it, else None."""
     path = path.absolute()
     label, _ = _volume(path)
     if label == _TEMPORARY_LABEL:
@@ -162,9 +161,8 @@ def temporary_disk(path: Path, root: Path = Path("/")) -> Path | None:
     return next((place for place in (path, *path.parents) if (place / _TEMPORARY_WARNING).exists()), None)
 
 
-def file_system(path: Path, root: Path = Path("/")) -> tuple[str, Path] | None:
+def file_system(path: Path) -> tuple[str, Path] | None:
     """Kind of the file system that the path is on, and its root; None if it cannot be told."""
-    del root
     _, kind = _volume(path)
     return (kind, Path(path.absolute().anchor)) if kind else None
 

@@ -82,7 +82,7 @@ def _subkeys(key: str) -> list[str]:
     return names
 
 
-def other_approvers(root: Path = Path("/")) -> list[Approver]:
+def other_approvers() -> list[Approver]:
     """Other programs on this machine that approve events, as far as they are known."""
     services: list[tuple[str, str, bool]] = []
     if sys.platform == "win32":  # the only system for which psutil has the function
@@ -91,9 +91,7 @@ def other_approvers(root: Path = Path("/")) -> list[Approver]:
                 with contextlib.suppress(psutil.Error):  # it was removed, or this account may not ask
                     is_running = service.status() != "stopped"
                     services.append((service.name(), service.display_name() or "", is_running))
-    if root == Path("/"):
-        root = Path(f"{os.environ.get('SYSTEMDRIVE', 'C:')}\\")
-    return surroundings.windows_approvers(services, root)
+    return surroundings.windows_approvers(services, Path(f"{os.environ.get('SYSTEMDRIVE', 'C:')}\\"))
 
 
 def is_shutting_down() -> bool | None:
