@@ -14,7 +14,7 @@ Decisions are values; someone else carries them out.
     transport.py  EDGE   HTTP with one deadline for an exchange and a bounded answer
     imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name
     hooks/        EDGE   run one hook: environment, time limit, whole process tree, output
-    store.py      EDGE   SQLite: workflows, journal, operator requests
+    store/        EDGE   SQLite: workflows, journal, operator requests
     web/          EDGE   the web server, its certificates, and the files of the status page
     metrics.py    EDGE   every metric in one table
     log_ids.py    PURE   ids of log messages: for the Event Log, the journal, alerts

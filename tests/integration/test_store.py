@@ -21,6 +21,7 @@ from agent.events import ScheduledEvent
 from agent.policy import Decision
 from agent.status import JournalEntry
 from agent.store import FILE_NAME, Store, StoreError
+from agent.store import file as store_file
 from agent.workflow import Note, Phase, Step, Workflow
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, 123456, tzinfo=UTC)
@@ -431,8 +432,8 @@ def test_a_file_of_an_older_schema_is_brought_up_to_date_and_keeps_what_it_holds
     store = Store.open(tmp_path, NOW)
     store.commit([make_step("one", "seen")], NOW)
     store.close()
-    migrations = (*store_module._MIGRATIONS, "ALTER TABLE journal ADD COLUMN host TEXT NOT NULL DEFAULT 'here';")
-    monkeypatch.setattr(store_module, "_MIGRATIONS", migrations)
+    migrations = (*store_file._MIGRATIONS, "ALTER TABLE journal ADD COLUMN host TEXT NOT NULL DEFAULT 'here';")
+    monkeypatch.setattr(store_file, "_MIGRATIONS", migrations)
     for _ in range(2):  # the second time there is nothing to do
         store = Store.open(tmp_path, NOW)
         assert store.load_workflows() == [make_workflow("one")]
@@ -451,7 +452,7 @@ def test_a_migration_that_fails_in_the_middle_leaves_the_file_as_it_was(
     filling = "CREATE TABLE more (text TEXT); INSERT INTO more VALUES (zeroblob(100000));"
     limited = f"COMMIT; PRAGMA max_page_count = {pages}; BEGIN IMMEDIATE; {filling}"
     with monkeypatch.context() as patch:
-        patch.setattr(store_module, "_MIGRATIONS", (*store_module._MIGRATIONS, limited))
+        patch.setattr(store_file, "_MIGRATIONS", (*store_file._MIGRATIONS, limited))
         with pytest.raises(StoreError) as caught:
             Store.open(tmp_path, NOW)
     path = tmp_path / FILE_NAME
@@ -473,7 +474,7 @@ def test_a_file_of_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> N
     with pytest.raises(StoreError) as caught:
         Store.open(tmp_path, NOW)
     assert str(caught.value) == (
-        f"{path} was written by a newer version of the agent (schema 99, known {len(store_module._MIGRATIONS)}): "
+        f"{path} was written by a newer version of the agent (schema 99, known {len(store_file._MIGRATIONS)}): "
         "install that version again, or move the file away"
     )
     assert caught.value.kind == "newer"
@@ -482,7 +483,7 @@ def test_a_file_of_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> N
 
 def test_who_joins_an_older_file_does_not_change_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Store.open(tmp_path, NOW).close()
-    monkeypatch.setattr(store_module, "_MIGRATIONS", (*store_module._MIGRATIONS, "CREATE TABLE more (text TEXT);"))
+    monkeypatch.setattr(store_file, "_MIGRATIONS", (*store_file._MIGRATIONS, "CREATE TABLE more (text TEXT);"))
     with pytest.raises(StoreError) as caught:
         Store.join(tmp_path)
     assert str(caught.value) == (

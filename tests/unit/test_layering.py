@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "transport": set(),
     "imds": PURE | {"settings", "host", "transport"},
     "hooks": PURE | {"settings", "host", "typed_yaml", "hooks"},
-    "store": PURE | {"settings", "host"},
+    "store": PURE | {"settings", "host", "store"},
     "web": {"web", "typed_yaml", "host"},
     "metrics": PURE | {"settings"},
     "log": PURE | {"settings", "host"},

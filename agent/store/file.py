@@ -1,0 +1,335 @@
+"""The state file as a file: its schema, how it is made, opened and closed, and what happens when it is damaged.
+
+The one invariant: state that was lost is never taken for a new beginning.
+
+The file and its write-ahead log hold a reserve for a full disk: free pages, and a log of full length that is
+overwritten in place. So the log is never deleted; when the agent ends well, it is only marked as void.
+"""
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+
+from agent import AgentError, host
+from agent.workflow import Workflow
+
+FILE_NAME = "state.db"
+# A whole file with this name is about to replace a damaged one, whose name will be the same without it.
+_SUCCESSOR = ".successor"
+# Beside a file that is being made: while this is there, it is no loss if the file is empty.
+_BEGINNING = ".begun"
+
+# Each entry brings the schema one version further. Released entries are never edited, only added to.
+_MIGRATIONS = (
+    """
+    CREATE TABLE workflow (
+        id TEXT PRIMARY KEY, event_id TEXT NOT NULL, is_open INTEGER NOT NULL,
+        updated_at TEXT NOT NULL, body TEXT NOT NULL
+    ) STRICT;
+    CREATE INDEX workflow_open ON workflow (is_open) WHERE is_open;
+    CREATE TABLE journal (
+        id INTEGER PRIMARY KEY, at TEXT NOT NULL, workflow_id TEXT NOT NULL, event_id TEXT NOT NULL,
+        kind TEXT NOT NULL, stage TEXT NOT NULL, hook TEXT NOT NULL, outcome TEXT NOT NULL,
+        text TEXT NOT NULL, detail TEXT NOT NULL
+    ) STRICT;
+    CREATE INDEX journal_workflow ON journal (workflow_id, id);
+    CREATE INDEX journal_at ON journal (at);
+    CREATE TABLE request (
+        id INTEGER PRIMARY KEY, at TEXT NOT NULL, workflow_id TEXT NOT NULL, word TEXT NOT NULL,
+        user TEXT NOT NULL, answer TEXT
+    ) STRICT;
+    CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+    """,
+)
+# Another process holds the write lock for a few milliseconds at a time; longer is a fault.
+_BUSY_SECONDS = 2.0
+RESERVE_BYTES = 4 * 1024 * 1024
+"""Room for the lives of a hundred events: so much of the file is free, and so long is its write-ahead log."""
+# The log is moved into the file when half of it is used, so the other half has room for the largest commit.
+_CHECKPOINT_PAGES = 512
+# The first bytes of a write-ahead log; the fourth differs between machines.
+_LOG_MAGIC = b"\x37\x7f\x06"
+
+
+class StoreError(AgentError):
+    """The state file cannot be read or written now. Kinds: unusable, newer, older, write, read, damaged."""
+
+
+class _DamagedError(Exception):
+    """The file is there, but it is not what this agent wrote."""
+
+
+def open_as_owner(directory: Path, now: datetime) -> tuple[sqlite3.Connection, Path | None]:
+    """Open or make the state file for the agent; also returns where a damaged one was moved to.
+
+    The file that replaces a damaged one remembers that state was lost. If that is interrupted, the next call goes
+    on with it. Raises StoreError if there can be no file here, or if a newer version of the agent wrote it.
+    """
+    path = directory / FILE_NAME
+    reason = "that was found earlier"
+    try:
+        aside = _put_successor(path)
+        try:
+            return _open(path), aside
+        except _DamagedError as error:
+            reason = str(error)
+        _make_successor(path, now, reason)
+        aside = _put_successor(path)
+        return _open(path), aside
+    except (OSError, sqlite3.Error, _DamagedError) as error:
+        raise StoreError(
+            f"{path} is damaged ({reason}) and cannot be set aside ({error}): move it away, then start again",
+            kind="unusable",
+        ) from error
+
+
+def open_as_guest(path: Path) -> sqlite3.Connection:
+    """Open the file of an agent that may be running; nothing is made or migrated. Raises StoreError."""
+    _refuse_unreachable(path, os.R_OK | os.W_OK)
+    connection = _connect(path)
+    try:
+        with _opening(path):
+            _refuse_other_version(path, _set_up(connection), is_owner=False)
+    except _DamagedError as error:
+        connection.close()
+        raise StoreError(
+            f"{path} is damaged ({error}): the agent sets it aside when it is started again", kind="unusable"
+        ) from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """Open the file for reading only, also while the disk is full. Raises StoreError."""
+    _refuse_unreachable(path, os.R_OK)
+    try:
+        try:
+            return _connect_to_read(path, "mode=ro")
+        except sqlite3.OperationalError:
+            if _has_log(path):
+                raise
+            # Even readers share memory in a file, for which a full disk has no room. No other process writes here.
+            return _connect_to_read(path, "mode=ro&immutable=1")
+    except (sqlite3.Error, OSError) as error:
+        raise StoreError(f"cannot read {path}: {error}", kind="read") from error
+
+
+def close(connection: sqlite3.Connection, path: Path) -> None:
+    """Close, and leave the write-ahead log where it is: another program could take its room."""
+    # The last connection to close removes the log, unless it may only read.
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(sqlite3.Error, StoreError):
+            stack.enter_context(contextlib.closing(_connect_to_read(path, "mode=ro")))
+        connection.close()
+
+
+def mark_log(path: Path, *, is_valid: bool) -> None:
+    """Make the write-ahead log count, or not. A log that does not count stays, for its room.
+
+    Otherwise it would be applied to a backup that an administrator puts in the place of the file.
+    """
+    with path.with_name(f"{path.name}-wal").open("r+b") as log:
+        magic = log.read(4)
+        if magic.startswith(_inverted(_LOG_MAGIC) if is_valid else _LOG_MAGIC):
+            log.seek(0)
+            log.write(_inverted(magic))
+            log.flush()
+            os.fsync(log.fileno())
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether SQLite has found the file corrupt; unlike a lack of room, that does not pass."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _make_successor(path: Path, now: datetime, reason: str) -> None:
+    """Make the file that is to replace a damaged one; once it has its name, ``_put_successor`` does the rest."""
+    draft = path.with_name(f"{FILE_NAME}.new")
+    draft.unlink(missing_ok=True)
+    _create(draft)
+    with contextlib.closing(_connect(draft)) as connection:
+        # A log or journal would be a second file, which is not moved with the first.
+        connection.execute("PRAGMA journal_mode = MEMORY")
+        connection.execute("PRAGMA synchronous = FULL")
+        _migrate(connection, 0)
+        connection.execute("INSERT INTO fact (name, value) VALUES ('state_lost', ?)", (reason,))
+    draft.replace(path.with_name(f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_SUCCESSOR}"))
+    host.flush_directory(path.parent)
+
+
+def _create(path: Path) -> None:
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite would follow the umask
+
+
+def _put_successor(path: Path) -> Path | None:
+    """If a damaged file has a successor, put it in place. Returns where the damaged file is then."""
+    successor = next(path.parent.glob(f"{FILE_NAME}.damaged-*{_SUCCESSOR}"), None)
+    if successor is None:
+        return None
+    aside = successor.with_suffix("")
+    # The log goes first: it must never lie beside a file that it does not belong to.
+    for old, kept in reversed(list(zip(_parts(path), _parts(aside), strict=True))):
+        with contextlib.suppress(FileNotFoundError):
+            old.replace(kept)
+    successor.replace(path)
+    host.flush_directory(path.parent)
+    return aside
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a database: itself, and what SQLite keeps beside it."""
+    return [path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm")]
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    beginning = path.with_name(path.name + _BEGINNING)
+    try:
+        if not path.exists():
+            beginning.touch(0o600)
+        _create(path)  # SQLite's own message would not say why it cannot be opened
+        was_left_open = _has_log(path)
+    except OSError as error:
+        raise StoreError(
+            f"cannot open the state file {path}: {error.strerror or error}; "
+            "run as the agent's user, or set agent.state_dir to a directory that is writable",
+            kind="unusable",
+        ) from error
+    connection = _connect(path)
+    try:
+        with _opening(path):
+            version = _set_up(connection)
+            if version == 0 and not beginning.exists():  # cut to nothing, or its write-ahead log is lost
+                raise _DamagedError("there is nothing in it")
+            _refuse_other_version(path, version, is_owner=True)
+            # Checking takes time, so only if the last agent did not end well.
+            in_use = "SELECT 1 FROM fact WHERE name = 'in_use'"
+            if was_left_open or (version and connection.execute(in_use).fetchone()):
+                (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+                if result != "ok":
+                    raise _DamagedError(" ".join(result.split()))
+            _migrate(connection, version)
+            for (body,) in connection.execute("SELECT body FROM workflow WHERE is_open"):
+                msgspec.json.decode(body, type=Workflow)
+            connection.execute("INSERT OR REPLACE INTO fact (name, value) VALUES ('in_use', '1')")
+        # If another process has kept the last agent's log in use, what is written continues it.
+        mark_log(path, is_valid=True)
+        beginning.unlink(missing_ok=True)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    try:
+        return sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    except sqlite3.OperationalError as error:
+        raise StoreError(f"cannot open the state file {path}: {error}", kind="unusable") from error
+
+
+def _connect_to_read(path: Path, options: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?{options}",
+        uri=True,
+        timeout=_BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    try:
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        _refuse_other_version(path, version, is_owner=False)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _set_up(connection: sqlite3.Connection) -> int:
+    """Set how the file is written; returns the version of its schema."""
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    # A long reader makes the log grow; afterwards it shrinks to this.
+    connection.execute(f"PRAGMA journal_size_limit = {RESERVE_BYTES}")
+    connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
+    # On a full disk nothing else may need room.
+    connection.execute("PRAGMA secure_delete = OFF")
+    connection.execute("PRAGMA temp_store = MEMORY")
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    return int(version)
+
+
+def _migrate(connection: sqlite3.Connection, version: int) -> None:
+    for number, script in enumerate(_MIGRATIONS[version:], start=version + 1):
+        connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
+
+
+def _has_log(path: Path) -> bool:
+    """Whether there is a write-ahead log that counts: the last agent did not end well."""
+    try:
+        with path.with_name(f"{path.name}-wal").open("rb") as log:
+            return log.read(len(_LOG_MAGIC)) not in (b"", _inverted(_LOG_MAGIC))
+    except FileNotFoundError:
+        return False
+
+
+def _inverted(data: bytes) -> bytes:
+    return bytes(byte ^ 0xFF for byte in data)
+
+
+def _refuse_unreachable(path: Path, access: int) -> None:
+    """Raises StoreError, which says more than SQLite would.
+
+    A file that can be opened is not opened here: on Linux, closing it would give up all locks of this process on
+    it, and the next process to close it would remove the agent's log.
+    """
+    try:
+        if not os.access(path, access):
+            os.close(os.open(path, os.O_RDWR if access & os.W_OK else os.O_RDONLY))  # fails, and says why
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"no agent has run with the state directory {path.parent}: name it with --state-dir", kind="unusable"
+        ) from error
+    except OSError as error:
+        way_out = (
+            ": the state is for the agent's account alone; run this as that or as root (sudo), "
+            "on Windows in an elevated prompt"
+            if isinstance(error, PermissionError)
+            else ""
+        )
+        raise StoreError(f"cannot open {path}: {error.strerror or error}{way_out}", kind="unusable") from error
+
+
+@contextlib.contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except msgspec.MsgspecError as error:
+        raise _DamagedError(f"a workflow in it cannot be read: {error}") from error
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+        # Busy, disk full, no permission are not the file's fault; SQL that does not fit it is.
+        if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
+            raise StoreError(f"cannot open the state file {path}: {error}", kind="unusable") from error
+        raise _DamagedError(str(error)) from error
+
+
+def _refuse_other_version(path: Path, version: int, *, is_owner: bool) -> None:
+    if version > len(_MIGRATIONS):
+        raise StoreError(
+            f"{path} was written by a newer version of the agent (schema {version}, "
+            f"known {len(_MIGRATIONS)}): install that version again, or move the file away",
+            kind="newer",
+        )
+    if version < len(_MIGRATIONS) and not is_owner:
+        raise StoreError(
+            f"{path} was written by an older version of the agent (schema {version}, "
+            f"known {len(_MIGRATIONS)}): restart the agent, which brings it up to date",
+            kind="older",
+        )
