@@ -243,7 +243,7 @@ def test_on_a_full_disk_without_a_reserve_an_agent_does_not_start_and_says_why(
     ballast = fill(small_disk)
     agent.start(is_awaited=False)
     assert agent.wait_exit() == 1
-    assert agent.why_not() == [f"cannot write {small_disk / 'state.db'}: database or disk is full"]
+    assert agent.why_not() == [f"cannot open the state file {small_disk / 'state.db'}: database or disk is full"]
     ballast.unlink()
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.start()
