@@ -647,19 +647,26 @@ def a_rule(event: str = "A", **changes: Any) -> Rule:
     return Rule(**{**fields, **changes})
 
 
+def to_depth(quick: int, nightly: int = 1000) -> pytest.MarkDecorator:
+    """How long a story may be: for every change, and each night."""
+    return pytest.mark.parametrize("depth", [quick, pytest.param(nightly, marks=pytest.mark.nightly)])
+
+
 SHARED, OTHER = ("vm_0", "vm_1"), ("vm_10",)
 APPROVE = ("immediately", "when-prepared", "manual", "never")
 SINGLE = list(itertools.product(APPROVE, ("hold", "approve"), ("cancel", "finish"), ((), ("load", "resume"))))
 
 
+@to_depth(9)
 @pytest.mark.parametrize(("approve", "on_failure", "on_early_start", "recover"), SINGLE)
 def test_one_event_in_every_order_of_things_with_a_crash_anywhere(
-    approve: Any, on_failure: Any, on_early_start: Any, recover: tuple[str, ...]
+    approve: Any, on_failure: Any, on_early_start: Any, recover: tuple[str, ...], depth: int
 ) -> None:
     rule = a_rule(approve=approve, on_failure=on_failure, on_early_start=on_early_start, recover=recover)
-    assert walk(Script({"A": rule}, crashes=1, appearances=1, may_flap=True)) > 100
+    assert walk(Script({"A": rule}, crashes=1, appearances=1, may_flap=True, depth=depth)) > 100
 
 
+@to_depth(8)
 @pytest.mark.parametrize(
     "script",
     [
@@ -684,11 +691,12 @@ def test_one_event_in_every_order_of_things_with_a_crash_anywhere(
         "manual", "operator", "never", "state lost", "shared hold", "shared any", "second of two", "another VM",
     ],
 )  # fmt: skip
-def test_one_event_under_special_rules_in_every_order_of_things(script: Script) -> None:
-    assert walk(script) > 50
+def test_one_event_under_special_rules_in_every_order_of_things(script: Script, depth: int) -> None:
+    assert walk(replace(script, depth=depth)) > 50
 
 
-COMING_BACK = pytest.mark.parametrize(
+@to_depth(8)
+@pytest.mark.parametrize(
     "rule",
     [
         a_rule(prepare=("drain",), recover=("resume",)),
@@ -699,23 +707,15 @@ COMING_BACK = pytest.mark.parametrize(
     ],
     ids=["one hook", "two hooks", "drain", "no recovery", "recovery alone"],
 )
-
-
-@COMING_BACK
-def test_an_event_that_comes_back_in_every_order_of_things(rule: Rule) -> None:
+def test_an_event_that_comes_back_in_every_order_of_things(rule: Rule, depth: int) -> None:
     assert walk(Script({"A": rule}, crashes=0, appearances=2, failures=0)) > 300
-    assert walk(Script({"A": rule}, crashes=1, appearances=2, failures=0, depth=10)) > 500
+    assert walk(Script({"A": rule}, crashes=1, appearances=2, failures=0, depth=depth)) > 500
 
 
-@pytest.mark.nightly
-@COMING_BACK
-def test_an_event_that_comes_back_with_a_crash_anywhere(rule: Rule) -> None:
-    assert walk(Script({"A": rule}, crashes=1, appearances=2, failures=0)) > 5000
-
-
-def test_an_event_that_comes_back_while_its_recovery_has_failed() -> None:
+@to_depth(11)
+def test_an_event_that_comes_back_while_its_recovery_has_failed(depth: int) -> None:
     rule = a_rule(prepare=("drain",), recover=("load", "resume"))
-    assert walk(Script({"A": rule}, crashes=0, appearances=2)) > 500
+    assert walk(Script({"A": rule}, crashes=0, appearances=2, depth=depth)) > 500
 
 
 def a_pair(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Rule]:
@@ -739,9 +739,10 @@ PAIRS = {
 }
 
 
+@to_depth(5, nightly=7)
 @pytest.mark.parametrize("rules", PAIRS.values(), ids=PAIRS.keys())
-def test_two_events_in_every_order_of_things_with_a_crash_anywhere(rules: dict[str, Rule]) -> None:
-    assert walk(Script(rules, crashes=1, appearances=1, depth=7)) > 1000
+def test_two_events_in_every_order_of_things_with_a_crash_anywhere(rules: dict[str, Rule], depth: int) -> None:
+    assert walk(Script(rules, crashes=1, appearances=1, depth=depth)) > 500
 
 
 @pytest.mark.parametrize("seed", range(60))
