@@ -73,13 +73,13 @@ class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ),
     ] = ()
     duration_below: Annotated[
-        Duration | None, Meta(description="The estimated interruption is known and shorter than this.")
+        Duration | None, Meta(gt=0, description="The estimated interruption is known and shorter than this.")
     ] = None
     duration_at_least: Annotated[
         Duration | None, Meta(description="The estimated interruption is known and at least this long.")
     ] = None
     notice_below: Annotated[
-        Duration | None, Meta(description="When its NotBefore was first seen, it was nearer than this.")
+        Duration | None, Meta(gt=0, description="When its NotBefore was first seen, it was nearer than this.")
     ] = None
     notice_at_least: Annotated[
         Duration | None, Meta(description="When its NotBefore was first seen, it was at least this far away.")
@@ -139,7 +139,7 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     unit: Annotated[
         str | None, Meta(description="A systemd service to start and wait for, such as drain-web.service.")
     ] = None
-    timeout: Annotated[Duration, Meta(description="Time limit of one attempt.")] = 300.0
+    timeout: Annotated[Duration, Meta(gt=0, description="Time limit of one attempt.")] = 300.0
     attempts: Annotated[int, Meta(ge=1, le=100, description="How often to try.")] = 1
     retry_delay: Annotated[Duration, Meta(description="Pause between attempts.")] = 1.0
     user: Annotated[str | None, Meta(description="Account to run as (Linux only). Default: the agent's.")] = None
@@ -180,7 +180,9 @@ class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """A time of the week in which an interruption suits the operator."""
 
     start: Annotated[time, Meta(description="Wall-clock time of the opening, such as 02:00.")]
-    length: Annotated[Duration, Meta(description="How long the window stays open; at most seven days.")]
+    length: Annotated[
+        Duration, Meta(gt=0, le=7 * 86400, description="How long the window stays open; at most seven days.")
+    ]
     days: Annotated[
         tuple[Day, ...], Meta(description="Days on which it opens. Default: every day.", extra=_ONE_OR_MANY)
     ] = _DAYS

@@ -89,7 +89,7 @@ class PolicyInForce(msgspec.Struct, frozen=True, kw_only=True):
     """Which policy is in force."""
 
     file: str
-    """Its path, or ``config.BUILT_IN_NAME``."""
+    """Its path, or ``settings.BUILT_IN_NAME``."""
     read_at: datetime
     hash: str = ""
     """SHA-256 of the file in force, as sha256sum tells it; of the built-in policy that of an empty file."""

@@ -5,13 +5,10 @@ from bisect import insort
 from collections.abc import Iterable, Iterator
 
 from agent.events import EVENT_TYPES
-from agent.policy import Hook, MaintenanceWindow, Rule, When
+from agent.policy import Hook, Rule, When
 from agent.settings.model import Settings, ip_address_of, is_open, parse_endpoint
 from agent.typed_yaml import Parsed, format_duration, nearest
 
-_MIN_POLL_SECONDS = 0.25  # the service allows five requests a second to the whole VM
-_MAX_POLL_SECONDS = 60.0  # a Spot VM may be gone 30 s after its notice; longer makes no sense at all
-_MAX_WINDOW_SECONDS = 7 * 86400.0
 _LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _UNIT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9:_.\\-]*(@[A-Za-z0-9:_.\\-]+)?\.service")
@@ -68,17 +65,13 @@ def faults(
             f"hooks.{name}", hook, parsed, may_change_user=may_change_user, may_start_units=may_start_units
         )
     for name, window in settings.maintenance_windows.items():
-        yield from _window_faults(f"maintenance_windows.{name}", window)
+        if not window.days:
+            path = f"maintenance_windows.{name}.days"
+            yield path, "expected at least one; got an empty list: remove the key if it opens every day"
 
 
 def _setting_faults(settings: Settings) -> Iterator[Finding]:
     imds, agent = settings.imds, settings.agent
-    if not _MIN_POLL_SECONDS <= imds.poll_interval <= _MAX_POLL_SECONDS:
-        expected = f"{format_duration(_MIN_POLL_SECONDS)} to {format_duration(_MAX_POLL_SECONDS)}"
-        yield "imds.poll_interval", f"expected {expected}; got {format_duration(imds.poll_interval)}"
-    for key in ("request_timeout", "first_request_timeout"):
-        if getattr(imds, key) <= 0:
-            yield f"imds.{key}", "expected more than 0s; got 0s"
     if imds.endpoint != "auto" and parse_endpoint(imds.endpoint) is None:
         yield "imds.endpoint", f'expected auto or http://HOST[:PORT]; got "{imds.endpoint}"'
     match = _LISTEN.fullmatch(agent.listen)
@@ -138,9 +131,7 @@ def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[Fi
             yield where if where in parsed.lines else f"{path}.description", fault
     for kind in ("duration", "notice"):
         below, at_least = getattr(when, f"{kind}_below"), getattr(when, f"{kind}_at_least")
-        if below == 0:
-            yield f"{path}.{kind}_below", "expected more than 0s; got 0s"
-        elif below is not None and at_least is not None and below <= at_least:
+        if below is not None and at_least is not None and below <= at_least:
             limit = f"more than {kind}_at_least ({format_duration(at_least)})"
             yield f"{path}.{kind}_below", f"expected {limit}; got {format_duration(below)}"
 
@@ -179,8 +170,6 @@ def _hook_faults(
         yield f"{path}.run", "expected a program and its arguments; got an empty list"
     elif hook.unit is not None:
         yield from _unit_faults(path, hook, hook.unit, may_start_units=may_start_units)
-    if hook.timeout <= 0:
-        yield f"{path}.timeout", "expected more than 0s; got 0s"
     if not may_change_user and hook.user is not None and hook.unit is None:
         yield f"{path}.user", "cannot be used on Windows: remove it, hooks run as the service's account"
     texts = {"run[0]": hook.run[0] if hook.run else None, "shell": hook.shell, "user": hook.user, "cwd": hook.cwd}
@@ -211,14 +200,6 @@ def _unit_faults(path: str, hook: Hook, unit: str, *, may_start_units: bool) -> 
         if variable and _VARIABLE.fullmatch(variable) is None and not set("=\0") & set(variable):
             expected = "letters, digits and _, as systemd ignores any other variable"
             yield f"{path}.env", f'expected {expected}; got "{variable}"'
-
-
-def _window_faults(path: str, window: MaintenanceWindow) -> Iterator[Finding]:
-    if not 0 < window.length <= _MAX_WINDOW_SECONDS:
-        expected = f"more than 0s and at most {format_duration(_MAX_WINDOW_SECONDS)}"
-        yield f"{path}.length", f"expected {expected}; got {format_duration(window.length)}"
-    if not window.days:
-        yield f"{path}.days", "expected at least one; got an empty list: remove the key if it opens every day"
 
 
 def _blank_faults(texts: dict[str, str | None]) -> Iterator[Finding]:

@@ -42,14 +42,22 @@ class ImdsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "2020-07-01"
     )
     poll_interval: Annotated[
-        Duration, Meta(description="Time between two requests; the service allows five a second to the whole VM.")
+        Duration,
+        # A Spot VM may be gone 30 s after its notice, so more than a minute makes no sense.
+        Meta(
+            ge=0.25,
+            le=60,
+            description="Time between two requests; the service allows five a second to the whole VM.",
+        ),
     ] = 1.0
-    request_timeout: Annotated[Duration, Meta(description="Time limit of a whole request, answer included.")] = (
-        10.0
-    )
+    request_timeout: Annotated[
+        Duration, Meta(gt=0, description="Time limit of a whole request, answer included.")
+    ] = 10.0
     first_request_timeout: Annotated[
         Duration,
-        Meta(description="Time limit of a VM's very first request, which takes long; others go out meanwhile."),
+        Meta(
+            gt=0, description="Time limit of a VM's very first request, which takes long; others go out meanwhile."
+        ),
     ] = 120.0
 
 

@@ -83,17 +83,10 @@ def _schema(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if "one-or-many" in kinds(metas):
         schema = {"anyOf": [schema["items"], schema]}
     for meta in metas:
-        limits = {
-            "description": meta.description,
-            "pattern": meta.pattern,
-            "minimum": meta.ge,
-            "exclusiveMinimum": meta.gt,
-            "maximum": meta.le,
-            "exclusiveMaximum": meta.lt,
-            "minLength" if type_ is str else "minItems": meta.min_length,
-            "maxLength" if type_ is str else "maxItems": meta.max_length,
-        }
-        schema.update({word: limit for word, limit in limits.items() if limit is not None})
+        words: dict[str, Any] = {"description": meta.description, "pattern": meta.pattern}
+        if schema.get("type") in ("integer", "number"):
+            words |= {"minimum": meta.ge, "maximum": meta.le}
+        schema.update({word: value for word, value in words.items() if value is not None})
     return schema
 
 
