@@ -4,7 +4,7 @@ Decisions are values; someone else carries them out.
 
     events.py     PURE   what Azure says: bytes -> Document, ScheduledEvent
     policy.py     PURE   what the operator wants: (rules, event, facts) -> Decision with a reason
-    workflow.py   PURE   what happens next: (workflow, signal, context) -> Step
+    workflow/     PURE   what happens next: (board, signals, context) -> steps
     hook_times.py PURE   how long hooks may take, from their limits and their last runs
     status.py     PURE   what there is to see: the agent and its events as values, and the words for them
     page.py       PURE   the status page's words: a headline, and a summary of each event

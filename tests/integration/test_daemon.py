@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from agent import daemon as module
-from agent import host, workflow
+from agent import host
 from agent.daemon import Daemon, pages
 from agent.daemon.polling import Poller
 from agent.engine import HookEnded, without_run
@@ -23,6 +23,7 @@ from agent.settings import AgentSettings, ImdsSettings, LogSettings, Settings
 from agent.simulator import Simulator
 from agent.store import Store
 from agent.web.server import WebServer
+from agent.workflow import Context, RunHook, Step, Workflow, signals
 
 RULES = (Rule(name="all", approve="immediately"),)
 AGENT = AgentSettings(listen="127.0.0.1:0", log=LogSettings(level="error", format="json"))
@@ -96,16 +97,16 @@ def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
 def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn_and_the_others_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admit = workflow._admit
+    admit = signals._admit
     failures: list[str] = []
 
-    def faulty(event: ScheduledEvent, context: workflow.Context) -> workflow.Step:
+    def faulty(event: ScheduledEvent, context: Context) -> Step:
         if event.type == "Freeze" and len(failures) < 2:
             failures.append(event.id)
             raise RuntimeError("a bug")
         return admit(event, context)
 
-    monkeypatch.setattr(workflow, "_admit", faulty)
+    monkeypatch.setattr(signals, "_admit", faulty)
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         azure.wait_polls(1)
         freeze = azure.schedule("Freeze", notice_seconds=60)
@@ -182,7 +183,7 @@ def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another
     try:
         daemon = Daemon(Settings(), Settings, store)
         # Disowning has emptied the board while the on_clear hook was being ended.
-        daemon._engine._delayed = [workflow.RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)]
+        daemon._engine._delayed = [RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)]
         daemon._engine.take(HookEnded(None, without_run("uncordon", "canceled", "canceled")))
         assert daemon._engine._delayed == []
         assert not daemon._hands.is_busy()
@@ -288,7 +289,7 @@ def test_a_restarted_agent_says_that_it_is_ready_only_when_it_knows_what_is_prep
     drain = Rule(name="drain", drain_for=600.0, approve="manual", lead=86400.0)
     load, daemons, answers = Store.load_workflows, list[Daemon](), list[int]()
 
-    def slow_load(store: Store) -> list[workflow.Workflow]:
+    def slow_load(store: Store) -> list[Workflow]:
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline and not answers:
             time.sleep(0.05)

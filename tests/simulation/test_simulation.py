@@ -14,11 +14,11 @@ from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
+from mutants import break_workflow
 from runs import judge_seed, judge_seeds
 from world import START, TROUBLES, Trouble
 
 from agent import engine as engine_module
-from agent import workflow as machine
 from agent.daemon.inbox import Inbox
 from agent.engine import Engine, Hands, HookEnded, Machine
 from agent.events import Document, ScheduledEvent
@@ -38,7 +38,11 @@ from agent.workflow import (
     Progression,
     Step,
     Workflow,
+    gates,
+    phases,
     proceed,
+    signals,
+    stages,
 )
 
 
@@ -113,12 +117,12 @@ def _yes(*_: object) -> Leave:
 
 
 def _open_gate(name: str) -> dict[str, Any]:
-    return {"GATES": tuple(_yes if gate.__name__ == name else gate for gate in machine.GATES)}
+    return {"GATES": tuple(_yes if gate.__name__ == name else gate for gate in gates.GATES)}
 
 
-REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = machine._restart, machine._answer, machine._cut_short
-REAL_FINISH, REAL_END = Engine.finish, machine._with_end
-REAL_MOVE, REAL_TURN, REAL_DECIDE = machine._move_scheduled, Engine.turn, Engine._decide_and_do
+REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, signals._answer, stages.cut_short
+REAL_FINISH, REAL_END = Engine.finish, stages.with_end
+REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.turn, Engine._decide_and_do
 
 
 def _restart_that_prepares_again(workflow: Workflow, context: Context) -> Step:
@@ -169,7 +173,7 @@ def _end_that_takes_failures_for_done(progress: Progress, signal: HookFinished) 
 
 
 def _close_at_once(workflow: Workflow, *_: object) -> Step | None:
-    return machine._close(workflow)
+    return phases._close(workflow)
 
 
 def _never(*_: object) -> bool:
@@ -186,12 +190,12 @@ def _turn_that_acts_before_it_knows(self: Engine, document_at: datetime | None) 
     return REAL_TURN(self, document_at)
 
 
-def _begin_late(workflow: Workflow, workflows: Any, context: Context) -> Step | None:
-    return None if workflow.first_seen_at == context.now else REAL_MOVE(workflow, workflows, context)
+def _begin_late(workflow: Workflow, context: Context) -> Step | None:
+    return None if workflow.first_seen_at == context.now else REAL_BEGIN(workflow, context)
 
 
-def _only_what_it_approves(workflow: Workflow) -> bool:
-    return workflow.phase == "waiting" and not workflow.decision.refusal
+def _begin_only_what_it_approves(workflow: Workflow, context: Context) -> Step | None:
+    return None if workflow.decision.refusal else REAL_BEGIN(workflow, context)
 
 
 def _proceed_after_performing(engine: Engine, now: datetime) -> None:
@@ -220,7 +224,7 @@ def _load_nothing(_: Store) -> list[Workflow]:
 def _proceed_that_loses_what_fails(board: Any, signals: Any, context: Context) -> Progression:
     """What the store refuses is not decided on again."""
     signals = list(signals)
-    kept = [signal for signal in signals if not isinstance(signal, machine.HookFinished)]
+    kept = [signal for signal in signals if not isinstance(signal, HookFinished)]
     return proceed(board, signals if len(signals) < 2 else kept, context)
 
 
@@ -239,11 +243,15 @@ def _finish_without_requests(engine: Engine) -> None:
     REAL_FINISH(engine)
 
 
+WORKFLOW = "agent.workflow"
+
+
 @dataclass(frozen=True)
 class Mutant:
     """One thing done wrong, and the beginning of what the judge says to it."""
 
     where: Any
+    """A module or a class, or WORKFLOW: wherever that package uses it."""
     faults: dict[str, Any]
     found: str
     troubles: frozenset[Trouble] | None = None
@@ -251,28 +259,28 @@ class Mutant:
 
 
 MUTANTS: dict[str, Mutant] = {
-    "1: no rule is asked": Mutant(machine, _open_gate("_rule_gate"), "(1"),
-    "1: operators are ignored": Mutant(machine, _open_gate("_operator_gate"), "(1"),
-    "2: the service's gate is open": Mutant(machine, _open_gate("_service_gate"), "(2)", frozenset({"operator"})),
-    "2: anybody speaks for all": Mutant(machine, _open_gate("_spokesman_gate"), "(1, 2"),
+    "1: no rule is asked": Mutant(WORKFLOW, _open_gate("rule_gate"), "(1"),
+    "1: operators are ignored": Mutant(WORKFLOW, _open_gate("operator_gate"), "(1"),
+    "2: the service's gate is open": Mutant(WORKFLOW, _open_gate("service_gate"), "(2)", frozenset({"operator"})),
+    "2: anybody speaks for all": Mutant(WORKFLOW, _open_gate("speaker_gate"), "(1, 2"),
     "2: the second VM does not wait for the first": Mutant(
-        machine, {"_speaks_at": lambda _: None}, "(2)", frozenset({"many events"})
+        WORKFLOW, {"turn_to_approve": lambda _: None}, "(2)", frozenset({"many events"})
     ),
-    "3: a restart prepares again": Mutant(machine, {"_restart": _restart_that_prepares_again}, "(3)"),
-    "4: recovery is forgotten": Mutant(machine, {"_move_gone": _close_at_once}, "(4)"),
-    "4: recovery ignores other events": Mutant(machine, {"_share_hooks": _never}, "(4)"),
-    "4: recovery is not shared": Mutant(machine, {"_is_to_recover": _never}, "(4)"),
+    "3: a restart prepares again": Mutant(WORKFLOW, {"_restart": _restart_that_prepares_again}, "(3)"),
+    "4: recovery is forgotten": Mutant(WORKFLOW, {"_over": _close_at_once}, "(4)"),
+    "4: recovery ignores other events": Mutant(WORKFLOW, {"share_hooks": _never}, "(4)"),
+    "4: recovery is not shared": Mutant(WORKFLOW, {"is_to_recover": _never}, "(4)"),
     "4: a failed recovery is taken for done": Mutant(
-        machine, {"_with_end": _end_that_takes_failures_for_done}, "(4)", frozenset({"bad hooks"})
+        WORKFLOW, {"with_end": _end_that_takes_failures_for_done}, "(4)", frozenset({"bad hooks"})
     ),
     "4: a restart tries a failed recovery again": Mutant(
-        machine, {"_restart": _restart_that_retries}, "(4)", frozenset({"bad hooks", "kills"})
+        WORKFLOW, {"_restart": _restart_that_retries}, "(4)", frozenset({"bad hooks", "kills"})
     ),
     "4: ready though a recovery has failed": Mutant(
         Workflow, {"is_prepared_for": property(_is_prepared_while_it_recovers)}, "(4)", frozenset({"bad hooks"})
     ),
     "11: a hold stops approvals only": Mutant(
-        machine, {"_is_to_begin": _never}, "(11)", frozenset({"operator", "bad hooks"})
+        WORKFLOW, {"is_to_begin": _never}, "(11)", frozenset({"operator", "bad hooks"})
     ),
     "4: effects before the commit": Mutant(Engine, {"_decide_and_do": _proceed_after_performing}, ""),
     "4: on_clear beside a hook of an event": Mutant(
@@ -281,33 +289,33 @@ MUTANTS: dict[str, Mutant] = {
         "on_clear hook",
         frozenset({"on clear", "kills", "stops", "reboots", "lost state"}),
     ),
-    "5: a started event is prepared for": Mutant(machine, {"_cut_short": _cut_nothing_short}, ""),
-    "6: a restart repeats approvals": Mutant(machine, {"_restart": _restart_that_repeats_approvals}, "(6)"),
+    "5: a started event is prepared for": Mutant(WORKFLOW, {"cut_short": _cut_nothing_short}, ""),
+    "6: a restart repeats approvals": Mutant(WORKFLOW, {"_restart": _restart_that_repeats_approvals}, "(6)"),
     "6: a restart waits for an answer that cannot come": Mutant(
-        machine, {"_restart": _restart_that_waits_for_an_answer}, "(6)", frozenset({"power cuts"})
+        WORKFLOW, {"_restart": _restart_that_waits_for_an_answer}, "(6)", frozenset({"power cuts"})
     ),
     "6: a failed approval is given up": Mutant(
-        machine, {"_answer": _answer_that_gives_up}, "(6)", frozenset({"lost answers"})
+        WORKFLOW, {"_answer": _answer_that_gives_up}, "(6)", frozenset({"lost answers"})
     ),
     "7: no doubt after the state was lost": Mutant(
-        machine, _open_gate("_doubt_gate"), "(1, 2, 7)", frozenset({"lost state"})
+        WORKFLOW, _open_gate("doubt_gate"), "(1, 2, 7)", frozenset({"lost state"})
     ),
     "7: acts before it has read a document": Mutant(Engine, {"turn": _turn_that_acts_before_it_knows}, "(7)"),
-    "8: begins at a later turn": Mutant(machine, {"_move_scheduled": _begin_late}, "(8)"),
+    "8: begins at a later turn": Mutant(WORKFLOW, {"_begin_when_due": _begin_late}, "(8)"),
     "8: a recovery in the way is let run": Mutant(
-        machine, {"_cut_short": _cut_no_recovery_short}, "(8)", frozenset({"many events"})
+        WORKFLOW, {"cut_short": _cut_no_recovery_short}, "(8)", frozenset({"many events"})
     ),
-    "9: a restart forgets the hook in flight": Mutant(machine, {"_restart": _restart_that_forgets_the_hook}, ""),
+    "9: a restart forgets the hook in flight": Mutant(WORKFLOW, {"_restart": _restart_that_forgets_the_hook}, ""),
     "9: the state file is not read": Mutant(Store, {"load_workflows": _load_nothing}, "(9)"),
     "6: a stop throws answers away": Mutant(Inbox, {"_collect": _collect_hooks_only}, "(6)", frozenset({"stops"})),
     "9: a stop forgets operators": Mutant(
         Engine, {"finish": _finish_without_requests}, "(9) a stop leaves", frozenset({"stops", "operator"})
     ),
     "10: what others approve is prepared for at once": Mutant(
-        machine, {"needed_seconds": lambda *_: 86400.0}, "(10)", frozenset({"many events"})
+        WORKFLOW, {"needed_seconds": lambda *_: 86400.0}, "(10)", frozenset({"many events"})
     ),
     "10: what others approve is never prepared for": Mutant(
-        machine, {"_may_begin": _only_what_it_approves}, "(10)", frozenset({"many events"})
+        WORKFLOW, {"_begin_when_due": _begin_only_what_it_approves}, "(10)", frozenset({"many events"})
     ),
     "9: results are lost": Mutant(engine_module, {"proceed": _proceed_that_loses_what_fails}, ""),
 }
@@ -317,7 +325,10 @@ MUTANTS: dict[str, Mutant] = {
 def broken_on_purpose(mutant: Mutant) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, fault in mutant.faults.items():
-            patch.setattr(mutant.where, name, fault)
+            if mutant.where is WORKFLOW:
+                break_workflow(patch, name, fault)
+            else:
+                patch.setattr(mutant.where, name, fault)
         yield
 
 

@@ -44,14 +44,14 @@ AT_ONCE = {"name": "at-once", "when": {"source": "User"}, "approve": "immediatel
 # An agent with a bug in it: it cannot take in a Freeze.
 WITH_BUG = """
 import sys
-from agent import workflow
+from agent.workflow import signals
 from agent.cli import main
-admit = workflow._admit
+admit = signals._admit
 def faulty(event, context):
     if event.type == "Freeze":
         raise RuntimeError("a bug")
     return admit(event, context)
-workflow._admit = faulty
+signals._admit = faulty
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "typed_yaml": {"yaml_nodes"},
     "host": {"host"},
     "policy": {"events", "typed_yaml"},
-    "workflow": {"events", "policy"},
+    "workflow": {"events", "policy", "workflow"},
     "status": {"events", "workflow"},
     "hook_times": {"policy", "workflow"},
     "page": {"events", "workflow", "status"},

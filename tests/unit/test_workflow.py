@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from agent import workflow as machine
 from agent.events import Document, Gone, ScheduledEvent, compare
 from agent.policy import MaintenanceWindow, Rule, When
 from agent.workflow import (
@@ -29,12 +28,15 @@ from agent.workflow import (
     RunHook,
     Signal,
     Stage,
+    Step,
     Workflow,
     ask_gates,
+    board,
     hook_deadline_at,
     is_ready,
     known_events,
     next_wake_at,
+    phases,
     proceed,
 )
 
@@ -1689,14 +1691,14 @@ def test_a_bug_in_one_workflow_leaves_it_where_it_was_and_the_others_go_on(
     agent = Agent(a_rule(prepare=("drain",)))
     agent.may_fail = True
     agent.document(an_event(), an_event(id="B"))
-    real = machine._end_preparation
+    real = phases._end_preparation
 
-    def broken(workflow: Workflow) -> machine.Step:
+    def broken(workflow: Workflow) -> Step:
         if workflow.event.id == "A":
             raise ZeroDivisionError("a bug")
         return real(workflow)
 
-    monkeypatch.setattr(machine, "_end_preparation", broken)
+    monkeypatch.setattr(phases, "_end_preparation", broken)
     assert agent.ends("drain") == []
     ((workflow_id, fault),) = agent.last.faults
     assert (workflow_id, str(fault)) == (agent.of("A").id, "a bug")
@@ -1716,10 +1718,10 @@ def test_a_step_that_the_table_does_not_allow_is_a_fault(monkeypatch: pytest.Mon
 
 
 def test_workflows_that_do_not_come_to_rest_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    def restless(workflow: Workflow, *_: Any) -> machine.Step:
-        return machine.Step(workflow=replace(workflow, waits_for=workflow.waits_for + "."))
+    def restless(workflow: Workflow, *_: Any) -> Step:
+        return Step(workflow=replace(workflow, waits_for=workflow.waits_for + "."))
 
-    monkeypatch.setattr(machine, "_move", restless)
+    monkeypatch.setattr(board, "move", restless)
     agent = Agent(a_rule())
     agent.may_fail = True
     agent.document(an_event())
@@ -1757,14 +1759,14 @@ def test_time_wakes_nothing_that_waits_for_something_else() -> None:
 
 def test_a_thousand_events_of_other_vms_cost_a_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
     moves = 0
-    real = machine._move
+    real = phases.move
 
-    def counted(*arguments: Any) -> machine.Step | None:
+    def counted(*arguments: Any) -> Step | None:
         nonlocal moves
         moves += 1
         return real(*arguments)
 
-    monkeypatch.setattr(machine, "_move", counted)
+    monkeypatch.setattr(board, "move", counted)
     agent = Agent(a_rule())
     foreign = tuple(an_event(id=f"F{number}", resources=(f"vm_{number + 2}",)) for number in range(1000))
     assert agent.document(*foreign) == []

@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace
+from mutants import break_workflow
 
-from agent import workflow as machine
 from agent.events import Document, ScheduledEvent, compare
 from agent.policy import Facts, MaintenanceWindow, Rule, When, decide
 from agent.workflow import (
@@ -41,7 +41,9 @@ from agent.workflow import (
     Signal,
     Stage,
     Workflow,
+    board,
     known_events,
+    phases,
     proceed,
 )
 
@@ -391,7 +393,7 @@ def test_whatever_changes_nothing_is_done_too_early_or_twice_or_never_undone(par
 
 
 def without(phase: str) -> Callable[[Workflow], bool]:
-    real = machine._may_begin
+    real = phases.has_more_to_prepare
     return lambda workflow: workflow.phase != phase and real(workflow)
 
 
@@ -410,17 +412,20 @@ def is_never_needed(*_: object) -> bool:
 @pytest.mark.parametrize(
     ("name", "wrong", "found"),
     [
-        ("_may_begin", without("approved"), "is not prepared for"),
-        ("_may_begin", without("prepared"), "is not prepared for"),
+        ("has_more_to_prepare", without("approved"), "is not prepared for"),
+        ("has_more_to_prepare", without("prepared"), "is not prepared for"),
         ("_lost_hooks", loses_nothing, "a hook starts that there is not"),
         ("sorted", recovers_first, "undoes what|canceled in the moment"),
-        ("_share_hooks", is_never_needed, "undoes what"),
+        ("share_hooks", is_never_needed, "undoes what"),
         ("_may_prepare_more", is_never_needed, "is approved without"),
     ],
 )
 def test_a_machine_that_is_wrong_is_found(
     name: str, wrong: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, name, wrong, raising=name != "sorted")
+    if name == "sorted":
+        monkeypatch.setattr(board, name, wrong, raising=False)
+    else:
+        break_workflow(monkeypatch, name, wrong)
     with pytest.raises(BrokenError, match=found):
         lives()

@@ -40,28 +40,36 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec.structs import replace as replaced
+from mutants import break_workflow
 
-from agent import workflow as machine
 from agent.events import Document, ScheduledEvent, compare
 from agent.policy import Rule, When
 from agent.workflow import (
     AgentRestarted,
+    Approval,
     ApprovalAnswered,
     Approve,
     CancelHook,
     Context,
     HookFinished,
     HookOutcome,
+    Leave,
     OperatorSpoke,
+    Progress,
     RunHook,
     Signal,
     Stage,
     Step,
     Workflow,
+    gates,
     is_ready,
     known_events,
+    phases,
     proceed,
+    signals,
+    stages,
 )
+from agent.workflow.times import turn_to_approve
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 TYPES = {"A": "Reboot", "B": "Redeploy"}
@@ -179,7 +187,7 @@ class World:
         approval = workflow.approval
         retry = max((approval.retry_at - self.now).total_seconds(), 0) if approval.retry_at else None
         drain = max((workflow.drain_until - self.now).total_seconds(), 0) if workflow.drain_until else None
-        speaks_at = machine._speaks_at(workflow)
+        speaks_at = turn_to_approve(workflow)
         speaks = max((speaks_at - self.now).total_seconds(), 0) if speaks_at else None
         is_stale = approval.failed_at is not None and approval.failed_at >= (self.document_at or START)
         return (
@@ -795,14 +803,14 @@ def test_a_story_can_be_told_again() -> None:
 Faults = dict[str, Callable[..., Any]]
 
 
-def _always_yes(*_: Any) -> machine.Leave:
-    return machine.Leave("yes")
+def _always_yes(*_: Any) -> Leave:
+    return Leave("yes")
 
 
 def _never_asked(name: str) -> Faults:
     """The machine with one gate left open."""
-    gates = tuple(_always_yes if gate.__name__ == name else gate for gate in machine.GATES)
-    return {"GATES": gates}  # type: ignore[dict-item]
+    left = tuple(_always_yes if gate.__name__ == name else gate for gate in gates.GATES)
+    return {"GATES": left}  # type: ignore[dict-item]
 
 
 def _forgetful_restart(workflow: Workflow, context: Context) -> Step:
@@ -820,7 +828,7 @@ def _restart_that_takes_hooks_for_done(workflow: Workflow, context: Context) -> 
 def _restart_that_repeats_approvals(workflow: Workflow, context: Context) -> Step:
     step = REAL["_restart"](workflow, context)
     assert isinstance(step, Step)
-    return replaced(step, workflow=replaced(step.workflow, approval=machine.Approval()))
+    return replaced(step, workflow=replaced(step.workflow, approval=Approval()))
 
 
 def _restart_that_prepares_again(workflow: Workflow, context: Context) -> Step:
@@ -835,7 +843,7 @@ def _answer_that_gives_up(workflow: Workflow, signal: ApprovalAnswered, context:
     assert step is None or isinstance(step, Step)
     if step is None or not signal.error_kind:
         return step
-    return replaced(step, workflow=replaced(step.workflow, approval=machine.Approval(state="requested")))
+    return replaced(step, workflow=replaced(step.workflow, approval=Approval(state="requested")))
 
 
 def _restart_that_retries(workflow: Workflow, context: Context) -> Step:
@@ -846,42 +854,54 @@ def _restart_that_retries(workflow: Workflow, context: Context) -> Step:
     return replaced(step, workflow=replaced(step.workflow, recover=recover))
 
 
-def _takes_failures_for_done(progress: machine.Progress, signal: HookFinished) -> machine.Progress:
-    ended = REAL["_with_end"](progress, replaced(signal, is_required=signal.stage != "recover"))
-    assert isinstance(ended, machine.Progress)
+def _takes_failures_for_done(progress: Progress, signal: HookFinished) -> Progress:
+    ended = REAL["with_end"](progress, replaced(signal, is_required=signal.stage != "recover"))
+    assert isinstance(ended, Progress)
     return ended
 
 
 def _close_at_once(workflow: Workflow, *_: Any) -> Step | None:
-    return machine._close(workflow)
+    return phases._close(workflow)
 
 
 def _cancel_in_words_only(workflow: Workflow, stage: Stage) -> Step:
-    progress = replaced(machine._progress(workflow, stage), current=None, state="canceled")
-    return Step(workflow=machine._with_progress(workflow, stage, progress))
+    progress = replaced(workflow.progress(stage), current=None, state="canceled")
+    return Step(workflow=workflow.with_progress(stage, progress))
+
+
+def _begin_when_an_operator_says_so(workflow: Workflow, context: Context) -> Step | None:
+    step = REAL["_begin_when_due"](workflow, context)
+    assert step is None or isinstance(step, Step)
+    return step if workflow.operator == "approved" else None
 
 
 def _nobody_prepares(*_: Any) -> bool:
     return False
 
 
-REAL: Faults = {name: getattr(machine, name) for name in ("_restart", "_answer", "_with_end")}
+REAL: Faults = {
+    "_restart": signals._restart,
+    "_answer": signals._answer,
+    "_begin_when_due": phases._begin_when_due,
+    "with_end": stages.with_end,
+}
 MUTANTS: dict[str, tuple[Faults, str, Script]] = {
-    "no rule is asked": (_never_asked("_rule_gate"), "(1", Script(PAIRS["same hooks"], depth=3)),
+    "no rule is asked": (_never_asked("rule_gate"), "(1", Script(PAIRS["same hooks"], depth=3)),
     "the service's gate is open": (
-        _never_asked("_service_gate"), "(2)", Script({"A": a_rule()}, resources=OTHER, has_operator=True),
+        _never_asked("service_gate"), "(2)", Script({"A": a_rule()}, resources=OTHER, has_operator=True),
     ),
-    "operators are ignored": (_never_asked("_operator_gate"), "(1", Script({"A": a_rule(approve="manual")})),
+    "operators are ignored": (_never_asked("operator_gate"), "(1", Script({"A": a_rule(approve="manual")})),
     "anybody speaks for all": (
-        _never_asked("_spokesman_gate"), "(1", Script({"A": a_rule()}, resources=SHARED),
+        _never_asked("speaker_gate"), "(1", Script({"A": a_rule()}, resources=SHARED),
     ),
-    "no doubt": (_never_asked("_doubt_gate"), "(1, 2, 7)", Script({"A": a_rule()}, is_state_lost=True)),
-    "recovery ignores other events": ({"_share_hooks": _nobody_prepares}, "(4)", Script(PAIRS["same hooks"])),
+    "no doubt": (_never_asked("doubt_gate"), "(1, 2, 7)", Script({"A": a_rule()}, is_state_lost=True)),
+    "recovery ignores other events": ({"share_hooks": _nobody_prepares}, "(4)", Script(PAIRS["same hooks"])),
     "recovery beside the last prepare hook": (
-        {"_is_preparing": lambda workflow: not workflow.is_gone}, "(4)", Script(PAIRS["same hooks"], crashes=0),
+        {"still_needs_preparation": lambda workflow: not workflow.is_gone}, "(4)",
+        Script(PAIRS["same hooks"], crashes=0),
     ),
-    "recovery is forgotten": ({"_move_gone": _close_at_once}, "(4)", Script({"A": a_rule()})),
-    "recovery is not shared": ({"_is_to_recover": _nobody_prepares}, "(4)", Script(PAIRS["same hooks"])),
+    "recovery is forgotten": ({"_over": _close_at_once}, "(4)", Script({"A": a_rule()})),
+    "recovery is not shared": ({"is_to_recover": _nobody_prepares}, "(4)", Script(PAIRS["same hooks"])),
     "a restart forgets the hook in flight": ({"_restart": _forgetful_restart}, "", Script({"A": a_rule()})),
     "a restart takes the hook in flight for done": (
         {"_restart": _restart_that_takes_hooks_for_done}, "(3)", Script({"A": a_rule()}),
@@ -889,21 +909,21 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     "a restart prepares again": ({"_restart": _restart_that_prepares_again}, "(3)", Script({"A": a_rule()})),
     "a restart repeats approvals": ({"_restart": _restart_that_repeats_approvals}, "(6)", Script({"A": a_rule()})),
     "a failed approval is given up": ({"_answer": _answer_that_gives_up}, "(6)", Script({"A": a_rule()})),
-    "hooks are canceled in words only": ({"_cut_short": _cancel_in_words_only}, "", Script({"A": a_rule()})),
+    "hooks are canceled in words only": ({"cut_short": _cancel_in_words_only}, "", Script({"A": a_rule()})),
     "a failed recovery is taken for done": (
-        {"_with_end": _takes_failures_for_done}, "(4)", Script({"A": a_rule(recover=("resume",))}, crashes=0),
+        {"with_end": _takes_failures_for_done}, "(4)", Script({"A": a_rule(recover=("resume",))}, crashes=0),
     ),
     "recovery goes on after a failure": (
-        {"_with_end": _takes_failures_for_done}, "(4)", Script({"A": a_rule()}, crashes=0),
+        {"with_end": _takes_failures_for_done}, "(4)", Script({"A": a_rule()}, crashes=0),
     ),
     "a restart tries a failed recovery again": (
         {"_restart": _restart_that_retries}, "(4)", Script({"A": a_rule(prepare=("drain",))}),
     ),
     "a hold stops approvals only": (
-        {"_is_to_begin": _nobody_prepares}, "(10)", Script({"A": a_rule()}, has_operator=True, crashes=0),
+        {"is_to_begin": _nobody_prepares}, "(10)", Script({"A": a_rule()}, has_operator=True, crashes=0),
     ),
     "an event is prepared for only when an operator says so": (
-        {"_may_begin": lambda workflow: workflow.phase == "waiting" and workflow.operator == "approved"},
+        {"_begin_when_due": _begin_when_an_operator_says_so},
         "(8)", Script({"A": a_rule()}),
     ),
 }  # fmt: skip
@@ -914,7 +934,7 @@ def test_the_walk_finds_a_state_machine_that_is_wrong(
     faults: Faults, found: str, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, wrong in faults.items():
-        monkeypatch.setattr(machine, name, wrong)
+        break_workflow(monkeypatch, name, wrong)
     with pytest.raises(BrokenError) as caught:
         walk(script)
     assert str(caught.value).startswith(found)

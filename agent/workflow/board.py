@@ -1,0 +1,172 @@
+"""The board of all open workflows: takes in signals, then moves every workflow as far as it goes."""
+
+from collections.abc import Iterable
+from datetime import datetime
+
+import msgspec
+from msgspec.structs import replace
+
+from agent.events import Gone, Missing, ScheduledEvent, Seen
+from agent.workflow.model import (
+    TRANSITIONS,
+    ApprovalAnswered,
+    Board,
+    Context,
+    HookFinished,
+    OperatorSpoke,
+    Signal,
+    Step,
+    Workflow,
+    WorkflowError,
+)
+from agent.workflow.phases import may_begin, move
+from agent.workflow.signals import may_return, take_in, waiting_for_hook
+from agent.workflow.times import start_of, turn_to_approve
+
+
+class Progression(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``proceed`` returns."""
+
+    board: dict[str, Workflow]
+    """The new board, without closed workflows."""
+    steps: tuple[Step, ...]
+    """In the order in which they were made."""
+    faults: tuple[tuple[str, Exception], ...]
+    """Bugs met on the way, with the workflow's id. That workflow stays where it was, the others went on."""
+
+
+def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progression:
+    """Take in ``signals``, then move every workflow as far as it goes."""
+    turn = _Turn(board, context)
+    for signal in signals:
+        turn.take_in(signal)
+    turn.move_all()
+    open_ = {key: workflow for key, workflow in turn.workflows.items() if workflow.is_open}
+    return Progression(board=open_, steps=tuple(turn.steps), faults=tuple(turn.faults.items()))
+
+
+class _Turn:
+    """One call of ``proceed``: the board as it changes, and the steps that changed it."""
+
+    def __init__(self, board: Board, context: Context) -> None:
+        self.workflows: dict[str, Workflow] = {}
+        self.steps: list[Step] = []
+        self.faults: dict[str, Exception] = {}
+        self._context = context
+        self._present: dict[str, str] = {}
+        """Event key -> workflow of an event that is not over."""
+        self._gone: dict[str, str] = {}
+        """Event key -> its last workflow, if the event is over and has not come back as another one."""
+        for workflow in board.values():
+            self._put(workflow)
+
+    def take_in(self, signal: Signal) -> None:
+        for target in self._targets(signal):
+            try:
+                step = take_in(self.workflows.get(target), signal, self._context)
+                if step is not None:
+                    self._apply(step)
+            except Exception as error:  # noqa: BLE001 - a bug in one event must not stop the others
+                self.faults[target] = error
+
+    def move_all(self) -> None:
+        """Workflows wait for each other, so each move may let another one move; a bug is what goes on for ever.
+
+        Events that are still to come move first: what they begin may forbid the recovery from another one.
+        """
+        moving = sorted((key for key in self.workflows if key not in self.faults), key=self._is_gone)
+        for _ in range(1000):
+            before = len(self.steps)
+            for key in moving:
+                try:
+                    step = move(self.workflows[key], self.workflows, self._context)
+                    if step is not None:
+                        self._apply(step)
+                except Exception as error:  # noqa: BLE001 - as above
+                    self.faults[key] = error
+            moving = [key for key in moving if key not in self.faults]
+            if len(self.steps) == before:
+                return
+        self.faults[""] = WorkflowError(f"workflows do not come to rest: {moving}", kind="bug")
+
+    def _is_gone(self, workflow_id: str) -> bool:
+        return self.workflows[workflow_id].is_gone
+
+    def _targets(self, signal: Signal) -> list[str]:
+        """The workflows that the signal is for; "" stands for a new one."""
+        match signal:
+            case Seen(event, renamed_from):
+                present, gone = self._present.get(renamed_from or event.key), self._gone.get(event.key)
+                returns = gone is not None and may_return(self.workflows[gone])
+                return [present or (gone if gone and returns else "")]
+            case Missing(key) | Gone(key):
+                return [self._present[key]] if key in self._present else []
+            case HookFinished():
+                return waiting_for_hook(signal, self.workflows)
+            case ApprovalAnswered() | OperatorSpoke():
+                return [signal.workflow_id] if signal.workflow_id in self.workflows else []
+            case _:
+                return list(self.workflows)
+
+    def _apply(self, step: Step) -> None:
+        new, old = step.workflow, self.workflows.get(step.workflow.id)
+        if old is not None and new.phase != old.phase and new.phase not in TRANSITIONS[old.phase]:
+            raise WorkflowError(f"{old.phase} -> {new.phase} is no step in the life of an event", kind="bug")
+        if old == new and not step.effects and not step.notes:
+            return
+        self.steps.append(step)
+        if old is None and new.event.key in self._gone:
+            followed = self.workflows[self._gone.pop(new.event.key)]
+            self._put(new)
+            self._apply(Step(workflow=replace(followed, missing_since=None)))
+        else:
+            self._put(new)
+
+    def _put(self, workflow: Workflow) -> None:
+        key, old = workflow.event.key, self.workflows.get(workflow.id)
+        for index in (self._present, self._gone):
+            if old is not None and index.get(old.event.key) == old.id:
+                del index[old.event.key]
+        self.workflows[workflow.id] = workflow
+        if not workflow.is_gone:
+            self._present[key] = workflow.id
+        elif workflow.is_open and workflow.missing_since is not None:
+            self._gone[key] = workflow.id
+
+
+def known_events(board: Board) -> dict[str, ScheduledEvent]:
+    """The events that are not over, by key; the next document is compared with them."""
+    return {workflow.event.key: workflow.event for workflow in board.values() if not workflow.is_gone}
+
+
+def has_obeyed(workflow: Workflow, word: str) -> bool:
+    """Whether an operator's word that was just taken in stands; a change may have come with it."""
+    match word:
+        case "retry":
+            stage = workflow.recover if workflow.is_gone else workflow.prepare
+            return workflow.is_open and stage.state != "failed"
+        case "resolve":
+            return workflow.recover.state == "resolved"
+        case _:
+            return workflow.operator == word
+
+
+def is_ready(board: Board) -> bool:
+    """Whether this VM may get work: nothing is prepared for, and all recovery is done."""
+    return not any(workflow.is_prepared_for for workflow in board.values())
+
+
+def next_wake_at(board: Board, context: Context) -> datetime | None:
+    """When time alone will next let a workflow move."""
+    times = []
+    for workflow in board.values():
+        prepare, approval = workflow.prepare, workflow.approval
+        if workflow.drain_until and prepare.state == "running" and prepare.current is None:
+            times.append(workflow.drain_until)
+        if approval.state == "none" and approval.retry_at:
+            times.append(approval.retry_at)
+        if approval.state == "none" and (turn_at := turn_to_approve(workflow)):
+            times.append(turn_at)
+        if may_begin(workflow) and workflow.decision.rule and not workflow.is_gone:
+            times.append(start_of(workflow, context).at)
+    return min((time for time in times if time > context.now), default=None)
