@@ -55,7 +55,6 @@ NOT_RUN = {
     "az ": "needs an Azure subscription; the real command line read each of them once, see docs/azure.md",
     "tdnf install": "Azure Linux cannot be had here, see docs/install-linux.md",
     "podman ": "there is no container engine; tests/system/test_install_other.py carries the recipe out",
-    "pipx run pip-audit": "the database of vulnerabilities is not to be had everywhere; make audit",
     "curl --cacert": "needs a certificate; tests/integration/test_web_access.py has a client of its own",
     "SIGN_COMMAND=": "needs a certificate",
     "editor ": "is for people",

@@ -54,7 +54,7 @@ Examine = Callable[..., Report]
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
-DOCUMENTED = set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
+DOCUMENTED = set(re.findall(r"^(?:\||-) `(\w+)`", PAGE, re.MULTILINE))
 SPACING_SECONDS = doctor._SPACING_SECONDS
 OF_IMDS = ("endpoint", "direct", "name", "version", "events", "clock", "rate")
 

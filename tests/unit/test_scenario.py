@@ -253,7 +253,9 @@ def test_the_guide_explains_every_key_and_every_kind_of_fault() -> None:
         if name != "at"
     }
     explained = {
-        word for row in re.findall(r"^\| (`.*?) \|", GUIDE, re.MULTILINE) for word in re.findall(r"\w[\w-]*", row)
+        word
+        for row in re.findall(r"^(?:\||-) (`.*?)(?: \||: )", GUIDE, re.MULTILINE)
+        for word in re.findall(r"\w[\w-]*", row)
     }
     assert keys | set(get_args(FaultKind)) <= explained
 
