@@ -49,20 +49,17 @@ def main() -> int:
 
 
 def _plan(place: Path, *, is_quick: bool) -> list[tuple[str, Callable[[], list[Row]]]]:
-    if is_quick:
-        return [
-            ("CPU", lambda: measures.measure_cpu(place, warm_up_polls=2, polls=3)),
-            ("memory", lambda: measures.measure_memory(place, polls=300)),
-            ("start", lambda: measures.measure_start(place, runs=1)),
-            ("latency", lambda: measures.measure_latency(place, events=2)),
-            ("a big document", lambda: measures.measure_big_document(place, runs=2)),
-        ]
+    def choose(quick: int, full: int) -> int:
+        return quick if is_quick else full
+
+    warm_up, polls = choose(1, 10), choose(2, 60)
     return [
-        ("CPU", lambda: measures.measure_cpu(place, warm_up_polls=10, polls=60)),
-        ("memory", lambda: measures.measure_memory(place, polls=3600)),
-        ("start", lambda: measures.measure_start(place, runs=10)),
-        ("latency", lambda: measures.measure_latency(place, events=100)),
-        ("a big document", lambda: measures.measure_big_document(place, runs=20)),
+        ("CPU", lambda: measures.measure_cpu(place, warm_up_polls=warm_up, polls=polls)),
+        ("CPU of the client", lambda: measures.measure_client(place, warm_up_polls=warm_up, polls=polls)),
+        ("memory", lambda: measures.measure_memory(place, polls=choose(300, 3600))),
+        ("start", lambda: measures.measure_start(place, runs=choose(1, 10))),
+        ("latency", lambda: measures.measure_latency(place, events=choose(2, 100))),
+        ("a big document", lambda: measures.measure_big_document(place, runs=choose(2, 20))),
     ]
 
 

@@ -7,26 +7,24 @@ turn about where they do.
 import json
 import math
 import os
-import socket
 import statistics
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
-from http import HTTPStatus
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from agent.events import compare, parse_document
 from agent.settings import parse_settings
+from agent.simulator import RequestRecord, Simulator
+from agent.simulator.recording import Origin, Recorded, Recording
 from agent.store import Store
 from agent.workflow import Context, proceed
-from benchmarks.endpoint import EMPTY_DOCUMENT, Endpoint
+from benchmarks.agents import Agent
 from benchmarks.process import Program
 
 _FAST_POLL_SECONDS = 0.005
@@ -37,6 +35,7 @@ _SETTLED_POLLS = 60
 _BIG_EVENTS = 1000
 _BIG_RESOURCES = 100
 _BIG_OWN = 100  # of the events, as many as the agent follows
+_BIG_AFTER = timedelta(seconds=1.5)  # so that the client has settled
 _PATIENCE_SECONDS = 60.0
 
 
@@ -77,7 +76,7 @@ class _Hooks:
     def wait_started(self, event_id: str) -> float:
         with self._changed:
             if not self._changed.wait_for(lambda: event_id in self._started_at, _PATIENCE_SECONDS):
-                raise TimeoutError(f"waited in vain until the hook for {event_id} was started")
+                raise TimeoutError(f"the hook for {event_id} was not started within {_PATIENCE_SECONDS:g} s")
             return self._started_at[event_id]
 
     def close(self) -> None:
@@ -95,43 +94,79 @@ class _Hooks:
                 self._changed.notify_all()
 
 
-class _Bench:
-    """An endpoint for each side, a hook, and a policy for the agent."""
+class _Azure(Simulator):
+    """The metadata service for one side. Times are ``time.monotonic``, never kinder to the client than the truth.
 
-    def __init__(self, place: Path, directory: Path, stack: ExitStack, poll_interval: str) -> None:
+    A document counts as served before its first byte is sent, an approval as arrived after it was read.
+    """
+
+    def __init__(self, recording: Recording | None = None) -> None:
+        super().__init__(
+            () if recording else ("vm-1",),
+            scenario=recording,
+            rate_limit=None,
+            begins_at_first_poll=True,
+            is_endless=True,
+        )
+
+    def announce(self, event_id: str, source: str) -> None:
+        self.schedule(
+            "Reboot",
+            id_=event_id,
+            source="User" if source == "User" else "Platform",
+            start_delay_seconds=3600,
+            lasts_seconds=None,
+        )
+
+    def wait_polled(self, incarnation: int = 0) -> float:
+        """Wait for the first poll that got this incarnation; returns when."""
+
+        def found() -> RequestRecord | None:
+            polls = (record for record in self.requests() if record.method == "GET" and "events" in record.path)
+            return next((record for record in polls if record.incarnation >= incarnation), None)
+
+        record = self.wait_until(found, f"incarnation {incarnation} was polled", _PATIENCE_SECONDS)
+        assert record is not None  # wait_until returns what is true, which its type cannot say
+        return record.monotonic
+
+    def wait_approval(self, event_id: str) -> float:
+        """Wait for an approval of the event; returns when it arrived."""
+
+        def found() -> RequestRecord | None:
+            return next((record for record in self.approvals() if event_id in record.accepted), None)
+
+        record = self.wait_until(found, f"{event_id} was approved", _PATIENCE_SECONDS)
+        assert record is not None
+        return record.monotonic
+
+
+class _Bench:
+    """A service for each side, a hook, and an agent."""
+
+    def __init__(
+        self, place: Path, directory: Path, stack: ExitStack, poll_interval: str, recording: Recording | None
+    ) -> None:
         self.directory = directory
-        self._cache = place / "cache"
-        self.agent = stack.enter_context(Endpoint())
-        self.bare = stack.enter_context(Endpoint())
+        self.cache = place / "cache"
+        self.agent_azure = stack.enter_context(_Azure(recording))
+        self.bare_azure = stack.enter_context(_Azure(recording))
         self.hooks = _Hooks(directory)
         stack.callback(self.hooks.close)
-        self.log = directory / "agent.log"
-        self.port = _free_port()
-        self.policy = directory / "policy.yaml"
-        policy = {
-            "imds": {"endpoint": self.agent.url, "poll_interval": poll_interval},
-            "agent": {"listen": f"127.0.0.1:{self.port}", "log": {"format": "json"}},
-            "rules": _RULES,
-            "hooks": {"drain": {"run": self.hooks.command}},
-        }
-        self.policy.write_text(json.dumps(policy))  # JSON is YAML
-
-    def start_agent(self, state: str = "state") -> Program:
-        arguments = ["run", "--config", str(self.policy), "--state-dir", str(self.directory / state)]
-        return Program(["-m", "agent", *arguments], self.log, self._cache)
-
-    def start_fast_agent(self) -> Program:
-        arguments = [str(self.policy), str(self.directory / "state"), str(_FAST_POLL_SECONDS)]
-        return Program(["-m", "benchmarks.fast_agent", *arguments], self.log, self._cache)
+        imds = {"endpoint": self.agent_azure.endpoint(), "poll_interval": poll_interval}
+        self.agent = Agent(directory, self.cache, imds, _RULES, {"drain": {"run": self.hooks.command}})
 
     def start_bare(self, interval_seconds: float) -> Program:
-        arguments = [self.bare.url, str(interval_seconds), *self.hooks.command]
-        return Program(["-m", "benchmarks.bare_loop", *arguments], self.directory / "bare.log", self._cache)
+        arguments = [self.bare_azure.endpoint(), str(interval_seconds), *self.hooks.command]
+        return Program(["-m", "benchmarks.bare_loop", *arguments], self.directory / "bare.log", self.cache)
+
+    def start_client(self, kind: str, azure: _Azure) -> Program:
+        arguments = [kind, azure.endpoint(), "1.0"]
+        return Program(["-m", "benchmarks.paced_client", *arguments], self.directory / f"{kind}.log", self.cache)
 
 
 # What a user asked for is approved at once; anything else is prepared for with one hook. The big document's events
 # name many VMs, hence ``shared``.
-_RULES = [
+_RULES: list[dict[str, object]] = [
     {"name": "user", "when": {"source": "User"}, "approve": "immediately", "shared": "any"},
     {"name": "platform", "prepare": ["drain"], "approve": "when-prepared", "shared": "any"},
 ]
@@ -139,51 +174,71 @@ _RULES = [
 
 def measure_cpu(place: Path, *, warm_up_polls: int, polls: int) -> list[Row]:
     """CPU of the whole process for each poll that brings nothing new, at one a second; both at the same time."""
-    with _bench(place, "1s") as bench, bench.start_agent() as agent, bench.start_bare(1.0) as bare:
-        bench.agent.wait_polls(warm_up_polls, 60.0)
+    with _bench(place, "1s") as bench, bench.agent.start() as agent, bench.start_bare(1.0) as bare:
+        used = _cpu_per_poll(bench, agent, bare, warm_up_polls, polls)
+    return [Row("CPU per idle poll, whole process", "ms", *used, 2.0, polls)]
 
-        def read() -> list[tuple[float, int]]:
-            return [(agent.cpu_seconds(), bench.agent.polls), (bare.cpu_seconds(), bench.bare.polls)]
 
+def measure_client(place: Path, *, warm_up_polls: int, polls: int) -> list[Row]:
+    """The same of the agent's client alone, beside a client as httpx has it."""
+    with (
+        _bench(place, "1s") as bench,
+        bench.start_client("agent", bench.agent_azure) as agent,
+        bench.start_client("httpx", bench.bare_azure) as bare,
+    ):
+        used = _cpu_per_poll(bench, agent, bare, warm_up_polls, polls)
+    return [
+        Row("CPU per paced poll, client alone (bare: httpx.Client)", "ms", *used, samples=polls),
+        Row("the same as a ratio", "x", used.agent / used.bare, 1.0, 1.5, polls),
+    ]
+
+
+def _cpu_per_poll(bench: _Bench, agent: Program, bare: Program, warm_up_polls: int, polls: int) -> Pair:
+    """Milliseconds, at one poll a second."""
+    sides = ((agent, bench.agent_azure), (bare, bench.bare_azure))
+
+    def read(count: int) -> list[tuple[float, int]]:
+        bench.agent_azure.wait_polls(count, timeout_seconds=count + _PATIENCE_SECONDS)
         time.sleep(0.5)  # away from the poll
-        before = read()
-        bench.agent.wait_polls(polls, polls + 60.0)
-        time.sleep(0.5)
-        after = read()
-    agent_ms, bare_ms = (
-        1000 * (cpu_then - cpu) / (count_then - count)
-        for (cpu, count), (cpu_then, count_then) in zip(before, after, strict=True)
+        return [(program.cpu_seconds(), azure.polls()) for program, azure in sides]
+
+    before, after = read(warm_up_polls), read(polls)
+    return Pair(
+        *(
+            1000 * (cpu_then - cpu) / (count_then - count)
+            for (cpu, count), (cpu_then, count_then) in zip(before, after, strict=True)
+        )
     )
-    return [Row("CPU per idle poll, whole process", "ms", agent_ms, bare_ms, 0.5, polls)]
 
 
 def measure_memory(place: Path, *, polls: int) -> list[Row]:
     """Resident memory before and after many polls, with scrapes and events as an hour may have them."""
     with (
         _bench(place, "1s") as bench,
-        bench.start_fast_agent() as agent,
+        bench.agent.start_fast(_FAST_POLL_SECONDS) as agent,
         bench.start_bare(_FAST_POLL_SECONDS) as bare,
     ):
+        both = (bench.agent_azure, bench.bare_azure)
 
         def happen(event_id: str) -> None:
-            for endpoint in (bench.agent, bench.bare):
-                endpoint.publish(_document(_event(event_id, "Platform")))
-            bench.agent.wait_approved(event_id)
-            for endpoint in (bench.agent, bench.bare):
-                endpoint.publish(EMPTY_DOCUMENT)
-                endpoint.wait_served()
+            for azure in both:
+                azure.announce(event_id, "Platform")
+            bench.agent_azure.wait_approval(event_id)
+            for azure in both:
+                azure.end(event_id)
+                azure.wait_polls(1)
 
         def scrape() -> None:
             for path in ("/metrics", "/readyz"):
-                fetch(f"http://127.0.0.1:{bench.port}{path}")
+                bench.agent.get(path)
 
-        bench.agent.wait_polls(_SETTLED_POLLS)
+        bench.agent_azure.wait_polls(_SETTLED_POLLS)
         happen("first")  # what an agent needs for its first event it keeps
         scrape()
         first = Pair(agent.resident_mib(), bare.resident_mib())
         scrape_every, event_every = _POLLS_PER_HOUR // _SCRAPES_PER_HOUR, _POLLS_PER_HOUR // _EVENTS_PER_HOUR
         for done in range(scrape_every, polls + 1, scrape_every):
-            bench.agent.wait_polls(scrape_every)
+            bench.agent_azure.wait_polls(scrape_every)
             scrape()
             if done % event_every == 0:
                 happen(f"after-{done}")
@@ -198,12 +253,12 @@ def measure_memory(place: Path, *, polls: int) -> list[Row]:
 def measure_start(place: Path, *, runs: int) -> list[Row]:
     """From exec to the arrival of the first request for the document; turn about, after one run not counted."""
     agent_seconds, bare_seconds = [], []
-    for number in range(runs + 1):
+    for _ in range(runs + 1):
         with _bench(place, "1s") as bench:
-            with bench.start_agent(f"state-{number}") as agent:
-                agent_seconds.append(bench.agent.wait_first_poll() - agent.executed_at)
+            with bench.agent.start() as agent:
+                agent_seconds.append(bench.agent_azure.wait_polled() - agent.executed_at)
             with bench.start_bare(1.0) as bare:
-                bare_seconds.append(bench.bare.wait_first_poll() - bare.executed_at)
+                bare_seconds.append(bench.bare_azure.wait_polled() - bare.executed_at)
     medians = (statistics.median(agent_seconds[1:]), statistics.median(bare_seconds[1:]))
     return [Row("exec to first poll, median", "s", *medians, 0.6, runs)]
 
@@ -212,22 +267,24 @@ def measure_latency(place: Path, *, events: int) -> list[Row]:
     """From a served document to the start of the first hook, and to the approval; turn about, event by event."""
     to_hook: list[Pair] = []
     to_approval: list[Pair] = []
-    with _bench(place, "250ms") as bench, bench.start_agent(), bench.start_bare(0.25):
-        bench.agent.wait_polls(5)
-        bench.bare.wait_polls(1)
+    with _bench(place, "250ms") as bench, bench.agent.start(), bench.start_bare(0.25):
+        bench.agent_azure.wait_polls(5)
+        bench.bare_azure.wait_polls(1)
 
-        def measure(endpoint: Endpoint, event_id: str, source: str) -> float:
-            endpoint.wait_served()  # the empty one, so that the event before is known to be over
-            endpoint.publish(_document(_event(event_id, source)))
-            ended_at = (endpoint.wait_approved if source == "User" else bench.hooks.wait_started)(event_id)
-            seconds = ended_at - endpoint.wait_served()
-            endpoint.publish(EMPTY_DOCUMENT)
+        def measure(azure: _Azure, event_id: str, source: str) -> float:
+            azure.announce(event_id, source)
+            ended_at = (azure.wait_approval if source == "User" else bench.hooks.wait_started)(event_id)
+            seconds = ended_at - azure.wait_polled(azure.incarnation)
+            if azure is bench.agent_azure:
+                azure.wait_approval(event_id)  # what it approved too late would be refused
+            azure.end(event_id)
+            azure.wait_polls(1)  # so that the event is known to be over
             return 1000 * seconds
 
         for number in range(events):
             for source, pairs in (("Platform", to_hook), ("User", to_approval)):
-                agent_ms = measure(bench.agent, f"agent-{source}-{number}", source)
-                pairs.append(Pair(agent_ms, measure(bench.bare, f"bare-{source}-{number}", source)))
+                agent_ms = measure(bench.agent_azure, f"agent-{source}-{number}", source)
+                pairs.append(Pair(agent_ms, measure(bench.bare_azure, f"bare-{source}-{number}", source)))
     rows = []
     for what, pairs in (("start of the first hook", to_hook), ("arrival of the approval", to_approval)):
         for share, target in ((50, None), (99, 25.0)):
@@ -243,46 +300,41 @@ def measure_big_document(place: Path, *, runs: int) -> list[Row]:
     A tenth of the events name this VM, as many as the agent follows.
     """
     others = _BIG_EVENTS - _BIG_OWN
-    body = _document(
-        *(
-            _event(f"big-{number}", "User", _BIG_RESOURCES, "vm-1" if number >= others else "vm-2")
-            for number in range(_BIG_EVENTS)
-        )
-    )
-    # CPU time: whoever else is on the machine does not count.
+    document = {
+        "DocumentIncarnation": 2,
+        "Events": [
+            _event(f"big-{number}", "vm-1" if number >= others else "vm-2") for number in range(_BIG_EVENTS)
+        ],
+    }
+    body = json.dumps(document).encode()
+    # CPU time: other programs on the machine do not count.
     parsing = _median_ms(lambda: parse_document(body), runs, time.thread_time)
     loading = _median_ms(lambda: json.loads(body), runs, time.thread_time)
     with TemporaryDirectory(dir=place) as directory:
         store = Store.open(Path(directory), datetime.now(UTC))
         turn = _median_ms(lambda: _take_in(body, store), max(1, runs // 5))
         store.close()
-    with _bench(place, "250ms") as bench, bench.start_agent(), bench.start_bare(0.25):
-        bench.agent.wait_polls(5)
+    began = datetime.now(UTC)
+    empty = Recorded(at=began, document={"DocumentIncarnation": 1, "Events": []})
+    recording = Recording(
+        origin=Origin(vm="vm-1"), documents=(empty, Recorded(at=began + _BIG_AFTER, document=document))
+    )
 
-        def measure(endpoint: Endpoint) -> float:
-            endpoint.publish(body)
-            approved_at = endpoint.wait_approved(f"big-{_BIG_EVENTS - 1}")
-            return 1000 * (approved_at - endpoint.wait_served())
+    def measure(azure: _Azure) -> float:
+        served_at = azure.wait_polled(incarnation=2)
+        return 1000 * (azure.wait_approval(f"big-{_BIG_EVENTS - 1}") - served_at)
 
-        agent_ms, bare_ms = measure(bench.agent), measure(bench.bare)
+    with _bench(place, "250ms", recording) as bench:
+        with bench.agent.start():
+            agent_ms = measure(bench.agent_azure)
+        with bench.start_bare(0.25):
+            bare_ms = measure(bench.bare_azure)
     size = f"{len(body) / 2**20:.1f} MiB, 1,000 events x 100 names"
     return [
         Row(f"{size}: parsed (bare: json.loads)", "ms", parsing, loading, 50.0, runs),
         Row("the same: parsed, compared, decided, committed", "ms", turn, None, samples=max(1, runs // 5)),
         Row("the same: served to the approval of all", "ms", agent_ms, bare_ms),
     ]
-
-
-def fetch(url: str) -> None:
-    """Fetch a page, which may say 503: it is not ready."""
-    try:
-        with urllib.request.urlopen(url, timeout=_PATIENCE_SECONDS) as answer:
-            answer.read()
-    except urllib.error.HTTPError as refusal:
-        with refusal:
-            refusal.read()
-        if refusal.code != HTTPStatus.SERVICE_UNAVAILABLE:
-            raise
 
 
 def _take_in(body: bytes, store: Store) -> None:
@@ -318,30 +370,21 @@ def _percentile(values: list[float], share: int) -> float:
 
 
 @contextmanager
-def _bench(place: Path, poll_interval: str) -> Iterator[_Bench]:
+def _bench(place: Path, poll_interval: str, recording: Recording | None = None) -> Iterator[_Bench]:
     with TemporaryDirectory(dir=place) as directory, ExitStack() as stack:
-        yield _Bench(place, Path(directory), stack, poll_interval)
+        yield _Bench(place, Path(directory), stack, poll_interval, recording)
 
 
-def _event(event_id: str, source: str, resources: int = 1, vm: str = "vm-1") -> dict[str, object]:
+def _event(event_id: str, vm: str) -> dict[str, object]:
     not_before = datetime.now(UTC) + timedelta(minutes=15)
     return {
         "EventId": event_id,
         "EventStatus": "Scheduled",
         "EventType": "Reboot",
         "ResourceType": "VirtualMachine",
-        "Resources": [vm, *(f"production-web_{number:06}" for number in range(1, resources))],
+        "Resources": [vm, *(f"production-web_{number:06}" for number in range(1, _BIG_RESOURCES))],
         "NotBefore": f"{not_before:%a, %d %b %Y %H:%M:%S} GMT",
         "Description": "Virtual machine is going to be restarted as requested by authorized user.",
-        "EventSource": source,
+        "EventSource": "User",
         "DurationInSeconds": -1,
     }
-
-
-def _document(*events: dict[str, object]) -> bytes:
-    return json.dumps({"DocumentIncarnation": 2, "Events": events}).encode()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

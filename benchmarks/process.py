@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
+
+import psutil
 
 _ROOT = Path(__file__).parent.parent
 _UNIT = _ROOT / "systemd" / "scheduled-events-agent.service"
-_MIB = 2.0**20
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
 
@@ -34,31 +34,27 @@ class Program:
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         with log.open("ab") as stream:
             self.executed_at = time.monotonic()
-            self._process = subprocess.Popen(
+            self._process = psutil.Popen(
                 [sys.executable, *arguments],
                 cwd=_ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - it takes no lock that a thread could hold
+                preexec_fn=_end_with_parent,
             )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._process.terminate()
         try:
             self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if error is not None:
-            print(f"{' '.join(self._process.args)} wrote:", file=sys.stderr)  # type: ignore[arg-type]
-            print(self._log.read_text(errors="replace")[-4000:], file=sys.stderr)
+        except psutil.TimeoutExpired:
+            self.kill()
+        if kind is not None:
+            print(f"{self._log} ends:\n{self._log.read_text(errors='replace')[-4000:]}", file=sys.stderr)
 
     def kill(self) -> None:
         """End it as a power cut would."""
@@ -67,34 +63,30 @@ class Program:
 
     def hang_up(self) -> None:
         """Send SIGHUP."""
-        if sys.platform == "win32":
-            raise NotImplementedError
-        self._process.send_signal(signal.SIGHUP)
+        if sys.platform != "win32":
+            self._process.send_signal(signal.SIGHUP)
 
     def open_files(self) -> int:
         """How many file descriptors it has."""
-        return len([*Path(f"/proc/{self._process.pid}/fd").iterdir()])
+        return self._process.num_fds() if sys.platform != "win32" else 0
 
     def threads(self) -> int:
         """How many it has."""
-        return len([*Path(f"/proc/{self._process.pid}/task").iterdir()])
+        return self._process.num_threads()
 
     def cpu_seconds(self) -> float:
-        """User and system time of all threads that there are or were."""
-        if sys.platform == "win32":
+        """User and system time of all threads that there are or were, finer than psutil's."""
+        if sys.platform == "win32" or _LIBC is None:
             raise NotImplementedError
         clock = ctypes.c_int()
-        code = ctypes.CDLL(None).clock_getcpuclockid(self._process.pid, ctypes.byref(clock))
+        code = _LIBC.clock_getcpuclockid(self._process.pid, ctypes.byref(clock))
         if code:
             raise OSError(code, os.strerror(code))
         return time.clock_gettime(clock.value)
 
     def resident_mib(self) -> float:
         """What of it is in memory now, shared libraries included."""
-        if sys.platform == "win32":
-            raise NotImplementedError
-        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGESIZE") / _MIB
+        return self._process.memory_info().rss / 2**20
 
 
 def _of_the_unit() -> dict[str, str]:

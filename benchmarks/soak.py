@@ -2,12 +2,12 @@
 
 Two agents, as processes, poll the simulator in this process every 10 ms instead of every second, and their
 engines turn as often. Events of all kinds live at a steady rate; hooks run, fail and are canceled; operators
-approve; the endpoint has faults; the policy is reloaded, also a broken one; pages are scraped; somebody reads the
-state file for a while. The second agent is killed now and then and started again. The journal is kept for a sixth
-of the run, and pruned a ninetieth of that apart: the proportion of 90 days and once a day.
+approve; the endpoint has faults; the policy is reloaded, also a broken one; pages are scraped; another program
+reads the state file for a while. The second agent is killed now and then and started again. The journal is kept
+for a sixth of the run, and pruned a ninetieth of that apart: the proportion of 90 days and once a day.
 
-The one invariant: what grows by more than it may, by a line fitted to the samples after the first third of the
-run, or is left over at the end, fails the run. Linux only.
+The run fails if something is left over at the end, or grows by more than it may, by a line fitted to the samples
+after the first third of the run. Linux only.
 """
 
 import argparse
@@ -19,22 +19,21 @@ import os
 import platform
 import re
 import sqlite3
-import statistics
 import sys
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 from agent import AgentError, __version__
 from agent.simulator import Simulator, SimulatorError
 from agent.simulator.faults import FaultKind
 from agent.store import FILE_NAME, Store
-from benchmarks.process import Program
+from benchmarks.agents import Agent
+from benchmarks.growth import Sample, Verdict, judge
 
 _POLL_SECONDS = 0.01
 _LIFE_SECONDS = 0.5  # between two events for the first VM
@@ -45,7 +44,7 @@ _KEEP = 1 / 6
 _REFUSED = "the policy file is refused; the old policy stays in force"
 _SERIES = re.compile(r"^scheduled_events_(\w+?)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
-_HOOKS = {
+_HOOKS: dict[str, dict[str, Any]] = {
     "quick": {"run": ["/bin/sh", "-c", "echo prepared"]},
     "slow": {"run": ["/bin/sleep", "0.3"]},
     "fails": {"run": ["/bin/sh", "-c", "echo no; exit 3"]},
@@ -78,116 +77,31 @@ _FAULTS: Sequence[tuple[FaultKind, dict[str, Any]]] = (
 )
 
 
-class Allowance(NamedTuple):
-    """How much of something may come over the run; by the line, or (``bound``) at any time in all."""
-
-    unit: str
-    absolute: float
-    relative: float = 0.0
-    bound: float | None = None
-
-
-ALLOWED = {
-    # An answer that is too large is read up to 8 MiB, and the allocator keeps some of that for a while.
-    "resident memory between faults": Allowance("MiB", 2.0),
-    "resident memory in the worst moment": Allowance("MiB", 0.0, bound=80.0),
-    "file descriptors": Allowance("", 1.0),
-    "threads": Allowance("", 1.0),
-    "state file": Allowance("KiB", 64.0, 0.1),
-    # Its size is what it once needed: SQLite goes back to its beginning, and does not shorten it.
-    "write-ahead log of it": Allowance("KiB", 0.0, bound=16 * 1024.0),
-    "rows of the journal": Allowance("", 50.0, 0.1),
-    "rows of workflows": Allowance("", 10.0, 0.1),
-    "rows of requests": Allowance("", 10.0, 0.1),
-    "state file, agent that is killed": Allowance("KiB", 64.0, 0.1),
-    "write-ahead log of that": Allowance("KiB", 0.0, bound=16 * 1024.0),
-}
-
-
-class Sample(NamedTuple):
-    """What was measured at one time."""
-
-    at: float
-    values: dict[str, float]
-
-
-class Verdict(NamedTuple):
-    """One row of the table."""
-
-    what: str
-    unit: str
-    least: float
-    most: float
-    growth: float
-    allowed: str
-    is_met: bool
-
-
-def judge(samples: Sequence[Sample]) -> list[Verdict]:
-    """Fit a line to each measure and say whether it is flat enough. Needs two samples at least."""
-    verdicts = []
-    span = samples[-1].at - samples[0].at
-    for what, allowance in ALLOWED.items():
-        values = [sample.values[what] for sample in samples]
-        growth = statistics.linear_regression([sample.at for sample in samples], values).slope * span
-        if allowance.bound is not None:
-            allowed, is_met = f"at most {allowance.bound:,.0f} in all", max(values) <= allowance.bound
-        else:
-            most = allowance.absolute + allowance.relative * statistics.fmean(values)
-            allowed, is_met = f"growth of {most:,.1f}", growth <= most
-        verdicts.append(Verdict(what, allowance.unit, min(values), max(values), growth, allowed, is_met))
-    return verdicts
-
-
-class _Agent:
-    """One agent: its files, and the process that runs now."""
+class _Agent(Agent):
+    """One agent, and the process that runs now."""
 
     def __init__(self, directory: Path, vm: str, endpoint: str, keep_seconds: float) -> None:
-        self.directory = directory / vm
-        self.directory.mkdir()
-        self.state_dir = self.directory / "state"
-        self.policy = self.directory / "policy.yaml"
-        self.log = self.directory / "log"
-        self._cache = directory / "cache"
-        self._endpoint = endpoint
+        (directory / vm).mkdir()
+        imds = {"endpoint": endpoint, "request_timeout": "250ms", "first_request_timeout": "250ms"}
+        super().__init__(directory / vm, directory / "cache", imds, _RULES, _HOOKS)
+        self._variants = itertools.cycle(["broken", "46s", "45s"])
         self._keep_seconds = keep_seconds
-        self._variants = itertools.cycle(["45s", "broken", "46s"])
-        self._known_address = ""
-        self._started_in_log = 0  # where in the log the lines of the process that runs now begin
-        self.write_policy()
-        self.program = self.start()
-
-    def start(self) -> Program:
-        arguments = [str(self.policy), str(self.state_dir), str(_POLL_SECONDS), str(self._keep_seconds)]
-        self._known_address = ""
-        self._started_in_log = self.log.stat().st_size if self.log.exists() else 0
-        self.program = Program(["-m", "benchmarks.fast_agent", *arguments], self.log, self._cache)
-        return self.program
+        self.program = self.start_fast(_POLL_SECONDS, keep_seconds)
 
     def restart(self) -> None:
         """As after a power cut."""
         self.program.kill()
-        self.start()
-
-    def write_policy(self) -> None:
-        """The next variant of it."""
-        variant = next(self._variants)
-        policy = {
-            "imds": {"endpoint": self._endpoint, "request_timeout": "250ms", "first_request_timeout": "250ms"},
-            "agent": {"listen": "127.0.0.1:0", "log": {"format": "json"}},
-            "rules": "broken" if variant == "broken" else _RULES,
-            "hooks": {name: {**hook, "timeout": variant} for name, hook in _HOOKS.items()},
-        }
-        self.policy.write_text(json.dumps(policy), encoding="utf-8")  # JSON is YAML
+        self.program = self.start_fast(_POLL_SECONDS, self._keep_seconds)
 
     def reload(self) -> None:
-        self.write_policy()
+        """Let it read the next variant of its policy."""
+        variant = next(self._variants)
+        hooks = {name: {**hook, "timeout": variant} for name, hook in _HOOKS.items()}
+        if variant == "broken":
+            self.write_policy(rules="broken")
+        else:
+            self.write_policy(hooks=hooks)
         self.program.hang_up()
-
-    def get(self, page: str) -> str:
-        with urllib.request.urlopen(f"http://{self._address()}{page}", timeout=10) as answer:
-            text: str = answer.read().decode()
-            return text
 
     def metrics(self) -> Counter[str]:
         """Sums of the series of each name."""
@@ -200,7 +114,7 @@ class _Agent:
         """Until it has read a document."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError, StopIteration):
+            with contextlib.suppress(OSError):
                 if self.metrics()["documents_total"]:
                     return
             time.sleep(0.1)
@@ -208,22 +122,16 @@ class _Agent:
 
     def approve(self, event_id: str) -> bool:
         """Do as the command ``approve`` does; False if the agent does not know the event (yet)."""
-        store = Store.join(self.state_dir)
-        try:
+        with contextlib.closing(Store.join(self.state_dir)) as store:
             for workflow in store.load_workflows():
                 if workflow.event.id == event_id:
                     store.add_request(workflow.id, "approved", "soak", datetime.now(UTC))
                     return True
-        finally:
-            store.close()
         return False
 
     def read_journal(self) -> int:
-        store = Store.join(self.state_dir)
-        try:
+        with contextlib.closing(Store.join(self.state_dir)) as store:
             return len(store.load_journal())
-        finally:
-            store.close()
 
     def hold_reader(self) -> sqlite3.Connection:
         """Read, and go on reading: until this is closed no page of the write-ahead log behind it is used again."""
@@ -254,14 +162,6 @@ class _Agent:
                     count += 1
         return count
 
-    def _address(self) -> str:
-        if not self._known_address:
-            with self.log.open("rb") as log:
-                log.seek(self._started_in_log)
-                line = next(line for line in log if b'"message":"agent started"' in line)
-            self._known_address = json.loads(line)["listen"]
-        return self._known_address
-
 
 class _Soak:
     """The run: what happens when."""
@@ -273,7 +173,10 @@ class _Soak:
         self.counts: Counter[str] = Counter()
         self.samples: list[Sample] = []
         self._seconds = seconds
-        self._memory: list[float] = []  # since the last sample
+        # Since the last sample. Of files and threads the least counts: those of hooks come and go.
+        self._memory: list[float] = []
+        self._files: list[int] = []
+        self._threads: list[int] = []
         self._agenda: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._began = 0.0
@@ -298,7 +201,7 @@ class _Soak:
         """Until the time is over and all events are."""
         for agent in (self.steady, self.killed):
             agent.wait_polling()
-        self._memory.append(self.steady.program.resident_mib())
+        self._measure()
         self._began = time.monotonic()
         ends = self._began + self._seconds
         last_lives = ends - _QUIET_SECONDS
@@ -403,9 +306,15 @@ class _Soak:
         self.simulator.fault(None, kind, on="poll", count=3, **options)
         self.counts["faults of the endpoint, of three polls each"] += 1
 
+    def _measure(self) -> None:
+        program = self.steady.program
+        self._memory.append(program.resident_mib())
+        self._files.append(program.open_files())
+        self._threads.append(program.threads())
+
     def _scrape(self) -> None:
-        self._memory.append(self.steady.program.resident_mib())
-        with contextlib.suppress(OSError):  # 503: not ready
+        self._measure()
+        with contextlib.suppress(OSError):  # it may be busy
             self.steady.get(next(self._pages))
         self.counts["pages fetched"] += 1
 
@@ -428,18 +337,13 @@ class _Soak:
         self.counts["kills of the second agent"] += 1
 
     def _sample(self) -> None:
-        steady, program = self.steady, self.steady.program
-        files, threads = [], []
-        for _ in range(5):  # hooks come and go; what stays is the least
-            files.append(program.open_files())
-            threads.append(program.threads())
-            time.sleep(0.02)
+        steady = self.steady
         rows = steady.rows()
         values = {
             "resident memory between faults": min(self._memory),
             "resident memory in the worst moment": max(self._memory),
-            "file descriptors": min(files),
-            "threads": min(threads),
+            "file descriptors": min(self._files),
+            "threads": min(self._threads),
             "state file": steady.kib(),
             "write-ahead log of it": steady.kib("-wal"),
             "rows of the journal": rows["journal"],
@@ -448,7 +352,9 @@ class _Soak:
             "state file, agent that is killed": self.killed.kib(),
             "write-ahead log of that": self.killed.kib("-wal"),
         }
-        self._memory = [program.resident_mib()]
+        for measured in (self._memory, self._files, self._threads):
+            measured.clear()
+        self._measure()
         at = time.monotonic() - self._began
         self.samples.append(Sample(at, values))
         shown = ", ".join(f"{what} {value:,.1f}" for what, value in values.items())

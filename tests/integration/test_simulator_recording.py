@@ -5,14 +5,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import UTC, datetime
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from agent.cli import main
 from agent.simulator import Simulator, SimulatorError, recorder
 from agent.simulator.recorder import record
 from agent.simulator.recording import (
@@ -332,16 +335,21 @@ def test_the_name_of_a_vm_has_no_line_break() -> None:
         parse_recording(b'{"vm": "a\\n"}\n{"at": "2026-01-01T00:00:00Z", "body": ""}', "r.jsonl")
 
 
-def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "agent", "simulate", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+def run_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """What the command prints and returns, without a process of its own."""
+    with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as errors:
+        code = main(["simulate", *arguments])
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
-def test_the_command_records_and_plays_what_it_has_recorded(tmp_path: Path) -> None:
+def test_the_command_records_and_plays_what_it_has_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.cli.simulate.Simulator", partial(Simulator, linger_seconds=0.0))
     path = tmp_path / "mine.jsonl"
     with Simulator(vms=("web_0",)) as azure:
         azure.schedule("Reboot", vms=["web_0"], id_="602d9444")
-        ran = run_command("--record", str(path), "--from", azure.endpoint(), "--for", "2s")
+        ran = run_command("--record", str(path), "--from", azure.endpoint(), "--for", "100ms")
     assert (ran.returncode, ran.stderr) == (0, "")
     told = ran.stdout.splitlines()
     assert told[0] == f"records {azure.endpoint()} to {path}; Ctrl-C ends it"

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from agent.cli import main
 from agent.simulator import Simulator, SimulatorError, list_scenarios, load_scenario, parse_scenario
 
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -147,13 +149,10 @@ def test_the_python_in_the_guide_does_what_it_says() -> None:
 
 
 def run_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "agent", "simulate", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    """What the command prints and returns, without a process of its own."""
+    with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()) as errors:
+        code = main(["simulate", *arguments])
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 def test_the_command_lists_the_shipped_scenarios() -> None:
