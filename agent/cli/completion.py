@@ -158,8 +158,8 @@ def _offers(command: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
         if action.help == argparse.SUPPRESS:
             continue
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - as above
-            told = {choice.dest: choice.help or "" for choice in action._choices_actions}  # noqa: SLF001 - as above
-            yield from ((name, told[name] or name) for name in action.choices if name in told)
+            helps = {choice.dest: choice.help or "" for choice in action._choices_actions}  # noqa: SLF001 - as above
+            yield from ((name, helps[name] or name) for name in action.choices if name in helps)
         elif action.option_strings:
             yield from ((option, _help(action, option)) for option in action.option_strings if option[:2] == "--")
         elif action.choices is not None:

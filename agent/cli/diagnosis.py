@@ -6,6 +6,7 @@ finding that is not ok says what to do.
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -245,8 +246,6 @@ def judge_name(vm: VmSettings, instance: Answer) -> Finding:
 
 def judge_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> Finding:
     """This clock against the Date header, which tells whole seconds and is from between the two moments."""
-    from email.utils import parsedate_to_datetime  # noqa: PLC0415 - only this needs it
-
     try:
         said = parsedate_to_datetime(date or "")
     except ValueError:

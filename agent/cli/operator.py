@@ -54,10 +54,10 @@ def find_state_dir(arguments: argparse.Namespace) -> Path:
         # A running agent still uses the policy from before, so it must be reachable.
         directory = host.default_state_dir()
         problem, *more = error.problems
-        told = f"{problem}{f' (and {len(more)} more problems)' if more else ''}"
+        problems = f"{problem}{f' (and {len(more)} more problems)' if more else ''}"
         if arguments.config or not _may_exist(directory / FILE_NAME):
-            raise AgentError(f"{told}\nso name the state directory with --state-dir", kind="config") from error
-        print(f"{told}\nso this looks in {directory}; --state-dir names another", file=sys.stderr)
+            raise AgentError(f"{problems}\nso name the state directory with --state-dir", kind="config") from error
+        print(f"{problems}\nso this looks in {directory}; --state-dir names another", file=sys.stderr)
         return directory
 
 
