@@ -7,6 +7,7 @@ that it did not write is neither replaced nor removed. It can be imported on Win
 import json
 import os
 import re
+import site
 import stat
 import subprocess
 import sys
@@ -65,9 +66,9 @@ class Place(NamedTuple):
 def find_place() -> Place:
     """Where the running program is installed. Raises UnitError if its unit did not come with it."""
     package = Path(agent.__file__).parent
-    # Where Python looks for modules in the service too: without this session's folder and variables.
-    of_session = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    libraries = [Path(entry) for entry in sys.path[1:] if entry not in of_session]
+    # Where Python looks for modules in the service too: without this session's folder, variables and user.
+    of_session = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), site.getusersitepackages()]
+    libraries = [Path(entry) for entry in sys.path[1:] if entry[:1] == os.sep and entry not in of_session]
     is_packaged = package.is_relative_to(_PACKAGED_CODE)
     share = Path("/usr" if is_packaged else sysconfig.get_path("data"), "share", NAME)
     systemd, policy = share / "systemd", share / "policy.yaml"
@@ -92,11 +93,14 @@ def check_place(place: Place) -> None:
             raise UnitError(f"{path} belongs to uid {uid}{where}", kind="place")
         if fault := host.tampering_fault(path):
             raise UnitError(f"{fault}{where}", kind="place")
-        for folder in (*path.parents, *path.resolve().parents):
-            if (
-                folder.exists() and folder.stat().st_mode & stat.S_ISVTX
-            ):  # others can fill it anew when it is cleared
-                raise UnitError(f"{folder} is for temporary files{where}", kind="place")
+        # Others can put something in its place when the folder is cleared one day.
+        temporary = [folder for folder in (*path.parents, *path.resolve().parents) if _is_sticky(folder)]
+        if temporary:
+            raise UnitError(f"{temporary[0]} is for temporary files{where}", kind="place")
+
+
+def _is_sticky(folder: Path) -> bool:
+    return folder.exists() and bool(folder.stat().st_mode & stat.S_ISVTX)
 
 
 def files_of(place: Place, units: Iterable[str], *, is_strict: bool) -> dict[Path, str | None]:
@@ -263,7 +267,7 @@ class _Systemctl:
             raise UnitError(f"systemctl {' '.join(words)}: {said}", kind="systemctl")
 
     def asks(self, question: str) -> bool:
-        """Whether systemctl affirms, for example that the agent ``is-active``."""
+        """Whether systemctl says yes, for example that the agent ``is-active``."""
         return (self.is_running or question != "is-active") and self.run(question, "-q", UNIT).returncode == 0
 
     def run(self, *words: str) -> "subprocess.CompletedProcess[str]":

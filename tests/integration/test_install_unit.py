@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import site
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,6 +125,13 @@ def test_the_place_of_this_program_has_every_folder_that_its_modules_come_from()
     for module in (json, pytest, systemd_unit):
         assert module.__file__ is not None
         assert any(Path(module.__file__).is_relative_to(folder) for folder in place.code), module
+
+
+def test_what_only_this_session_adds_is_no_part_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ["/somewhere/of/mine", site.getusersitepackages()]
+    monkeypatch.setenv("PYTHONPATH", own[0])
+    monkeypatch.setattr(sys, "path", [*sys.path, *own])
+    assert not {Path(folder) for folder in own}.intersection(systemd_unit.find_place().code)
 
 
 def place_of(path: Path) -> Place:
