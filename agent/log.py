@@ -1,8 +1,8 @@
-"""What the agent tells its log: structlog set up once, and failures told on change.
+"""The agent's log: structlog set up once, and failures logged on change.
 
-Owns the form of log lines. Must never be the reason why the agent stops: a log that cannot be written to
-is given up on silently. The one invariant: a failure that repeats is told when it begins, when it is of another
-kind, once an hour, and when it is over; and no line comes more often than once a minute in the long run.
+Owns the form of log lines. Must never stop or delay the agent: what cannot be written is lost. The one invariant:
+a failure that repeats is logged when it begins, when its kind changes, once an hour, and when it is over; and no
+line comes more often than once a minute in the long run.
 """
 
 import contextlib
@@ -23,28 +23,28 @@ from agent.log_ids import LogId, log_id_of
 Logger = structlog.typing.FilteringBoundLogger
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
-# Of syslog, as the journal of systemd reads them at the beginning of a line: "journalctl -p warning" finds them.
+# Syslog's priorities at the beginning of a line: systemd reads them, for "journalctl -p warning".
 _PRIORITIES = {"debug": "<7>", "info": "<6>", "warning": "<4>", "error": "<3>"}
 JOURNAL_FIELDS = {
     "event_id": "EVENT_ID", "type": "EVENT_TYPE", "rule": "RULE", "phase": "PHASE",
     "hook": "HOOK", "stage": "STAGE",
 }  # fmt: skip
-"""Names of an entry's fields in the journal of systemd."""
-# An entry must fit into a datagram, of which the kernel takes about 200 KiB.
+"""Names of fields in systemd's journal."""
+# An entry must fit into a datagram; the kernel's limit is about 200 KiB.
 _MAX_JOURNAL_MESSAGE = 32 * 1024
 _MAX_JOURNAL_FIELD = 1024
 _REPEAT_SECONDS = 3600.0
 _MINUTE = 60.0
-# So many lines come at once, then one a minute: of a failure that comes and goes, for each kind; of one message
-# about one event or hook; of one message about all of them.
-_FIRST_CHANGES = 4
-_FIRST_OF_ONE = 20
-_FIRST_OF_ALL = 500
-_MAX_REMEMBERED = 5000
-# A hook's run writes a thousand of them at most.
-_UNBOUNDED = ("hook output",)
+# So many lines at once, then one a minute: of each kind of a failure that comes and goes; of one message about one
+# event or hook; of one message about all of them.
+_BURST_OF_KIND = 4
+_BURST_OF_ONE = 20
+_BURST_OF_ALL = 500
+_MAX_LIMITS = 5000
+# A hook's run has a limit of its own, a thousand lines.
+_UNLIMITED = ("hook output",)
 _PATIENCE_SECONDS = 0.1
-_MAX_PIECE_BYTES = 4096  # what host.is_writable speaks for
+_MAX_PIECE_BYTES = 4096  # what fits when host.is_writable says that there is room
 
 
 def set_up(
@@ -62,12 +62,12 @@ def set_up(
     stream = stream or sys.stderr
     is_terminal = _is_terminal(stream)
     processors: list[structlog.typing.Processor] = [
-        _Flood(),
+        _RateLimiter(),
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
     ]
     if on_entry is not None:
-        processors.append(_passing_on(on_entry))
+        processors.append(_listener(on_entry))
     if form == "console" or (form == "auto" and is_terminal):
         has_colors = is_terminal and host.has_terminal_colors()
         renderer = structlog.dev.ConsoleRenderer(
@@ -80,7 +80,7 @@ def set_up(
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(_patient(stream)),  # type: ignore[arg-type]
+        logger_factory=structlog.WriteLoggerFactory(_safe(stream)),  # type: ignore[arg-type]
         cache_logger_on_first_use=False,
     )
 
@@ -92,7 +92,7 @@ def get_logger() -> Logger:
 
 
 class FailureLog:
-    """Tells of one thing that fails and recovers. For one thread; times are monotonic seconds."""
+    """Logs one thing that fails and recovers. For one thread; times are monotonic seconds."""
 
     def __init__(self, what: str, fails: LogId | None = None, works: LogId | None = None) -> None:
         """``fails`` and ``works`` are the ids of the two messages."""
@@ -100,46 +100,46 @@ class FailureLog:
         self._fails, self._works = fails, works
         self._count = 0
         self._began = 0.0
-        self._told: dict[str, float] = {}
-        """When each kind was last told since the last recovery that was told."""
+        self._logged_at: dict[str, float] = {}
+        """When each kind was last logged since the last recovery."""
         self._kind = ""
-        self._allowances: dict[str, _Allowance] = {}
+        self._limits: dict[str, _RateLimit] = {}
 
     def failed(self, kind: str, message: str, now: float) -> None:
         """One more failure."""
         if not self._count:
             self._began = now
         self._count += 1
-        if now - self._told.get(kind, -_REPEAT_SECONDS) >= _REPEAT_SECONDS and self._may_tell(kind, now):
+        if now - self._logged_at.get(kind, -_REPEAT_SECONDS) >= _REPEAT_SECONDS and self._may_log(kind, now):
             get_logger().warning(
                 f"{self._what} fails", log_id=self._fails, kind=kind, reason=message, failures=self._count
             )
-            self._kind, self._told[kind] = kind, now
+            self._kind, self._logged_at[kind] = kind, now
 
     def succeeded(self, now: float) -> None:
-        """It works; tells so if it was told that it did not."""
-        if self._told and self._may_tell(self._kind, now):
+        """It works; logged if a failure was."""
+        if self._logged_at and self._may_log(self._kind, now):
             seconds = round(now - self._began, 1)
             get_logger().info(
                 f"{self._what} works again", log_id=self._works, failures=self._count, after_seconds=seconds
             )
-            self._told, self._count = {}, 0
+            self._logged_at, self._count = {}, 0
 
-    def _may_tell(self, kind: str, now: float) -> bool:
-        return self._allowances.setdefault(kind, _Allowance(_FIRST_CHANGES)).take(now)
+    def _may_log(self, kind: str, now: float) -> bool:
+        return self._limits.setdefault(kind, _RateLimit(_BURST_OF_KIND)).take(now)
 
 
-class _Allowance:
-    """So many lines at first, then one a minute."""
+class _RateLimit:
+    """A burst of lines at first, then one a minute."""
 
-    def __init__(self, lines: int) -> None:
-        self._most = self._left = float(lines)
+    def __init__(self, burst: int) -> None:
+        self._burst = self._left = float(burst)
         self._at = 0.0
         self.left_out = 0
 
     def take(self, now: float) -> bool:
-        """Whether one more line may be told now."""
-        self._left = min(self._most, self._left + (now - self._at) / _MINUTE)
+        """Whether one more line may be logged now."""
+        self._left = min(self._burst, self._left + (now - self._at) / _MINUTE)
         self._at = now
         if self._left < 1:
             self.left_out += 1
@@ -148,36 +148,36 @@ class _Allowance:
         return True
 
 
-class _Flood:
-    """Holds back lines that repeat: what is told again says how many like it were left out."""
+class _RateLimiter:
+    """Drops lines that repeat; the next line of that kind says how many were left out."""
 
     def __init__(self) -> None:
-        self._of_all: dict[object, _Allowance] = {}
-        self._of_one: dict[tuple[object, ...], _Allowance] = {}
+        self._of_all: dict[object, _RateLimit] = {}
+        self._of_one: dict[tuple[object, ...], _RateLimit] = {}
         self._lock = threading.Lock()
 
     def __call__(
         self, _logger: object, _method: str, event: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
         message = event.get("event")
-        if message in _UNBOUNDED:
+        if message in _UNLIMITED:
             return event
-        of_one = (message, *(event.get(name) for name in ("event_id", "hook", "stage")))
+        key = (message, *(event.get(name) for name in ("event_id", "hook", "stage")))
         now = time.monotonic()
         with self._lock:
-            for remembered in (self._of_all, self._of_one):
-                if len(remembered) > _MAX_REMEMBERED:
-                    remembered.clear()
-            all_ = self._of_all.setdefault(message, _Allowance(_FIRST_OF_ALL))
-            one = self._of_one.setdefault(of_one, _Allowance(_FIRST_OF_ONE))
+            for limits in (self._of_all, self._of_one):
+                if len(limits) > _MAX_LIMITS:
+                    limits.clear()
+            all_ = self._of_all.setdefault(message, _RateLimit(_BURST_OF_ALL))
+            one = self._of_one.setdefault(key, _RateLimit(_BURST_OF_ONE))
             if not (one.take(now) and all_.take(now)):
                 raise structlog.DropEvent
             left_out, one.left_out, all_.left_out = one.left_out + all_.left_out, 0, 0
         return {**event, "left_out": left_out} if left_out else event
 
 
-class _Patient:
-    """A stream that may be closed, full or gone without hurting who writes to it: what it cannot take is lost."""
+class _SafeStream:
+    """A stream that may be closed, full or gone: what it cannot take is lost, and no writer waits long."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -187,31 +187,34 @@ class _Patient:
     def write(self, text: str) -> int:
         if self._stream is not None:
             with contextlib.suppress(OSError, ValueError):
-                # Who reads may be slow for a moment, but is not waited for a second time.
-                deadline = time.monotonic() + (0.0 if self._is_stuck else _PATIENCE_SECONDS)
-                # A line whose rest was lost is ended first, so that it does not spoil this one.
-                for piece in _pieces(f"\n{text}" if self._is_cut else text):
-                    self._is_stuck = not _has_room(self._stream, max(0.0, deadline - time.monotonic()))
-                    if self._is_stuck:
-                        break
-                    self._stream.write(piece)
-                    self._stream.flush()
-                    self._is_cut = not piece.endswith("\n")
+                self._write(self._stream, text)
         return len(text)
 
+    def _write(self, stream: TextIO, text: str) -> None:
+        # A slow reader is waited for once; then not until it has read again.
+        deadline = time.monotonic() + (0.0 if self._is_stuck else _PATIENCE_SECONDS)
+        # A line that was cut off is ended first, so that it does not spoil this one.
+        for piece in _pieces(f"\n{text}" if self._is_cut else text):
+            self._is_stuck = not _has_room(stream, max(0.0, deadline - time.monotonic()))
+            if self._is_stuck:
+                return
+            stream.write(piece)
+            stream.flush()
+            self._is_cut = not piece.endswith("\n")
+
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Nothing is buffered."""
 
 
 @lru_cache(maxsize=1)
-def _patient(stream: TextIO | None) -> _Patient:
-    """One for the stream, also after another ``set_up``: loggers from before it write there too, in their turn."""
-    return _Patient(stream)
+def _safe(stream: TextIO | None) -> _SafeStream:
+    """The same one after another ``set_up``, so that older loggers do not write between its pieces."""
+    return _SafeStream(stream)
 
 
 def _pieces(text: str) -> list[str]:
-    """The text in parts that are written without waiting wherever there is room at all."""
-    # Where the stream's encoding lacks a character, it takes up to ten bytes, as in \U0001f600.
+    """Parts of the text that fit wherever there is room at all."""
+    # A character that the stream's encoding lacks takes up to ten bytes, as in \U0001f600.
     size = _MAX_PIECE_BYTES if text.isascii() else _MAX_PIECE_BYTES // 10
     return [text[start : start + size] for start in range(0, len(text), size)]
 
@@ -220,7 +223,7 @@ def _has_room(stream: TextIO, patience_seconds: float) -> bool:
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
-        return True  # no file of the system's
+        return True  # not a file of the system
     return host.is_writable(descriptor, patience_seconds)
 
 
@@ -245,13 +248,13 @@ def _without_log_id(
     return event
 
 
-def _passing_on(
+def _listener(
     on_entry: Callable[[LogId | None, Mapping[str, object]], None],
 ) -> structlog.typing.Processor:
     def pass_on(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         fields = structlog.processors.format_exc_info(logger, method, dict(event))
         log_id = log_id_of(fields.pop("log_id", None), fields["level"])
-        with contextlib.suppress(Exception):  # nobody who listens is a reason to stop
+        with contextlib.suppress(Exception):  # a listener must not stop the agent
             on_entry(log_id, _to_entry(fields))
         return event
 
@@ -259,7 +262,7 @@ def _passing_on(
 
 
 def _to_entry(event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """What every entry has first."""
+    """Time, level and message come first."""
     first = {"time": event.pop("time", ""), "level": event.pop("level", ""), "message": event.pop("event", "")}
     return {**first, **event}
 
@@ -269,12 +272,12 @@ def _to_json(_logger: object, _method: str, event: structlog.typing.EventDict) -
     line = _to_entry(event)
     try:
         return msgspec.json.encode(line, enc_hook=str).decode()
-    except UnicodeEncodeError:  # a file's name that is no text
+    except UnicodeEncodeError:  # such as a file name with bytes that are not UTF-8
         return json.dumps(line, default=str)
 
 
 class _Journal:
-    """Writes entries to the journal of systemd with fields of their own, or else as lines with a priority."""
+    """Sends entries to systemd's journal with fields, or, if it does not take them, as lines with a priority."""
 
     def __init__(self) -> None:
         self._is_stuck = False
@@ -293,7 +296,7 @@ class _Journal:
             "PRIORITY": priority.strip("<>"),
             "SYSLOG_IDENTIFIER": "scheduled-events-agent",
         }
-        # Who is slow is waited for once, as with a stream.
+        # A slow journal is waited for once, as a stream is.
         if host.send_to_journal(fields, 0.0 if self._is_stuck else _PATIENCE_SECONDS):
             self._is_stuck = False
             raise structlog.DropEvent

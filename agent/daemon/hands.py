@@ -1,6 +1,6 @@
-"""The engine's hands: what it has decided is carried out by threads that it need not wait for.
+"""Carries out what the engine has decided, on threads that the engine does not wait for.
 
-The one invariant: whatever was begun is answered through the inbox, also what could not even begin.
+The one invariant: each hook and each approval is answered through the inbox, also one that could not begin.
 """
 
 import threading
@@ -21,9 +21,9 @@ from agent.workflow import ApprovalAnswered, Approve, RunHook
 
 
 class Threads:
-    """The engine's hands: each hook has a thread of its own, and so has each request to approve.
+    """One thread for each hook and for each request to approve, so that none delays another.
 
-    One that has no answer must not hold up another. For the engine's thread.
+    For the engine's thread.
     """
 
     def __init__(self, endpoint: Endpoint, put: Put, instance: str) -> None:
@@ -46,7 +46,7 @@ class Threads:
         deadline: float | None = None,
         event_id: str = "",
     ) -> None:
-        """Run a hook, for ``effect`` or (None) for on_clear; its end comes through the inbox. Never raises."""
+        """Run a hook, for ``effect`` or (None) for on_clear; its result goes to the inbox. Never raises."""
         if hook is None:
             result = without_run(name, "not_started", "there is no such hook in the policy any more")
             self._put(HookEnded(effect, result))
@@ -66,7 +66,7 @@ class Threads:
         def work() -> None:
             try:
                 result = run.run()
-            except BaseException as error:  # or the workflow would wait for its hook for ever
+            except BaseException as error:  # else the workflow would wait for ever
                 log.exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
                 result = without_run(name, "not_started", f"a bug in the agent: {error!r}")
             self._put(HookEnded(effect, result))
@@ -84,7 +84,7 @@ class Threads:
             self._put(HookEnded(effect, without_run(name, "not_started", str(error))))
 
     def cancel_hook(self, key: HookKey | None) -> None:
-        """Have the hook in flight ended, if there is one; its result says canceled."""
+        """End the hook if it is running; its result says canceled."""
         if key in self._runs:
             self._runs[key][0].cancel()
 
@@ -94,14 +94,14 @@ class Threads:
             self._runs[key][0].set_deadline(deadline)
 
     def forget_hook(self, effect: RunHook | None) -> None:
-        """The end of this hook has been taken from the inbox."""
+        """The hook's result has been taken from the inbox."""
         self._runs.pop(key_of(effect), None)
 
     def is_running(self, key: HookKey | None) -> bool:
         return key in self._runs
 
     def reap(self) -> None:
-        """Release what hooks left behind and what has ended since: a process that dies may leave others to us."""
+        """Release orphans of hooks that have ended: they are children of this process now."""
         if self._have_run:
             host.reap_orphans()
 
@@ -132,7 +132,7 @@ class Threads:
                 self._answer(approvals, "", "")
             except ImdsError as error:
                 self._answer(approvals, error.kind, str(error))
-            except BaseException as error:  # noqa: BLE001 - or the workflows would wait for an answer for ever
+            except BaseException as error:  # noqa: BLE001 - else the workflows would wait for ever
                 get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
                 self._answer(approvals, "bug", repr(error))
 

@@ -1,7 +1,7 @@
-"""The engine's inbox: other threads put into it what has come, the engine's thread takes it in.
+"""The engine's inbox: other threads put items into it, the engine's thread takes them out.
 
-The one invariant: what has come before the agent has stopped is on disk then: how a hook and an approval ended,
-who this VM is, what the document said, what operators asked for.
+The one invariant: what came before the agent stopped is on disk then: results of hooks and approvals, this VM's
+name, the document, operators' requests.
 """
 
 import queue
@@ -16,16 +16,15 @@ from agent.log import FailureLog
 from agent.log_ids import LogId
 from agent.store import StoreError
 
-# While the agent stops, operators are answered this often.
+# How often operators are answered while the agent stops.
 _TICK_SECONDS = 1.0
-# Hooks that run have the time limit of a stop to end by themselves, less this much to be ended in and as much for
-# the state file and the log.
+# Of a stop's time limit, this much is left to end hooks, and as much for the state file and the log.
 _GRACE_SECONDS = 1.5
 
 
 @dataclass(frozen=True)
 class Command:
-    """What the daemon is asked for from outside."""
+    """A command from a signal or the service manager."""
 
     word: Literal["stop", "reload", "pause", "resume"]
 
@@ -34,7 +33,7 @@ Item = News | Command | PolicyRead
 
 
 class Inbox:
-    """For the engine's thread; other threads know the queue only."""
+    """For the engine's thread; other threads only have the queue."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class Inbox:
         obey: Callable[[Command | PolicyRead], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``obey``: does what a command says, ``stop`` excepted, and takes the policy that was read."""
+        """``obey`` carries out every command but ``stop``, and takes the policy that was read."""
         self._items = items
         self._engine = engine
         self._hands = hands
@@ -55,7 +54,7 @@ class Inbox:
         )
 
     def take(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` for something, take in all there is; False if the agent is to stop."""
+        """Wait up to ``timeout`` seconds for an item, take all there are; False if one of them says stop."""
         is_to_stop = False
         try:
             item = self._items.get(timeout=max(0.0, timeout))
@@ -71,9 +70,9 @@ class Inbox:
             return not is_to_stop
 
     def finish(self, seconds: float) -> None:
-        """Stop within so many seconds and keep all that comes: hooks may end by themselves, then they are ended.
+        """Stop within so many seconds: wait for hooks and approvals, then end the hooks. Keeps all that comes.
 
-        Approvals may be answered meanwhile. Raises StoreError.
+        Raises StoreError.
         """
         self._engine.begin_stop()
         self._collect(seconds - 2 * _GRACE_SECONDS)
@@ -83,7 +82,7 @@ class Inbox:
         self._engine.finish()
 
     def _collect(self, seconds: float) -> None:
-        """Keep what comes, until nothing is under way, the time is up or the agent is told to stop once more."""
+        """Take items until nothing is under way, the time is up, or a second stop comes."""
         deadline = self._monotonic() + seconds
         while self._hands.is_busy() and (left := deadline - self._monotonic()) > 0:
             try:
@@ -91,6 +90,6 @@ class Inbox:
                     return
                 self._engine.turn(None)
             except StoreError:
-                pass  # the engine tells of it, and finish tries again
-            except Exception as error:  # noqa: BLE001 - a bug must not keep the hooks from being ended
+                pass  # the engine logs it, and finish tries again
+            except Exception as error:  # noqa: BLE001 - hooks must be ended despite a bug
                 self._failures.failed("bug", repr(error), self._monotonic())

@@ -1,7 +1,7 @@
-"""What comes from the metadata service: the document again and again, and who this VM is, into the engine's inbox.
+"""Asks the metadata service for the document again and again, and for this VM's name; the engine's inbox gets both.
 
-The one invariant: the poller waits for nothing but the service, and a request without an answer does not keep the
-next one back.
+The one invariant: the poller waits for nothing but the service, and a request without an answer does not delay the
+next one.
 """
 
 import threading
@@ -19,14 +19,13 @@ from agent.log_ids import LogId
 from agent.metrics import Metrics
 from agent.settings import ImdsSettings
 
-# A tick later than asked for by more than this is a pause of the machine, not the scheduler's noise.
+# A tick that is late by more than this is a pause of the machine, not the scheduler's noise.
 _PAUSE_SECONDS = 1.0
-# Who this VM is, is asked again as soon as the document is, for without that nothing is done; of a service that
-# has answered, and does not know, less often.
+# Without a name nothing is done, so the next request comes soon; later if the service answered without a name.
 _IDENTITY_RETRY_SECONDS = 1.0
 _NO_NAME_RETRY_SECONDS = 10.0
-# A request that has waited this long for its answer is not waited for alone: others go out beside it, one for each
-# interval and one at a time, so that the service's limit of five a second stays far away.
+# After this long without an answer, other requests are sent beside the first, one for each interval and one at a
+# time: far below the service's limit of five a second.
 _RELIEF_AFTER_SECONDS = 2.0
 # What the poller may take between two waits: long enough for a big document, short enough for the watchdog.
 _SLACK_SECONDS = 1.0
@@ -36,7 +35,7 @@ Put = Callable[[News], None]
 
 
 class Endpoint:
-    """Where the service is, the same for all who talk to it. For any thread."""
+    """Where the service is; shared by all clients. For any thread."""
 
     def __init__(self, load_settings: Callable[[], ImdsSettings], imds: ImdsSettings) -> None:
         self._load_settings = load_settings
@@ -44,7 +43,7 @@ class Endpoint:
         self._url = resolve_endpoint(self._imds.endpoint)
 
     def look_again(self, *, has_failed: bool) -> bool:
-        """Follow the policy, and after a failure the lease that names the endpoint; True if there is news."""
+        """Read the policy again, and after a failure the DHCP lease; True if the endpoint has changed."""
         imds = self._load_settings()
         is_stale = imds != self._imds or (has_failed and imds.endpoint == "auto")
         url = resolve_endpoint(imds.endpoint) if is_stale else self._url
@@ -74,7 +73,7 @@ class Endpoint:
 
 
 class Poller:
-    """Fetches the document at the policy's pace. Never waits for anything but the service."""
+    """Fetches the document at the policy's pace."""
 
     def __init__(
         self,
@@ -84,19 +83,19 @@ class Poller:
         check: Callable[[Document], None] = lambda _: None,
         is_wanted_again: Callable[[], bool] = bool,
     ) -> None:
-        """``check``: raises DocumentError for a document that is not to be acted on.
+        """``check`` raises DocumentError for a document that must be ignored.
 
-        ``is_wanted_again``: whether a document counts that is the same as the last one.
+        ``is_wanted_again``: whether a document that is the same as the last one goes to the engine, too.
         """
         self._endpoint = endpoint
         self._put = put
         self._check = check
         self._metrics = metrics
         self._is_wanted_again = is_wanted_again
-        self._good_polls = metrics.polls.labels("ok")  # looked up once: this is done every second, for ever
+        self._good_polls = metrics.polls.labels("ok")  # a look-up costs CPU at every poll
         self._backoff = Backoff()
         self._failure_log = FailureLog("polling the metadata service", LogId.POLLING_FAILS, LogId.POLLING_WORKS)
-        # Of what two threads share; requests are numbered in the order in which they are sent.
+        # For what two threads share. Requests are numbered in the order in which they are sent.
         self._lock = threading.Lock()
         self._last_number = 0
         self._newest_answered = 0
@@ -104,7 +103,7 @@ class Poller:
         self._document: Document | None = None
         self._sent: float | None = None  # since when the poller waits for an answer
         self.has_service_answered = False
-        """Whether the service is known to be switched on for this VM. To be set before ``run``."""
+        """Whether the service is known to be switched on for this VM. Set it before ``run``."""
         self.stop_requested = threading.Event()
         self.succeeded: float | None = None
         """When a poll last succeeded, monotonic."""
@@ -112,11 +111,11 @@ class Poller:
         self.failure = ""
         """Why the last poll failed; "" if it did not."""
         self.has_tried = False
-        """Whether the first poll has ended, in whatever way."""
+        """Whether the first poll has ended, in success or failure."""
         self._expected_back: float | None = None
 
     def overdue_seconds(self) -> float:
-        """How long the loop has given no sign of life where one was due; 0 if it is on time."""
+        """For how long a sign of life of the loop has been due; 0 if it is on time."""
         if self._expected_back is None or self.stop_requested.is_set():
             return 0.0
         return max(0.0, time.monotonic() - self._expected_back)
@@ -149,7 +148,7 @@ class Poller:
         return self._endpoint.connect(may_switch_on=not self.has_service_answered, on_wait=self._expect_back)
 
     def run_relief(self) -> None:
-        """Ask on connections of its own for as long as the poller waits for an answer."""
+        """Send requests beside the poller's while that has no answer."""
         delay = _RELIEF_AFTER_SECONDS
         while not self.stop_requested.wait(delay):
             sent, began = self._sent, time.monotonic()
@@ -160,7 +159,7 @@ class Poller:
             delay = max(0.0, began + self._poll(client) - time.monotonic())
 
     def _poll(self, client: ImdsClient) -> float:
-        """One request and what follows from its answer; returns how long after it the next one is due."""
+        """Send one request and handle the answer; returns the seconds from its beginning to the next one."""
         with self._lock:
             self._last_number += 1
             number, began = self._last_number, time.monotonic()
@@ -168,7 +167,7 @@ class Poller:
         try:
             body = client.fetch()
             with self._lock:
-                # What was asked earlier and answered later is no news any more.
+                # The answer to a later request may have come first.
                 if number > self._newest_answered:
                     self._take(body)
                     self._newest_answered = number
@@ -202,14 +201,14 @@ class Poller:
         self.succeeded, self.succeeded_at = now, datetime.now(UTC)
 
     def _fail(self, error: ImdsError | DocumentError) -> float:
-        """Tell; returns how long to wait."""
+        """Log the failure; returns how long to wait."""
         self.failure = str(error)
         self._failure_log.failed(error.kind, str(error), time.monotonic())
         return self._backoff.seconds_after(error)
 
 
 class Identifier:
-    """Asks the service who this VM is, until it says so; without a name no event can be told to be ours."""
+    """Asks the service for this VM's name until it answers; without a name no event can be matched to this VM."""
 
     def __init__(self, endpoint: Endpoint, put: Put, stop_requested: threading.Event) -> None:
         self._endpoint = endpoint

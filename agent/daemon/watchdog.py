@@ -1,8 +1,8 @@
 """Ends this process when it hangs, so that the service manager starts it again.
 
-The service managers' own watchdogs stay, and wait longer: they cannot tell a hang from a machine that stood still.
-This one counts its own ticks, of which a machine that stands still has none. The one invariant: it waits for
-nothing that a hang may hold.
+The service managers' own watchdogs remain, with a longer limit: they cannot tell a hang from a machine that was
+paused. This one counts its own ticks, which stop in a pause. The one invariant: it waits for nothing that a hang
+may hold.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ _MAX_FRAMES = 20
 
 
 class Watchdog:
-    """Wants to hear of a finished turn every 25 ticks of its own."""
+    """Ends the process after 25 ticks without a finished turn."""
 
     def __init__(self, waits_for_disk: Callable[[], bool]) -> None:
-        """``waits_for_disk``: no tick counts then. A slow disk comes back, and a restart would wait for it too."""
+        """While ``waits_for_disk``, no tick counts: a restart would wait for the slow disk, too."""
         self._waits_for_disk = waits_for_disk
         self._ticks = 0
         self._stop_requested = threading.Event()
 
     def feed(self) -> None:
-        """A turn has come to its end."""
+        """A turn has ended."""
         self._ticks = 0
 
     def stop(self) -> None:
