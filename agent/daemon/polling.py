@@ -1,4 +1,4 @@
-"""Asks the metadata service for the document again and again, and for this VM's name; the engine's inbox gets both.
+"""Asks the metadata service for the document again and again, and for this VM's name, for the engine's inbox.
 
 The one invariant: the poller waits for nothing but the service, and a request without an answer does not delay the
 next one.

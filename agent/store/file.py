@@ -9,7 +9,7 @@ overwritten in place. So the log is never deleted; when the agent ends well, it 
 import contextlib
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -91,32 +91,34 @@ def open_as_owner(directory: Path, now: datetime) -> tuple[sqlite3.Connection, P
 def open_as_guest(path: Path) -> sqlite3.Connection:
     """Open the file of an agent that may be running; nothing is made or migrated. Raises StoreError."""
     _refuse_unreachable(path, os.R_OK | os.W_OK)
-    connection = _connect(path)
+
+    def prepare(connection: sqlite3.Connection) -> None:
+        _refuse_other_version(path, _set_up(connection), is_owner=False)
+
     try:
         with _opening(path):
-            _refuse_other_version(path, _set_up(connection), is_owner=False)
+            return _connect(path, "mode=rw", prepare)
     except _DamagedError as error:
-        connection.close()
         raise StoreError(
             f"{path} is damaged ({error}): the agent sets it aside when it is started again", kind="unusable"
         ) from error
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
     """Open the file for reading only, also while the disk is full. Raises StoreError."""
     _refuse_unreachable(path, os.R_OK)
+
+    def check(connection: sqlite3.Connection) -> None:
+        _refuse_other_version(path, _version_of(connection), is_owner=False)
+
     try:
         try:
-            return _connect_to_read(path, "mode=ro")
+            return _connect(path, "mode=ro", check)
         except sqlite3.OperationalError:
             if _has_log(path):
                 raise
             # Even readers share memory in a file, for which a full disk has no room. No other process writes here.
-            return _connect_to_read(path, "mode=ro&immutable=1")
+            return _connect(path, "mode=ro&immutable=1", check)
     except (sqlite3.Error, OSError) as error:
         raise StoreError(f"cannot read {path}: {error}", kind="read") from error
 
@@ -125,8 +127,8 @@ def close(connection: sqlite3.Connection, path: Path) -> None:
     """Close, and leave the write-ahead log where it is: another program could take its room."""
     # The last connection to close removes the log, unless it may only read.
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(sqlite3.Error, StoreError):
-            stack.enter_context(contextlib.closing(_connect_to_read(path, "mode=ro")))
+        with contextlib.suppress(sqlite3.Error):
+            stack.enter_context(contextlib.closing(_connect(path, "mode=ro", _version_of)))
         connection.close()
 
 
@@ -154,12 +156,15 @@ def _make_successor(path: Path, now: datetime, reason: str) -> None:
     draft = path.with_name(f"{FILE_NAME}.new")
     draft.unlink(missing_ok=True)
     _create(draft)
-    with contextlib.closing(_connect(draft)) as connection:
+
+    def fill(connection: sqlite3.Connection) -> None:
         # A log or journal would be a second file, which is not moved with the first.
         connection.execute("PRAGMA journal_mode = MEMORY")
         connection.execute("PRAGMA synchronous = FULL")
         _migrate(connection, 0)
         connection.execute("INSERT INTO fact (name, value) VALUES ('state_lost', ?)", (reason,))
+
+    _connect(draft, "mode=rw", fill).close()
     draft.replace(path.with_name(f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_SUCCESSOR}"))
     host.flush_directory(path.parent)
 
@@ -201,40 +206,32 @@ def _open(path: Path) -> sqlite3.Connection:
             "run as the agent's user, or set agent.state_dir to a directory that is writable",
             kind="unusable",
         ) from error
-    connection = _connect(path)
-    try:
-        with _opening(path):
-            version = _set_up(connection)
-            if version == 0 and not beginning.exists():  # cut to nothing, or its write-ahead log is lost
-                raise _DamagedError("there is nothing in it")
-            _refuse_other_version(path, version, is_owner=True)
-            # Checking takes time, so only if the last agent did not end well.
-            in_use = "SELECT 1 FROM fact WHERE name = 'in_use'"
-            if was_left_open or (version and connection.execute(in_use).fetchone()):
-                (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-                if result != "ok":
-                    raise _DamagedError(" ".join(result.split()))
-            _migrate(connection, version)
-            for (body,) in connection.execute("SELECT body FROM workflow WHERE is_open"):
-                msgspec.json.decode(body, type=Workflow)
-            connection.execute("INSERT OR REPLACE INTO fact (name, value) VALUES ('in_use', '1')")
+
+    def prepare(connection: sqlite3.Connection) -> None:
+        version = _set_up(connection)
+        if version == 0 and not beginning.exists():  # cut to nothing, or its write-ahead log is lost
+            raise _DamagedError("there is nothing in it")
+        _refuse_other_version(path, version, is_owner=True)
+        # Checking takes time, so only if the last agent did not end well.
+        in_use = "SELECT 1 FROM fact WHERE name = 'in_use'"
+        if was_left_open or (version and connection.execute(in_use).fetchone()):
+            (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            if result != "ok":
+                raise _DamagedError(" ".join(result.split()))
+        _migrate(connection, version)
+        for (body,) in connection.execute("SELECT body FROM workflow WHERE is_open"):
+            msgspec.json.decode(body, type=Workflow)
+        connection.execute("INSERT OR REPLACE INTO fact (name, value) VALUES ('in_use', '1')")
         # If another process has kept the last agent's log in use, what is written continues it.
         mark_log(path, is_valid=True)
         beginning.unlink(missing_ok=True)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+
+    with _opening(path):
+        return _connect(path, "mode=rw", prepare)
 
 
-def _connect(path: Path) -> sqlite3.Connection:
-    try:
-        return sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-    except sqlite3.OperationalError as error:
-        raise StoreError(f"cannot open the state file {path}: {error}", kind="unusable") from error
-
-
-def _connect_to_read(path: Path, options: str) -> sqlite3.Connection:
+def _connect(path: Path, options: str, prepare: Callable[[sqlite3.Connection], object]) -> sqlite3.Connection:
+    """Open the file; closes it again if ``prepare`` fails. Raises sqlite3.Error."""
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?{options}",
         uri=True,
@@ -243,8 +240,7 @@ def _connect_to_read(path: Path, options: str) -> sqlite3.Connection:
         check_same_thread=False,
     )
     try:
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        _refuse_other_version(path, version, is_owner=False)
+        prepare(connection)
     except BaseException:
         connection.close()
         raise
@@ -261,6 +257,10 @@ def _set_up(connection: sqlite3.Connection) -> int:
     # On a full disk nothing else may need room.
     connection.execute("PRAGMA secure_delete = OFF")
     connection.execute("PRAGMA temp_store = MEMORY")
+    return _version_of(connection)
+
+
+def _version_of(connection: sqlite3.Connection) -> int:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     return int(version)
 
