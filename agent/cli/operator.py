@@ -17,7 +17,7 @@ from agent import AgentError, host
 from agent.cli import add_state_options
 from agent.cli.terminal import print_json, printable
 from agent.settings import ConfigError, find_config, load_settings
-from agent.status import OperatorAnswer
+from agent.status import OperatorAnswer, clock
 from agent.store import FILE_NAME, REQUEST_VALID_SECONDS, RequestWord, Store, StoreError
 from agent.workflow import Workflow
 
@@ -123,6 +123,21 @@ def _find(prefix: str, word: str, workflows: Sequence[Workflow]) -> Workflow:
     return next((workflow for workflow in found if workflow.phase == "recovery_failed"), found[-1])
 
 
+def _how_it_ended(prefix: str, word: str, pending: Sequence[Workflow], store: Store) -> str:
+    """What is said of an event that is over, from the history; "" if a pending event may be meant, or none."""
+    folded = prefix.casefold()
+    may_be_over = word in ("retry", "resolve")
+    if not folded or any(w.event.key.startswith(folded) for w in pending if may_be_over or not w.is_gone):
+        return ""
+    for history in store.load_histories(limit=1, is_wanted=lambda w: w.event.key.startswith(folded)):
+        workflow, gone = history.workflow, [entry for entry in history.entries if entry.kind in ("gone", "closed")]
+        ended = f" since {clock(gone[0].at, datetime.now(UTC))}" if gone else ""
+        outcome = f": {workflow.outcome}" if workflow.outcome else ""
+        recovery = "; its recovery is not done" if workflow.is_open else ""
+        return printable(f"event {workflow.event.id} is over{ended}{outcome}{recovery}")
+    return ""
+
+
 def _request(arguments: argparse.Namespace) -> int:
     try:
         workflow, answer = _ask(arguments)
@@ -151,7 +166,10 @@ def _ask(arguments: argparse.Namespace) -> tuple[Workflow | None, str]:
     word = _WORDS[arguments.command]
     state_dir = find_state_dir(arguments)
     with closing(Store.join(state_dir)) as store:
-        workflow = _find(arguments.id, word, store.load_workflows())
+        workflows = store.load_workflows()
+        if over := _how_it_ended(arguments.id, word, workflows, store):
+            raise AgentError(over)
+        workflow = _find(arguments.id, word, workflows)
         pid = find_agent(state_dir)
         if pid is None:
             raise AgentError(f"no agent runs with the state directory {state_dir}: start the agent first")

@@ -1,0 +1,82 @@
+"""approve and the like as commands: which event they find, without an agent that runs."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from agent import cli, host
+from agent.events import ScheduledEvent
+from agent.policy import Decision
+from agent.store import Store
+from agent.workflow import Note, Step, Workflow
+
+NOW = datetime.now(UTC)
+OVER = Workflow(
+    id="aaaa@1",
+    event=ScheduledEvent(id="AAAA", type="Reboot", status="Scheduled", resources=("web-1",)),
+    decision=Decision(rule="impactful", reason="rule impactful takes it", affects="self"),
+    first_seen_at=NOW,
+    noticed_at=NOW,
+    boot_id="boot",
+    phase="closed",
+    is_gone=True,
+    outcome="canceled",
+)
+PENDING = replace(OVER, id="bbbb@1", event=replace(OVER.event, id="BBBB"), phase="held", is_gone=False, outcome="")
+RECOVERING = replace(OVER, id="cccc@1", event=replace(OVER.event, id="CCCC"), phase="recovering")
+AGAIN = replace(PENDING, id="aaaa@2", event=OVER.event)
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Path:
+    directory = tmp_path / "state"
+    host.create_private_dir(directory)
+    keep(directory, OVER, PENDING, RECOVERING)
+    return directory
+
+
+def keep(directory: Path, *workflows: Workflow) -> None:
+    store = Store.open(directory, NOW)
+    for workflow in workflows:
+        gone = (Note(kind="gone", text=f"is no longer in the document: {workflow.outcome}"),)
+        at = NOW - timedelta(days=1)
+        store.commit([Step(workflow=workflow, notes=gone if workflow.is_gone else ())], at)
+    store.close()
+
+
+@pytest.fixture
+def run(state_dir: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_it(*arguments: str) -> tuple[int, str]:
+        code = cli.main([*arguments, "--state-dir", str(state_dir)])
+        return code, capsys.readouterr().err
+
+    return run_it
+
+
+@pytest.mark.parametrize("command", ["approve", "hold", "release", "retry", "resolve"])
+def test_an_event_that_is_over_is_said_to_be_over_and_how_it_ended(run: Run, command: str) -> None:
+    code, told = run(command, "aaa")
+    day = NOW - timedelta(days=1)
+    assert (code, told) == (
+        1,
+        f"scheduled-events-agent: event AAAA is over since {day:%Y-%m-%d %H:%M:%S}Z: canceled\n",
+    )
+
+
+def test_an_event_that_is_recovered_from_is_over_for_approve_but_not_for_retry(run: Run) -> None:
+    assert run("approve", "cccc")[1].endswith(": canceled; its recovery is not done\n")
+    assert "no agent runs" in run("retry", "cccc")[1]
+
+
+def test_an_event_that_came_back_under_its_id_is_pending(run: Run, state_dir: Path) -> None:
+    keep(state_dir, AGAIN)
+    assert "no agent runs" in run("approve", "aaaa")[1]
+
+
+def test_an_event_that_was_never_seen_is_not_found_among_the_pending(run: Run) -> None:
+    assert run("approve", "dddd")[1].startswith('scheduled-events-agent: no pending event begins with "dddd"')
