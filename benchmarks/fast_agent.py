@@ -14,8 +14,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 import agent.daemon
-import agent.engine
 from agent import host
+from agent.engine import upkeep
 from agent.log import set_up
 from agent.settings import Settings, load_policy
 from agent.settings.files import check_files
@@ -33,8 +33,8 @@ def run(policy: Path, state_dir: Path, interval_seconds: float, keep_seconds: fl
 
     agent.daemon._TICK_SECONDS = interval_seconds  # noqa: SLF001
     if keep_seconds is not None:
-        agent.engine._KEEP_JOURNAL = timedelta(seconds=keep_seconds)  # noqa: SLF001
-        agent.engine._TIDY_SECONDS = keep_seconds / 90  # noqa: SLF001
+        upkeep.KEEP_JOURNAL = timedelta(seconds=keep_seconds)
+        upkeep.TIDY_SECONDS = keep_seconds / 90
     host.create_private_dir(state_dir)
     store = Store.open(state_dir, datetime.now(UTC))
     daemon = agent.daemon.Daemon(load_settings(), load_settings, store)

@@ -183,9 +183,11 @@ def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another
     try:
         daemon = Daemon(Settings(), Settings, store)
         # Disowning has emptied the board while the on_clear hook was being ended.
-        daemon._engine._delayed = [RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)]
+        daemon._engine._hook_runs.delayed = [
+            RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)
+        ]
         daemon._engine.take(HookEnded(None, without_run("uncordon", "canceled", "canceled")))
-        assert daemon._engine._delayed == []
+        assert daemon._engine._hook_runs.delayed == []
         assert not daemon._hands.is_busy()
     finally:
         store.close()

@@ -18,9 +18,9 @@ from mutants import break_workflow
 from runs import judge_seed, judge_seeds
 from world import START, TROUBLES, Trouble
 
-from agent import engine as engine_module
 from agent.daemon.inbox import Inbox
 from agent.engine import Engine, Hands, HookEnded, Machine
+from agent.engine import engine as engine_module
 from agent.events import Document, ScheduledEvent
 from agent.imds import Identity
 from agent.metrics import Metrics

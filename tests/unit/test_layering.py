@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "metrics": PURE | {"settings"},
     "log": PURE | {"settings", "host"},
     "simulator": {"simulator", "typed_yaml"},
-    "engine": PURE | EDGES - {"web"} | {"settings", "host"},
+    "engine": PURE | EDGES - {"web"} | {"settings", "host", "engine"},
     "daemon": PURE | EDGES | {"settings", "host", "engine", "page", "daemon"},
     "cli": PURE | EDGES | {"settings", "host", "typed_yaml", "simulator", "daemon", "cli"},
 }

@@ -1,0 +1,23 @@
+"""The engine: takes in what has come, decides, commits, has it done.
+
+Owns the board of open workflows and all that outlives a turn. Decides nothing about events (``workflow`` does) and
+waits for nothing: it starts no thread, opens no connection and reads no clock but that of its ``Machine``. The one
+invariant: what was decided is on disk before any of it is done; what could not be written is decided again.
+
+    engine.py     a turn: take, decide, commit, perform
+    documents.py  the document to decide on, and what is missing in it
+    parts.py      the machine, the hands, the news
+    operators.py  what operators may have, and their answers
+    hook_runs.py  hooks of events, and how long they take
+    on_clear.py   the hooks that run at the start if nothing is pending
+    telling.py    log, metrics and journal
+    upkeep.py     the state file: old entries, room for a full disk
+"""
+
+from agent.engine.engine import Engine
+from agent.engine.parts import Hands, HookEnded, HookKey, Machine, News, Paused, key_of, without_run
+from agent.engine.telling import rule_names
+
+__all__ = [
+    "Engine", "Hands", "HookEnded", "HookKey", "Machine", "News", "Paused", "key_of", "rule_names", "without_run",
+]  # fmt: skip

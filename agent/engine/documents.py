@@ -1,0 +1,58 @@
+"""Documents: the one that the next turn decides on, the last one before, and what it lacks."""
+
+from msgspec.structs import replace
+
+from agent.events import Document, Gone, Missing, Seen, compare
+from agent.settings import Settings
+from agent.workflow import Board, known_events
+
+# Two answers count as a poll interval apart if so much of it is between them; the rest is the network's noise.
+_INTERVAL_SHARE = 0.9
+
+
+class Documents:
+    """A document stays to be decided on until a commit holds what follows from it."""
+
+    def __init__(self) -> None:
+        self.new: Document | None = None
+        self.latest: Document | None = None
+        """The last one that was decided on."""
+        self.others_events = 0
+        """How many events of the last document only concern other VMs, and are not followed."""
+        self._lacked: dict[str, float] = {}
+        """Key of an event that the last answer lacked -> when the first answer lacked it, monotonic."""
+
+    def take(self, document: Document, now: float) -> None:
+        """``now`` is monotonic."""
+        self.new = replace(document, answered=document.answered or now)
+        for event in document.events:
+            self._lacked.pop(event.key, None)
+
+    def look_again(self) -> None:
+        """Decide on the last document once more, if there is no newer one."""
+        self.new = self.new or self.latest
+
+    def committed(self, *, has_faults: bool) -> None:
+        """What a bug kept from being taken in is compared again, at each turn, until it is."""
+        if self.new is not None:
+            self.latest = self.new
+        self.new = self.latest if has_faults else None
+
+    def compare(self, board: Board, names: tuple[str, ...], settings: Settings) -> list[Seen | Missing | Gone]:
+        """What is new. An event is gone when two answers that are a poll interval apart lack it.
+
+        Events that only concern other VMs are counted and not followed, unless a rule may take them.
+        """
+        document = self.new
+        if document is None:
+            return []
+        known, events = known_events(board), document.events
+        if not any("others" in rule.when.affects for rule in settings.rules):
+            events = tuple([e for e in events if e.key in known or e.affects(names) != "others"])
+        self.others_events = len(document.events) - len(events)
+        for key in known.keys() - {event.key for event in events}:
+            self._lacked.setdefault(key, document.answered)
+        apart = _INTERVAL_SHARE * settings.imds.poll_interval
+        keys = [workflow.event.key for workflow in board.values() if workflow.is_missing]
+        missing = {key: document.answered - self._lacked.get(key, document.answered) >= apart for key in keys}
+        return compare(known, replace(document, events=events), missing)

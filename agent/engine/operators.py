@@ -1,0 +1,60 @@
+"""What operators ask for: whether they can have it, and the answer when it was done."""
+
+from msgspec.structs import replace
+
+from agent.store import Request
+from agent.workflow import Context, Word, Workflow, ask_gates, has_obeyed
+
+
+def refusal(request: Request, workflow: Workflow | None, context: Context, why_not_acting: str) -> str:
+    """Why not even an operator can have that; "" if one can. ``why_not_acting``: "" for an agent that acts."""
+    if workflow is None:
+        return "the event is not pending any more"
+    match request.word:
+        case "retry" | "resolve":
+            return _refusal_of_retry(workflow, request.word, why_not_acting)
+        case _ if workflow.is_gone:
+            return "the event is over"
+        case "held" if workflow.was_started or workflow.event.is_started:
+            return "the event has started"
+        case "held" if workflow.approval.state == "confirmed":
+            return "Azure has taken the approval, and nobody can take that back"
+        case "approved" if why_not_acting:
+            return why_not_acting
+        case "approved":
+            leave = ask_gates(replace(workflow, operator="approved"), context)
+            return leave.reason if leave.answer == "no" else ""
+        case _:
+            return ""
+
+
+def _refusal_of_retry(workflow: Workflow, word: Word, why_not_acting: str) -> str:
+    recover = workflow.recover
+    if word == "resolve":
+        if not workflow.is_gone:
+            return "the event is not over; resolve is for a recovery that failed"
+        return f"its hook {recover.current} runs" if recover.current else ""
+    if why_not_acting:
+        return why_not_acting
+    if workflow.is_gone:
+        return "" if recover.state == "failed" else "its recovery has not failed"
+    if workflow.was_started or workflow.event.is_started:
+        return "the event has started, and preparing for it is too late"
+    if workflow.prepare.state != "failed":
+        return "nothing of it has failed"
+    return "an operator holds it; release it first" if workflow.operator == "held" else ""
+
+
+def answer(request: Request, workflow: Workflow) -> str:
+    """What the operator is told after the turn that took the word in."""
+    if not has_obeyed(workflow, request.word):
+        return "refused: the event has changed, or another operator has spoken, in this moment"
+    current = next((stage.current for stage in workflow.stages if stage.current), None)
+    hook = f", hook {current} {'is let end' if request.word == 'held' else 'runs'}" if current else ""
+    is_asked = workflow.approval.state != "none" and not workflow.is_gone
+    approval = f", approval {workflow.approval.state}" if is_asked else ""
+    reason = f": {workflow.waits_for}" if workflow.waits_for else ""
+    if request.word == "held" and workflow.decision.affects == "shared":
+        reason += "; the other VMs that it names may approve it all the same"
+    phase = workflow.phase.replace("_", " ")
+    return f"{request.word or 'released'}: the event is {phase}{hook}{approval}{reason}"

@@ -1,0 +1,110 @@
+"""What the engine works with: the machine it runs on, the hands that do what it decides, and the news it takes."""
+
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Protocol
+
+from agent import host
+from agent.events import Document
+from agent.hooks import HookResult
+from agent.imds import Identity
+from agent.policy import Hook
+from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook
+
+HookKey = tuple[str, str]
+"""Workflow and stage: what a workflow runs one hook of at a time."""
+
+
+@dataclass(frozen=True)
+class Paused:
+    """The machine stood still."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class HookEnded:
+    """A hook has ended: of a workflow, or (``effect`` is None) of on_clear."""
+
+    effect: RunHook | None
+    result: HookResult
+
+
+News = Document | Identity | ApprovalAnswered | HookEnded | Paused
+
+
+class Machine:
+    """The machine that the engine runs on."""
+
+    def now(self) -> datetime:
+        """The wall clock."""
+        return datetime.now(UTC)
+
+    def monotonic(self) -> float:
+        """Seconds, on a clock that nobody sets."""
+        return time.monotonic()
+
+    def boot_id(self) -> str:
+        """See ``host.boot_id``."""
+        return host.boot_id()
+
+    def is_shutting_down(self) -> bool | None:
+        """See ``host.is_shutting_down``."""
+        return host.is_shutting_down()
+
+
+class Hands(Protocol):
+    """Who does what was decided. No method blocks or raises; what becomes of it comes back to ``Engine.take``."""
+
+    def start_hook(
+        self,
+        effect: RunHook | None,
+        name: str,
+        hook: Hook | None,
+        *,
+        environment: dict[str, str],
+        stdin: bytes = b"",
+        deadline: float | None = None,
+        event_id: str = "",
+    ) -> None:
+        """Run a hook, for ``effect`` or (None) for on_clear; HookEnded comes back."""
+
+    def cancel_hook(self, key: HookKey | None) -> None:
+        """Have the hook in flight ended, if there is one; its result says canceled."""
+
+    def set_deadline(self, key: HookKey, deadline: float | None) -> None:
+        """NotBefore has moved; the deadline is monotonic."""
+
+    def is_running(self, key: HookKey | None) -> bool:
+        """Whether such a hook runs, or has ended and that was not taken yet."""
+
+    def forget_hook(self, effect: RunHook | None) -> None:
+        """The end of this hook has been taken."""
+
+    def report(self, news: HookEnded) -> None:
+        """Give this back to ``Engine.take``, soon."""
+
+    def approve(self, approvals: list[Approve], incarnation: str) -> None:
+        """Send all of them in one request; for each of them ApprovalAnswered comes back."""
+
+    def forget_approval(self, workflow_id: str) -> None:
+        """The answer to this approval has been taken."""
+
+    def is_busy(self) -> bool:
+        """Whether a hook or an approval is under way, or has ended and that was not taken yet."""
+
+    def cancel_all(self, grace_seconds: float) -> None:
+        """Have every hook ended within the grace."""
+
+
+def key_of(effect: RunHook | None) -> HookKey | None:
+    """What the hook is known by while it runs."""
+    return (effect.workflow_id, effect.stage) if effect else None
+
+
+def without_run(hook: str, outcome: HookOutcome, detail: str) -> HookResult:
+    """The result of a hook that was never started."""
+    return HookResult(
+        hook=hook, outcome=outcome, exit_code=None, attempts=0, duration_seconds=0.0, tail="", detail=detail
+    )
