@@ -124,9 +124,8 @@ class WebServer(ThreadingTCPServer):
             self._free_threads.acquire()
             try:
                 self.process_request(connection, address)
-            except RuntimeError:  # no memory for a thread
-                self._free_threads.release()
-                self.shutdown_request(connection)
+            except RuntimeError:  # no memory for a thread: this one serves the client
+                self.process_request_thread(connection, address)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Serve a client, in its own thread."""

@@ -396,6 +396,16 @@ def test_there_are_at_most_so_many_threads_however_many_clients_come(monkeypatch
     server.close()
 
 
+def test_without_a_thread_for_a_client_it_is_answered_all_the_same(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert [ask(server, "GET", "/healthz")[0].status for _ in range(3)] == [503] * 3
+
+
 def test_probes_are_answered_while_two_hundred_clients_send_a_byte_a_second(server: WebServer) -> None:
     is_over = threading.Event()
 
