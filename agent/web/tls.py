@@ -1,4 +1,4 @@
-"""TLS for the web server: the file that ``agent.web_config`` names, which is written as for Prometheus' exporters.
+"""TLS settings of the web server: the file of ``agent.web_config``, in the format of Prometheus' exporters.
 
 Knows no page and no socket. The one invariant: a file that cannot be used leaves the one before it in force.
 """
@@ -18,19 +18,11 @@ if TYPE_CHECKING:
     import ssl
 
 _MAX_FILE_BYTES = 1024 * 1024
-# How soon a renewed certificate is in force.
+# The files are looked at this often at most.
 _LOOK_SECONDS = 1.0
 
 ClientAuthType = Literal["NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerifyClientCert"]
 
-# Keys of the convention that mean nothing here.
-_FOREIGN = (
-    "http_server_config", "rate_limit", "tls_server_config.cert", "tls_server_config.key",
-    "tls_server_config.client_ca", "tls_server_config.client_allowed_sans", "tls_server_config.max_version",
-    "tls_server_config.cipher_suites", "tls_server_config.prefer_server_cipher_suites",
-    "tls_server_config.curve_preferences",
-)  # fmt: skip
-_FOREIGN_TEXT = "this part of the convention is not known here: remove it"
 _NO_PASSWORDS = (
     "the agent checks no passwords: ask for client certificates (client_auth_type: RequireAndVerifyClientCert), "
     "or have a reverse proxy ask for passwords"
@@ -112,7 +104,7 @@ def load_web_config(path: Path) -> WebConfig:
 
 
 def doubts(config: WebConfig, *, is_open: bool) -> Iterator[str]:
-    """What is hardly meant; ``is_open``: others than this machine can reach the pages."""
+    """What is most likely a mistake. ``is_open``: other machines can reach the pages."""
     if is_open and config.tls_server_config.client_auth_type != "RequireAndVerifyClientCert":
         yield "every client that reaches the pages may read them: ask for client certificates"
 
@@ -126,22 +118,16 @@ def _read(path: Path) -> "tuple[WebConfig, ssl.SSLContext]":
     if len(text) > _MAX_FILE_BYTES:
         raise TlsError(f"{path}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger")
     parsed = parse(text, WebConfig, str(path))
-    problems = {(problem.line, problem.path): problem for problem in parsed.problems}
-    for key, said in (*((key, _FOREIGN_TEXT) for key in _FOREIGN), ("basic_auth_users", _NO_PASSWORDS)):
-        if key in parsed.lines:
-            # In place of "unknown key", which is said of the mapping around it.
-            around = parsed.problem(key.rpartition(".")[0], "")
-            problem = parsed.problem(key, said)
-            problems.pop((problem.line, around.path), None)
-            problems[problem.line, key] = problem
-    if not problems and parsed.value is not None:
+    problems = parsed.problems
+    if "basic_auth_users" in parsed.lines:
+        refusal = parsed.problem("basic_auth_users", _NO_PASSWORDS)  # in place of "unknown key"
+        problems = (refusal, *(problem for problem in problems if problem.line != refusal.line))
+    if parsed.value is not None and not problems:
         contexts: list[ssl.SSLContext] = []
-        found = parsed.gather(_faults(parsed.value.tls_server_config, path, contexts))
-        if not found:
+        problems = parsed.gather(_faults(parsed.value.tls_server_config, path, contexts))
+        if not problems:
             return parsed.value, contexts[0]
-        problems = {(problem.line, problem.path): problem for problem in found}
-    lines = sorted(problems.values(), key=lambda problem: problem.line)
-    raise TlsError("\n".join(map(str, lines)))
+    raise TlsError("\n".join(map(str, sorted(problems, key=lambda problem: problem.line))))
 
 
 def _faults(tls: TlsServerConfig, path: Path, contexts: "list[ssl.SSLContext]") -> Iterator[tuple[str, str]]:
