@@ -1,10 +1,9 @@
-"""Every metric the agent shows, in one table.
+"""Every metric of the agent: names, types and labels.
 
-Owns names, types and labels. Must not read the engine's state: what is pending now comes from the snapshot
-that the engine publishes. The one invariant: labels come from closed sets (types, sources, rules, hooks,
-stages, outcomes, kinds), never from an event's id or a resource's name; only the gauge that lists what is
-pending now carries ids, and its series go when the event goes. Counters are there from the start, at 0 for each of
-their labels: a counter that appears with what it counts shows Prometheus no increase.
+Reads no state of the engine: what is pending comes from the snapshot that the engine publishes. The one invariant:
+labels come from closed sets (types, sources, rules, hooks, stages, outcomes, kinds), never from an event's id or a
+resource's name. Only the gauge that lists what is pending carries ids, and its series end with the event. Counters
+start at 0 for each of their labels: Prometheus sees no increase in a counter that appears with its first count.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +28,7 @@ from agent.settings import Settings
 from agent.workflow import HookOutcome, Note, Outcome, Phase, Workflow
 
 _PREFIX = "scheduled_events_"
-# How requests to the service fail (imds.IMDS_ERROR_KINDS, out of reach from here; a test compares).
+# As in imds.IMDS_ERROR_KINDS, which this module may not import; a test compares.
 _REQUEST_FAILURES = (
     "refused", "timeout", "unreachable", "not_found", "gone", "throttled", "server_error", "bad_request",
     "redirect", "too_large", "empty", "malformed", "unexpected_status", "unconfirmed",
@@ -37,79 +36,103 @@ _REQUEST_FAILURES = (
 _STAGES = ("prepare", "on_start", "recover")
 _HOOK_FAILURES = ("failed", "timed_out", "not_started")
 _FAST_SECONDS = (0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60)
-# Of a policy with very many rules and hooks, the rest is counted from its first happening on.
+# Rules and hooks beyond this number start when they are first counted.
 _MAX_NAMED = 200
 _SLOW_SECONDS = (0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600)
 
 
 class Metrics:
-    """The table. Safe to use from any thread."""
+    """All metrics. For any thread."""
 
     def __init__(self, load_pending: Callable[[], Iterable[Workflow]]) -> None:
-        # One more series for each counter, which nobody needs here.
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        registry = CollectorRegistry()
-        self._registry = registry
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series of each counter
+        self._registry = CollectorRegistry()
+        self._add_agent()
+        self._add_polls()
+        self._add_events()
+        self._add_hooks()
+        self._add_outcomes_and_state()
+        self._count_from_zero()
+        self._registry.register(_Pending(load_pending))
+        ProcessCollector(registry=self._registry)
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(_PREFIX + name, text, labels, registry=registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(_PREFIX + name, text, labels, registry=self._registry)
 
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(_PREFIX + name, text, labels, registry=registry)
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(_PREFIX + name, text, labels, registry=self._registry)
 
-        def histogram(name: str, text: str, *labels: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=registry)
+    def _histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(_PREFIX + name, text, labels, buckets=buckets, registry=self._registry)
 
-        gauge("agent_info", "Which version runs; always 1.", "version").labels(__version__).set(1)
-        self._policy = gauge("policy_info", "SHA-256 of the policy file in force; always 1.", "hash")
-        self.is_acting = gauge("acting", "1 if the agent acts, 0 if it only observes.")
-        self.is_ready = gauge("ready", "1 unless an event is prepared for or being recovered from: as /readyz.")
-        self.polls = counter("polls_total", "Requests for the document, by how they ended.", "outcome")
-        self.poll_seconds = histogram(
+    def _add_agent(self) -> None:
+        self._gauge("agent_info", "Which version runs; always 1.", "version").labels(__version__).set(1)
+        self._policy = self._gauge("policy_info", "SHA-256 of the policy file in force; always 1.", "hash")
+        self.is_acting = self._gauge("acting", "1 if the agent acts, 0 if it only observes.")
+        self.is_ready = self._gauge(
+            "ready", "1 unless an event is prepared for or being recovered from: as /readyz."
+        )
+
+    def _add_polls(self) -> None:
+        self.polls = self._counter("polls_total", "Requests for the document, by how they ended.", "outcome")
+        self.poll_seconds = self._histogram(
             "poll_duration_seconds", "Time of a successful request.", buckets=_FAST_SECONDS
         )
-        self.last_poll_at = gauge(
+        self.last_poll_at = self._gauge(
             "last_successful_poll_timestamp_seconds", "Unix time of the last successful poll; 0 if there was none."
         )
-        self.documents = counter("documents_total", "Documents that differed from the one before.")
-        self.others_events = gauge(
+        self.documents = self._counter("documents_total", "Documents that differed from the one before.")
+        self.others_events = self._gauge(
             "others_events", "Events of the last document that only concern other VMs and are not followed."
         )
-        self.events = counter("events_total", "Events seen for the first time.", "type", "source", "affects")
-        self.decisions = counter("decisions_total", "Decisions, by rule; none means: observe.", "rule", "approve")
-        self.approvals = counter(
+
+    def _add_events(self) -> None:
+        self.events = self._counter("events_total", "Events seen for the first time.", "type", "source", "affects")
+        self.decisions = self._counter(
+            "decisions_total", "Decisions, by rule; none means: observe.", "rule", "approve"
+        )
+        self.approvals = self._counter(
             "approvals_total", "Answers to approvals: confirmed, or how they failed.", "outcome"
         )
-        self.approval_seconds = histogram(
+        self.approval_seconds = self._histogram(
             "approval_delay_seconds", "From first sight of an event to its confirmed approval.", "rule",
             buckets=_SLOW_SECONDS,
         )  # fmt: skip
-        self.hook_seconds = histogram(
+
+    def _add_hooks(self) -> None:
+        self.hook_seconds = self._histogram(
             "hook_duration_seconds", "Run time of hooks, by how they ended.", "hook", "stage", "outcome",
             buckets=_SLOW_SECONDS,
         )  # fmt: skip
-        self.hook_runs = counter("hook_runs_total", "Hooks, by how they ended.", "hook", "stage", "outcome")
-        self.hook_failures = counter(
+        self.hook_runs = self._counter("hook_runs_total", "Hooks, by how they ended.", "hook", "stage", "outcome")
+        self.hook_failures = self._counter(
             "hook_failures_total", "Hooks of events that failed, ran out of time or could not be started.", "stage"
         )
-        self.closed = counter("closed_total", "Events that are over, by how they ended.", "type", "outcome")
-        self.recovery_failures = counter(
+
+    def _add_outcomes_and_state(self) -> None:
+        self.closed = self._counter("closed_total", "Events that are over, by how they ended.", "type", "outcome")
+        self.recovery_failures = self._counter(
             "recovery_failures_total", "How often the recovery from an event failed, retries included."
         )
-        self.pause_seconds = histogram(
+        self.pause_seconds = self._histogram(
             "pause_seconds", "Times in which this machine stood still, as measured by the agent.",
             buckets=(1, 2, 5, 10, 15, 30, 60, 300),
         )  # fmt: skip
-        self.last_pause_seconds = gauge("last_pause_seconds", "Length of the last measured pause.")
-        self.reload_ok = gauge("config_last_reload_successful", "1 if the policy file was good when last read.")
-        self.reloaded_at = gauge(
+        self.last_pause_seconds = self._gauge("last_pause_seconds", "Length of the last measured pause.")
+        self.reload_ok = self._gauge(
+            "config_last_reload_successful", "1 if the policy file was good when last read."
+        )
+        self.reloaded_at = self._gauge(
             "config_last_reload_success_timestamp_seconds", "Unix time when the policy in force was read."
         )
-        self.store_errors = counter("store_errors_total", "Failed accesses to the state file.", "kind")
-        self.state_reserve = gauge(
+        self.store_errors = self._counter("store_errors_total", "Failed accesses to the state file.", "kind")
+        self.state_reserve = self._gauge(
             "state_reserve_bytes", "How much can still be written to the state file while its disk is full."
         )
-        self.faults = counter("faults_total", "Bugs met while handling an event; the log has the details.")
+        self.faults = self._counter("faults_total", "Bugs met while handling an event; the log has the details.")
+
+    def _count_from_zero(self) -> None:
+        """Show each counter from the start, for each of its labels."""
         types, sources, affects = (
             (*sorted(EVENT_TYPES), "other"),
             ("Platform", "User", "unknown"),
@@ -127,11 +150,9 @@ class Metrics:
         ):
             for labels in product(*words):
                 family.labels(*labels)
-        registry.register(_Pending(load_pending))
-        ProcessCollector(registry=registry)
 
     def set_policy(self, settings: Settings, policy_hash: str) -> None:
-        """Another policy is in force: show which, and count its rules and hooks from 0."""
+        """Show which policy is in force, and count its rules and hooks from 0."""
         self._policy.clear()
         self._policy.labels(policy_hash).set(1)
         for rule in settings.rules[:_MAX_NAMED]:
@@ -167,12 +188,12 @@ class Metrics:
             self.closed.labels(event_type(event.type), workflow.outcome).inc()
 
     def expose(self) -> bytes:
-        """The table in Prometheus' text format."""
+        """All of them in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 def event_type(word: str) -> str:
-    """The type as a label: a closed set, whatever Azure may send one day."""
+    """The type as a label: "other" for one that is not known."""
     return word if word in EVENT_TYPES else "other"
 
 
@@ -185,7 +206,7 @@ def _status(word: str) -> str:
 
 
 class _Pending(Collector):
-    """Made anew at each scrape from what is pending, so that no series outlives its event."""
+    """What is pending, read at each scrape, so that no series outlives its event."""
 
     def __init__(self, load_pending: Callable[[], Iterable[Workflow]]) -> None:
         self._load_pending = load_pending
@@ -196,8 +217,8 @@ class _Pending(Collector):
             "One series for each pending event: Unix time of NotBefore, 0 if it may start at any moment.",
             labels=("event_id", "type", "status", "affects", "phase", "rule"),
         )
-        # By labels, for one series that is there twice spoils the whole scrape: an event may come back under its
-        # id while its first appearance is still being recovered from.
+        # By labels: an event may come back under its id while its first appearance still recovers, and a series
+        # that is there twice makes the whole scrape fail.
         times: dict[tuple[str, ...], float] = {}
         phases = [phase for phase in get_args(Phase) if phase != "closed"]
         counts: dict[tuple[str, str], int] = dict.fromkeys(product(phases, get_args(Affects)), 0)

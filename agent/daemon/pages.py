@@ -1,7 +1,7 @@
-"""The agent as others see it: what each address of the web server answers, and the server, opened when it can be.
+"""What the web server answers at each path, and the server itself.
 
-Reads what the engine, the poller and the hands publish, and changes nothing. The one invariant: whoever asks,
-however often and however slowly, costs a bounded amount of work, and none of it is the engine's.
+Reads what the engine, the poller and the hands publish, and changes nothing. The one invariant: clients cost a
+bounded amount of work, however many and however slow they are, and none of it is the engine's.
 """
 
 import threading
@@ -31,22 +31,22 @@ from agent.web.server import Page, WebError, WebServer
 from agent.web.tls import Tls, TlsError
 from agent.workflow import is_ready
 
-# A loop that has not turned for this long hangs; a slow disk alone is given two seconds by the store.
+# An engine that has not turned for this long hangs. (The store waits two seconds for a slow disk.)
 _STALL_SECONDS = 15.0
-# Events, and pauses, that /history shows, and entries of each: one more than the page shows, which then says so.
+# What /history shows: this many events and pauses, and entries of each event. The page shows one entry less.
 _RECENT = 20
 _ENTRIES = 41
-# What comes from the disk is read this often at most, and a client waits this long for a disk that hangs.
+# The journal is read once in this time at most, and a client waits this long for a disk that hangs.
 _PAGE_SECONDS = 1.0
 _PAGE_PATIENCE_SECONDS = 1.0
-# The metrics cost a millisecond, which a crowd could make use of.
+# Metrics are made once in this time at most.
 _METRICS_SECONDS = 0.1
 # The agent starts without its pages if their port is taken.
 _WEB_RETRY_SECONDS = 3.0
 
 
 class Pages:
-    """The pages and their server. Whatever is public may be called from any thread."""
+    """The pages and their server. For any thread."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Pages:
         policy: Callable[[], PolicyInForce],
         command_options: str = "",
     ) -> None:
-        """``policy``: tells which one is in force. ``command_options``: see ``Status``."""
+        """``policy`` returns the one in force. ``command_options``: see ``Status``."""
         self._engine = engine
         self._poller = poller
         self._hands = hands
@@ -76,12 +76,12 @@ class Pages:
         self.tls: Tls | None = None
         """None if there is no agent.web_config, or it could not be read yet."""
         self.failure = ""
-        """Why there is no web server, though there should be."""
+        """Why the web server that the policy asks for is not there."""
         self.has_tried = threading.Event()
-        """Set when the first attempt to open it has ended, in whatever way."""
+        """Set when the first attempt to open it has ended."""
 
     def serve(self) -> None:
-        """Open the web server, sooner or later. Blocks until then, or until the agent stops."""
+        """Open the web server, and try until that works. Blocks until then, or until the agent stops."""
         agent = self._engine.settings.agent
         while not self._poller.stop_requested.is_set():
             try:
@@ -117,7 +117,7 @@ class Pages:
             self._log.info("agent.web_config is in force as it is now", log_id=LogId.PAGES_WORK)
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         if self.web is not None:
             self.web.close()
 
@@ -143,7 +143,7 @@ class Pages:
         since_poll = now - (self._poller.succeeded or self._started)
         if since_poll > self._engine.settings.agent.healthy_within:
             problems.append(f"no poll has succeeded for {since_poll:.0f}s: {self._poller.failure or 'it hangs'}")
-        if self.failure:  # to be read by ``status``, which asks through the state file
+        if self.failure:  # for the command status, which asks through the state file
             problems.append(f"the pages are not shown: {self.failure}")
         return problems
 
@@ -246,7 +246,7 @@ def _json_page(answer: Status | Journal) -> Page:
 
 
 class _Shared:
-    """A page that takes some work, made once for all who ask within ``seconds``. For any thread."""
+    """A page that takes some work, made once for all clients within ``seconds``. For any thread."""
 
     def __init__(self, make: Callable[[], Page], seconds: float) -> None:
         self._make = make
@@ -258,7 +258,7 @@ class _Shared:
     def __call__(self) -> Page:
         if page := self._fresh():
             return page
-        # While somebody else makes it, it is soon there; of a disk that hangs, one who waits is enough.
+        # Another client's thread may be making it just now. If that hangs, do not wait with it.
         hangs = time.monotonic() - self._began > _PAGE_PATIENCE_SECONDS
         if self._making.acquire(timeout=0.0 if hangs else _PAGE_PATIENCE_SECONDS):
             try:

@@ -3,19 +3,17 @@
 Knows no page and no socket. The one invariant: a file that cannot be used leaves the one before it in force.
 """
 
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
 from agent import AgentError
 from agent.typed_yaml import parse
-
-if TYPE_CHECKING:
-    import ssl
 
 _MAX_FILE_BYTES = 1024 * 1024
 # The files are looked at this often at most.
@@ -23,10 +21,16 @@ _LOOK_SECONDS = 1.0
 
 ClientAuthType = Literal["NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerifyClientCert"]
 
-_NO_PASSWORDS = (
-    "the agent checks no passwords: ask for client certificates (client_auth_type: RequireAndVerifyClientCert), "
-    "or have a reverse proxy ask for passwords"
-)
+_ABSENT = "the agent has no such setting: remove it"
+# Keys of the format for which "unknown key" would not tell the way out.
+_REFUSED = {
+    "basic_auth_users": (
+        "the agent checks no passwords: ask for client certificates (client_auth_type: "
+        "RequireAndVerifyClientCert), or have a reverse proxy ask for passwords"
+    ),
+    "http_server_config": _ABSENT,
+    "tls_server_config.max_version": _ABSENT,
+}
 
 
 class TlsServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,7 +74,7 @@ class Tls:
         self._stamps = _stamps(self._files)
         self._looked_at = time.monotonic()
 
-    def context(self) -> "ssl.SSLContext":
+    def context(self) -> ssl.SSLContext:
         """For the next connection. Reads the files again if they have changed, at most once a second."""
         # A client does not wait for a disk that keeps another one waiting.
         if time.monotonic() - self._looked_at >= _LOOK_SECONDS and self._lock.acquire(blocking=False):
@@ -109,7 +113,7 @@ def doubts(config: WebConfig, *, is_open: bool) -> Iterator[str]:
         yield "every client that reaches the pages may read them: ask for client certificates"
 
 
-def _read(path: Path) -> "tuple[WebConfig, ssl.SSLContext]":
+def _read(path: Path) -> tuple[WebConfig, ssl.SSLContext]:
     try:
         with path.open("rb") as file:
             text = file.read(_MAX_FILE_BYTES + 1)
@@ -118,10 +122,9 @@ def _read(path: Path) -> "tuple[WebConfig, ssl.SSLContext]":
     if len(text) > _MAX_FILE_BYTES:
         raise TlsError(f"{path}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger")
     parsed = parse(text, WebConfig, str(path))
-    problems = parsed.problems
-    if "basic_auth_users" in parsed.lines:
-        refusal = parsed.problem("basic_auth_users", _NO_PASSWORDS)  # in place of "unknown key"
-        problems = (refusal, *(problem for problem in problems if problem.line != refusal.line))
+    refused = [parsed.problem(key, text) for key, text in _REFUSED.items() if key in parsed.lines]
+    lines = {problem.line for problem in refused}
+    problems = (*refused, *(problem for problem in parsed.problems if problem.line not in lines))
     if parsed.value is not None and not problems:
         contexts: list[ssl.SSLContext] = []
         problems = parsed.gather(_faults(parsed.value.tls_server_config, path, contexts))
@@ -130,7 +133,7 @@ def _read(path: Path) -> "tuple[WebConfig, ssl.SSLContext]":
     raise TlsError("\n".join(map(str, sorted(problems, key=lambda problem: problem.line))))
 
 
-def _faults(tls: TlsServerConfig, path: Path, contexts: "list[ssl.SSLContext]") -> Iterator[tuple[str, str]]:
+def _faults(tls: TlsServerConfig, path: Path, contexts: list[ssl.SSLContext]) -> Iterator[tuple[str, str]]:
     """What makes the file unusable though its shape is right; without any, ``contexts`` has the one for TLS."""
     asks = tls.client_auth_type != "NoClientCert"
     if asks != (tls.client_ca_file is not None):
@@ -170,9 +173,7 @@ def _files_of(tls: TlsServerConfig, path: Path) -> dict[str, Path]:
     return {key: path.parent / name for key, name in names.items() if name is not None}
 
 
-def _context(tls: TlsServerConfig, files: dict[str, Path]) -> "ssl.SSLContext":
-    import ssl  # noqa: PLC0415 - most agents speak plain HTTP
-
+def _context(tls: TlsServerConfig, files: dict[str, Path]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}[tls.min_version]
     context.options |= ssl.OP_NO_RENEGOTIATION

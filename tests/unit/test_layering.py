@@ -58,7 +58,7 @@ OF_ONE_SYSTEM = {
 }  # fmt: skip
 # What an idle agent need not have in memory; each is imported where it is used.
 HEAVY = {
-    "asyncio", "concurrent", "ctypes", "difflib", "email.message", "logging.handlers", "multiprocessing", "ssl",
+    "asyncio", "concurrent", "ctypes", "difflib", "email.message", "logging.handlers", "multiprocessing",
     "urllib.request", "zoneinfo",
 }  # fmt: skip
 # Loaded by an agent that runs; the command line and the simulator are other programs.
@@ -200,11 +200,11 @@ def test_the_walk_sees_imports_in_every_form(tmp_path: Path, monkeypatch: pytest
         "from . import edge\n"
         "if TYPE_CHECKING:\n    import yaml\n"
         "def later():\n    from agent.edge import thing\n    import ctypes\n"
-        "class Early:\n    import ssl\n"
+        "class Early:\n    import zoneinfo\n"
     )
     monkeypatch.setattr(sys.modules[__name__], "ROOT", package)
     path = package / "module.py"
     assert known_of_agent(path) == {"edge"}
-    assert {"os.path", "yaml", "ctypes", "ssl", "agent.edge.thing"} <= imports(path)
-    assert {name for name in imports(path, only_at_start=True) if is_in(name, HEAVY)} == {"ssl"}
+    assert {"os.path", "yaml", "ctypes", "zoneinfo", "agent.edge.thing"} <= imports(path)
+    assert {name for name in imports(path, only_at_start=True) if is_in(name, HEAVY)} == {"zoneinfo"}
     assert is_in("os.path", IMPURE)
