@@ -47,7 +47,7 @@ def test_a_server_without_a_file_descriptor_waits_and_does_not_spin() -> None:
     assert share < 0.2
 
 
-def test_a_crowd_that_says_nonsense_or_nothing_is_let_go_and_the_next_client_is_served(
+def test_after_a_crowd_that_says_nonsense_or_nothing_the_next_client_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(web, "_REQUEST_SECONDS", 0.3)

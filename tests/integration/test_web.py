@@ -362,7 +362,7 @@ def test_one_address_that_takes_every_place_slowly_keeps_no_other_one_out(
         assert time.monotonic() - began < 30
 
 
-def test_of_a_crowd_from_one_address_who_has_something_to_say_is_served_all_the_same(server: WebServer) -> None:
+def test_a_client_that_asks_is_served_beside_a_crowd_that_does_not(server: WebServer) -> None:
     with ExitStack() as stack:
         for _ in range(2 * web._MAX_CLIENTS):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port))).sendall(b"GET /met")
@@ -437,7 +437,7 @@ def test_probes_are_answered_while_two_hundred_clients_send_a_byte_a_second(serv
             client.close()
 
 
-def test_connections_that_come_again_whenever_they_are_let_go_do_not_keep_a_probe_waiting(
+def test_connections_that_come_again_at_once_do_not_keep_a_probe_waiting(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web, "_MAX_CLIENTS", 16)

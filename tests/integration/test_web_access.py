@@ -202,7 +202,7 @@ def test_a_certificate_that_may_be_given_is_looked_at_if_it_is(place: Path) -> N
 
 
 @needs_openssl
-def test_a_renewed_certificate_is_used_without_a_restart_and_one_without_its_key_is_not(place: Path) -> None:
+def test_a_renewed_certificate_is_used_without_a_restart_once_its_key_is_there(place: Path) -> None:
     told: list[str] = []
     with serving(write(place, TLS), told.append) as server:
         first = serial_number(server, place)
@@ -286,8 +286,8 @@ def problems(file: Path) -> list[str]:
             f"{TLS}  cipher_suites: [A]\nhttp_server_config:\n  http2: true\ntls: {{}}\n",
             [
                 (
-                    'DIR/web.yml:4: tls_server_config: unknown key "cipher_suites"; known here: cert_file, key_file, '
-                    "client_auth_type, client_ca_file, min_version"
+                    'DIR/web.yml:4: tls_server_config: unknown key "cipher_suites"; known here: cert_file, '
+                    "key_file, client_auth_type, client_ca_file, min_version"
                 ),
                 "DIR/web.yml:5: http_server_config: the agent has no such setting: remove it",
                 'DIR/web.yml:7: unknown key "tls"; known here: tls_server_config',
@@ -316,9 +316,7 @@ def test_a_path_that_can_be_none_is_told(tmp_path: Path) -> None:
 
 @needs_openssl
 @pytest.mark.parametrize("key", ["server.pem", "ca.key", "locked.key"])
-def test_a_key_that_is_none_not_the_right_one_or_locked_is_refused_without_asking_anybody(
-    place: Path, key: str
-) -> None:
+def test_a_key_that_is_not_one_is_of_another_or_is_locked_is_refused(place: Path, key: str) -> None:
     (line,) = problems(write(place, TLS.replace("server.key", key)))
     assert line.startswith(
         ("DIR/web.yml:2: tls_server_config.cert_file: ", "DIR/web.yml:3: tls_server_config.key_file")

@@ -54,7 +54,7 @@ def wait_until(test: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_an_agent_whose_port_is_taken_protects_the_machine_says_so_and_shows_its_pages_later(
+def test_an_agent_whose_port_is_taken_works_says_so_and_shows_its_pages_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[Mapping[str, object]]
 ) -> None:
     monkeypatch.setattr(module, "_WEB_RETRY_SECONDS", 0.2)

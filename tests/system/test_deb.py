@@ -316,7 +316,7 @@ def test_removing_and_purging_it_do_not_mind_what_is_gone_already(upgradable: Co
 
 
 @pytest.mark.parametrize("root", ["debian", "debian_13"])
-def test_the_strict_account_starts_the_units_of_the_policy_but_none_of_its_own_making(
+def test_the_strict_account_starts_units_of_the_policy_but_none_of_its_own(
     root: str, deb: Path, request: pytest.FixtureRequest
 ) -> None:
     with Container(request.getfixturevalue(root), private_network=True) as machine:
@@ -373,7 +373,7 @@ def test_an_upgrade_does_not_end_an_agent_whose_bad_policy_file_a_drop_in_names(
 
 
 @pytest.mark.parametrize("grant", ["", "Group=adm", "SupplementaryGroups=adm"])
-def test_an_upgrade_does_not_end_a_strict_agent_whose_account_can_no_longer_read_the_policy(
+def test_an_upgrade_does_not_end_a_strict_agent_that_cannot_read_its_policy(
     upgradable: Container, grant: str
 ) -> None:
     service = Service(upgradable, "")
@@ -419,7 +419,7 @@ def test_an_upgrade_restarts_a_strict_agent_with_a_hook_that_its_account_may_cha
     assert service.log("agent started", version=NEWER)
 
 
-def test_a_downgrade_does_not_end_an_agent_whose_state_the_older_version_cannot_read(
+def test_a_downgrade_does_not_end_an_agent_whose_state_is_too_new_for_it(
     upgradable: Container,
 ) -> None:
     service = Service(upgradable, "")
@@ -434,7 +434,7 @@ def test_a_downgrade_does_not_end_an_agent_whose_state_the_older_version_cannot_
     )
 
 
-def test_removing_it_between_unpacking_and_configuring_stops_it_and_leaves_no_trace_of_the_upgrade(
+def test_removing_it_in_the_middle_of_an_upgrade_stops_it_and_leaves_no_trace(
     upgradable: Container,
 ) -> None:
     upgradable.run("dpkg", "--unpack", PACKAGE)
@@ -459,9 +459,7 @@ def test_a_preset_of_the_administrators_keeps_it_from_being_enabled(debian: Path
         assert state_of(machine) == ("disabled", "inactive")
 
 
-def test_in_an_image_without_a_running_systemd_it_is_installed_and_runs_from_the_first_boot(
-    debian: Path, deb: Path
-) -> None:
+def test_installed_into_an_image_without_systemd_it_runs_from_the_first_boot(debian: Path, deb: Path) -> None:
     with Container(debian, boots=False, private_network=True) as machine:
         install(machine, deb)
         machine.start()

@@ -169,7 +169,7 @@ def sequence(msi: Path, name: str) -> list[str]:
 # --- contents
 
 
-def test_the_service_is_registered_started_stopped_and_removed_by_the_installer_itself(msi: Path) -> None:
+def test_the_installer_itself_registers_starts_stops_and_removes_the_service(msi: Path) -> None:
     ((service,), (control,)) = (table(msi, "ServiceInstall"), table(msi, "ServiceControl"))
     (component,) = (row for row in table(msi, "Component") if row["Component"] == service["Component_"])
     (file,) = (row for row in table(msi, "File") if row["File"] == component["KeyPath"])
@@ -211,7 +211,7 @@ def test_the_event_source_and_the_path_go_with_the_product(msi: Path) -> None:
     assert (path["Name"], path["Value"]) == ("=-*PATH", f"[~];[{folder['Directory']}]")
 
 
-def test_older_versions_and_other_builds_of_the_same_are_replaced_and_newer_ones_refuse(msi: Path) -> None:
+def test_older_versions_and_other_builds_are_replaced_and_newer_ones_refuse(msi: Path) -> None:
     facts = [(row["VersionMin"], row["VersionMax"], row["Attributes"]) for row in table(msi, "Upgrade")]
     assert facts == [("", __version__, "512"), (__version__, "", "2")]
     refusals = {row["Condition"]: row["Description"] for row in table(msi, "LaunchCondition")}
@@ -272,7 +272,7 @@ def test_what_is_ours_is_done_between_the_service_s_registration_and_its_start(m
     assert order.index("RemoveExistingProducts") == order.index("InstallInitialize") + 1
 
 
-def test_the_service_is_stopped_by_the_agent_at_each_change_and_started_again_if_that_fails(msi: Path) -> None:
+def test_the_agent_stops_the_service_at_each_change_and_starts_it_if_that_fails(msi: Path) -> None:
     when = {row["Action"]: row["Condition"] for row in table(msi, "InstallExecuteSequence")}
     # Also in a repair. Installed once more as it is, nothing starts the service, so that nothing may stop it.
     assert when["Halt"] == when["Return"] == 'REINSTALL OR REMOVE="ALL"'
@@ -292,7 +292,7 @@ def test_the_service_is_stopped_by_the_agent_at_each_change_and_started_again_if
     }
 
 
-def test_an_upgrade_does_not_delete_the_service_which_could_not_be_made_again_while_it_is_looked_at(
+def test_an_upgrade_does_not_delete_the_service(
     msi: Path,
 ) -> None:
     # Wine does not set the property in an upgrade, as Windows does.
@@ -580,7 +580,7 @@ def policy(windows: Windows, sim: Simulator) -> str:
     return windows.write_policy(windows.drive / "policy.yaml", sim.endpoint())
 
 
-def test_a_machine_is_drained_approved_rebooted_and_recovered_by_the_installed_service(
+def test_the_installed_service_drains_approves_reboots_and_recovers_a_machine(
     windows: Windows, msi: Path, sim: Simulator, policy: str
 ) -> None:
     assert windows.install(msi, f"POLICY={policy}") == 0
@@ -765,7 +765,7 @@ def test_a_service_that_runs_takes_up_the_policy_that_it_is_given(
     wait_for(lambda: '"message":"the policy file was read again"' in log.read_text(), "the policy was read again")
 
 
-def test_it_goes_where_it_is_told_stays_there_when_upgraded_and_all_of_it_goes_from_there(
+def test_it_goes_where_it_is_told_stays_there_when_upgraded_and_leaves_nothing(
     windows: Windows, msi: Path, newer: Path
 ) -> None:
     home = windows.drive / "Program Files" / "Other Place"

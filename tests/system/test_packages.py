@@ -197,7 +197,7 @@ def test_what_is_compiled_is_for_the_processor_of_the_package_and_for_every_pyth
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_what_is_compiled_fits_old_systems_and_large_pages_and_its_libraries_are_asked_for(
+def test_compiled_modules_fit_old_systems_and_large_pages_and_ask_for_libraries(
     dist: Path, debs: Mapping[str, Mapping[str, Entry]], machine: str, tmp_path: Path
 ) -> None:
     apt.need("readelf", "binutils")
@@ -277,7 +277,7 @@ def test_every_file_that_a_document_refers_to_is_there(debs: Mapping[str, Mappin
     assert missing == {}
 
 
-def test_examples_hooks_and_rules_are_all_there_and_the_texts_name_them_by_their_places(
+def test_examples_hooks_and_rules_are_there_and_the_texts_name_their_places(
     debs: Mapping[str, Mapping[str, Entry]],
 ) -> None:
     share, doc = f"usr/share/{NAME}", f"usr/share/doc/{NAME}"
@@ -482,7 +482,7 @@ def test_an_rpm_owns_its_directories_and_leaves_the_state_to_the_agent(dist: Pat
 # --- the build
 
 
-def test_building_twice_gives_the_same_bytes_whatever_the_place_the_umask_and_the_times(tmp_path: Path) -> None:
+def test_a_build_elsewhere_with_another_umask_and_time_gives_the_same_bytes(tmp_path: Path) -> None:
     apt.need("rpmbuild", "rpm")
     built = []
     for number, umask in enumerate((0o022, 0o077)):
@@ -785,7 +785,7 @@ def test_the_launcher_looks_in_usr_local_too_but_not_in_the_users_path(machine: 
     assert machine.run(PATH=path).stdout.startswith(f"3.12 {machine.local}/python3 ")
 
 
-def test_the_launcher_takes_the_distributions_python_before_a_newer_one_that_was_built_here(
+def test_the_launcher_takes_the_distributions_python_before_a_newer_local_one(
     machine: Machine,
 ) -> None:
     # The package depends on the one in /usr/bin; the other may lack sqlite3, or be the work of others than root.

@@ -161,7 +161,7 @@ def test_an_upgrade_does_not_end_an_agent_whose_policy_file_is_bad(machine: Cont
     )
 
 
-def test_a_downgrade_does_not_end_an_agent_whose_state_the_older_version_cannot_read(machine: Container) -> None:
+def test_a_downgrade_does_not_end_an_agent_whose_state_is_too_new_for_it(machine: Container) -> None:
     service = Service(machine, "")
     service.write_state_of_a_newer_version()
     before = service.pid()
@@ -199,7 +199,7 @@ def test_a_preset_of_the_administrators_keeps_it_from_being_enabled(bare: Contai
         assert state_of(machine) == ("disabled", "inactive")
 
 
-def test_in_an_image_without_a_running_systemd_it_is_installed_and_runs_from_the_first_boot(
+def test_installed_into_an_image_without_systemd_it_runs_from_the_first_boot(
     bare: Container,
 ) -> None:
     with Container(bare, boots=False, private_network=True) as machine:
@@ -284,7 +284,7 @@ def packages_of(machine: Container) -> set[str]:
 
 
 @pytest.mark.parametrize("distribution", [RHEL_9, SLES_15, AZURE_LINUX_3], ids=["rhel", "sles", "azure"])
-def test_a_package_manager_installs_it_with_a_python_that_is_new_enough_upgrades_and_removes_it(
+def test_a_package_manager_installs_it_with_a_new_python_upgrades_and_removes_it(
     bare: Container, distribution: Distribution
 ) -> None:
     with managed(bare, distribution) as machine:

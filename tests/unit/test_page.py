@@ -75,7 +75,7 @@ def headline(*pending: Workflow, **changes: Any) -> tuple[str, str]:
     return found.headline, found.tone
 
 
-def test_an_event_is_told_with_what_is_done_how_far_it_is_and_what_an_operator_can_do() -> None:
+def test_a_summary_tells_what_is_done_how_far_it_is_and_what_an_operator_can_do() -> None:
     one = workflow(
         phase="preparing", prepare=Progress(state="running", done=("drain",), current="checkpoint", run=2)
     )
