@@ -35,7 +35,7 @@ ELSEWHERE = {
     "apt install ./": ("tests/system/installed.py", '"dpkg", "--install"'),
     "dnf install": ("tests/system/test_rpm.py", '"dnf", "install"'),
     "zypper install": ("tests/system/test_rpm.py", '"zypper", "--non-interactive", "install"'),
-    "systemctl reload scheduled-events-agent": ("tests/system/test_unit.py", 'systemctl("reload")'),
+    "systemctl reload scheduled-events-agent": ("tests/system/test_systemd_service.py", 'systemctl("reload")'),
     f"{OURS}completion bash": ("tests/system/test_completion.py", "complete_in_bash"),
     f"{OURS}install-unit": ("tests/system/test_install_other.py", "install-unit"),
     f"{OURS}service ": ("tests/system/test_windows_service.py", '"service"'),
@@ -46,7 +46,7 @@ ELSEWHERE = {
     ".venv/bin/python tests/simulation": ("Makefile", "$(BIN)/python tests/simulation"),
     ".venv/bin/python -m benchmarks": ("tests/integration/test_benchmarks.py", "benchmarks"),
     "promtool ": ("tests/system/test_prometheus.py", "promtool"),
-    "journalctl ": ("tests/system/test_unit.py", '"journalctl", "--quiet"'),
+    "journalctl ": ("tests/system/test_systemd_service.py", '"journalctl", "--quiet"'),
     "systemctl restart scheduled-events-agent": ("tests/system/test_deb.py", 'systemctl("restart")'),
     "env PGDATA=": ("tests/system/test_example_database.py", "POSTGRESQL_BIN"),
 }

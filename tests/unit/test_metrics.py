@@ -104,7 +104,9 @@ def test_the_documented_table_is_what_a_scraper_gets(metrics: Metrics, pending: 
 def test_every_value_that_a_label_can_take_is_documented() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     rows = dict(
-        line.strip("| ").split(" | ", 1) for line in text.partition("## Labels")[2].splitlines() if "| `" in line
+        line.removeprefix("- ").split(": ", 1)
+        for line in text.partition("## Labels")[2].splitlines()
+        if line.startswith("- `")
     )
     for row, words in {
         "`type`": EVENT_TYPES,

@@ -256,7 +256,7 @@ def test_the_commands_that_alerts_advise_exist() -> None:
 
 def test_every_alert_is_documented_with_its_severity() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    documented = re.findall(r"^\| `(ScheduledEvents\w+)` \| (\w+) \|", text, re.MULTILINE)
+    documented = re.findall(r"^- `(ScheduledEvents\w+)` \((\w+)\): ", text, re.MULTILINE)
     assert documented == [(name, rule["labels"]["severity"]) for name, rule in alerts().items()]
 
 

@@ -1,6 +1,6 @@
 """Units as hooks where the bus misbehaves: over a real socket, to a bus of our own that does what it is told.
 
-Whether systemd is understood, only a systemd can tell: see test_units.py in system/.
+Whether systemd is understood, only a systemd can tell: see test_unit_hooks.py in system/.
 """
 
 import contextlib
