@@ -234,13 +234,16 @@ def test_while_the_service_is_away_the_agent_lives_and_says_so_and_then_goes_on(
     assert text.startswith("no poll has succeeded for ")
     back = agent.wait_log("polling the metadata service works again")
     kinds = [line["kind"] for line in agent.log("polling the metadata service fails")]
-    if SLOWNESS:  # with the longer time limit, a second request goes out beside the one that stalls
-        assert "unreachable" in kinds
+    assert back["failures"] == len(kinds)
+    if SLOWNESS:  # with the longer time limit, a request beside the one that stalls is answered before or after it
+        assert kinds in (["unreachable"], ["unreachable", "timeout"])
     else:
-        assert back["failures"] == 2
-        assert back["after_seconds"] >= 0.2  # an interval of 250 ms, as the log rounds it
         assert kinds == ["timeout", "unreachable"]
-        assert agent.metric("polls_total", outcome="timeout") == 1
+        assert back["after_seconds"] >= 0.2  # an interval of 250 ms, as the log rounds it
+    agent.wait_until(
+        lambda: [agent.metric("polls_total", outcome=kind) for kind in ("timeout", "unreachable")] == [1, 1],
+        "each fault was counted once",
+    )
     agent.wait_until(lambda: agent.get("/healthz") == (200, "ok\n"), "it was healthy again")
     assert agent.pending()[event]["phase"] == "prepared"
     assert agent.ran() == ["drain"]

@@ -268,7 +268,7 @@ def test_a_pipe_whose_reader_has_gone_does_not_hurt() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs Unix pipes")
-def test_a_pipe_that_nobody_empties_holds_nobody_up_and_works_again_once_it_is_emptied() -> None:
+def test_a_full_pipe_delays_nothing_and_works_again_when_it_is_read() -> None:
     import os
 
     program = """

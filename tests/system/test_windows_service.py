@@ -392,7 +392,7 @@ def test_an_agent_that_hangs_ends_with_a_failure_and_the_next_one_logs_its_stack
     assert "agent/daemon/inbox.py" in stacks.replace("\\", "/")
 
 
-def test_a_data_directory_that_is_no_administrators_keeps_the_service_from_being_made(python: WinePython) -> None:
+def test_no_service_is_made_if_the_data_directory_is_not_an_administrators(python: WinePython) -> None:
     service = Service(python, "planted", "http://127.0.0.1:1")
     data = python.drive / "ProgramData" / NAME
     aside = data.with_name(f"{NAME} aside")

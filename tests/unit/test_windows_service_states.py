@@ -233,9 +233,7 @@ def _live(crash_path: Path, *words: str) -> int:
 
 
 @pytest.mark.parametrize("words", [["hang"], ["ready", "hang"], ["ready", "alive", "hang"]])
-def test_an_agent_that_hangs_ends_with_a_failure_and_leaves_the_stacks_of_its_threads(
-    tmp_path: Path, words: list[str]
-) -> None:
+def test_an_agent_that_hangs_ends_with_a_failure_and_leaves_its_stacks(tmp_path: Path, words: list[str]) -> None:
     assert _live(tmp_path / "crash.log", *words) == 1
     left = (tmp_path / "crash.log").read_text()
     assert left.startswith("Timeout (0:00:01)!\nThread ")
@@ -340,7 +338,7 @@ def test_it_is_restarted_after_5_30_and_60_seconds_after_a_stop_with_an_error_to
     assert settings["SERVICE_CONFIG_FAILURE_ACTIONS_FLAG"] is True
 
 
-def test_it_starts_with_the_machine_under_an_identifier_of_its_own_and_has_time_to_stop() -> None:
+def test_it_starts_with_the_machine_has_its_own_sid_and_time_to_stop() -> None:
     settings = dict(windows_service._further_configuration("LocalSystem"))
     assert settings["SERVICE_CONFIG_DELAYED_AUTO_START_INFO"] is False
     assert settings["SERVICE_CONFIG_SERVICE_SID_INFO"] == 1
