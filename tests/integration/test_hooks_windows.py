@@ -87,47 +87,18 @@ def test_slashes_in_the_path_of_a_program_may_lean_either_way(tmp_path: Path) ->
     assert _run((tmp_path / "drain.cmd").as_posix()).tail.strip() == "drained"
 
 
-def _associate(key: str, value: str | None) -> None:
-    """Set the default value of a key below the machine's classes; None: remove the key."""
-    assert sys.platform == "win32"
-    import winreg
-
-    path = rf"SOFTWARE\Classes\{key}"
-    if value is None:
-        winreg.DeleteKey(winreg.HKEY_LOCAL_MACHINE, path)
-    else:
-        winreg.SetValue(winreg.HKEY_LOCAL_MACHINE, path, winreg.REG_SZ, value)
+def test_a_python_script_runs_by_the_launcher_of_python(tmp_path: Path) -> None:
+    script = tmp_path / "drain now.py"
+    script.touch()
+    (tmp_path / "py.exe").touch()
+    env = {"SYSTEMROOT": str(tmp_path)}
+    assert windows_process._program_command([str(script), "a b"], env) == rf'{tmp_path}\py.exe "{script}" "a b"'
 
 
-def test_a_python_script_runs_as_the_machine_runs_such_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A suffix of its own: what is done here is done to the whole machine.
-    suffix = f".py{os.getpid()}"
-    monkeypatch.setattr("agent.host.windows.process._BY_ASSOCIATION", (suffix,))
-    script = tmp_path / f"drain now{suffix}"
-    script.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
-    keys = [rf"Test{suffix}", r"shell", r"open", r"command"]
-    paths = ["\\".join(keys[:count]) for count in range(1, 5)]
-    _associate(suffix, keys[0])
-    _associate(paths[-1], rf'"{sys.executable}" "%1" %*')
-    try:
-        result = _run(str(script), "a b", "%1")
-        _associate(paths[-1], '"C:\\shims\\python.BAT" "%1" %*')
-        assert windows_process._association(suffix) is None  # it would be run by cmd
-    finally:
-        for key in (suffix, *reversed(paths)):
-            _associate(key, None)
-    assert (result.exit_code, result.tail) == (3, "['a b', '%1']\n")
-
-
-def test_a_python_script_without_an_association_needs_its_interpreter_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agent.host.windows.process._association", lambda _: None)  # this machine may have one
+def test_a_python_script_without_a_launcher_needs_its_interpreter_named(tmp_path: Path) -> None:
     script = tmp_path / "drain.py"
     script.write_text("print('drained')")
-    result = _run(str(script))
+    result = _run(str(script), env={"SYSTEMROOT": str(tmp_path)})
     assert (result.outcome, result.detail) == (
         "not_started",
         f"{script} is no program on Windows: name its interpreter first, as in run: [python.exe, {script}]",

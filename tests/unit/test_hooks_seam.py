@@ -122,18 +122,6 @@ def test_a_program_is_never_looked_for_where_the_agent_happens_to_be(
     assert str(caught.value) == "no such program on the PATH ;.;relative: drain.exe"
 
 
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (r'"C:\Windows\py.exe" "%L" %*', r'"C:\Windows\py.exe" "S" "a b" %1'),
-        (r'C:\py\python.exe "%1" %*', r'C:\py\python.exe "S" "a b" %1'),
-        (r"C:\py\python.exe %1", r'C:\py\python.exe "S" "a b" %1'),
-    ],
-)
-def test_an_association_gets_path_and_arguments_where_it_has_places_for_them(template: str, expected: str) -> None:
-    assert process._fill(template, "S", ["a b", "%1"]) == expected
-
-
 def test_a_program_gets_its_arguments_quoted_as_programs_expect_them(tmp_path: Path) -> None:
     program = _file(tmp_path, "drain.exe")
     assert process._program_command([program, "a b", 'c"d', ""], _ENV) == rf'{program} "a b" c\"d ""'

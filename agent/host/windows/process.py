@@ -10,7 +10,6 @@ end: to terminate is to kill.
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from agent.host.error import HostError
-from agent.host.windows.files import reason_of, registry_value
+from agent.host.windows.files import reason_of
 
 if sys.platform == "win32" or TYPE_CHECKING:
     import pywintypes
@@ -62,11 +61,6 @@ _NEEDS_INTERPRETER = {
 }
 # Quotes, what is expanded, and what ends a line or is no text at all.
 _UNSAFE_FOR_CMD = frozenset('"%') | {chr(code) for code in range(32) if chr(code) != "\t"}
-_BY_ASSOCIATION = (".py", ".pyw")
-_CLASSES = r"SOFTWARE\Classes"
-_PLACE = re.compile(r'"%[1Ll]"|%[1Ll]|%\*')
-# What a system starts in cmd by itself, whatever the arguments are.
-_BATCH = re.compile(r"\.(bat|cmd)\b", re.IGNORECASE)
 
 
 class ProcessTree:
@@ -262,8 +256,9 @@ def _program_command(run: Sequence[str], env: Mapping[str, str], directory: str 
         powershell = rf"{_system_root(env)}\System32\WindowsPowerShell\v1.0\powershell.exe"
         options = ("-NoLogo", "-NoProfile", "-NonInteractive", "-ExecutionPolicy", "Bypass", "-File")
         return subprocess.list2cmdline([powershell, *options, program, *run[1:]])
-    if suffix in _BY_ASSOCIATION and (template := _association(suffix)):
-        return _fill(template, program, run[1:])
+    launcher = rf"{_system_root(env)}\py.exe"  # which Python brings if it is installed for all users
+    if suffix in (".py", ".pyw") and os.path.isfile(launcher):  # noqa: PTH113 - a Windows path
+        return subprocess.list2cmdline([launcher, program, *run[1:]])
     if suffix in _NEEDS_INTERPRETER:
         raise HostError(
             f"{program} is no program on Windows: name its interpreter first, "
@@ -285,23 +280,6 @@ def _batch_command(words: Sequence[str], suffix: str, env: Mapping[str, str]) ->
             )
     quoted = " ".join(f'"{word}"' for word in words)
     return f'"{_cmd(env)}" /d /v:off /s /c "{quoted}"'
-
-
-def _association(suffix: str) -> str | None:
-    """The command line by which this machine (not one of its users) opens such files, with places to fill."""
-    kind = registry_value(rf"{_CLASSES}\{suffix}", "")
-    template = kind and registry_value(rf"{_CLASSES}\{kind}\shell\open\command", "")
-    if not template or _BATCH.search(str(template)):
-        return None
-    return win32api.ExpandEnvironmentStrings(str(template))
-
-
-def _fill(template: str, program: str, arguments: Sequence[str]) -> str:
-    """The template of an association with the program's path and arguments in their places."""
-    quoted = subprocess.list2cmdline(arguments)
-    parts = {"1": f'"{program}"', "*": quoted}
-    line = _PLACE.sub(lambda place: parts["*" if "*" in place[0] else "1"], template)
-    return line.strip() if "%*" in template else f"{line} {quoted}".strip()
 
 
 def _find_program(name: str, env: Mapping[str, str], directory: str) -> str:
