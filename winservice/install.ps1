@@ -46,7 +46,7 @@ $ErrorActionPreference = 'Stop'
 
 function Invoke-Checked([string] $Program, [string[]] $Arguments) {
     $found = (Get-Command $Program -CommandType Application | Select-Object -First 1).Source
-    # Where somebody redirects them, PowerShell 5.1 takes a program's warnings for errors; its exit code counts.
+    # With its streams redirected, PowerShell 5.1 takes a program's warnings for errors; its exit code counts.
     $ErrorActionPreference = 'Continue'
     & $found @Arguments
     if ($LASTEXITCODE -ne 0) { throw "$found $Arguments failed with exit code $LASTEXITCODE" }
@@ -57,7 +57,7 @@ if ($service -and $service.PathName -like '* -I -m agent service host*') {
     throw "the service does not run from a venv, but most likely from the MSI: remove it first (msiexec /x)"
 }
 if ($service) {
-    # Files of a service that runs cannot be replaced; nor those of its process, which ends a little later.
+    # The files of a running service cannot be replaced. Its process ends a little after the service.
     Stop-Service -Name ScheduledEventsAgent
     if ($service.ProcessId) { Wait-Process -Id $service.ProcessId -Timeout 30 -ErrorAction SilentlyContinue }
 }

@@ -28,7 +28,7 @@ if ($service -and $service.PathName -like '* -I -m agent service host*') {
 }
 if ($service) {
     if (-not (Test-Path -LiteralPath $venv)) { throw "the service is there, but no venv in ${Path}: name it with -Path" }
-    # Where somebody redirects them, PowerShell 5.1 takes a program's warnings for errors; its exit code counts.
+    # With its streams redirected, PowerShell 5.1 takes a program's warnings for errors; its exit code counts.
     $ErrorActionPreference = 'Continue'
     & $venv @('-I', '-m', 'agent', 'service', 'remove')
     $ErrorActionPreference = 'Stop'

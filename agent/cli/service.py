@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("remove", "stop and remove the service; its policy, state and logs stay", _remove)
     add("start", "start the service and wait until it runs", _start)
     add("stop", "stop the service and wait until it has stopped, which running hooks may delay by a minute", _stop)
-    status = add("status", "tell how the service is; the exit code is 1 if it does not run", _status)
+    status = add("status", "show the state of the service; the exit code is 1 if it does not run", _status)
     status.add_argument("--json", action="store_true", help="print JSON")
     add("reload", "have the service read its policy again; the exit code is 1 if it refuses it", _reload)
     _add_host_options(add("host", "the service itself, which Windows' service control manager starts", _host))

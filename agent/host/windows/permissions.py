@@ -63,8 +63,7 @@ def make_data_dirs(root: Path, account: str | None) -> None:
     extra = [_sid_of(account)] if account else []
     for path, right in ((root, _READ), (root / "hooks", _READ), (root / "state", _ALL), (root / "logs", _ALL)):
         further = "".join(f"(A;OICI;{right};;;{sid})" for sid in extra)
-        if not _has_made(path, further):
-            _close(path, further)
+        _make_or_close(path, further)
 
 
 def make_private_dir(path: Path, root: Path) -> None:
@@ -75,8 +74,7 @@ def make_private_dir(path: Path, root: Path) -> None:
     own = f"(A;OICI;FA;;;{_own_sid()})"
     if root in path.parents and not root.exists():
         root.parent.mkdir(parents=True, exist_ok=True)
-        if not _has_made(root, own):
-            _close(root, own)
+        _make_or_close(root, own)
     path.parent.mkdir(parents=True, exist_ok=True)
     _has_made(path, own)
 
@@ -159,6 +157,11 @@ def service_sid(name: str) -> str:
     return "-".join(["S-1-5-80", *map(str, struct.unpack("<5I", digest))])
 
 
+def is_system(account: str) -> bool:
+    """Whether it is one of the names of LocalSystem."""
+    return account.casefold() in ("localsystem", r".\localsystem", r"nt authority\system")
+
+
 def _own_sid() -> str:
     token = win32security.OpenProcessToken(win32api.GetCurrentProcess(), win32con.TOKEN_QUERY)
     sid = win32security.GetTokenInformation(token, win32security.TokenUser)[0]
@@ -179,7 +182,7 @@ def _service_account() -> list[str]:
 
 
 def _sid_of(account: str) -> str:
-    if account.casefold() in ("localsystem", r".\localsystem", r"nt authority\system"):
+    if is_system(account):
         return _SYSTEM
     domain, _, name = account.rpartition("\\")
     if domain.casefold() == "nt service":
@@ -212,8 +215,10 @@ def _has_made(path: Path, further: str) -> bool:
     return True
 
 
-def _close(path: Path, further: str) -> None:
-    """Give the directory that is there the list as well. Raises HostError if it is not an administrator's."""
+def _make_or_close(path: Path, further: str) -> None:
+    """A directory that is there gets the list as well. Raises HostError if it is not an administrator's."""
+    if _has_made(path, further):
+        return
     is_link = getattr(os.lstat(path), "st_file_attributes", 0) & _REPARSE_POINT
     if is_link or not path.is_dir():
         raise HostError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from agent.host.error import HostError
 from agent.host.surroundings import OwnService
 from agent.host.windows.files import data_dir, log_dir
-from agent.host.windows.permissions import SERVICE, make_data_dirs
+from agent.host.windows.permissions import SERVICE, is_system, make_data_dirs
 
 if sys.platform == "win32" or TYPE_CHECKING:
     import pywintypes
@@ -149,7 +149,7 @@ def install(options: Sequence[str], account: str | None) -> list[str]:
     used = name or (facts.account if facts else "LocalSystem")
     # Before there is a service that would start with the machine: any user may have put a directory with a policy
     # there, and then this raises.
-    make_data_dirs(data_dir(), None if _is_system(used) else used)
+    make_data_dirs(data_dir(), None if is_system(used) else used)
     common = (
         win32service.SERVICE_WIN32_OWN_PROCESS,
         win32service.SERVICE_AUTO_START,
@@ -332,7 +332,7 @@ def _further_configuration(account: str) -> list[tuple[str, Any]]:
         "Command": "",
         "Actions": [(1, seconds * 1000) for seconds in _RESTART_AFTER_SECONDS],  # SC_ACTION_RESTART
     }
-    privileges = _SYSTEM_PRIVILEGES if _is_system(account) else _PRIVILEGES
+    privileges = _SYSTEM_PRIVILEGES if is_system(account) else _PRIVILEGES
     return [
         ("SERVICE_CONFIG_DESCRIPTION", DESCRIPTION),
         ("SERVICE_CONFIG_FAILURE_ACTIONS", actions),
@@ -349,7 +349,7 @@ def _account_name(account: str | None) -> str | None:
     if account is None:
         return None
     name = account.strip()
-    if _is_system(name):
+    if is_system(name):
         return "LocalSystem"
     if name.casefold().startswith(_ACCOUNTS_WITHOUT_PASSWORD) or name.endswith("$"):
         return name
@@ -365,10 +365,6 @@ def _password(name: str | None) -> str | None:
     if name is None or name.casefold().startswith("nt service\\") or name.endswith("$"):
         return None
     return ""
-
-
-def _is_system(account: str) -> bool:
-    return account.casefold() in ("localsystem", r".\localsystem", r"nt authority\system")
 
 
 def _wait(service: Any, while_state: str, patience_seconds: float) -> tuple[str, int]:

@@ -88,7 +88,7 @@ def other_approvers() -> list[Approver]:
     if sys.platform == "win32":  # the only system for which psutil has the function
         with contextlib.suppress(OSError):
             for service in psutil.win_service_iter():
-                with contextlib.suppress(psutil.Error):  # it was removed, or this account may not ask
+                with contextlib.suppress(psutil.Error, OSError):  # it was removed, or may not be asked
                     is_running = service.status() != "stopped"
                     services.append((service.name(), service.display_name() or "", is_running))
     return surroundings.windows_approvers(services, Path(f"{os.environ.get('SYSTEMDRIVE', 'C:')}\\"))
