@@ -143,10 +143,6 @@ def test_boots_are_told_apart_but_a_corrected_clock_is_no_boot() -> None:
     assert not system.is_same_boot("boot-time 1700000000", "")
 
 
-def test_the_ascii_letters_of_utf_16_are_read() -> None:
-    assert process.decode_output("drained 3\r\n".encode("utf-16-le")) == "drained 3\r\n"
-
-
 def test_utf_8_is_read_with_and_without_its_mark() -> None:
     assert process.decode_output("grün 日本\n".encode()) == "grün 日本\n"
     assert process.decode_output(b"\xef\xbb\xbfgr\xc3\xbcn") == "grün"

@@ -201,11 +201,7 @@ def find_program(name: str, cwd: str | None, env: Mapping[str, str]) -> Path | N
 
 
 def decode_output(data: bytes) -> str:
-    """What a program wrote, or a piece of it, as text: UTF-8, else in the console's code page.
-
-    Null characters are left out, so that the ASCII letters of UTF-16 can be read.
-    """
-    data = data.replace(b"\0", b"")
+    """What a program wrote, or a piece of it, as text: UTF-8, else in the console's code page."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError:
