@@ -40,6 +40,7 @@ _MARKED_ID = re.compile(r"~[0-9a-f]{12}$")
 MAX_EVENTS = 2000
 MAX_OWN_EVENTS = 100
 _MAX_VALUES = 300_000
+_EXCERPT_BYTES = 220
 # Event Grid has these two; the endpoint has never been seen to send them. Either one means: over.
 _ENDED = ("Completed", "Canceled")
 _CANONICAL = {
@@ -422,6 +423,6 @@ def _plain_name(name: str) -> str:
 
 def excerpt(data: bytes) -> str:
     """The beginning of ``data`` as one printable line; "nothing" if that is empty."""
-    text = " ".join(data[:300].removeprefix(_BOM).decode("utf-8", "replace").split())
+    text = " ".join(data[:_EXCERPT_BYTES].removeprefix(_BOM).decode("utf-8", "replace").split())
     shown = printable(text, mark="\N{REPLACEMENT CHARACTER}")
-    return f"{shown}..." if len(data) > 300 else shown or "nothing"
+    return f"{shown}..." if len(data) > _EXCERPT_BYTES else shown or "nothing"

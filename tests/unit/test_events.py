@@ -474,7 +474,7 @@ def test_values_nested_deep_are_empty_or_an_error(depth: int) -> None:
 
 def test_an_excerpt_in_a_message_is_one_short_line() -> None:
     assert message_of(b'\xef\xbb\xbf{\r\n  "error": "' + b"x" * 500 + b'"\r\n}') == (
-        'expected an object with a list "Events"; got { "error": "' + "x" * 282 + "..."
+        'expected an object with a list "Events"; got { "error": "' + "x" * 202 + "..."
     )
 
 
