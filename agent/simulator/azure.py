@@ -24,20 +24,8 @@ EventType = Literal["Freeze", "Reboot", "Redeploy", "Preempt", "Terminate"]
 Source = Literal["Platform", "User"]
 Status = Literal["Scheduled", "Started", "Gone"]
 Outcome = Literal["", "completed", "canceled"]
-HappeningKind = Literal[
-    "began",
-    "scheduled",
-    "polled",
-    "approved",
-    "started",
-    "renamed",
-    "gone",
-    "reset",
-    "fault",
-    "behaved",
-    "document",
-    "skipped",
-]
+LifeKind = Literal["scheduled", "polled", "approved", "started", "renamed", "gone"]
+HappeningKind = Literal[LifeKind, "began", "reset", "fault", "behaved", "document", "skipped"]
 # As scenario files write them.
 Duration = Annotated[
     float, Meta(description="A duration such as 9s, 5m, 1h30m or 2d.", extra={"kind": "duration"})

@@ -36,8 +36,8 @@ def record(
 ) -> int:
     """Write each document that differs from the one before to a new file, until stopped; returns how many.
 
-    Raises SimulatorError for an address that is none and a file that cannot be made or written. That the endpoint
-    does not answer, or not with a document, is told, and it is asked again.
+    Raises SimulatorError for a wrong address and for a file that cannot be made or written. ``tell`` gets the
+    failures of the endpoint, which is then asked again.
     """
     host, port = _parse(endpoint)
     try:

@@ -40,8 +40,6 @@ class Service:
         speed: float,
         rate_limit: int | None,
         linger_seconds: float,
-        incarnation: int | None,
-        incarnation_step: int | None,
     ) -> None:
         """``linger_seconds``: real time from the last thing to happen to the end; infinite: there is no end."""
         self.vms = _machines(vms, scenario)
@@ -62,8 +60,8 @@ class Service:
         self.azure = self._replay or Azure(
             (*self.vms, *others, *plan.others),
             new_id=_new_id,
-            incarnation=plan.incarnation if incarnation is None else incarnation,
-            incarnation_step=incarnation_step or plan.incarnation_step,
+            incarnation=plan.incarnation,
+            incarnation_step=plan.incarnation_step,
             speed=speed,
         )
         self._imds = Imds(self.azure, self.vms)

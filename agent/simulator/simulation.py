@@ -52,8 +52,6 @@ class Simulator:
         is_endless: bool = False,
         requests_file: Path | None = None,
         linger_seconds: float = 3.0,
-        incarnation: int | None = None,
-        incarnation_step: int | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         """Without ``vms``: those of the scenario, else vm-1. Listens at once, but answers from ``start`` on.
@@ -79,8 +77,6 @@ class Simulator:
             speed=speed,
             rate_limit=rate_limit,
             linger_seconds=math.inf if is_endless else linger_seconds,
-            incarnation=incarnation,
-            incarnation_step=incarnation_step,
         )
         self.vms: dict[str, VirtualMachine] = self._service.vms
         self._begins_at_first_poll = begins_at_first_poll
@@ -137,7 +133,7 @@ class Simulator:
     # What happens
 
     def play(self, step: Step) -> str:
-        """Do what a step of a scenario's timeline says, whatever its ``at``; returns the id of its event, if any.
+        """Do what a step of a scenario's timeline says, now; returns the id of its event, if it has one.
 
         Events may be given by the names that scenario files give them, or by their ids. Raises SimulatorError if
         it cannot be done.
@@ -367,7 +363,7 @@ class Simulator:
     # How
 
     def _respond(self, vm: str, connection: Connection, request: Request) -> tuple[Answer, Fault | None]:
-        """The answer to a request, which is recorded, and what happens to it on its way."""
+        """Answer a request and record it; also the fault in sending the answer."""
         with self._changed:
             due = self._service.next_due()
             fault = self._service.choose_fault(self._clock(), vm, request)
@@ -438,6 +434,6 @@ class Simulator:
 
 
 def _steady_wall_clock() -> Callable[[], float]:
-    """Seconds since the epoch that pass steadily, whatever is done to the wall clock meanwhile."""
+    """Seconds since the epoch that pass steadily, also if the wall clock is set."""
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()

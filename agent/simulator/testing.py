@@ -11,9 +11,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -94,10 +94,8 @@ class ScheduledEvents:
         self._state_dir = directory / "state"
         self._notes_file = directory / "hooks.jsonl"
         self._recorder_file = directory / "record_hook.py"
-        self._process: subprocess.Popen[str] | None = None
-        self._reader: threading.Thread | None = None
-        self._log: list[str] = []
-        self._polls_before = 0
+        self._log_file = directory / "agent.log"
+        self._process: subprocess.Popen[bytes] | None = None
 
     def of(self, vm: str) -> "ScheduledEvents":
         """The same Azure, with the agent of this VM."""
@@ -140,8 +138,9 @@ class ScheduledEvents:
             raise ValueError(f"hooks: {policy} has no hook {', '.join(sorted(unknown))}; it has {known}")
         self._recorder_file.write_text(_RECORDER, encoding="utf-8")
         self._write_policy(settings, hooks or {})
+        polls = self.azure.polls(self.vm)
         self._start()
-        self._wait_until(lambda: self._polls_since_start() > 0, "the agent had polled", PATIENCE_SECONDS)
+        self._wait_until(lambda: self.azure.polls(self.vm) > polls, "the agent had polled", PATIENCE_SECONDS)
 
     def stop(self) -> None:
         """Ask the agent to stop, and wait for its end (on Windows it is killed)."""
@@ -154,7 +153,7 @@ class ScheduledEvents:
     @property
     def log(self) -> str:
         """What the agent has written so far, over all its runs."""
-        return "".join(self._log)
+        return self._log_file.read_text(encoding="utf-8", errors="replace") if self._log_file.exists() else ""
 
     # What came of it
 
@@ -220,7 +219,7 @@ class ScheduledEvents:
         return any(request.vm == self.vm for request in self.azure.approvals(event_id))
 
     def story(self, event_id: str = "") -> tuple[str, ...]:
-        """What the agent's journal tells of the event, or of all: ``kind: text``, oldest first."""
+        """What the agent's journal says of the event, or of all: ``kind: text``, oldest first."""
         return tuple(
             f"{entry.kind}: {entry.text}"
             for entry in self._journal()
@@ -266,30 +265,18 @@ class ScheduledEvents:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
         # -P: a folder called agent beside the tests is not the agent.
         command = [sys.executable, "-P", "-m", "agent", "run", "--config", str(self._policy_file)]
-        self._polls_before = self.azure.polls(self.vm)
-        self._process = subprocess.Popen(
-            [*command, "--stop-timeout", f"{_STOP_SECONDS:g}s"],
-            cwd=self.directory,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-        )
-        self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
-        self._reader.start()
+        with self._log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, "--stop-timeout", f"{_STOP_SECONDS:g}s"],
+                cwd=self.directory,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+            )
 
-    def _polls_since_start(self) -> int:
-        return self.azure.polls(self.vm) - self._polls_before
-
-    def _read(self, process: "subprocess.Popen[str]") -> None:
-        for line in process.stderr or ():
-            self._log.append(line)
-
-    def _end(self, how: Callable[["subprocess.Popen[str]"], None]) -> None:
-        process, reader = self._process, self._reader
+    def _end(self, how: Callable[["subprocess.Popen[bytes]"], None]) -> None:
+        process = self._process
         if process is None:
             return
         how(process)
@@ -299,11 +286,8 @@ class ScheduledEvents:
             process.kill()
             process.wait()
         self._process = None
-        if reader is not None:
-            reader.join(_STOP_SECONDS)
-        if process.stderr is not None:
-            process.stderr.close()
-        self._log.append(f"--- the agent has ended: {process.returncode}\n")
+        with self._log_file.open("a", encoding="utf-8") as log:
+            log.write(f"--- the agent has ended: {process.returncode}\n")
 
     def _journal(self) -> "Sequence[JournalEntry]":
         if not (self._state_dir / "state.db").exists():
@@ -314,10 +298,8 @@ class ScheduledEvents:
             if self._process is None:
                 raise
             return ()  # it is being made just now
-        try:
+        with closing(store):
             return store.load_journal()
-        finally:
-            store.close()
 
     def _notes(self) -> dict[tuple[str, str, str], dict[str, str]]:
         """The variables that a hook was given last, by its name, its event's id (folded) and its stage."""
@@ -347,13 +329,10 @@ class ScheduledEvents:
         __tracebackhide__ = True  # a failure is the test's
         deadline = time.monotonic() + timeout_seconds
         while not (result := test()):
-            process = self._process
-            if process is not None and process.poll() is not None and self._reader is not None:
-                self._reader.join(_STOP_SECONDS)  # so that the account below has its last words
-            if process is None or process.poll() is not None:
+            if self._process is None:
                 why = "the agent does not run"
-                if process is not None:
-                    why = f"the agent has ended, with exit code {process.returncode}"
+            elif (code := self._process.poll()) is not None:
+                why = f"the agent has ended, with exit code {code}"
             elif time.monotonic() > deadline:
                 why = f"it took longer than {timeout_seconds:g} s"
             else:
@@ -365,8 +344,8 @@ class ScheduledEvents:
     def _account(self) -> str:
         told = self.story()[-15:]
         lines = "".join(f"\n  {line}" for line in told) or " nothing"
-        last = "".join(f"  {line}" for line in self._log[-15:]) or "  nothing\n"
-        return f"the agent's journal tells:{lines}\nand its log ends:\n{last}".rstrip()
+        last = "\n".join(f"  {line}" for line in self.log.splitlines()[-15:]) or "  nothing"
+        return f"the agent's journal says:{lines}\nand its log ends:\n{last}"
 
 
 @pytest.fixture

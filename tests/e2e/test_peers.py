@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from harness import SLOWNESS, Agent, Endpoint, Simulator, approved_ids, document
 
-from agent.simulator import RequestRecord
+from agent.simulator import RequestRecord, Scenario
 from conftest import MakeAgent
 
 AT_ONCE = {"name": "at-once", "approve": "immediately"}
@@ -291,7 +291,7 @@ def test_a_name_that_could_not_be_had_at_once_is_asked_for_again_soon(sim: Simul
 
 
 def test_an_incarnation_that_falls_back_hides_nothing(make_agent: MakeAgent) -> None:
-    with Simulator(vms=("vm-1",), rate_limit=None, incarnation=40) as sim:
+    with Simulator(scenario=Scenario(incarnation=40), rate_limit=None, is_endless=True) as sim:
         agent = make_agent(sim.endpoint())
         agent.write_policy(rules=[AT_ONCE])
         agent.start()

@@ -138,7 +138,7 @@ def test_waiting_without_an_agent_does_not_last(events: ScheduledEvents) -> None
     with pytest.raises(OutcomeError) as caught:
         events.wait_hook("drain")
     assert str(caught.value) == (
-        "gave up waiting until hook drain had ended: the agent does not run; the agent's journal tells: nothing\n"
+        "gave up waiting until hook drain had ended: the agent does not run; the agent's journal says: nothing\n"
         "and its log ends:\n  nothing"
     )
 
@@ -193,7 +193,7 @@ def test_a_policy_is_the_users_but_for_what_ties_it_to_a_machine(tmp_path: Path)
     }
 
 
-def test_a_shell_line_and_its_attempts_run_as_they_would_and_a_crash_in_between_is_survived(
+def test_a_shell_line_with_attempts_runs_as_in_production_across_a_crash(
     tmp_path: Path,
 ) -> None:
     path = write_policy(

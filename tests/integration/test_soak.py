@@ -71,7 +71,7 @@ def test_what_grows_fails_alone(what: str, too_much: float) -> None:
     assert [name.replace(" ", "_") for name in failed] == [what]
 
 
-def test_a_journal_pruned_as_fast_as_it_grows_goes_into_the_pages_of_what_was_forgotten(tmp_path: Path) -> None:
+def test_a_journal_pruned_as_fast_as_it_grows_reuses_its_pages(tmp_path: Path) -> None:
     store = Store.open(tmp_path, BEGAN)
     pages = []
     try:

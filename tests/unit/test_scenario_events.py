@@ -256,7 +256,7 @@ def test_what_was_due_long_ago_happens_at_its_own_time() -> None:
     assert (event.started_at.timestamp(), event.gone_at.timestamp()) == (NOON + 10, NOON + 15)
 
 
-def test_it_is_told_once_when_a_vm_has_first_seen_an_event_in_a_version_that_shows_it() -> None:
+def test_a_vm_sees_an_event_once_and_in_a_version_that_shows_it() -> None:
     azure = make_azure("vm-1", "vm-2")
     azure.schedule(NOON, plan("Preempt"))
     azure.mark_served(NOON + 1, "vm-1", "2017-08-01")
