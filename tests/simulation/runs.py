@@ -39,7 +39,8 @@ def judge_seed(seed: int, troubles: frozenset[Trouble] | None = None) -> Verdict
     root = _MEMORY_DISK if _MEMORY_DISK.is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="simulation-", dir=root))
     try:
-        store.RESERVE_BYTES = 0  # a disk is full here when the world says so
+        # A disk is full here when the world says so, and a log that only grows can be torn where it has grown.
+        store.RESERVE_BYTES = store.file.RESERVE_BYTES = 0
         world = World(seed, directory, troubles)
         try:
             world.run()

@@ -67,6 +67,7 @@ def test_years_leave_no_more_behind_than_the_last_ninety_days(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent.store.RESERVE_BYTES", 0)
+    monkeypatch.setattr("agent.store.file.RESERVE_BYTES", 0)
     clock = Calendar()
     store = Store.open(tmp_path, clock.now())
     engine = Engine(
