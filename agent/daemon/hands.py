@@ -10,14 +10,14 @@ from functools import partial
 
 from agent import host
 from agent.daemon.polling import Endpoint, Put
-from agent.engine import HookEnded, HookKey, key_of, without_run
+from agent.engine import HookEnded, HookKey, HookStart, key_of, without_run
 from agent.hooks import HookLocks, HookRun
 from agent.imds import ImdsError
 from agent.log import Logger, get_logger
 from agent.log_ids import LogId
 from agent.policy import Hook
 from agent.status import RunningHook
-from agent.workflow import ApprovalAnswered, Approve, RunHook
+from agent.workflow import ApprovalAnswered, Approve
 
 
 class Threads:
@@ -31,14 +31,13 @@ class Threads:
         self._put = put
         self._instance = instance
         self._locks = HookLocks(threading.Lock)
-        self._runs: dict[HookKey | None, tuple[HookRun, RunningHook]] = {}
+        self._runs: dict[HookKey, tuple[HookRun, RunningHook]] = {}
         self._unanswered: set[str] = set()
         self._have_run = False
 
     def start_hook(
         self,
-        effect: RunHook | None,
-        name: str,
+        effect: HookStart,
         hook: Hook | None,
         *,
         environment: dict[str, str],
@@ -46,7 +45,8 @@ class Threads:
         deadline: float | None = None,
         event_id: str = "",
     ) -> None:
-        """Run a hook, for ``effect`` or (None) for on_clear; its result goes to the inbox. Never raises."""
+        """Run the hook of ``effect``; its result goes to the inbox. Never raises."""
+        name = effect.hook
         if hook is None:
             result = without_run(name, "not_started", "there is no such hook in the policy any more")
             self._put(HookEnded(effect, result))
@@ -72,8 +72,8 @@ class Threads:
             self._put(HookEnded(effect, result))
 
         started = RunningHook(
-            workflow_id=effect.workflow_id if effect else "",
-            stage=effect.stage if effect else "on_clear",
+            workflow_id=effect.workflow_id,
+            stage=effect.stage,
             hook=name,
             since=datetime.now(UTC),
         )
@@ -83,7 +83,7 @@ class Threads:
         except RuntimeError as error:  # no memory for a thread
             self._put(HookEnded(effect, without_run(name, "not_started", str(error))))
 
-    def cancel_hook(self, key: HookKey | None) -> None:
+    def cancel_hook(self, key: HookKey) -> None:
         """End the hook if it is running; its result says canceled."""
         if key in self._runs:
             self._runs[key][0].cancel()
@@ -93,11 +93,11 @@ class Threads:
         if key in self._runs:
             self._runs[key][0].set_deadline(deadline)
 
-    def forget_hook(self, effect: RunHook | None) -> None:
+    def forget_hook(self, effect: HookStart) -> None:
         """The hook's result has been taken from the inbox."""
         self._runs.pop(key_of(effect), None)
 
-    def is_running(self, key: HookKey | None) -> bool:
+    def is_running(self, key: HookKey) -> bool:
         return key in self._runs
 
     def reap(self) -> None:

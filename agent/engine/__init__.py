@@ -15,9 +15,21 @@ invariant: what was decided is on disk before any of it is done; what could not 
 """
 
 from agent.engine.engine import Engine
-from agent.engine.parts import Hands, HookEnded, HookKey, Machine, News, Paused, key_of, without_run
+from agent.engine.parts import (
+    Hands,
+    HookEnded,
+    HookKey,
+    HookStart,
+    Machine,
+    News,
+    Paused,
+    RunOnClear,
+    key_of,
+    without_run,
+)
 from agent.engine.telling import rule_names
 
 __all__ = [
-    "Engine", "Hands", "HookEnded", "HookKey", "Machine", "News", "Paused", "key_of", "rule_names", "without_run",
+    "Engine", "Hands", "HookEnded", "HookKey", "HookStart", "Machine", "News", "Paused", "RunOnClear", "key_of",
+    "rule_names", "without_run",
 ]  # fmt: skip

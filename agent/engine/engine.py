@@ -11,7 +11,7 @@ from agent.engine.documents import Documents
 from agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
 from agent.engine.on_clear import OnClear
 from agent.engine.operators import answer, refusal
-from agent.engine.parts import Hands, HookEnded, Machine, News, Paused
+from agent.engine.parts import Hands, HookEnded, Machine, News, Paused, RunOnClear
 from agent.engine.telling import Teller, rule_names
 from agent.engine.upkeep import Upkeep
 from agent.events import Document, refuse_too_many
@@ -138,9 +138,8 @@ class Engine:
                 self._signals.append(news)
             case HookEnded(effect=effect, result=result):
                 self._hands.forget_hook(effect)
-                stage = effect.stage if effect else "on_clear"
-                self._metrics.record_hook(result.hook, stage, result.outcome, result.duration_seconds)
-                if effect is None:
+                self._metrics.record_hook(result.hook, effect.stage, result.outcome, result.duration_seconds)
+                if isinstance(effect, RunOnClear):
                     self._end_on_clear_hook(result)
                 else:
                     signal = self._hook_runs.take_result(effect, result)

@@ -54,7 +54,6 @@ class HookRuns:
         )
         self._hands.start_hook(
             effect,
-            effect.hook,
             self._settings.hooks.get(effect.hook),
             environment=environment,
             stdin=to_azure_json(event),

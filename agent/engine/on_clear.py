@@ -2,7 +2,7 @@
 
 from datetime import datetime
 
-from agent.engine.parts import Hands
+from agent.engine.parts import ON_CLEAR, Hands, RunOnClear
 from agent.engine.telling import Teller
 from agent.hooks import HookResult
 from agent.log import get_logger
@@ -33,15 +33,15 @@ class OnClear:
         if self._to_run:
             hook = self._to_run.pop(0)
             environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": vm}
-            self._hands.start_hook(None, hook, settings.hooks.get(hook), environment=environment)
+            self._hands.start_hook(RunOnClear(hook), settings.hooks.get(hook), environment=environment)
 
     def is_running(self) -> bool:
-        return self._hands.is_running(None)
+        return self._hands.is_running(ON_CLEAR)
 
     def cancel(self) -> None:
         """Stop the hook that runs, and start no other."""
         self._to_run = []
-        self._hands.cancel_hook(None)
+        self._hands.cancel_hook(ON_CLEAR)
 
     def tell_end(self, result: HookResult, now: datetime) -> None:
         has_succeeded = result.outcome == "succeeded"

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Literal, Protocol
 
 from agent import host
 from agent.events import Document
@@ -14,6 +14,20 @@ from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook
 
 HookKey = tuple[str, str]
 """Workflow and stage: what a workflow runs one hook of at a time."""
+ON_CLEAR: HookKey = ("", "on_clear")
+"""The same for the hooks of on_clear, which are of no workflow."""
+
+
+@dataclass(frozen=True)
+class RunOnClear:
+    """Start a hook of on_clear; its result comes back as HookEnded."""
+
+    hook: str
+    workflow_id: str = ""
+    stage: Literal["on_clear"] = "on_clear"
+
+
+HookStart = RunHook | RunOnClear
 
 
 @dataclass(frozen=True)
@@ -25,9 +39,9 @@ class Paused:
 
 @dataclass(frozen=True)
 class HookEnded:
-    """A hook has ended: of a workflow, or (``effect`` is None) of on_clear."""
+    """A hook has ended."""
 
-    effect: RunHook | None
+    effect: HookStart
     result: HookResult
 
 
@@ -59,8 +73,7 @@ class Hands(Protocol):
 
     def start_hook(
         self,
-        effect: RunHook | None,
-        name: str,
+        effect: HookStart,
         hook: Hook | None,
         *,
         environment: dict[str, str],
@@ -68,18 +81,18 @@ class Hands(Protocol):
         deadline: float | None = None,
         event_id: str = "",
     ) -> None:
-        """Run a hook, for ``effect`` or (None) for on_clear; HookEnded comes back."""
+        """Run the hook of ``effect``, which the policy may lack (None); HookEnded comes back."""
 
-    def cancel_hook(self, key: HookKey | None) -> None:
+    def cancel_hook(self, key: HookKey) -> None:
         """Have the hook in flight ended, if there is one; its result says canceled."""
 
     def set_deadline(self, key: HookKey, deadline: float | None) -> None:
         """NotBefore has moved; the deadline is monotonic."""
 
-    def is_running(self, key: HookKey | None) -> bool:
+    def is_running(self, key: HookKey) -> bool:
         """Whether such a hook runs, or has ended and that was not taken yet."""
 
-    def forget_hook(self, effect: RunHook | None) -> None:
+    def forget_hook(self, effect: HookStart) -> None:
         """The end of this hook has been taken."""
 
     def report(self, news: HookEnded) -> None:
@@ -98,9 +111,9 @@ class Hands(Protocol):
         """Have every hook ended within the grace."""
 
 
-def key_of(effect: RunHook | None) -> HookKey | None:
+def key_of(effect: HookStart) -> HookKey:
     """What the hook is known by while it runs."""
-    return (effect.workflow_id, effect.stage) if effect else None
+    return effect.workflow_id, effect.stage
 
 
 def without_run(hook: str, outcome: HookOutcome, detail: str) -> HookResult:

@@ -16,7 +16,7 @@ from agent import daemon as module
 from agent import host
 from agent.daemon import Daemon, pages
 from agent.daemon.polling import Poller
-from agent.engine import HookEnded, without_run
+from agent.engine import HookEnded, RunOnClear, without_run
 from agent.events import ScheduledEvent
 from agent.policy import Hook, Rule
 from agent.settings import AgentSettings, ImdsSettings, LogSettings, Settings
@@ -186,7 +186,7 @@ def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another
         daemon._engine._hook_runs.delayed = [
             RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)
         ]
-        daemon._engine.take(HookEnded(None, without_run("uncordon", "canceled", "canceled")))
+        daemon._engine.take(HookEnded(RunOnClear("uncordon"), without_run("uncordon", "canceled", "canceled")))
         assert daemon._engine._hook_runs.delayed == []
         assert not daemon._hands.is_busy()
     finally:

@@ -14,7 +14,7 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from agent.engine import Engine, Hands, HookEnded, Machine, without_run
+from agent.engine import Engine, Hands, HookEnded, HookStart, Machine, RunOnClear, key_of, without_run
 from agent.events import Document, DocumentError, ScheduledEvent
 from agent.imds import Identity
 from agent.log import set_up
@@ -210,12 +210,11 @@ class Clearing(Approvals):
         self.started: list[str] = []
         self.reported: list[HookEnded] = []
 
-    def start_hook(self, effect: object, name: str, *_: object, **__: object) -> None:
-        del effect
-        self.started.append(name)
+    def start_hook(self, effect: HookStart, *_: object, **__: object) -> None:
+        self.started.append(effect.hook)
 
     def is_running(self, key: object) -> bool:
-        return key is None
+        return key == key_of(RunOnClear("go"))
 
     def cancel_hook(self, key: object) -> None:
         pass
@@ -299,11 +298,9 @@ class Recovering(Approvals):
         self.told: dict[str, str] = {}
         self.effects: list[RunHook] = []
 
-    def start_hook(
-        self, effect: RunHook, name: str, *_: object, environment: dict[str, str], **__: object
-    ) -> None:
+    def start_hook(self, effect: RunHook, *_: object, environment: dict[str, str], **__: object) -> None:
         self.effects.append(effect)
-        self.told[name] = environment["SCHEDULED_EVENT_SECONDS_LEFT"]
+        self.told[effect.hook] = environment["SCHEDULED_EVENT_SECONDS_LEFT"]
 
     def forget_hook(self, effect: object) -> None:
         pass

@@ -17,6 +17,7 @@ import pytest
 
 from agent import hooks
 from agent.daemon.hands import Threads
+from agent.engine import RunOnClear
 from agent.hooks import HookResult, HookRun, end_leftovers
 from agent.policy import Hook
 
@@ -211,7 +212,7 @@ def test_orphans_that_end_while_a_hook_runs_do_not_stay_as_zombies(tmp_path: Pat
     hands = Threads(cast("Any", None), ended.put, _INSTANCE)
     ready = tmp_path / "ready"
     text = f"for i in 1 2 3 4 5; do setsid -f true; done; sleep 0.2; touch {ready}; sleep 60"
-    hands.start_hook(None, "test", Hook(shell=text), environment={"SCHEDULED_EVENT_STAGE": "on_clear"})
+    hands.start_hook(RunOnClear("test"), Hook(shell=text), environment={"SCHEDULED_EVENT_STAGE": "on_clear"})
     deadline = time.monotonic() + 30
     while not ready.exists() or len(psutil.Process().children()) > 1:  # the hook itself
         assert time.monotonic() < deadline

@@ -12,14 +12,14 @@ from typing import Any, cast
 import pytest
 
 from agent.daemon.inbox import Command, Inbox
-from agent.engine import Engine, HookEnded, HookKey, key_of, without_run
+from agent.engine import Engine, HookEnded, HookKey, HookStart, key_of, without_run
 from agent.events import Document, ScheduledEvent
 from agent.imds import Identity
 from agent.metrics import Metrics
 from agent.policy import Hook, Rule, When
 from agent.settings import Settings
 from agent.store import Store
-from agent.workflow import ApprovalAnswered, Approve, RunHook, Workflow
+from agent.workflow import ApprovalAnswered, Approve, Workflow
 
 RULES = (
     Rule(name="first", when=When(type=("Reboot",)), prepare=("drain",), approve="when-prepared"),
@@ -35,7 +35,7 @@ class Hands:
     """Hands whose hooks and approvals go on until the test says how they ended."""
 
     def __init__(self) -> None:
-        self.hooks: dict[HookKey | None, RunHook] = {}
+        self.hooks: dict[HookKey, HookStart] = {}
         self.approvals: set[str] = set()
         self.begun: list[str] = []
         self.canceled = 0
@@ -43,14 +43,14 @@ class Hands:
         self.graces: list[tuple[float, float]] = []
         """When all hooks were to end, and within how many seconds."""
 
-    def start_hook(self, effect: RunHook, name: str, *_: object, **__: object) -> None:
+    def start_hook(self, effect: HookStart, *_: object, **__: object) -> None:
         self.hooks[key_of(effect)] = effect
-        self.begun.append(name)
+        self.begun.append(effect.hook)
 
-    def forget_hook(self, effect: RunHook | None) -> None:
+    def forget_hook(self, effect: HookStart) -> None:
         self.hooks.pop(key_of(effect), None)
 
-    def is_running(self, key: HookKey | None) -> bool:
+    def is_running(self, key: HookKey) -> bool:
         return key in self.hooks
 
     def approve(self, approvals: list[Approve], incarnation: str) -> None:

@@ -27,9 +27,18 @@ from msgspec.structs import replace
 
 from agent import log
 from agent.daemon.inbox import Command, Inbox
-from agent.engine import Engine, HookEnded, HookKey, Machine, Paused, key_of, without_run
+from agent.engine import (
+    Engine,
+    HookEnded,
+    HookKey,
+    HookStart,
+    Machine,
+    Paused,
+    RunOnClear,
+    key_of,
+    without_run,
+)
 from agent.events import parse_document
-from agent.hooks import HookResult
 from agent.imds import Identity
 from agent.metrics import Metrics
 from agent.policy import Hook, Rule, When
@@ -475,7 +484,7 @@ class World(Machine):
         self._end_life(may_restart=may_restart)
 
     def _forget(self, ended: HookEnded) -> None:
-        if ended.effect is not None:
+        if isinstance(ended.effect, RunHook):
             self.judge.forgotten(self._event_of(ended.effect), ended.effect.stage, ended.effect.hook)
 
     def _end_life(self, *, may_restart: bool) -> None:
@@ -713,7 +722,7 @@ class World(Machine):
 
     def note_taken(self, item: Any) -> None:
         match item:
-            case HookEnded(effect=None):
+            case HookEnded(effect=RunOnClear()):
                 self.judge.on_clear_runs -= 1
             case HookEnded(result=result) if self._is_stopping and result.outcome != "succeeded":
                 self._forget(item)
@@ -766,7 +775,7 @@ class World(Machine):
             raise PowerCut
 
     def _known(self, ended: HookEnded, *, is_required: bool) -> None:
-        if ended.effect is not None:
+        if isinstance(ended.effect, RunHook):
             name, stage, hook = self._event_of(ended.effect), ended.effect.stage, ended.effect.hook
             self.judge.known(name, stage, hook, ended.result.outcome, is_required=is_required)
 
@@ -775,8 +784,9 @@ class World(Machine):
 
     # --- what the agent does (called by its hands)
 
-    def hook_starts(self, effect: RunHook | None, name: str, environment: dict[str, str]) -> None:
-        if effect is None:
+    def hook_starts(self, effect: HookStart, environment: dict[str, str]) -> None:
+        name = effect.hook
+        if isinstance(effect, RunOnClear):
             self.tell(f"on_clear hook {name} starts")
             if self.judge.runs:
                 raise BrokenError(f"on_clear hook {name} starts beside {self.judge.runs}")
@@ -786,14 +796,14 @@ class World(Machine):
         self.tell(f"{event}: {effect.stage} hook {name} starts")
         self.judge.started(event, effect.stage, name)
 
-    def hook_is_told_to_end(self, effect: RunHook | None) -> None:
-        if effect is not None:
+    def hook_is_told_to_end(self, effect: HookStart) -> None:
+        if isinstance(effect, RunHook):
             self.judge.told_to_end(self._event_of(effect), effect.stage)
 
-    def hook_ends(self, effect: RunHook | None, name: str, outcome: HookOutcome) -> None:
-        if effect is not None:
-            self.tell(f"{self._event_of(effect)}: {effect.stage} hook {name} ends: {outcome}")
-            self.judge.ended(self._event_of(effect), effect.stage, name, outcome)
+    def hook_ends(self, effect: HookStart, outcome: HookOutcome) -> None:
+        if isinstance(effect, RunHook):
+            self.tell(f"{self._event_of(effect)}: {effect.stage} hook {effect.hook} ends: {outcome}")
+            self.judge.ended(self._event_of(effect), effect.stage, effect.hook, outcome)
 
     def post(self, approvals: Sequence[Approve]) -> None:
         """A request to approve is sent, and it and its answer meet what they meet."""
@@ -969,16 +979,15 @@ class Hands:
     def __init__(self, world: World) -> None:
         self._world = world
         self._life = world.life
-        self._runs: dict[HookKey | None, tuple[RunHook | None, str]] = {}
+        self._runs: dict[HookKey, HookStart] = {}
         self._unanswered: set[str] = set()
-        self._live: set[HookKey | None] = set()
-        self._numbers: dict[HookKey | None, int] = {}
+        self._live: set[HookKey] = set()
+        self._numbers: dict[HookKey, int] = {}
         self._count = itertools.count()
 
     def start_hook(
         self,
-        effect: RunHook | None,
-        name: str,
+        effect: HookStart,
         hook: Hook | None,
         *,
         environment: dict[str, str],
@@ -988,13 +997,13 @@ class Hands:
     ) -> None:
         del stdin, event_id
         world, key = self._world, key_of(effect)
-        world.hook_starts(effect, name, environment)
-        self._runs[key] = (effect, name)
+        world.hook_starts(effect, environment)
+        self._runs[key] = effect
         self._live.add(key)
         number = self._numbers[key] = next(self._count)
         assert hook is not None
         limit = hook.timeout if deadline is None else min(hook.timeout, max(0.0, deadline - world.monotonic()))
-        chance = world.chance(f"hook {name}")
+        chance = world.chance(f"hook {effect.hook}")
         seconds = chance.choice((0.01, 1.0, 10.0))
         outcome: HookOutcome = "succeeded"
         if world.has("bad hooks"):
@@ -1004,9 +1013,9 @@ class Hands:
             outcome, seconds = "timed_out", limit
         world.after(seconds, lambda: self._end(key, number, outcome))
 
-    def cancel_hook(self, key: HookKey | None) -> None:
+    def cancel_hook(self, key: HookKey) -> None:
         if key in self._live:
-            self._world.hook_is_told_to_end(self._runs[key][0])
+            self._world.hook_is_told_to_end(self._runs[key])
             chance, number = self._world.chance("cancel"), self._numbers[key]
             # It may have been about to end anyway.
             outcome: HookOutcome = "succeeded" if chance.random() < 0.2 else "canceled"
@@ -1018,10 +1027,10 @@ class Hands:
             left = max(0.0, deadline - self._world.monotonic())
             self._world.after(left, lambda: self._end(key, number, "timed_out"))
 
-    def is_running(self, key: HookKey | None) -> bool:
+    def is_running(self, key: HookKey) -> bool:
         return key in self._runs
 
-    def forget_hook(self, effect: RunHook | None) -> None:
+    def forget_hook(self, effect: HookStart) -> None:
         self._runs.pop(key_of(effect), None)
 
     def report(self, news: HookEnded) -> None:
@@ -1054,17 +1063,13 @@ class Hands:
         """All of them are ended with the agent."""
         self._live.clear()
 
-    def _end(self, key: HookKey | None, number: int, outcome: HookOutcome) -> None:
+    def _end(self, key: HookKey, number: int, outcome: HookOutcome) -> None:
         if key not in self._live or self._numbers[key] != number or self._life != self._world.life:
             return
         self._live.discard(key)
-        effect, name = self._runs[key]
-        self._world.hook_ends(effect, name, outcome)
-        self._world.give(self._life, HookEnded(effect, _result(name, outcome)))
-
-
-def _result(name: str, outcome: HookOutcome) -> HookResult:
-    return without_run(name, outcome, outcome)
+        effect = self._runs[key]
+        self._world.hook_ends(effect, outcome)
+        self._world.give(self._life, HookEnded(effect, without_run(effect.hook, outcome, outcome)))
 
 
 def _describe(event: Any) -> str:
