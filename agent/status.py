@@ -233,7 +233,7 @@ def activity(workflow: Workflow, running: Iterable[RunningHook], now: datetime) 
     if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
         return f"drains for {span(now, workflow.drain_until)} more (/readyz answers 503)"
     if workflow.phase == "held":
-        return f"held, and NotBefore decides: {workflow.waits_for}"
+        return f"held, Azure starts it at NotBefore: {workflow.waits_for}"
     if workflow.waits_for:
         return f"waits: {workflow.waits_for}"
     match workflow.phase:

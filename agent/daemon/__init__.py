@@ -136,7 +136,7 @@ class Daemon:
         self._put(Command("reload"))
 
     def pause(self) -> None:
-        """Go on watching, but begin nothing and approve nothing until ``resume``; a hook that runs is let end."""
+        """Go on watching, but begin nothing and approve nothing until ``resume``; hooks that run go on."""
         self._put(Command("pause"))
 
     def resume(self) -> None:

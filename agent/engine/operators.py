@@ -50,7 +50,7 @@ def answer(request: Request, workflow: Workflow) -> str:
     if not has_obeyed(workflow, request.word):
         return "refused: the event has changed, or another operator has spoken, in this moment"
     current = next((stage.current for stage in workflow.stages if stage.current), None)
-    hook = f", hook {current} {'is let end' if request.word == 'held' else 'runs'}" if current else ""
+    hook = f", hook {current} {'runs to its end' if request.word == 'held' else 'runs'}" if current else ""
     is_asked = workflow.approval.state != "none" and not workflow.is_gone
     approval = f", approval {workflow.approval.state}" if is_asked else ""
     reason = f": {workflow.waits_for}" if workflow.waits_for else ""

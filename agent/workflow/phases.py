@@ -286,7 +286,7 @@ def _close(workflow: Workflow) -> Step:
 
 
 def _hold(workflow: Workflow, reason: str) -> Step:
-    note = Note(kind="held", text=f"held, NotBefore decides: {reason}")
+    note = Note(kind="held", text=f"held, Azure starts it at NotBefore: {reason}")
     return _enter(replace(workflow, waits_for=reason), "held", note)
 
 

@@ -66,7 +66,7 @@ def cut_short(workflow: Workflow, stage: Stage) -> Step | None:
         return Step(workflow=workflow.with_progress(stage, ended))
     if progress.is_canceling:
         return None
-    text = f"hook {progress.current} is told to end"
+    text = f"hook {progress.current} is canceled"
     return Step(
         workflow=workflow.with_progress(stage, replace(progress, is_canceling=True)),
         effects=(CancelHook(workflow_id=workflow.id, stage=stage),),

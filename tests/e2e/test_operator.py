@@ -180,12 +180,12 @@ def test_status_tells_what_runs_and_the_command_that_it_shows_works(sim: Simulat
     assert command == [f"hold {event[:8]} {place}"]
     (summary,) = agent.status()["summaries"]
     assert summary["commands"] == [f"scheduled-events-agent hold {event[:8]} --state-dir {agent.state_dir}"]
-    assert agent.run(*command[0].split()).stdout == "held: the event is preparing, hook drain is let end\n"
+    assert agent.run(*command[0].split()).stdout == "held: the event is preparing, hook drain runs to its end\n"
     agent.let_go("drained")
     agent.wait_phase(event, "held")
     held = ask(agent, "status").stdout
     assert "(1 held)" in held.splitlines()[0]
-    assert "  now       held, and NotBefore decides: an operator holds it\n" in held
+    assert "  now       held, Azure starts it at NotBefore: an operator holds it\n" in held
     assert f"  overrule  scheduled-events-agent release {event[:8]} {place}\n" in held
     assert json.loads(ask(agent, "status", "--json").stdout)["pending"] == list(agent.pending().values())
     agent.kill()

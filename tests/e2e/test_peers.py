@@ -56,7 +56,7 @@ def test_a_drain_that_fails_is_not_followed_by_an_approval_and_the_log_says_so(
     event = sim.schedule("Reboot")
     held = agent.wait_log("held", event_id=event)
     assert held["level"] == "warning"
-    assert held["reason"] == "held, NotBefore decides: preparation failed (hook drain: exit code 3)"
+    assert held["reason"] == "held, Azure starts it at NotBefore: preparation failed (hook drain: exit code 3)"
     wait_some_polls(sim)
     assert posts(sim) == []
     assert agent.pending()[event]["phase"] == "held"
@@ -422,8 +422,8 @@ def test_a_hook_that_hangs_is_killed_at_its_limit_and_polling_never_stops(sim: S
     began = agent.wait_hook("drain", "start")["monotonic"]
     held = agent.wait_log("held", event_id=event)
     ended = time.monotonic()
-    reason = f"held, NotBefore decides: preparation failed (hook drain: killed after {limit:g}s, its time limit)"
-    assert held["reason"] == reason
+    failure = f"preparation failed (hook drain: killed after {limit:g}s, its time limit)"
+    assert held["reason"] == f"held, Azure starts it at NotBefore: {failure}"
     # The agent's own times: the hook itself notes its start when it has started.
     (started_at,) = agent.journal_times(kind="hook_started")
     (held_at,) = agent.journal_times(kind="held")
@@ -499,7 +499,7 @@ def test_a_truncated_state_file_is_set_aside_loudly_and_nothing_pending_is_appro
     assert ("state_lost",) in agent.journal("kind")
     held = agent.wait_log("held", event_id=event)
     assert held["reason"] == (
-        "held, NotBefore decides: the state file was lost, and what was done before is not known"
+        "held, Azure starts it at NotBefore: the state file was lost, and what was done before is not known"
     )
     agent.kill()
     agent.start()  # once more: what is in doubt stays in doubt

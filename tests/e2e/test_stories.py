@@ -296,10 +296,10 @@ def test_an_operator_holds_an_event_and_releases_it(sim: Simulator, agent: Agent
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.wait_hook("drain", "start")
-    assert agent.say("hold", event).stdout == "held: the event is preparing, hook drain is let end\n"
+    assert agent.say("hold", event).stdout == "held: the event is preparing, hook drain runs to its end\n"
     agent.let_go("drained")
     held = agent.wait_log("held", event_id=event)
-    assert held["reason"] == "held, NotBefore decides: an operator holds it"
+    assert held["reason"] == "held, Azure starts it at NotBefore: an operator holds it"
     agent.kill()
     agent.start()  # a word once given outlasts the agent
     sim.wait_polls(3)

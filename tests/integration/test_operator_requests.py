@@ -189,7 +189,7 @@ def test_an_agent_that_is_paused_retries_nothing(failed: Agent) -> None:
 
 
 def test_a_hold_says_which_hook_is_let_end(agent: Agent) -> None:
-    assert agent.say("held") == "held: the event is preparing, hook drain is let end"
+    assert agent.say("held") == "held: the event is preparing, hook drain runs to its end"
     agent.end("drain")
     assert agent.phase == "held"
     assert agent.say("") == "released: the event is preparing, hook save runs"

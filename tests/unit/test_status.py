@@ -186,7 +186,7 @@ def test_the_same_id_twice_is_one_event() -> None:
     [
         (a_workflow(decision=OBSERVED), "only observed"),
         (a_workflow(phase="waiting", waits_for="its time comes at 1"), "waits: its time comes at 1"),
-        (a_workflow(phase="held", waits_for="it failed"), "held, and NotBefore decides: it failed"),
+        (a_workflow(phase="held", waits_for="it failed"), "held, Azure starts it at NotBefore: it failed"),
         (
             a_workflow(phase="preparing", drain_until=NOW + timedelta(seconds=30)),
             "drains for 30s more (/readyz answers 503)",

@@ -620,7 +620,7 @@ def walk(script: Script) -> int:
                 seen.add(key)
                 end = ending(new, endings)
                 # An approval under way counts, but is not sent again once its event has started or is held; a hook
-                # that runs is let end under a hold, but not begun again.
+                # that runs goes on under a hold, but not begun again.
                 is_late = any(
                     world.is_gone(name) or name in world.started or not world.may_approve(name)
                     for name in world.posts
