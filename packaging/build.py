@@ -62,8 +62,8 @@ _PROGRAMS = {
         ("x86_64-w64-mingw32-windmc", "binutils-mingw-w64-x86-64", "mingw64-binutils"),
     ),
 }
-# Of a wheel, what nobody needs at run time (nor its tests): hints for type checkers, and how it was built and is
-# to be installed.
+# Parts of a wheel that are not needed at run time, as its tests are not: hints for type checkers, and how it was
+# built and is installed.
 _UNNEEDED = (".pyi", "/py.typed", ".dist-info/RECORD", ".dist-info/WHEEL", ".dist-info/top_level.txt")
 # What httpx imports besides httpcore. (It also names anyio, which only asynchronous clients need.)
 IMPORTED_BY_HTTPX = ("certifi", "h11", "idna")

@@ -2,7 +2,7 @@
 # Which Python runs the agent: sourced by the launcher and by bytecode.sh, so that both choose the same one.
 
 # Sets python to its path and abi to its name in the directory of the compiled modules (cp311). Fails when none
-# will do. What was looked at in vain is in found, for people to read.
+# will do. What was found and is no use is in found, for a message.
 find_python() {
     found=
     # Not PATH: the service and everybody's shell are to get the same one. And the distribution's comes first: it is

@@ -76,7 +76,7 @@ _SEARCHES = (
 _HOST = "-I -m agent service host"
 _EXAMPLE = "examples/windows-web-server.yaml"
 _LEFT = ("policy.replaced", "service.halted")  # what installation.py writes beside itself
-# Of the wheels, what nobody needs here: pywin32's editor, COM and ODBC parts and programs, and build leftovers.
+# Parts of the wheels that the agent does not use: pywin32's editor, COM, ODBC and programs, and build leftovers.
 _UNNEEDED = re.compile(
     r"(?:adodbapi|isapi|pythonwin|win32com|win32comext)/|pythoncom\w*\.(?:dll|py)$|(?i:\.chm|\.exe|\.pth)$"
     r"|win32/(?:perfmondata\.dll|License\.txt|(?:Demos|scripts|test|include|libs)/)|\.data/"
@@ -189,7 +189,7 @@ def build(python_embed: Path | None, sha256: str | None, version: str | None, ou
     version = version or source_version()
     if not re.fullmatch(r"(\d|[1-9]\d|1\d\d|2[0-4]\d|25[0-5])(\.\d{1,3}){2}", version):
         raise BuildError(
-            f"version {version}: expected three numbers, the first at most 255, for Windows Installer compares "
+            f"version {version}: expected three numbers, the first at most 255, since Windows Installer compares "
             "no more than these; use such a one with --version"
         )
     interpreter = check_python(python_embed, sha256)
@@ -494,7 +494,7 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
     component, program = _id("c", python), _id("f", python)
     script = f'-I -B "[#{_id("f", Path("installation.py"))}]"'
     upgrade = f"{{{_guid('upgrade')}}}"
-    # By what is there, for of the new version nothing is on the disk yet. What is broken may be replaced unseen.
+    # By what is there: nothing of the new version is on the disk yet. A broken version may be replaced unseen.
     old_python = r'"[INSTALLED_AT]python\python.exe"'
     check = rf'{old_python} -I -B "[INSTALLED_AT]installation.py" check "[OriginalDatabase]" "[POLICY]"'
     properties = {

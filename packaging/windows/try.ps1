@@ -6,7 +6,7 @@ Tries the MSI on a real Windows, for what Wine cannot show. It installs, breaks 
 is thrown away afterwards.
 
 .DESCRIPTION
-Ends with an error at the first thing that is not as it must be. The agent's own simulator stands in for Azure.
+Ends with an error at the first thing that is not as it must be. The agent's own simulator takes the place of Azure.
 
 .PARAMETER Msi
 The MSI.
@@ -34,7 +34,7 @@ $policy = Join-Path $data 'policy.yaml'
 $source = "HKLM:\SYSTEM\CurrentControlSet\Services\EventLog\Application\$name"
 $Msi = (Resolve-Path $Msi).Path
 $Newer = (Resolve-Path $Newer).Path
-# Spaces, for whoever forgets quotes; not a place of the agent's, for it is there before.
+# With a space, as a test of quotes. It is not one of the agent's places: it exists before.
 $work = Join-Path $env:ProgramFiles 'Trial of the agent'
 $notes = Join-Path $work 'notes.txt'
 $wait = Join-Path $work 'wait'
@@ -119,7 +119,7 @@ hooks:
 "@
 Set-Content (Join-Path $work 'bad.yaml') 'rulez: []'
 
-Step 'A directory that somebody else has made is not taken over'
+Step 'A directory that another account has made is not taken over'
 New-Item -ItemType Directory $data | Out-Null
 icacls.exe $data /setowner '*S-1-5-32-545' | Out-Null   # Users
 Invoke-Msi "/i `"$Msi`"" 1603
@@ -169,7 +169,7 @@ Assert 'the old policy' ((Get-FileHash $policy).Hash -eq (Get-FileHash "$work\my
 
 Step 'An event, its hook failing once, and an upgrade that waits for the second attempt for more than 30 s'
 New-Item $wait | Out-Null
-# From a copy, for what an upgrade replaces must not be in use.
+# From a copy: an upgrade replaces these files, so they must not be in use.
 Copy-Item -Recurse $product (Join-Path $work 'copy')
 $simulator = Start-Process (Join-Path $work 'copy\bin\scheduled-events-agent.cmd') -PassThru -WindowStyle Hidden `
     -ArgumentList 'simulate platform-reboot --port 8169'

@@ -414,7 +414,7 @@ def test_a_python_of_another_line_is_refused(tmp_path: Path) -> None:
 def test_a_version_that_windows_installer_cannot_compare_is_refused(tmp_path: Path, version: str) -> None:
     done = build(None, tmp_path, "--version", version)
     expected = (
-        f"version {version}: expected three numbers, the first at most 255, for Windows Installer compares no "
+        f"version {version}: expected three numbers, the first at most 255, since Windows Installer compares no "
         "more than these; use such a one with --version"
     )
     assert refusal(done) == expected
