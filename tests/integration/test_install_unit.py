@@ -76,7 +76,7 @@ def test_the_unit_runs_the_program_at_its_place_and_is_otherwise_as_shipped() ->
 @pytest.mark.parametrize(
     "folder", ["/opt/my agent", "/opt/50%", "/opt/$HOME", '/opt/"x"', "/opt/it's", "/opt/a\\b"]
 )
-def test_a_path_that_systemd_would_not_read_as_it_stands_is_refused_with_the_way_out(folder: str) -> None:
+def test_a_path_that_systemd_would_read_otherwise_is_refused(folder: str) -> None:
     program = Path(folder, "scheduled-events-agent")
     with pytest.raises(UnitError) as caught:
         systemd_unit.unit_text(SHIPPED, program)
@@ -172,7 +172,7 @@ def test_whatever_others_than_root_can_change_is_refused(
 
 
 @at_rest
-def test_code_of_another_account_is_refused_even_if_the_agents_code_is_that_accounts_too(own_folder: Path) -> None:
+def test_code_of_an_account_that_also_owns_the_agent_is_refused(own_folder: Path) -> None:
     (own_folder / "python").touch()
     shutil.chown(own_folder / "python", 1000, 0)
     with pytest.raises(UnitError) as caught:
@@ -222,7 +222,7 @@ AT_BOOT = [
 
 
 @at_rest
-def test_an_installation_into_a_system_at_rest_is_complete_and_the_second_one_changes_nothing(
+def test_an_installation_is_complete_and_the_second_one_changes_nothing(
     system: Path,
 ) -> None:
     assert install(system) == [
@@ -386,7 +386,7 @@ def test_a_removal_leaves_nothing_of_the_installation_but_the_operators_files(sy
 
 
 @at_rest
-def test_a_packaged_agent_keeps_its_unit_and_a_second_installation_beside_it_is_refused(system: Path) -> None:
+def test_a_packaged_agent_keeps_its_unit_and_a_second_agent_is_refused(system: Path) -> None:
     packaged = system / "usr/lib/systemd/system/scheduled-events-agent.service"
     packaged.parent.mkdir(parents=True)
     packaged.write_text(SHIPPED)

@@ -118,7 +118,7 @@ def test_in_a_sticky_directory_the_owner_of_what_is_in_it_decides(file: Path) ->
 
 
 @needs_root
-def test_whoever_a_hook_runs_as_may_change_its_files_and_so_may_their_own_group_but_no_other(
+def test_the_account_of_a_hook_and_its_own_group_may_change_its_files(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import grp
@@ -219,7 +219,7 @@ def test_the_interpreter_of_a_script_is_looked_at(tmp_path: Path) -> None:
         (("/bin/sh", "-e", "{}"), "missing", None, False),
     ],
 )
-def test_an_argument_counts_if_it_is_a_program_a_script_or_what_an_interpreter_reads(
+def test_an_argument_counts_if_it_is_a_program_a_script_or_an_interpreters_file(
     tmp_path: Path, run: tuple[str, ...], name: str, mode: int | None, is_code: bool
 ) -> None:
     path = tmp_path / name

@@ -1,4 +1,4 @@
-"""Units as hooks where the bus misbehaves: over a real socket, to a bus of our own that does what it is told.
+"""Units as hooks where the bus misbehaves: over a real socket, to a bus of our own.
 
 Whether systemd is understood, only a systemd can tell: see test_unit_hooks.py in system/.
 """
@@ -73,7 +73,7 @@ def _sent(message: Message, sender: str) -> bytes:
 
 
 class _Call:
-    """A call that somebody makes, and how it is answered."""
+    """A call, and how it is answered."""
 
     def __init__(self, message: Message, connection: socket.socket) -> None:
         self.member = message.header.fields[HeaderFields.member]
@@ -95,7 +95,7 @@ class _Call:
 
 
 def _obey(call: _Call) -> None:
-    """What systemd would do about a unit that has ended by the time anybody looks."""
+    """What systemd would do about a unit that ends at once."""
     if call.member == "LoadUnit":
         call.answer("o", "/org/freedesktop/systemd1/unit/drain")
     elif call.member == "StartUnit":
@@ -241,7 +241,7 @@ def test_what_is_no_message_ends_the_connection(bus: _FakeBus, nonsense: bytes) 
 
 
 @pytest.mark.parametrize("silence", ["welcome", "Hello", "AddMatch", "call"])
-def test_no_answer_is_waited_for_longer_than_it_was_told(
+def test_no_answer_is_waited_for_longer_than_the_limit(
     bus: _FakeBus, silence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dbus, "_CALL_SECONDS", 0.2)  # of Hello
@@ -289,7 +289,7 @@ def test_without_a_bus_the_hook_is_not_started_and_check_says_so(
     monkeypatch.setenv("DBUS_SYSTEM_BUS_ADDRESS", f"unix:path={tmp_path}/none")
     fault = "the system bus cannot be used: No such file or directory"
     assert _ending() == ("not_started", None, f"cannot start drain.service: {fault}")
-    # The first one tells it for all: where nobody answers, each question takes its time.
+    # The first one tells it for all: without an answer, each question takes its time.
     text = "on_clear: [a, b]\nhooks: {a: {unit: drain.service}, b: {unit: drain-b.service}}"
     loaded = parse_settings(text, "p", may_start_units=True)
     assert [str(warning) for warning in check_files(loaded)] == [
@@ -305,7 +305,7 @@ def test_a_bus_that_refuses_this_account_is_an_error(bus: _FakeBus) -> None:
     assert "REJECTED EXTERNAL" in detail
 
 
-def test_a_job_that_only_somebody_else_calls_done_is_not_a_success(bus: _FakeBus) -> None:
+def test_a_job_that_only_another_process_calls_done_is_not_a_success(bus: _FakeBus) -> None:
     def systemd(call: _Call) -> None:
         if call.member == "StartUnit":
             call.connection.sendall(_signal(":1.66", "done"))
@@ -320,9 +320,7 @@ def test_a_job_that_only_somebody_else_calls_done_is_not_a_success(bus: _FakeBus
 
 
 @pytest.mark.parametrize("trouble", ["closed", "no reply", "another systemd", "nonsense"])
-def test_a_connection_lost_while_waiting_is_made_anew_and_what_was_missed_is_no_success(
-    bus: _FakeBus, trouble: str
-) -> None:
+def test_a_lost_connection_is_made_anew_and_what_was_missed_is_no_success(bus: _FakeBus, trouble: str) -> None:
     is_started = threading.Event()
 
     def systemd(call: _Call) -> None:
@@ -392,7 +390,7 @@ def test_where_nothing_can_be_written_the_hook_is_not_started(
     assert _ending() == ("not_started", None, fault)
 
 
-def test_a_time_limit_holds_even_if_nobody_answers(bus: _FakeBus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_time_limit_holds_without_any_answer(bus: _FakeBus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agent.hooks._GRACE_SECONDS", 0.2)
     monkeypatch.setattr("agent.hooks._KILL_SECONDS", 0.2)
     monkeypatch.setattr(units, "_STOP_SECONDS", 0.1)

@@ -199,9 +199,7 @@ def test_an_agent_that_pip_installed_becomes_a_service_and_goes_without_a_trace(
     assert again[0] == "there is nothing of install-unit to remove"
 
 
-def test_the_strict_set_up_of_an_agent_that_pip_installed_starts_units_and_no_others(
-    service: Service, sim: Simulator
-) -> None:
+def test_the_strict_set_up_of_an_agent_of_pip_starts_units_and_no_others(service: Service, sim: Simulator) -> None:
     machine = service.machine
     program = install_by("venv", machine)
     for name, kind, command in (
@@ -284,7 +282,7 @@ def test_a_place_that_a_user_can_write_is_refused_and_so_is_a_user(service: Serv
     assert not machine.path("/etc/scheduled-events-agent").exists()
 
 
-def test_in_an_image_without_a_running_systemd_the_agent_is_installed_for_the_first_boot(
+def test_in_an_image_without_a_running_systemd_it_is_installed_for_the_first_boot(
     supplied: Container, sim: Simulator
 ) -> None:
     with Container(supplied, boots=False) as machine:
@@ -366,9 +364,7 @@ def test_cloud_init_installs_the_package_with_its_policy_at_the_first_boot(
         assert is_approved(sim)
 
 
-def test_cloud_init_tells_of_a_bad_policy_and_the_agent_goes_on_with_the_default_one(
-    supplied: Container, deb: Path
-) -> None:
+def test_cloud_init_tells_of_a_bad_policy_and_the_agent_goes_on(supplied: Container, deb: Path) -> None:
     # In a network of its own: the default policy asks Azure's endpoint and serves its pages at the usual port.
     with Container(supplied, boots=False, private_network=True) as machine:
         assert "status: error" in start_with_cloud_init(machine, deb, "rulez: []\n")

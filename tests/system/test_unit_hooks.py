@@ -350,7 +350,7 @@ def test_a_canceled_unit_is_stopped(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("type_", ["simple", "oneshot"])
-def test_a_unit_that_somebody_else_started_is_run_again_when_that_run_has_ended(
+def test_a_unit_that_an_operator_started_is_run_again_when_that_run_has_ended(
     machine: Machine, type_: str
 ) -> None:
     unit = machine.shell(type_, f"touch /run/up; {_COUNT}; exit 5")
@@ -365,7 +365,7 @@ def test_a_unit_that_somebody_else_started_is_run_again_when_that_run_has_ended(
 
 @pytest.mark.parametrize("type_", ["simple", "oneshot"])
 @pytest.mark.parametrize(("limit", "outcome"), [({"cancel_after": 1}, "canceled"), ({"timeout": 1}, "timed_out")])
-def test_a_run_that_somebody_else_started_is_left_alone_when_it_has_been_waited_for_in_vain(
+def test_a_run_of_an_operator_is_left_alone_when_the_wait_for_it_ends(
     machine: Machine, type_: str, limit: dict[str, Any], outcome: str
 ) -> None:
     unit = machine.shell(type_, f"touch /run/up; {_COUNT}; sleep 20")
@@ -411,7 +411,7 @@ def test_a_unit_that_a_killed_agent_left_is_joined_by_the_next(machine: Machine,
 @pytest.mark.parametrize(
     "purpose", [{"SCHEDULED_EVENT_STAGE": "recover"}, {"SCHEDULED_EVENT_ID": "E-2"}], ids=["stage", "event"]
 )
-def test_what_a_killed_agent_left_for_another_stage_or_event_is_stopped_and_the_unit_run_anew(
+def test_what_a_killed_agent_left_for_another_event_is_stopped_and_run_anew(
     machine: Machine, purpose: dict[str, str]
 ) -> None:
     script = (
@@ -427,7 +427,7 @@ def test_what_a_killed_agent_left_for_another_stage_or_event_is_stopped_and_the_
 
 
 @pytest.mark.parametrize("stage", ["prepare", "recover"])
-def test_what_an_administrator_runs_after_a_killed_agents_run_has_ended_is_neither_joined_nor_stopped(
+def test_an_operators_run_after_a_killed_agents_is_neither_joined_nor_stopped(
     machine: Machine, stage: str
 ) -> None:
     unit = machine.shell("oneshot", f"touch /run/up; {_COUNT}")
@@ -563,7 +563,7 @@ class Strict:
         return result
 
 
-def test_an_agent_without_privileges_has_root_do_what_its_rule_names_and_nothing_else(machine: Machine) -> None:
+def test_an_agent_without_privileges_starts_only_what_its_rule_names(machine: Machine) -> None:
     named = machine.shell("oneshot", 'id -un; cat; test "$SCHEDULED_EVENT_ID" = A')
     path = machine.container.path(f"{_UNITS}/{named}")
     told = f"EnvironmentFile={_PLACE}/%n/environment\nStandardInput=file:{_PLACE}/%n/event.json\n"

@@ -156,7 +156,7 @@ def test_every_usual_place_is_looked_at(tmp_path: Path, place: str, text: str) -
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="places of Linux")
-def test_the_newest_file_that_tells_the_option_holds_and_unreadable_ones_are_skipped(tmp_path: Path) -> None:
+def test_the_newest_file_with_the_option_holds_and_unreadable_ones_are_skipped(tmp_path: Path) -> None:
     from agent.host.linux import service
 
     leases = tmp_path / "run/systemd/netif/leases"

@@ -41,7 +41,7 @@ def test_a_run_that_systemd_calls_a_success_is_one() -> None:
     assert judged(end()) == Verdict(0)
 
 
-def test_an_invocation_from_before_counts_only_if_it_was_running_when_it_was_asked_for() -> None:
+def test_an_invocation_from_before_counts_only_if_it_was_running() -> None:
     assert judged(end(InvocationID=_BEFORE)) == Verdict(None, "it did not run")
     assert judged(end(InvocationID=b"")) == Verdict(None, "it did not run")
     assert judged(end(InvocationID=_BEFORE), is_joined=True) == Verdict(0)

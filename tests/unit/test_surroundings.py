@@ -110,7 +110,7 @@ def test_who_only_names_another_agent_is_none(tmp_path: Path, processes: Process
     assert linux_approvers(tmp_path) == []
 
 
-def test_an_agent_in_a_container_is_found_by_its_process_and_approves_only_if_it_is_told_to(
+def test_an_agent_in_a_container_is_found_by_its_process(
     tmp_path: Path,
     processes: Processes,
 ) -> None:
