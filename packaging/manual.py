@@ -19,7 +19,7 @@ _POLICY_INTRO = """The policy decides about each scheduled event: YAML, read at 
 of it may be left out. Durations are written 30s, 5m, 1h30m or 2d.
 
 scheduled-events-agent check tells what is wrong with a file, with the line; explain tells what it means for an
-event. policy.md in /usr/share/doc/scheduled-events-agent has examples, and what hooks are told."""
+event. policy.md in /usr/share/doc/scheduled-events-agent has examples, and what a hook gets."""
 
 
 def page(version: str, epoch: int) -> Iterator[str]:

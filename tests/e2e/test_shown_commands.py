@@ -88,7 +88,7 @@ SHOWN = sorted(set(shown()))
 
 
 def is_run_here(command: Shown) -> bool:
-    return command.line.startswith((OURS, CURL, INSTALL)) and not command.line.startswith((*ELSEWHERE,))
+    return command.line.startswith((OURS, CURL, INSTALL)) and not command.line.startswith((*ELSEWHERE, *NOT_RUN))
 
 
 RUN_HERE = [command for command in SHOWN if is_run_here(command) and command.line.startswith(OURS)]

@@ -115,14 +115,3 @@ def test_the_list_of_examples_is_complete() -> None:
     rows = re.findall(r"^\| \[[^]]+\]\(([\w-]+\.md)\) \| \[([\w-]+\.yaml)\]", text, re.MULTILINE)
     assert {example for _, example in rows} == {path.name for path in EXAMPLES}
     assert {page for page, _ in rows} == {page.name for page in PAGES} - {"README.md"}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_the_links_of_a_page_lead_to_files_and_headings_that_exist(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
-        file, _, heading = target.partition("#")
-        path = (page.parent / file).resolve() if file else page
-        assert target.startswith("https://") or path.exists(), target
-        headings = re.findall(r"^#+ (.+)$", path.read_text("utf-8"), re.MULTILINE) if heading else []
-        names = {re.sub(r"[^\w -]", "", one).strip().lower().replace(" ", "-") for one in headings}
-        assert not heading or heading in names, target

@@ -12,7 +12,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -350,12 +349,3 @@ def test_the_settings_that_are_commented_out_are_in_place() -> None:
     }
     assert (job["scheme"], job["tls_config"].keys()) == ("https", {"ca_file", "cert_file", "key_file"})
     assert [discovery["port"] for discovery in job["azure_sd_configs"]] == [9769]
-
-
-@pytest.mark.parametrize(
-    "name", ["rules.yaml", "rules.test.yaml", "prometheus.yaml", "dashboard.json", "README.md"]
-)
-def test_every_file_of_the_package_is_named_in_its_readme(name: str) -> None:
-    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
-    assert name == "README.md" or f"[{name}]({name})" in text
-    assert (PACKAGE / name).is_file()
