@@ -192,9 +192,7 @@ def test_a_request_that_was_given_up_is_followed_by_the_next_at_once() -> None:
     ("kind", "pauses"),
     [("throttled", [2.0, 4.0, 8.0, 16.0, 16.0]), ("bad_request", [5.0, 10.0, 10.0, 10.0, 10.0])],
 )
-def test_polling_slows_down_where_the_service_asks_for_it_and_is_at_its_pace_again_with_the_first_answer(
-    kind: ImdsErrorKind, pauses: list[float]
-) -> None:
+def test_polling_slows_down_as_asked_until_the_first_good_answer(kind: ImdsErrorKind, pauses: list[float]) -> None:
     run = Run(1.0, 10 * HOUR + 60.0, failing(kind, 10 * HOUR))
 
     gaps = [later - earlier for earlier, later in pairwise(run.service.asked)]
@@ -205,7 +203,7 @@ def test_polling_slows_down_where_the_service_asks_for_it_and_is_at_its_pace_aga
     assert failures <= 10 * HOUR / pauses[-1] + 3
 
 
-def test_a_storm_of_429_in_which_some_answers_come_through_never_asks_faster_than_the_interval() -> None:
+def test_a_storm_of_429_never_makes_polling_faster_than_the_interval() -> None:
     error = ImdsError("GET: 429", kind="throttled")
     run = Run(1.0, HOUR, lambda now: (0.0, DOCUMENT if int(now) % 5 == 0 else error))
 
@@ -226,7 +224,7 @@ def test_trouble_of_changing_kinds_is_told_with_each_change_and_counted_as_one()
     ("kind", "asked"),
     [("server_error", [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]), ("throttled", [0.0, 2.0, 6.0, 14.0])],
 )
-def test_who_this_vm_is_is_asked_every_second_and_less_often_of_a_service_that_does_not_know(
+def test_the_name_is_asked_every_second_and_less_often_if_it_is_not_known(
     kind: ImdsErrorKind, asked: list[float]
 ) -> None:
     clock = Clock()

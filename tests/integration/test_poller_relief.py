@@ -111,7 +111,7 @@ def test_a_late_answer_does_not_overwrite_a_newer_one(
     assert poller.has_service_answered
 
 
-def test_a_service_that_has_answered_before_is_not_given_the_time_of_the_very_first_request() -> None:
+def test_the_longer_limit_is_only_for_a_service_that_has_never_answered() -> None:
     service = Service()
     service.first_answer = document(1)
     service.may_answer.set()

@@ -182,7 +182,7 @@ def test_a_stop_over_damage_is_an_unclean_end(tmp_path: Path, good: bytes) -> No
     store.close()
 
 
-def test_what_the_kept_log_says_does_not_come_back_over_a_file_that_was_put_in_its_place(tmp_path: Path) -> None:
+def test_a_kept_log_is_not_applied_to_a_backup_that_was_restored(tmp_path: Path) -> None:
     store = Store.open(tmp_path, NOW)
     store.commit(STEPS[:1], NOW)
     store.close()
