@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from agent.hooks import HookRun
+from agent.hooks import HookLocks, HookRun
 from agent.policy import Hook
 
 
-def _run(task: dict[str, Any]) -> dict[str, Any]:
+def _run(task: dict[str, Any], locks: HookLocks) -> dict[str, Any]:
     lines: list[str] = []
     run = HookRun(
         "test",
@@ -27,6 +27,7 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
         stdin=task.get("stdin", "").encode(),
         deadline=time.monotonic() + task["seconds"] if "seconds" in task else None,
         on_line=lines.append,
+        locks=locks,
     )
     if "cancel_after" in task:
         threading.Timer(task["cancel_after"], run.cancel).start()
@@ -36,8 +37,10 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
 
 def _main() -> None:
     task: dict[str, Any] = json.load(sys.stdin)
+    locks = HookLocks(threading.Lock)
     with ThreadPoolExecutor() as pool:
-        results = list(pool.map(_run, [task] * task.get("at_once", 1)))
+        runs = [pool.submit(_run, task, locks) for _ in range(task.get("at_once", 1))]
+    results = [run.result() for run in runs]
     print(json.dumps(results if "at_once" in task else results[0]))
 
 
