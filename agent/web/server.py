@@ -3,7 +3,7 @@
 Knows sockets and HTTP, and nothing of the engine. The one invariant: a client can change nothing, and can keep
 neither the agent from its work nor other clients from their pages. The server takes only GET and HEAD. Each
 client has a thread, and limits of time and size for its request. When all places are taken, the next client gets
-the place of the one that has been there the longest.
+the place of the one that has had it the longest.
 """
 
 import io
@@ -17,14 +17,18 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from ipaddress import ip_address
 from socketserver import ThreadingTCPServer
-from typing import Any
+from typing import Any, TypeVar
 
 from agent import AgentError, __version__, host
 from agent.web.tls import Tls
 
 _MAX_CLIENTS = 128
-# A client that has lost its place may need a moment to end; so there are at most this many threads.
+# Some more clients may wait for a place, or end after they have lost theirs.
 _MAX_THREADS = 2 * _MAX_CLIENTS
+# A client keeps its place for this long whoever comes.
+_UNDISTURBED_SECONDS = 0.1
+# A thread looks this often whether its client still has a place. (Not every system wakes it.)
+_LOOK_SECONDS = 0.1
 # From the start of a connection to the end of its request, TLS included; and for taking the answer.
 _REQUEST_SECONDS = 5.0
 _ANSWER_SECONDS = 15.0
@@ -50,6 +54,17 @@ class Page:
 Pages = Mapping[str, Callable[[], Page]]
 
 
+T = TypeVar("T")
+
+
+@dataclass
+class _Place:
+    """What a client holds."""
+
+    connection: socket.socket
+    since: float
+
+
 class WebError(AgentError):
     """The server cannot listen."""
 
@@ -72,8 +87,8 @@ class WebServer(ThreadingTCPServer):
         self._pages = pages
         self._tls = tls
         self._is_closed = False
-        self._clients: dict[int, socket.socket] = {}
-        """The connection of each client by its thread, oldest first."""
+        self._clients: dict[int, _Place] = {}
+        """By the client's thread, oldest first."""
         self._clients_lock = threading.Lock()
         self._free_threads = threading.Semaphore(_MAX_THREADS)
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -111,8 +126,9 @@ class WebServer(ThreadingTCPServer):
         self._free_threads.release()
         self._thread.join(_CLOSE_SECONDS)
         with self._clients_lock:
-            for client in self._clients.values():
-                _interrupt(client)
+            for place in self._clients.values():
+                _interrupt(place.connection)
+            self._clients.clear()
 
     def _serve(self) -> None:
         while not self._is_closed:
@@ -139,24 +155,51 @@ class WebServer(ThreadingTCPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing: most clients that fail have only gone away."""
 
-    def admit(self, connection: socket.socket) -> None:
-        """Note the connection of this thread's client; of too many, the oldest loses its place."""
-        with self._clients_lock:
-            self._clients[threading.get_ident()] = connection
-            if len(self._clients) > _MAX_CLIENTS:
-                _interrupt(self._clients.pop(next(iter(self._clients))))
+    def admit(self, connection: socket.socket, deadline: float) -> None:
+        """Give this thread's client a place. Blocks until there is one. Raises OSError after the deadline."""
+        while True:
+            with self._clients_lock:
+                now = time.monotonic()
+                if len(self._clients) < _MAX_CLIENTS:
+                    self._clients[threading.get_ident()] = _Place(connection, now)
+                    return
+                thread, oldest = next(iter(self._clients.items()))
+                wait = oldest.since + _UNDISTURBED_SECONDS - now
+                if wait <= 0:
+                    del self._clients[thread]
+                    _interrupt(oldest.connection)
+                    continue
+            time.sleep(min(wait, _seconds_to(deadline)))
+
+    def attempt(self, action: Callable[[], T], connection: socket.socket, deadline: float) -> T:
+        """What ``action`` returns, which waits for the client. Raises OSError when its time or place is lost."""
+        while True:
+            connection.settimeout(min(_LOOK_SECONDS, _seconds_to(deadline)))
+            try:
+                return action()
+            except TimeoutError:
+                if threading.get_ident() not in self._clients:
+                    raise
 
     def secure(self, connection: socket.socket, deadline: float) -> socket.socket:
         """The connection under TLS, if the agent asks for that. Blocks. Raises OSError if the client does not."""
         if self._tls is None:
             return connection
-        connection.settimeout(_seconds_to(deadline))
-        if connection.recv(1, socket.MSG_PEEK) not in (b"", _TLS_GREETING):
+        first = self.attempt(lambda: connection.recv(1, socket.MSG_PEEK), connection, deadline)
+        if first not in (b"", _TLS_GREETING):
             connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\nthis port speaks TLS: ask with https://\n")
             connection.recv(_MAX_REQUEST_BYTES)  # see _Handler.finish
             raise ConnectionError("plain HTTP")
-        connection.settimeout(_seconds_to(deadline))
-        return self._tls.context().wrap_socket(connection, server_side=True)
+        secured = self._tls.context().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        with self._clients_lock:
+            if place := self._clients.get(threading.get_ident()):
+                place.connection = secured
+        try:
+            self.attempt(secured.do_handshake, secured, deadline)
+        except BaseException:
+            secured.close()
+            raise
+        return secured
 
     def answer(self, path: str, names: Iterable[str]) -> Page:
         """The answer to a request for ``path`` with these Host headers. May take as long as the page does."""
@@ -206,12 +249,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         deadline = time.monotonic() + _REQUEST_SECONDS
-        self.server.admit(self.request)
+        self.server.admit(self.request, deadline)
         self.request = self.server.secure(self.request, deadline)
-        self.server.admit(self.request)
         super().setup()
         self.rfile.close()
-        self.rfile = io.BufferedReader(_Request(self.connection, deadline))
+        self.rfile = io.BufferedReader(_Request(self.server, self.connection, deadline))
 
     def handle(self) -> None:
         try:
@@ -279,7 +321,8 @@ class _TooLargeError(Exception):
 class _Request(io.RawIOBase):
     """What a client sends, within a total of time and bytes."""
 
-    def __init__(self, connection: socket.socket, deadline: float) -> None:
+    def __init__(self, server: WebServer, connection: socket.socket, deadline: float) -> None:
+        self._server = server
         self._connection = connection
         self._deadline = deadline
         self._bytes_left = _MAX_REQUEST_BYTES
@@ -290,8 +333,8 @@ class _Request(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         if self._bytes_left <= 0:
             raise _TooLargeError
-        self._connection.settimeout(_seconds_to(self._deadline))
-        count = self._connection.recv_into(buffer)
+        connection = self._connection
+        count = self._server.attempt(lambda: connection.recv_into(buffer), connection, self._deadline)
         self._bytes_left -= count
         return count
 
