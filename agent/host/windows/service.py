@@ -49,6 +49,7 @@ _ACCOUNTS_WITHOUT_PASSWORD = ("nt service\\", "nt authority\\")
 _FRAMEWORK_MESSAGES = r"%SystemRoot%\Microsoft.NET\Framework64\v4.0.30319\EventLogMessages.dll"
 _START_PATIENCE_SECONDS = 90.0
 _STOP_PATIENCE_SECONDS = STOP_TIMEOUT + 30.0
+_REMOVE_PATIENCE_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 # SERVICE_, and DELETE: what the SCM lets a handle do.
 _QUERY_CONFIG, _QUERY_STATUS, _START, _STOP, _PAUSE_CONTINUE = 0x1, 0x4, 0x10, 0x20, 0x40
@@ -189,6 +190,10 @@ def remove() -> bool:
     stop()
     with _service(_DELETE) as service:
         win32service.DeleteService(service)
+    # Its process may take a moment to end; until then, an installation would be refused.
+    deadline = time.monotonic() + _REMOVE_PATIENCE_SECONDS
+    while query() is not None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
     unregister_source()
     return True
 
