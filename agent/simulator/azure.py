@@ -104,6 +104,8 @@ class Plan(
     """From the approval to Started."""
     starts_when_approved: bool = True
     """False: something else on the host holds up the start until NotBefore, approval or not."""
+    all_must_approve: bool = False
+    """It is approved when each of its VMs has approved it, or when the portal (no VM at all) has."""
     begins_started: bool = False
     """Straight to Started, as after a hardware failure."""
     shows_started: bool = True
@@ -126,7 +128,9 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
     not_before_at: datetime
     approved_at: datetime | None = None
     approved_by: str = ""
-    """Who approved it first."""
+    """Who approved it first, or (``all_must_approve``) last of those whose approval it needed."""
+    approvers: tuple[str, ...] = ()
+    """Whose approvals had an effect, in order."""
     started_at: datetime | None = None
     gone_at: datetime | None = None
     seen_by: tuple[str, ...] = ()
@@ -210,13 +214,21 @@ class Azure:
         return event_id
 
     def approve(self, now: float, event_id: str, by: str) -> bool:
-        """Count a start request, which is for every VM of the event; returns whether it had an effect."""
+        """Count a start request, by default for every VM of the event; returns whether it had an effect."""
         self.advance(now)
         key = self._known(event_id)
         event = self._events[key]
-        if event.status != "Scheduled" or event.approved_at is not None:
+        if event.status != "Scheduled" or event.approved_at is not None or by in event.approvers:
             return False
-        self._keep(key, _replace(event, approved_at=_time(now), approved_by=by))
+        approvers = (*event.approvers, by)
+        if event.plan.all_must_approve and by in self.vms:
+            if by not in event.plan.vms:
+                return False
+            if missing := [vm for vm in event.plan.vms if vm not in approvers]:
+                self._keep(key, _replace(event, approvers=approvers))
+                self.tell("approved", now, self._events[key], by, f"still without {', '.join(missing)}")
+                return True
+        self._keep(key, _replace(event, approved_at=_time(now), approved_by=by, approvers=approvers))
         self.tell("approved", now, self._events[key], by)
         return True
 

@@ -160,6 +160,7 @@ class Simulator:
         lasts_seconds: float | None = 10.0,
         start_delay_seconds: float = 0.5,
         starts_when_approved: bool = True,
+        all_must_approve: bool = False,
         begins_started: bool = False,
         shows_started: bool = True,
         new_id_at_start: bool = False,
@@ -167,7 +168,8 @@ class Simulator:
     ) -> str:
         """Announce an event, by default for the first VM and with the notice of its type; returns its id.
 
-        It starts ``start_delay_seconds`` after the first approval or at NotBefore (a whole second, so up to a
+        It starts ``start_delay_seconds`` after the first approval (``all_must_approve``: after that of the last of
+        its VMs) or at NotBefore (a whole second, so up to a
         second more than ``notice_seconds`` away), and is gone ``lasts_seconds`` later (None: at ``end``).
         """
         plan = Plan(
@@ -181,6 +183,7 @@ class Simulator:
             lasts_seconds=lasts_seconds,
             start_delay_seconds=start_delay_seconds,
             starts_when_approved=starts_when_approved,
+            all_must_approve=all_must_approve,
             begins_started=begins_started,
             shows_started=shows_started,
             new_id_at_start=new_id_at_start,

@@ -395,5 +395,5 @@ def test_what_is_not_a_document_is_an_error_and_never_no_events(name: str) -> No
         parse_document(read(name))
 
     assert str(caught.value).startswith(ERRORS[name])
-    assert len(str(caught.value)) < 400
+    assert len(str(caught.value)) < 300
     assert caught.value.kind == "document"

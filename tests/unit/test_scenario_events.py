@@ -274,6 +274,31 @@ def test_an_event_for_an_unknown_vm_is_refused() -> None:
         make_azure("vm-1", "vm-2").schedule(NOON, plan("Reboot", "vm-9"))
 
 
+def test_an_event_can_wait_for_the_approvals_of_all_its_vms() -> None:
+    azure = make_azure("vm-1", "vm-2", "vm-3")
+    azure.schedule(NOON, plan("Reboot", "vm-1", "vm-2", all_must_approve=True, start_delay_seconds=1.0))
+    had_effect = [azure.approve(NOON + n, "ID-1", vm) for n, vm in enumerate(("vm-3", "vm-2", "vm-2"))]
+    assert had_effect == [False, True, False]
+    azure.advance(NOON + 100)
+    event = azure.event("ID-1")
+    assert (event.status, event.approved_at, event.approvers) == ("Scheduled", None, ("vm-2",))
+    assert azure.history[-1].text == "still without vm-1"
+
+    assert azure.approve(NOON + 100, "ID-1", "vm-1")
+    assert not azure.approve(NOON + 100, "ID-1", "vm-1")
+    azure.advance(NOON + 101)
+    event = azure.event("ID-1")
+    assert (event.status, event.approved_by, event.approvers) == ("Started", "vm-1", ("vm-2", "vm-1"))
+
+
+def test_the_portal_approves_for_all_vms_also_when_each_must_approve() -> None:
+    azure = make_azure("vm-1", "vm-2")
+    azure.schedule(NOON, plan("Reboot", "vm-1", "vm-2", all_must_approve=True, start_delay_seconds=0.0))
+    assert azure.approve(NOON, "ID-1", "the portal")
+    azure.advance(NOON)
+    assert azure.event("ID-1").status == "Started"
+
+
 def test_an_id_can_be_used_only_once() -> None:
     azure = make_azure()
     azure.schedule(NOON, plan(id="abc"))
