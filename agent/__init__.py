@@ -1,6 +1,6 @@
 """scheduled-events-agent: prepares this VM for Azure Scheduled Events, approves and recovers.
 
-Decisions are values; someone else carries them out.
+Decisions are values, and edges carry them out.
 
     events.py     PURE   what Azure says: bytes -> Document, ScheduledEvent
     policy.py     PURE   what the operator wants: (rules, event, facts) -> Decision with a reason

@@ -31,7 +31,7 @@ Affects = Literal["self", "shared", "others", "unknown"]
 EVENT_TYPES: tuple[str, ...] = get_args(EventTypeName)
 
 _BOM = b"\xef\xbb\xbf"
-# Azure documents neither limit; a text longer than this helps nobody in a log or an environment.
+# Azure documents neither limit; a longer text is of no use in a log or an environment.
 _MAX_TEXT = 4096
 # Of a printable id; a longer one is shown by its beginning and a mark of its own. Azure's have 36 characters.
 _MAX_SHOWN_ID = 128

@@ -1,8 +1,8 @@
 """What there is to see: the agent and its events as values for people, and the words for them.
 
 Owns the shape of /status and of ``status --json``, and the sentences that the terminal, the status page and the
-service manager share. Decides nothing, reads nothing, knows no clock. The one invariant: nothing stands here that
-``workflow`` or the journal does not say; a reader is never told what somebody only expects.
+service manager share. Decides nothing, reads nothing, knows no clock. The one invariant: nothing is said here that
+``workflow`` or the journal does not say, and nothing that is only expected.
 """
 
 import re
@@ -297,7 +297,7 @@ def verdict(status: Status) -> str:
 
 
 def pending_in_words(pending: Iterable[Workflow]) -> str:
-    """How many events are pending, and in which of them somebody may have to do something."""
+    """How many events are pending, and which of them may wait for an operator."""
     workflows = list(pending)
     if not workflows:
         return "nothing is pending"

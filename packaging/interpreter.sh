@@ -5,7 +5,7 @@
 # will do. What was found and is no use is in found, for a message.
 find_python() {
     found=
-    # Not PATH: the service and everybody's shell are to get the same one. And the distribution's comes first: it is
+    # Not PATH: the service and every shell must get the same one. And the distribution's comes first: it is
     # what the package depends on, and has all its modules.
     for _place in /usr/bin /usr/local/bin; do
         for _name in python3 python3.14 python3.13 python3.12 python3.11; do

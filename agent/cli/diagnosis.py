@@ -72,7 +72,7 @@ class Page(NamedTuple):
     version: str
     """As the answer's Server header tells it."""
     status: Status | None
-    """None if it cannot be read: of another version, or not for everybody."""
+    """None if it cannot be read: of another version, or not for all."""
     late_seconds: float = 0.0
     """The time limit if no answer came in time; else 0."""
 
@@ -345,7 +345,7 @@ def judge_agent(pid: str, page: Page | None, doubt: tuple[str, str] | None) -> F
     if page.version != __version__:
         return warning(
             "agent",
-            f"{runs} in version {page.version}; installed is {__version__}",
+            f"{runs} in version {page.version}; {__version__} is installed",
             "restart it: systemctl restart scheduled-events-agent, or on Windows service stop and service start",
         )
     if page.status is not None and page.status.health != "ok":

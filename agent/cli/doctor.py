@@ -363,7 +363,7 @@ def _look_at_agent(
 
 
 def _fetch_page(listen: str) -> Page | None:
-    """What the agent says at /status; None if the pages are not an agent's, or not for everybody."""
+    """What the agent says at /status; None if the pages are not an agent's, or not for all."""
     address, port = _address_of(listen)
     address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)  # noqa: S104 - not to listen on
     with contextlib.closing(http.client.HTTPConnection(address, port, timeout=_PAGE_SECONDS)) as connection:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--print", action="store_true", help="print what would be written, and touch nothing")
     what.add_argument(
-        "--remove", action="store_true", help="stop and disable the agent and remove what was written, no more"
+        "--remove", action="store_true", help="stop and disable the agent, and remove only what was written"
     )
     parser.set_defaults(handler=_install_unit)
 

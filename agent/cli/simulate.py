@@ -45,10 +45,10 @@ def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="SCENARIO",
         help="a shipped scenario, or the path of a .yaml file, or of a recording (.jsonl); "
-        "default: platform-reboot, or with --control nothing but what is asked for there",
+        "default: platform-reboot, or with --control none",
     )
     parser.add_argument("--list", action="store_true", help="list the shipped scenarios")
-    parser.add_argument("--check", action="store_true", help="only say whether SCENARIO is right")
+    parser.add_argument("--check", action="store_true", help="only say whether SCENARIO is valid")
     parser.add_argument(
         "--speed", type=float, default=1.0, metavar="N", help="let the scenario's time pass N times as fast"
     )
@@ -63,7 +63,7 @@ def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
         "--control",
         type=int,
         metavar="PORT",
-        help="a port on which anything can be let happen: a page, and JSON (0: a free one); "
+        help="a port for events by hand: a page, and JSON (0: a free one); "
         "the simulator then ends with Ctrl-C only",
     )
     parser.add_argument(

@@ -107,7 +107,7 @@ def _ask(state_dir: Path, pid: str) -> Status | str:
             version = msgspec.json.decode(answer, type=_OtherVersion).version
         except msgspec.MsgspecError:
             version = "unknown"
-        way_out = "is the agent to be restarted after an upgrade?"
+        way_out = "if the agent was upgraded, restart it"
         return f"{agent} is of version {version}, and this program of {__version__}: {way_out}"
 
 
@@ -222,7 +222,7 @@ def _card(
 
 
 def _vm(vm: Vm) -> str:
-    names = " or ".join(vm.names) or "its name is not known yet, so no event is taken for its own"
+    names = " or ".join(vm.names) or "its name is not known yet, so the agent takes no event for it"
     return f"{names} (vmId {vm.vm_id})" if vm.vm_id else names
 
 

@@ -76,7 +76,7 @@ class Daemon:
 
         ``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
 
-        ``service``: who is told how the agent is; by default whoever started this process.
+        ``service``: what is told how the agent is; by default the program that started this process.
         """
         self._stop_timeout = stop_timeout
         self._log = get_logger()

@@ -43,7 +43,7 @@ from agent.workflow import (
     proceed,
 )
 
-# So much more or less than on the monotonic clock has passed on the wall clock if somebody has set it.
+# So much more or less than on the monotonic clock has passed on the wall clock if it was set.
 _CLOCK_SET_SECONDS = 1.0
 # After a day without a request the service switches Scheduled Events off for the VM.
 _SERVICE_KNOWN = timedelta(hours=24)
@@ -63,7 +63,7 @@ class Engine:
         *,
         describe: Callable[[], bytes] = bytes,
     ) -> None:
-        """``describe``: the answer to whoever asks through the store how the agent is, a ``Status`` as JSON."""
+        """``describe``: how the agent is, for a command that asks through the store: a ``Status`` as JSON."""
         self._machine = machine or Machine()
         self._describe = describe
         self._store = store
@@ -441,5 +441,5 @@ class Engine:
         return tuple(name for name in (vm.name or self.identity.name, *vm.aliases) if name)
 
     def name(self) -> str:
-        """What hooks are told; "" if nobody knows."""
+        """What hooks are told; "" if it is not known."""
         return next(iter(self.names()), "")

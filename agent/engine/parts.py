@@ -56,7 +56,7 @@ class Machine:
         return datetime.now(UTC)
 
     def monotonic(self) -> float:
-        """Seconds, on a clock that nobody sets."""
+        """Seconds, on a clock that is never set."""
         return time.monotonic()
 
     def boot_id(self) -> str:

@@ -83,7 +83,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 180.0
     log: Annotated[LogSettings, Meta(description="Logging.")] = LogSettings()
     listen: Annotated[
-        str, Meta(description="ADDRESS:PORT of /metrics, /healthz, /readyz and /status, or off.")
+        str, Meta(description="ADDRESS:PORT of the pages, such as /metrics and /readyz, or off.")
     ] = "127.0.0.1:9769"
     listen_names: Annotated[
         tuple[str, ...],
@@ -94,7 +94,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(description="File with TLS settings for the pages, as Prometheus' exporters have it."),
     ] = None
     show_hook_output: Annotated[
-        bool, Meta(description="Show the ends of hooks' output on the page and in /status too.")
+        bool, Meta(description="Show the ends of hooks' output on the page, in /status and in /history too.")
     ] = False
 
 

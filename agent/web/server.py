@@ -25,7 +25,7 @@ from agent.web.tls import Tls
 _MAX_CLIENTS = 128
 # Some more clients may wait for a place, or end after they have lost theirs.
 _MAX_THREADS = 2 * _MAX_CLIENTS
-# A client keeps its place for this long whoever comes.
+# A client keeps its place for at least this long.
 _UNDISTURBED_SECONDS = 0.1
 # A thread looks this often whether its client still has a place. (Not every system wakes it.)
 _LOOK_SECONDS = 0.1

@@ -52,7 +52,7 @@ if ((Get-State) -eq 'Started') {
         }
         Start-Sleep -Seconds 1
     }
-    # Somebody else may have stopped it meanwhile.
+    # An administrator may have stopped it meanwhile.
     if ((Get-State) -eq 'Started') { Stop-WebAppPool -Name $Pool }
 }
 while ((Get-State) -eq 'Stopping') { Start-Sleep -Seconds 1 }   # the hook's timeout ends it

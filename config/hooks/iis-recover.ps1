@@ -6,7 +6,7 @@ for on_clear.
 
 .DESCRIPTION
 Needs the feature Web-Scripting-Tools (Install-WindowsFeature), and an administrator; the agent's service is one. May run
-again at any time: a pool that is started is as it should be, and one that somebody else has stopped before the event is
+again at any time: a pool that is started is as it should be, and one that an operator stopped before the event is
 left as it is. One that is just stopping (the event was canceled in the middle of iis-prepare.ps1) is awaited first.
 
 Exit code 0: the pool is started, or was not stopped by iis-prepare.ps1. 1: an error, which the log shows.

@@ -184,7 +184,7 @@ def access_fault(path: Path, purpose: Literal["execute", "write"], user: str | N
     name = "" if user is None else user.rpartition("\\")[2].casefold()
     is_like_us = name in ("", account_name().casefold()) or (name in ("localsystem", "system") and is_privileged())
     if not is_like_us:
-        raise HostError(f"what {user} may do cannot be told: run this as that account", kind="access")
+        raise HostError(f"cannot tell what {user} may do: run this as that account", kind="access")
     if os.access(path, os.X_OK if purpose == "execute" else os.W_OK):
         return None
     return f"{account_name()} cannot {purpose} {path}"
@@ -255,7 +255,8 @@ def lock_holder(path: Path) -> str | None:
             return None
         if error.winerror == _SHARING_VIOLATION:
             return _pid_in(path)
-        raise HostError(f"{path}: who has this lock cannot be told; {reason_of(error)}", kind="lock") from None
+        reason = reason_of(error)
+        raise HostError(f"{path}: cannot tell which process has this lock; {reason}", kind="lock") from None
     return None
 
 
