@@ -1,4 +1,4 @@
-"""The simulator's control port: what can be let happen there, by whom, and what it refuses."""
+"""The simulator's control port: what it lets happen, for which clients, and what it refuses."""
 
 import http.client
 import json
