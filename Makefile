@@ -12,7 +12,7 @@ demo: $(VENV)/.ready          ## The main job, end to end, against the built-in 
 	$(BIN)/scheduled-events-agent demo
 
 test: $(VENV)/.ready          ## Unit, integration and end-to-end tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 4
 
 lint: $(VENV)/.ready          ## Style and types, for Linux and for Windows
 	$(BIN)/ruff check .

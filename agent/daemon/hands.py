@@ -5,13 +5,14 @@ The one invariant: each hook and each approval is answered through the inbox, al
 
 import threading
 import time
+from collections import deque
 from datetime import UTC, datetime
 from functools import partial
 
 from agent import host
 from agent.daemon.polling import Endpoint, Put
 from agent.engine import HookEnded, HookKey, HookStart, key_of, without_run
-from agent.hooks import HookLocks, HookRun
+from agent.hooks import HookQueues, HookRun
 from agent.imds import ImdsError
 from agent.log import Logger, get_logger
 from agent.log_ids import LogId
@@ -30,7 +31,7 @@ class Threads:
         self._endpoint = endpoint
         self._put = put
         self._instance = instance
-        self._locks = HookLocks(threading.Lock)
+        self._queues = HookQueues(deque)
         self._runs: dict[HookKey, tuple[HookRun, RunningHook]] = {}
         self._unanswered: set[str] = set()
         self._have_run = False
@@ -60,7 +61,7 @@ class Threads:
             deadline=deadline,
             on_line=partial(_log_output, log),
             instance=self._instance,
-            locks=self._locks,
+            queues=self._queues,
         )
 
         def work() -> None:

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -36,7 +36,7 @@ _GRACE_SHARE = 0.1
 _KILL_SECONDS = 10.0
 _KILLS = 3
 _CHECK_SECONDS = (0.002, 0.05)  # first and longest pause between two looks at processes that are ending
-_LOCK_CHECK_SECONDS = 0.1
+_QUEUE_CHECK_SECONDS = 0.1
 
 _MAX_LINES = 1000
 _MAX_VARIABLE = 8192
@@ -96,8 +96,8 @@ def end_leftovers(instance: str) -> int:
     return host.end_marked(f"{instance}:")
 
 
-HookLocks = defaultdict[str, threading.Lock]
-"""Of hooks that must not run twice at a time. A run takes its own when it is made."""
+HookQueues = defaultdict[str, "deque[HookRun]"]
+"""The runs of each hook that must not run twice at a time, in the order of their turns."""
 
 
 class HookRun:
@@ -105,7 +105,7 @@ class HookRun:
 
     ``deadline`` (monotonic): the hook and all that it started must be gone by then. None: only the hook's own time
     limit counts. ``on_line`` gets each line of output, on another thread; it should not block. ``instance`` tells
-    this agent from others of this machine, for ``end_leftovers``: the absolute path of its state file. ``locks``:
+    this agent from others of this machine, for ``end_leftovers``: the absolute path of its state file. ``queues``:
     shared by the runs that must not overlap.
     """
 
@@ -119,7 +119,7 @@ class HookRun:
         deadline: float | None = None,
         on_line: Callable[[str], None] = lambda _: None,
         instance: str = "",
-        locks: HookLocks | None = None,
+        queues: HookQueues | None = None,
     ) -> None:
         self.name = name
         self._hook = hook
@@ -130,7 +130,7 @@ class HookRun:
         self._instance = instance
         # A unit never runs twice at a time: a second start would join the first one, of another event.
         key = hook.unit or (name if hook.serialize else "")
-        self._lock = locks[key] if locks is not None and key else None
+        self._queue = queues[key] if queues is not None and key else None
         self._lines_left = _MAX_LINES
         self._is_canceled = False
         self._has_ended = False
@@ -140,19 +140,20 @@ class HookRun:
 
     def run(self) -> HookResult:
         """Run the hook to its end. Never raises for what the hook does, nor if it cannot be started."""
-        lock = self._lock
-        if lock is None:
+        queue = self._queue
+        if queue is None:
             return self._run_attempts(time.monotonic())
-        while not lock.acquire(timeout=max(0.0, min(self._seconds_left(), _LOCK_CHECK_SECONDS))):
-            if self._is_canceled:
-                return self._run_attempts(time.monotonic())
-            if self._seconds_left() <= 0:
-                detail = "no time was left after other runs of this hook"
-                return self._result(0, time.monotonic(), "not_started", detail)
+        queue.append(self)
         try:
+            while queue[0] is not self and not self._is_canceled:
+                if self._seconds_left() <= 0:
+                    detail = "no time was left after other runs of this hook"
+                    return self._result(0, time.monotonic(), "not_started", detail)
+                with self._changed:
+                    self._changed.wait(max(0.0, min(self._seconds_left(), _QUEUE_CHECK_SECONDS)))
             return self._run_attempts(time.monotonic())
         finally:
-            lock.release()
+            queue.remove(self)
 
     def cancel(self) -> None:
         """End the run now."""

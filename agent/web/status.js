@@ -4,6 +4,7 @@
 "use strict";
 (() => {
   const REFRESH_MS = 2000, HIDDEN_REFRESH_MS = 30000, TIMEOUT_MS = 10000, TICK_MS = 250, DAY_MS = 86400000;
+  const CLOCK_ANSWERS = 10;
   const MOST = {events: 50, resources: 12, names: 40, entries: 40, characters: 600, inName: 80, ofOutput: 2000};
   const DOTS = {good: "#15803d", busy: "#b45309", bad: "#b91c1c"};
   const TONES = {recovery_failed: "bad", held: "bad", preparing: "busy", recovering: "busy", started: "busy"};
@@ -22,7 +23,8 @@
 
   const main = document.getElementById("main"), lost = document.getElementById("lost");
   let status = null, histories = null, unread = "";
-  // How far this browser's clock is ahead of the agent's. The answer that took the least time tells best.
+  // How far this browser's clock is ahead of the agent's: of the last answers, the quickest tells best.
+  const gaps = [];
   let ahead = Infinity;
 
   // --- pieces
@@ -374,7 +376,9 @@
   follow("status", (found) => {
     if (status && status.version !== found.version) location.reload();  // the agent was upgraded, and this page too
     status = found;
-    ahead = Math.min(ahead, Date.now() - Date.parse(status.at));
+    gaps.push(Date.now() - Date.parse(status.at));
+    if (gaps.length > CLOCK_ANSWERS) gaps.shift();
+    ahead = Math.min(...gaps);
     lost.textContent = "";
     draw();
     tick();

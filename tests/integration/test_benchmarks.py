@@ -39,6 +39,7 @@ on_linux = pytest.mark.skipif(
 
 
 @on_linux
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_quick_run_prints_every_row() -> None:
     done = subprocess.run(

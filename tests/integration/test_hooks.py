@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agent.hooks import HookLocks, HookResult, HookRun
+from agent.hooks import HookQueues, HookResult, HookRun
 from agent.policy import Hook
 
 
@@ -54,7 +55,7 @@ class _Background:
         self.lines: list[str] = []
         self.result: HookResult | None = None
         self._first_line = threading.Event()
-        self.run = HookRun("test", hook, environment={}, on_line=self._take, **options)
+        self.run = HookRun("test", hook, on_line=self._take, **{"environment": {}, **options})
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -278,10 +279,27 @@ def test_a_serialized_hook_waits_for_the_other_run_of_it(tmp_path: Path) -> None
         "import os, sys, time; name = sys.argv[1]; handle = os.open(name, os.O_CREAT | os.O_EXCL);"
         "print('in', flush=True); time.sleep(0.1); os.close(handle); os.unlink(name)"
     )
-    locks = HookLocks(threading.Lock)
+    queues = HookQueues(deque)
     hook = _hook(code, str(tmp_path / "inside"), serialize=True)
-    runs = [_Background(hook, locks=locks) for _ in range(4)]
+    runs = [_Background(hook, queues=queues) for _ in range(4)]
     assert [run.finish().outcome for run in runs] == ["succeeded"] * 4
+
+
+def test_serialized_runs_come_in_the_order_in_which_they_asked(tmp_path: Path) -> None:
+    order, go = tmp_path / "order", tmp_path / "go"
+    code = (
+        "import os, sys, time; open(sys.argv[1], 'a').write(os.environ['NUMBER']);"
+        "[time.sleep(0.02) for _ in iter(lambda: os.path.exists(sys.argv[2]), True)]"
+    )
+    hook, queues = _hook(code, str(order), str(go), serialize=True), HookQueues(deque)
+    runs = []
+    for number in "0123":
+        runs.append(_Background(hook, queues=queues, environment={"NUMBER": number}))
+        while len(queues["test"]) < len(runs):
+            time.sleep(0.01)
+    go.touch()
+    assert [run.finish().outcome for run in runs] == ["succeeded"] * 4
+    assert order.read_text(encoding="utf-8") == "0123"
 
 
 def test_a_hook_that_is_not_serialized_runs_for_two_events_at_once() -> None:
@@ -294,11 +312,11 @@ def test_a_hook_that_is_not_serialized_runs_for_two_events_at_once() -> None:
 
 
 def test_a_hook_that_waits_for_its_turn_can_be_canceled_or_run_out_of_time() -> None:
-    hook, locks = _hook(_READY_AND_SLEEP, serialize=True), HookLocks(threading.Lock)
-    first = _Background(hook, locks=locks)
+    hook, queues = _hook(_READY_AND_SLEEP, serialize=True), HookQueues(deque)
+    first = _Background(hook, queues=queues)
     first.wait_for_line()
-    second = _Background(hook, locks=locks)
-    third = _Background(hook, locks=locks, deadline=time.monotonic() + 0.2)
+    second = _Background(hook, queues=queues)
+    third = _Background(hook, queues=queues, deadline=time.monotonic() + 0.2)
     late = third.finish()
     assert (late.outcome, late.attempts) == ("not_started", 0)
     assert late.detail == "no time was left after other runs of this hook"

@@ -88,6 +88,7 @@ def test_a_journal_pruned_as_fast_as_it_grows_reuses_its_pages(tmp_path: Path) -
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory and descriptors are read from Linux")
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_very_short_soak_leaves_nothing_over_and_prints_every_row() -> None:
     done = subprocess.run(

@@ -9,16 +9,17 @@ import json
 import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
-from agent.hooks import HookLocks, HookRun
+from agent.hooks import HookQueues, HookRun
 from agent.policy import Hook
 
 
-def _run(task: dict[str, Any], locks: HookLocks) -> dict[str, Any]:
+def _run(task: dict[str, Any], queues: HookQueues) -> dict[str, Any]:
     lines: list[str] = []
     run = HookRun(
         "test",
@@ -27,7 +28,7 @@ def _run(task: dict[str, Any], locks: HookLocks) -> dict[str, Any]:
         stdin=task.get("stdin", "").encode(),
         deadline=time.monotonic() + task["seconds"] if "seconds" in task else None,
         on_line=lines.append,
-        locks=locks,
+        queues=queues,
     )
     if "cancel_after" in task:
         threading.Timer(task["cancel_after"], run.cancel).start()
@@ -37,9 +38,9 @@ def _run(task: dict[str, Any], locks: HookLocks) -> dict[str, Any]:
 
 def _main() -> None:
     task: dict[str, Any] = json.load(sys.stdin)
-    locks = HookLocks(threading.Lock)
+    queues = HookQueues(deque)
     with ThreadPoolExecutor() as pool:
-        runs = [pool.submit(_run, task, locks) for _ in range(task.get("at_once", 1))]
+        runs = [pool.submit(_run, task, queues) for _ in range(task.get("at_once", 1))]
     results = [run.result() for run in runs]
     print(json.dumps(results if "at_once" in task else results[0]))
 
