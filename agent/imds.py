@@ -230,7 +230,7 @@ class ImdsClient:
         response = self._exchange(request)
         return Answer(
             status=response.status_code,
-            headers=dict(response.headers),
+            headers=dict(response.extensions.get("headers", response.headers)),
             body=response.content,
             fault=None if response.status_code == 200 else _refusal(request, response),
         )
@@ -261,7 +261,7 @@ class ImdsClient:
             kind, what = "too_large", str(error)
         except httpx.NetworkError as error:
             kind, what = "unreachable", str(error)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.InvalidURL, ValueError) as error:
             kind, what = "malformed", f"not a whole HTTP answer: {error}"
         raise _error(request, what, kind)
 

@@ -16,8 +16,8 @@ import httpx
 # httpx logs whole URLs, which may hold secrets.
 logging.getLogger("httpx").setLevel(logging.WARNING)
 
-# httpx would unpack a small answer into a huge one, and send cookies back, which may grow.
-_DROPPED_HEADERS = (b"content-encoding", b"set-cookie")
+# httpx would unpack a small answer into a huge one, send cookies back, which may grow, and fail on an odd address.
+_DROPPED_HEADERS = (b"content-encoding", b"set-cookie", b"location")
 _RESOLVE_SECONDS = 30.0
 _SLICE_SECONDS = 1.0
 
@@ -44,6 +44,7 @@ class BoundedTransport(httpx.BaseTransport):
 
     The client's ``read`` time-out, in seconds, bounds the whole exchange, and its ``connect`` time-out the
     connecting as well. A host name is resolved by the system, in its own time. Raises httpx.TransportError.
+    The extension ``headers`` of a response has the headers that httpx must not see, too.
     """
 
     def __init__(self, max_answer_bytes: int, on_wait: Callable[[float], None] = lambda _: None) -> None:
@@ -65,7 +66,8 @@ class BoundedTransport(httpx.BaseTransport):
             except httpcore.ProtocolError as error:
                 raise httpx.RemoteProtocolError(str(error)) from error
         headers = [(name, value) for name, value in answer.headers if name.lower() not in _DROPPED_HEADERS]
-        return httpx.Response(answer.status, headers=headers, content=body)
+        extensions = {"headers": httpx.Headers(answer.headers)}
+        return httpx.Response(answer.status, headers=headers, content=body, extensions=extensions)
 
     def _connect(self, host: str, port: int, deadline: _Deadline, limit: float) -> socket.socket:
         try:

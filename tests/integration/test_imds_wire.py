@@ -235,6 +235,16 @@ def test_a_redirect_is_not_followed(serve: Serve, status: str) -> None:
     assert other.connections == 0
 
 
+@pytest.mark.parametrize(
+    "location",
+    ["portal.example:8080/login", "about:blank", "javascript:alert(1)", "//xn--/", "login:%s", "http://[", "\xff"],
+)
+def test_a_redirect_to_an_odd_address_is_a_redirect_as_any_other(serve: Serve, location: str) -> None:
+    server = serve(always(answer(b"", "302 Found", f"Location: {location}")))
+    assert_fails(server, "redirect", "302 Found; ")
+    assert client_of(server).inspect("document").headers["location"] == location
+
+
 def test_no_cookie_is_sent_back_and_no_connection_is_used_twice(serve: Serve) -> None:
     server = serve(always(answer(DOCUMENT, "200 OK", "Set-Cookie: a=b", "Connection: keep-alive")))
     client = client_of(server)
