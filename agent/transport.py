@@ -55,8 +55,8 @@ class BoundedTransport(httpx.BaseTransport):
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         timeout: dict[str, float] = request.extensions["timeout"]
         deadline = _Deadline(timeout["read"])
-        host, port = request.url.host, request.url.port or 80
-        url = httpcore.URL(scheme=b"http", host=host.encode(), port=port, target=request.url.raw_path)
+        host, port = request.url.raw_host.decode(), request.url.port or 80
+        url = httpcore.URL(scheme=b"http", host=host, port=port, target=request.url.raw_path)
         content = httpcore.Request(request.method, url, headers=request.headers.raw, content=request.read())
         with self._connect(host, port, deadline, timeout["connect"]) as connection:
             stream = _BoundedStream(connection, deadline, self._max_answer_bytes, self._on_wait)
@@ -81,6 +81,8 @@ class BoundedTransport(httpx.BaseTransport):
             raise httpx.ConnectTimeout(f"no connection within {limit:.3g} s") from error
         except OSError as error:
             raise httpx.ConnectError(error.strerror or str(error)) from error
+        except UnicodeError as error:
+            raise httpx.ConnectError(f"{host} cannot be looked up") from error
         return connection
 
 

@@ -127,7 +127,18 @@ def parse_endpoint(text: str) -> tuple[str, int] | None:
     """Host and port of http://HOST[:PORT]; None if it is something else."""
     match = _ENDPOINT.fullmatch(text)
     port = int(match["port"] or 80) if match else 0
-    return (match["host"], port) if match and 0 < port < 65536 else None
+    return (match["host"], port) if match and 0 < port < 65536 and _can_be_host(match["host"]) else None
+
+
+def _can_be_host(host: str) -> bool:
+    """Whether httpx and the system's look-up take it."""
+    import httpx  # noqa: PLC0415  # a tenth of a second, which most commands need not spend
+
+    try:
+        host.encode("idna")
+        return bool(httpx.URL(f"http://{host}").host)
+    except (httpx.InvalidURL, UnicodeError):
+        return False
 
 
 def is_open(listen: str) -> bool:

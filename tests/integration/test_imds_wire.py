@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from agent import __version__
 from agent.events import DocumentError, parse_document
 from agent.imds import IMDS_ERROR_KINDS, ImdsClient, ImdsError, ImdsErrorKind
+from agent.transport import BoundedTransport
 
 DOCUMENT = b'{"DocumentIncarnation": 1, "Events": []}'
 PATH = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -415,6 +417,13 @@ def test_any_bytes_are_an_answer_or_an_error_of_a_known_kind(
         assert error.kind in IMDS_ERROR_KINDS  # noqa: PT017
     else:
         assert 100 <= answered.status <= 999
+
+
+@pytest.mark.parametrize("name", ["a..b", "b" * 64], ids=["empty label", "long label"])
+def test_a_name_that_cannot_be_looked_up_is_a_failure_to_connect(name: str) -> None:
+    client = httpx.Client(transport=BoundedTransport(1024), trust_env=False)
+    with pytest.raises(httpx.ConnectError, match=f"^{name} cannot be looked up$"):
+        client.get(f"http://{name}/")
 
 
 # --- time ----------------------------------------------------------------------------------------------------

@@ -86,6 +86,12 @@ def test_an_endpoint_that_is_set_is_used(setting: str, endpoint: str) -> None:
         "http://a\r\nX: y",
         "http://-a",
         "http://a\n",
+        "http://999.1.1.1",
+        "http://01.1.1.1",
+        "http://a..b",
+        "http://xn--a",
+        "http://xn--9aa",
+        f"http://a.{'b' * 64}",
     ],
 )
 def test_what_is_no_endpoint_is_told_with_what_would_be(setting: str) -> None:

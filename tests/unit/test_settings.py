@@ -98,6 +98,10 @@ def test_the_fault_form_is_the_documented_one() -> None:
         ("\nimds: {endpoint: 'https://x'}", 'imds.endpoint: expected auto or http://HOST[:PORT]; got "https://x"'),
         ("\nimds: {endpoint: 'http://x:0'}", 'imds.endpoint: expected auto or http://HOST[:PORT]; got "http://x:0"'),
         ("\nimds: {endpoint: 'http://x/metadata'}", 'imds.endpoint: expected auto or http://HOST[:PORT]; got "http://x/metadata"'),
+        ("\nimds: {endpoint: 'http://999.1.1.1'}", 'imds.endpoint: expected auto or http://HOST[:PORT]; got "http://999.1.1.1"'),
+        ("\nimds: {endpoint: 'http://a..b'}", 'imds.endpoint: expected auto or http://HOST[:PORT]; got "http://a..b"'),
+        ("\nimds: {endpoint: 'http://xn--a'}", 'imds.endpoint: expected auto or http://HOST[:PORT]; got "http://xn--a"'),
+        (f"\nimds: {{endpoint: 'http://a.{'b' * 64}'}}", f'imds.endpoint: expected auto or http://HOST[:PORT]; got "http://a.{"b" * 64}"'),
         ("\nagent: {listen: 9769}", 'agent.listen: expected ADDRESS:PORT or off; got "9769"'),
         ("\nagent: {listen: 'x:65536'}", 'agent.listen: expected ADDRESS:PORT or off; got "x:65536"'),
         ("\nagent: {healthy_within: 1s}", "agent.healthy_within: expected more than imds.poll_interval (1s); got 1s"),
@@ -114,7 +118,10 @@ def test_pages_are_served_on_an_address_or_not_at_all(listen: str) -> None:
     assert parse_settings(f"agent: {{listen: {listen}}}", "p").settings.agent.listen == listen.strip("'")
 
 
-@pytest.mark.parametrize("endpoint", ["auto", "http://169.254.169.254", "http://127.0.0.1:8080", "http://host/"])
+@pytest.mark.parametrize(
+    "endpoint",
+    ["auto", "http://169.254.169.254", "http://127.0.0.1:8080", "http://host/", "http://xn--bcher-kva.example"],
+)
 def test_the_endpoint_is_an_http_address_or_auto(endpoint: str) -> None:
     assert parse_settings(f"imds: {{endpoint: '{endpoint}'}}", "p").settings.imds.endpoint == endpoint
 
