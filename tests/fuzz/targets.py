@@ -338,8 +338,8 @@ def check_recording(data: bytes) -> None:
 
 def check_lease(data: bytes) -> None:
     """A lease of any DHCP client tells an address or nothing."""
-    _check_address(parse_lease(data.decode("utf-8", "replace")))
-    _check_address(parse_lease(data.decode("utf-8", "surrogateescape")))
+    _check_address(parse_lease(data.decode("utf-8", "replace"), NOW))
+    _check_address(parse_lease(data.decode("utf-8", "surrogateescape"), NOW))
 
 
 def check_registry(data: bytes) -> None:

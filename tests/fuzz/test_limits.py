@@ -201,7 +201,12 @@ print(peak() - before, time.process_time() - began)
     ],
 )
 def test_a_lease_of_a_mebibyte_of_anything_is_read_in_no_time(text: str) -> None:
-    assert parse_lease(text) is None
+    assert parse_lease(text, NOW) is None
+
+
+def test_a_lease_that_expires_in_a_year_of_very_many_digits_has_not_expired() -> None:
+    text = "lease {\n  option unknown-245 a:0:0:5;\n  expire epoch " + "9" * 5000 + ";\n}\n"
+    assert parse_lease(text, NOW) == "10.0.0.5"
 
 
 # --- the policy

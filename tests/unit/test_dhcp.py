@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from agent.host.dhcp import parse_lease, parse_windows_options
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
+FUTURE = "expire 5 2026/05/01 12:00:01;"
+PAST = "expire 5 2026/05/01 12:00:00;"
 
 
 def lease(*lines: str) -> str:
@@ -27,6 +29,9 @@ def lease(*lines: str) -> str:
         ("a:0:0:5", "10.0.0.5"),
         ("0a:00:00:05", "10.0.0.5"),
         ("10.0.0.5", "10.0.0.5"),
+        ('"d<6 "', "100.60.54.32"),  # four bytes that all are printable
+        (r'"d\"6\\"', "100.34.54.92"),
+        (r'"d\0016;"', "100.1.54.59"),
         ("a8:3f:81", None),
         ("a8:3f:81:10:00", None),
         ("a8:3f:81:1ff", None),
@@ -40,25 +45,68 @@ def lease(*lines: str) -> str:
     ],
 )
 def test_dhclients_forms_of_an_address_are_read(value: str, address: str | None) -> None:
-    assert parse_lease(lease(f"option unknown-245 {value};")) == address
+    assert parse_lease(lease(f"option unknown-245 {value};", FUTURE), NOW) == address
 
 
 @pytest.mark.parametrize("name", ["unknown-245", "private-245"])
 def test_dhclients_names_of_the_option_are_known(name: str) -> None:
-    assert parse_lease(lease(f"option {name} a:0:0:5;")) == "10.0.0.5"
+    assert parse_lease(lease(f"option {name} a:0:0:5;", FUTURE), NOW) == "10.0.0.5"
 
 
 @pytest.mark.parametrize("name", ["unknown-24", "unknown-2450", "vendor.unknown-245", "other"])
 def test_other_options_are_not_taken_for_it(name: str) -> None:
-    assert parse_lease(lease(f"option {name} a:0:0:5;")) is None
+    assert parse_lease(lease(f"option {name} a:0:0:5;", FUTURE), NOW) is None
 
 
 @pytest.mark.parametrize(
-    ("values", "address"),
-    [(["a:0:0:1", "a:0:0:2"], "10.0.0.2"), (["a:0:0:1", "junk"], "10.0.0.1"), ([], None)],
+    ("expiry", "is_valid"),
+    [
+        (FUTURE, True),
+        (PAST, False),
+        ("expire never;", True),
+        ("expire epoch 1777636801; # Fri May  1 12:00:01 2026", True),
+        ("expire epoch 1777636800;", False),
+        ("expire 6 2038/01/19 03:14:07;", True),
+        ("expire 1 2026/13/45 99:00:00;", False),
+        ("renew 5 2020/01/01 00:00:00;", True),  # no expiry at all: a lease for ever
+    ],
 )
-def test_the_last_lease_that_tells_it_holds(values: list[str], address: str | None) -> None:
-    assert parse_lease("".join(lease(f"option unknown-245 {value};") for value in values)) == address
+def test_an_expired_lease_says_nothing(expiry: str, is_valid: bool) -> None:
+    text = lease("option unknown-245 a:0:0:5;", expiry)
+
+    assert parse_lease(text, NOW) == ("10.0.0.5" if is_valid else None)
+
+
+@pytest.mark.parametrize(
+    ("leases", "address"),
+    [
+        ([("a:0:0:1", FUTURE), ("a:0:0:2", FUTURE)], "10.0.0.2"),
+        ([("a:0:0:1", FUTURE), ("a:0:0:2", PAST)], "10.0.0.1"),
+        ([("a:0:0:1", PAST), ("a:0:0:2", FUTURE)], "10.0.0.2"),
+        ([("a:0:0:1", PAST), ("a:0:0:2", PAST)], None),
+        ([("a:0:0:1", FUTURE), ("junk", FUTURE)], "10.0.0.1"),
+        ([], None),
+    ],
+)
+def test_the_last_lease_that_has_not_expired_holds(leases: list[tuple[str, str]], address: str | None) -> None:
+    text = "".join(lease(f"option unknown-245 {value};", expiry) for value, expiry in leases)
+
+    assert parse_lease(text, NOW) == address
+
+
+def test_neither_address_nor_expiry_passes_from_one_lease_to_the_next() -> None:
+    text = lease("option unknown-245 a:0:0:1;", PAST) + lease(FUTURE) + lease("option unknown-245 a:0:0:2;")
+
+    assert parse_lease(text, NOW) == "10.0.0.2"
+    assert parse_lease(lease(FUTURE) + lease("option unknown-245 a:0:0:1;", PAST), NOW) is None
+    assert parse_lease(lease("option unknown-245 a:0:0:1;", PAST) + lease(FUTURE), NOW) is None
+
+
+def test_a_lease_cut_short_says_nothing() -> None:
+    cut = lease("option unknown-245 a:0:0:1;", FUTURE).removesuffix("}\n")
+
+    assert parse_lease(cut, NOW) is None
+    assert parse_lease(cut + lease(FUTURE), NOW) is None
 
 
 @pytest.mark.parametrize(
@@ -76,15 +124,15 @@ def test_the_last_lease_that_tells_it_holds(values: list[str], address: str | No
     ],
 )
 def test_leases_of_networkd_and_networkmanager_are_read(text: str, address: str | None) -> None:
-    assert parse_lease(text) == address
+    assert parse_lease(text, NOW) == address
 
 
 @settings(deadline=None)
 @given(st.text())
 def test_any_text_is_read_without_an_error(text: str) -> None:
-    parse_lease(text)
-    parse_lease(lease(f"option unknown-245 {text};"))
-    parse_lease(f"OPTION_245={text}")
+    parse_lease(text, NOW)
+    parse_lease(lease(f"option unknown-245 {text};", f"expire {text};"), NOW)
+    parse_lease(f"OPTION_245={text}", NOW)
 
 
 # --- Windows -------------------------------------------------------------------------------------------------
