@@ -61,6 +61,8 @@ class Place(NamedTuple):
     code: tuple[Path, ...]
     """What is executed when the program runs."""
     is_packaged: bool
+    venv: Path | None = None
+    """A folder whose whole content may be executed, too."""
 
 
 def find_place() -> Place:
@@ -79,7 +81,8 @@ def find_place() -> Place:
         if not file.is_file():
             raise UnitError(f"{file}: not found; install the agent with pip or pipx, and run that one")
     code = (program, Path(sys.executable), *libraries, package, *package.rglob("*.py"))
-    return Place(program, systemd, policy, code, is_packaged=is_packaged)
+    venv = None if is_packaged or sys.prefix == sys.base_prefix else Path(sys.prefix)
+    return Place(program, systemd, policy, code, is_packaged=is_packaged, venv=venv)
 
 
 def check_place(place: Place) -> None:
@@ -97,6 +100,13 @@ def check_place(place: Place) -> None:
         temporary = [folder for folder in (*path.parents, *path.resolve().parents) if _is_sticky(folder)]
         if temporary:
             raise UnitError(f"{temporary[0]} is for temporary files{where}", kind="place")
+    for path in place.venv.rglob("*") if place.venv else ():
+        facts = path.lstat()
+        if facts.st_uid != 0:
+            raise UnitError(f"{path} belongs to uid {facts.st_uid}{where}", kind="place")
+        if facts.st_mode & 0o022 and not stat.S_ISLNK(facts.st_mode):
+            mode = stat.S_IMODE(facts.st_mode)
+            raise UnitError(f"{path} can be changed by others than root (mode {mode:04o}){where}", kind="place")
 
 
 def _is_sticky(folder: Path) -> bool:

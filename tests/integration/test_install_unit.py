@@ -122,6 +122,7 @@ def test_the_place_of_this_program_has_every_folder_that_its_modules_come_from()
     assert place.program == Path(sys.executable).with_name("scheduled-events-agent")
     assert (place.systemd, place.policy) == (PLACE.systemd, PLACE.policy)
     assert not place.is_packaged
+    assert place.venv == (None if sys.prefix == sys.base_prefix else Path(sys.prefix))
     for module in (json, pytest, systemd_unit):
         assert module.__file__ is not None
         assert any(Path(module.__file__).is_relative_to(folder) for folder in place.code), module
@@ -169,6 +170,35 @@ def test_whatever_others_than_root_can_change_is_refused(
     who, way_out = ("its owner, uid 1000", "chown root") if owner else ("everybody", "chmod go-w")
     told = f"{weak} can be changed by {who}, and the agent acts on what it finds there: {way_out} {weak}"
     assert refusal(caught) == f"place: {told}{WAY_OUT}"
+
+
+@at_rest
+@pytest.mark.parametrize(
+    ("mode", "owner", "fault"),
+    [
+        (0o755, 1000, "belongs to uid 1000"),
+        (0o775, 0, "can be changed by others than root (mode 0775)"),
+        (0o757, 0, "can be changed by others than root (mode 0757)"),
+    ],
+)
+@pytest.mark.parametrize("what", ["folder", "file", "library"])
+def test_whatever_others_can_change_in_a_venv_is_refused(
+    own_folder: Path, mode: int, owner: int, fault: str, what: str
+) -> None:
+    packages = own_folder / "lib" / "site-packages"
+    (packages / "httpx").mkdir(parents=True)
+    (packages / "httpx" / "__init__.py").touch()
+    (packages / "speedups.so").touch()
+    (own_folder / "python").symlink_to(sys.executable)
+    place = PLACE._replace(venv=own_folder)
+    systemd_unit.check_place(place)
+    names = {"folder": "httpx", "file": "httpx/__init__.py", "library": "speedups.so"}
+    weak = packages / names[what]
+    weak.chmod(mode)
+    shutil.chown(weak, owner, 0)
+    with pytest.raises(UnitError) as caught:
+        systemd_unit.check_place(place)
+    assert refusal(caught) == f"place: {weak} {fault}{WAY_OUT}"
 
 
 @at_rest
