@@ -56,9 +56,10 @@ class ProcessTree:
     ending: str | None = None
     """A phrase for how it ended, if its exit code does not tell."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", token: str) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", token: str, *, is_subreaper: bool) -> None:
         self._process = process
         self._token = token
+        self._is_subreaper = is_subreaper
 
     @property
     def pid(self) -> int:
@@ -122,14 +123,17 @@ class ProcessTree:
             trees = dict(_trees)
         may_take_strays = trees.keys() <= {self._token}
         try:
-            return [
+            members = [
                 process
                 for process, token in _owned_processes(trees)
                 if (token == self._token or (token == "" and may_take_strays))
                 and not (process.pid == self.pid and _is_zombie(process))
             ]
+            if not self._is_subreaper:  # orphans are no children of ours, and may be anywhere
+                members += marked_processes(self._token) - set(members)
         except OSError:  # no descriptor is free
             return None
+        return members
 
 
 def start_tree(
@@ -158,7 +162,7 @@ def start_tree(
     try:
         import ctypes  # noqa: PLC0415 - of no use before the first hook
 
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        is_subreaper = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
         with os.fdopen(os.memfd_create("stdin"), "r+b") as source:
             source.write(stdin)
             source.seek(0)
@@ -174,7 +178,7 @@ def start_tree(
                 extra_groups=groups,
                 start_new_session=True,
             )
-        tree = ProcessTree(process, token)
+        tree = ProcessTree(process, token, is_subreaper=is_subreaper)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise HostError(_why_not_started(argv[0], directory, user, env, error), kind="hook") from None
     finally:
