@@ -7,6 +7,7 @@ The one invariant: each request has a connection of its own, so what is left on 
 import logging
 import socket
 from collections.abc import Callable
+from itertools import islice
 from time import monotonic
 from typing import Any
 
@@ -18,12 +19,18 @@ logging.getLogger("httpx").setLevel(logging.WARNING)
 
 # httpx would unpack a small answer into a huge one, send cookies back, which may grow, and fail on an odd address.
 _DROPPED_HEADERS = (b"content-encoding", b"set-cookie", b"location")
+_MAX_HEAD_BYTES = 256 * 1024  # with all interim answers
+_MAX_PARTS = 20_000  # chunks, or reads; each costs about 10 us
 _RESOLVE_SECONDS = 30.0
 _SLICE_SECONDS = 1.0
 
 
 class TooLargeError(httpx.ReadError):
     """The answer is over its limit."""
+
+
+def _too_many_parts() -> TooLargeError:
+    return TooLargeError(f"the answer comes in more than {_MAX_PARTS:,} parts")
 
 
 class _Deadline:
@@ -62,12 +69,15 @@ class BoundedTransport(httpx.BaseTransport):
             stream = _BoundedStream(connection, deadline, self._max_answer_bytes, self._on_wait)
             try:
                 answer = httpcore.HTTP11Connection(url.origin, stream).handle_request(content)
-                body = b"".join(answer.iter_stream())
+                stream.is_in_head = False
+                parts = list(islice(answer.iter_stream(), _MAX_PARTS + 1))
             except httpcore.ProtocolError as error:
                 raise httpx.RemoteProtocolError(str(error)) from error
+        if len(parts) > _MAX_PARTS:
+            raise _too_many_parts()
         headers = [(name, value) for name, value in answer.headers if name.lower() not in _DROPPED_HEADERS]
         extensions = {"headers": httpx.Headers(answer.headers)}
-        return httpx.Response(answer.status, headers=headers, content=body, extensions=extensions)
+        return httpx.Response(answer.status, headers=headers, content=b"".join(parts), extensions=extensions)
 
     def _connect(self, host: str, port: int, deadline: _Deadline, limit: float) -> socket.socket:
         try:
@@ -87,7 +97,10 @@ class BoundedTransport(httpx.BaseTransport):
 
 
 class _BoundedStream(httpcore.NetworkStream):
-    """A connection whose waits all end at the deadline, and which gives a bounded number of bytes."""
+    """A connection whose waits all end at the deadline, and which gives a bounded number of bytes.
+
+    While ``is_in_head`` it gives few, as h11 itself reads any number of interim answers.
+    """
 
     def __init__(
         self, connection: socket.socket, deadline: _Deadline, max_bytes: int, on_wait: Callable[[float], None]
@@ -97,6 +110,8 @@ class _BoundedStream(httpcore.NetworkStream):
         self._max_bytes = max_bytes
         self._on_wait = on_wait
         self._received_bytes = 0
+        self._reads = 0
+        self.is_in_head = True
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         del timeout  # the deadline is stricter
@@ -104,6 +119,11 @@ class _BoundedStream(httpcore.NetworkStream):
         if not data and not self._received_bytes:
             raise httpx.ReadError("the connection was closed without an answer")
         self._received_bytes += len(data)
+        self._reads += 1
+        if self._reads > _MAX_PARTS:
+            raise _too_many_parts()
+        if self.is_in_head and self._received_bytes > _MAX_HEAD_BYTES:
+            raise TooLargeError(f"the head of the answer is over {_MAX_HEAD_BYTES // 1024} KiB")
         if self._received_bytes > self._max_bytes:
             raise TooLargeError(f"the answer is over {self._max_bytes / 1024**2:g} MiB")
         return data

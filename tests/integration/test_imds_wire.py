@@ -9,7 +9,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -352,6 +352,67 @@ def test_an_answer_without_end_is_given_up_when_it_is_too_large(
     serve: Serve, head: bytes, filler: bytes, kind: ImdsErrorKind
 ) -> None:
     assert_fails(serve(once(head, then=lambda peer: peer.flood(filler))), kind)
+
+
+def chunks(body: bytes, size: int) -> bytes:
+    parts = (body[start : start + size] for start in range(0, len(body), size))
+    return CHUNKED + b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+PAGE = b'{"Events": []}'.ljust(20_000)
+INTERIM = b"HTTP/1.1 103 \r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "body"),
+    [(chunks(PAGE, 1), PAGE), (INTERIM * 4000 + answer(), DOCUMENT), (chunks(PAGE * 400, 1000), PAGE * 400)],
+    ids=["chunks of 1 byte", "interim answers", "8 MB in chunks"],
+)
+def test_an_answer_in_many_parts_is_read(serve: Serve, reply: bytes, body: bytes) -> None:
+    assert client_of(serve(once(reply))).fetch() == body
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (chunks(PAGE + b" ", 1), "the answer comes in more than 20,000 parts"),
+        (chunks(PAGE * 10, 1), "the answer comes in more than 20,000 parts"),
+        (INTERIM * 20_000 + answer(), "the head of the answer is over 256 KiB"),
+        (INTERIM * 400_000 + answer(), "the head of the answer is over 256 KiB"),
+    ],
+    ids=["a chunk too many", "chunks", "interim answers", "8 MB of interim answers"],
+)
+def test_an_answer_in_very_many_parts_is_too_large(serve: Serve, reply: bytes, message: str) -> None:
+    assert_fails(serve(once(reply)), "too_large", message)
+
+
+class Dripping:
+    """A connection that gives one byte at a time, without end, and counts them."""
+
+    def __init__(self, head: bytes) -> None:
+        self._head = head
+        self.reads = 0
+
+    def recv(self, _: int) -> bytes:
+        self.reads += 1
+        return self._head[self.reads - 1 : self.reads] or b"x"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __getattr__(self, _: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "], ids=["body", "head"])
+def test_an_answer_byte_by_byte_is_too_large(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
+    connection = Dripping(head)
+    monkeypatch.setattr(socket, "create_connection", lambda *_: connection)
+    error = error_of(client_of("http://127.0.0.1").fetch)
+    assert (error.kind, connection.reads) == ("too_large", 20_001)
+    assert str(error).endswith(": the answer comes in more than 20,000 parts")
 
 
 @pytest.mark.parametrize(
