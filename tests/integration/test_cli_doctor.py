@@ -239,7 +239,7 @@ def test_an_endpoint_that_nobody_listens_on_is_one_failure_and_the_rest_is_looke
 
 @pytest.mark.parametrize(
     ("kind", "sign"),
-    [("html", "a web page"), ("redirect", "a redirect (302) to ")],
+    [("html", "a web page"), ("redirect", "a redirect (302) to http://127.0.0.1:")],
 )
 def test_something_else_that_answers_is_a_failure(
     examine: Examine, simulator: Simulator, kind: Any, sign: str
