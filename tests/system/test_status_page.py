@@ -3,6 +3,7 @@
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -213,7 +214,12 @@ def chromium() -> Iterator[Browser]:
 
 
 def pages_of(scene: Callable[[], Scene], place: str = "") -> dict[str, Callable[[], Page]]:
-    """What the agent answers at each path when things are like in the scene."""
+    """What the agent answers at each path when things are like in the scene; its clock starts when it is asked."""
+    began: list[float] = []
+
+    def status_now() -> Status:
+        began.append(time.monotonic())
+        return replace(scene()[0], at=NOW + timedelta(seconds=began[-1] - began[0]))
 
     def as_json(answer: Status | Journal) -> Page:
         return Page(HTTPStatus.OK, msgspec.json.encode(answer), "application/json")
@@ -226,7 +232,7 @@ def pages_of(scene: Callable[[], Scene], place: str = "") -> dict[str, Callable[
 
     files = {f"{place}{path}": make for path, make in FILES.items()}
     answers = {
-        f"{place}/status": lambda: as_json(with_words(replace(scene()[0], at=datetime.now(UTC)))),
+        f"{place}/status": lambda: as_json(with_words(status_now())),
         f"{place}/history": history,
     }
     return {**files, **answers}
