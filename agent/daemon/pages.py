@@ -39,8 +39,9 @@ _ENTRIES = 41
 # The journal is read once in this time at most, and a client waits this long for a disk that hangs.
 _PAGE_SECONDS = 1.0
 _PAGE_PATIENCE_SECONDS = 1.0
-# Metrics are made once in this time at most.
+# Metrics and /status are made once in this time at most: clients that ask together share one answer.
 _METRICS_SECONDS = 0.1
+_STATUS_SECONDS = 0.5
 # The agent starts without its pages if their port is taken.
 _WEB_RETRY_SECONDS = 3.0
 
@@ -67,7 +68,6 @@ class Pages:
         self._state_dir = state_dir
         self._policy = policy
         self._command_options = command_options
-        self._status_page_with_output = _Shared(self._make_status_page_with_output, _PAGE_SECONDS)
         self._log = get_logger()
         self._started = time.monotonic()
         self._started_at = datetime.now(UTC)
@@ -127,7 +127,7 @@ class Pages:
             "/healthz": self._health_page,
             "/readyz": self._ready_page,
             "/metrics": _Shared(self._metrics_page, _METRICS_SECONDS),
-            "/status": self._status_page,
+            "/status": _Shared(self._status_page, _STATUS_SECONDS),
             "/history": _Shared(self._history_page, _PAGE_SECONDS),
         }
 
@@ -167,15 +167,11 @@ class Pages:
         return Page(HTTPStatus.OK, self._metrics.expose(), "text/plain; version=0.0.4; charset=utf-8")
 
     def _status_page(self) -> Page:
-        if self._shows_output():
-            return self._status_page_with_output()
-        return _json_page(self.status())
-
-    def _make_status_page_with_output(self) -> Page:
         status = self.status()
         pending = {workflow.id for workflow in status.pending}
         with suppress(StoreError):
-            entries = [entry for history in self._load_recent()[0] for entry in history.entries]
+            recent = self._load_recent()[0] if self._shows_output() else ()
+            entries = [entry for history in recent for entry in history.entries]
             output = [entry for entry in entries if entry.hook and entry.detail and entry.workflow_id in pending]
             status = replace(status, hook_output=tuple(output))
         return _json_page(status)

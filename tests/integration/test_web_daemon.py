@@ -165,6 +165,21 @@ def test_the_past_is_read_once_a_second_however_many_ask(tmp_path: Path, monkeyp
     assert {answer.status for answer, _ in answers} == {200}
 
 
+def test_clients_that_ask_for_the_status_together_share_one_answer(tmp_path: Path) -> None:
+    with (
+        Simulator(vms=("vm-1",)) as azure,
+        running(tmp_path, azure.endpoint(), agent=AgentSettings(listen="127.0.0.1:0")) as daemon,
+    ):
+        wait_until(lambda: daemon.web)
+        assert daemon.web is not None
+        make = daemon._pages._makers()["/status"]
+        began, answers = time.monotonic(), [make() for _ in range(200)]
+        most = (time.monotonic() - began) / module._STATUS_SECONDS + 2
+        assert 1 <= len({id(answer.body) for answer in answers}) <= most
+        before = msgspec.json.decode(get(daemon.web.port, "/status")[1])["at"]
+        wait_until(lambda: daemon.web and msgspec.json.decode(get(daemon.web.port, "/status")[1])["at"] > before)
+
+
 def test_the_page_and_what_it_loads_are_served_with_their_policy(tmp_path: Path) -> None:
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         wait_until(lambda: daemon.web)
