@@ -86,12 +86,12 @@ def _run(arguments: argparse.Namespace) -> int:
 def _look(state_dir: Path) -> Status | LastKnown:
     """What the agent says, or else its state file. Raises AgentError if there is neither."""
     pid = find_agent(state_dir)
-    answer = _NO_AGENT if pid is None else _ask(state_dir, pid)
+    answer = _NO_AGENT if pid is None else ask_status(state_dir, pid)
     return answer if isinstance(answer, Status) else _last_known(state_dir, answer)
 
 
-def _ask(state_dir: Path, pid: str) -> Status | str:
-    """The agent's answer, or why there is none."""
+def ask_status(state_dir: Path, pid: str) -> Status | str:
+    """The answer of the agent that runs there, or why there is none."""
     agent = f"the agent (pid {pid})"
     try:
         with closing(Store.join(state_dir)) as store:
