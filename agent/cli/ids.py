@@ -4,6 +4,7 @@ import argparse
 import re
 from contextlib import closing
 
+from agent import AgentError
 from agent.cli import add_state_options
 from agent.cli.operator import find_state_dir
 from agent.store import Store
@@ -20,8 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    with closing(Store.look_into(find_state_dir(arguments))) as store:
-        ids = {workflow.event.id: None for workflow in store.load_workflows()}
+    try:
+        with closing(Store.look_into(find_state_dir(arguments))) as store:
+            ids = {workflow.event.id: None for workflow in store.load_workflows()}
+    except AgentError:
+        return 1  # in silence: a shell completes a command line just now
     for event_id in filter(_PLAIN_ID.fullmatch, ids):
         print(event_id)
     return 0

@@ -1,4 +1,4 @@
-"""Completions of the command line: in a real bash and zsh, and PowerShell's as far as its grammar can judge."""
+"""Completions of the command line: in a real bash and fish; zsh and PowerShell as far as a grammar can judge."""
 
 import os
 import re
@@ -14,10 +14,10 @@ import pytest
 from packaging.requirements import Requirement
 from test_grammar import faults
 
-from agent.cli import build_parser, main
-from agent.cli.completion import powershell_script
+from agent.cli import main
 from agent.events import ScheduledEvent
 from agent.policy import Decision
+from agent.settings import CONFIG_VARIABLE
 from agent.store import Store
 from agent.workflow import Step, Workflow
 
@@ -55,7 +55,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return made
 
 
-def complete_in_bash(script: Path, directory: Path, *words: str) -> list[str]:
+def complete_in_bash(script: Path, directory: Path, *words: str, config: str = "") -> list[str]:
     line = f"source {script}; COMP_WORDS=({NAME} {' '.join(map(repr, words))}); COMP_CWORD={len(words)}; "
     line += f'$(complete -p {NAME} | sed "s/.*-F \\([^ ]*\\).*/\\1/"); printf "%s\\n" "${{COMPREPLY[@]}}"'
     done = subprocess.run(
@@ -65,7 +65,7 @@ def complete_in_bash(script: Path, directory: Path, *words: str) -> list[str]:
         text=True,
         check=True,
         timeout=60,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, CONFIG_VARIABLE: config},
     )
     return [word.strip() for word in done.stdout.split()]
 
@@ -83,8 +83,8 @@ def test_bash_completes_commands_options_and_files(scripts: Callable[[str], Path
 
 
 @pytest.fixture
-def state_dir(tmp_path: Path) -> Path:
-    """With two pending events, and one whose id is a command of a shell."""
+def policy(tmp_path: Path) -> Path:
+    """Of an agent with two pending events, and one whose id is a command of a shell."""
     now = datetime.now(UTC)
     (tmp_path / "state").mkdir(mode=0o700)
     store = Store.open(tmp_path / "state", now)
@@ -98,28 +98,44 @@ def state_dir(tmp_path: Path) -> Path:
         steps.append(Step(workflow=workflow))
     store.commit(steps, now)
     store.close()
-    return tmp_path / "state"
+    file = tmp_path / "policy.yaml"
+    file.write_text(f"agent: {{state_dir: {tmp_path / 'state'}}}\n")
+    return file
 
 
 def test_bash_completes_ids_of_pending_events_and_runs_none_of_them(
-    scripts: Callable[[str], Path], state_dir: Path
+    scripts: Callable[[str], Path], policy: Path
 ) -> None:
-    script, place = scripts("bash"), state_dir.parent
-    for words in (("approve", "--state-dir", "state"), ("history", "--state-dir", "state", "--event")):
-        assert complete_in_bash(script, place, *words, "602") == ["602D9444-AAAA"]
-    offered = complete_in_bash(script, place, "hold", "--state-dir", "state", "")
+    script, place = scripts("bash"), policy.parent
+    for words in (("approve",), ("history", "--event")):
+        assert complete_in_bash(script, place, *words, "602", config=str(policy)) == ["602D9444-AAAA"]
+    offered = complete_in_bash(script, place, "hold", "", config=str(policy))
     assert {"602D9444-AAAA", "7A11-B"} <= set(offered)
     assert not any("touch" in word for word in offered)
-    assert complete_in_bash(script, place, "hold", "--state-dir", "nowhere", "6") == []
+    assert complete_in_bash(script, place, "hold", "6", config="nowhere") == []
     assert not (place / "owned").exists()
 
 
-def test_zsh_and_fish_run_the_command_that_lists_ids(scripts: Callable[[str], Path]) -> None:
-    for shell in ("zsh", "fish"):
-        assert "scheduled-events-agent ids " in scripts(shell).read_text()
+def test_fish_completes_ids_of_pending_events(scripts: Callable[[str], Path], policy: Path) -> None:
+    script = scripts("fish")
+    apt.need("fish")
+    done = subprocess.run(
+        ["fish", "-c", f"source {script}; complete -C '{NAME} approve '"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**ENVIRONMENT, CONFIG_VARIABLE: str(policy)},
+    )
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["602D9444-AAAA", "7A11-B"]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_zsh_and_powershell_run_the_command_that_lists_ids(scripts: Callable[[str], Path]) -> None:
+    for shell in ("zsh", "powershell"):
+        assert "scheduled-events-agent ids" in scripts(shell).read_text()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell"])
 def test_without_its_extra_an_installation_by_pip_says_how_to_get_it(
     shell: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,19 +163,10 @@ def test_other_shells_find_no_fault_in_their_script(scripts: Callable[[str], Pat
     assert all(word in script.read_text() for word in ("status", "history", "json", "since"))
 
 
-def test_the_script_for_powershell_is_well_formed(faults: Callable[[str], list[str]]) -> None:
-    script = powershell_script(build_parser())
+def test_the_script_for_powershell_is_well_formed(
+    scripts: Callable[[str], Path], faults: Callable[[str], list[str]]
+) -> None:
+    script = scripts("powershell").read_text()
     assert faults(script) == []
     assert script.isascii()
-    commands = re.findall(r"^        '(.+)' = \[ordered\]@\{$", script, re.MULTILINE)
-    assert {"status", "approve", "service install", "completion"} <= set(commands)
-    (places,) = re.findall(r"^    \$takesId = @\((.*)\)$", script, re.MULTILINE)
-    assert {"'approve'", "'hold'", "'release'", "'history --event'"} <= set(places.split(", "))
-
-
-def test_texts_of_the_grammar_cannot_end_the_words_they_stand_in(faults: Callable[[str], list[str]]) -> None:
-    parser = build_parser()
-    parser.add_argument("--strange", metavar="X", help="it's $(Get-Date) `\"'; }")
-    script = powershell_script(parser)
-    assert "'--strange' = 'it''s $(Get-Date) `\"''; }'" in script
-    assert faults(script) == []
+    assert all(word in script for word in ("status", "approve", "history", "--state-dir"))

@@ -17,7 +17,7 @@ SOURCES = sorted((ROOT / "agent").rglob("*.py"))
 SHELLS = {
     "agent/host/linux/process.py": {"/bin/sh"},
     "agent/host/windows/process.py": {"cmd.exe"},
-    "agent/cli/completion.py": {"bash", "zsh"},  # the words of ``completion SHELL``: it prints, and starts none
+    "agent/cli/completion.py": {"bash", "zsh"},  # names of shells: it prints, and starts none
 }
 _SHELL = re.compile(r"(^|[\\/])((ba|da|z|k)?sh|cmd\.exe|cmd)$")
 STARTERS = re.compile(
