@@ -16,7 +16,7 @@ import msgspec
 
 from agent import AgentError, __version__, host
 from agent.events import DocumentError, clean_text, excerpt, parse_json
-from agent.settings import parse_endpoint
+from agent.settings import ImdsSettings, parse_endpoint
 from agent.transport import BoundedTransport, TooLargeError
 
 ImdsErrorKind = Literal[
@@ -264,6 +264,22 @@ class ImdsClient:
         except (httpx.TransportError, httpx.InvalidURL, ValueError) as error:
             kind, what = "malformed", f"not a whole HTTP answer: {error}"
         raise _error(request, what, kind)
+
+
+def connect(
+    imds: ImdsSettings, *, may_switch_on: bool = False, on_wait: Callable[[float], None] = lambda _: None
+) -> ImdsClient:
+    """A client for the service that the policy names. Raises EndpointError.
+
+    ``may_switch_on``: the first request for the document may be the VM's first one ever, which takes long.
+    """
+    return ImdsClient(
+        resolve_endpoint(imds.endpoint),
+        api_version=imds.api_version,
+        request_timeout=imds.request_timeout,
+        first_request_timeout=imds.first_request_timeout if may_switch_on else 0.0,
+        on_wait=on_wait,
+    )
 
 
 def _refusal(request: httpx.Request, response: httpx.Response) -> ImdsError:

@@ -15,7 +15,7 @@ from agent.cli.operator import find_agent
 from agent.cli.status import affected_in_words, start_in_words, title
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, remark_if_slow
 from agent.events import ScheduledEvent, parse_document
-from agent.imds import ImdsClient, resolve_endpoint
+from agent.imds import connect
 from agent.settings import find_config, load_settings
 from agent.status import CurrentEvent, CurrentEvents, Vm, activity, last_known_activity, lasting
 from agent.store import Store, StoreError
@@ -51,14 +51,8 @@ def _look(arguments: argparse.Namespace) -> CurrentEvents:
     directory = arguments.state_dir or settings.agent.state_dir
     state_dir = Path(directory) if directory else host.default_state_dir()
     has_agent = find_agent(state_dir) is not None
-    imds = settings.imds
-    client = ImdsClient(
-        resolve_endpoint(imds.endpoint),
-        api_version=imds.api_version,
-        request_timeout=imds.request_timeout,
-        # The very first answer may take minutes; an agent that runs has asked for it.
-        first_request_timeout=0 if has_agent else imds.first_request_timeout,
-    )
+    # The very first answer may take minutes; an agent that runs has asked for it.
+    client = connect(settings.imds, may_switch_on=not has_agent)
     with nullcontext() if has_agent else remark_if_slow(FIRST_ANSWER_IS_SLOW):
         document = parse_document(client.fetch())
     workflows: dict[str, Workflow] = {}

@@ -20,7 +20,7 @@ from agent.cli.check import table
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, print_json, remark_if_slow
 from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event
 from agent.hook_times import KnownTimes, decode, may_take_seconds
-from agent.imds import ImdsClient, resolve_endpoint
+from agent.imds import connect
 from agent.policy import Decision, Facts, Rule, mismatch
 from agent.settings import Settings, find_config, load_settings
 from agent.status import SCHEMA_VERSION, Vm, clock
@@ -263,13 +263,7 @@ def _load_known_times(settings: Settings) -> KnownTimes:
 
 
 def _fetch(settings: Settings, vm: str | None) -> tuple[Document, str]:
-    imds = settings.imds
-    client = ImdsClient(
-        resolve_endpoint(imds.endpoint),
-        api_version=imds.api_version,
-        request_timeout=imds.request_timeout,
-        first_request_timeout=imds.first_request_timeout,
-    )
+    client = connect(settings.imds, may_switch_on=True)
     with remark_if_slow(FIRST_ANSWER_IS_SLOW):
         document = parse_document(client.fetch())
     return document, vm or settings.vm.name or client.fetch_identity().name

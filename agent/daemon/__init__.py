@@ -10,7 +10,7 @@ from its next turn.
     identity    asks who this VM is, until it is known     -> inbox
     approvals   one thread for each request to approve     -> inbox     (hands.py)
     hooks       one thread for each hook that runs         -> inbox
-    policy      reads the policy file again, when asked to -> inbox     (reloading.py)
+    policy      reads the policy file again, when asked to -> inbox
     pages       opens the web server, until it is open (pages.py)
     web         answers from the published board
     watchdog    ends the process if the engine finishes no turn, or the poller hangs (watchdog.py)
@@ -19,20 +19,19 @@ from its next turn.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import UTC, datetime
 
+import msgspec
 from msgspec.structs import replace
 
 from agent import __version__, host
 from agent.daemon.hands import Threads
-from agent.daemon.inbox import Command, Inbox, Item
+from agent.daemon.inbox import Command, Inbox, Item, PolicyRead
 from agent.daemon.pages import Pages
-from agent.daemon.polling import Endpoint, Identifier, Poller
-from agent.daemon.reloading import PolicyRead, PolicyReader
+from agent.daemon.polling import Identifier, Poller
 from agent.daemon.watchdog import Watchdog
 from agent.engine import Engine, rule_names
-from agent.events import Document
 from agent.hooks import end_leftovers
 from agent.log import get_logger
 from agent.log_ids import LogId
@@ -41,7 +40,6 @@ from agent.settings import BUILT_IN_NAME, Settings
 from agent.status import PolicyInForce, summarize
 from agent.store import Store, StoreError
 from agent.web.server import WebServer
-from agent.workflow import Workflow
 
 # The engine's own pace: how soon an operator is answered, and how often /healthz hears of it.
 _TICK_SECONDS = 1.0
@@ -83,16 +81,23 @@ class Daemon:
         items: queue.SimpleQueue[Item] = queue.SimpleQueue()
         self._put = items.put
         self._crash: BaseException | None = None
-        self._metrics = Metrics(self._load_pending)
-        endpoint = Endpoint(lambda: self._engine.settings.imds, settings.imds)
-        self._poller = Poller(endpoint, self._put, self._metrics, self._check, self._lacks_event)
-        self._identifier = Identifier(endpoint, self._put, self._poller.stop_requested)
         self._instance = str(store.path.resolve())
-        self._hands = Threads(endpoint, self._put, self._instance)
-        self._engine = Engine(settings, store, self._metrics, self._hands, describe=self._load_status)
+        self._metrics = Metrics(lambda: tuple(self._engine.board.values()))
+        self._hands = Threads(lambda: self._engine.settings.imds, self._put, self._instance)
+        self._engine = Engine(
+            settings,
+            store,
+            self._metrics,
+            self._hands,
+            describe=lambda: msgspec.json.encode(self._pages.status()),
+        )
+        self._poller = Poller(self._engine, self._put, self._metrics)
+        self._identifier = Identifier(self._engine, self._put, self._poller.stop_requested)
         self._inbox = Inbox(items, self._engine, self._hands, self._obey)
         self._started = time.monotonic()
-        self._policy_reader = PolicyReader(load_settings, policy_hash, self._put)
+        self._load_settings = load_settings
+        self._policy_hash = policy_hash
+        self._reload_requested = threading.Event()
         self._policy = PolicyInForce(file=policy_name, read_at=datetime.now(UTC), hash=policy_hash())
         self._metrics.set_policy(settings, policy_hash())
         self._pages = Pages(
@@ -114,18 +119,6 @@ class Daemon:
     def web(self) -> WebServer | None:
         """The web server while ``run`` runs; None if the policy has it off, or as long as it cannot listen."""
         return self._pages.web
-
-    def _check(self, document: Document) -> None:
-        self._engine.check(document)
-
-    def _lacks_event(self) -> bool:
-        return self._engine.lacks_event()
-
-    def _load_pending(self) -> Iterable[Workflow]:
-        return self._engine.board.values()
-
-    def _load_status(self) -> bytes:
-        return self._pages.status_as_json()
 
     def stop(self) -> None:
         """Have ``run`` return within the stop time-out; at once, or nearly, if it is called again."""
@@ -186,6 +179,7 @@ class Daemon:
         self._start_thread("poller", self._poll)
         self._start_thread("relief", self._poller.run_relief)
         self._start_thread("watchdog", self._watchdog.run)
+        self._start_thread("policy", self._read_policies)
 
     def _poll(self) -> None:
         # Whose the state on disk is, and what Resources call this VM, is best known before the first document.
@@ -212,6 +206,7 @@ class Daemon:
         self._is_stopping = True
         self._watchdog.stop()  # a stop has a time limit of its own
         self._poller.stop()
+        self._reload_requested.set()  # to end its thread
         # What has a bug is best started anew, and soon.
         stop_timeout = self._stop_timeout if self._crash is None else min(self._stop_timeout, DEFAULT_STOP_TIMEOUT)
         names = [running.hook for running in self._hands.running()]
@@ -260,11 +255,10 @@ class Daemon:
             case _ if self._is_stopping:
                 pass
             case PolicyRead():
-                if self._policy_reader.take():
-                    self._enforce(item)
+                self._enforce(item)
             case Command(word="reload"):
                 self._service.tell("reloading", "reads the policy file again")
-                self._policy_reader.read()
+                self._reload_requested.set()
             case _:
                 self._engine.set_paused(is_paused=item.word == "pause")
 
@@ -309,6 +303,17 @@ class Daemon:
         return "; ".join(parts)
 
     # --- policy
+
+    def _read_policies(self) -> None:
+        """Read the policy file when it is asked for; what was read before the last request does not count."""
+        while self._reload_requested.wait() and not self._is_stopping:
+            self._reload_requested.clear()
+            try:
+                read = PolicyRead(self._load_settings(), self._policy_hash())
+            except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the old policy is still good
+                read = PolicyRead(None, refused=str(error))
+            if not self._reload_requested.is_set():
+                self._put(read)
 
     def _enforce(self, read: PolicyRead) -> None:
         if read.settings is None:

@@ -6,17 +6,19 @@ The one invariant: each hook and each approval is answered through the inbox, al
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 
 from agent import host
-from agent.daemon.polling import Endpoint, Put
+from agent.daemon.polling import Put
 from agent.engine import HookEnded, HookKey, HookStart, key_of, without_run
 from agent.hooks import HookQueues, HookRun
-from agent.imds import ImdsError
+from agent.imds import ImdsError, connect
 from agent.log import Logger, get_logger
 from agent.log_ids import LogId
 from agent.policy import Hook
+from agent.settings import ImdsSettings
 from agent.status import RunningHook
 from agent.workflow import ApprovalAnswered, Approve
 
@@ -27,8 +29,8 @@ class Threads:
     For the engine's thread.
     """
 
-    def __init__(self, endpoint: Endpoint, put: Put, instance: str) -> None:
-        self._endpoint = endpoint
+    def __init__(self, load_settings: Callable[[], ImdsSettings], put: Put, instance: str) -> None:
+        self._load_settings = load_settings
         self._put = put
         self._instance = instance
         self._queues = HookQueues(deque)
@@ -128,7 +130,7 @@ class Threads:
 
         def work() -> None:
             try:
-                client = self._endpoint.connect()
+                client = connect(self._load_settings())
                 client.approve([approve.event_id for approve in approvals], incarnation)
                 self._answer(approvals, "", "")
             except ImdsError as error:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from agent.daemon.reloading import PolicyRead
 from agent.engine import Engine, Hands, News
 from agent.log import FailureLog
 from agent.log_ids import LogId
+from agent.settings import Settings
 from agent.store import StoreError
 
 # How often operators are answered while the agent stops.
@@ -27,6 +27,16 @@ class Command:
     """A command from a signal or the service manager."""
 
     word: Literal["stop", "reload", "pause", "resume"]
+
+
+@dataclass(frozen=True)
+class PolicyRead:
+    """The policy file was read again."""
+
+    settings: Settings | None
+    """None if the file was refused."""
+    hash: str = ""
+    refused: str = ""
 
 
 Item = News | Command | PolicyRead

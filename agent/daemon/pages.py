@@ -232,9 +232,6 @@ class Pages:
         )
         return with_words(status)
 
-    def status_as_json(self) -> bytes:
-        return msgspec.json.encode(self.status())
-
 
 def _json_page(answer: Status | Journal) -> Page:
     body = msgspec.json.format(msgspec.json.encode(answer))
@@ -248,29 +245,18 @@ class _Shared:
         self._make = make
         self._seconds = seconds
         self._making = threading.Lock()
-        self._began = inf
-        self._made: tuple[float, Page] | None = None
+        self._made_at = -inf
+        self._page = Page(
+            HTTPStatus.SERVICE_UNAVAILABLE, b"this takes long to read; try again, or ask for /status\n"
+        )
 
     def __call__(self) -> Page:
-        if page := self._fresh():
-            return page
-        # Another client's thread may be making it just now. If that hangs, do not wait with it.
-        hangs = time.monotonic() - self._began > _PAGE_PATIENCE_SECONDS
-        if self._making.acquire(timeout=0.0 if hangs else _PAGE_PATIENCE_SECONDS):
+        # Another client's thread may be making it just now. If that hangs, the last one must do.
+        if self._making.acquire(timeout=_PAGE_PATIENCE_SECONDS):
             try:
-                if page := self._fresh():
-                    return page
-                self._began = time.monotonic()
-                page = self._make()
-                self._made = (time.monotonic(), page)
-                return page
+                if time.monotonic() - self._made_at >= self._seconds:
+                    self._page = self._make()
+                    self._made_at = time.monotonic()
             finally:
-                self._began = inf
                 self._making.release()
-        if self._made:
-            return self._made[1]
-        return Page(HTTPStatus.SERVICE_UNAVAILABLE, b"this takes long to read; try again, or ask for /status\n")
-
-    def _fresh(self) -> Page | None:
-        made = self._made
-        return made[1] if made and time.monotonic() - made[0] < self._seconds else None
+        return self._page

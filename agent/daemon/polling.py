@@ -11,9 +11,10 @@ from datetime import UTC, datetime
 
 from msgspec.structs import replace
 
-from agent.engine import News, Paused
+from agent import AgentError
+from agent.engine import Engine, News, Paused
 from agent.events import Document, DocumentError, parse_document
-from agent.imds import Backoff, ImdsClient, ImdsError, resolve_endpoint
+from agent.imds import Backoff, ImdsClient, ImdsError, connect
 from agent.log import FailureLog
 from agent.log_ids import LogId
 from agent.metrics import Metrics
@@ -34,64 +35,13 @@ Put = Callable[[News], None]
 """Into the engine's inbox; from any thread, never waits."""
 
 
-class Endpoint:
-    """Where the service is; shared by all clients. For any thread."""
-
-    def __init__(self, load_settings: Callable[[], ImdsSettings], imds: ImdsSettings) -> None:
-        self._load_settings = load_settings
-        self._imds = imds
-        self._url = resolve_endpoint(self._imds.endpoint)
-
-    def look_again(self, *, has_failed: bool) -> bool:
-        """Read the policy again, and after a failure the DHCP lease; True if the endpoint has changed."""
-        imds = self._load_settings()
-        is_stale = imds != self._imds or (has_failed and imds.endpoint == "auto")
-        url = resolve_endpoint(imds.endpoint) if is_stale else self._url
-        has_changed = (imds, url) != (self._imds, self._url)
-        self._imds, self._url = imds, url
-        return has_changed
-
-    @property
-    def poll_interval(self) -> float:
-        """Seconds."""
-        return self._imds.poll_interval
-
-    def connect(
-        self, *, may_switch_on: bool = False, on_wait: Callable[[float], None] = lambda _: None
-    ) -> ImdsClient:
-        """A client for one thread; ``on_wait`` as in ImdsClient.
-
-        ``may_switch_on``: its first request for the document may be the VM's first one ever, which takes long.
-        """
-        return ImdsClient(
-            self._url,
-            api_version=self._imds.api_version,
-            request_timeout=self._imds.request_timeout,
-            first_request_timeout=self._imds.first_request_timeout if may_switch_on else 0.0,
-            on_wait=on_wait,
-        )
-
-
 class Poller:
     """Fetches the document at the policy's pace."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        put: Put,
-        metrics: Metrics,
-        check: Callable[[Document], None] = lambda _: None,
-        is_wanted_again: Callable[[], bool] = bool,
-    ) -> None:
-        """``check`` raises DocumentError for a document that must be ignored.
-
-        ``is_wanted_again``: whether a document that is the same as the last one goes to the engine, too.
-        """
-        self._endpoint = endpoint
+    def __init__(self, engine: Engine, put: Put, metrics: Metrics) -> None:
+        self._engine = engine
         self._put = put
-        self._check = check
         self._metrics = metrics
-        self._is_wanted_again = is_wanted_again
         self._good_polls = metrics.polls.labels("ok")  # a look-up costs CPU at every poll
         self._backoff = Backoff()
         self._failure_log = FailureLog("polling the metadata service", LogId.POLLING_FAILS, LogId.POLLING_WORKS)
@@ -101,6 +51,8 @@ class Poller:
         self._newest_answered = 0
         self._body = b""
         self._document: Document | None = None
+        self._client: ImdsClient | None = None
+        self._imds: ImdsSettings | None = None
         self._sent: float | None = None  # since when the poller waits for an answer
         self.has_service_answered = False
         """Whether the service is known to be switched on for this VM. Set it before ``run``."""
@@ -128,14 +80,10 @@ class Poller:
         self._expected_back = time.monotonic() + seconds + _SLACK_SECONDS
 
     def run(self) -> None:
-        client = self._connect()
         while not self.stop_requested.is_set():
-            if self._endpoint.look_again(has_failed=bool(self.failure)):
-                client = self._connect()
-                self._body = b""
             self._sent = began = time.monotonic()
             self._expect_back(0.0)
-            delay = self._poll(client)
+            delay = self._poll(self._connect)
             self._sent = None
             due = max(time.monotonic(), began + delay)  # missed ticks are dropped, not made up for
             self._expect_back(due - time.monotonic())
@@ -145,7 +93,12 @@ class Poller:
                 self._put(Paused(late))
 
     def _connect(self) -> ImdsClient:
-        return self._endpoint.connect(may_switch_on=not self.has_service_answered, on_wait=self._expect_back)
+        """A client for the endpoint of the policy; after a failure, ``auto`` reads the DHCP lease again."""
+        imds = self._engine.settings.imds
+        if self._client is None or self.failure or imds is not self._imds:
+            self._client = connect(imds, may_switch_on=not self.has_service_answered, on_wait=self._expect_back)
+            self._imds = imds
+        return self._client
 
     def run_relief(self) -> None:
         """Send requests beside the poller's while that has no answer."""
@@ -155,24 +108,24 @@ class Poller:
             if sent is None or began - sent < _RELIEF_AFTER_SECONDS:
                 delay = _RELIEF_AFTER_SECONDS
                 continue
-            client = self._endpoint.connect()
-            delay = max(0.0, began + self._poll(client) - time.monotonic())
+            delay = max(0.0, began + self._poll(lambda: connect(self._engine.settings.imds)) - time.monotonic())
 
-    def _poll(self, client: ImdsClient) -> float:
+    def _poll(self, load_client: Callable[[], ImdsClient]) -> float:
         """Send one request and handle the answer; returns the seconds from its beginning to the next one."""
         with self._lock:
             self._last_number += 1
             number, began = self._last_number, time.monotonic()
-        delay = self._endpoint.poll_interval
+        delay = self._engine.settings.imds.poll_interval
         try:
-            body = client.fetch()
+            body = load_client().fetch()
             with self._lock:
                 # The answer to a later request may have come first.
                 if number > self._newest_answered:
                     self._take(body)
                     self._newest_answered = number
                     self._succeed(began)
-        except (ImdsError, DocumentError) as error:
+        except (AgentError, OSError) as raised:
+            error = _poll_error(raised)
             with self._lock:
                 self._metrics.polls.labels(error.kind).inc()
                 if number > self._newest_answered:
@@ -183,11 +136,11 @@ class Poller:
     def _take(self, body: bytes) -> None:
         if self._document is None or body != self._body:
             document = parse_document(body)
-            self._check(document)
+            self._engine.check(document)
             self._document = document
             self._metrics.documents.inc()
             self._body = body
-        elif not self._is_wanted_again():
+        elif not self._engine.lacks_event():
             return
         self._put(replace(self._document, answered=time.monotonic()))
 
@@ -210,8 +163,8 @@ class Poller:
 class Identifier:
     """Asks the service for this VM's name until it answers; without a name no event can be matched to this VM."""
 
-    def __init__(self, endpoint: Endpoint, put: Put, stop_requested: threading.Event) -> None:
-        self._endpoint = endpoint
+    def __init__(self, engine: Engine, put: Put, stop_requested: threading.Event) -> None:
+        self._engine = engine
         self._put = put
         self._stop_requested = stop_requested
         self.has_tried = threading.Event()
@@ -220,19 +173,24 @@ class Identifier:
         failure_log = FailureLog("asking for this VM's name", LogId.VM_UNKNOWN, LogId.VM_KNOWN)
         backoff = Backoff()
         while True:
-            client = self._endpoint.connect()
             try:
-                identity = client.fetch_identity()
+                identity = connect(self._engine.settings.imds).fetch_identity()
                 self._put(identity)
                 if identity.name:
                     failure_log.succeeded(time.monotonic())
                     return
                 failure_log.failed("no_name", "the service does not tell it; set vm.name", time.monotonic())
                 delay = _NO_NAME_RETRY_SECONDS
-            except ImdsError as error:
+            except (AgentError, OSError) as raised:
+                error = _poll_error(raised)
                 delay = max(_IDENTITY_RETRY_SECONDS, backoff.seconds_after(error))
                 failure_log.failed(error.kind, str(error), time.monotonic())
             finally:
                 self.has_tried.set()
             if self._stop_requested.wait(delay):
                 return
+
+
+def _poll_error(error: AgentError | OSError) -> ImdsError | DocumentError:
+    """The same error, or one for an endpoint that could not be found out."""
+    return error if isinstance(error, ImdsError | DocumentError) else ImdsError(str(error), kind="unreachable")

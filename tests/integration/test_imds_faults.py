@@ -14,11 +14,12 @@ import pytest
 import structlog
 
 from agent.daemon import polling as module
-from agent.daemon.polling import Endpoint, Identifier, Poller
-from agent.engine import News
+from agent.daemon.polling import Identifier, Poller
+from agent.engine import Engine, News
 from agent.events import Document, DocumentError
-from agent.imds import IMDS_ERROR_KINDS, Identity, ImdsError, ImdsErrorKind
+from agent.imds import IMDS_ERROR_KINDS, EndpointError, Identity, ImdsError, ImdsErrorKind
 from agent.metrics import Metrics
+from agent.settings import ImdsSettings, Settings
 
 HOUR = 3600.0
 DOCUMENT = (
@@ -49,22 +50,24 @@ class Clock:
 
 
 class Service:
-    """The metadata service as the poller meets it; ``answer`` says what it does at a time since the beginning."""
+    """Engine and metadata service as the poller meets them; ``answer``: what happens at a time since the start."""
 
     def __init__(
         self, clock: Clock, poll_interval: float, answer: Callable[[float], tuple[float, Answer]]
     ) -> None:
-        self.poll_interval = poll_interval
+        self.settings = Settings(imds=ImdsSettings(poll_interval=poll_interval))
         self.asked: list[float] = []
         self._clock = clock
         self._began = clock.now
         self._answer = answer
 
-    def look_again(self, *, has_failed: bool) -> bool:
-        del has_failed
+    def check(self, document: Document) -> None:
+        pass
+
+    def lacks_event(self) -> bool:
         return False
 
-    def connect(self, **_: object) -> "Service":
+    def connect(self, _imds: ImdsSettings, **_: object) -> "Service":
         return self
 
     def fetch(self) -> bytes:
@@ -80,17 +83,22 @@ class Run:
     """What a poller did between the beginning and the end."""
 
     def __init__(
-        self, poll_interval: float, lasts: float, answer: Callable[[float], tuple[float, Answer]]
+        self,
+        poll_interval: float,
+        lasts: float,
+        answer: Callable[[float], tuple[float, Answer]],
+        kind: type[Service] = Service,
     ) -> None:
         self.clock = Clock()
         self.inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
         self.metrics = Metrics(tuple)
-        self.service = Service(self.clock, poll_interval, answer)
-        poller = Poller(cast("Endpoint", self.service), self.inbox.put, self.metrics)
+        self.service = kind(self.clock, poll_interval, answer)
+        poller = Poller(cast("Engine", self.service), self.inbox.put, self.metrics)
         poller.stop_requested = cast("Any", self.clock)
         self.clock.ends = self.clock.now + lasts
         with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as self.log:
             patch.setattr(module, "time", self.clock)
+            patch.setattr(module, "connect", self.service.connect)
             poller.run()
 
     def polls(self, outcome: str) -> float:
@@ -145,11 +153,12 @@ def test_hours_of_500_leave_nothing_behind_in_memory() -> None:
     clock = Clock()
     service = Service(clock, 1.0, answer)
     inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
-    poller = Poller(cast("Endpoint", service), inbox.put, Metrics(tuple))
+    poller = Poller(cast("Engine", service), inbox.put, Metrics(tuple))
     poller.stop_requested = cast("Any", clock)
     clock.ends = clock.now + 10.5 * HOUR
     with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs():
         patch.setattr(module, "time", clock)
+        patch.setattr(module, "connect", service.connect)
         poller.run()
     assert len(blocks) == 11
     assert inbox.empty()
@@ -241,6 +250,23 @@ def test_the_name_is_asked_every_second_and_less_often_if_it_is_not_known(
     inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
     with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as log:
         patch.setattr(module, "time", clock)
-        Identifier(cast("Endpoint", service), inbox.put, cast("Any", clock)).run()
+        patch.setattr(module, "connect", service.connect)
+        Identifier(cast("Engine", service), inbox.put, cast("Any", clock)).run()
     assert service.asked == [*asked, asked[-1] + 10.0]
     assert [line.get("kind") for line in log] == [kind, "no_name", None]
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), EndpointError("http://[")])
+def test_an_endpoint_that_cannot_be_found_out_is_a_failed_poll_and_not_the_last(error: Exception) -> None:
+    failures = [error, error]
+
+    class Unknown(Service):
+        def connect(self, _imds: ImdsSettings, **options: object) -> Service:
+            if failures:
+                raise failures.pop()
+            return super().connect(_imds, **options)
+
+    run = Run(1.0, 5.5, lambda _: (0.0, DOCUMENT), Unknown)
+    assert run.service.asked == [2.0, 3.0, 4.0, 5.0]
+    assert (run.polls("unreachable"), run.polls("ok")) == (2, 4)
+    assert run.messages("kind", "reason") == [("unreachable", str(error)), ()]

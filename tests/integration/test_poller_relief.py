@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from agent import imds
 from agent.daemon import Daemon, polling
-from agent.daemon.polling import Endpoint, Poller
-from agent.engine import News
+from agent.daemon.polling import Poller
+from agent.engine import Engine, News
 from agent.events import Document
 from agent.imds import ImdsClient, ImdsError
 from agent.metrics import Metrics
@@ -32,8 +34,6 @@ def document(number: int) -> bytes:
 class Service:
     """Its first request is answered when the test says so, and with what it says; the others at once."""
 
-    poll_interval = 0.05
-
     def __init__(self) -> None:
         self.asked = 0
         self.in_flight = 0
@@ -43,11 +43,7 @@ class Service:
         self.may_answer = threading.Event()
         self._lock = threading.Lock()
 
-    def look_again(self, *, has_failed: bool) -> bool:
-        del has_failed
-        return False
-
-    def connect(self, *, may_switch_on: bool = False, **_: object) -> "Service":
+    def connect(self, _imds: ImdsSettings, *, may_switch_on: bool = False, **_: object) -> "Service":
         self.is_long.append(may_switch_on)
         return self
 
@@ -69,6 +65,16 @@ class Service:
                 self.in_flight -= 1
 
 
+ENGINE = cast(
+    "Engine",
+    SimpleNamespace(
+        settings=Settings(imds=ImdsSettings(poll_interval=0.05)),
+        check=lambda _: None,
+        lacks_event=lambda: False,
+    ),
+)
+
+
 def wait_until(is_so: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + PATIENCE
     while not is_so():
@@ -82,9 +88,10 @@ def test_a_late_answer_does_not_overwrite_a_newer_one(
 ) -> None:
     monkeypatch.setattr(polling, "_RELIEF_AFTER_SECONDS", 0.05)
     service, metrics = Service(), Metrics(tuple)
+    monkeypatch.setattr(polling, "connect", service.connect)
     service.first_answer = late
     inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
-    poller = Poller(cast("Endpoint", service), inbox.put, metrics)
+    poller = Poller(ENGINE, inbox.put, metrics)
     threads = [threading.Thread(target=work) for work in (poller.run, poller.run_relief)]
     for thread in threads:
         thread.start()
@@ -111,11 +118,12 @@ def test_a_late_answer_does_not_overwrite_a_newer_one(
     assert poller.has_service_answered
 
 
-def test_the_longer_limit_is_only_for_a_service_that_has_never_answered() -> None:
+def test_the_longer_limit_is_only_for_a_service_that_has_never_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service()
+    monkeypatch.setattr(polling, "connect", service.connect)
     service.first_answer = document(1)
     service.may_answer.set()
-    poller = Poller(cast("Endpoint", service), lambda _: poller.stop(), Metrics(tuple))
+    poller = Poller(ENGINE, lambda _: poller.stop(), Metrics(tuple))
     poller.has_service_answered = True
     poller.run()
     assert service.is_long == [False]
@@ -146,20 +154,20 @@ def running(state: Path, azure: Simulator) -> Iterator[Daemon]:
 def test_a_preempt_is_acted_on_while_the_first_request_has_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
-    connect = Endpoint.connect
+    connect = imds.connect
     is_long: list[bool] = []
 
-    def connecting(endpoint: Endpoint, **options: Any) -> ImdsClient:
+    def connecting(settings: ImdsSettings, **options: Any) -> ImdsClient:
         if threading.current_thread().name == "poller":
             is_long.append(options["may_switch_on"])
-        return connect(endpoint, **options)
+        return connect(settings, **options)
 
     with Simulator(vms=("vm-1",)) as azure:
         if is_known:
             with running(tmp_path, azure) as daemon:
                 wait_until(lambda: daemon._engine._answer_remembered_at, "the answer is remembered")
         azure.fault("vm-1", "stall", on="poll", count=1)
-        monkeypatch.setattr(Endpoint, "connect", connecting)
+        monkeypatch.setattr(polling, "connect", connecting)
         with running(tmp_path, azure) as daemon:
             azure.wait_until(lambda: not azure.faults(), "the first request has no answer")
             assert is_long == [not is_known]
