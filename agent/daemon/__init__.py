@@ -98,7 +98,6 @@ class Daemon:
         self._load_settings = load_settings
         self._policy_hash = policy_hash
         self._reload_requested = threading.Event()
-        self._policy = PolicyInForce(file=policy_name, read_at=datetime.now(UTC), hash=policy_hash())
         self._metrics.set_policy(settings, policy_hash())
         self._pages = Pages(
             self._engine,
@@ -106,7 +105,7 @@ class Daemon:
             self._hands,
             self._metrics,
             state_dir=store.path.parent,
-            policy=lambda: self._policy,
+            policy=PolicyInForce(file=policy_name, read_at=datetime.now(UTC), hash=policy_hash()),
             command_options=command_options,
         )
         self._service = service or host.ServiceManager()
@@ -292,7 +291,7 @@ class Daemon:
             parts.append(f"cannot write the state file ({self._engine.store_failure})")
         if self._poller.failure:
             parts.append(f"polling fails ({self._poller.failure})")
-        if self._policy.refused:
+        if self._pages.policy.refused:
             parts.append("the policy file was refused, the one from before is in force")
         if self._pages.failure:
             parts.append(f"its pages are not shown ({self._pages.failure})")
@@ -317,10 +316,10 @@ class Daemon:
 
     def _enforce(self, read: PolicyRead) -> None:
         if read.settings is None:
-            self._policy = replace(self._policy, refused=read.refused)
+            self._pages.policy = replace(self._pages.policy, refused=read.refused)
             self._engine.refuse_settings(read.refused)
         else:
-            self._policy = replace(self._policy, read_at=datetime.now(UTC), hash=read.hash, refused="")
+            self._pages.policy = replace(self._pages.policy, read_at=datetime.now(UTC), hash=read.hash, refused="")
             self._metrics.set_policy(read.settings, read.hash)
             self._engine.change_settings(read.settings)
         self._told_status = self._describe()

@@ -66,25 +66,14 @@ class Threads:
             queues=self._queues,
         )
 
-        def work() -> None:
-            try:
-                result = run.run()
-            except BaseException as error:  # else the workflow would wait for ever
-                log.exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
-                result = without_run(name, "not_started", f"a bug in the agent: {error!r}")
-            self._put(HookEnded(effect, result))
-
-        started = RunningHook(
-            workflow_id=effect.workflow_id,
-            stage=effect.stage,
-            hook=name,
-            since=datetime.now(UTC),
-        )
+        since = datetime.now(UTC)
+        started = RunningHook(workflow_id=effect.workflow_id, stage=effect.stage, hook=name, since=since)
         self._runs[key_of(effect)], self._have_run = (run, started), True
-        try:
-            threading.Thread(target=work, name=f"hook-{name}", daemon=True).start()
-        except RuntimeError as error:  # no memory for a thread
-            self._put(HookEnded(effect, without_run(name, "not_started", str(error))))
+        _start_thread(
+            f"hook-{name}",
+            lambda: self._put(HookEnded(effect, run.run())),
+            lambda _, reason: self._put(HookEnded(effect, without_run(name, "not_started", reason))),
+        )
 
     def cancel_hook(self, key: HookKey) -> None:
         """End the hook if it is running; its result says canceled."""
@@ -129,21 +118,16 @@ class Threads:
         """Send all of them in one request; each is answered through the inbox."""
 
         def work() -> None:
+            kind = detail = ""
             try:
                 client = connect(self._load_settings())
                 client.approve([approve.event_id for approve in approvals], incarnation)
-                self._answer(approvals, "", "")
             except ImdsError as error:
-                self._answer(approvals, error.kind, str(error))
-            except BaseException as error:  # noqa: BLE001 - else the workflows would wait for ever
-                get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
-                self._answer(approvals, "bug", repr(error))
+                kind, detail = error.kind, str(error)
+            self._answer(approvals, kind, detail)
 
         self._unanswered |= {approve.workflow_id for approve in approvals}
-        try:
-            threading.Thread(target=work, name="approval", daemon=True).start()
-        except RuntimeError as error:  # no memory for a thread
-            self._answer(approvals, "no_thread", str(error))
+        _start_thread("approval", work, partial(self._answer, approvals))
 
     def forget_approval(self, workflow_id: str) -> None:
         """Its answer has been taken from the inbox."""
@@ -152,6 +136,22 @@ class Threads:
     def _answer(self, approvals: list[Approve], kind: str, detail: str) -> None:
         for approve in approvals:
             self._put(ApprovalAnswered(workflow_id=approve.workflow_id, error_kind=kind, detail=detail))
+
+
+def _start_thread(name: str, work: Callable[[], None], fail: Callable[[str, str], None]) -> None:
+    """``fail`` gets a kind and a reason, if the thread cannot start or ends by a bug."""
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - the workflow would wait for ever
+            get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
+            fail("bug", f"a bug in the agent: {error!r}")
+
+    try:
+        threading.Thread(target=guarded, name=name, daemon=True).start()
+    except RuntimeError as error:  # no memory for a thread
+        fail("no_thread", str(error))
 
 
 def _log_output(log: Logger, line: str) -> None:

@@ -57,16 +57,16 @@ class Pages:
         metrics: Metrics,
         *,
         state_dir: Path,
-        policy: Callable[[], PolicyInForce],
+        policy: PolicyInForce,
         command_options: str = "",
     ) -> None:
-        """``policy`` returns the one in force. ``command_options``: see ``Status``."""
+        """``command_options``: see ``Status``."""
         self._engine = engine
         self._poller = poller
         self._hands = hands
         self._metrics = metrics
         self._state_dir = state_dir
-        self._policy = policy
+        self.policy = policy
         self._command_options = command_options
         self._log = get_logger()
         self._started = time.monotonic()
@@ -84,35 +84,28 @@ class Pages:
         """Open the web server, and try until that works. Blocks until then, or until the agent stops."""
         agent = self._engine.settings.agent
         while not self._poller.stop_requested.is_set():
+            failure = ""
             try:
                 if agent.web_config and not self.tls:
                     self.tls = Tls(Path(agent.web_config), self._tell_tls)
-                web = WebServer(agent.listen, self._makers(), tls=self.tls, names=agent.listen_names)
+                self.web = WebServer(agent.listen, self._makers(), tls=self.tls, names=agent.listen_names)
             except (TlsError, WebError) as error:
-                if str(error) != self.failure:
-                    self._log.error(
-                        "the pages cannot be shown; this is tried again",
-                        log_id=LogId.PAGES_FAILED,
-                        reason=str(error),
-                    )
-                self.failure = str(error)
-            else:
-                self.web = web
-                if self.failure:
-                    self._log.info("the pages are shown now", log_id=LogId.PAGES_WORK, listen=web.address)
-                self.failure = ""
-                self.has_tried.set()
-                break
+                failure = str(error)
+            if failure and failure != self.failure:
+                text = "the pages cannot be shown; this is tried again"
+                self._log.error(text, log_id=LogId.PAGES_FAILED, reason=failure)
+            elif self.web and self.failure:
+                self._log.info("the pages are shown now", log_id=LogId.PAGES_WORK, listen=self.web.address)
+            self.failure = failure
             self.has_tried.set()
+            if self.web:
+                return
             self._poller.stop_requested.wait(_WEB_RETRY_SECONDS)
 
     def _tell_tls(self, refused: str) -> None:
         if refused:
-            self._log.error(
-                "agent.web_config was refused, what it said before is in force",
-                log_id=LogId.PAGES_FAILED,
-                reason=refused,
-            )
+            text = "agent.web_config was refused, what it said before is in force"
+            self._log.error(text, log_id=LogId.PAGES_FAILED, reason=refused)
         else:
             self._log.info("agent.web_config is in force as it is now", log_id=LogId.PAGES_WORK)
 
@@ -219,7 +212,7 @@ class Pages:
             is_paused=engine.is_paused,
             ready=is_ready(engine.board),
             health=tuple(problems) if problems else "ok",
-            policy=self._policy(),
+            policy=self.policy,
             rules=tuple([rule.name for rule in engine.settings.rules]),
             endpoint=engine.settings.imds.endpoint,
             last_poll_at=self._poller.succeeded_at,

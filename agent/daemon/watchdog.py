@@ -9,7 +9,9 @@ import contextlib
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable
+from itertools import islice
 from types import FrameType
 
 from agent.log import get_logger
@@ -68,10 +70,7 @@ class Watchdog:
         )
 
 
-def _places(frame: FrameType | None) -> list[str]:
+def _places(frame: FrameType) -> list[str]:
     """Where a thread is, the innermost call first."""
-    places: list[str] = []
-    while frame is not None and len(places) < _MAX_FRAMES:
-        places.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back
-    return places
+    calls = islice(traceback.walk_stack(frame), _MAX_FRAMES)
+    return [f"{call.f_code.co_filename}:{line} in {call.f_code.co_name}" for call, line in calls]
