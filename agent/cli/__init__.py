@@ -7,6 +7,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Collection, Sequence
+from datetime import UTC, datetime
 from io import TextIOWrapper
 
 from agent import AgentError, __version__
@@ -95,3 +96,16 @@ def add_state_options(parser: argparse.ArgumentParser) -> None:
         "--state-dir", metavar="DIR", help="the agent's state directory (overrides the policy file)"
     )
     add_config_option(parser)
+
+
+def parse_time(text: str, *, instead: str = "") -> datetime:
+    """A time that an option gives, in UTC if it does not say. Raises ArgumentTypeError.
+
+    ``instead``: what else the option takes, for the error.
+    """
+    try:
+        time = datetime.fromisoformat(text)
+        return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        expected = f"{instead}a time such as 2022-04-11T22:12:00Z"
+        raise argparse.ArgumentTypeError(f"expected {expected}; got {text!r}") from None

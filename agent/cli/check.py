@@ -1,19 +1,17 @@
 """``check``: is the policy file right, and what does it say?"""
 
 import argparse
-import json
+import sys
 from collections.abc import Iterable, Iterator
-from textwrap import fill
 
 from agent import host
 from agent.cli import add_config_option
+from agent.cli.terminal import Row, Terminal, print_json
 from agent.policy import Rule, When
 from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
 from agent.settings.files import check_files, refuse_exposed
 from agent.settings.schema import policy_schema
 from agent.typed_yaml import format_duration
-
-_WIDTH = 110
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,45 +25,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.schema:
-        print(json.dumps(policy_schema(), indent=2))
+        print_json(policy_schema())
         return 0
     try:
         loaded = load_policy(find_config(arguments.config, host.default_config_path()))
         refuse_exposed(loaded)
     except ConfigError as error:
         if arguments.json:
-            print(json.dumps({"valid": False, "problems": error.problems, "warnings": []}, indent=2))
+            print_json({"valid": False, "problems": error.problems, "warnings": []})
         else:
             count = len(error.problems)
             print(*error.problems, f"not valid: {count} problem{'s' if count > 1 else ''}", sep="\n")
         return 2
     warnings = [str(warning) for warning in (*loaded.warnings, *check_files(loaded))]
     if arguments.json:
-        result = {"file": loaded.name, "hash": loaded.hash, "valid": True, "problems": [], "warnings": warnings}
-        print(json.dumps(result, indent=2))
+        about = {"file": loaded.name, "hash": loaded.hash}
+        print_json({**about, "valid": True, "problems": [], "warnings": warnings})
         return 0
     print(f"{loaded.name}: valid", *(f"warning: {warning}" for warning in warnings), "", sep="\n")
-    print(*_policy_in_words(loaded), sep="\n")
+    print(*_policy_in_words(loaded, Terminal.of(sys.stdout)), sep="\n")
     return 0
 
 
-def _policy_in_words(loaded: Loaded) -> Iterator[str]:
+def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
     settings = loaded.settings
     if loaded.name != BUILT_IN_NAME and "rules" not in loaded.parsed.lines:
         what = "names no rules" if loaded.parsed.lines else "is empty"
         yield f"The file {what}: the built-in rules are in force."
     yield "The first rule that matches takes the event:"
     rows = [
-        (rule.name, f"{_when_in_words(rule.when)}: {_rule_in_words(rule, settings)}") for rule in settings.rules
+        Row(rule.name, f"{_when_in_words(rule.when)}: {_rule_in_words(rule, settings)}") for rule in settings.rules
     ]
-    yield from table([*rows, ("(none)", "observed: logged and counted, nothing more")])
+    yield from terminal.rows([*rows, Row("(none)", "observed: logged and counted, nothing more")])
     imds, agent = settings.imds, settings.agent
     poll = f"asks {imds.endpoint} every {format_duration(imds.poll_interval)} (api-version {imds.api_version})"
     listen = "serves no pages" if agent.listen == "off" else f"serves its pages on {agent.listen}"
     mode = "" if agent.mode == "act" else "; mode observe: runs no hooks and approves nothing"
     clear = f"; runs {', '.join(settings.on_clear)} at start if nothing is pending" if settings.on_clear else ""
     yield ""
-    yield fill(f"The agent {poll}; {listen}{clear}{mode}.", _WIDTH)
+    yield from terminal.line(f"The agent {poll}; {listen}{clear}{mode}.")
 
 
 def _when_in_words(when: When) -> str:
@@ -150,20 +148,3 @@ def _sharing_in_words(rule: Rule, settings: Settings) -> str:
 def _either(words: Iterable[str]) -> str:
     *first, last = [*words] or [""]
     return f"{', '.join(first)} or {last}" if first else last
-
-
-def table(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """The lines of two columns, of which the second is wrapped."""
-    rows = list(rows)
-    width = max(len(first) for first, _ in rows) + 2
-    return [
-        fill(
-            second,
-            max(_WIDTH, width + 40),
-            initial_indent=f"  {first:<{width}}",
-            subsequent_indent=" " * (width + 2),
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-        for first, second in rows
-    ]

@@ -19,6 +19,7 @@ from typing import get_args
 from agent import __version__, host
 from agent.cli import add_state_options, diagnosis
 from agent.cli.diagnosis import START, UNMASK, Finding, count, failure, ok, warning
+from agent.cli.operator import state_dir_of
 from agent.cli.status import ask_status
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
 from agent.host import systemd_unit
@@ -98,8 +99,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
                 yield failure("policy", problem, "correct it: the agent does not start with this policy")
     if loaded is not None:
         yield from _look_at_policy(loaded, account)
-    chosen = state_option or settings.agent.state_dir
-    state_dir = Path(chosen).absolute() if chosen else host.default_state_dir()
+    state_dir = state_dir_of(settings, state_option).absolute()
     pid, lock_fault = None, ""
     try:
         pid = host.lock_holder(state_dir / "lock")

@@ -3,21 +3,18 @@
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from datetime import UTC, datetime
-from pathlib import Path
-
-from msgspec.structs import replace
 
 from agent import host
 from agent.cli import add_state_options
-from agent.cli.operator import find_agent
-from agent.cli.status import affected_in_words, start_in_words, title
+from agent.cli.operator import find_agent, state_dir_of
+from agent.cli.status import event_rows, head
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, remark_if_slow
-from agent.events import ScheduledEvent, parse_document
-from agent.imds import connect
-from agent.settings import find_config, load_settings
-from agent.status import CurrentEvent, CurrentEvents, Vm, activity, last_known_activity, lasting
+from agent.events import Document, parse_document
+from agent.imds import ImdsClient, connect
+from agent.settings import Settings, find_config, load_settings
+from agent.status import CurrentEvent, CurrentEvents, Vm, activity, last_known_activity
 from agent.store import Store, StoreError
 from agent.workflow import Workflow
 
@@ -48,13 +45,9 @@ def _run(arguments: argparse.Namespace) -> int:
 def _look(arguments: argparse.Namespace) -> CurrentEvents:
     """Azure's document, and what the state file says of its events. Raises AgentError."""
     settings = load_settings(find_config(arguments.config, host.default_config_path()))
-    directory = arguments.state_dir or settings.agent.state_dir
-    state_dir = Path(directory) if directory else host.default_state_dir()
+    state_dir = state_dir_of(settings, arguments.state_dir)
     has_agent = find_agent(state_dir) is not None
-    # The very first answer may take minutes; an agent that runs has asked for it.
-    client = connect(settings.imds, may_switch_on=not has_agent)
-    with nullcontext() if has_agent else remark_if_slow(FIRST_ANSWER_IS_SLOW):
-        document = parse_document(client.fetch())
+    document, client = fetch_document(settings, is_first=not has_agent)
     workflows: dict[str, Workflow] = {}
     known_name = vm_id = problem = ""
     try:
@@ -78,27 +71,31 @@ def _look(arguments: argparse.Namespace) -> CurrentEvents:
     )
 
 
+def fetch_document(settings: Settings, *, is_first: bool = True) -> tuple[Document, ImdsClient]:
+    """What Azure says now, and the client that has asked. Raises AgentError.
+
+    ``is_first``: perhaps nothing has asked before on this VM. Then the answer may take minutes.
+    """
+    client = connect(settings.imds, may_switch_on=is_first)
+    with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+        return parse_document(client.fetch()), client
+
+
 def _in_words(seen: CurrentEvents, terminal: Terminal) -> Iterator[str]:
     count = len(seen.events)
     events = "no event" if not count else "1 event" if count == 1 else f"{count} events"
-    who = " or ".join(seen.vm.names) or "a VM whose name is not known"
-    yield from terminal.line(f"{events} in document {seen.incarnation or '(no number)'}, seen from {who}", "bold")
+    names = " or ".join(seen.vm.names) or "a VM whose name is not known"
+    yield from terminal.line(
+        f"{events} in document {seen.incarnation or '(no number)'}, seen from {names}", "bold"
+    )
     if seen.problem and count:
         yield from terminal.line(f"What the agent makes of them is not known: {seen.problem}", "dim")
     elif not seen.agent_runs:
         yield from terminal.line("No agent runs: the lines about it show what it wrote last", "red")
     for item in seen.events:
-        event = item.event
-        rows = [
-            Row("status", f"{event.status or 'none'}{f', from {event.source}' if event.source else ''}"),
-            Row("start", start_in_words(event, seen.at)),
-            Row("lasts", lasting(event)),
-            Row("names", affected_in_words(event, item.affects, _ours(event, seen.vm.names))),
-            Row("says", f'"{event.description}"' if event.description else "nothing"),
-        ]
         yield ""
-        yield from terminal.line(title(event, event.id), "bold")
-        yield from terminal.rows([*rows, *_agent_rows(item, seen)])
+        yield from terminal.line(head(item.event, item.event.id, seen.at), "bold")
+        yield from terminal.rows([*event_rows(item.event, item.affects), *_agent_rows(item, seen)])
 
 
 def _agent_rows(item: CurrentEvent, seen: CurrentEvents) -> Iterator[Row]:
@@ -108,11 +105,6 @@ def _agent_rows(item: CurrentEvent, seen: CurrentEvents) -> Iterator[Row]:
         doing = activity(workflow, (), seen.at) if seen.agent_runs else last_known_activity(workflow)
         yield Row("agent", f"{rule}; {doing}", "cyan" if seen.agent_runs else "")
     elif seen.vm.names and item.affects == "others":
-        yield Row("agent", "counts it and no more: it only concerns other VMs")
+        yield Row("agent", "only counts it: it names other VMs only")
     elif not seen.problem:
         yield Row("agent", "has not seen it (yet)" if seen.agent_runs else "had not seen it", "yellow")
-
-
-def _ours(event: ScheduledEvent, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the event's resources that are this VM."""
-    return tuple(name for name in event.resources if replace(event, resources=(name,)).affects(names) == "self")

@@ -15,12 +15,13 @@ from typing import Literal
 import msgspec
 
 from agent import AgentError, host
-from agent.cli import add_config_option
-from agent.cli.check import table
-from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, print_json, remark_if_slow
+from agent.cli import add_config_option, parse_time
+from agent.cli.events import fetch_document
+from agent.cli.operator import state_dir_of
+from agent.cli.status import event_rows, head
+from agent.cli.terminal import Row, Terminal, print_json
 from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event
 from agent.hook_times import KnownTimes, decode, may_take_seconds
-from agent.imds import connect
 from agent.policy import Decision, Facts, Rule, mismatch
 from agent.settings import Settings, find_config, load_settings
 from agent.status import SCHEMA_VERSION, Vm, clock
@@ -41,21 +42,12 @@ from agent.workflow import (
     proceed,
 )
 
-_MAX_DOCUMENT_BYTES = 8 * 1024 * 1024
-
 
 class PassedOver(msgspec.Struct, frozen=True, kw_only=True):
     """A rule above the one that took the event, and why it did not match."""
 
     rule: str
     reason: str
-
-
-class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that would happen, and when at the earliest."""
-
-    at: datetime
-    text: str
 
 
 class ExpectedApproval(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +69,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """When preparation or approval would begin; None if neither would."""
     begins_reason: str
     """Why not at once; "" if at once."""
-    moments: tuple[Moment, ...]
     expected_approval: ExpectedApproval
 
 
@@ -106,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--at",
         metavar="TIME",
-        type=_parse_time,
+        type=parse_time,
         help="as if it were this time, such as 2022-04-11T22:12:00Z (default: now)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -117,7 +108,6 @@ class _Rehearsal:
     """The life of one event if every hook succeeds at once, from first sight until it would start."""
 
     def __init__(self, event: ScheduledEvent, context: Context) -> None:
-        self.moments: list[Moment] = []
         self.begins_at: datetime | None = None
         self.approved_at: datetime | None = None
         self.context = context
@@ -136,11 +126,8 @@ class _Rehearsal:
         self.workflow = next(iter(board.values()))
 
     def _take(self, step: Step) -> Iterator[Signal]:
-        """Note what happens, and answer what is asked for."""
+        """Note when it begins and when it is approved, and answer what is asked for."""
         now = self.context.now
-        for note in step.notes:
-            if note.kind not in ("seen", "decided", "hook_finished", "approved"):
-                self.moments.append(Moment(at=now, text=note.text))
         if self.begins_at is None and step.workflow.phase in ("preparing", "prepared"):
             self.begins_at = now
         for effect in step.effects:
@@ -185,7 +172,6 @@ def explain_event(
         passed_over=tuple(_passed_over(settings.rules, decision, event, Facts(names=names, noticed_at=now))),
         begins_at=life.begins_at,
         begins_reason=start.reason if life.begins_at is not None else "",
-        moments=tuple(life.moments),
         expected_approval=_approval(life, now),
     )
 
@@ -226,61 +212,49 @@ def _approval(life: _Rehearsal, now: datetime) -> ExpectedApproval:
 def _run(arguments: argparse.Namespace) -> int:
     settings = load_settings(find_config(arguments.config, host.default_config_path()))
     now = arguments.at or datetime.now(UTC).replace(microsecond=0)
-    assumed = ""
+    name, hint = arguments.vm or settings.vm.name or "", ""
     if arguments.document is None:
-        document, name = _fetch(settings, arguments.vm)
+        document, client = fetch_document(settings)
+        name = name or client.fetch_identity().name
     else:
         document = _read(arguments.document)
-        name = arguments.vm or settings.vm.name or ""
-        assumed = "" if name else _first_resource(document)
-    names = tuple(filter(None, (name or assumed, *settings.vm.aliases)))
+        if not name and (name := next((event.resources[0] for event in document.events if event.resources), "")):
+            hint = " (the first in Resources; use --vm NAME for another)"
+    names = tuple(filter(None, (name, *settings.vm.aliases)))
     known_times = _load_known_times(settings)
     explanations = [explain_event(settings, event, names, now, known_times) for event in document.events]
     if arguments.json:
         vm, mode = Vm(names=names, vm_id=""), settings.agent.mode
         print_json(Explanations(at=now, vm=vm, mode=mode, events=tuple(explanations)))
         return 0
-    who = ", also known as ".join(names) or "not known"
-    hint = " (the first in Resources; use --vm NAME for another)" if assumed else ""
-    print(f"This VM: {who}{hint}. Time: {now:%Y-%m-%d %H:%M:%S}Z.")
+    print(f"This VM: {', also known as '.join(names) or 'not known'}{hint}. Time: {now:%Y-%m-%d %H:%M:%S}Z.")
     if settings.agent.mode == "observe":
         print("The agent's mode is observe: nothing of what follows would be done.")
     if not explanations:
         print("No event is pending.")
+    terminal = Terminal.of(sys.stdout)
     for explanation in explanations:
-        print("", *_explanation_in_words(explanation, now), sep="\n")
+        event = explanation.event
+        print("", *terminal.line(head(event, event.id, now), "bold"), sep="\n")
+        print(*terminal.rows(_rows(explanation, now)), sep="\n")
     return 0
 
 
 def _load_known_times(settings: Settings) -> KnownTimes:
     """What the agent of this machine knows of its hooks; nothing if that cannot be read."""
-    directory = settings.agent.state_dir
     try:
-        with closing(Store.look_into(Path(directory) if directory else host.default_state_dir())) as store:
+        with closing(Store.look_into(state_dir_of(settings))) as store:
             return decode(store.load_fact("hook_times"))
     except StoreError:
         return {}
 
 
-def _fetch(settings: Settings, vm: str | None) -> tuple[Document, str]:
-    client = connect(settings.imds, may_switch_on=True)
-    with remark_if_slow(FIRST_ANSWER_IS_SLOW):
-        document = parse_document(client.fetch())
-    return document, vm or settings.vm.name or client.fetch_identity().name
-
-
 def _read(argument: str) -> Document:
-    try:
-        if argument == "-":
-            body = sys.stdin.buffer.read(_MAX_DOCUMENT_BYTES + 1)
-        else:
-            with Path(argument).open("rb") as file:
-                body = file.read(_MAX_DOCUMENT_BYTES + 1)
-    except OSError as error:
-        raise AgentError(f"{argument}: cannot be read: {error.strerror}", kind="usage") from error
     name = "standard input" if argument == "-" else argument
-    if len(body) > _MAX_DOCUMENT_BYTES:
-        raise AgentError(f"{name}: expected at most {_MAX_DOCUMENT_BYTES >> 20} MiB; it is larger", kind="usage")
+    try:
+        body = sys.stdin.buffer.read() if argument == "-" else Path(argument).read_bytes()
+    except OSError as error:
+        raise AgentError(f"{name}: cannot be read: {error.strerror}", kind="usage") from error
     try:
         return parse_document(body)
     except DocumentError as error:
@@ -290,70 +264,25 @@ def _read(argument: str) -> Document:
             raise AgentError(f"{name}: {error}", kind="document") from error
 
 
-def _first_resource(document: Document) -> str:
-    return next((event.resources[0] for event in document.events if event.resources), "")
-
-
-def _explanation_in_words(explanation: Explanation, now: datetime) -> list[str]:
-    event, decision = explanation.event, explanation.decision
-    source = f", from {event.source}" if event.source else ""
-    head = f"{event.type or 'Event without a type'} {event.id or '(no id)'}"
-    head += f", {event.status or 'no status'}{source}"
-    rows = [("names", f"{_some(event.resources) or 'no VM'} ({_affects_in_words(explanation)})")]
-    if event.not_before is not None:
-        seconds = (event.not_before - now).total_seconds()
-        ahead = f"in {format_duration(seconds)}" if seconds > 0 else "it may start at any moment"
-        rows.append(("NotBefore", f"{clock(event.not_before, now)} ({ahead})"))
-    elif not event.is_started:
-        rows.append(("NotBefore", "not given: it may start at any moment"))
-    if event.duration_seconds is not None:
-        rows.append(("lasts", f"about {format_duration(event.duration_seconds)}"))
-    if event.description:
-        rows.append(("says", event.description))
-    rows.extend(
-        ("rule" if not index else "", f"not {passed.rule}: {passed.reason}")
-        for index, passed in enumerate(explanation.passed_over)
-    )
-    rows.append(("" if explanation.passed_over else "rule", decision.reason))
-    rows.extend(_plan_rows(explanation, now))
-    rows.append(("approval", explanation.expected_approval.text))
-    return [head, *table(rows)]
-
-
-def _plan_rows(explanation: Explanation, now: datetime) -> Iterable[tuple[str, str]]:
+def _rows(explanation: Explanation, now: datetime) -> Iterator[Row]:
     event, decision, begins_at = explanation.event, explanation.decision, explanation.begins_at
+    yield from event_rows(event, decision.affects)
+    label = "rule"
+    for passed in explanation.passed_over:
+        yield Row(label, f"not {passed.rule}: {passed.reason}")
+        label = ""
+    yield Row(label, decision.reason)
     if begins_at is not None and decision.has_preparation:
         when = "now" if begins_at == now else f"at {clock(begins_at, now)}"
         when += f" ({explanation.begins_reason})" if begins_at != now else ""
         parts = [f"not ready for {format_duration(decision.drain_for)}"] if decision.drain_for else []
         parts += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
-        yield "prepare", f"{when}: {', then '.join(parts) or 'nothing to run'}"
+        yield Row("prepare", f"{when}: {', then '.join(parts) or 'nothing to run'}")
     elif begins_at is not None and begins_at != now:
-        yield "waits", f"until {clock(begins_at, now)} ({explanation.begins_reason})"
+        yield Row("waits", f"until {clock(begins_at, now)} ({explanation.begins_reason})")
     if decision.on_start:
         when = "now, as it has started" if event.is_started else "once it has started"
-        yield "on start", f"{when}: run {', '.join(decision.on_start)}"
+        yield Row("on start", f"{when}: run {', '.join(decision.on_start)}")
     if decision.recover and not event.is_started:
-        yield "recover", f"once it is over: run {', '.join(decision.recover)}"
-
-
-def _affects_in_words(explanation: Explanation) -> str:
-    return {
-        "self": "this VM only",
-        "shared": "this VM and others",
-        "others": "not this VM",
-        "unknown": "nothing says whether this VM",
-    }[explanation.decision.affects]
-
-
-def _parse_time(text: str) -> datetime:
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a time such as 2022-04-11T22:12:00Z; got {text!r}") from None
-    return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
-
-
-def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
+        yield Row("recover", f"once it is over: run {', '.join(decision.recover)}")
+    yield Row("approval", explanation.expected_approval.text)

@@ -13,7 +13,7 @@ from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
-from agent.cli import add_state_options
+from agent.cli import add_state_options, parse_time
 from agent.cli.operator import find_by_prefix, find_state_dir
 from agent.cli.status import title
 from agent.cli.terminal import Style, Terminal, print_json
@@ -190,14 +190,7 @@ def _since(text: str) -> datetime:
     try:
         return datetime.now(UTC) - timedelta(seconds=parse_duration(text))
     except ValueError:
-        pass
-    try:
-        time = datetime.fromisoformat(text)
-        return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
-    except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(
-            f"expected a duration such as 2d or 1h30m, or a time such as 2022-04-11T22:12:00Z; got {text!r}"
-        ) from None
+        return parse_time(text, instead="a duration such as 2d or 1h30m, or ")
 
 
 def _count(text: str) -> int:

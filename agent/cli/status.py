@@ -17,7 +17,7 @@ from agent import __version__
 from agent.cli import add_state_options
 from agent.cli.operator import ask_agent, find_agent, find_state_dir, user_name
 from agent.cli.terminal import Row, Style, Terminal, print_json
-from agent.events import ScheduledEvent
+from agent.events import Affects, ScheduledEvent
 from agent.status import (
     JournalEntry,
     LastKnown,
@@ -42,15 +42,11 @@ from agent.store import Store, StoreError
 from agent.workflow import Workflow
 
 _NO_AGENT = "no agent runs"
-# Names of VMs that are shown of an event; there may be a hundred.
+# How many VMs of an event are named; there may be a hundred.
 _SHOWN_NAMES = 8
 _PHASE_STYLES: dict[str, Style] = {
     "recovery_failed": "red", "held": "yellow", "started": "cyan", "recovering": "cyan", "approved": "green",
 }  # fmt: skip
-
-
-class _OtherVersion(msgspec.Struct):
-    version: str = "unknown"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,12 +99,7 @@ def ask_status(state_dir: Path, pid: str) -> Status | str:
     try:
         return msgspec.json.decode(answer, type=Status)
     except msgspec.MsgspecError:
-        try:
-            version = msgspec.json.decode(answer, type=_OtherVersion).version
-        except msgspec.MsgspecError:
-            version = "unknown"
-        way_out = "if the agent was upgraded, restart it"
-        return f"{agent} is of version {version}, and this program of {__version__}: {way_out}"
+        return f"{agent} is of another version than this program ({__version__}): restart it"
 
 
 def _last_known(state_dir: Path, problem: str) -> LastKnown:
@@ -200,8 +191,7 @@ def _card(
 ) -> Iterator[str]:
     event, decision = workflow.event, workflow.decision
     style: Style = "cyan" if is_busy else _PHASE_STYLES.get(workflow.phase, "")
-    when = "is over" if workflow.is_gone else start_in_words(event, at)
-    yield from terminal.line(f"{title(event, short_id)}: {when}", "bold")
+    yield from terminal.line(head(event, short_id, at, is_over=workflow.is_gone), "bold")
     if decision.rule is None:
         rows = [Row("now", f"{doing}; {decision.reason}")]
     else:
@@ -212,8 +202,7 @@ def _card(
         rows.append(Row("output", command("history --event", short_id, options)))
     if workflow.operator:
         rows.append(Row("operator", f"an operator has {workflow.operator} it"))
-    rows.append(Row("event", _facts(event)))
-    rows.append(Row("names", affected_in_words(event, decision.affects)))
+    rows += event_rows(event, decision.affects)
     label = "solve" if workflow.phase == "recovery_failed" else "overrule"
     for word in overruling:
         rows.append(Row(label, command(word, short_id, options)))
@@ -241,12 +230,6 @@ def _life(note: JournalEntry, now: datetime) -> str:
     return f"{what} {_ago(note.at, now)}{f': {note.text}' if note.text else ''}"
 
 
-def _facts(event: ScheduledEvent) -> str:
-    parts = [event.status or "no status", f"from {event.source}" if event.source else "", lasting(event)]
-    parts.append(f'"{event.description}"' if event.description else "")
-    return ", ".join(filter(None, parts))
-
-
 def _ago(at: datetime, now: datetime) -> str:
     when = f" ({clock(at, now)})" if (now - at).total_seconds() >= 60 else ""
     return f"{span(at, now)} ago{when}"
@@ -257,25 +240,26 @@ def title(event: ScheduledEvent, id_: str) -> str:
     return f"{event.type or 'event without a type'} {id_ or '(no id)'}"
 
 
-def start_in_words(event: ScheduledEvent, now: datetime) -> str:
-    """How long until it may start, and at which time that is."""
+def head(event: ScheduledEvent, id_: str, now: datetime, *, is_over: bool = False) -> str:
+    """The event's title, and how long until it may start."""
     left = time_left(event, now)
-    return f"{left} ({clock(event.not_before, now)})" if event.not_before and not event.is_started else left
+    if event.not_before and not event.is_started:
+        left += f" ({clock(event.not_before, now)})"
+    return f"{title(event, id_)}: {'is over' if is_over else left}"
 
 
-def affected_in_words(event: ScheduledEvent, affects: str, ours: tuple[str, ...] = ()) -> str:
-    """The VMs that the event names; ``ours`` are those that are this VM, and come first."""
-    names = sorted(event.resources, key=lambda name: name not in ours)
-    shown = [f"{name} (this VM)" if name in ours else name for name in names[:_SHOWN_NAMES]]
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
-    listed = ", ".join(shown) + more
-    match affects:
-        case "self":
-            return "this VM only" if not ours else listed
-        case "shared":
-            others = "1 other" if len(names) == 2 else f"{len(names) - 1} others"
-            return f"this VM and {others}: {listed}" if not ours else listed
-        case "others":
-            return f"not this VM: {listed}"
-        case _:
-            return f"{listed or 'no VM'}; nothing says whether this one"
+def event_rows(event: ScheduledEvent, affects: Affects) -> list[Row]:
+    """What Azure says of the event, and the VMs that it names."""
+    facts = [event.status or "no status", f"from {event.source}" if event.source else "", lasting(event)]
+    facts.append(f'"{event.description}"' if event.description else "")
+    names = ", ".join(event.resources[:_SHOWN_NAMES]) or "no VM"
+    if (more := len(event.resources) - _SHOWN_NAMES) > 0:
+        names += f" and {more} more"
+    others = "1 other" if len(event.resources) == 2 else f"{len(event.resources) - 1} others"
+    named = {
+        "self": "this VM only",
+        "shared": f"this VM and {others}: {names}",
+        "others": f"not this VM: {names}",
+        "unknown": f"{names}; nothing says whether this one",
+    }
+    return [Row("event", ", ".join(filter(None, facts))), Row("names", named[affects])]

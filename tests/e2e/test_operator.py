@@ -259,21 +259,15 @@ def test_events_shows_the_document_as_it_is_now_and_what_the_agent_makes_of_it(
     assert re.sub(r"2h \d+m", "2h 30m", text) == (
         "2 events in document 7, seen from vm-1\n"
         "\n"
-        "Freeze AAAA1111-0000\n"
-        "  status  Scheduled, from Platform\n"
-        "  start   not before 2h 30m from now (THEN)\n"
-        "  lasts   for about 9s\n"
-        "  names   VM-1 (this VM), vm-100, vm-99, vm-98, vm-97, vm-96, vm-95, vm-94 and 92 more\n"
-        '  says    "Host server is undergoing maintenance."\n'
-        "  agent   rule by-hand; waits: an operator must approve it\n"
+        "Freeze AAAA1111-0000: not before 2h 30m from now (THEN)\n"
+        '  event  Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
+        "  names  this VM and 99 others: vm-100, vm-99, vm-98, vm-97, vm-96, vm-95, vm-94, vm-93 and 92 more\n"
+        "  agent  rule by-hand; waits: an operator must approve it\n"
         "\n"
-        "Reboot BBBB2222-0000\n"
-        "  status  Started\n"
-        "  start   has started\n"
-        "  lasts   for an unknown time\n"
-        "  names   not this VM: vm-2\n"
-        "  says    nothing\n"
-        "  agent   counts it and no more: it only concerns other VMs\n"
+        "Reboot BBBB2222-0000: has started\n"
+        "  event  Started, for an unknown time\n"
+        "  names  not this VM: vm-2\n"
+        "  agent  only counts it: it names other VMs only\n"
     )
     assert endpoint.polls > polls
     told = json.loads(ask(agent, "events", "--json").stdout)
@@ -292,12 +286,12 @@ def test_events_tells_what_an_agent_that_is_gone_was_about(sim: Simulator, agent
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.wait_log("waits", event_id=event)
-    assert "  agent   rule by-hand; waits: an operator must approve it\n" in ask(agent, "events").stdout
+    assert "  agent  rule by-hand; waits: an operator must approve it\n" in ask(agent, "events").stdout
     assert json.loads(ask(agent, "events", "--json").stdout)["agent_runs"] is True
     agent.kill()
     shown = ask(agent, "events").stdout
     assert shown.splitlines()[1] == "No agent runs: the lines about it show what it wrote last"
-    assert "  agent   rule by-hand; was prepared; waited: an operator must approve it\n" in shown
+    assert "  agent  rule by-hand; was prepared; waited: an operator must approve it\n" in shown
     assert json.loads(ask(agent, "events", "--json").stdout)["agent_runs"] is False
 
 
@@ -310,7 +304,7 @@ def test_events_needs_no_agent(endpoint_agent: tuple[Endpoint, Agent]) -> None:
     shown = ask(agent, "events")
     assert shown.returncode == 0
     assert "What the agent makes of them is not known: no agent has run with the state directory " in shown.stdout
-    assert "  names   vm-1 (this VM)\n" in shown.stdout
+    assert "  names  this VM only\n" in shown.stdout
     endpoint.status = 500
     failed = ask(agent, "events")
     assert (failed.returncode, failed.stdout) == (1, "")

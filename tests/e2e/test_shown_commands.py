@@ -37,6 +37,7 @@ ELSEWHERE = {
     "zypper install": ("tests/system/test_rpm.py", '"zypper", "--non-interactive", "install"'),
     "systemctl reload scheduled-events-agent": ("tests/system/test_systemd_service.py", 'systemctl("reload")'),
     f"{OURS}completion bash": ("tests/system/test_completion.py", "complete_in_bash"),
+    f"{OURS}completion powershell": ("tests/system/test_completion.py", "test_the_script_for_powershell"),
     f"{OURS}install-unit": ("tests/system/test_install_other.py", "install-unit"),
     f"{OURS}service ": ("tests/system/test_windows_service.py", '"service"'),
     "pipx install": ("tests/system/test_install_other.py", '"pipx", "install"'),

@@ -71,9 +71,8 @@ def test_check_of_a_valid_policy_tells_what_it_says(run: Run, policy: str) -> No
 The first rule that matches takes the event:
   user-initiated  Any event from User: approve at once
   short-freeze    Freeze lasting less than 9s: approve at once
-  impactful       Freeze, Reboot, Redeploy, Terminate or Preempt: from 15m before NotBefore, not ready for 5s,
-                  then run drain, checkpoint, then approve; afterwards run resume; if it names other VMs too,
-                  do not approve
+  impactful       Freeze, Reboot, Redeploy, Terminate or Preempt: from 15m before NotBefore, not ready for 5s, \
+then run drain, checkpoint, then approve; afterwards run resume; if it names other VMs too, do not approve
   (none)          observed: logged and counted, nothing more
 
 The agent asks http://169.254.169.254 every 1s (api-version 2020-07-01); serves its pages on 127.0.0.1:9769.
@@ -238,17 +237,17 @@ def test_explain_tells_the_rule_the_reasons_the_plan_and_the_approval(run: Run, 
         """\
 This VM: westno_1. Time: 2022-04-11 22:10:00Z.
 
-Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123, Scheduled, from Platform
-  names      WestNO_0, WestNO_1 (this VM and others)
-  NotBefore  22:26:58Z (in 16m58s)
-  says       Virtual machine is being paused because of a memory-preserving Live Migration operation.
-  rule       not user-initiated: source is Platform, not User
-             not short-freeze: duration is unknown, not below 9s
-             rule impactful takes it: affects shared, type Freeze
-  prepare    at 22:11:58Z (lead 15m): not ready for 5s, then run drain, checkpoint
-  recover    once it is over: run resume
-  approval   not approved: it names other VMs too (WestNO_0, WestNO_1) and shared is hold; Azure starts it at
-             22:26:58Z
+Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123: not before 16m 58s from now (22:26:58Z)
+  event     Scheduled, from Platform, for an unknown time, \
+"Virtual machine is being paused because of a memory-preserving Live Migration operation."
+  names     this VM and 1 other: WestNO_0, WestNO_1
+  rule      not user-initiated: source is Platform, not User
+            not short-freeze: duration is unknown, not below 9s
+            rule impactful takes it: affects shared, type Freeze
+  prepare   at 22:11:58Z (lead 15m): not ready for 5s, then run drain, checkpoint
+  recover   once it is over: run resume
+  approval  not approved: it names other VMs too (WestNO_0, WestNO_1) and shared is hold; \
+Azure starts it at 22:26:58Z
 """
     )
 
@@ -307,7 +306,6 @@ def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> Non
         ],
         "begins_at": "2022-08-09T16:52:32Z",
         "begins_reason": "lead 15m",
-        "moments": event["moments"],
         "expected_approval": {
             "answer": "yes",
             "at": "2022-08-09T16:52:37Z",
@@ -315,7 +313,6 @@ def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> Non
             "a failed hook holds it",
         },
     }
-    assert [moment["at"] for moment in event["moments"]] == sorted(moment["at"] for moment in event["moments"])
 
 
 @pytest.mark.parametrize("path", sorted(PAYLOADS.glob("*.json")), ids=lambda path: path.name[:2])
@@ -391,11 +388,11 @@ def test_explain_without_a_document_asks_the_metadata_service(run: Run, tmp_path
         """\
 This VM: flatcar-vm1. Time: 2021-07-22 04:36:08Z.
 
-Reboot 4CAEA225-A741-474D-A72E-428C86FCD853, Scheduled, from User
-  names      flatcar-vm1 (this VM only)
-  NotBefore  04:50:17Z (in 14m9s)
-  rule       rule user-initiated takes it: affects self, source User
-  approval   approved at once
+Reboot 4CAEA225-A741-474D-A72E-428C86FCD853: not before 14m 9s from now (04:50:17Z)
+  event     Scheduled, from User, for an unknown time
+  names     this VM only
+  rule      rule user-initiated takes it: affects self, source User
+  approval  approved at once
 """
     )
 

@@ -291,17 +291,12 @@ def test_an_agent_that_does_not_answer_is_named(
     assert "it was killed" not in out
 
 
-@pytest.mark.parametrize(
-    ("answer", "version"),
-    [(b'{"version":"9.9.9"}', "9.9.9"), (b"refused: the event is not pending any more", "unknown")],
-)
-def test_an_agent_of_another_version_is_told_from_one_that_hangs(
-    state_dir: Path, run: Run, answer: bytes, version: str
-) -> None:
+@pytest.mark.parametrize("answer", [b'{"version":"9.9.9"}', b"refused: the event is not pending any more"])
+def test_an_agent_of_another_version_is_told_from_one_that_hangs(state_dir: Path, run: Run, answer: bytes) -> None:
     with an_agent(state_dir, answer):
         code, out, _ = run("status", "--state-dir", str(state_dir))
     assert code == 1
-    assert f" is of version {version}, and this program of {__version__}: " in out.splitlines()[0]
+    assert f" is of another version than this program ({__version__}): restart it" in out.splitlines()[0]
 
 
 def test_where_no_agent_has_ever_run_that_is_said(run: Run, tmp_path: Path) -> None:
