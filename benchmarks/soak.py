@@ -67,13 +67,8 @@ _FAULTS: Sequence[tuple[FaultKind, dict[str, Any]]] = (
     ("html", {}),
     ("empty", {}),
     ("status", {"status": 404}),
-    ("bad-chunks", {}),
     ("endless", {}),
-    ("gzip-bomb", {"size_bytes": 2**20}),
     ("redirect", {}),
-    ("half-closed", {}),
-    ("oversized", {"size_bytes": 2**24}),
-    ("not-http", {}),
 )
 
 

@@ -127,9 +127,12 @@ def _warn_if_open(simulator: Simulator, *, has_control: bool) -> None:
 
 
 def _load(name: str, vms: tuple[str, ...]) -> Scenario | Recording:
-    if name.endswith(SUFFIX):
-        return rename_vm(load_recording(name), vms)
-    return rename_vms(load_scenario(name), vms)
+    if not name.endswith(SUFFIX):
+        return rename_vms(load_scenario(name), vms)
+    if len(vms) > 1:
+        raise AgentError(f"--vm: a recording has 1 VM; got {len(vms)} names", kind="usage")
+    recording = load_recording(name)
+    return rename_vm(recording, vms[0]) if vms else recording
 
 
 def _check(name: str | None) -> int:

@@ -6,7 +6,6 @@
     scenario.py           scenario files: YAML -> frozen values
     recording.py          recordings of real documents, and how they are played
     service.py     PURE   one set of VMs: events, answers and faults, moved by a scenario
-    traffic.py            what clients sent, and what they got
     server.py      EDGE   one HTTP port per VM
     recorder.py    EDGE   asks a real endpoint and writes a recording
     simulation.py  SHELL  the service and its ports under one lock and one clock; waiting
@@ -18,10 +17,9 @@ It shares no code with the agent's own reading of the protocol, so that each che
 
 from agent.simulator.azure import Happening, Plan, SimulatedEvent, SimulatorError
 from agent.simulator.faults import Fault
-from agent.simulator.protocol import VirtualMachine
+from agent.simulator.protocol import RequestRecord, VirtualMachine
 from agent.simulator.scenario import Scenario, list_scenarios, load_scenario, parse_scenario, rename_vms
 from agent.simulator.simulation import Simulator
-from agent.simulator.traffic import RequestRecord
 
 __all__ = [
     "Fault",

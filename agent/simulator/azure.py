@@ -128,7 +128,7 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True):
     not_before_at: datetime
     approved_at: datetime | None = None
     approved_by: str = ""
-    """Who approved it first, or (``all_must_approve``) last of those whose approval it needed."""
+    """The VM, or the portal, that approved it first, or with ``all_must_approve`` last."""
     approvers: tuple[str, ...] = ()
     """Whose approvals had an effect, in order."""
     started_at: datetime | None = None

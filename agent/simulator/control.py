@@ -1,12 +1,11 @@
 """The simulator's control port: a page for people and JSON for programs, to let anything happen by hand.
 
-Owns the paths, the checks of who asks, and the JSON. A request says what a scenario file says, in the same words.
-A web page of another site, open in the browser of this machine, can neither read nor do anything here: the Host
+Owns the paths, the JSON and the checks of the sender. A request says what a scenario file says, in the same
+words. A web page of another site, open in the browser of this machine, can do nothing here: the Host
 header must name this port, and a POST must be JSON, which a browser sends to another site only if that allows it.
 """
 
 import json
-from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import resources
 from typing import Annotated, Any, Self, TypeVar, get_args
@@ -55,6 +54,19 @@ class ResetRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class EmptyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of /clear-faults."""
+
+
+# What a POST to each path has in its body, and which key of a scenario's step that becomes.
+_ACTIONS: dict[str, tuple[str, type[msgspec.Struct]]] = {
+    "/schedule": ("event", Plan),
+    "/approve": ("approve", EventRequest),
+    "/cancel": ("cancel", EventRequest),
+    "/start": ("start", EventRequest),
+    "/end": ("end", EventRequest),
+    "/fault": ("fault", Fault),
+    "/clear-faults": ("clear_faults", EmptyRequest),
+    "/reset-incarnation": ("reset_incarnation", ResetRequest),
+}
 
 
 class _RefusedError(Exception):
@@ -133,7 +145,16 @@ class Control:
             return make_answer(200, content, content_type=content_type, headers=_GUARDS)
         if path == "/state":
             return _json_answer(state_of(self._simulator), 200)
-        event_id = self._simulator.play(_ACTIONS[path](request.body, path.removeprefix("/")))
+        key, type_ = _ACTIONS[path]
+        value: Any = _read(request.body, type_, path.removeprefix("/"))
+        match value:
+            case EventRequest(event=name):
+                value = name
+            case ResetRequest(incarnation=incarnation):
+                value = incarnation
+            case EmptyRequest():
+                value = True
+        event_id = self._simulator.play(Step(at=0.0, **{key: value}))
         return _json_answer({"event": event_id} if event_id else {}, 200)
 
 
@@ -178,9 +199,8 @@ def state_of(simulator: Simulator) -> dict[str, Any]:
 def _read(body: bytes, type_: type[T], name: str) -> T:
     """The body of a request, judged as a scenario file would be."""
     try:
-        content = json.loads(body.decode() or "{}", parse_constant=_refuse_constant)
         # JSON as it is written from here is YAML; not all that may be sent is.
-        text = json.dumps(content, ensure_ascii=False)
+        text = json.dumps(json.loads(body.decode() or "{}"), ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise _RefusedError(400, f"{name}: expected JSON; {error}") from error
     parsed = typed_yaml.parse(text, type_, name)
@@ -188,33 +208,6 @@ def _read(body: bytes, type_: type[T], name: str) -> T:
         told = [f"{one.path}: {one.message}" if one.path else one.message for one in parsed.problems]
         raise _RefusedError(400, f"{name}: {'; '.join(told)}")
     return parsed.value
-
-
-def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
-
-
-def _event(body: bytes, name: str) -> str:
-    return _read(body, EventRequest, name).event
-
-
-def _clear_faults(body: bytes, name: str) -> Step:
-    _read(body, EmptyRequest, name)
-    return Step(at=0.0, clear_faults=True)
-
-
-_ACTIONS: dict[str, Callable[[bytes, str], Step]] = {
-    "/schedule": lambda body, name: Step(at=0.0, event=_read(body, Plan, name)),
-    "/approve": lambda body, name: Step(at=0.0, approve=_event(body, name)),
-    "/cancel": lambda body, name: Step(at=0.0, cancel=_event(body, name)),
-    "/start": lambda body, name: Step(at=0.0, start=_event(body, name)),
-    "/end": lambda body, name: Step(at=0.0, end=_event(body, name)),
-    "/fault": lambda body, name: Step(at=0.0, fault=_read(body, Fault, name)),
-    "/clear-faults": _clear_faults,
-    "/reset-incarnation": lambda body, name: Step(
-        at=0.0, reset_incarnation=_read(body, ResetRequest, name).incarnation
-    ),
-}
 
 
 def _json_answer(content: dict[str, Any], status: int, headers: tuple[tuple[str, str], ...] = ()) -> Answer:

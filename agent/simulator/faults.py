@@ -1,12 +1,10 @@
 """How the simulated endpoint misbehaves: which fault hits a request, the wrong answers, and the request limit.
 
-Does no I/O and reads no clock; the server does what a fault does to the connection. Of several faults that apply,
-the first one made is taken.
+Does no I/O and reads no clock; the server does what a fault does to the connection. If several faults apply, the
+first one wins.
 """
 
-import zlib
 from collections import deque
-from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -24,13 +22,7 @@ FaultKind = Literal[
     "redirect",  # 302 to another path of this endpoint
     "html",  # 200 with a web page, as from a proxy
     "garbage",  # 200 with bytes that are not JSON
-    "not-http",  # an answer that is not HTTP
     "truncated",  # the connection ends in the middle of the body
-    "half-closed",  # the same, but the connection stays open in the other direction
-    "wrong-length",  # the right answer, announced shorter than it is
-    "bad-chunks",  # a body that is announced as chunked and is not
-    "gzip-bomb",  # a small compressed body, which the client did not ask for, that is huge when it is unpacked
-    "oversized",  # a huge body, announced by Content-Length
     "endless",  # a body without a length that does not end
     "drip",  # the right answer, a byte at a time
 ]
@@ -63,20 +55,8 @@ class Fault(
     """For ``status``."""
     delay_seconds: Duration = 1.0
     """For ``slow``: how late; for ``drip``: between two bytes."""
-    size_bytes: Annotated[int, Meta(ge=0, le=2**30)] = 64 * 1024 * 1024
-    """For ``oversized``, and of what is packed in ``gzip-bomb``."""
     takes_effect: bool = False
     """Whether the request is carried out although its answer is wrong: an approval that is not confirmed."""
-
-    @property
-    def is_honest(self) -> bool:
-        """Whether the client gets the right answer, if it waits."""
-        return self.kind in ("slow", "drip")
-
-    @property
-    def needs_right(self) -> bool:
-        """Whether the right answer is made: for its effect, or as a part of the wrong one."""
-        return self.takes_effect or self.kind in ("truncated", "half-closed", "wrong-length")
 
 
 class ActiveFault(NamedTuple):
@@ -132,7 +112,7 @@ class FaultBook:
 
 
 def make_wrong(fault: Fault, endpoint: str, right: Answer | None) -> Answer:
-    """What is sent instead of the right answer, which some faults do without."""
+    """What is sent instead of the right answer, which only ``truncated`` needs."""
     match fault.kind:
         case "empty":
             return make_answer(200)
@@ -144,36 +124,9 @@ def make_wrong(fault: Fault, endpoint: str, right: Answer | None) -> Answer:
             return make_answer(200, _PAGE, content_type="text/html; charset=utf-8")
         case "garbage":
             return make_answer(200, b'\x00\xff\xfe{"DocumentIncarnation"')
-        case "truncated" | "half-closed" if right is not None:
+        case "truncated" if right is not None:
             cut = len(right.wire) - (len(right.body) + 1) // 2
             return msgspec.structs.replace(right, wire=right.wire[:cut])
-        case "wrong-length" if right is not None:
-            shorter = make_answer(right.status, right.body[: len(right.body) // 2])
-            return msgspec.structs.replace(right, wire=shorter.wire + right.body[len(right.body) // 2 :])
-        case "bad-chunks":
-            return _bare("Transfer-Encoding: chunked", b"zz\r\nnot a chunk\r\n0\r\n\r\n")
-        case "gzip-bomb":
-            return make_answer(200, _pack(fault.size_bytes), headers=(("Content-Encoding", "gzip"),))
-        case "oversized":
-            return _bare(f"Content-Length: {fault.size_bytes}")
-        case "endless":
-            return _bare("Connection: close")
-        case "not-http":
-            return Answer(status=0, wire=b"\x15\x03\x01 this is not HTTP\r\n\r\n")
+        case "endless":  # the server sends the body
+            return Answer(status=200, wire=b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
     return Answer(status=0, wire=b"")  # reset and stall send nothing
-
-
-def _bare(header: str, body: bytes = b"") -> Answer:
-    """An answer with this header alone; the server makes up the body of a fault that has none here."""
-    head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json; charset=utf-8\r\n{header}\r\n\r\n"
-    return Answer(status=200, wire=head.encode() + body)
-
-
-@lru_cache(maxsize=1)
-def _pack(size_bytes: int) -> bytes:
-    """A gzip of an empty document with so many blanks behind it, made without holding them."""
-    packer = zlib.compressobj(wbits=31)
-    parts = [packer.compress(b'{"DocumentIncarnation":1,"Events":[]}')]
-    blank = b" " * 2**20
-    parts += [packer.compress(blank) for _ in range(size_bytes // len(blank))]
-    return b"".join([*parts, packer.compress(blank[: size_bytes % len(blank)]), packer.flush()])

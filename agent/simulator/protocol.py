@@ -5,6 +5,7 @@ service would refuse never reaches the model of the events.
 """
 
 import json
+from datetime import datetime
 from http.client import responses
 from importlib import resources
 from typing import Any, Literal
@@ -70,6 +71,37 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """Those on which that had an effect."""
 
 
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that a client sent, and what it got."""
+
+    at: datetime
+    """When it was answered, by the wall clock."""
+    monotonic: float
+    """The same by time.monotonic(), just before the first byte of the answer was sent."""
+    vm: str
+    connection: int
+    """Counted from 1; requests on one kept-alive connection have the same number."""
+    method: str
+    path: str
+    """With its query."""
+    status: int
+    """0 if there was no answer."""
+    fault: str
+    """Kind of the fault that hit it; "" for none."""
+    headers: dict[str, str]
+    """Names in lower case."""
+    body: str
+    accepted: tuple[str, ...]
+    """Ids that this request asked to start and that were not refused."""
+    approved: tuple[str, ...]
+    """Those of them on which it had an effect: not on what was approved or had started before."""
+    incarnation: int
+    """DocumentIncarnation at that moment."""
+
+    def __str__(self) -> str:
+        return f"{self.vm} {self.method} {self.status}{f' ({self.fault})' if self.fault else ''}"
+
+
 def make_answer(
     status: int,
     body: bytes = b"",
@@ -127,8 +159,6 @@ class Imds:
                 if request.method != "GET":
                     return make_error(405)
                 return make_answer(200, _encode({"apiVersions": sorted({*EVENTS_VERSIONS, *INSTANCE_VERSIONS})}))
-            case ["metadata", _, "scheduledevents"]:  # the preview of 2016 had its version in the path
-                return _bad_version(EVENTS_VERSIONS)
         return make_error(404)
 
     def _approve(self, now: float, vm: str, version: str, body: bytes) -> Answer:

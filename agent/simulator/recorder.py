@@ -1,24 +1,21 @@
 """Records the documents of a real endpoint, asked for as the agent would ask.
 
-Owns the asking: one GET a second, no proxy, no redirect, a bounded body. It never approves. Every line that it has
-written is whole, so that a recording may be cut off at any moment.
+Owns the asking: one GET a second, no proxy, no redirect, a bounded body. It never approves.
 """
 
 import contextlib
 import http.client
-import json
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
-from io import FileIO
+from io import BufferedWriter
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from agent.simulator.azure import EVENTS_VERSIONS, SimulatorError
-from agent.simulator.recording import Origin, Recorded, make_recorded, summarize
+from agent.simulator.recording import Origin, Recorded, VmName, make_recorded, summarize
 
 REAL_ENDPOINT = "http://169.254.169.254"
 _MAX_BODY_BYTES = 1024 * 1024
@@ -31,89 +28,87 @@ Tell = Callable[[datetime, str], None]
 """Called with a time and what there is to say, whenever that has changed."""
 
 
+class _Compute(msgspec.Struct):
+    """The VM, as /metadata/instance/compute names it."""
+
+    name: VmName
+    vm_id: str = msgspec.field(name="vmId")
+    scale_set: str = msgspec.field(name="vmScaleSetName", default="")
+
+
+class _TroubleError(Exception):
+    """The endpoint does not answer, or not as it should."""
+
+
 def record(
     endpoint: str, path: Path, stop_requested: threading.Event, tell: Tell, *, interval_seconds: float = 1.0
-) -> int:
-    """Write each document that differs from the one before to a new file, until stopped; returns how many.
+) -> None:
+    """Write each document that differs from the one before to a new file, until stopped.
 
     Raises SimulatorError for a wrong address and for a file that cannot be made or written. ``tell`` gets the
     failures of the endpoint, which is then asked again.
     """
     host, port = _parse(endpoint)
     try:
-        stream = path.open("xb", buffering=0)
+        with path.open("xb") as stream:
+            origin: Origin | None = None
+            last: bytes | None = None
+            said, timeout = "", _FIRST_TIMEOUT_SECONDS
+            while True:
+                trouble = ""
+                try:
+                    if origin is None:
+                        origin = _origin(_get(host, port, _INSTANCE_PATH, timeout))
+                        _append(stream, origin)
+                        tell(datetime.now(UTC), f"records the documents of {origin.vm}")
+                    body = _get(host, port, _DOCUMENT_PATH, timeout)
+                    timeout = _TIMEOUT_SECONDS
+                    if body != last:
+                        recorded, last = make_recorded(datetime.now(UTC), body), body
+                        _append(stream, recorded)
+                        tell(recorded.at, summarize(recorded))
+                except _TroubleError as error:
+                    trouble = f"{endpoint} {error}"
+                    if trouble != said:
+                        tell(datetime.now(UTC), trouble)
+                said = trouble
+                if stop_requested.wait(interval_seconds):
+                    return
     except FileExistsError:
         raise SimulatorError(f"{path} is there already: name a new file, or remove it", kind="usage") from None
     except OSError as error:
-        raise SimulatorError(f"cannot record to {path}: {error.strerror}", kind="usage") from error
-    with stream:
-        origin: Origin | None = None
-        last: bytes | None = None
-        said, count, timeout = "", 0, _FIRST_TIMEOUT_SECONDS
-        while True:
-            at = datetime.now(UTC)
-            try:
-                if origin is None:
-                    origin = _origin(_get(host, port, _INSTANCE_PATH, timeout))
-                    _append(stream, path, origin)
-                    tell(at, f"records the documents of {origin.vm}")
-                body = _get(host, port, _DOCUMENT_PATH, timeout)
-                timeout, news = _TIMEOUT_SECONDS, ""
-                if body != last:
-                    recorded = make_recorded(datetime.now(UTC), body)
-                    _append(stream, path, recorded)
-                    last, count = body, count + 1
-                    tell(at, summarize(recorded))
-            except (OSError, http.client.HTTPException, _RefusedError) as error:
-                news = f"{endpoint} does not answer: {str(error) or type(error).__name__}"
-                if isinstance(error, _RefusedError):
-                    news = f"{endpoint} answers {error}"
-            if news and news != said:
-                tell(at, news)
-            said = news
-            if stop_requested.wait(interval_seconds):
-                return count
-
-
-def _append(stream: FileIO, path: Path, line: Origin | Recorded) -> None:
-    rest = msgspec.json.encode(line) + b"\n"
-    begin = stream.tell()
-    try:
-        while rest:
-            rest = rest[stream.write(rest) :]
-    except OSError as error:
-        stream.truncate(begin)
         raise SimulatorError(f"cannot record to {path}: {error.strerror}") from error
 
 
-class _RefusedError(Exception):
-    """The endpoint answers, and not as it should."""
+def _append(stream: BufferedWriter, line: Origin | Recorded) -> None:
+    stream.write(msgspec.json.encode(line) + b"\n")
+    stream.flush()
 
 
 def _get(host: str, port: int, path: str, timeout: float) -> bytes:
     """The body of a 200; http.client knows no proxy and follows no redirect."""
-    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=timeout)) as connection:
-        connection.request("GET", path, headers={"Metadata": "true", "Connection": "close"})
-        response = connection.getresponse()
-        body = response.read(_MAX_BODY_BYTES + 1)
+    try:
+        with contextlib.closing(http.client.HTTPConnection(host, port, timeout=timeout)) as connection:
+            connection.request("GET", path, headers={"Metadata": "true", "Connection": "close"})
+            response = connection.getresponse()
+            body = response.read(_MAX_BODY_BYTES + 1)
+    except (OSError, http.client.HTTPException) as error:
+        raise _TroubleError(f"does not answer: {str(error) or type(error).__name__}") from error
     if response.status != http.client.OK:
-        raise _RefusedError(f"{response.status} {response.reason}")
+        raise _TroubleError(f"answers {response.status} {response.reason}")
     if len(body) > _MAX_BODY_BYTES:
-        raise _RefusedError(f"more than {_MAX_BODY_BYTES >> 20} MiB")
+        raise _TroubleError(f"answers more than {_MAX_BODY_BYTES >> 20} MiB")
     if response.length:
-        raise _RefusedError("with less than it announced")
+        raise _TroubleError("answers with less than it announced")
     return body
 
 
 def _origin(body: bytes) -> Origin:
     try:
-        compute: dict[str, Any] = json.loads(body)
-        return msgspec.convert(
-            {"vm": compute["name"], "vm_id": compute["vmId"], "scale_set": compute.get("vmScaleSetName", "")},
-            Origin,
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _RefusedError("with instance data that does not name the VM") from error
+        compute = msgspec.json.decode(body, type=_Compute)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _TroubleError("answers with instance data that does not name the VM") from error
+    return Origin(vm=compute.name, vm_id=compute.vm_id, scale_set=compute.scale_set)
 
 
 def _parse(endpoint: str) -> tuple[str, int]:

@@ -68,13 +68,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def parse_scenario(text: str | bytes, name: str) -> Scenario:
-    """Read a scenario; raises SimulatorError (kind ``config``), a line for each thing that is wrong with it."""
+    """Read a scenario; raises SimulatorError (kind ``config``), a line for each thing that is wrong with it.
+
+    Names are looked at when all else is right.
+    """
     parsed = typed_yaml.parse(text, Scenario, name)
-    problems = parsed.problems
-    if parsed.draft is not None:
-        wrong = {problem.path.partition(".")[0].partition("[")[0] for problem in problems}
-        mistakes = parsed.gather(_mistakes(parsed.draft, wrong))
-        problems = tuple(sorted((*problems, *mistakes), key=lambda problem: problem.line))
+    problems = parsed.problems or parsed.gather(_mistakes(parsed.value or Scenario()))
     if problems or parsed.value is None:
         raise SimulatorError("\n".join(map(str, problems)), kind="config")
     return parsed.value
@@ -126,9 +125,6 @@ def rename_vms(scenario: Scenario, names: tuple[str, ...]) -> Scenario:
         count = len(scenario.vms)
         raise SimulatorError(f"--vm: the scenario has {count} VMs; got {len(names)} names", kind="usage")
     new = dict(zip(scenario.vms, names, strict=False))
-    vms = tuple(new.get(vm, vm) for vm in scenario.vms)
-    if len(set(vms)) < len(vms):
-        raise SimulatorError(f"--vm: two VMs would be called the same: {', '.join(vms)}", kind="usage")
 
     def renamed(old: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(new.get(vm, vm) for vm in old)
@@ -140,44 +136,40 @@ def rename_vms(scenario: Scenario, names: tuple[str, ...]) -> Scenario:
         fault = step.fault and replace(step.fault, vms=renamed(step.fault.vms))
         steps.append(replace(step, event=event, fault=fault))
     vm_ids = {new.get(vm, vm): vm_id for vm, vm_id in scenario.vm_ids.items()}
-    return replace(scenario, vms=vms, vm_ids=vm_ids, timeline=tuple(steps))
+    return replace(scenario, vms=renamed(scenario.vms), vm_ids=vm_ids, timeline=tuple(steps))
 
 
-def _mistakes(scenario: Scenario, wrong: Collection[str]) -> Iterator[tuple[str, str]]:
-    """What the types alone cannot tell: path and message of each.
+def _mistakes(scenario: Scenario) -> Iterator[tuple[str, str]]:
+    """What the types alone cannot tell: path and message of each."""
+    with_port = dict.fromkeys(scenario.vms)
+    named = with_port | dict.fromkeys(scenario.others)
 
-    ``wrong``: the keys of which parts could not be read, "" if a key could not. Their names are not known, so
-    no name that may be one of them is called unknown.
-    """
-    has_all_vms = not any(key in wrong for key in ("", "vms", "others"))
-    has_all_events = not any(key in wrong for key in ("", "timeline"))
-    with_port, named = set(scenario.vms), {*scenario.vms, *scenario.others}
-    known_vms = _some(dict.fromkeys((*scenario.vms, *scenario.others)))
-    first_at = {vm: index for index, vm in reversed(list(enumerate(scenario.vms)))}
-    for index, vm in enumerate(scenario.vms):
-        if first_at[vm] != index:
-            yield f"vms[{index}]", f'"{vm}" is listed twice'
+    def unknown(path: str, vms: Iterable[str], known: Collection[str]) -> Iterator[tuple[str, str]]:
+        for vm in vms:
+            if vm not in known:
+                yield path, f'expected a VM of this scenario ({_some(known)}); got "{vm}"'
+
+    if len(with_port) < len(scenario.vms):
+        yield "vms", "a VM is listed twice"
     for vm in scenario.vm_ids:
-        if has_all_vms and vm not in with_port:
-            yield f"vm_ids.{vm}", f'expected a VM of this scenario ({known_vms}); got "{vm}"'
+        yield from unknown(f"vm_ids.{vm}", [vm], with_port)
     announced: dict[str, float] = {}
     for index, step in enumerate(scenario.timeline):
         if step.event and step.event.name:
             if step.event.name in announced:
                 yield f"timeline[{index}].event.name", f'"{step.event.name}" is used twice'
             announced[step.event.name] = step.at
-    names = _some(announced) or "none has a name"
     for index, step in enumerate(scenario.timeline):
         where = f"timeline[{index}]"
-        for key, vms in (("event", step.event and step.event.vms), ("fault", step.fault and step.fault.vms)):
-            for vm in vms or ():
-                if has_all_vms and vm not in (with_port if key == "fault" else named):
-                    yield f"{where}.{key}.vms", f'expected a VM of this scenario ({known_vms}); got "{vm}"'
+        if step.event:
+            yield from unknown(f"{where}.event.vms", step.event.vms, named)
+        if step.fault:
+            yield from unknown(f"{where}.fault.vms", step.fault.vms, with_port)
         if step.named:
             action, name = step.named
             if name not in announced:
-                if has_all_events:
-                    yield f"{where}.{action}", f'expected the name of an event ({names}); got "{name}"'
+                names = _some(announced) or "none has a name"
+                yield f"{where}.{action}", f'expected the name of an event ({names}); got "{name}"'
             elif announced[name] > step.at:
                 yield f"{where}.{action}", f'"{name}" is announced only later'
 

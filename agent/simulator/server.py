@@ -5,8 +5,6 @@ says what to answer. After ``close`` no thread and no socket is left.
 """
 
 import contextlib
-import re
-import selectors
 import socket
 import struct
 import threading
@@ -23,19 +21,11 @@ from agent.simulator.protocol import Answer, Request, make_answer
 
 LOOPBACK = "127.0.0.1"
 _MAX_LINE = 65536
-_MAX_TRAILERS = 100
 _MAX_BODY = 1024 * 1024
-_CHUNK = b" " * 65536
-_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(;.*)?\r?\n")
+_BLANKS = b" " * 65536
 _PATIENCE_SECONDS = 0.2  # far more than a thread takes that was woken
 # Lingering for no time makes close() send a reset.
 _NO_LINGER = struct.pack("ii", 1, 0)
-# After these faults the connection is of no further use.
-_LAST = ("stall", "reset", "half-closed", "endless", "not-http", "truncated", "bad-chunks")
-
-
-class _BadRequestError(Exception):
-    """The bytes are not a request that this server understands."""
 
 
 class Connection(BaseHTTPRequestHandler):
@@ -45,20 +35,11 @@ class Connection(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def __init__(self, connection: socket.socket, server: "Server", name: str, number: int) -> None:
-        """Serves requests until the connection ends."""
-        self.number = number
-        """Counted from 1."""
+        """Serves requests until the connection ends. ``number``: counted from 1."""
         self._server = server
         self._name = name
+        self._number = number
         super().__init__(connection, ("", 0), cast("Any", server))
-
-    def is_there_after(self, seconds: float) -> bool:
-        """Wait; returns whether the client is still connected. It sends nothing while it waits for an answer."""
-        if self._server.closing.wait(seconds):
-            return False
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.connection, selectors.EVENT_READ)
-            return not selector.select(0) or bool(self.connection.recv(1, socket.MSG_PEEK))
 
     def handle_one_request(self) -> None:
         """Read a request and answer it; called by the base class until ``close_connection`` is set."""
@@ -69,14 +50,12 @@ class Connection(BaseHTTPRequestHandler):
         headers = {name.lower(): value for name, value in self.headers.items()}
         try:
             body = self._read_body(headers)
-        except _BadRequestError as error:
-            self.send_error(400, str(error))
-            body = None
-        if body is None:
+        except ValueError:
+            self.send_error(400, "expected a body with its Content-Length, or in chunks, of at most 1 MiB")
             self.close_connection = True
             return
         request = Request(method=self.command, target=self.path, headers=headers, body=body)
-        answer, fault = self._server.respond(self._name, self, request)
+        answer, fault = self._server.respond(self._name, self._number, request)
         self._send(answer.wire, fault)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
@@ -89,63 +68,44 @@ class Connection(BaseHTTPRequestHandler):
         """The simulator keeps its own record."""
 
     def _send(self, wire: bytes, fault: Fault | None) -> None:
-        connection, kind = self.connection, fault.kind if fault else ""
-        if fault is None:
-            connection.sendall(_dated(wire))
-        elif kind == "reset":
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
-        elif kind == "drip":
-            for index in range(len(wire)):
-                connection.sendall(wire[index : index + 1])
-                if self._server.closing.wait(fault.delay_seconds):
-                    break
-        else:
-            connection.sendall(wire)
-        if fault is not None and kind == "oversized":
-            for _ in range(fault.size_bytes // len(_CHUNK)):
-                connection.sendall(_CHUNK)
-            connection.sendall(_CHUNK[: fault.size_bytes % len(_CHUNK)])
-        while kind == "endless" and not self._server.closing.is_set():
-            connection.sendall(_CHUNK)
-        if kind == "half-closed":
-            connection.shutdown(socket.SHUT_WR)
-        while kind in ("stall", "half-closed") and connection.recv(4096):  # until the client gives up, or close()
-            pass
-        if not wire or kind in _LAST:
+        connection, closing = self.connection, self._server.closing
+        match fault and fault.kind:
+            case "reset":
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            case "stall":
+                while connection.recv(4096):  # until the client gives up, or close()
+                    pass
+            case "drip" if fault is not None:
+                for index in range(len(wire)):
+                    connection.sendall(wire[index : index + 1])
+                    if closing.wait(fault.delay_seconds):
+                        break
+            case "endless":
+                connection.sendall(wire)
+                while not closing.is_set():
+                    connection.sendall(_BLANKS)
+            case _:
+                status_line, _, rest = wire.partition(b"\r\n")
+                connection.sendall(b"%b\r\nDate: %b\r\n%b" % (status_line, formatdate(usegmt=True).encode(), rest))
+        if fault is not None and fault.kind in ("reset", "stall", "endless", "truncated"):
             self.close_connection = True
 
-    def _read_body(self, headers: dict[str, str]) -> bytes | None:
-        """The body of a request with these headers; None if the stream ends before it does."""
-        length = headers.get("content-length", "0")
-        if "transfer-encoding" in headers:
-            if "content-length" in headers or headers["transfer-encoding"].lower() != "chunked":
-                raise _BadRequestError("only bodies with a Content-Length, or chunked ones, are understood")
-            return self._read_chunks()
-        is_number = length.isascii() and length.isdigit() and len(length) <= len(str(_MAX_BODY))
-        if not is_number or int(length) > _MAX_BODY:
-            raise _BadRequestError("a Content-Length that cannot be, or is too large")
-        body = self.rfile.read(int(length))
-        return body if len(body) == int(length) else None
-
-    def _read_chunks(self) -> bytes | None:
+    def _read_body(self, headers: dict[str, str]) -> bytes:
+        """The body of a request with these headers; raises ValueError if that is not how a body is sent."""
+        if "transfer-encoding" not in headers:
+            return self.rfile.read(_size(headers.get("content-length", "0"), 10))
         body = b""
-        while line := self.rfile.readline(_MAX_LINE):
-            size = _CHUNK_SIZE.fullmatch(line)
-            if size is None or len(body) + int(size[1], 16) > _MAX_BODY:
-                raise _BadRequestError("not a chunk, or too many of them")
-            if not (length := int(size[1], 16)):
-                for _ in range(_MAX_TRAILERS):  # and the empty line behind them
-                    if self.rfile.readline(_MAX_LINE) in (b"\r\n", b"\n", b""):
-                        return body
-                raise _BadRequestError("too many trailers")
-            body += self.rfile.read(length)
-            if self.rfile.readline(_MAX_LINE) not in (b"\r\n", b"\n"):
-                raise _BadRequestError("a chunk that is not as long as it says")
-        return None
+        while size := _size(self.rfile.readline(_MAX_LINE).partition(b";")[0], 16):
+            _size(str(len(body) + size), 10)
+            body += self.rfile.read(size)
+            self.rfile.readline(_MAX_LINE)
+        while self.rfile.readline(_MAX_LINE).strip():  # trailers
+            pass
+        return body
 
 
-Responder = Callable[[str, Connection, Request], tuple[Answer, Fault | None]]
-"""What to send to a client of a VM, and the fault in sending it. Called from several threads at once."""
+Responder = Callable[[str, int, Request], tuple[Answer, Fault | None]]
+"""What to send to a client of a VM on a connection, and the fault in sending it. Called from several threads."""
 
 
 class Server:
@@ -252,7 +212,8 @@ def _listen(name: str, bind: str, port: int) -> socket.socket:
         ) from error
 
 
-def _dated(wire: bytes) -> bytes:
-    """The answer with the time in its head."""
-    status_line, _, rest = wire.partition(b"\r\n")
-    return b"%b\r\nDate: %b\r\n%b" % (status_line, formatdate(usegmt=True).encode(), rest)
+def _size(text: str | bytes, base: int) -> int:
+    size = int(text, base)
+    if not 0 <= size <= _MAX_BODY:
+        raise ValueError(size)
+    return size

@@ -8,7 +8,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 from uuid import uuid4
 
 import msgspec
@@ -20,12 +19,7 @@ from agent.simulator.recording import Recording, Replay, as_played
 from agent.simulator.scenario import Scenario, Step
 
 PORTAL = "the portal"
-"""Who has approved an event if none of its VMs did."""
-
-
-class _Due(NamedTuple):
-    at: float
-    do: Callable[[float], object]
+"""``approved_by`` of an event that none of its VMs approved."""
 
 
 class Service:
@@ -53,7 +47,7 @@ class Service:
         self._speed = speed
         self._linger_seconds = linger_seconds
         self._ends_at = math.inf
-        self._agenda: deque[_Due] = deque()
+        self._agenda: deque[tuple[float, Callable[[float], object]]] = deque()  # what to do when
         plan = scenario if isinstance(scenario, Scenario) else Scenario()
         self._planned = {step.event.name for step in plan.timeline if step.event and step.event.name}
         self._replay = Replay(self.vms, new_id=_new_id) if isinstance(scenario, Recording) else None
@@ -71,25 +65,23 @@ class Service:
     def begin(self, now: float) -> None:
         """Let the time of the scenario or the recording begin."""
         self.began_at = now
-        plan: list[_Due] = []
         if self._replay is not None and isinstance(self._scenario, Recording):
-            documents = as_played(self._scenario, now, self._speed)
-            show = self._replay.show
-            plan = [_Due(at, partial(show, recorded=recorded, body=body)) for at, recorded, body in documents]
+            for at, recorded, body in as_played(self._scenario, now, self._speed):
+                self._agenda.append((at, partial(self._replay.show, recorded=recorded, body=body)))
         elif isinstance(self._scenario, Scenario):
-            steps = self._scenario.timeline
-            plan = [_Due(now + step.at / self._speed, partial(self._take, step=step)) for step in steps]
+            for step in sorted(self._scenario.timeline, key=lambda step: step.at):
+                self._agenda.append((now + step.at / self._speed, partial(self._take, step=step)))
             if self._scenario.ends is not None:
                 self._ends_at = now + self._scenario.ends / self._speed
-        if plan:
+        if self._agenda:
             self.azure.tell("began", now)
-        self._agenda = deque(sorted(plan, key=lambda due: due.at))
 
     def advance(self, now: float) -> None:
         """Do what is due, each thing at its own time."""
         while (due := self.next_due()) <= now:
-            if self._agenda and self._agenda[0].at == due:
-                self._agenda.popleft().do(due)
+            if self._agenda and self._agenda[0][0] == due:
+                _, do = self._agenda.popleft()
+                do(due)
             elif self.azure.next_due <= due:
                 self.azure.advance(due)
             else:
@@ -97,7 +89,7 @@ class Service:
 
     def next_due(self) -> float:
         """When there is next something to do."""
-        next_step = self._agenda[0].at if self._agenda else math.inf
+        next_step = self._agenda[0][0] if self._agenda else math.inf
         return min(next_step, self.azure.next_due, self._end_due())
 
     def _end_due(self) -> float:
@@ -121,18 +113,19 @@ class Service:
         self.advance(now)
         return self.faults[vm].take(now, purpose)
 
-    def answer(self, now: float, vm: str, request: Request, fault: Fault | None, *, is_heard: bool) -> Answer:
-        """The answer to a request; if not ``is_heard``, the client does not wait for it any longer."""
+    def answer(self, now: float, vm: str, request: Request, fault: Fault | None) -> Answer:
+        """The answer to a request."""
         self.advance(now)
         is_too_soon = self.faults[vm].is_over_limit(now)
-        if is_too_soon and fault is None:
+        if fault is None and is_too_soon:
             return make_error(429, "Too many requests")
-        if not is_heard:  # an approval counts all the same
-            right = self._imds.answer(now, vm, request) if request.method == "POST" else None
-            return _with_effects_of(right, Answer(status=0, wire=b""))
-        if fault is not None and not fault.is_honest:
-            right = self._imds.answer(now, vm, request) if fault.needs_right else None
-            return _with_effects_of(right, make_wrong(fault, f"http://{request.headers.get('host', '')}", right))
+        if fault is not None and fault.kind not in ("slow", "drip"):
+            needs_right = fault.takes_effect or fault.kind == "truncated"
+            right = self._imds.answer(now, vm, request) if needs_right else None
+            wrong = make_wrong(fault, f"http://{request.headers.get('host', '')}", right)
+            if right is None:
+                return wrong
+            return msgspec.structs.replace(wrong, accepted=right.accepted, approved=right.approved)
         answer = self._imds.answer(now, vm, request)
         if answer.status == 200 and purpose_of(request) == "poll":
             self.polls[vm] += 1
@@ -144,6 +137,10 @@ class Service:
         """Do what a step says; returns the id of the event that it was about, if there was one."""
         event_id = ""
         if step.event:
+            if step.event.name in self.names:
+                raise SimulatorError(
+                    f'there is an event "{step.event.name}" already; give another name', kind="usage"
+                )
             event_id = self.azure.schedule(now, step.event)
             if step.event.name:
                 self.names[step.event.name] = event_id
@@ -172,10 +169,6 @@ class Service:
         for name in vms:
             self.faults[name].clear()
             self.azure.tell("behaved", now, vm=name)
-
-    def is_known(self, name: str) -> bool:
-        """Whether an event has this name, or will have it."""
-        return name in self._planned or name in self.names
 
     def find(self, event_id: str) -> SimulatedEvent | None:
         """The event of this id or name, or None while it is only planned."""
@@ -210,13 +203,6 @@ class Service:
             self.azure.tell("fault", now, vm=name, text=text)
 
 
-def _with_effects_of(right: Answer | None, wrong: Answer) -> Answer:
-    """The wrong answer to a request that was carried out as ``right`` tells, or (None) was not."""
-    if right is None:
-        return wrong
-    return msgspec.structs.replace(wrong, accepted=right.accepted, approved=right.approved)
-
-
 def _machines(
     vms: Sequence[str | VirtualMachine], scenario: Scenario | Recording | None
 ) -> dict[str, VirtualMachine]:
@@ -224,10 +210,8 @@ def _machines(
         origin = scenario.origin
         vms = [VirtualMachine(name=origin.vm, vm_id=origin.vm_id, scale_set=origin.scale_set)]
     elif not vms and isinstance(scenario, Scenario):
-        vms = [
-            VirtualMachine(name=name, vm_id=scenario.vm_ids.get(name, ""), scale_set=scenario.scale_set)
-            for name in scenario.vms
-        ]
+        ids, scale_set = scenario.vm_ids, scenario.scale_set
+        vms = [VirtualMachine(name=vm, vm_id=ids.get(vm, ""), scale_set=scale_set) for vm in scenario.vms]
     machines = [VirtualMachine(name=vm) if isinstance(vm, str) else vm for vm in vms or ("vm-1",)]
     by_name = {machine.name: machine for machine in machines}
     if len(by_name) < len(machines):

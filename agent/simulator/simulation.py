@@ -7,19 +7,22 @@ done before a request is answered, so what a document shows never depends on whi
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
-from agent.simulator.azure import EventType, Happening, Plan, SimulatedEvent, SimulatorError, Source
-from agent.simulator.faults import RATE_LIMIT, ActiveFault, Fault, FaultKind, FaultScope
-from agent.simulator.protocol import Answer, Request, VirtualMachine
+import msgspec
+
+from agent.simulator.azure import EventType, Happening, Plan, SimulatedEvent, SimulatorError
+from agent.simulator.faults import RATE_LIMIT, ActiveFault, Fault, FaultKind
+from agent.simulator.protocol import Answer, Request, RequestRecord, VirtualMachine
 from agent.simulator.recording import Recording
 from agent.simulator.scenario import Scenario, Step
-from agent.simulator.server import LOOPBACK, Connection, Server
+from agent.simulator.server import LOOPBACK, Server
 from agent.simulator.service import PORTAL, Service
-from agent.simulator.traffic import RequestRecord, Traffic
 
 T = TypeVar("T")
 
@@ -28,6 +31,8 @@ PATIENCE_SECONDS = 60.0
 
 # Within these, every time that a scenario can name is a date, on Windows too (where they end with the year 3000).
 _MIN_SPEED, _MAX_SPEED = 0.1, 1e6
+# More than a day of one VM that polls once a second; a bound so that a simulator left running does not grow.
+_MAX_RECORDS = 100_000
 
 
 class Simulator:
@@ -86,12 +91,15 @@ class Simulator:
         self._agenda_changed = threading.Condition(lock)
         self._is_closed = False
         self._timekeeper = threading.Thread(target=self._keep_time, name="simulator-time", daemon=True)
-        self._server = Server(self.vms, self._respond, port, bind=bind)
+        self._requests: deque[RequestRecord] = deque(maxlen=_MAX_RECORDS)
         try:
-            self._traffic = Traffic(requests_file)
-        except SimulatorError:
-            self._server.close()
-            raise
+            self._stream = (
+                None if requests_file is None else requests_file.open("w", encoding="utf-8", buffering=1)
+            )
+        except OSError as error:
+            text = f"cannot write requests to {requests_file}: {error.strerror}"
+            raise SimulatorError(text, kind="usage") from error
+        self._server = Server(self.vms, self._respond, port, bind=bind)
 
     # Its own life
 
@@ -113,7 +121,8 @@ class Simulator:
         self._server.close()
         if self._timekeeper.is_alive():
             self._timekeeper.join()
-        self._traffic.close()
+        if self._stream is not None:
+            self._stream.close()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -138,57 +147,14 @@ class Simulator:
         Events may be given by the names that scenario files give them, or by their ids. Raises SimulatorError if
         it cannot be done.
         """
+        return self._do(lambda now: self._service.play(now, step))
 
-        def do(now: float) -> str:
-            if step.event and step.event.name and self._service.is_known(step.event.name):
-                raise SimulatorError(
-                    f'there is an event "{step.event.name}" already; give another name', kind="usage"
-                )
-            return self._service.play(now, step)
-
-        return self._do(do)
-
-    def schedule(
-        self,
-        type_: EventType,
-        *,
-        vms: Sequence[str] = (),
-        source: Source = "Platform",
-        notice_seconds: float | None = None,
-        duration_seconds: int | None = None,
-        description: str | None = None,
-        lasts_seconds: float | None = 10.0,
-        start_delay_seconds: float = 0.5,
-        starts_when_approved: bool = True,
-        all_must_approve: bool = False,
-        begins_started: bool = False,
-        shows_started: bool = True,
-        new_id_at_start: bool = False,
-        id_: str = "",
-    ) -> str:
+    def schedule(self, type_: EventType, *, vms: Sequence[str] = (), id_: str = "", **plan: Any) -> str:
         """Announce an event, by default for the first VM and with the notice of its type; returns its id.
 
-        It starts ``start_delay_seconds`` after the first approval (``all_must_approve``: after that of the last of
-        its VMs) or at NotBefore (a whole second, so up to a
-        second more than ``notice_seconds`` away), and is gone ``lasts_seconds`` later (None: at ``end``).
+        ``plan``: further fields of Plan, such as ``notice_seconds``, ``lasts_seconds`` and ``source``.
         """
-        plan = Plan(
-            type=type_,
-            id=id_ or None,
-            vms=tuple(vms),
-            source=source,
-            notice_seconds=notice_seconds,
-            duration_seconds=duration_seconds,
-            description=description,
-            lasts_seconds=lasts_seconds,
-            start_delay_seconds=start_delay_seconds,
-            starts_when_approved=starts_when_approved,
-            all_must_approve=all_must_approve,
-            begins_started=begins_started,
-            shows_started=shows_started,
-            new_id_at_start=new_id_at_start,
-        )
-        return self.play(Step(at=0.0, event=plan))
+        return self.play(Step(at=0.0, event=Plan(type=type_, vms=tuple(vms), id=id_ or None, **plan)))
 
     def approve(self, event_id: str, by: str = PORTAL) -> None:
         """Approve as another VM or the portal would. Does not count as a request."""
@@ -210,32 +176,13 @@ class Simulator:
         """Let DocumentIncarnation begin anew, as after a day without a request."""
         self.play(Step(at=0.0, reset_incarnation=incarnation))
 
-    def fault(
-        self,
-        vm: str | None,
-        kind: FaultKind,
-        *,
-        on: FaultScope = "any",
-        seconds: float | None = None,
-        count: int | None = None,
-        status: int = 500,
-        delay_seconds: float = 1.0,
-        size_bytes: int = 64 * 1024 * 1024,
-        takes_effect: bool = False,
-    ) -> None:
-        """Misbehave on a VM's port (None: on every one) for a time, for a number of requests, or until cleared."""
-        fault = Fault(
-            kind=kind,
-            vms=() if vm is None else (self._service.vm(vm),),
-            on=on,
-            seconds=seconds,
-            count=count,
-            status=status,
-            delay_seconds=delay_seconds,
-            size_bytes=size_bytes,
-            takes_effect=takes_effect,
-        )
-        self.play(Step(at=0.0, fault=fault))
+    def fault(self, vm: str | None, kind: FaultKind, **fault: Any) -> None:
+        """Misbehave on a VM's port (None: on every one), until cleared unless ``seconds`` or ``count`` say less.
+
+        ``fault``: further fields of Fault, such as ``status`` and ``on``.
+        """
+        vms = () if vm is None else (self._service.vm(vm),)
+        self.play(Step(at=0.0, fault=Fault(kind=kind, vms=vms, **fault)))
 
     def clear_faults(self, vm: str | None = None) -> None:
         """Behave again."""
@@ -278,12 +225,17 @@ class Simulator:
     def requests(self, vm: str | None = None) -> tuple[RequestRecord, ...]:
         """What clients sent, in the order in which it was answered (the last 100,000)."""
         with self._changed:
-            return tuple(record for record in self._traffic.records if vm is None or record.vm == vm)
+            return tuple(record for record in self._requests if vm is None or record.vm == vm)
 
     def approvals(self, event_id: str | None = None) -> tuple[RequestRecord, ...]:
         """Approvals that were accepted, with an effect or not: all, or those of one event, by any id of it."""
         with self._changed:
-            return self._traffic.approvals(None if event_id is None else self.event(event_id).ids)
+            ids = None if event_id is None else {known.casefold() for known in self.event(event_id).ids}
+            return tuple(
+                record
+                for record in self._requests
+                if record.accepted and (ids is None or not ids.isdisjoint(map(str.casefold, record.accepted)))
+            )
 
     def happenings(self) -> tuple[Happening, ...]:
         """What has happened, in order."""
@@ -346,48 +298,44 @@ class Simulator:
                 lambda: self._service.polls[name] >= goal, f"{name} has polled {count} times more", timeout_seconds
             )
 
-    def wait_requests(
-        self,
-        count: int,
-        *,
-        vm: str | None = None,
-        method: str | None = None,
-        timeout_seconds: float = PATIENCE_SECONDS,
-    ) -> tuple[RequestRecord, ...]:
-        """Wait until there have been ``count`` requests of this kind in all, whatever they got; returns them."""
-
-        def enough() -> tuple[RequestRecord, ...]:
-            found = tuple(record for record in self.requests(vm) if method in (None, record.method))
-            return found if len(found) >= count else ()
-
-        kind = f"{method or 'any'} requests of {vm or 'any VM'}"
-        return self.wait_until(enough, f"there were {count} {kind}", timeout_seconds)
-
     # How
 
-    def _respond(self, vm: str, connection: Connection, request: Request) -> tuple[Answer, Fault | None]:
+    def _respond(self, vm: str, connection: int, request: Request) -> tuple[Answer, Fault | None]:
         """Answer a request and record it; also the fault in sending the answer."""
         with self._changed:
             due = self._service.next_due()
             fault = self._service.choose_fault(self._clock(), vm, request)
-        is_heard = True
         if fault is not None and fault.kind == "slow":
-            is_heard = connection.is_there_after(fault.delay_seconds)
+            self._server.closing.wait(fault.delay_seconds)
         with self._at_present() as service:
-            answer = service.answer(self._clock(), vm, request, fault, is_heard=is_heard)
-            self._traffic.add(
-                vm,
-                connection.number,
-                request,
-                fault=fault.kind if fault else "",
-                answer=answer,
-                incarnation=service.azure.incarnation,
+            answer = service.answer(self._clock(), vm, request, fault)
+            self._record(
+                RequestRecord(
+                    at=datetime.now(UTC),
+                    monotonic=time.monotonic(),
+                    vm=vm,
+                    connection=connection,
+                    method=request.method,
+                    path=request.target,
+                    status=answer.status,
+                    fault=fault.kind if fault else "",
+                    headers=request.headers,
+                    body=request.body.decode("utf-8", "replace"),
+                    accepted=answer.accepted,
+                    approved=answer.approved,
+                    incarnation=service.azure.incarnation,
+                )
             )
             service.advance(self._clock())  # an approval may have made something due at once
             if service.next_due() != due:
                 self._agenda_changed.notify()
             self._changed.notify_all()
         return answer, fault
+
+    def _record(self, record: RequestRecord) -> None:
+        self._requests.append(record)
+        if self._stream is not None and not self._stream.closed:
+            self._stream.write(msgspec.json.encode(record).decode() + "\n")
 
     @contextmanager
     def _at_present(self) -> Iterator[Service]:
@@ -431,9 +379,8 @@ class Simulator:
     def _account(self) -> str:
         """What there is to see, for the message of a wait that was too long."""
         events = [f"{event.plan.type} {event.id} {event.status}" for event in self._service.azure.events()]
-        requests = self._traffic.records
-        last = ", ".join(map(str, list(requests)[-3:]))
-        return f"events: {', '.join(events) or 'none'}; {len(requests)} requests, the last: {last or 'none'}"
+        last = ", ".join(map(str, list(self._requests)[-3:])) or "none"
+        return f"events: {', '.join(events) or 'none'}; {len(self._requests)} requests, the last: {last}"
 
 
 def _steady_wall_clock() -> Callable[[], float]:

@@ -1,10 +1,7 @@
 """A pytest plugin to test a policy and its hooks: simulated Azure, and for each VM the real agent as a process.
 
-Owns the agents' processes, their directories, and the reading of what came of an event. Decides nothing about
-events: what is seen here is what the agent did. After a test, nothing that it started is left.
-
-Switched on by ``pytest_plugins = ["agent.simulator.testing"]`` in conftest.py. It is the only module of the agent
-that knows pytest.
+Owns the agents' processes and their directories, and reads what they did. After a test, nothing that it started is
+left. ``pytest_plugins = ["agent.simulator.testing"]`` in conftest.py switches it on.
 """
 
 import json
@@ -39,18 +36,13 @@ _RECORDER = """\
 import json, os, subprocess, sys
 notes, name, shell, *command = sys.argv[1:]
 given = {key: value for key, value in os.environ.items() if key.startswith("SCHEDULED_EVENT_")}
-line = json.dumps({"hook": name, "given": given}) + "\\n"
-descriptor = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-os.write(descriptor, line.encode())
-os.close(descriptor)
-if os.name != "nt":
-    command = ["/bin/sh", "-c", shell] if shell else command
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        sys.exit(f"cannot be started: {command[0]}: {error.strerror}")
+with open(notes, "a", encoding="utf-8") as file:
+    file.write(json.dumps({"hook": name, "given": given}) + "\\n")
 try:
-    sys.exit(subprocess.call(shell if shell else command, shell=bool(shell)))
+    if os.name == "nt":
+        sys.exit(subprocess.call(shell or command, shell=bool(shell)))
+    command = ["/bin/sh", "-c", shell] if shell else command
+    os.execvp(command[0], command)
 except OSError as error:
     sys.exit(f"cannot be started: {command[0]}: {error.strerror}")
 """
@@ -258,18 +250,15 @@ class ScheduledEvents:
         return msgspec.structs.replace(hook, run=(*program, hook.shell or "", *(hook.run or ())), shell=None)
 
     def _start(self) -> None:
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("NOTIFY_SOCKET", "WATCHDOG_USEC")
-        }
         home = str(Path(agent.__file__).resolve().parents[1])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
         # -P: a folder called agent beside the tests is not the agent.
         command = [sys.executable, "-P", "-m", "agent", "run", "--config", str(self._policy_file)]
         with self._log_file.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, "--stop-timeout", f"{_STOP_SECONDS:g}s"],
                 cwd=self.directory,
-                env=environment,
+                env={**os.environ, "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=log,

@@ -321,7 +321,7 @@ def check_recording(data: bytes) -> None:
         _check_problems(tuple(re.split(r"\n(?=f\.yaml:)", str(error))))
         return
     assert recording.origin.vm.split() == [recording.origin.vm]
-    renamed = rename_vm(recording, ("vm of no recording",))
+    renamed = rename_vm(recording, "vm of no recording")
     assert len(renamed.documents) == len(recording.documents)
     for speed in (0.1, 1.0, 1e6):
         times = []

@@ -140,12 +140,11 @@ def test_the_state_tells_of_vms_faults_events_and_what_happened(simulator: Simul
         ("/fault", b'{"kind": "status", "status": 99}', "status: expected at least 100; got 99"),
         (
             "/fault",
-            b'{"kind": "gzip-bomb", "size_bytes": 1e300}',
-            'size_bytes: expected a whole number; got "1e+300"',
+            b'{"kind": "status", "status": 1e300}',
+            'status: expected a whole number; got "1e+300"',
         ),
         ("/approve", b"[]", "expected keys with values; got a list"),
         ("/approve", b'{"event": ', "expected JSON; Expecting value: line 1 column 11 (char 10)"),
-        ("/approve", b'{"event": NaN}', "expected JSON; NaN is no JSON"),
         (
             "/approve",
             b"\xff",
@@ -250,7 +249,7 @@ def test_other_paths_and_methods_are_refused_with_the_way_out(port: int) -> None
     )
 
 
-@pytest.mark.parametrize("length", ["-1", "1_0", "x", "1048577", "9" * 5000])
+@pytest.mark.parametrize("length", ["-1", "x", "1048577", "9" * 5000])
 def test_a_length_that_cannot_be_is_refused(port: int, length: str) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
         client.sendall(f"POST /schedule HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode())
@@ -279,7 +278,7 @@ def test_the_page_has_a_field_for_every_word_of_an_event_and_a_fault(port: int) 
     forms = dict(re.findall(r'<form id="(\w+)">(.*?)</form>', page, re.DOTALL))
     fields = {name: set(re.findall(r'name="(\w+)"', form)) for name, form in forms.items()}
     assert fields["schedule"] == set(Plan.__struct_encode_fields__)
-    assert fields["fault"] == set(Fault.__struct_encode_fields__) - {"delay", "size_bytes", "takes_effect"}
+    assert fields["fault"] == set(Fault.__struct_encode_fields__) - {"delay", "takes_effect"}
 
 
 def test_the_command_serves_nothing_but_what_is_asked_for() -> None:

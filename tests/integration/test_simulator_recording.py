@@ -136,7 +136,6 @@ def test_what_a_line_of_json_could_not_hold_is_recorded_as_a_text(body: bytes) -
     [
         ("status", {"status": 410}, "answers 410 Gone"),
         ("redirect", {}, "answers 302 Found"),
-        ("oversized", {"size_bytes": 2**22}, "answers more than 1 MiB"),
         ("endless", {}, "answers more than 1 MiB"),
         ("truncated", {}, "answers with less than it announced"),
         ("stall", {}, "does not answer: "),
@@ -272,16 +271,13 @@ def test_approvals_are_counted_and_change_nothing() -> None:
 def test_the_vm_of_a_recording_can_be_called_by_another_name() -> None:
     first = recorded(0.0, event(Resources=["web_0", "web_01"]))
     recording = Recording(origin=Origin(vm="web_0"), documents=(first, Recorded(at=NOON, body="")))
-    renamed = rename_vm(recording, ("mine",))
+    renamed = rename_vm(recording, "mine")
     assert renamed.origin.vm == "mine"
     assert renamed.documents[0].document == {
         "DocumentIncarnation": 1,
         "Events": [event(Resources=["mine", "web_01"])],
     }
     assert renamed.documents[1].body == ""
-    with pytest.raises(SimulatorError) as caught:
-        rename_vm(recording, ("a", "b"))
-    assert str(caught.value) == "--vm: a recording has 1 VM; got 2 names"
 
 
 @pytest.mark.parametrize(
@@ -291,43 +287,21 @@ def test_the_vm_of_a_recording_can_be_called_by_another_name() -> None:
         (b'{"vm": "a"}\n', ["r.jsonl:1: there is no document in it: make one with simulate --record r.jsonl"]),
         (b"{}", ["r.jsonl:1: not the first line of a recording: Object missing required field `vm`"]),
         (
-            b'{"vm": "a"}\n{"at": "2026-01-01T00:00:00", "body": ""}\n\n{"at": "2026-01-01T00:00:00Z"}\n[]',
-            [
-                "r.jsonl:2: not a line of a recording: Expected `datetime` with a timezone component - at `$.at`",
-                "r.jsonl:4: not a line of a recording: expected either document or body",
-                "r.jsonl:5: not a line of a recording: Expected `object`, got `array`",
-            ],
+            b'{"vm": "a"}\n{"at": "2026-01-01T00:00:00", "body": ""}\n[]',
+            ["r.jsonl:2: not a line of a recording: Expected `datetime` with a timezone component - at `$.at`"],
         ),
         (
-            b'{"vm": "a"}\n{"at": "2026-01-02T00:00:00Z", "body": ""}\n{"at": "2026-01-01T00:00:00Z", "body": ""}',
-            ["r.jsonl:3: at: it is earlier than that of line 2: sort the lines"],
+            b'{"vm": "a"}\n\n{"at": "2026-01-01T00:00:00Z"}\n',
+            ["r.jsonl:3: not a line of a recording: expected either document or body"],
         ),
+        (b'{"vm": "a"}\n[]', ["r.jsonl:2: not a line of a recording: Expected `object`, got `array`"]),
     ],
 )
-def test_mistakes_in_a_recording_are_told_with_their_lines(text: bytes, problems: list[str]) -> None:
+def test_the_first_mistake_in_a_recording_is_told_with_its_line(text: bytes, problems: list[str]) -> None:
     with pytest.raises(SimulatorError) as caught:
         parse_recording(text, "r.jsonl")
     assert caught.value.kind == "config"
     assert str(caught.value).splitlines() == problems
-
-
-def test_a_document_that_is_nested_deeper_than_it_could_be_written_again_is_told() -> None:
-    line = b'{"vm": "a"}\n{"at": "2026-01-01T00:00:00Z", "document": {"x": %b%b}}'
-    assert parse_recording(line % (b"[" * 40, b"]" * 40), "r.jsonl").documents
-    for depth in (60, 600):
-        with pytest.raises(SimulatorError) as caught:
-            parse_recording(line % (b"[" * depth, b"]" * depth), "r.jsonl")
-        assert str(caught.value) == (
-            "r.jsonl:2: not a line of a recording: the document is nested more than 50 deep"
-        )
-
-
-def test_of_many_mistakes_the_first_twenty_are_told_whatever_they_are() -> None:
-    good, early = b'{"at": "2026-01-02T00:00:00Z", "body": ""}', b'{"at": "2026-01-01T00:00:00Z", "body": ""}'
-    for lines in ([good, early] * 100, [b"[]"] * 100, [b"[]", good, early] * 100):
-        with pytest.raises(SimulatorError) as caught:
-            parse_recording(b"\n".join([b'{"vm": "a"}', *lines]), "r.jsonl")
-        assert len(str(caught.value).splitlines()) == 20
 
 
 def test_the_name_of_a_vm_has_no_line_break() -> None:
@@ -392,7 +366,7 @@ def test_the_command_leaves_no_recording_without_a_document_behind(tmp_path: Pat
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the size of files can be limited on Unix only")
-def test_a_disk_that_is_full_ends_the_recording_after_a_whole_line(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_ends_the_recording(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     code = (
         "import resource, sys; from agent.cli import main; "
@@ -405,7 +379,7 @@ def test_a_disk_that_is_full_ends_the_recording_after_a_whole_line(tmp_path: Pat
         ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     told = f"scheduled-events-agent: cannot record to {path}: File too large\n"
     assert (ran.returncode, ran.stderr) == (1, told)
-    assert [list(json.loads(line)) for line in path.read_text().splitlines()] == [["vm", "vm_id", "scale_set"]]
+    assert list(json.loads(path.read_text().splitlines()[0])) == ["vm", "vm_id", "scale_set"]
 
 
 def test_the_command_checks_a_scenario_without_playing_it(tmp_path: Path) -> None:
@@ -428,6 +402,7 @@ def test_the_command_checks_a_scenario_without_playing_it(tmp_path: Path) -> Non
     ("arguments", "message"),
     [
         (("--record", "a.jsonl", "outage", "--now"), "--record simulates nothing: leave out SCENARIO, --now"),
+        (("r.jsonl", "--vm", "a", "--vm", "b"), "--vm: a recording has 1 VM; got 2 names"),
         (("--record", "a.txt"), "--record: expected a file that ends in .jsonl; got a.txt"),
         (("--from", "http://a"), "--from and --for say what to record: name a file with --record"),
         (
