@@ -71,11 +71,12 @@ class Store:
         self,
         connection: sqlite3.Connection,
         path: Path,
-        role: Literal["owner", "guest", "reader"],
+        *,
+        is_owner: bool = False,
         set_aside: Path | None = None,
     ) -> None:
         self._connection = connection
-        self._role = role
+        self._is_owner = is_owner
         self._data_version = -1
         self._is_damaged = False
         self.path = path
@@ -88,37 +89,34 @@ class Store:
     def open(cls, directory: Path, now: datetime) -> "Store":
         """Open or make the state file in ``directory``, for the agent; see ``file.open_as_owner``."""
         connection, set_aside = file.open_as_owner(directory, now)
-        return cls(connection, directory / FILE_NAME, "owner", set_aside)
+        return cls(connection, directory / FILE_NAME, is_owner=True, set_aside=set_aside)
 
     @classmethod
     def join(cls, directory: Path) -> "Store":
         """Open the file of an agent that may be running. Raises StoreError, also for a damaged file."""
         path = directory / FILE_NAME
-        return cls(file.open_as_guest(path), path, "guest")
+        return cls(file.open_as_guest(path), path)
 
     @classmethod
     def look_into(cls, directory: Path) -> "Store":
         """Open the file for reading only. Raises StoreError. Damage is found when the damaged part is read."""
         path = directory / FILE_NAME
-        return cls(file.open_to_read(path), path, "reader")
+        return cls(file.open_to_read(path), path)
 
     def close(self) -> None:
         """Close the file; the store cannot be used any more."""
-        if self._role == "reader":
-            self._connection.close()
-            return
-        has_ended_well = self._role == "owner" and not self._is_damaged and self._end_well()
+        has_ended_well = self._is_owner and not self._is_damaged and self._end_well()
         file.close(self._connection, self.path)
         if has_ended_well:
             with contextlib.suppress(OSError):
-                file.mark_log(self.path, is_valid=False)
+                file.make_log_void(self.path)
 
     def _end_well(self) -> bool:
         """Move all that is in the log into the file; whether that was possible."""
         try:
             with self._transaction():
                 self._connection.execute("DELETE FROM fact WHERE name = 'in_use'")
-            is_busy, length, moved = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+            is_busy, length, moved = self._connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchone()
         except (StoreError, sqlite3.Error):
             return False
         return not is_busy and length == moved
@@ -296,14 +294,14 @@ class Store:
         ((count,),) = self._fetch("SELECT count(*) FROM workflow")
         surplus = max(count - MAX_EVENTS, _PORTION_EVENTS if self._size_bytes() > MAX_BYTES else 0)
         oldest = "SELECT id, updated_at FROM workflow WHERE NOT is_open ORDER BY rowid LIMIT ?"
-        deleted = 0
-        for number, (workflow_id, updated_at) in enumerate(self._fetch(oldest, _PORTION_EVENTS)):
-            if (updated_at < stamp or number < surplus) and deleted < _PORTION_ROWS:
-                entries = self._prune_entries(workflow_id, 0, 0)
-                if entries < _PORTION_ROWS:
-                    self._connection.execute("DELETE FROM workflow WHERE id = ?", (workflow_id,))
-                deleted += entries + 1
-        return deleted
+        over = [
+            (workflow_id,)
+            for number, (workflow_id, updated_at) in enumerate(self._fetch(oldest, _PORTION_EVENTS))
+            if updated_at < stamp or number < surplus
+        ]
+        self._connection.executemany("DELETE FROM journal WHERE workflow_id = ?", over)
+        self._connection.executemany("DELETE FROM workflow WHERE id = ?", over)
+        return len(over)
 
     def _prune_entries(self, workflow_id: str, most: int, first: int) -> int:
         """Keep ``most`` entries of a workflow, ``first`` of them the oldest; deletes a portion at a time."""

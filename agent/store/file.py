@@ -3,7 +3,7 @@
 The one invariant: state that was lost is never taken for a new beginning.
 
 The file and its write-ahead log hold a reserve for a full disk: free pages, and a log of full length that is
-overwritten in place. So the log is never deleted; when the agent ends well, it is only marked as void.
+overwritten in place. So the log is never deleted; when the agent ends well, it is only made void.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from agent import AgentError, host
 from agent.workflow import Workflow
 
 FILE_NAME = "state.db"
-# A whole file with this name is about to replace a damaged one, whose name will be the same without it.
-_SUCCESSOR = ".successor"
+# A file with this name says why the state is lost; a damaged file gets the same name without it.
+_LOST = ".lost"
 # Beside a file that is being made: while this is there, it is no loss if the file is empty.
 _BEGINNING = ".begun"
 
@@ -52,8 +52,6 @@ RESERVE_BYTES = 4 * 1024 * 1024
 """Room for the lives of a hundred events: so much of the file is free, and so long is its write-ahead log."""
 # The log is moved into the file when half of it is used, so the other half has room for the largest commit.
 _CHECKPOINT_PAGES = 512
-# The first bytes of a write-ahead log; the fourth differs between machines.
-_LOG_MAGIC = b"\x37\x7f\x06"
 
 
 class StoreError(AgentError):
@@ -73,13 +71,14 @@ def open_as_owner(directory: Path, now: datetime) -> tuple[sqlite3.Connection, P
     path = directory / FILE_NAME
     reason = "that was found earlier"
     try:
-        aside = _put_successor(path)
+        aside = _move_aside(path)
         try:
             return _open(path), aside
         except _DamagedError as error:
             reason = str(error)
-        _make_successor(path, now, reason)
-        aside = _put_successor(path)
+        (directory / f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_LOST}").write_text(reason, encoding="utf-8")
+        host.flush_directory(directory)
+        aside = _move_aside(path)
         return _open(path), aside
     except (OSError, sqlite3.Error, _DamagedError) as error:
         raise StoreError(
@@ -105,20 +104,14 @@ def open_as_guest(path: Path) -> sqlite3.Connection:
 
 
 def open_to_read(path: Path) -> sqlite3.Connection:
-    """Open the file for reading only, also while the disk is full. Raises StoreError."""
+    """Open the file for reading only. Raises StoreError."""
     _refuse_unreachable(path, os.R_OK)
 
     def check(connection: sqlite3.Connection) -> None:
         _refuse_other_version(path, _version_of(connection), is_owner=False)
 
     try:
-        try:
-            return _connect(path, "mode=ro", check)
-        except sqlite3.OperationalError:
-            if _has_log(path):
-                raise
-            # Even readers share memory in a file, for which a full disk has no room. No other process writes here.
-            return _connect(path, "mode=ro&immutable=1", check)
+        return _connect(path, "mode=ro", check)
     except (sqlite3.Error, OSError) as error:
         raise StoreError(f"cannot read {path}: {error}", kind="read") from error
 
@@ -132,18 +125,15 @@ def close(connection: sqlite3.Connection, path: Path) -> None:
         connection.close()
 
 
-def mark_log(path: Path, *, is_valid: bool) -> None:
-    """Make the write-ahead log count, or not. A log that does not count stays, for its room.
+def make_log_void(path: Path) -> None:
+    """Keep the write-ahead log for its room only, all of which must be in the file.
 
     Otherwise it would be applied to a backup that an administrator puts in the place of the file.
     """
     with path.with_name(f"{path.name}-wal").open("r+b") as log:
-        magic = log.read(4)
-        if magic.startswith(_inverted(_LOG_MAGIC) if is_valid else _LOG_MAGIC):
-            log.seek(0)
-            log.write(_inverted(magic))
-            log.flush()
-            os.fsync(log.fileno())
+        log.write(bytes(4))  # where SQLite looks for a magic number
+        log.flush()
+        os.fsync(log.fileno())
 
 
 def is_damage(error: Exception) -> bool:
@@ -151,46 +141,23 @@ def is_damage(error: Exception) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-def _make_successor(path: Path, now: datetime, reason: str) -> None:
-    """Make the file that is to replace a damaged one; once it has its name, ``_put_successor`` does the rest."""
-    draft = path.with_name(f"{FILE_NAME}.new")
-    draft.unlink(missing_ok=True)
-    _create(draft)
-
-    def fill(connection: sqlite3.Connection) -> None:
-        # A log or journal would be a second file, which is not moved with the first.
-        connection.execute("PRAGMA journal_mode = MEMORY")
-        connection.execute("PRAGMA synchronous = FULL")
-        _migrate(connection, 0)
-        connection.execute("INSERT INTO fact (name, value) VALUES ('state_lost', ?)", (reason,))
-
-    _connect(draft, "mode=rw", fill).close()
-    draft.replace(path.with_name(f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_SUCCESSOR}"))
-    host.flush_directory(path.parent)
-
-
-def _create(path: Path) -> None:
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite would follow the umask
-
-
-def _put_successor(path: Path) -> Path | None:
-    """If a damaged file has a successor, put it in place. Returns where the damaged file is then."""
-    successor = next(path.parent.glob(f"{FILE_NAME}.damaged-*{_SUCCESSOR}"), None)
-    if successor is None:
+def _move_aside(path: Path) -> Path | None:
+    """If the state was found to be lost, move the damaged file away. Returns where it is then."""
+    lost = _load_loss(path)
+    if lost is None:
         return None
-    aside = successor.with_suffix("")
-    # The log goes first: it must never lie beside a file that it does not belong to.
-    for old, kept in reversed(list(zip(_parts(path), _parts(aside), strict=True))):
-        with contextlib.suppress(FileNotFoundError):
-            old.replace(kept)
-    successor.replace(path)
-    host.flush_directory(path.parent)
+    aside = lost.with_suffix("")
+    if not aside.exists():
+        # The log goes first: it must never lie beside a file that it does not belong to.
+        for suffix in ("-shm", "-wal", ""):
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{path}{suffix}").replace(f"{aside}{suffix}")
+        host.flush_directory(path.parent)
     return aside
 
 
-def _parts(path: Path) -> list[Path]:
-    """The files of a database: itself, and what SQLite keeps beside it."""
-    return [path.with_name(path.name + suffix) for suffix in ("", "-wal", "-shm")]
+def _load_loss(path: Path) -> Path | None:
+    return next(path.parent.glob(f"{FILE_NAME}.damaged-*{_LOST}"), None)
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -198,8 +165,9 @@ def _open(path: Path) -> sqlite3.Connection:
     try:
         if not path.exists():
             beginning.touch(0o600)
-        _create(path)  # SQLite's own message would not say why it cannot be opened
-        was_left_open = _has_log(path)
+        # SQLite would follow the umask, and would not say why the file cannot be opened.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        lost = _load_loss(path)
     except OSError as error:
         raise StoreError(
             f"cannot open the state file {path}: {error.strerror or error}; "
@@ -214,7 +182,7 @@ def _open(path: Path) -> sqlite3.Connection:
         _refuse_other_version(path, version, is_owner=True)
         # Checking takes time, so only if the last agent did not end well.
         in_use = "SELECT 1 FROM fact WHERE name = 'in_use'"
-        if was_left_open or (version and connection.execute(in_use).fetchone()):
+        if version and connection.execute(in_use).fetchone():
             (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
             if result != "ok":
                 raise _DamagedError(" ".join(result.split()))
@@ -222,8 +190,10 @@ def _open(path: Path) -> sqlite3.Connection:
         for (body,) in connection.execute("SELECT body FROM workflow WHERE is_open"):
             msgspec.json.decode(body, type=Workflow)
         connection.execute("INSERT OR REPLACE INTO fact (name, value) VALUES ('in_use', '1')")
-        # If another process has kept the last agent's log in use, what is written continues it.
-        mark_log(path, is_valid=True)
+        if lost:
+            reason = lost.read_text(encoding="utf-8") or "the reason was not kept"
+            connection.execute("INSERT OR REPLACE INTO fact (name, value) VALUES ('state_lost', ?)", (reason,))
+            lost.unlink()
         beginning.unlink(missing_ok=True)
 
     with _opening(path):
@@ -268,19 +238,6 @@ def _version_of(connection: sqlite3.Connection) -> int:
 def _migrate(connection: sqlite3.Connection, version: int) -> None:
     for number, script in enumerate(_MIGRATIONS[version:], start=version + 1):
         connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
-
-
-def _has_log(path: Path) -> bool:
-    """Whether there is a write-ahead log that counts: the last agent did not end well."""
-    try:
-        with path.with_name(f"{path.name}-wal").open("rb") as log:
-            return log.read(len(_LOG_MAGIC)) not in (b"", _inverted(_LOG_MAGIC))
-    except FileNotFoundError:
-        return False
-
-
-def _inverted(data: bytes) -> bytes:
-    return bytes(byte ^ 0xFF for byte in data)
 
 
 def _refuse_unreachable(path: Path, access: int) -> None:

@@ -17,7 +17,6 @@ from agent import host
 from agent.events import ScheduledEvent
 from agent.policy import Decision
 from agent.store import FILE_NAME, Store, StoreError
-from agent.store import file as store_file
 from agent.workflow import Note, Step, Workflow
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
@@ -205,8 +204,7 @@ def test_a_log_that_another_process_kept_in_use_counts_again_when_the_agent_does
     with closing(sqlite3.connect(place / FILE_NAME, isolation_level=None)) as reader:
         reader.execute("BEGIN")
         assert reader.execute("SELECT count(*) FROM workflow").fetchone() == (1,)
-        store._connection.close()
-        store_file.mark_log(store.path, is_valid=False)
+        store.close()
         commit_and_die(place)
         for name in (FILE_NAME, f"{FILE_NAME}-wal"):
             (after / name).write_bytes((place / name).read_bytes())
@@ -390,6 +388,7 @@ def count_steps(monkeypatch: pytest.MonkeyPatch, killed_at: int, opened: list[sq
     for owner, name in (
         (Path, "replace"),
         (Path, "unlink"),
+        (Path, "write_text"),
         (os, "open"),
         (sqlite3, "connect"),
         (Store, "close"),
