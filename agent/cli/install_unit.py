@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from agent import AgentError, host
 from agent.host import systemd_unit
@@ -39,7 +38,8 @@ def _install_unit(arguments: argparse.Namespace) -> int:
     place = systemd_unit.find_place()
     units = _units() if arguments.strict else []
     if arguments.print:
-        _print(systemd_unit.files_of(place, units, is_strict=arguments.strict), place)
+        for path, text in systemd_unit.files_of(place, units, is_strict=arguments.strict).items():
+            print(f"# no file {path}" if text is None else f"# file {path}\n{text}")
         return 0
     if host.account_name() != "root":
         raise AgentError("only root can install a unit: use sudo, or see with --print what would be written")
@@ -61,12 +61,3 @@ def _units() -> list[str]:
     path = host.default_config_path()
     settings = load_settings(path if path.exists() else None)
     return [hook.unit for hook in settings.hooks.values() if hook.unit is not None]
-
-
-def _print(files: dict[Path, str | None], place: systemd_unit.Place) -> None:
-    try:
-        systemd_unit.check_place(place)
-    except systemd_unit.UnitError as error:
-        print(f"would be refused: {error}", file=sys.stderr)
-    for path, text in files.items():
-        print(f"# no file {path}" if text is None else f"# file {path}\n{text}")

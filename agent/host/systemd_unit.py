@@ -7,7 +7,6 @@ that it did not write is neither replaced nor removed. It can be imported on Win
 import json
 import os
 import re
-import site
 import stat
 import subprocess
 import sys
@@ -34,15 +33,12 @@ RULE_FILE = Path("/etc/polkit-1/rules.d", f"50-{NAME}.rules")
 _DIRECTORIES = ((ETC, 0o755), (ETC / "hooks", 0o755), (ETC / "credentials", 0o700))
 _PACKAGED_CODE = Path("/usr/lib", NAME)
 _PACKAGED_PROGRAM = Path("/usr/bin", NAME)
-_PACKAGED_UNITS = (Path("/usr/lib/systemd/system", UNIT), Path("/lib/systemd/system", UNIT))
+_PACKAGED_UNIT = Path("/usr/lib/systemd/system", UNIT)
 _POLKIT = Path("/usr/share/dbus-1/system-services/org.freedesktop.PolicyKit1.service")
-
-# What neither systemd nor a shell nor the first line of a script reads as anything but itself.
+# What systemd and a shell both read as it stands.
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9/._+@,:=~-]*")
 # The Debian package looks for this line, too.
 _MARK = re.compile(rf"(#|//) Written by {NAME} install-unit\b")
-# What the strict set-up does not see (ProtectHome).
-_HIDDEN = (Path("/home"), Path("/root"), Path("/run/user"))
 
 
 class UnitError(AgentError):
@@ -61,28 +57,24 @@ class Place(NamedTuple):
     code: tuple[Path, ...]
     """What is executed when the program runs."""
     is_packaged: bool
-    venv: Path | None = None
-    """A folder whose whole content may be executed, too."""
 
 
 def find_place() -> Place:
     """Where the running program is installed. Raises UnitError if its unit did not come with it."""
     package = Path(agent.__file__).parent
-    # Where Python looks for modules in the service too: without this session's folder, variables and user.
-    of_session = [*os.environ.get("PYTHONPATH", "").split(os.pathsep), site.getusersitepackages()]
-    libraries = [Path(entry) for entry in sys.path[1:] if entry[:1] == os.sep and entry not in of_session]
     is_packaged = package.is_relative_to(_PACKAGED_CODE)
+    program = _PACKAGED_PROGRAM if is_packaged else Path(sysconfig.get_path("scripts"), NAME)
     share = Path("/usr" if is_packaged else sysconfig.get_path("data"), "share", NAME)
     systemd, policy = share / "systemd", share / "policy.yaml"
     if (package.parent / "systemd" / UNIT).is_file():  # an editable installation: they are in the source tree
         systemd, policy = package.parent / "systemd", package.parent / "config" / "policy.yaml"
-    program = _PACKAGED_PROGRAM if is_packaged else Path(sysconfig.get_path("scripts"), NAME)
     for file in (program, systemd / "strict.conf", *(() if is_packaged else (systemd / UNIT, policy))):
         if not file.is_file():
             raise UnitError(f"{file}: not found; install the agent with pip or pipx, and run that one")
-    code = (program, Path(sys.executable), *libraries, package, *package.rglob("*.py"))
-    venv = None if is_packaged or sys.prefix == sys.base_prefix else Path(sys.prefix)
-    return Place(program, systemd, policy, code, is_packaged=is_packaged, venv=venv)
+    libraries = {Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    venv = () if is_packaged or sys.prefix == sys.base_prefix else Path(sys.prefix).rglob("*")
+    code = (program, Path(sys.executable), *sorted(libraries), package, *package.rglob("*.py"), *venv)
+    return Place(program, systemd, policy, code, is_packaged=is_packaged)
 
 
 def check_place(place: Place) -> None:
@@ -91,26 +83,15 @@ def check_place(place: Place) -> None:
         "; a system service must be installed where only root can write: with pipx install --global, or in a venv "
         f"that root makes under /opt (python3 -m venv /opt/{NAME})"
     )
+    for folder in {folder for path in place.code for folder in (*path.parents, *path.resolve().parents)}:
+        # Others can put something in its place when the folder is cleared one day.
+        if folder.exists() and folder.stat().st_mode & stat.S_ISVTX:
+            raise UnitError(f"{folder} is for temporary files{where}", kind="place")
     for path in place.code:
-        if path.exists() and (uid := path.stat().st_uid) != 0:
+        if os.path.lexists(path) and (uid := path.lstat().st_uid) != 0:
             raise UnitError(f"{path} belongs to uid {uid}{where}", kind="place")
         if fault := host.tampering_fault(path):
             raise UnitError(f"{fault}{where}", kind="place")
-        # Others can put something in its place when the folder is cleared one day.
-        temporary = [folder for folder in (*path.parents, *path.resolve().parents) if _is_sticky(folder)]
-        if temporary:
-            raise UnitError(f"{temporary[0]} is for temporary files{where}", kind="place")
-    for path in place.venv.rglob("*") if place.venv else ():
-        facts = path.lstat()
-        if facts.st_uid != 0:
-            raise UnitError(f"{path} belongs to uid {facts.st_uid}{where}", kind="place")
-        if facts.st_mode & 0o022 and not stat.S_ISLNK(facts.st_mode):
-            mode = stat.S_IMODE(facts.st_mode)
-            raise UnitError(f"{path} can be changed by others than root (mode {mode:04o}){where}", kind="place")
-
-
-def _is_sticky(folder: Path) -> bool:
-    return folder.exists() and bool(folder.stat().st_mode & stat.S_ISVTX)
 
 
 def files_of(place: Place, units: Iterable[str], *, is_strict: bool) -> dict[Path, str | None]:
@@ -163,10 +144,10 @@ polkit.addRule(function (action, subject) {{
 """
 
 
-def unnamed_units(units: Iterable[str], root: Path = Path("/")) -> list[str] | None:
+def unnamed_units(units: Iterable[str]) -> list[str] | None:
     """Those that the installed polkit rule does not let the agent start; None if the rule cannot be read."""
     try:
-        text = _at(root, RULE_FILE).read_text(encoding="utf-8")
+        text = RULE_FILE.read_text(encoding="utf-8")
     except FileNotFoundError:
         text = ""
     except (OSError, UnicodeDecodeError):
@@ -174,9 +155,9 @@ def unnamed_units(units: Iterable[str], root: Path = Path("/")) -> list[str] | N
     return [name for name in sorted(set(units)) if json.dumps(name) not in text]
 
 
-def is_polkit_missing(root: Path = Path("/")) -> bool:
+def is_polkit_missing() -> bool:
     """Whether there is a polkit rule and no polkit to read it."""
-    return _at(root, RULE_FILE).exists() and not _at(root, _POLKIT).exists()
+    return RULE_FILE.exists() and not _POLKIT.exists()
 
 
 def marked(body: str, comment: str = "#") -> str:
@@ -186,44 +167,35 @@ def marked(body: str, comment: str = "#") -> str:
     return f"{mark}\n{body}"
 
 
-def install(
-    place: Place, units: Iterable[str], *, is_strict: bool, is_now: bool, root: Path = Path("/")
-) -> list[str]:
+def install(place: Place, units: Iterable[str], *, is_strict: bool, is_now: bool) -> list[str]:
     """Set the agent up; returns what was done, one line each. Raises UnitError.
 
-    ``root`` is the system's root directory. Another one, or one without systemd running, is a system at rest.
+    A system that is not booted, such as an image, is set up for its first boot.
     """
-    systemctl = _Systemctl(root)
-    for path in () if place.is_packaged else _PACKAGED_UNITS:
-        if _at(root, path).exists():
-            own = f"run {_PACKAGED_PROGRAM} install-unit, the package's own, or remove the package first"
-            raise UnitError(f"{path}: a package brought this unit; {own}", kind="place")
-    if systemctl.run("is-enabled", UNIT).stdout.startswith("masked"):
-        way_out = f"if that is over, systemctl unmask {NAME}, then run this again"
-        raise UnitError(f"{UNIT} is masked, so that nothing can start it: {way_out}", kind="masked")
-    changes = _changes(files_of(place, units, is_strict=is_strict), root)
+    if not place.is_packaged and _PACKAGED_UNIT.exists():
+        own = f"run {_PACKAGED_PROGRAM} install-unit, the package's own, or remove the package first"
+        raise UnitError(f"{_PACKAGED_UNIT}: a package brought this unit; {own}", kind="place")
+    changes = _changes(files_of(place, units, is_strict=is_strict))
     os.umask(0o022)  # polkit reads its rules as a user of its own
-    done = _make_account(root) if is_strict else []
-    if is_strict and root == Path("/"):
-        _check_reach(place)
+    done = _make_account() if is_strict else []
     if not place.is_packaged:
-        done += _make_directories(place, root)
-    done += _apply(changes, root)
-    if changes and systemctl.is_running:
-        systemctl("daemon-reload")
-    if not place.is_packaged and not systemctl.asks("is-enabled"):
-        systemctl("enable", "--quiet", UNIT)
+        done += _make_directories(place)
+    done += _apply(changes)
+    is_booted = _is_booted()
+    if changes and is_booted:
+        _systemctl("daemon-reload")
+    if not place.is_packaged and not _asks("is-enabled"):
+        _systemctl("enable", "--quiet", UNIT)
         done.append("enabled the agent: it starts at boot")
-    is_active = systemctl.asks("is-active")
+    is_active = _asks("is-active")
     # What the agent has in /run and /var/lib belongs to one account or the other: it must be down meanwhile.
     must_start = (is_now and (bool(changes) or not is_active)) or (is_active and STRICT_FILE in changes)
-    may_start = must_start and systemctl.is_running
-    if may_start and is_active:
-        systemctl("stop", UNIT)
-    if not is_strict and (may_start or not is_active):
-        _take_state_back(root)
-    if may_start:
-        systemctl("start", UNIT)
+    if must_start and is_active:
+        _systemctl("stop", UNIT)
+    if not is_strict and (must_start or not is_active):
+        _take_state_back()
+    if must_start and is_booted:
+        _systemctl("start", UNIT)
         done.append("restarted the agent" if is_active else "started the agent")
     elif must_start:
         done.append("systemd does not run here: nothing was started")
@@ -233,66 +205,61 @@ def install(
     return done
 
 
-def remove(place: Place, root: Path = Path("/")) -> list[str]:
+def remove(place: Place) -> list[str]:
     """Take back what ``install`` wrote; returns what was done. An agent without a package is stopped and disabled.
 
     A packaged one goes on as the package has it. Raises UnitError if another program wrote a file.
     """
-    systemctl = _Systemctl(root)
     files = (RULE_FILE, STRICT_FILE) if place.is_packaged else (RULE_FILE, STRICT_FILE, UNIT_FILE)
-    changes = _changes(dict.fromkeys(files), root)
+    changes = _changes(dict.fromkeys(files))
     if not changes:
         return []
     done: list[str] = []
-    was_active = systemctl.asks("is-active")
+    was_active = _asks("is-active")
     if was_active:
-        systemctl("stop", UNIT)
+        _systemctl("stop", UNIT)
         done.append("stopped the agent")
-    if UNIT_FILE in changes and systemctl.asks("is-enabled"):
-        systemctl("disable", "--quiet", UNIT)
+    if UNIT_FILE in changes and _asks("is-enabled"):
+        _systemctl("disable", "--quiet", UNIT)
         done.append("disabled the agent")
-    done += _apply(changes, root)
-    _take_state_back(root)
-    if systemctl.is_running:
-        systemctl("daemon-reload")
-        if UNIT_FILE in changes:
-            systemctl.asks("reset-failed")
-        elif was_active:
-            systemctl("start", UNIT)
-            done.append("started the agent, as the package has it")
+    done += _apply(changes)
+    _take_state_back()
+    if _is_booted():
+        _systemctl("daemon-reload")
+    if was_active and place.is_packaged:
+        _systemctl("start", UNIT)
+        done.append("started the agent, as the package has it")
     return done
 
 
-class _Systemctl:
-    """systemctl, for a system that runs or one that is at rest."""
-
-    def __init__(self, root: Path) -> None:
-        self._command = [host.find_systemctl(), *([] if root == Path("/") else [f"--root={root}"])]
-        self.is_running = root == Path("/") and Path("/run/systemd/system").is_dir()  # as sd_booted(3) does
-
-    def __call__(self, *words: str) -> None:
-        done = self.run(*words)
-        if done.returncode != 0:
-            said = done.stderr.strip() or f"exit code {done.returncode}"
-            raise UnitError(f"systemctl {' '.join(words)}: {said}", kind="systemctl")
-
-    def asks(self, question: str) -> bool:
-        """Whether systemctl says yes, for example that the agent ``is-active``."""
-        return (self.is_running or question != "is-active") and self.run(question, "-q", UNIT).returncode == 0
-
-    def run(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        command = [*self._command, *words]
-        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+def _is_booted() -> bool:
+    return Path("/run/systemd/system").is_dir()  # as sd_booted(3) does
 
 
-def _changes(files: dict[Path, str | None], root: Path) -> dict[Path, str | None]:
+def _systemctl(*words: str) -> None:
+    done = _run(*words)
+    if done.returncode != 0:
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        raise UnitError(f"systemctl {' '.join(words)}: {said}", kind="systemctl")
+
+
+def _asks(question: str) -> bool:
+    """Whether systemctl says yes, for example that the agent ``is-active``."""
+    return _run(question, "--quiet", UNIT).returncode == 0
+
+
+def _run(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [host.find_systemctl(), *words]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+
+
+def _changes(files: dict[Path, str | None]) -> dict[Path, str | None]:
     """Those that are not as they have to be. Raises UnitError if install-unit did not write one."""
     changes = {}
     for path, text in files.items():
-        place = _at(root, path)
         there = None
-        if os.path.lexists(place):
-            there = place.read_text(encoding="utf-8", errors="replace") if place.is_file() else ""
+        if os.path.lexists(path):
+            there = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
         if there is not None and there != text and not _MARK.match(there):
             raise UnitError(f"{path}: not written by install-unit: move it away, then run this again", kind="file")
         if there != text:
@@ -300,55 +267,38 @@ def _changes(files: dict[Path, str | None], root: Path) -> dict[Path, str | None
     return changes
 
 
-def _apply(changes: dict[Path, str | None], root: Path) -> list[str]:
+def _apply(changes: dict[Path, str | None]) -> list[str]:
     for path, text in changes.items():
-        place = _at(root, path)
         if text is None:
-            place.unlink()
+            path.unlink()
         else:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            fresh = place.with_name(f".{place.name}.new")  # the file is there whole or not at all
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(place)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
     with suppress(OSError):  # it is not there, or has drop-ins of the operator
-        _at(root, STRICT_FILE.parent).rmdir()
+        STRICT_FILE.parent.rmdir()
     return [f"{'removed' if text is None else 'wrote'} {path}" for path, text in changes.items()]
 
 
-def _make_directories(place: Place, root: Path) -> list[str]:
-    done: list[str] = []
+def _make_directories(place: Place) -> list[str]:
     for path, mode in _DIRECTORIES:
-        if not _at(root, path).is_dir():
-            _at(root, path).mkdir(mode)
-            done.append(f"made {path}")
+        path.mkdir(mode, exist_ok=True)
     policy = ETC / "policy.yaml"
-    if not os.path.lexists(_at(root, policy)):  # the operator's from then on
-        _at(root, policy).write_text(place.policy.read_text(encoding="utf-8"), encoding="utf-8")
-        done.append(f"wrote {policy}")
-    return done
-
-
-def _make_account(root: Path) -> list[str]:
-    if f"\n{USER}:" in _at(root, Path("/etc/passwd")).read_text(errors="replace"):
+    if os.path.lexists(policy):
         return []
-    line = f'u {USER} - "Azure Scheduled Events agent" {STATE}\n'
-    command = ["systemd-sysusers", f"--root={root}", "-"]
-    try:
-        subprocess.run(command, input=line, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        told = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
-        raise UnitError(f"systemd-sysusers cannot make the account {USER}: {told}", kind="account") from None
-    return [f"made the account {USER}"]
+    policy.write_text(place.policy.read_text(encoding="utf-8"), encoding="utf-8")
+    return [f"wrote {policy}"]
 
 
-def _check_reach(place: Place) -> None:
-    """Raises UnitError if the account of the strict set-up cannot run the program or read the policy."""
-    way_out = f"install the agent with pipx install --global, or in /opt/{NAME}, or without --strict"
-    for path in place.code:
-        if any(path.resolve().is_relative_to(hidden) for hidden in _HIDDEN):
-            raise UnitError(f"{path}: the strict set-up cannot see it; {way_out}", kind="place")
-        if path.suffix != ".py" and path.exists() and (fault := host.access_fault(path, "execute", USER)):
-            raise UnitError(f"{fault}: chmod o+rX it, or {way_out}", kind="place")
+def _make_account() -> list[str]:
+    """Make the account of the strict set-up. Raises UnitError, also if it could not read the policy."""
+    done = []
+    if not host.has_account(USER):
+        line = f'u {USER} - "Azure Scheduled Events agent" {STATE}\n'
+        made = subprocess.run(["systemd-sysusers", "-"], input=line, capture_output=True, text=True, check=False)
+        if made.returncode != 0:
+            told = made.stderr.strip()
+            raise UnitError(f"systemd-sysusers cannot make the account {USER}: {told}", kind="account")
+        done.append(f"made the account {USER}")
     policy = ETC / "policy.yaml"
     question = ["/usr/bin/test", "-r", str(policy)]
     asked = subprocess.run(question, user=USER, group=USER, extra_groups=[], check=False)
@@ -358,15 +308,11 @@ def _check_reach(place: Place) -> None:
             f"&& chmod g+r {policy} (and the directories on the way there must let that account through)",
             kind="place",
         )
+    return done
 
 
-def _take_state_back(root: Path) -> None:
+def _take_state_back() -> None:
     """Give root what the account of the strict set-up owned: systemd does so only the other way round."""
-    state = _at(root, STATE)
-    if sys.platform != "win32" and state.is_dir() and state.stat().st_uid != 0:
-        for path in (state, *state.rglob("*")):
+    if sys.platform != "win32" and STATE.is_dir() and STATE.stat().st_uid != 0:
+        for path in (STATE, *STATE.rglob("*")):
             os.lchown(path, 0, 0)
-
-
-def _at(root: Path, path: Path) -> Path:
-    return root / path.relative_to("/")

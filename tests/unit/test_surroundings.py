@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from agent.host import systemd_unit
 from agent.host.surroundings import (
     Approver,
     Mount,
@@ -283,9 +284,12 @@ def test_an_array_of_local_disks_is_as_temporary_as_they_are(tmp_path: Path) -> 
 # --- the polkit rule
 
 
-def test_units_that_the_installed_rule_does_not_name_are_told(tmp_path: Path) -> None:
-    units = ["drain-web.service", "resume-web.service"]
-    assert unnamed_units(units, tmp_path) == units
-    _file(tmp_path, "etc/polkit-1/rules.d/50-scheduled-events-agent.rules", polkit_rule(units[:1]))
-    assert unnamed_units(units, tmp_path) == ["resume-web.service"]
-    assert unnamed_units(units[:1], tmp_path) == []
+def test_units_that_the_installed_rule_does_not_name_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule, units = tmp_path / "rule", ["drain-web.service", "resume-web.service"]
+    monkeypatch.setattr(systemd_unit, "RULE_FILE", rule)
+    assert unnamed_units(units) == units
+    rule.write_text(polkit_rule(units[:1]), encoding="utf-8")
+    assert unnamed_units(units) == ["resume-web.service"]
+    assert unnamed_units(units[:1]) == []
