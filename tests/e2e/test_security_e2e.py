@@ -171,7 +171,7 @@ def test_a_policy_that_others_can_write_is_refused_at_a_reload_and_the_old_one_s
     agent.reload()
     agent.wait_metric(0, "config_last_reload_successful")
     assert agent.status()["rules"] == ["old"]
-    text = f"{agent.config} can be changed by everybody, and the agent acts on what it finds there: "
+    text = f"{agent.config} can be changed by every account, and the agent acts on what it finds there: "
     assert any(f"{text}chmod go-w {agent.config}" in json.dumps(line) for line in agent.lines)
     agent.config.chmod(0o644)
     agent.reload()
@@ -187,7 +187,9 @@ def test_an_event_is_held_when_its_hook_was_opened_to_others(sim: Simulator, age
     Path(run[0]).chmod(0o757)
     event = sim.schedule("Reboot", notice_seconds=60)
     finished = agent.wait_log("hook finished", event_id=event, hook="drain")
-    fault = f"{run[0]} can be changed by everybody, and the agent acts on what it finds there: chmod go-w {run[0]}"
+    fault = (
+        f"{run[0]} can be changed by every account, and the agent acts on what it finds there: chmod go-w {run[0]}"
+    )
     assert fault in json.dumps(finished)
     agent.wait_phase(event, "held")
     assert sim.event(event).approved_at is None

@@ -408,7 +408,7 @@ def test_a_policy_that_others_can_change_is_told(examine: Examine, endpoint: End
     file = tmp_path / "p.yaml"
     assert found.verdict == ("failure" if host.is_privileged() else "warning")
     assert found.finding == (
-        f"{file} can be changed by everybody, and the agent acts on what it finds there: chmod go-w {file}"
+        f"{file} can be changed by every account, and the agent acts on what it finds there: chmod go-w {file}"
     )
 
 

@@ -448,28 +448,6 @@ def test_what_another_agent_runs_whose_state_lies_below_is_left_alone() -> None:
     thread.join(10)
 
 
-@pytest.mark.parametrize(
-    ("shell", "detail"), [("exit 0", "exit code 0"), ("sleep 60", "killed after 1s, its time limit")]
-)
-def test_without_a_subreaper_the_marker_finds_what_got_away(shell: str, detail: str) -> None:
-    """In a process of its own: that property of a process cannot be given back."""
-    code = (
-        "import ctypes, sys, types; from agent.hooks import HookRun; from agent.policy import Hook;"
-        "ctypes.CDLL = lambda name: types.SimpleNamespace(prctl=lambda *arguments: -1);"
-        "hook = Hook(shell='setsid -f sleep 60; ' + sys.argv[2], timeout=1.0);"
-        "print(HookRun('test', hook, environment={}, instance=sys.argv[1]).run().detail)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, _INSTANCE, shell], capture_output=True, text=True, check=True, timeout=30
-    )
-    try:
-        assert done.stdout == f"{detail}\n"
-        assert linux.marked_processes(_INSTANCE) == set()
-    finally:
-        linux.end_marked(_INSTANCE)
-        linux.reap_orphans()
-
-
 def test_a_lost_exit_code_is_no_success() -> None:
     code = (
         "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN);"

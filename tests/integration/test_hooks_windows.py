@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agent.hooks import HookResult, HookRun
+from agent.hooks import HookResult, HookRun, end_leftovers
 from agent.host.windows import process as windows_process
 from agent.policy import Hook
 
@@ -228,7 +228,9 @@ def die(job, process):
 
 windows_process._let_run_in = die
 code = "open(__import__('sys').argv[1], 'w').close()"
-HookRun('test', Hook(run=(sys.executable, '-S', '-c', code, sys.argv[1])), environment={}).run()
+HookRun(
+    'test', Hook(run=(sys.executable, '-S', '-c', code, sys.argv[1])), environment={}, instance=sys.argv[1]
+).run()
 """
 
 
@@ -246,8 +248,10 @@ def test_a_hook_never_runs_if_its_agent_is_killed_in_the_moment_it_is_started(tm
     agent.stdout.close()
     if moment == "in the job":
         _wait_until_gone(pid)
-    else:  # its program has not begun, and never will
-        psutil.Process(pid).kill()
+    else:  # its program has not begun: the next agent ends it
+        assert psutil.pid_exists(pid)
+        assert end_leftovers(str(tmp_path / "other")) == 0
+        assert end_leftovers(str(tmp_path / "ran")) == 1
         _wait_until_gone(pid)
     assert not (tmp_path / "ran").exists()
 

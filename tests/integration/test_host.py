@@ -240,7 +240,7 @@ def test_a_state_directory_on_the_temporary_disk_is_refused_and_not_made(tmp_pat
     assert not (tmp_path / "state").exists()
 
 
-@pytest.mark.parametrize(("mode", "who"), [(0o666, "everybody"), (0o664, "the group 65534"), (0o644, None)])
+@pytest.mark.parametrize(("mode", "who"), [(0o666, "every account"), (0o664, "the group 65534"), (0o644, None)])
 def test_a_file_that_others_could_change_is_told_with_the_way_out(
     tmp_path: Path, mode: int, who: str | None
 ) -> None:
@@ -262,7 +262,8 @@ def test_a_directory_in_which_others_could_put_another_file_in_its_place_is_told
     path.touch()
     tmp_path.chmod(0o777)
     assert host.tampering_fault(path) == (
-        f"{tmp_path} can be changed by everybody, and the agent acts on what it finds there: chmod go-w {tmp_path}"
+        f"{tmp_path} can be changed by every account, and the agent acts on what it finds there: "
+        f"chmod go-w {tmp_path}"
     )
     tmp_path.chmod(0o1777)  # as /tmp: only a file's owner can
     assert host.tampering_fault(path) is None

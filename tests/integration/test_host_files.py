@@ -47,12 +47,12 @@ def test_files_that_others_could_change_or_read_are_told(tmp_path: Path) -> None
             f"1: agent.state_dir: {state} should be for the agent's account alone; it is open to others: "
             f"if it is the agent's own, chmod 700 {state}"
         ),
-        f"3: hooks.drain.run: {script} can be changed by everybody, {danger}: chmod go-w {script}",
+        f"3: hooks.drain.run: {script} can be changed by every account, {danger}: chmod go-w {script}",
     ]
     (tmp_path / "policy.yaml").chmod(0o666)
     path = tmp_path / "policy.yaml"
     assert str(check_files(load_policy(path))[0]) == (
-        f"{path}:1: {path} can be changed by everybody, {danger}: chmod go-w {path}"
+        f"{path}:1: {path} can be changed by every account, {danger}: chmod go-w {path}"
     )
 
 

@@ -159,7 +159,7 @@ def test_whatever_others_than_root_can_change_is_refused(
     shutil.chown(weak, owner, 0)
     with pytest.raises(UnitError) as caught:
         systemd_unit.check_place(place)
-    who, way_out = ("its owner, uid 1000", "chown root") if owner else ("everybody", "chmod go-w")
+    who, way_out = ("its owner, uid 1000", "chown root") if owner else ("every account", "chmod go-w")
     told = f"{weak} can be changed by {who}, and the agent acts on what it finds there: {way_out} {weak}"
     assert refusal(caught) == f"place: {told}{WAY_OUT}"
 
@@ -170,7 +170,7 @@ def test_whatever_others_than_root_can_change_is_refused(
     [
         (0o755, (1000, 0), "belongs to uid 1000"),
         (0o775, (0, 1000), "can be changed by the group 1000"),
-        (0o757, (0, 0), "can be changed by everybody"),
+        (0o757, (0, 0), "can be changed by every account"),
     ],
 )
 @pytest.mark.parametrize("what", ["folder", "file", "library"])

@@ -58,7 +58,7 @@ def test_what_is_not_there_is_for_others_to_tell(tmp_path: Path) -> None:
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["file", "directory", "directory above"])
 @pytest.mark.parametrize(
     ("mode", "group", "who"),
-    [(0o777, 0, "everybody"), (0o775, NOBODY, f"the group {NOBODY}"), (0o775, 0, None), (0o755, NOBODY, None)],
+    [(0o777, 0, "every account"), (0o775, NOBODY, f"the group {NOBODY}"), (0o775, 0, None), (0o755, NOBODY, None)],
 )
 @needs_root
 def test_every_place_on_the_way_is_looked_at(
@@ -87,13 +87,13 @@ def test_a_link_is_as_safe_as_its_own_place_and_what_it_leads_to(file: Path, tmp
     assert host.tampering_fault(link) is None
 
     link.parent.chmod(0o777)
-    assert host.tampering_fault(link) == danger(link.parent, "everybody", f"chmod go-w {link.parent}")
+    assert host.tampering_fault(link) == danger(link.parent, "every account", f"chmod go-w {link.parent}")
     link.parent.chmod(0o755)
 
     file.parent.chmod(0o777)
     found = host.tampering_fault(link)
     assert found is not None
-    assert re.fullmatch(r"\S+/b can be changed by everybody, .*", found)
+    assert re.fullmatch(r"\S+/b can be changed by every account, .*", found)
     file.parent.chmod(0o755)
 
     os.chown(link, SOMEBODY, SOMEBODY, follow_symlinks=False)
@@ -106,7 +106,7 @@ def test_a_link_to_a_directory_on_the_way_is_followed_too(file: Path, tmp_path: 
     path = tmp_path / "way" / "file"
     assert host.tampering_fault(path) is None
     file.parents[1].chmod(0o777)
-    assert host.tampering_fault(path) == danger(file.parents[1], "everybody", f"chmod go-w {file.parents[1]}")
+    assert host.tampering_fault(path) == danger(file.parents[1], "every account", f"chmod go-w {file.parents[1]}")
 
 
 @needs_root
@@ -175,7 +175,7 @@ def test_what_is_mounted_read_only_cannot_be_changed_there(file: Path) -> None:
     if "unshare" in done.stderr or "mount" in done.stderr:
         pytest.skip(f"no mount can be made here: {done.stderr}")
     assert done.stdout == "None\n"
-    assert host.tampering_fault(file) == danger(place, "everybody", f"chmod go-w {place}")
+    assert host.tampering_fault(file) == danger(place, "every account", f"chmod go-w {place}")
 
 
 # --- what of a hook is looked at
@@ -189,10 +189,10 @@ def open_to_all(path: Path, text: str = "", mode: int = 0o777) -> Path:
 
 def test_the_program_is_looked_at_by_its_path_in_its_directory_or_on_the_path(tmp_path: Path) -> None:
     path = open_to_all(tmp_path / "drain")
-    fault = danger(path, "everybody", f"chmod go-w {path}")
+    fault = danger(path, "every account", f"chmod go-w {path}")
     assert hook_tampering_fault(Hook(run=(str(path), "now"))) == fault
     assert hook_tampering_fault(Hook(run=("./drain",), cwd=str(tmp_path))) == danger(
-        path, "everybody", f"chmod go-w {path}"
+        path, "every account", f"chmod go-w {path}"
     )
     assert hook_tampering_fault(Hook(run=("drain",), env={"PATH": f"/usr/bin:{tmp_path}"})) == fault
     assert hook_tampering_fault(Hook(run=("true",))) is None
@@ -204,7 +204,7 @@ def test_the_interpreter_of_a_script_is_looked_at(tmp_path: Path) -> None:
     script = tmp_path / "drain"
     script.write_text(f"#! {interpreter} -I\n")
     assert hook_tampering_fault(Hook(run=(str(script),))) == danger(
-        interpreter, "everybody", f"chmod go-w {interpreter}"
+        interpreter, "every account", f"chmod go-w {interpreter}"
     )
 
 
@@ -225,7 +225,7 @@ def test_an_argument_counts_if_it_is_a_program_a_script_or_an_interpreters_file(
     path = tmp_path / name
     if mode is not None:
         open_to_all(path, mode=mode)
-    fault = danger(path, "everybody", f"chmod go-w {path}")
+    fault = danger(path, "every account", f"chmod go-w {path}")
     hook = Hook(run=tuple(word.format(path) for word in run))
     assert hook_tampering_fault(hook) == (fault if is_code else None)
 
@@ -254,8 +254,8 @@ def exposed(file: Path, tmp_path: Path) -> tuple[Path, list[str]]:
     )
     policy.chmod(0o666)
     return policy, [
-        f"{policy}:1: {danger(policy, 'everybody', f'chmod go-w {policy}')}",
-        f"{policy}:4: hooks.drain.run: {danger(file.parent, 'everybody', f'chmod go-w {file.parent}')}",
+        f"{policy}:1: {danger(policy, 'every account', f'chmod go-w {policy}')}",
+        f"{policy}:4: hooks.drain.run: {danger(file.parent, 'every account', f'chmod go-w {file.parent}')}",
     ]
 
 
@@ -306,7 +306,7 @@ def test_a_hook_that_others_can_change_since_the_policy_was_read_is_not_started(
     file.chmod(0o777)
     result = run_once(hook)
     assert (result.outcome, result.attempts, result.exit_code, result.tail) == ("not_started", 2, None, "")
-    assert result.detail == danger(file, "everybody", f"chmod go-w {file}")
+    assert result.detail == danger(file, "every account", f"chmod go-w {file}")
     file.chmod(0o755)
     assert run_once(hook).outcome == "succeeded"
 

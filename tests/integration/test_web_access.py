@@ -373,7 +373,7 @@ def test_check_tells_who_could_let_themselves_in(place: Path) -> None:
     loaded = parse_settings(f"agent:\n  web_config: '{file}'\n", "p")
     (place / "ca.pem").chmod(0o666)
     (text,) = [str(problem) for problem in check_files(loaded) if "ca.pem can be changed by" in str(problem)]
-    assert text.startswith(f"p:2: agent.web_config: {place / 'ca.pem'} can be changed by everybody, ")
+    assert text.startswith(f"p:2: agent.web_config: {place / 'ca.pem'} can be changed by every account, ")
     place.chmod(0o777)
     found = [str(problem) for problem in check_files(loaded) if f"{place} can be changed by" in str(problem)]
     assert len(found) == 1  # though four files are in it
@@ -400,7 +400,7 @@ def test_check_tells_that_everybody_can_read_the_key(shared_place: Path) -> None
     file, key = write(shared_place, TLS), shared_place / "server.key"
     key.chmod(0o644)
     (shared_place / "server.pem").chmod(0o644)  # which is for everybody
-    told = f"p:2: agent.web_config: {key} can be read by everybody: chmod o-r {key}"
+    told = f"p:2: agent.web_config: {key} can be read by every account: chmod o-r {key}"
     assert exposures(file) == [told]
     (shared_place / "link.key").symlink_to("server.key")
     link = write(shared_place, TLS.replace("server.key", "link.key"))

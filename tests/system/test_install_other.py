@@ -267,7 +267,7 @@ def test_a_place_that_a_user_can_write_is_refused_and_so_is_a_user(service: Serv
     uid = machine.run("id", "-u", "nobody").stdout.strip()
     assert refused.stderr.startswith("scheduled-events-agent: /opt/scheduled-events-agent/lib/")
     assert refused.stderr.endswith(
-        f"/site-packages belongs to uid {uid}; a system service must be installed where only root can write: with "
+        f" belongs to uid {uid}; a system service must be installed where only root can write: with "
         "pipx install --global, or in a venv that root makes under /opt (python3 -m venv "
         "/opt/scheduled-events-agent)\n"
     )

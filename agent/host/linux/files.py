@@ -129,7 +129,7 @@ def tampering_fault(path: Path, user: str | None = None) -> str | None:
 
 
 def exposure_fault(path: Path) -> str | None:
-    """Why everybody can read the file, and the way out; None if not, or it is not there.
+    """Why every account can read the file, and the way out; None if not, or it is not there.
 
     A group may read it: Debian's ssl-cert is there for that, and root decides who is in a group.
     """
@@ -137,7 +137,7 @@ def exposure_fault(path: Path) -> str | None:
         path = Path(os.path.realpath(path))
         can_reach = all(place.stat().st_mode & stat.S_IXOTH for place in path.parents)
         if can_reach and path.stat().st_mode & stat.S_IROTH:
-            return f"{path} can be read by everybody: chmod o-r {path}"
+            return f"{path} can be read by every account: chmod o-r {path}"
     return None
 
 
@@ -328,7 +328,7 @@ def _who_may_change(place: Path, facts: os.stat_result, trusted: _Trusted) -> tu
     if not facts.st_mode & 0o022 or os.statvfs(place).f_flag & os.ST_RDONLY:
         return None
     if facts.st_mode & 0o002:
-        return "everybody", f"chmod go-w {place}"
+        return "every account", f"chmod go-w {place}"
     if facts.st_gid not in trusted.groups:
         return f"the group {facts.st_gid}", f"chmod go-w {place}"
     with suppress(OSError):  # a file system without access lists

@@ -56,10 +56,9 @@ class ProcessTree:
     ending: str | None = None
     """A phrase for how it ended, if its exit code does not tell."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", token: str, *, is_subreaper: bool) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", token: str) -> None:
         self._process = process
         self._token = token
-        self._is_subreaper = is_subreaper
 
     @property
     def pid(self) -> int:
@@ -123,17 +122,14 @@ class ProcessTree:
             trees = dict(_trees)
         may_take_strays = trees.keys() <= {self._token}
         try:
-            members = [
+            return [
                 process
                 for process, token in _owned_processes(trees)
                 if (token == self._token or (token == "" and may_take_strays))
                 and not (process.pid == self.pid and _is_zombie(process))
             ]
-            if not self._is_subreaper:  # orphans are no children of ours, and may be anywhere
-                members += marked_processes(self._token) - set(members)
         except OSError:  # no descriptor is free
             return None
-        return members
 
 
 def start_tree(
@@ -162,7 +158,7 @@ def start_tree(
     try:
         import ctypes  # noqa: PLC0415 - of no use before the first hook
 
-        is_subreaper = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         with os.fdopen(os.memfd_create("stdin"), "r+b") as source:
             source.write(stdin)
             source.seek(0)
@@ -178,7 +174,7 @@ def start_tree(
                 extra_groups=groups,
                 start_new_session=True,
             )
-        tree = ProcessTree(process, token, is_subreaper=is_subreaper)
+        tree = ProcessTree(process, token)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise HostError(_why_not_started(argv[0], directory, user, env, error), kind="hook") from None
     finally:
@@ -211,16 +207,14 @@ def end_marked(prefix: str) -> int:
     These are the trees whose token begins with ``prefix``.
     """
     kill_at = time.monotonic() + _LEFTOVER_GRACE_SECONDS
-    give_up_at = kill_at + _LEFTOVER_GRACE_SECONDS
     found: set[psutil.Process] = set()
-    while (marked := marked_processes(prefix)) and time.monotonic() < give_up_at:
+    while (marked := marked_processes(prefix)) and time.monotonic() < kill_at + _LEFTOVER_GRACE_SECONDS:
         for process in marked - found:
             _terminate(process)
         found |= marked
-        if time.monotonic() >= kill_at:
-            for process in marked:
-                with suppress(psutil.Error):
-                    process.kill()
+        for process in marked if time.monotonic() >= kill_at else ():
+            with suppress(psutil.Error):
+                process.kill()
         psutil.wait_procs(marked, timeout=0.05)
     return len(found)
 

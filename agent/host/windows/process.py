@@ -213,9 +213,22 @@ def reap_orphans() -> None:
 
 
 def end_marked(prefix: str) -> int:
-    """Nothing: the trees of an agent that was killed ended with the last handles of their jobs."""
-    del prefix
-    return 0
+    """End what an agent left that was killed before it had put a program into its job; returns how many.
+
+    Such a program is still suspended. These are the trees whose token begins with ``prefix``.
+    """
+    found = [process for process in psutil.process_iter() if _token_of(process).startswith(prefix)]
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    return len(found)
+
+
+def _token_of(process: psutil.Process) -> str:
+    try:
+        return process.environ().get(_MARKER, "")
+    except (psutil.Error, OSError):  # it has ended, or belongs to an account that hides it
+        return ""
 
 
 def _upper(env: Mapping[str, str]) -> dict[str, str]:
