@@ -1,4 +1,4 @@
-"""YAML text to its tree of nodes, with syntax errors in words for the person who edits it. Imports the library."""
+"""YAML text to its tree of nodes, with syntax errors in plain words. Imports the library."""
 
 import re
 from typing import Any
@@ -64,7 +64,7 @@ def _decoded(text: bytes) -> str:
 
 
 def _place(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int, str]:
-    """Line and message of a text that is not YAML, in words for the person who edits it."""
+    """Line and message of a text that is not YAML, in plain words."""
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else 1
     column = mark.column if mark else 0

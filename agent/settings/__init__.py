@@ -96,18 +96,14 @@ def load_policy(path: Path | None) -> Loaded:
     return parse_settings(text, str(path))
 
 
-def parse_settings(
-    text: str | bytes, name: str, *, may_change_user: bool | None = None, may_start_units: bool | None = None
-) -> Loaded:
+def parse_settings(text: str | bytes, name: str, *, has_units: bool | None = None) -> Loaded:
     """Settings and warnings of a policy's text; ``name`` is how problems call it. Raises ConfigError."""
     parsed = parse(text, Settings, name)
-    may_change_user = host.can_change_user() if may_change_user is None else may_change_user
-    may_start_units = host.can_start_units() if may_start_units is None else may_start_units
+    has_units = host.has_units() if has_units is None else has_units
     problems = parsed.problems
     if parsed.draft is not None:
         known = [problem.path for problem in problems]
-        found = faults(parsed.draft, parsed, may_change_user=may_change_user, may_start_units=may_start_units)
-        all_faults = parsed.gather(found)
+        all_faults = parsed.gather(faults(parsed.draft, parsed, has_units=has_units))
         # Where a value was wrong already, what is missing because of it is no news.
         news = [fault for fault in all_faults if not any(path.startswith(fault.path) for path in known)]
         problems = tuple(sorted((*problems, *news), key=lambda problem: problem.line))

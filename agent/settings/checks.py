@@ -4,6 +4,8 @@ import re
 from bisect import insort
 from collections.abc import Iterable, Iterator
 
+import msgspec
+
 from agent.events import EVENT_TYPES
 from agent.policy import Hook, Rule, When
 from agent.settings.model import Settings, ip_address_of, is_open, parse_endpoint
@@ -11,10 +13,7 @@ from agent.typed_yaml import Parsed, format_duration, nearest
 
 _LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
-_UNIT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9:_.\\-]*(@[A-Za-z0-9:_.\\-]+)?\.service")
-_OTHER_UNIT = re.compile(r"\.(socket|target|timer|path|mount|automount|swap|slice|scope|device)$")
-_MAX_UNIT_CHARACTERS = 255
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_UNIT = re.compile(r"(?=.{,255}$)[A-Za-z0-9_][A-Za-z0-9:_.\\-]*(@[A-Za-z0-9:_.\\-]+)?\.service")
 # Searching backtracks, and nothing can end it. These limits, with that of the text searched (policy.py), keep the
 # shapes whose time grows without bound, or to hours, from the engine's thread.
 _MAX_REGEX_CHARACTERS = 1000
@@ -29,23 +28,15 @@ _MAX_COMPARED = 32
 
 # The notice Azure promises; a Terminate has what its scale set says, at least this.
 _NOTICE_SECONDS = {"Freeze": 900.0, "Reboot": 900.0, "Redeploy": 600.0, "Preempt": 30.0, "Terminate": 300.0}
-# The api-version from which on a condition can be met, and a type occurs.
-_KNOWN_SINCE = {
-    "description": "2019-04-01",
-    "source": "2019-08-01",
-    "duration_below": "2020-07-01",
-    "duration_at_least": "2020-07-01",
-}
-_TYPE_SINCE = {"Preempt": "2017-11-01", "Terminate": "2019-01-01"}
+# Conditions of a rule that are lists.
+_LISTS = ("type", "source", "status", "resource", "description")
 
 Finding = tuple[str, str]
 """Path and message."""
 
 
-def faults(
-    settings: Settings, parsed: Parsed[Settings], *, may_change_user: bool, may_start_units: bool
-) -> Iterator[Finding]:
-    """Why a policy cannot be used although each of its values is valid."""
+def faults(settings: Settings, parsed: Parsed[Settings], *, has_units: bool) -> Iterator[Finding]:
+    """Why a policy cannot be used although each of its values is valid. ``has_units``: as ``host.has_units``."""
     yield from _setting_faults(settings)
     firsts: dict[str, int] = {}
     for index, rule in enumerate(settings.rules):
@@ -61,9 +52,7 @@ def faults(
         yield from _when_faults(f"{path}.when", rule.when, parsed)
     yield from _hook_list_faults("on_clear", settings.on_clear, settings, parsed)
     for name, hook in settings.hooks.items():
-        yield from _hook_faults(
-            f"hooks.{name}", hook, parsed, may_change_user=may_change_user, may_start_units=may_start_units
-        )
+        yield from _hook_faults(f"hooks.{name}", hook, parsed, has_units=has_units)
     for name, window in settings.maintenance_windows.items():
         if not window.days:
             path = f"maintenance_windows.{name}.days"
@@ -86,9 +75,6 @@ def _setting_faults(settings: Settings) -> Iterator[Finding]:
     texts = {"vm.name": settings.vm.name, "agent.state_dir": agent.state_dir, "agent.web_config": agent.web_config}
     texts |= {f"vm.aliases[{index}]": alias for index, alias in enumerate(settings.vm.aliases)}
     yield from _blank_faults(texts)
-    for path, text in texts.items():
-        if "\0" in (text or ""):
-            yield path, "the character U+0000 cannot be part of it: remove it"
 
 
 def _can_be(address: str) -> bool:
@@ -121,7 +107,7 @@ def _hook_list_faults(
 
 
 def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[Finding]:
-    for key in ("type", "source", "status", "affects", "resource", "description"):
+    for key in ("affects", *_LISTS):
         if not getattr(when, key) and f"{path}.{key}" in parsed.lines:
             way_out = "" if key == "affects" else ": remove the key if any will do"
             yield f"{path}.{key}", f"expected at least one; got an empty list{way_out}"
@@ -155,9 +141,7 @@ def _regex_fault(text: str) -> str | None:
     return None
 
 
-def _hook_faults(
-    path: str, hook: Hook, parsed: Parsed[Settings], *, may_change_user: bool, may_start_units: bool
-) -> Iterator[Finding]:
+def _hook_faults(path: str, hook: Hook, parsed: Parsed[Settings], *, has_units: bool) -> Iterator[Finding]:
     wrong = {problem.path for problem in parsed.problems}
     ways = ("run", "shell", "unit")
     given = [key for key in ways if getattr(hook, key) is not None or f"{path}.{key}" in wrong]
@@ -169,37 +153,27 @@ def _hook_faults(
     elif hook.run == ():
         yield f"{path}.run", "expected a program and its arguments; got an empty list"
     elif hook.unit is not None:
-        yield from _unit_faults(path, hook, hook.unit, may_start_units=may_start_units)
-    if not may_change_user and hook.user is not None and hook.unit is None:
+        yield from _unit_faults(path, hook, hook.unit, has_units=has_units)
+    if not has_units and hook.user is not None and hook.unit is None:
         yield f"{path}.user", "cannot be used on Windows: remove it, hooks run as the service's account"
     texts = {"run[0]": hook.run[0] if hook.run else None, "shell": hook.shell, "user": hook.user, "cwd": hook.cwd}
     yield from _blank_faults({f"{path}.{key}": text for key, text in texts.items()})
-    texts |= {f"run[{index}]": text for index, text in enumerate(hook.run or ())}
-    texts |= {f"env.{variable}": text for variable, text in hook.env.items()}
-    for key, text in texts.items():
-        if "\0" in (text or ""):
-            yield f"{path}.{key}", "the character U+0000 cannot be passed to a program"
     for variable in hook.env:
         if not variable or "=" in variable or "\0" in variable:
-            # What stands after a = was meant for its value, and may be secret.
+            # What follows a = was meant as the value and may be secret.
             name, equals, _ = variable.partition("=")
             yield f"{path}.env", f'expected a variable\'s name; got "{name}{equals and "=..."}"'
 
 
-def _unit_faults(path: str, hook: Hook, unit: str, *, may_start_units: bool) -> Iterator[Finding]:
-    if not may_start_units:
+def _unit_faults(path: str, hook: Hook, unit: str, *, has_units: bool) -> Iterator[Finding]:
+    if not has_units:
         yield f"{path}.unit", "cannot be used on Windows, where there is no systemd: use run or shell"
-    elif _UNIT.fullmatch(unit) is None or len(unit) > _MAX_UNIT_CHARACTERS:
+    elif _UNIT.fullmatch(unit) is None:
         expected = "the name of a service such as drain-web.service or drain@web.service"
-        other = f"; a {unit.rpartition('.')[2]} has no end to wait for" if _OTHER_UNIT.search(unit) else ""
-        yield f"{path}.unit", f'expected {expected}; got "{unit}"{other}'
+        yield f"{path}.unit", f'expected {expected}; got "{unit}"'
     for key, option in (("user", "User="), ("cwd", "WorkingDirectory=")):
         if getattr(hook, key) is not None:
             yield f"{path}.{key}", f"cannot be used together with unit: {option} in the unit's file says it"
-    for variable in hook.env:
-        if variable and _VARIABLE.fullmatch(variable) is None and not set("=\0") & set(variable):
-            expected = "letters, digits and _, as systemd ignores any other variable"
-            yield f"{path}.env", f'expected {expected}; got "{variable}"'
 
 
 def _blank_faults(texts: dict[str, str | None]) -> Iterator[Finding]:
@@ -227,17 +201,16 @@ def doubts(settings: Settings) -> Iterator[Finding]:
     if (endpoint := parse_endpoint(settings.imds.endpoint)) and _is_name(endpoint[0]):
         yield "imds.endpoint", f"{endpoint[0]} is looked up before each request: write an address"
     used = set(settings.on_clear)
-    above: list[_Reach] = []
+    above: list[Rule] = []
     for index, rule in enumerate(settings.rules):
         path = f"rules[{index}]"
         used.update(rule.prepare, rule.on_start, rule.recover)
-        reach = _Reach(rule)
-        if (earlier := next((other for other in above[:_MAX_COMPARED] if other.covers(reach)), None)) is not None:
-            yield path, f"never matches: rule {earlier.rule_name} above takes every event that it could take"
-        insort(above, reach)
+        earlier = next((other for other in above[:_MAX_COMPARED] if _covers(other.when, rule.when)), None)
+        if earlier is not None:
+            yield path, f"never matches: rule {earlier.name} above takes every event that it could take"
+        insort(above, rule, key=_condition_count)
         yield from _rule_doubts(path, rule)
         yield from _time_doubts(path, rule, settings.hooks)
-        yield from _version_doubts(path, rule.when, settings.imds.api_version)
     for name in settings.hooks:
         if name not in used:
             yield f"hooks.{name}", "no rule names this hook"
@@ -286,50 +259,22 @@ def _time_doubts(path: str, rule: Rule, hooks: dict[str, Hook]) -> Iterator[Find
             yield f"{path}.drain_for", f"is as long as the usual notice ({notices}): it will be cut short"
 
 
-def _version_doubts(path: str, when: When, api_version: str) -> Iterator[Finding]:
-    for key, since in _KNOWN_SINCE.items():
-        if getattr(when, key) not in ((), None) and api_version < since:
-            yield (
-                f"{path}.when.{key}",
-                f"never holds: it needs imds.api_version {since} or newer, not {api_version}",
-            )
-    missing = [name for name in when.type if api_version < _TYPE_SINCE.get(name, "")]
-    if missing:
-        since = max(_TYPE_SINCE[name] for name in missing)
-        yield (
-            f"{path}.when.type",
-            f"{', '.join(missing)}: only with imds.api_version {since} or newer, not {api_version}",
-        )
+def _condition_count(rule: Rule) -> int:
+    return sum(value not in ((), None) for value in msgspec.structs.astuple(rule.when))
 
 
-class _Reach:
-    """Which events a rule takes, in a form that is quickly compared."""
-
-    def __init__(self, rule: Rule) -> None:
-        when = rule.when
-        self.rule_name = rule.name
-        affects = (*when.affects, "shared") if "self" in when.affects else when.affects
-        self.sets = [frozenset(affects)]
-        self.sets += [
-            frozenset(getattr(when, key)) for key in ("type", "source", "status", "resource", "description")
-        ]
-        self.below = (when.duration_below, when.notice_below)
-        self.at_least = (when.duration_at_least, when.notice_at_least)
-        limits = (*self.below, *self.at_least)
-        self.condition_count = sum(map(bool, self.sets)) + sum(limit is not None for limit in limits)
-
-    def __lt__(self, other: "_Reach") -> bool:
-        return self.condition_count < other.condition_count
-
-    def covers(self, other: "_Reach") -> bool:
-        """Whether it certainly takes every event that the other takes."""
-        for mine, its in zip(self.sets, other.sets, strict=True):
-            if mine and not (its and its <= mine):
-                return False
-        for limit, its_limit in zip(self.below, other.below, strict=True):
-            if limit is not None and (its_limit is None or its_limit > limit):
-                return False
-        for limit, its_limit in zip(self.at_least, other.at_least, strict=True):
-            if limit is not None and (its_limit is None or its_limit < limit):
-                return False
-        return True
+def _covers(wide: When, narrow: When) -> bool:
+    """Whether ``wide`` certainly takes every event that ``narrow`` takes."""
+    affects = (*wide.affects, "shared") if "self" in wide.affects else wide.affects
+    pairs = [(affects, narrow.affects)]
+    pairs += [(getattr(wide, key), getattr(narrow, key)) for key in _LISTS]
+    if any(mine and not (its and set(its) <= set(mine)) for mine, its in pairs):
+        return False
+    for kind in ("duration", "notice"):
+        below, its_below = getattr(wide, f"{kind}_below"), getattr(narrow, f"{kind}_below")
+        at_least, its_at_least = getattr(wide, f"{kind}_at_least"), getattr(narrow, f"{kind}_at_least")
+        if below is not None and (its_below is None or its_below > below):
+            return False
+        if at_least is not None and (its_at_least is None or its_at_least < at_least):
+            return False
+    return True

@@ -379,7 +379,7 @@ def test_what_turns_or_ends_a_line_for_some_readers_is_taken_out() -> None:
         (f"{SECRET}: {SECRET}", None),
         (f"*{SECRET}", "the alias has no anchor above it"),
         (f"[{SECRET}]", "hooks.x.env.TOKEN: expected a text; got a list"),
-        (f'"{SECRET}\\0"', "hooks.x.env.TOKEN: the character U+0000 cannot be passed to a program"),
+        (f'"{SECRET}\\0"', "hooks.x.env.TOKEN: the character U+0000 cannot be part of it: remove it"),
         (f'"{SECRET}\\q"', "unknown escape in double quotes: write a backslash twice, or use single quotes"),
     ],
 )

@@ -291,7 +291,7 @@ def test_without_a_bus_the_hook_is_not_started_and_check_says_so(
     assert _ending() == ("not_started", None, f"cannot start drain.service: {fault}")
     # The first one tells it for all: without an answer, each question takes its time.
     text = "on_clear: [a, b]\nhooks: {a: {unit: drain.service}, b: {unit: drain-b.service}}"
-    loaded = parse_settings(text, "p", may_start_units=True)
+    loaded = parse_settings(text, "p", has_units=True)
     assert [str(warning) for warning in check_files(loaded)] == [
         f"p:2: hooks.a.unit: cannot be looked up: {fault}"
     ]

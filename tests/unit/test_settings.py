@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from agent.policy import Hook
+from agent.policy import Hook, When
 from agent.settings import ConfigError, Settings, checks, load_policy, parse_settings
 
 
-def faults(text: str, *, may_change_user: bool = True, may_start_units: bool = True) -> Sequence[str]:
+def faults(text: str, *, has_units: bool = True) -> Sequence[str]:
     with pytest.raises(ConfigError) as caught:
-        parse_settings(text, "policy.yaml", may_change_user=may_change_user, may_start_units=may_start_units)
+        parse_settings(text, "policy.yaml", has_units=has_units)
     assert caught.value.kind == "config"
     assert str(caught.value) == "\n".join(caught.value.problems)
     return caught.value.problems
@@ -60,14 +60,13 @@ def test_the_fault_form_is_the_documented_one() -> None:
         ("\nhooks: {a: {run: [x], shell: x}}", "hooks.a: expected one of run (a program and its arguments), shell (a command line) or unit (a systemd service); got run and shell"),
         ("\nhooks: {a: {run: [x], shell: x, unit: x.service}}", "hooks.a: expected one of run (a program and its arguments), shell (a command line) or unit (a systemd service); got run and shell and unit"),
         ("\nhooks: {a: {unit: drain}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "drain"'),
-        ("\nhooks: {a: {unit: drain.timer}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "drain.timer"; a timer has no end to wait for'),
+        ("\nhooks: {a: {unit: drain.timer}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "drain.timer"'),
         ("\nhooks: {a: {unit: ../drain.service}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "../drain.service"'),
         ("\nhooks: {a: {unit: -drain.service}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "-drain.service"'),
         ("\nhooks: {a: {unit: drain@.service}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "drain@.service"'),
         ("\nhooks: {a: {unit: ''}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got ""'),
         ("\nhooks: {a: {unit: a.service, user: app}}", "hooks.a.user: cannot be used together with unit: User= in the unit's file says it"),
         ("\nhooks: {a: {unit: a.service, cwd: /}}", "hooks.a.cwd: cannot be used together with unit: WorkingDirectory= in the unit's file says it"),
-        ("\nhooks: {a: {unit: a.service, env: {A-B: c}}}", 'hooks.a.env: expected letters, digits and _, as systemd ignores any other variable; got "A-B"'),
         ("\nhooks: {a: {unit: a.service, env: {A=B: c}}}", 'hooks.a.env: expected a variable\'s name; got "A=..."'),
         ("\nhooks: {a: {run: []}}", "hooks.a.run: expected a program and its arguments; got an empty list"),
         ("\nhooks: {a: {run: ['']}}", "hooks.a.run[0]: expected a text; got an empty one"),
@@ -75,7 +74,7 @@ def test_the_fault_form_is_the_documented_one() -> None:
         ("\nhooks: {a: {shell: x, timeout: 0s}}", "hooks.a.timeout: expected more than 0s; got 0s"),
         ('\nagent: {state_dir: "/a\\0"}', "agent.state_dir: the character U+0000 cannot be part of it: remove it"),
         ('\nagent: {web_config: "/a\\0"}', "agent.web_config: the character U+0000 cannot be part of it: remove it"),
-        ('\nhooks: {a: {run: [x, "\\0"]}}', "hooks.a.run[1]: the character U+0000 cannot be passed to a program"),
+        ('\nhooks: {a: {run: [x, "\\0"]}}', "hooks.a.run[1]: the character U+0000 cannot be part of it: remove it"),
         (
             '\nhooks: {a: {shell: x, env: "TOKEN=abc"}}',
             "hooks.a.env: expected keys with values; got a text, not shown here for it may be secret",
@@ -128,15 +127,15 @@ def test_the_endpoint_is_an_http_address_or_auto(endpoint: str) -> None:
 
 def test_a_hook_cannot_choose_its_user_on_windows() -> None:
     text = "hooks: {a: {shell: x, user: app}}"
-    assert faults(text, may_change_user=False) == (
+    assert faults(text, has_units=False) == (
         "policy.yaml:1: hooks.a.user: cannot be used on Windows: remove it, hooks run as the service's account",
     )
-    assert parse_settings(text, "p", may_change_user=True).settings.hooks["a"].user == "app"
+    assert parse_settings(text, "p", has_units=True).settings.hooks["a"].user == "app"
 
 
 def test_a_hook_cannot_be_a_unit_on_windows() -> None:
     text = "hooks: {a: {unit: drain-web.service}}"
-    assert faults(text, may_start_units=False) == (
+    assert faults(text, has_units=False) == (
         "policy.yaml:1: hooks.a.unit: cannot be used on Windows, where there is no systemd: use run or shell",
     )
 
@@ -146,13 +145,13 @@ def test_a_hook_cannot_be_a_unit_on_windows() -> None:
 )
 def test_a_hook_can_be_a_service_with_a_time_limit_and_variables(unit: str) -> None:
     text = f"hooks: {{a: {{unit: {unit}, env: {{B: c}}, timeout: 5s, attempts: 2}}}}"
-    hook = parse_settings(text, "p", may_start_units=True).settings.hooks["a"]
+    hook = parse_settings(text, "p", has_units=True).settings.hooks["a"]
     assert hook == Hook(unit=unit, env={"B": "c"}, timeout=5.0, attempts=2)
 
 
 def test_the_name_of_a_unit_is_no_longer_than_systemd_allows() -> None:
     longest = "a" * 247 + ".service"
-    assert parse_settings(f"hooks: {{a: {{unit: {longest}}}}}", "p", may_start_units=True).settings.hooks
+    assert parse_settings(f"hooks: {{a: {{unit: {longest}}}}}", "p", has_units=True).settings.hooks
     assert len(faults(f"hooks: {{a: {{unit: a{longest}}}}}")) == 1
 
 
@@ -301,14 +300,14 @@ def test_an_endpoint_with_a_name_is_a_warning(host: str, is_warned_of: bool) -> 
 
 def test_many_rules_are_compared_with_few_others(monkeypatch: pytest.MonkeyPatch) -> None:
     compared = 0
-    covers = checks._Reach.covers
+    covers = checks._covers
 
-    def counted(self: checks._Reach, other: checks._Reach) -> bool:
+    def counted(wide: When, narrow: When) -> bool:
         nonlocal compared
         compared += 1
-        return covers(self, other)
+        return covers(wide, narrow)
 
-    monkeypatch.setattr(checks._Reach, "covers", counted)
+    monkeypatch.setattr(checks, "_covers", counted)
     named = [f"  - {{name: n{index}, when: {{resource: 'web_{index}'}}}}" for index in range(1000)]
     timed = [f"  - {{name: t{index}, when: {{duration_below: {index + 1}s}}}}" for index in reversed(range(1000))]
     last = "  - {name: last, when: {type: Freeze}}"
@@ -321,19 +320,3 @@ def test_many_rules_are_compared_with_few_others(monkeypatch: pytest.MonkeyPatch
 def test_a_window_nobody_uses_is_a_warning() -> None:
     text = "maintenance_windows: {night: {start: 02:00, length: 4h}}"
     assert warnings(text) == ["policy.yaml:1: maintenance_windows.night: no rule names this maintenance window"]
-
-
-def test_conditions_that_the_api_version_never_meets_are_warnings() -> None:
-    text = (
-        "imds: {api_version: 2017-08-01}\nrules:\n  - {name: a, when: {source: User, type: [Reboot, Preempt]}}\n"
-    )
-    assert warnings(text) == [
-        (
-            "policy.yaml:3: rules[0].when.source: never holds: it needs imds.api_version 2019-08-01 or newer, "
-            "not 2017-08-01"
-        ),
-        (
-            "policy.yaml:3: rules[0].when.type: Preempt: only with imds.api_version 2017-11-01 or newer, "
-            "not 2017-08-01"
-        ),
-    ]

@@ -251,14 +251,6 @@ def test_a_duration_of_centuries_is_refused() -> None:
         parse_duration("99999999d")
 
 
-def test_a_type_that_cannot_be_read_is_the_programmers_error() -> None:
-    class Wrong(msgspec.Struct):
-        value: set[str]
-
-    with pytest.raises(TypeError, match="a type that cannot be read"):
-        parse("value: [a]", Wrong, "f.yaml")
-
-
 @given(st.text() | st.binary())
 def test_no_text_whatever_makes_the_reader_fail(text: str | bytes) -> None:
     parsed = read(text)

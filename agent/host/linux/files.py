@@ -27,7 +27,6 @@ __all__ = [
     "HeldLock",
     "access_fault",
     "account_name",
-    "can_change_user",
     "create_private_dir",
     "default_config_path",
     "default_state_dir",
@@ -272,11 +271,6 @@ def has_account(name: str) -> bool:
         pwd.getpwnam(name)
     except KeyError:
         return False
-    return True
-
-
-def can_change_user() -> bool:
-    """Whether a hook may run as another account, if the agent itself is allowed to."""
     return True
 
 

@@ -26,11 +26,11 @@ if sys.platform == "win32":
 __all__ = [
     "ServiceManager",
     "boot_id",
-    "can_start_units",
     "claim_port",
     "dhcp_option_245",
     "find_systemctl",
     "has_terminal_colors",
+    "has_units",
     "is_journal",
     "is_same_boot",
     "is_shutting_down",
@@ -109,8 +109,8 @@ def find_systemctl() -> str:
     return program
 
 
-def can_start_units() -> bool:
-    """Whether a hook may be a unit of the service manager, if there is one."""
+def has_units() -> bool:
+    """Whether hooks may be units of the service manager, or run as another account."""
     return True
 
 

@@ -25,7 +25,6 @@ __all__ = [
     "HeldLock",
     "access_fault",
     "account_name",
-    "can_change_user",
     "create_private_dir",
     "default_config_path",
     "default_state_dir",
@@ -193,11 +192,6 @@ def access_fault(path: Path, purpose: Literal["execute", "write"], user: str | N
 def account_name() -> str:
     """The account that this process runs as; not from the environment, which any user can set."""
     return str(win32api.GetUserName())
-
-
-def can_change_user() -> bool:
-    """Whether a hook may run as another account, if the agent itself is allowed to."""
-    return False
 
 
 def has_account(name: str) -> bool:

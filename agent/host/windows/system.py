@@ -28,11 +28,11 @@ if sys.platform == "win32" or TYPE_CHECKING:
 __all__ = [
     "ServiceManager",
     "boot_id",
-    "can_start_units",
     "claim_port",
     "dhcp_option_245",
     "find_systemctl",
     "has_terminal_colors",
+    "has_units",
     "is_journal",
     "is_same_boot",
     "is_shutting_down",
@@ -124,8 +124,8 @@ def find_systemctl() -> str:
     )
 
 
-def can_start_units() -> bool:
-    """Whether a hook may be a unit of the service manager."""
+def has_units() -> bool:
+    """Whether hooks may be units of the service manager, or run as another account."""
     return False
 
 
