@@ -3,25 +3,22 @@
 import argparse
 import contextlib
 import json
+import queue
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agent import AgentError
-from agent.simulator import Happening, SimulatedEvent, Simulator
+from agent.simulator import SimulatedEvent, Simulator
 from agent.status import JournalEntry
 from agent.store import Store
 
-_VM = "web-1"
-_START_WITHIN_SECONDS = 15.0
-_SCENE_WITHIN_SECONDS = 15.0
+_WITHIN_SECONDS = 15.0
 
 _POLICY = """\
 rules:
@@ -55,8 +52,7 @@ time.sleep({"drain": 1.0, "checkpoint": 1.5, "resume": 0.2}[name])
 """
 
 
-@dataclass(frozen=True)
-class _Scene:
+class _Scene(NamedTuple):
     """One event, and how it must end."""
 
     title: str
@@ -66,8 +62,7 @@ class _Scene:
     rule: str
     hooks: tuple[str, ...]
     """``name: outcome``, in order."""
-    is_approved: bool
-    summary: str
+    is_approved: bool = True
 
 
 _SOON = {"notice_seconds": 60, "start_delay_seconds": 0.4, "lasts_seconds": 0.8}
@@ -78,8 +73,6 @@ _SCENES = (
         {**_SOON, "source": "User"},
         rule="user-initiated",
         hooks=(),
-        is_approved=True,
-        summary="approved at once",
     ),
     _Scene(
         "Azure wants to pause it for 5 seconds: short enough, approved at once",
@@ -87,8 +80,6 @@ _SCENES = (
         {**_SOON, "duration_seconds": 5},
         rule="short-freeze",
         hooks=(),
-        is_approved=True,
-        summary="approved at once",
     ),
     _Scene(
         "Azure wants to reboot the host: drain, approve, wait for the end, put back in service",
@@ -96,8 +87,6 @@ _SCENES = (
         _SOON,
         rule="impactful",
         hooks=("drain: succeeded", "resume: succeeded"),
-        is_approved=True,
-        summary="drained, approved, recovered",
     ),
     _Scene(
         "A Spot VM is evicted in 8 seconds: the checkpoint must be written by then",
@@ -105,8 +94,6 @@ _SCENES = (
         {**_SOON, "notice_seconds": 8},
         rule="eviction",
         hooks=("checkpoint: succeeded",),
-        is_approved=True,
-        summary="checkpoint in time, approved",
     ),
     _Scene(
         "The drain fails: nothing is approved, Azure waits until NotBefore; recovered anyway",
@@ -115,7 +102,6 @@ _SCENES = (
         rule="impactful",
         hooks=("drain: failed", "resume: succeeded"),
         is_approved=False,
-        summary="held, not approved, recovered",
     ),
 )
 
@@ -130,27 +116,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(_: argparse.Namespace) -> int:
-    teller = _Teller()
-    with tempfile.TemporaryDirectory(prefix="scheduled-events-demo-") as name, Simulator(vms=(_VM,)) as azure:
+    shown = _Shown()
+    with tempfile.TemporaryDirectory(prefix="scheduled-events-demo-") as name, Simulator(vms=("web-1",)) as azure:
         directory = Path(name)
         config = _write_files(directory, azure.endpoint())
         print("Starts the real agent against a simulated Azure, both on loopback and in a temporary directory.\n")
         print("The policy:\n", flush=True)
         print("".join(f"    {line}\n" for line in _POLICY.splitlines()))
-        threading.Thread(target=_tell_azure, args=(azure, teller), daemon=True).start()
-        with _agent(config, directory, teller):
-            azure.wait_polls(1, timeout_seconds=_START_WITHIN_SECONDS)
-            events = [_play(azure, scene, teller) for scene in _SCENES]
+        threading.Thread(target=_show_azure, args=(azure, shown), daemon=True).start()
+        with _agent(config, directory, shown):
+            azure.wait_polls(1, timeout_seconds=_WITHIN_SECONDS)
+            events = [_play(azure, scene, shown) for scene in _SCENES]
         with contextlib.closing(Store.look_into(directory / "state")) as store:
             journal = store.load_journal()
-        return _show_results(azure, events, journal, time.monotonic() - teller.began)
+    print("\nHow it ended:\n")
+    wrong = [event for scene, event in zip(_SCENES, events, strict=True) if not _ended_well(scene, event, journal)]
+    verdict = f"{len(wrong)} of {len(events)} did not end as expected" if wrong else "all as expected"
+    print(f"\n{verdict}, in {time.monotonic() - shown.began:.0f} seconds")
+    return 1 if wrong else 0
 
 
-def _play(azure: Simulator, scene: _Scene, teller: "_Teller") -> SimulatedEvent:
-    teller.tell("", f"\n--- {scene.title}")
+def _play(azure: Simulator, scene: _Scene, shown: "_Shown") -> SimulatedEvent:
+    shown.line("", f"\n--- {scene.title}")
     event_id = azure.schedule(scene.type, **scene.plan)  # type: ignore[arg-type]
-    azure.wait_gone(event_id, timeout_seconds=_SCENE_WITHIN_SECONDS)
-    teller.wait_closed(event_id)
+    azure.wait_gone(event_id, timeout_seconds=_WITHIN_SECONDS)
+    with contextlib.suppress(queue.Empty):  # then the journal shows what is missing
+        shown.closed.get(timeout=_WITHIN_SECONDS)
     return azure.event(event_id)
 
 
@@ -172,138 +163,90 @@ def _write_files(directory: Path, endpoint: str) -> Path:
 
 
 @contextlib.contextmanager
-def _agent(config: Path, directory: Path, teller: "_Teller") -> Iterator[None]:
+def _agent(config: Path, directory: Path, shown: "_Shown") -> Iterator[None]:
     # Started as this program was, wherever its modules were found: by -m, a script of pip's, a package's launcher.
     this_program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
     command = [*this_program, "run", "--config", str(config), "--state-dir", str(directory / "state")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8")
-    reader = threading.Thread(target=_tell_agent, args=(process, teller), daemon=True)
-    reader.start()
-    try:
-        yield
-        if process.poll() is not None:
-            raise AgentError(f"the agent ended by itself with exit code {process.returncode}")
-    finally:
-        process.terminate()  # on Windows that is a kill, which the agent takes as well
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8") as process:
+        reader = threading.Thread(target=_show_agent, args=(process, shown), daemon=True)
+        reader.start()
         try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        reader.join()
-        if process.stderr is not None:
-            process.stderr.close()
+            yield
+            if process.poll() is not None:
+                raise AgentError(f"the agent ended by itself with exit code {process.returncode}")
+        finally:
+            process.terminate()  # on Windows that is a kill, which the agent takes as well
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            reader.join()
 
 
-class _Teller:
-    """Prints one line at a time, from any thread, and knows which events the agent has closed."""
+class _Shown:
+    """Prints one line at a time, from any thread."""
 
     def __init__(self) -> None:
         self.began = time.monotonic()
-        self._lock = threading.Condition()
-        self._closed: set[str] = set()
+        self.closed: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """The ids of events that the agent has closed."""
+        self._lock = threading.Lock()
 
-    def close(self, event_id: str) -> None:
+    def line(self, source: str, text: str) -> None:
         with self._lock:
-            self._closed.add(event_id)
-            self._lock.notify_all()
-
-    def wait_closed(self, event_id: str) -> None:
-        """Wait some seconds for it; if it does not come, the table shows what is missing."""
-        with self._lock:
-            self._lock.wait_for(lambda: event_id in self._closed, _SCENE_WITHIN_SECONDS)
-
-    def tell(self, who: str, text: str) -> None:
-        with self._lock:
-            if who:
-                print(f"{time.monotonic() - self.began:5.1f}s  {who:6} {text}", flush=True)
-            else:
-                print(text, flush=True)
+            lead = f"{time.monotonic() - self.began:5.1f}s  {source:6} " if source else ""
+            print(f"{lead}{text}", flush=True)
 
 
-def _tell_azure(azure: Simulator, teller: _Teller) -> None:
+def _show_azure(azure: Simulator, shown: _Shown) -> None:
     for happening in azure.follow():
-        sentence = _azure_sentence(happening)
-        if sentence:
-            teller.tell("Azure", sentence)
+        event = happening.event
+        if event is None:
+            continue
+        name = f"{event.plan.type} {event.id[:8]}"
+        notice = (event.not_before_at - event.scheduled_at).total_seconds()
+        words = {
+            "scheduled": f"announces {name}, at the earliest in {notice:.0f}s",
+            "approved": f"gets the approval of {name}",
+            "started": f"starts {name}",
+            "gone": f"is done with {name}",
+        }
+        if happening.kind in words:
+            shown.line("Azure", words[happening.kind])
 
 
-def _azure_sentence(happening: Happening) -> str:
-    event = happening.event
-    if event is None:
-        return ""
-    name = f"{event.plan.type} {event.id[:8]}"
-    notice = (event.not_before_at - event.scheduled_at).total_seconds()
-    words = {
-        "scheduled": f"announces {name}, at the earliest in {notice:.0f}s",
-        "approved": f"gets the approval of {name}",
-        "started": f"starts {name}",
-        "gone": f"is done with {name}",
-    }
-    return words.get(happening.kind, "")
+_SHOWN_MESSAGES = ("decided", "preparing", "hook finished", "approving", "held", "recovering", "closed")
 
 
-def _tell_agent(process: "subprocess.Popen[str]", teller: _Teller) -> None:
+def _show_agent(process: "subprocess.Popen[str]", shown: _Shown) -> None:
     for line in process.stderr or ():
         try:
             entry = json.loads(line)
         except ValueError:
-            teller.tell("agent", line.rstrip())
+            shown.line("agent", line.rstrip())
             continue
-        message = entry.get("message", "")
+        message, reason = entry.get("message", ""), entry.get("reason", "")
         if message == "hook output":
-            teller.tell("hook", f"{entry['hook']}: {entry['line']}")
-        elif message in _TOLD:
-            teller.tell("agent", f"approves: {entry['reason']}" if message == "approving" else entry["reason"])
+            shown.line("hook", f"{entry['hook']}: {entry['line']}")
+        elif message in _SHOWN_MESSAGES:
+            shown.line("agent", f"approves: {reason}" if message == "approving" else reason)
             if message == "closed":
-                teller.close(entry["event_id"])
+                shown.closed.put(entry["event_id"])
         elif entry.get("level") in ("warning", "error"):
-            teller.tell("agent", f"{message}: {entry.get('reason', '')}")
+            shown.line("agent", f"{message}: {reason}")
 
 
-_TOLD = ("decided", "preparing", "hook finished", "approving", "held", "recovering", "closed")
-
-
-def _show_results(
-    azure: Simulator, events: list[SimulatedEvent], journal: list[JournalEntry], seconds: float
-) -> int:
-    """The table of what Azure and the agent's journal say; 1 if an event did not end as its scene says."""
-    rows = [("event", "rule", "hooks", "approved", "started", "expected", "")]
-    wrong = 0
-    for scene, event in zip(_SCENES, events, strict=True):
-        entries = [entry for entry in journal if entry.event_id == event.id]
-        decided = next((entry.text for entry in entries if entry.kind == "decided"), "")
-        rule = decided.removeprefix("rule ").partition(" ")[0]
-        hooks = tuple(f"{entry.hook}: {entry.outcome}" for entry in entries if entry.kind == "hook_finished")
-        is_closed = any(entry.kind == "closed" and entry.text == "is over: completed" for entry in entries)
-        count, started_at = len(azure.approvals(event.id)), event.started_at or event.scheduled_at
-        is_early = event.approved_at is not None and started_at < event.not_before_at
-        is_right = (rule, hooks, count, is_early) == (
-            scene.rule,
-            scene.hooks,
-            scene.is_approved,
-            scene.is_approved,
-        )
-        wrong += not (is_right and is_closed)
-        rows.append(
-            (
-                f"{scene.type} {event.id[:8]}",
-                rule,
-                ", ".join(hooks) or "none",
-                _after(event, event.approved_at) if event.approved_at else "no",
-                _after(event, started_at),
-                scene.summary,
-                "ok" if is_right and is_closed else "WRONG",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    print("\nHow it ended:\n")
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    verdict = "all as expected" if not wrong else f"{wrong} of {len(_SCENES)} did not end as expected"
-    print(f"\n{verdict}, in {seconds:.0f} seconds")
-    return 1 if wrong else 0
-
-
-def _after(event: SimulatedEvent, at: datetime) -> str:
-    return f"after {(at - event.scheduled_at).total_seconds():.1f}s"
+def _ended_well(scene: _Scene, event: SimulatedEvent, journal: list[JournalEntry]) -> bool:
+    """Print what Azure and the agent's journal say of the event; whether that is as the scene has it."""
+    entries = [entry for entry in journal if entry.event_id == event.id]
+    decided = next((entry.text for entry in entries if entry.kind == "decided"), "")
+    rule = decided.removeprefix("rule ").partition(" ")[0]
+    hooks = tuple(f"{entry.hook}: {entry.outcome}" for entry in entries if entry.kind == "hook_finished")
+    is_closed = any(entry.kind == "closed" and entry.text == "is over: completed" for entry in entries)
+    is_approved = event.approved_at is not None
+    is_right = (rule, hooks, is_approved) == (scene.rule, scene.hooks, scene.is_approved) and is_closed
+    approved = "approved" if is_approved else "not approved"
+    started = ((event.started_at or event.scheduled_at) - event.scheduled_at).total_seconds()
+    told = ", ".join((f"rule {rule}", *hooks, approved, f"started after {started:.1f}s"))
+    print(f"{'ok' if is_right else 'WRONG':5}  {scene.type:8}  {event.id[:8]}  {told}")
+    return is_right

@@ -152,14 +152,6 @@ def _count(number: int, what: str) -> str:
 
 def _record(arguments: argparse.Namespace) -> int:
     """Write down what a real endpoint gives, until Ctrl-C or the end of ``--for``."""
-    others = {
-        "SCENARIO": arguments.scenario, "--list": arguments.list, "--check": arguments.check, "--vm": arguments.vm,
-        "--port": arguments.port, "--control": arguments.control is not None, "--requests": arguments.requests,
-        "--now": arguments.now, "--speed": arguments.speed != 1, "--json": arguments.json,
-        "--bind": arguments.bind != "127.0.0.1",
-    }  # fmt: skip
-    if needless := [option for option, value in others.items() if value]:
-        raise AgentError(f"--record simulates nothing: leave out {', '.join(needless)}", kind="usage")
     if arguments.record.suffix != SUFFIX:
         raise AgentError(f"--record: expected a file that ends in {SUFFIX}; got {arguments.record}", kind="usage")
     stop_requested = threading.Event()

@@ -401,7 +401,6 @@ def test_the_command_checks_a_scenario_without_playing_it(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--record", "a.jsonl", "outage", "--now"), "--record simulates nothing: leave out SCENARIO, --now"),
         (("r.jsonl", "--vm", "a", "--vm", "b"), "--vm: a recording has 1 VM; got 2 names"),
         (("--record", "a.txt"), "--record: expected a file that ends in .jsonl; got a.txt"),
         (("--from", "http://a"), "--from and --for say what to record: name a file with --record"),
