@@ -21,16 +21,10 @@ _LOOK_SECONDS = 1.0
 
 ClientAuthType = Literal["NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerifyClientCert"]
 
-_ABSENT = "the agent has no such setting: remove it"
-# Keys of the format for which "unknown key" would not tell the way out.
-_REFUSED = {
-    "basic_auth_users": (
-        "the agent checks no passwords: ask for client certificates (client_auth_type: "
-        "RequireAndVerifyClientCert), or have a reverse proxy ask for passwords"
-    ),
-    "http_server_config": _ABSENT,
-    "tls_server_config.max_version": _ABSENT,
-}
+_NO_PASSWORDS = (
+    "the agent checks no passwords: ask for client certificates (client_auth_type: RequireAndVerifyClientCert), "
+    "or have a reverse proxy ask for passwords"
+)
 
 
 class TlsServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,6 +107,21 @@ def doubts(config: WebConfig, *, is_open: bool) -> Iterator[str]:
         yield "every client that reaches the pages may read them: ask for client certificates"
 
 
+def named_files(path: Path, config: WebConfig) -> dict[str, Path]:
+    """The files that the file names, by their keys."""
+    tls = config.tls_server_config
+    names = {"cert_file": tls.cert_file, "key_file": tls.key_file, "client_ca_file": tls.client_ca_file}
+    return {key: path.parent / name for key, name in names.items() if name is not None}
+
+
+class _FileError(Exception):
+    """Something of ``tls_server_config`` cannot be used; ``key`` says what, "" for the whole."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = f"tls_server_config{'.' if key else ''}{key}"
+
+
 def _read(path: Path) -> tuple[WebConfig, ssl.SSLContext]:
     try:
         with path.open("rb") as file:
@@ -122,75 +131,43 @@ def _read(path: Path) -> tuple[WebConfig, ssl.SSLContext]:
     if len(text) > _MAX_FILE_BYTES:
         raise TlsError(f"{path}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger")
     parsed = parse(text, WebConfig, str(path))
-    refused = [parsed.problem(key, text) for key, text in _REFUSED.items() if key in parsed.lines]
-    lines = {problem.line for problem in refused}
-    problems = (*refused, *(problem for problem in parsed.problems if problem.line not in lines))
-    if parsed.value is not None and not problems:
-        contexts: list[ssl.SSLContext] = []
-        problems = parsed.gather(_faults(parsed.value.tls_server_config, path, contexts))
-        if not problems:
-            return parsed.value, contexts[0]
-    raise TlsError("\n".join(map(str, sorted(problems, key=lambda problem: problem.line))))
-
-
-def _faults(tls: TlsServerConfig, path: Path, contexts: list[ssl.SSLContext]) -> Iterator[tuple[str, str]]:
-    """What makes the file unusable though its shape is right; without any, ``contexts`` has the one for TLS."""
-    asks = tls.client_auth_type != "NoClientCert"
-    if asks != (tls.client_ca_file is not None):
-        missing = "client_ca_file" if asks else "client_auth_type"
-        yield "tls_server_config", f"client_auth_type and client_ca_file go together: {missing} is missing"
-        return
-    files = _files_of(tls, path)
-    is_readable = True
-    for key, file in files.items():
-        try:
-            file.open("rb").close()
-        except (OSError, ValueError) as error:  # ValueError: no path at all
-            is_readable = False
-            yield f"tls_server_config.{key}", f"{file} cannot be read: {getattr(error, 'strerror', None) or error}"
-    if is_readable:
-        try:
-            contexts.append(_context(tls, files))
-        except _FileError as error:
-            yield f"tls_server_config.{error.key}", str(error)
-
-
-class _FileError(Exception):
-    """A file is not what TLS needs; ``key`` says which."""
-
-    def __init__(self, key: str, message: str) -> None:
-        super().__init__(message)
-        self.key = key
-
-
-def named_files(path: Path, config: WebConfig) -> dict[str, Path]:
-    """The files that the file names, by their keys."""
-    return _files_of(config.tls_server_config, path)
-
-
-def _files_of(tls: TlsServerConfig, path: Path) -> dict[str, Path]:
-    names = {"cert_file": tls.cert_file, "key_file": tls.key_file, "client_ca_file": tls.client_ca_file}
-    return {key: path.parent / name for key, name in names.items() if name is not None}
+    if "basic_auth_users" in parsed.lines:
+        raise TlsError(str(parsed.problem("basic_auth_users", _NO_PASSWORDS)))
+    if parsed.value is None or parsed.problems:
+        raise TlsError("\n".join(map(str, parsed.problems)))
+    try:
+        return parsed.value, _context(parsed.value.tls_server_config, named_files(path, parsed.value))
+    except _FileError as error:
+        raise TlsError(str(parsed.problem(error.key, str(error)))) from error
 
 
 def _context(tls: TlsServerConfig, files: dict[str, Path]) -> ssl.SSLContext:
+    asks = tls.client_auth_type != "NoClientCert"
+    if asks != ("client_ca_file" in files):
+        missing = "client_ca_file" if asks else "client_auth_type"
+        raise _FileError("", f"client_auth_type and client_ca_file go together: {missing} is missing")
+    for key, file in files.items():
+        try:
+            file.open("rb").close()  # the library would not say which file it cannot read
+        except (OSError, ValueError) as error:
+            raise _FileError(key, f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}[tls.min_version]
     context.options |= ssl.OP_NO_RENEGOTIATION
+    certificate, key_file = files["cert_file"], files["key_file"]
     try:
         # Without the password, the library would ask a terminal for it.
-        context.load_cert_chain(files["cert_file"], files["key_file"], password=lambda: "")
+        context.load_cert_chain(certificate, key_file, password=lambda: "")
     except (ssl.SSLError, OSError, ValueError) as error:
         if "MISMATCH" in str(getattr(error, "reason", "")):
-            raise _FileError("key_file", f"{files['key_file']} is not the key of {files['cert_file']}") from error
-        text = f"expected a certificate in {files['cert_file']} and its key, without a password, in "
-        raise _FileError("cert_file", f"{text}{files['key_file']}, both as PEM; {_reason(error)}") from error
-    if "client_ca_file" in files:
-        file = files["client_ca_file"]
+            raise _FileError("key_file", f"{key_file} is not the key of {certificate}") from error
+        expected = f"a certificate in {certificate} and its key, without a password, in {key_file}, both as PEM"
+        raise _FileError("cert_file", f"expected {expected}; {_reason(error)}") from error
+    if asks:
         try:
-            context.load_verify_locations(file)
+            context.load_verify_locations(files["client_ca_file"])
         except (ssl.SSLError, OSError) as error:
-            text = f"expected certificates as PEM in {file}; {_reason(error)}"
+            text = f"expected certificates as PEM in {files['client_ca_file']}; {_reason(error)}"
             raise _FileError("client_ca_file", text) from error
         is_required = tls.client_auth_type == "RequireAndVerifyClientCert"
         context.verify_mode = ssl.CERT_REQUIRED if is_required else ssl.CERT_OPTIONAL

@@ -289,7 +289,7 @@ def problems(file: Path) -> list[str]:
                     'DIR/web.yml:4: tls_server_config: unknown key "cipher_suites"; known here: cert_file, '
                     "key_file, client_auth_type, client_ca_file, min_version"
                 ),
-                "DIR/web.yml:5: http_server_config: the agent has no such setting: remove it",
+                'DIR/web.yml:5: unknown key "http_server_config"; did you mean "tls_server_config"?',
                 'DIR/web.yml:7: unknown key "tls"; known here: tls_server_config',
             ],
         ),
