@@ -111,7 +111,6 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
         yield warning("agent", lock_fault, "run this as root or administrator")
     elif pid is None:
         yield _judge_no_agent(state_dir, service)
-        yield _look_at_port(settings.agent.listen)
     else:
         yield judge_agent(pid, ask_status(state_dir, pid), loaded)
     yield diagnosis.judge_service(service, service_fault)
@@ -330,23 +329,3 @@ def judge_agent(pid: str, status: Status | str, loaded: Loaded | None) -> Findin
         if is_so:
             return warning("agent", f"{runs}, {doubt}", advice)
     return ok("agent", runs)
-
-
-def _look_at_port(listen: str) -> Finding:
-    if listen == "off":
-        return ok("listen", "off: the agent serves no pages")
-    address, _, port = listen.rpartition(":")
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            address.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as claim:
-            host.claim_port(claim)
-            claim.bind(place)  # and not listen: no client can connect
-    except OSError as error:
-        return failure(
-            "listen",
-            f"{listen} cannot be used: {error.strerror or error}",
-            "set agent.listen to a free port of this machine, or to off",
-        )
-    return ok("listen", f"{listen} is free")

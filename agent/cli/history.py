@@ -20,7 +20,6 @@ from agent.cli.terminal import Style, Terminal, print_json
 from agent.status import History, HistoryItem, Journal, JournalEntry, clock, span
 from agent.store import Store
 from agent.typed_yaml import parse_duration
-from agent.workflow import Workflow
 
 _DEFAULT_LIMIT = 20
 _HOOK_STYLES: dict[str, Style] = {"succeeded": "green", "failed": "red", "timed_out": "red", "not_started": "red"}
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``history``."""
     parser.description = (
         "Shows the journal: for each event a timeline from first sight to recovery, with the ends of hooks and "
-        "the last of their output; and between them what concerns the agent, unless events are chosen."
+        "the last of their output; and between them what concerns the agent, unless an event is chosen."
     )
     parser.add_argument("--event", metavar="ID", help="only this event: its id, or a beginning that fits only one")
     parser.add_argument(
@@ -50,8 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_since,
         help="only what was noted since then: 2d, 1h30m or a time such as 2022-04-11T22:12:00Z",
     )
-    parser.add_argument("--rule", metavar="NAME", help="only events that this rule took")
-    parser.add_argument("--type", metavar="TYPE", help="only events of this type, such as Reboot")
     parser.add_argument(
         "--limit",
         metavar="N",
@@ -92,7 +89,7 @@ class _Shown(NamedTuple):
     notes: Sequence[JournalEntry]
     """Of the agent, by time; shown in a timeline, or between timelines."""
     is_chosen: bool
-    """Whether only certain events are wanted: then no notes are shown between timelines."""
+    """Whether only one event is wanted: then no notes are shown between timelines."""
     limit: int
     """Of notes between timelines; -1: none."""
 
@@ -100,21 +97,14 @@ class _Shown(NamedTuple):
 def _load(arguments: argparse.Namespace) -> _Shown:
     limit = arguments.limit or -1
     with closing(Store.look_into(find_state_dir(arguments))) as store:
-        keys: set[str] | None = None
+        key: str | None = None
         if arguments.event is not None:
-            keys = {workflow.event.key for workflow in find_by_prefix(arguments.event, store.find_workflows())}
-
-        def is_wanted(workflow: Workflow) -> bool:
-            return (
-                (keys is None or workflow.event.key in keys)
-                and (arguments.rule is None or workflow.decision.rule == arguments.rule)
-                and (arguments.type is None or workflow.event.type.casefold() == arguments.type.casefold())
-            )
-
-        histories = store.load_histories(since=arguments.since, limit=limit, is_wanted=is_wanted)
+            key = find_by_prefix(arguments.event, store.find_workflows())[0].event.key
+        histories = store.load_histories(
+            since=arguments.since, limit=limit, is_wanted=lambda one: key is None or one.event.key == key
+        )
         notes = sorted(store.load_notes(since=arguments.since), key=lambda note: note.at)
-    is_chosen = not (arguments.event is None and arguments.rule is None and arguments.type is None)
-    return _Shown(histories, notes, is_chosen, limit)
+    return _Shown(histories, notes, arguments.event is not None, limit)
 
 
 def _merge(shown: _Shown) -> list[History | JournalEntry]:

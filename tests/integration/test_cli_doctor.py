@@ -225,7 +225,7 @@ def test_an_endpoint_that_nobody_listens_on_is_one_failure_and_the_rest_is_looke
     assert "connection refused" in found.finding or "no connection within" in found.finding  # Windows tries again
     assert found.advice.startswith("run this on the VM itself: ")
     assert set(report.checks) == {
-        *("endpoint", "policy", "hooks", "files", "state", "disk", "agent", "listen", "service", "others")
+        *("endpoint", "policy", "hooks", "files", "state", "disk", "agent", "service", "others")
     }
 
 
@@ -333,7 +333,7 @@ def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_looked_at_with
         ),
     ]
     seen = {one["check"] for one in checks}
-    assert {*OF_IMDS, "state", "disk", "agent", "listen", "service", "others"} <= seen
+    assert {*OF_IMDS, "state", "disk", "agent", "service", "others"} <= seen
 
 
 def test_doubts_about_the_policy_are_carried_over(examine: Examine, endpoint: Endpoint) -> None:
@@ -545,15 +545,6 @@ def test_a_state_directory_on_the_temporary_disk_is_a_failure(
 # --- the agent
 
 
-def test_a_port_that_another_program_has_is_a_failure(examine: Examine, endpoint: Endpoint) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        listen = f"127.0.0.1:{other.getsockname()[1]}"
-        found = examine(endpoint.url, listen=listen).one("listen")
-    assert found.verdict == "failure"
-    assert found.finding.startswith(f"{listen} cannot be used: ")
-    assert examine(endpoint.url, listen=listen).one("listen") == Check("ok", f"{listen} is free", "")
-
-
 def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
     examine: Examine, endpoint: Endpoint, tmp_path: Path
 ) -> None:
@@ -569,7 +560,6 @@ def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
                 break
         report = examine(endpoint.url, listen=listen)
         assert report.one("agent") == Check("ok", f"runs (pid {process.pid}), version {__version__}", "")
-        assert "listen" not in report.checks
         assert process.poll() is None
     finally:
         process.terminate()
@@ -672,7 +662,6 @@ def test_the_text_is_plain_where_no_terminal_is_and_has_what_the_json_has(
         "ok       hooks     the policy names none",
         "ok       files     no other account can change the policy or what its hooks run",
     ]
-    assert "ok       listen    off: the agent serves no pages" in lines
     assert "\x1b" not in out
 
 
