@@ -7,6 +7,7 @@ line comes more often than once a minute in the long run.
 
 import contextlib
 import json
+import os
 import sys
 import threading
 import time
@@ -60,7 +61,7 @@ def set_up(
     thread that logs and must not block.
     """
     stream = stream or sys.stderr
-    is_terminal = _is_terminal(stream)
+    is_terminal = _is(os.isatty, stream)
     processors: list[structlog.typing.Processor] = [
         _RateLimiter(),
         structlog.processors.add_log_level,
@@ -75,8 +76,8 @@ def set_up(
         )
         processors += [_without_log_id, renderer]
     else:
-        render = [_Journal()] if _is_journal(stream) else [_without_log_id, _to_json]
-        processors += [structlog.processors.format_exc_info, *render]
+        render = _Journal() if _is(host.is_journal, stream) else _to_json
+        processors += [structlog.processors.format_exc_info, render]
     structlog.configure(
         processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
@@ -227,17 +228,10 @@ def _has_room(stream: TextIO, patience_seconds: float) -> bool:
     return host.is_writable(descriptor, patience_seconds)
 
 
-def _is_terminal(stream: TextIO | None) -> bool:
+def _is(what: Callable[[int], bool], stream: TextIO | None) -> bool:
     try:
-        return stream is not None and stream.isatty()
-    except (OSError, ValueError):  # it is closed
-        return False
-
-
-def _is_journal(stream: TextIO | None) -> bool:
-    try:
-        return stream is not None and host.is_journal(stream.fileno())
-    except (OSError, ValueError):
+        return stream is not None and what(stream.fileno())
+    except (OSError, ValueError):  # it is closed, or not a file of the system
         return False
 
 
@@ -253,7 +247,7 @@ def _listener(
 ) -> structlog.typing.Processor:
     def pass_on(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         fields = structlog.processors.format_exc_info(logger, method, dict(event))
-        log_id = log_id_of(fields.pop("log_id", None), fields["level"])
+        log_id = log_id_of(fields.get("log_id"), fields["level"])
         with contextlib.suppress(Exception):  # a listener must not stop the agent
             on_entry(log_id, _to_entry(fields))
         return event
@@ -262,7 +256,8 @@ def _listener(
 
 
 def _to_entry(event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Time, level and message come first."""
+    """Time, level and message come first; the id is for others."""
+    event.pop("log_id", None)
     first = {"time": event.pop("time", ""), "level": event.pop("level", ""), "message": event.pop("event", "")}
     return {**first, **event}
 
@@ -284,18 +279,17 @@ class _Journal:
 
     def __call__(self, logger: object, method: str, event: structlog.typing.EventDict) -> str:
         priority = _PRIORITIES.get(event["level"], "<6>")
-        fields = {
-            name: str(event[key])[:_MAX_JOURNAL_FIELD] for key, name in JOURNAL_FIELDS.items() if event.get(key)
-        }
-        log_id = event.pop("log_id", None)
-        if log_id and log_id.message_id:
-            fields["MESSAGE_ID"] = log_id.message_id
+        log_id = event.get("log_id")
+        own = {name: str(event.get(key) or "")[:_MAX_JOURNAL_FIELD] for key, name in JOURNAL_FIELDS.items()}
         line = _to_json(logger, method, event)
-        fields |= {
+        fields = {
+            **own,
+            "MESSAGE_ID": log_id.message_id if log_id else "",
             "MESSAGE": line[:_MAX_JOURNAL_MESSAGE],
             "PRIORITY": priority.strip("<>"),
             "SYSLOG_IDENTIFIER": "scheduled-events-agent",
         }
+        fields = {name: value for name, value in fields.items() if value}
         # A slow journal is waited for once, as a stream is.
         if host.send_to_journal(fields, 0.0 if self._is_stuck else _PATIENCE_SECONDS):
             self._is_stuck = False

@@ -5,107 +5,97 @@ MESSAGE_ID in the journal of systemd, which only the main events have.
 """
 
 from enum import IntEnum
-from typing import Literal, Self
-
-Level = Literal["info", "warning", "error"]
+from typing import Self
 
 
 class LogId(IntEnum):
-    """Number, level, meaning and ``message_id``; notes about an event have their kind's name here."""
+    """Number and meaning; notes about an event have their kind's name here."""
 
-    level: Level
     meaning: str
-    message_id: str
 
-    def __new__(cls, number: int, level: Level, meaning: str, message_id: str = "") -> Self:
+    def __new__(cls, number: int, meaning: str) -> Self:
         """As the table below gives them."""
         member = int.__new__(cls, number)
-        member._value_ = number
-        member.level, member.meaning, member.message_id = level, meaning, message_id
+        member._value_, member.meaning = number, meaning
         return member
 
-    AGENT_STARTED = 100, "info", "The agent started.", "b969c3a8b960af4f14e1daebbecda93a"
-    AGENT_STOPPED = 101, "info", "The agent stopped.", "550cf1d9a7ea92eae1b47a0fe5a35d76"
-    AGENT_STOPPING = 102, "info", "The agent stops once the hooks that run have ended or their time is up."
-    AGENT_FAILED = (
-        103,
-        "error",
-        "The agent failed; the service's recovery actions start it again.",
-        "33639dff0b4397176cb22a0e1955e485",
-    )
-    POLICY_REFUSED = (
-        110,
-        "error",
-        "The policy file was refused: correct it, then reload or start again.",
-        "cf9130bfbff70a64e1a0af9c1f6256db",
-    )
-    POLICY_RELOADED = 111, "info", "The policy file was read again.", "de1d53f8e4f212034f290539f3a2490e"
-    POLICY_WARNING = 112, "warning", "The policy file, or a file that it names, has a warning."
-    LOG_FILE_REFUSED = 113, "warning", "The log file is not written because others could change its directory."
-    PAGES_FAILED = 114, "error", "The pages cannot be shown, or a change of agent.web_config was refused."
-    PAGES_WORK = 115, "info", "The pages are shown, or the changed agent.web_config is in force."
-    PAUSED_OR_RESUMED = 120, "warning", "The service was paused or continues."
-    SEEN = 200, "info", "A scheduled event was seen.", "1c67b9ef73bb030a8081b914b995a88e"
-    DECIDED = 201, "info", "The agent decided what to do about the event."
-    CHANGED = RENAMED = MISSING = 202, "info", "The event changed."
-    STARTED = 203, "info", "The event started.", "c63551d4e450f80e0b85bd9020b4d0cb"
-    GONE = 204, "info", "The event is no longer in the document."
-    MANY_EVENTS = 205, "warning", "Very many events were seen at once: the log has only the first ones."
-    PREPARING = PREPARED = WAITS = 210, "info", "Preparation goes on, waits or is done."
-    HOOK_STARTED = 220, "info", "A hook started."
-    HOOK_SUCCEEDED = 221, "info", "A hook succeeded.", "a86b268a6a927dba1e68eb4ebc1c1604"
-    HOOK_FAILED = 222, "warning", "A hook failed or ran out of time.", "a86b268a6a927dba1e68eb4ebc1c1604"
-    HOOK_CANCELED = 223, "info", "A hook was canceled."
+    @property
+    def message_id(self) -> str:
+        """Empty if it has none."""
+        return _MESSAGE_IDS.get(self, "")
+
+    AGENT_STARTED = 100, "The agent started."
+    AGENT_STOPPED = 101, "The agent stopped."
+    AGENT_STOPPING = 102, "The agent stops once the hooks that run have ended or their time is up."
+    AGENT_FAILED = 103, "The agent failed; the service's recovery actions start it again."
+    POLICY_REFUSED = 110, "The policy file was refused: correct it, then reload or start again."
+    POLICY_RELOADED = 111, "The policy file was read again."
+    POLICY_WARNING = 112, "The policy file, or a file that it names, has a warning."
+    LOG_FILE_REFUSED = 113, "The log file is not written because others could change its directory."
+    PAGES_FAILED = 114, "The pages cannot be shown, or a change of agent.web_config was refused."
+    PAGES_WORK = 115, "The pages are shown, or the changed agent.web_config is in force."
+    PAUSED_OR_RESUMED = 120, "The service was paused or continues."
+    SEEN = 200, "A scheduled event was seen."
+    DECIDED = 201, "The agent decided what to do about the event."
+    CHANGED = RENAMED = MISSING = 202, "The event changed."
+    STARTED = 203, "The event started."
+    GONE = 204, "The event is no longer in the document."
+    MANY_EVENTS = 205, "Very many events were seen at once: the log has only the first ones."
+    PREPARING = PREPARED = WAITS = 210, "Preparation goes on, waits or is done."
+    HOOK_STARTED = 220, "A hook started."
+    HOOK_SUCCEEDED = 221, "A hook succeeded."
+    HOOK_FAILED = 222, "A hook failed or ran out of time."
+    HOOK_CANCELED = 223, "A hook was canceled."
     HOOK_CUT_SHORT = (
         224,
-        "warning",
         "A hook was cut short and runs again, or hooks that an earlier agent left running were ended.",
     )
-    HOOK_DELAYED = 225, "info", "A hook that had to wait or was cut short starts now."
-    APPROVING = 230, "info", "The approval is sent."
-    APPROVED = 231, "info", "Azure has accepted the approval.", "2855498063661c9e205b7f42c4aa4c2e"
-    APPROVAL_FAILED = 232, "warning", "An approval failed; it is sent again.", "cf1f2f16690f1477c3d285a10504b83c"
-    HELD = (
-        240,
-        "warning",
-        "The event is held: Azure waits until NotBefore, then starts it.",
-        "ffa508265f4ac3015b330b8441256bf7",
-    )
-    BLOCKED = 241, "warning", "The event is blocked until an operator acts.", "b6c32ffe6835e13347691924b0d354d0"
-    OPERATOR = 242, "info", "An operator made a request.", "69b1417fc1ac0cb5059a0abd3d24e73a"
-    RECOVERING = 250, "info", "Recovery begins."
-    CLOSED = (
-        251,
-        "info",
-        "The event is over and what was prepared is recovered.",
-        "79b8242fe79852f9876b213a51683173",
-    )
-    RECOVERY_FAILED = (
-        252,
-        "warning",
-        "The event is over, but recovery failed: retry or resolve it.",
-        "2d06dfa91df2f8b8b8cdcd4c84ab8fe5",
-    )
-    RESTARTED = 260, "info", "The agent restarted while the event was pending."
-    POLLING_FAILS = 300, "warning", "The metadata service does not answer."
-    POLLING_WORKS = 301, "info", "The metadata service answers again."
-    VM_UNKNOWN = 302, "warning", "This VM's name is not known yet."
-    VM_KNOWN = 303, "info", "This VM is known."
-    OTHER_VM = 304, "warning", "The state belongs to another VM and is not used."
-    STATE_NOT_WRITTEN = 310, "warning", "The state file cannot be written: the agent does nothing until it can."
-    STATE_WRITTEN = 311, "info", "The state file can be written again."
-    STATE_LOST = 312, "error", "The state file is damaged, or could not be written at the end."
-    NO_RESERVE = 313, "warning", "The disk is nearly full: the state file cannot keep its reserve."
-    RESERVE = 314, "info", "The state file has its reserve for a full disk again."
-    EVENT_FAULT = 320, "warning", "An event could not be handled: a bug, which concerns this event only."
-    MACHINE_PAUSED = (
-        400,
-        "warning",
-        "The machine stood still; the pause was measured.",
-        "fd26599cf79a5c0a16ed4997c6fc7d9c",
-    )
-    OTHER_WARNING = 998, "warning", "Any other warning."
-    OTHER_ERROR = 999, "error", "Any other error."
+    HOOK_DELAYED = 225, "A hook that had to wait or was cut short starts now."
+    APPROVING = 230, "The approval is sent."
+    APPROVED = 231, "Azure has accepted the approval."
+    APPROVAL_FAILED = 232, "An approval failed; it is sent again."
+    HELD = 240, "The event is held: Azure waits until NotBefore, then starts it."
+    BLOCKED = 241, "The event is blocked until an operator acts."
+    OPERATOR = 242, "An operator made a request."
+    RECOVERING = 250, "Recovery begins."
+    CLOSED = 251, "The event is over and what was prepared is recovered."
+    RECOVERY_FAILED = 252, "The event is over, but recovery failed: retry or resolve it."
+    RESTARTED = 260, "The agent restarted while the event was pending."
+    POLLING_FAILS = 300, "The metadata service does not answer."
+    POLLING_WORKS = 301, "The metadata service answers again."
+    VM_UNKNOWN = 302, "This VM's name is not known yet."
+    VM_KNOWN = 303, "This VM is known."
+    OTHER_VM = 304, "The state belongs to another VM and is not used."
+    STATE_NOT_WRITTEN = 310, "The state file cannot be written: the agent does nothing until it can."
+    STATE_WRITTEN = 311, "The state file can be written again."
+    STATE_LOST = 312, "The state file is damaged, or could not be written at the end."
+    NO_RESERVE = 313, "The disk is nearly full: the state file cannot keep its reserve."
+    RESERVE = 314, "The state file has its reserve for a full disk again."
+    EVENT_FAULT = 320, "An event could not be handled: a bug, which concerns this event only."
+    MACHINE_PAUSED = 400, "The machine stood still; the pause was measured."
+    OTHER_WARNING = 998, "Any other warning."
+    OTHER_ERROR = 999, "Any other error."
+
+
+_MESSAGE_IDS = {
+    LogId.AGENT_STARTED: "b969c3a8b960af4f14e1daebbecda93a",
+    LogId.AGENT_STOPPED: "550cf1d9a7ea92eae1b47a0fe5a35d76",
+    LogId.AGENT_FAILED: "33639dff0b4397176cb22a0e1955e485",
+    LogId.POLICY_REFUSED: "cf9130bfbff70a64e1a0af9c1f6256db",
+    LogId.POLICY_RELOADED: "de1d53f8e4f212034f290539f3a2490e",
+    LogId.SEEN: "1c67b9ef73bb030a8081b914b995a88e",
+    LogId.STARTED: "c63551d4e450f80e0b85bd9020b4d0cb",
+    LogId.HOOK_SUCCEEDED: "a86b268a6a927dba1e68eb4ebc1c1604",
+    LogId.HOOK_FAILED: "a86b268a6a927dba1e68eb4ebc1c1604",
+    LogId.APPROVED: "2855498063661c9e205b7f42c4aa4c2e",
+    LogId.APPROVAL_FAILED: "cf1f2f16690f1477c3d285a10504b83c",
+    LogId.HELD: "ffa508265f4ac3015b330b8441256bf7",
+    LogId.BLOCKED: "b6c32ffe6835e13347691924b0d354d0",
+    LogId.OPERATOR: "69b1417fc1ac0cb5059a0abd3d24e73a",
+    LogId.CLOSED: "79b8242fe79852f9876b213a51683173",
+    LogId.RECOVERY_FAILED: "2d06dfa91df2f8b8b8cdcd4c84ab8fe5",
+    LogId.MACHINE_PAUSED: "fd26599cf79a5c0a16ed4997c6fc7d9c",
+}
 
 
 def log_id_of(log_id: LogId | None, level: str) -> LogId | None:

@@ -1,4 +1,4 @@
-"""Ids of log messages: every message that matters has one of its own level, and the docs list the same."""
+"""Ids of log messages: every message that matters has one, and the docs list the same."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ from agent.workflow import NoteKind
 
 AGENT = Path(agent.__file__).parent
 DOCUMENT = AGENT.parent / "docs" / "windows.md"
-LEVELS = {"info": "info", "warning": "warning", "error": "error", "exception": "error"}
+LEVELS = {"info", "warning", "error", "exception"}
 FOR_THE_FILE_ONLY = {"hook output", "policy"}
 OF_ANY = {LogId.OTHER_WARNING, LogId.OTHER_ERROR}
 
@@ -30,11 +30,11 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
                 yield ast.unparse(node.func), node
 
 
-def log_calls() -> list[tuple[str, ast.Call]]:
-    """Each call that logs a message, with its level."""
+def log_calls() -> list[ast.Call]:
+    """Each call that logs a message."""
     found = [(name.rpartition("."), call) for name, call in calls()]
     return [
-        (LEVELS[way], call)
+        call
         for (what, _, way), call in found
         if way in LEVELS and re.search(r"\blog$|_log$|get_logger\(\)$", what)
     ]
@@ -51,10 +51,10 @@ def test_ids_are_in_order_and_fit_into_sixteen_bits() -> None:
     assert all(0 < number < 1 << 16 for number in ids)
 
 
-def test_every_log_call_gives_an_id_of_its_level_or_is_for_the_file_only() -> None:
+def test_every_log_call_gives_an_id_or_is_for_the_file_only() -> None:
     found = log_calls()
     assert len(found) > 25
-    for level, call in found:
+    for call in found:
         text = ast.unparse(call)
         (message, *_) = call.args
         given = [keyword.value for keyword in call.keywords if keyword.arg == "log_id"]
@@ -62,16 +62,14 @@ def test_every_log_call_gives_an_id_of_its_level_or_is_for_the_file_only() -> No
             assert not given, text
         elif not ast.unparse(message).endswith((" fails'", " works again'")):  # whose ids FailureLog is given
             assert given, text
-            assert {log_id.level for log_id in ids_in(call)} <= {level}, text
 
 
 def test_every_failure_log_is_given_an_id_for_the_failure_and_one_for_its_end() -> None:
     found = {ast.unparse(call): [*map(ids_in, call.args[1:])] for name, call in calls() if name == "FailureLog"}
     assert len(found) > 4
     for text, given in found.items():
-        levels = [log_id.level for ids in given for log_id in ids]
         # Of events that could not be handled, each for itself, there is no end to log.
-        assert levels == (["warning"] if "handling an event" in text else ["warning", "info"]), text
+        assert len(given) == (1 if "handling an event" in text else 2), text
 
 
 def test_every_note_about_an_event_has_an_id() -> None:
