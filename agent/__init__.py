@@ -6,8 +6,8 @@ Decisions are values, and edges carry them out.
     policy.py     PURE   what the operator wants: (rules, event, facts) -> Decision with a reason
     workflow/     PURE   what happens next: (board, signals, context) -> steps
     hook_times.py PURE   how long hooks may take, from their limits and their last runs
-    status.py     PURE   what there is to see: the agent and its events as values, and the words for them
-    page.py       PURE   the status page's words: a headline, and a summary of each event
+    status.py     PURE   what there is to see: the agent and its events as values
+    words.py      PURE   the words for it, and for why an event waits
     typed_yaml.py PURE   YAML text -> frozen values along their types, every error with its line
     yaml_nodes.py PURE   YAML text -> nodes, syntax errors in plain words
     settings/            the policy file: its types, checks, warnings and schema

@@ -146,7 +146,7 @@ class Missing(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """The event stands in the document: for the first time, changed, or (if ``renamed_from``) under a new id."""
+    """The event is in the document: for the first time, changed, or (if ``renamed_from``) under a new id."""
 
     event: ScheduledEvent
     renamed_from: str | None = None

@@ -40,7 +40,7 @@ def with_run(
     if outcome == "canceled":
         return dict(known)
     if outcome != "succeeded":
-        return others  # whatever was too slow for it once may be again
+        return others  # it may be as slow again
     kept = before.seconds if before is not None and before.command == command else ()
     return {**others, name: HookTimes(command=command, seconds=(*kept, round(seconds, 3))[-_KEEP:])}
 

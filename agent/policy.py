@@ -1,7 +1,7 @@
 """What the operator wants: rules, and which of them takes an event.
 
 Owns the vocabulary of the policy file's rules, hooks and windows, and ``decide``. Does no I/O and keeps no
-state. The one invariant: whatever is not clearly allowed is observed and never approved.
+state. The one invariant: what is not clearly allowed is observed and never approved.
 """
 
 import re

@@ -14,9 +14,9 @@ from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, 
 from agent.events import Document, parse_document
 from agent.imds import ImdsClient, connect
 from agent.settings import Settings, find_config, load_settings
-from agent.status import CurrentEvent, CurrentEvents, Vm, activity, last_known_activity
+from agent.status import CurrentEvent, CurrentEvents, ShownWorkflow, Vm
 from agent.store import Store, StoreError
-from agent.workflow import Workflow
+from agent.words import activity, as_shown, last_known_activity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,12 +48,12 @@ def _look(arguments: argparse.Namespace) -> CurrentEvents:
     state_dir = state_dir_of(settings, arguments.state_dir)
     has_agent = find_agent(state_dir) is not None
     document, client = fetch_document(settings, is_first=not has_agent)
-    workflows: dict[str, Workflow] = {}
+    workflows: dict[str, ShownWorkflow] = {}
     known_name = vm_id = problem = ""
     try:
         with closing(Store.look_into(state_dir)) as store:
             known_name, vm_id = store.load_fact("vm_name"), store.load_fact("vm_id")
-            workflows = {w.event.key: w for w in store.load_workflows() if not w.is_gone}
+            workflows = {w.event.key: as_shown(w) for w in store.load_workflows() if not w.is_gone}
     except StoreError as error:
         problem = str(error)
     name = arguments.vm or settings.vm.name or known_name or client.fetch_identity().name

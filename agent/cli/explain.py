@@ -24,9 +24,10 @@ from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_do
 from agent.hook_times import KnownTimes, decode, may_take_seconds
 from agent.policy import Decision, Facts, Rule, mismatch
 from agent.settings import Settings, find_config, load_settings
-from agent.status import SCHEMA_VERSION, Vm, clock
+from agent.status import SCHEMA_VERSION, Vm
 from agent.store import Store, StoreError
 from agent.typed_yaml import format_duration
+from agent.words import clock, wait_in_words
 from agent.workflow import (
     ApprovalAnswered,
     Approve,
@@ -201,11 +202,12 @@ def _approval(life: _Rehearsal, now: datetime) -> ExpectedApproval:
     if leave.answer == "not yet" and decision.approve == "manual":
         text = f"approved when an operator says so: scheduled-events-agent approve {event.id}"
         return ExpectedApproval(answer="operator", at=None, text=text)
-    text = f"not approved: {leave.reason}"
+    why = wait_in_words(life.workflow, leave.waits)
+    text = f"not approved: {why}"
     if event.status == "Scheduled":
         text += "; it may start at any moment"
         if event.not_before is not None and event.not_before > now:
-            text = f"not approved: {leave.reason}; Azure starts it at {clock(event.not_before, now)}"
+            text = f"not approved: {why}; Azure starts it at {clock(event.not_before, now)}"
     return ExpectedApproval(answer="no", at=None, text=text)
 
 

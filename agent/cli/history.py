@@ -17,9 +17,10 @@ from agent.cli import add_state_options, parse_time
 from agent.cli.operator import find_by_prefix, find_state_dir
 from agent.cli.status import title
 from agent.cli.terminal import Style, Terminal, print_json
-from agent.status import History, HistoryItem, Journal, JournalEntry, clock, span
+from agent.status import History, HistoryItem, Journal, JournalEntry
 from agent.store import Store
 from agent.typed_yaml import parse_duration
+from agent.words import as_shown, clock, span
 
 _DEFAULT_LIMIT = 20
 _HOOK_STYLES: dict[str, Style] = {"succeeded": "green", "failed": "red", "timed_out": "red", "not_started": "red"}
@@ -70,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
     shown = _load(arguments)
     if arguments.json:
         histories = [
-            HistoryItem(workflow=item.workflow, entries=item.entries)
+            HistoryItem(workflow=as_shown(item.workflow), entries=item.entries)
             if isinstance(item, History)
             else HistoryItem(workflow=None, entries=(item,))
             for item in _merge(shown)

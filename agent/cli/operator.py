@@ -17,8 +17,9 @@ from agent import AgentError, host
 from agent.cli import add_state_options
 from agent.cli.terminal import print_json, printable
 from agent.settings import ConfigError, Settings, find_config, load_settings
-from agent.status import OperatorAnswer, clock
+from agent.status import OperatorAnswer
 from agent.store import FILE_NAME, REQUEST_VALID_SECONDS, RequestWord, Store, StoreError
+from agent.words import clock
 from agent.workflow import Workflow
 
 _ANSWER_WITHIN_SECONDS = 5.0

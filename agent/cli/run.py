@@ -19,9 +19,9 @@ from agent.log import get_logger, set_up
 from agent.log_ids import LogId
 from agent.settings import BUILT_IN_NAME, LogFormat, LogLevel, Settings, find_config, load_policy
 from agent.settings.files import check_files, refuse_exposed
-from agent.status import quoted
 from agent.store import Store
 from agent.typed_yaml import Problem, parse_duration
+from agent.words import quoted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

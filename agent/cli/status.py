@@ -18,12 +18,11 @@ from agent.cli import add_state_options
 from agent.cli.operator import ask_agent, find_agent, find_state_dir, user_name
 from agent.cli.terminal import Row, Style, Terminal, print_json
 from agent.events import Affects, ScheduledEvent
-from agent.status import (
-    JournalEntry,
-    LastKnown,
-    Status,
-    Vm,
+from agent.status import JournalEntry, LastKnown, Status, Vm
+from agent.store import Store, StoreError
+from agent.words import (
     activity,
+    as_shown,
     by_urgency,
     clock,
     command,
@@ -38,7 +37,6 @@ from agent.status import (
     waits_for_operator,
     words_of_use,
 )
-from agent.store import Store, StoreError
 from agent.workflow import Workflow
 
 _NO_AGENT = "no agent runs"
@@ -110,7 +108,7 @@ def _last_known(state_dir: Path, problem: str) -> LastKnown:
             state_file=str(store.path),
             vm=Vm(names=tuple(filter(None, [store.load_fact("vm_name")])), vm_id=store.load_fact("vm_id")),
             notes=tuple(store.load_life()),
-            pending=tuple(store.load_workflows()),
+            pending=tuple(map(as_shown, store.load_workflows())),
         )
 
 

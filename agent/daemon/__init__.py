@@ -37,9 +37,10 @@ from agent.log import get_logger
 from agent.log_ids import LogId
 from agent.metrics import Metrics
 from agent.settings import BUILT_IN_NAME, Settings
-from agent.status import PolicyInForce, summarize
+from agent.status import PolicyInForce
 from agent.store import Store, StoreError
 from agent.web.server import WebServer
+from agent.words import summarize
 
 # The engine's own pace: how soon an operator is answered, and how often /healthz hears of it.
 _TICK_SECONDS = 1.0

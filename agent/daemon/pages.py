@@ -23,12 +23,12 @@ from agent.engine import Engine
 from agent.log import get_logger
 from agent.log_ids import LogId
 from agent.metrics import Metrics
-from agent.page import with_words
 from agent.status import History, HistoryItem, Journal, JournalEntry, PolicyInForce, Status, Vm
 from agent.store import Store, StoreError
 from agent.web.files import FILES
 from agent.web.server import Page, WebError, WebServer
 from agent.web.tls import Tls, TlsError
+from agent.words import as_shown, with_words
 from agent.workflow import is_ready
 
 # An engine that has not turned for this long hangs. (The store waits two seconds for a slow disk.)
@@ -174,7 +174,7 @@ class Pages:
             recent, pauses = self._load_recent()
         except StoreError as error:
             return Page(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(errors="replace"))
-        events = [HistoryItem(workflow=one.workflow, entries=self._shown(one.entries)) for one in recent]
+        events = [HistoryItem(workflow=as_shown(one.workflow), entries=self._shown(one.entries)) for one in recent]
         notes = [HistoryItem(workflow=None, entries=(pause,)) for pause in pauses]
         items = sorted(
             (*events, *notes),
@@ -220,7 +220,7 @@ class Pages:
             incarnation=engine.incarnation(),
             others_events=engine.others_events,
             running=self._hands.running(),
-            pending=tuple(engine.board.values()),
+            pending=tuple(map(as_shown, engine.board.values())),
             command_options=self._command_options,
         )
         return with_words(status)

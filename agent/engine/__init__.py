@@ -8,8 +8,7 @@ invariant: what was decided is on disk before any of it is done; what could not 
     documents.py  the document to decide on, and what is missing in it
     parts.py      the machine, the hands, the news
     operators.py  what operators may have, and their answers
-    hook_runs.py  hooks of events, and how long they take
-    on_clear.py   the hooks that run at the start if nothing is pending
+    hook_runs.py  hooks of events, how long they take; the hooks that run at the start if nothing is pending
     telling.py    log, metrics and journal
     upkeep.py     the state file: old entries, room for a full disk
 """

@@ -9,7 +9,6 @@ from datetime import datetime, timedelta
 from agent import __version__, host
 from agent.engine.documents import Documents
 from agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
-from agent.engine.on_clear import OnClear
 from agent.engine.operators import answer, refusal
 from agent.engine.parts import Hands, HookEnded, Machine, News, Paused, RunOnClear
 from agent.engine.telling import Teller, rule_names
@@ -37,7 +36,6 @@ from agent.workflow import (
     RunHook,
     Signal,
     Step,
-    Workflow,
     is_ready,
     next_wake_at,
     proceed,
@@ -96,8 +94,7 @@ class Engine:
         self._document_at: datetime | None = None
         self._store_failures = FailureLog("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
         self._teller = Teller(store, metrics)
-        self._hook_runs = HookRuns(settings, store, hands, self._machine)
-        self._on_clear = OnClear(hands, self._teller)
+        self._hook_runs = HookRuns(settings, store, hands, self._machine, self._teller)
         self._upkeep = Upkeep(store, metrics, self._machine)
 
     def start(self) -> None:
@@ -151,7 +148,7 @@ class Engine:
     def turn(self, document_at: datetime | None) -> bool:
         """Decide, commit, perform. False if the state file could not be written: then nothing was done.
 
-        Raises StoreError if the file is damaged: the agent is to be started again, which sets it aside.
+        Raises StoreError if the file is damaged: the next start of the agent sets it aside.
 
         ``document_at``: when a document was last read; everything that was read until then has been taken.
         """
@@ -164,7 +161,7 @@ class Engine:
             has_document = bool(self._documents.new or self._documents.latest) and not self._is_stopping
             if has_document and (self._is_identity_sure or self.settings.vm.name):
                 self._document_at = document_at or now
-            if self._may_run_delayed():
+            if self._hook_runs.delayed and not self._is_stopping and self._machine.is_shutting_down() is False:
                 self._hook_runs.run_delayed(self.board, self.name(), now)
             self._decide_and_do(now)
             self._greet_first_document(now)
@@ -176,7 +173,7 @@ class Engine:
             self._metrics.store_errors.labels(error.kind).inc()
             self._store_failures.failed(error.kind, str(error), self.turned_at)
             if error.kind == "damaged":
-                raise  # only a start sets the file aside
+                raise
             self._forget_requests()
             return False
         self._store_failures.succeeded(self.turned_at)
@@ -320,7 +317,7 @@ class Engine:
             for effect in step.effects:
                 match effect:
                     case RunHook():
-                        self._run_hook(step.workflow, effect, now)
+                        self._hook_runs.run(step.workflow, effect, self.name(), now)
                     case CancelHook(workflow_id=workflow_id, stage=stage):
                         self._hook_runs.cancel((workflow_id, stage))
                     case MoveDeadline(workflow_id=workflow_id):
@@ -355,10 +352,6 @@ class Engine:
         self._answer_remembered_at = at
         self._store.save_facts({"service_answered": f"{self.boot_id} {at.isoformat()}"})
 
-    def _may_run_delayed(self) -> bool:
-        is_free = bool(self._hook_runs.delayed) and not self._on_clear.is_running()
-        return is_free and not self._is_stopping and self._machine.is_shutting_down() is False
-
     def _greet_first_document(self, now: datetime) -> None:
         """What is done once, when the agent has first decided on what is pending."""
         if self._document_at is None or not (self.names() or not self.board):
@@ -366,25 +359,18 @@ class Engine:
         if self._is_state_lost:
             self._store.save_facts({"state_lost": ""})
             self._is_state_lost = False
-        if not self._on_clear.is_decided and not self.lacks_event():
+        if not self._hook_runs.is_on_clear_decided and not self.lacks_event():
             # A rule may have something prepared for an event of another VM, too.
             is_clear = is_ready(self.board) and all(w.decision.affects == "others" for w in self.board.values())
             may_run = is_clear and self.is_acting() and not self._is_stopping
-            self._on_clear.decide(self.settings, self.name(), now, is_clear=may_run)
-
-    def _run_hook(self, workflow: Workflow, effect: RunHook, now: datetime) -> None:
-        if self._on_clear.is_running():
-            self._on_clear.cancel()
-            self._hook_runs.delayed.append(effect)
-        else:
-            self._hook_runs.run(workflow, effect, self.name(), now)
+            self._hook_runs.decide_on_clear(self.name(), now, is_clear=may_run)
 
     def _end_on_clear_hook(self, result: HookResult) -> None:
         now = self._machine.now()
-        self._on_clear.tell_end(result, now)
+        self._hook_runs.tell_on_clear(result, now)
         if not self._is_stopping:
             self._hook_runs.run_delayed(self.board, self.name(), now)
-            self._on_clear.start_next(self.settings, self.name())
+            self._hook_runs.run_on_clear(self.name())
 
     # --- operators and identity
 
@@ -406,7 +392,7 @@ class Engine:
             return ""
         if self.settings.agent.mode == "observe":
             return "the agent only observes (agent.mode, --observe)"
-        return "the agent's service is paused; have it continue"
+        return "the agent's service is paused; resume it"
 
     def _answers(self, progression: Progression) -> dict[int, str]:
         workflows = progression.board | {step.workflow.id: step.workflow for step in progression.steps}
@@ -422,8 +408,8 @@ class Engine:
         if identity is None:
             return
         if known.vm_id and identity.vm_id and known.vm_id.casefold() != identity.vm_id.casefold():
-            both = f"the state is that of VM {known.vm_id}, and this is {identity.vm_id}"
-            text = f"{both}: nothing of it is acted on"
+            both = f"the state file is of VM {known.vm_id}, and this VM is {identity.vm_id}"
+            text = f"{both}: the agent ignores it"
             self._store.disown_workflows(now, text)
             self.board = {}
             self._documents.look_again()

@@ -1,4 +1,4 @@
-"""Hooks of events, from the decision that one runs to the signal that it has ended; and how long hooks take."""
+"""Hooks of events and of on_clear, from the decision that one runs to its end; and how long hooks take."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -6,7 +6,8 @@ from datetime import datetime
 from msgspec.structs import replace
 
 from agent import hook_times
-from agent.engine.parts import Hands, HookEnded, HookKey, Machine, key_of, without_run
+from agent.engine.parts import ON_CLEAR, Hands, HookEnded, HookKey, Machine, RunOnClear, key_of, without_run
+from agent.engine.telling import Teller
 from agent.events import to_azure_json
 from agent.hooks import HookResult, hook_environment
 from agent.log import get_logger
@@ -17,14 +18,21 @@ from agent.workflow import Board, HookFinished, RunHook, Signal, Stage, Workflow
 
 
 class HookRuns:
-    """Starts and stops hooks by the engine's hands, and takes their results."""
+    """Starts and stops hooks by the engine's hands, and takes their results.
 
-    def __init__(self, settings: Settings, store: Store, hands: Hands, machine: Machine) -> None:
+    Not more than one hook of on_clear runs, and none beside a hook of an event.
+    """
+
+    def __init__(self, settings: Settings, store: Store, hands: Hands, machine: Machine, teller: Teller) -> None:
         self._settings = settings
         self._store = store
         self._hands = hands
         self._machine = machine
+        self._teller = teller
         self._log = get_logger()
+        self.is_on_clear_decided = False
+        """Whether it is known if anything was pending at the start."""
+        self._on_clear: list[str] = []
         self.delayed: list[RunHook] = []
         """Hooks that wait for the end of an on_clear hook, which might undo what they do. And hooks that failed
         while the machine went down, if it stays up after all."""
@@ -42,6 +50,11 @@ class HookRuns:
         }
 
     def run(self, workflow: Workflow, effect: RunHook, vm: str, now: datetime) -> None:
+        if self._hands.is_running(ON_CLEAR):
+            self._on_clear = []
+            self._hands.cancel_hook(ON_CLEAR)
+            self.delayed.append(effect)
+            return
         event = workflow.event
         not_before = None if workflow.is_gone else event.not_before
         environment = hook_environment(
@@ -75,6 +88,8 @@ class HookRuns:
 
     def run_delayed(self, board: Board, vm: str, now: datetime) -> None:
         """Start what had to wait, but for events that are missing now."""
+        if self._hands.is_running(ON_CLEAR):
+            return
         delayed, self.delayed = self.delayed, []
         for effect in delayed:
             workflow = board.get(effect.workflow_id)  # None if it was another VM's
@@ -92,9 +107,9 @@ class HookRuns:
     def take_result(self, effect: RunHook, result: HookResult) -> HookFinished | None:
         """The signal; None if the hook counts as not run, since the machine goes down."""
         self._learn_time(effect, result)
-        # A hook that was canceled is not wanted any more, whatever the machine does.
+        # A hook that was canceled does not run again.
         if result.outcome not in ("succeeded", "canceled") and self._machine.is_shutting_down():
-            # Services and their hooks are stopped in no order that we know of, some before the agent is told.
+            # Services and their hooks are stopped in no known order, some before the agent.
             self._log.warning(
                 "the machine goes down: this hook counts as not run, and runs again at the next start",
                 log_id=LogId.HOOK_CUT_SHORT,
@@ -116,6 +131,28 @@ class HookRuns:
             detail=f"{result.detail}{attempts}",
             tail=result.tail,
         )
+
+    def decide_on_clear(self, vm: str, now: datetime, *, is_clear: bool) -> None:
+        """Begin the hooks of on_clear, or never do."""
+        self.is_on_clear_decided = True
+        if is_clear and self._settings.on_clear:
+            self._on_clear = list(self._settings.on_clear)
+            self._teller.record("on_clear", f"nothing is pending: {', '.join(self._on_clear)}", now)
+            self.run_on_clear(vm)
+
+    def run_on_clear(self, vm: str) -> None:
+        """Start the next hook of on_clear."""
+        if self._on_clear:
+            hook = self._on_clear.pop(0)
+            environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": vm}
+            self._hands.start_hook(RunOnClear(hook), self._settings.hooks.get(hook), environment=environment)
+
+    def tell_on_clear(self, result: HookResult, now: datetime) -> None:
+        has_succeeded = result.outcome == "succeeded"
+        tell = self._log.info if has_succeeded else self._log.warning
+        log_id = LogId.HOOK_SUCCEEDED if has_succeeded else LogId.HOOK_FAILED
+        tell("on_clear hook ended", log_id=log_id, hook=result.hook, outcome=result.outcome, reason=result.detail)
+        self._teller.record("on_clear", f"hook {result.hook}: {result.detail} ({result.outcome})", now)
 
     def _learn_time(self, effect: RunHook, result: HookResult) -> None:
         hook = self._settings.hooks.get(effect.hook)

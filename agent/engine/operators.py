@@ -3,6 +3,7 @@
 from msgspec.structs import replace
 
 from agent.store import Request
+from agent.words import wait_in_words
 from agent.workflow import Context, Word, Workflow, ask_gates, has_obeyed
 
 
@@ -18,12 +19,12 @@ def refusal(request: Request, workflow: Workflow | None, context: Context, why_n
         case "held" if workflow.was_started or workflow.event.is_started:
             return "the event has started"
         case "held" if workflow.approval.state == "confirmed":
-            return "Azure has taken the approval, and nobody can take that back"
+            return "Azure has taken the approval; it cannot be withdrawn"
         case "approved" if why_not_acting:
             return why_not_acting
         case "approved":
             leave = ask_gates(replace(workflow, operator="approved"), context)
-            return leave.reason if leave.answer == "no" else ""
+            return wait_in_words(workflow, leave.waits) if leave.answer == "no" else ""
         case _:
             return ""
 
@@ -41,20 +42,21 @@ def _refusal_of_retry(workflow: Workflow, word: Word, why_not_acting: str) -> st
     if workflow.was_started or workflow.event.is_started:
         return "the event has started, and preparing for it is too late"
     if workflow.prepare.state != "failed":
-        return "nothing of it has failed"
+        return "no hook of it has failed"
     return "an operator holds it; release it first" if workflow.operator == "held" else ""
 
 
 def answer(request: Request, workflow: Workflow) -> str:
-    """What the operator is told after the turn that took the word in."""
+    """The reply to the operator, after the turn that took the word in."""
     if not has_obeyed(workflow, request.word):
-        return "refused: the event has changed, or another operator has spoken, in this moment"
+        return "refused: the event has just changed, or another operator was faster"
     current = next((stage.current for stage in workflow.stages if stage.current), None)
     hook = f", hook {current} {'runs to its end' if request.word == 'held' else 'runs'}" if current else ""
     is_asked = workflow.approval.state != "none" and not workflow.is_gone
     approval = f", approval {workflow.approval.state}" if is_asked else ""
-    reason = f": {workflow.waits_for}" if workflow.waits_for else ""
+    waits = wait_in_words(workflow, workflow.waits)
+    reason = f": {waits}" if waits else ""
     if request.word == "held" and workflow.decision.affects == "shared":
-        reason += "; the other VMs that it names may approve it all the same"
+        reason += "; the other VMs that it names may still approve it"
     phase = workflow.phase.replace("_", " ")
     return f"{request.word or 'released'}: the event is {phase}{hook}{approval}{reason}"

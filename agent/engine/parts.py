@@ -69,7 +69,7 @@ class Machine:
 
 
 class Hands(Protocol):
-    """Who does what was decided. No method blocks or raises; what becomes of it comes back to ``Engine.take``."""
+    """Does what was decided. No method blocks or raises; results come back to ``Engine.take``."""
 
     def start_hook(
         self,
@@ -84,7 +84,7 @@ class Hands(Protocol):
         """Run the hook of ``effect``, which the policy may lack (None); HookEnded comes back."""
 
     def cancel_hook(self, key: HookKey) -> None:
-        """Have the hook in flight ended, if there is one; its result says canceled."""
+        """End the running hook, if there is one; its result says canceled."""
 
     def set_deadline(self, key: HookKey, deadline: float | None) -> None:
         """NotBefore has moved; the deadline is monotonic."""
@@ -108,7 +108,7 @@ class Hands(Protocol):
         """Whether a hook or an approval is under way, or has ended and that was not taken yet."""
 
     def cancel_all(self, grace_seconds: float) -> None:
-        """Have every hook ended within the grace."""
+        """End every hook within the grace."""
 
 
 def key_of(effect: HookStart) -> HookKey:

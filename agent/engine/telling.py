@@ -8,6 +8,7 @@ from agent.log_ids import LogId
 from agent.metrics import Metrics
 from agent.settings import Settings
 from agent.store import Store, StoreError
+from agent.words import note_in_words
 from agent.workflow import Note, Step, Workflow
 
 # Of more new events than this at once, the log tells of the first few.
@@ -51,11 +52,11 @@ class Teller:
         log_id = ended if note.kind == "hook_finished" else LogId[note.kind.upper()]
         if workflow.id not in self._left_out or note.kind in _NEVER_LEFT_OUT:
             tell = self._log.warning if is_bad else self._log.info
-            tell(note.kind.replace("_", " "), log_id=log_id, reason=note.text, **fields)
+            tell(note.kind.replace("_", " "), log_id=log_id, reason=note_in_words(workflow, note), **fields)
         self._metrics.record_note(workflow, note, now.timestamp())
 
     def leave_out(self, workflow_ids: list[str]) -> None:
-        """If these are very many, tell only of the first few from now on."""
+        """If these are very many, log only the first few from now on."""
         if len(workflow_ids) > _MAX_TOLD_AT_ONCE:
             self._left_out.update(workflow_ids[_TOLD_OF_MANY:])
             text = "very many events at once: the log tells of the first ones, the command history of all"

@@ -21,6 +21,7 @@ import msgspec
 from agent.status import History, JournalEntry
 from agent.store import file
 from agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
+from agent.words import note_in_words
 from agent.workflow import Note, Step, Word, Workflow
 
 __all__ = ["FILE_NAME", "RESERVE_BYTES", "Store", "StoreError"]
@@ -361,7 +362,8 @@ class Store:
 
     def _write_journal(self, entries: Iterable[tuple[str, Workflow, Note]]) -> None:
         self._insert_entries(
-            (at, w.id, w.event.id, n.kind, n.stage, n.hook, n.outcome, n.text, n.detail) for at, w, n in entries
+            (at, w.id, w.event.id, n.kind, n.stage, n.hook, n.outcome, note_in_words(w, n), n.detail)
+            for at, w, n in entries
         )
 
     def _insert_entries(self, rows: Iterable[tuple[str, ...]]) -> None:

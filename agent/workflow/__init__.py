@@ -10,13 +10,12 @@ in the workflow, so that after a crash at any moment the same workflow leads to 
     signals.py    what each signal changes in a workflow
     phases.py     what is due in each phase
     stages.py     the hooks of a stage, in order; hooks that events share
-    approving.py  the request to approve
-    gates.py      whether an event may be approved now
+    approving.py  gates: whether an event may be approved now; the request and its answer
     times.py      begin, drain, deadline of a hook
 """
 
+from agent.workflow.approving import Leave, ask_gates
 from agent.workflow.board import Progression, has_obeyed, is_ready, known_events, next_wake_at, proceed
-from agent.workflow.gates import Leave, ask_gates
 from agent.workflow.model import (
     TRANSITIONS,
     AgentRestarted,
@@ -42,9 +41,9 @@ from agent.workflow.model import (
     Signal,
     Stage,
     Step,
+    Waits,
     Word,
     Workflow,
-    WorkflowError,
 )
 from agent.workflow.times import hook_deadline_at, needed_seconds
 
@@ -52,6 +51,6 @@ __all__ = [
     "TRANSITIONS", "AgentRestarted", "Approval", "ApprovalAnswered", "Approve", "Board", "CancelHook", "ClockSet",
     "Context", "Effect", "HookFinished", "HookOutcome", "Leave", "MoveDeadline", "Note", "NoteKind",
     "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Reconsider", "RunHook", "Signal", "Stage",
-    "Step", "Word", "Workflow", "WorkflowError", "ask_gates", "has_obeyed", "hook_deadline_at", "is_ready",
-    "known_events", "needed_seconds", "next_wake_at", "proceed",
+    "Step", "Waits", "Word", "Workflow", "ask_gates", "has_obeyed",
+    "hook_deadline_at", "is_ready", "known_events", "needed_seconds", "next_wake_at", "proceed",
 ]  # fmt: skip

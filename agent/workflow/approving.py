@@ -1,17 +1,133 @@
-"""The request to approve, and what an agent that only observes would do."""
+"""The approval: gates, the request, and its answer.
 
+Each gate answers whether the event may be approved now. All are asked, and the strictest answer counts. When in
+doubt a gate does not say yes.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Literal
+
+import msgspec
 from msgspec.structs import replace
 
-from agent.workflow.gates import ask_gates
-from agent.workflow.model import Approve, Context, Note, Progress, Step, Workflow, show
-from agent.workflow.signals import MAX_RETRY_SECONDS
-from agent.workflow.times import is_due, start_of
+from agent.workflow.model import (
+    Approval,
+    ApprovalAnswered,
+    Approve,
+    Context,
+    Note,
+    Progress,
+    Step,
+    WaitKind,
+    Waits,
+    Workflow,
+)
+from agent.workflow.times import is_due, start_of, turn_to_approve
+
+# A failed approval is repeated after 1, 2, 4, ... seconds (2, 4, 8, ... after a 429), at most this many.
+_MAX_RETRY_SECONDS = 30.0
+HELD = Waits(kind="held")
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """A gate's answer, and why it is not yes."""
+
+    answer: Literal["yes", "not yet", "no"]
+    waits: Waits | None = None
+
+
+YES = Leave("yes")
+
+
+def _no(kind: WaitKind) -> Leave:
+    return Leave("no", Waits(kind=kind))
+
+
+def _not_yet(kind: WaitKind) -> Leave:
+    return Leave("not yet", Waits(kind=kind))
+
+
+def ask_gates(workflow: Workflow, context: Context) -> Leave:
+    """The strictest answer of all gates."""
+    answers = [gate(workflow, context) for gate in GATES]
+    for word in ("no", "not yet"):
+        for leave in answers:
+            if leave.answer == word:
+                return leave
+    return YES
+
+
+def service_gate(workflow: Workflow, context: Context) -> Leave:
+    """What no operator can overrule: an acting agent may approve only a scheduled event of this VM."""
+    event = workflow.event
+    if workflow.is_gone or workflow.was_started or event.status != "Scheduled":
+        return _no("status")
+    if event.affects(context.names) not in ("self", "shared"):
+        return _no("not_ours")
+    if workflow.is_missing:
+        return _not_yet("missing")
+    if event.approval_fault:
+        return _no("id")
+    if not context.is_acting or context.document_at is None:
+        return _not_yet("observes")
+    return YES
+
+
+def rule_gate(workflow: Workflow, _: Context) -> Leave:
+    decision, prepare = workflow.decision, workflow.prepare
+    is_overruled = workflow.operator == "approved"
+    if decision.approve == "never" and not is_overruled:
+        return _no("never")
+    if decision.approve == "immediately" or prepare.state == "succeeded" or not decision.has_preparation:
+        return YES
+    if prepare.state == "failed":
+        is_enough = decision.on_failure == "approve" or is_overruled
+        return YES if is_enough else _no("prepare_failed")
+    if prepare.state == "canceled":
+        return YES if is_overruled else _no("prepare_canceled")
+    return _not_yet("unprepared")
+
+
+def operator_gate(workflow: Workflow, _: Context) -> Leave:
+    if workflow.operator == "held":
+        return Leave("no", HELD)
+    if workflow.decision.approve == "manual" and workflow.operator != "approved":
+        return _not_yet("manual")
+    return YES
+
+
+def time_gate(workflow: Workflow, _: Context) -> Leave:
+    return _not_yet("too_early") if workflow.phase == "waiting" else YES
+
+
+def speaker_gate(workflow: Workflow, context: Context) -> Leave:
+    """An approval covers every VM that the event names; not every VM may approve for all."""
+    decision, turn_at = workflow.decision, turn_to_approve(workflow)
+    if workflow.operator == "approved":
+        return YES
+    if not decision.may_speak:
+        return _no("shared")
+    if turn_at is not None and not is_due(turn_at, context.now, decision.speaks_after):
+        return Leave("not yet", Waits(kind="earlier_vms", at=turn_at))
+    return YES
+
+
+def doubt_gate(workflow: Workflow, _: Context) -> Leave:
+    if workflow.is_doubtful and workflow.operator != "approved":
+        return _no("doubt")
+    return YES
+
+
+GATES: tuple[Callable[[Workflow, Context], Leave], ...] = (
+    service_gate, rule_gate, operator_gate, time_gate, speaker_gate, doubt_gate,
+)  # fmt: skip
 
 
 def request_approval(workflow: Workflow, context: Context) -> Step | None:
     """Ask Azure to start the event; None if an earlier try has failed and it is too early for the next one."""
     approval = workflow.approval
-    if approval.retry_at is not None and not is_due(approval.retry_at, context.now, MAX_RETRY_SECONDS):
+    if approval.retry_at is not None and not is_due(approval.retry_at, context.now, _MAX_RETRY_SECONDS):
         return None
     document_at, failed_at = context.document_at, approval.failed_at
     if failed_at is not None and document_at is not None and document_at <= failed_at <= context.now:
@@ -19,7 +135,7 @@ def request_approval(workflow: Workflow, context: Context) -> Step | None:
     requested = replace(approval, state="requested", retry_at=None)
     is_alone = approval.failures > 0
     return Step(
-        workflow=replace(workflow, approval=requested, waits_for=""),
+        workflow=replace(workflow, approval=requested, waits=None),
         effects=(Approve(workflow_id=workflow.id, event_id=workflow.event.approval_id, is_alone=is_alone),),
         notes=(Note(kind="approving", text=_reason(workflow)),),
     )
@@ -36,26 +152,33 @@ def _reason(workflow: Workflow) -> str:
     return f"rule {decision.rule}: {state}"
 
 
-def plan(workflow: Workflow, context: Context) -> str:
-    """What an agent that acts would do about an event for which nothing has begun, as a clause."""
-    decision = workflow.decision
+def would_begin(workflow: Workflow, context: Context) -> Waits:
+    """What an agent that acts would do about an event for which nothing has begun."""
     start = start_of(workflow, context)
-    steps = [f"answer /readyz with 503 for {decision.drain_for:g}s"] if decision.drain_for else []
-    steps += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
     ready = replace(workflow, phase="prepared", prepare=Progress(state="succeeded"))
     leave = ask_gates(ready, replace(context, is_acting=True))
-    if leave.answer == "yes":
-        approval = "approve it at once" if decision.approve == "immediately" or not steps else "approve it"
-        if decision.speaks_after:
-            approval += f" ({decision.speaks_after:g}s after the first VM that it names)"
-        steps.insert(0 if decision.approve == "immediately" else len(steps), approval)
-    elif leave.answer == "not yet":
-        steps.append("wait for an operator to approve it")
-    else:
-        steps.append(f"not approve it ({leave.reason})")
-    if decision.on_start:
-        steps.append(f"run {', '.join(decision.on_start)} when it has started")
-    if decision.recover:
-        steps.append(f"run {', '.join(decision.recover)} when it is over")
-    when = "now" if start.at <= context.now else f"at {show(start.at)} ({start.reason})"
-    return f"{when} {', then '.join(steps)}"
+    at = start.at if start.at > context.now else None
+    return Waits(
+        kind="would_begin",
+        at=at,
+        detail=start.reason if at else "",
+        approval=leave.waits.kind if leave.waits else None,
+    )
+
+
+def take_answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Step | None:
+    if workflow.approval.state != "requested":
+        return None
+    if not signal.error_kind:
+        approval = Approval(state="confirmed")
+        note = Note(kind="approved", text="Azure has taken the approval")
+        return Step(workflow=replace(workflow, approval=approval), notes=(note,))
+    failures = workflow.approval.failures + 1
+    # The service's limit is about a second: after a 429 the first pause is longer.
+    exponent = failures if signal.error_kind == "throttled" else failures - 1
+    delay = min(_MAX_RETRY_SECONDS, 2.0 ** min(exponent, 10))
+    retry_at = context.now + timedelta(seconds=delay)
+    approval = Approval(failures=failures, retry_at=retry_at, failed_at=context.now)
+    text = f"approval failed ({signal.error_kind}), next try in {delay:g}s: {signal.detail}"
+    note = Note(kind="approval_failed", text=text)
+    return Step(workflow=replace(workflow, approval=approval), notes=(note,))

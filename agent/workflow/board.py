@@ -1,6 +1,6 @@
 """The board of all open workflows: takes in signals, then moves every workflow as far as it goes."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 
 import msgspec
@@ -39,7 +39,8 @@ def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progre
     """Take in ``signals``, then move every workflow as far as it goes."""
     turn = _Turn(board, context)
     for signal in signals:
-        turn.take_in(signal)
+        for key in turn.targets(signal):
+            turn.attempt(key, take_in, turn.workflows.get(key), signal, context)
     turn.move_all()
     open_ = {key: workflow for key, workflow in turn.workflows.items() if workflow.is_open}
     return Progression(board=open_, steps=tuple(turn.steps), faults=tuple(turn.faults.items()))
@@ -49,56 +50,21 @@ class _Turn:
     """One call of ``proceed``: the board as it changes, and the steps that changed it."""
 
     def __init__(self, board: Board, context: Context) -> None:
-        self.workflows: dict[str, Workflow] = {}
+        self.workflows = dict(board)
         self.steps: list[Step] = []
         self.faults: dict[str, Exception] = {}
         self._context = context
-        self._present: dict[str, str] = {}
-        """Event key -> workflow of an event that is not over."""
-        self._gone: dict[str, str] = {}
-        """Event key -> its last workflow, if the event is over and has not come back as another one."""
-        for workflow in board.values():
-            self._put(workflow)
+        # By the event's key. No document has an event twice.
+        self._present = {w.event.key: w.id for w in board.values() if not w.is_gone}
+        self._gone = {w.event.key: w.id for w in board.values() if w.is_gone and w.missing_since is not None}
 
-    def take_in(self, signal: Signal) -> None:
-        for target in self._targets(signal):
-            try:
-                step = take_in(self.workflows.get(target), signal, self._context)
-                if step is not None:
-                    self._apply(step)
-            except Exception as error:  # noqa: BLE001 - a bug in one event must not stop the others
-                self.faults[target] = error
-
-    def move_all(self) -> None:
-        """Workflows wait for each other, so each move may let another one move; a bug is what goes on for ever.
-
-        Events that are still to come move first: what they begin may forbid the recovery from another one.
-        """
-        moving = sorted((key for key in self.workflows if key not in self.faults), key=self._is_gone)
-        for _ in range(1000):
-            before = len(self.steps)
-            for key in moving:
-                try:
-                    step = move(self.workflows[key], self.workflows, self._context)
-                    if step is not None:
-                        self._apply(step)
-                except Exception as error:  # noqa: BLE001 - as above
-                    self.faults[key] = error
-            moving = [key for key in moving if key not in self.faults]
-            if len(self.steps) == before:
-                return
-        self.faults[""] = WorkflowError(f"workflows do not come to rest: {moving}", kind="bug")
-
-    def _is_gone(self, workflow_id: str) -> bool:
-        return self.workflows[workflow_id].is_gone
-
-    def _targets(self, signal: Signal) -> list[str]:
+    def targets(self, signal: Signal) -> list[str]:
         """The workflows that the signal is for; "" stands for a new one."""
         match signal:
             case Seen(event, renamed_from):
-                present, gone = self._present.get(renamed_from or event.key), self._gone.get(event.key)
-                returns = gone is not None and may_return(self.workflows[gone])
-                return [present or (gone if gone and returns else "")]
+                gone = self._gone.get(event.key, "")
+                returns = gone if gone and may_return(self.workflows[gone]) else ""
+                return [self._present.get(renamed_from or event.key, returns)]
             case Missing(key) | Gone(key):
                 return [self._present[key]] if key in self._present else []
             case HookFinished():
@@ -108,30 +74,41 @@ class _Turn:
             case _:
                 return list(self.workflows)
 
+    def move_all(self) -> None:
+        """Workflows wait for each other, so each move may let another one move; a bug is what goes on for ever.
+
+        Events that are still to come move first: what they begin may forbid the recovery from another one.
+        """
+        moving = sorted(self.workflows, key=lambda key: self.workflows[key].is_gone)
+        for _ in range(1000):
+            before = len(self.steps)
+            for key in moving:
+                if key not in self.faults:
+                    self.attempt(key, move, self.workflows[key], self.workflows, self._context)
+            if len(self.steps) == before:
+                return
+        self.faults[""] = WorkflowError(f"workflows do not come to rest: {moving}", kind="bug")
+
+    def attempt(self, key: str, find_step: Callable[..., Step | None], *arguments: object) -> None:
+        """Make the step, if there is one. A bug in one event must not stop the others."""
+        try:
+            step = find_step(*arguments)
+            if step is not None:
+                self._apply(step)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.faults[key] = error
+
     def _apply(self, step: Step) -> None:
         new, old = step.workflow, self.workflows.get(step.workflow.id)
         if old is not None and new.phase != old.phase and new.phase not in TRANSITIONS[old.phase]:
             raise WorkflowError(f"{old.phase} -> {new.phase} is no step in the life of an event", kind="bug")
-        if old == new and not step.effects and not step.notes:
-            return
-        self.steps.append(step)
+        if old != new or step.effects or step.notes:
+            self.steps.append(step)
+            self.workflows[new.id] = new
         if old is None and new.event.key in self._gone:
-            followed = self.workflows[self._gone.pop(new.event.key)]
-            self._put(new)
+            # Only the last appearance of an event may go on if it comes back.
+            followed = self.workflows[self._gone[new.event.key]]
             self._apply(Step(workflow=replace(followed, missing_since=None)))
-        else:
-            self._put(new)
-
-    def _put(self, workflow: Workflow) -> None:
-        key, old = workflow.event.key, self.workflows.get(workflow.id)
-        for index in (self._present, self._gone):
-            if old is not None and index.get(old.event.key) == old.id:
-                del index[old.event.key]
-        self.workflows[workflow.id] = workflow
-        if not workflow.is_gone:
-            self._present[key] = workflow.id
-        elif workflow.is_open and workflow.missing_since is not None:
-            self._gone[key] = workflow.id
 
 
 def known_events(board: Board) -> dict[str, ScheduledEvent]:

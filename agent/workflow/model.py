@@ -28,6 +28,15 @@ NoteKind = Literal[
     "hook_canceled", "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering",
     "recovery_failed", "waits", "blocked", "closed", "operator", "restarted",
 ]  # fmt: skip
+WaitKind = Literal[
+    # before it begins
+    "time", "would_begin", "would_run_on_start", "observes",
+    # what the gates answer
+    "status", "not_ours", "missing", "id", "never", "unprepared", "prepare_failed", "prepare_canceled", "held",
+    "manual", "too_early", "shared", "earlier_vms", "doubt",
+    # before it recovers
+    "other_event", "lost_hook",
+]  # fmt: skip
 
 # Every arrow of the life of an event; ``proceed`` refuses a step along any other one.
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
@@ -79,6 +88,18 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True):
     """The next try also waits for a later document, which may say that the event is over."""
 
 
+class Waits(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a workflow does not move; ``status`` has the words for it."""
+
+    kind: WaitKind
+    at: datetime | None = None
+    """Until when, if that is known."""
+    detail: str = ""
+    """The other event's id, the lost hook's name, or why it does not begin earlier."""
+    approval: WaitKind | None = None
+    """Of what would begin: why it would not be approved."""
+
+
 class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     """One event and what was done about it. Stored as it is."""
 
@@ -106,8 +127,8 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     """First seen after the state file was lost: what was done about it before is not known."""
     begun_at: datetime | None = None
     """When it was begun; with ``shared: first``, this VM's turn to approve is counted from it."""
-    waits_for: str = ""
-    """Why the workflow does not move, as a clause; for people."""
+    waits: Waits | None = None
+    """Why the workflow does not move."""
     outcome: Outcome = ""
 
     @property
@@ -231,7 +252,10 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that happened, for journal, log and metrics."""
 
     kind: NoteKind
-    text: str
+    text: str = ""
+    """See also ``status.note_in_words``."""
+    waits: Waits | None = None
+    """Why the workflow waits, or is held."""
     stage: str = ""
     hook: str = ""
     outcome: str = ""

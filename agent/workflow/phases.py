@@ -8,9 +8,8 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from agent.workflow.approving import plan, request_approval
-from agent.workflow.gates import HELD, ask_gates
-from agent.workflow.model import Context, Note, Phase, Progress, Step, Workflow, show
+from agent.workflow.approving import HELD, ask_gates, request_approval, would_begin
+from agent.workflow.model import Context, Note, Phase, Progress, Step, Waits, Workflow
 from agent.workflow.stages import (
     cut_short,
     next_hook,
@@ -23,8 +22,6 @@ from agent.workflow.stages import (
 from agent.workflow.times import drain_end, start_of
 
 Workflows = Mapping[str, Workflow]
-
-_STILL_NEEDS_IT = " still needs it prepared"
 
 
 def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | None:
@@ -44,16 +41,16 @@ def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | N
             return _started(workflow, workflows, context)
         case _ if workflow.event.is_started:
             return _start(workflow)
+        case _ if context.is_acting and workflow.operator == "held" and is_to_begin(workflow):
+            return _obey_hold(workflow)
         case "waiting":
-            return _waiting(workflow, context)
+            return _begin_when_due(workflow, context)
         case "preparing":
             return _preparing(workflow, workflows, context)
         case _ if has_more_to_prepare(workflow):
             return _prepare_more(workflow, context)
-        case "prepared":
-            return _prepared(workflow, context)
-        case "held":
-            return _held(workflow, context)
+        case "prepared" | "held":
+            return _approve(workflow, context)
         case "approved":
             return None
 
@@ -61,10 +58,11 @@ def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | N
 # --- Before the event starts.
 
 
-def _waiting(workflow: Workflow, context: Context) -> Step | None:
-    if workflow.operator == "held" and context.is_acting:
-        return _hold(workflow, HELD)
-    return _begin_when_due(workflow, context)
+def _obey_hold(workflow: Workflow) -> Step | None:
+    """Begin nothing. What Azure has taken is past holding."""
+    if workflow.approval.state == "confirmed":
+        return _enter(workflow, "approved") if workflow.phase in ("prepared", "held") else None
+    return wait(workflow, HELD) if workflow.phase == "held" else _hold(workflow, HELD)
 
 
 def _begin_when_due(workflow: Workflow, context: Context) -> Step | None:
@@ -73,10 +71,10 @@ def _begin_when_due(workflow: Workflow, context: Context) -> Step | None:
     if not (is_wanted or is_approved):
         return None
     if not context.is_acting:
-        return wait(workflow, f"the agent only observes; it would {plan(workflow, context)}")
+        return wait(workflow, would_begin(workflow, context))
     start = start_of(workflow, context)
     if start.at > context.now and not is_approved and workflow.approval.state != "confirmed":
-        return wait(workflow, f"begins at {show(start.at)}: {start.reason}")
+        return wait(workflow, Waits(kind="time", at=start.at, detail=start.reason))
     workflow = replace(workflow, begun_at=context.now)
     if not decision.has_preparation:
         return _enter(workflow, "prepared", Note(kind="prepared", text="there is nothing to prepare"))
@@ -92,8 +90,6 @@ def _preparing(workflow: Workflow, workflows: Workflows, context: Context) -> St
         return None
     if workflow.prepare.state != "running":
         return _end_preparation(workflow)
-    if workflow.operator == "held" and is_to_begin(workflow):
-        return None if workflow.approval.state == "confirmed" else _hold(workflow, HELD)
     step = run_next(workflow, "prepare", workflows, context)
     if step is None and workflow.approval.state == "none" and ask_gates(workflow, context).answer == "yes":
         return request_approval(workflow, context)  # by ``approve: immediately``
@@ -104,12 +100,12 @@ def _end_preparation(workflow: Workflow) -> Step:
     prepare = workflow.prepare
     if prepare.state == "succeeded":
         return _enter(workflow, "prepared", Note(kind="prepared", text="preparation is done"))
-    text = f"preparation {prepare.state} ({prepare.failure})"
     is_approved = workflow.approval.state == "confirmed"
     if is_approved or (prepare.state == "failed" and workflow.decision.on_failure == "approve"):
-        why = "Azure has taken the approval already" if is_approved else "the rule goes on all the same"
-        return _enter(workflow, "prepared", Note(kind="prepared", text=f"{text}, and {why}"))
-    return _hold(workflow, text)
+        why = "Azure has taken the approval already" if is_approved else "the rule goes on anyway"
+        text = f"preparation {prepare.state} ({prepare.failure}), and {why}"
+        return _enter(workflow, "prepared", Note(kind="prepared", text=text))
+    return _hold(workflow, Waits(kind="prepare_failed" if prepare.state == "failed" else "prepare_canceled"))
 
 
 def has_more_to_prepare(workflow: Workflow) -> bool:
@@ -120,10 +116,6 @@ def has_more_to_prepare(workflow: Workflow) -> bool:
 
 def _prepare_more(workflow: Workflow, context: Context) -> Step | None:
     """In the phases prepared, held and approved."""
-    if workflow.operator == "held" and context.is_acting and is_to_begin(workflow):
-        if workflow.approval.state == "confirmed":
-            return None if workflow.phase == "approved" else _enter(workflow, "approved")
-        return wait(workflow, HELD) if workflow.phase == "held" else _hold(workflow, HELD)
     if workflow.prepare.state == "idle":
         return _begin_when_due(workflow, context)
     if not context.is_acting:
@@ -132,28 +124,20 @@ def _prepare_more(workflow: Workflow, context: Context) -> Step | None:
     return _enter(workflow, "preparing", Note(kind="preparing", text=f"preparation goes on: {hooks}"))
 
 
-def _prepared(workflow: Workflow, context: Context) -> Step | None:
+def _approve(workflow: Workflow, context: Context) -> Step | None:
+    """In the phases prepared and held."""
     if not context.is_acting:
         return None
     if workflow.approval.state == "confirmed":
         return _enter(workflow, "approved")
-    leave = ask_gates(workflow, context)
-    if leave.answer == "no":
-        return _hold(workflow, leave.reason)
+    leave, is_held = ask_gates(workflow, context), workflow.phase == "held"
+    if leave.answer == "no" and not is_held:
+        return _hold(workflow, leave.waits)
+    if leave.answer != "no" and is_held:
+        return _enter(workflow, "prepared")
     if workflow.approval.state == "requested":
         return None
-    return request_approval(workflow, context) if leave.answer == "yes" else wait(workflow, leave.reason)
-
-
-def _held(workflow: Workflow, context: Context) -> Step | None:
-    if not context.is_acting:
-        return None
-    if workflow.approval.state == "confirmed":
-        return _enter(workflow, "approved")
-    leave = ask_gates(workflow, context)
-    if leave.answer != "no":
-        return _enter(workflow, "prepared")
-    return wait(workflow, leave.reason) if workflow.approval.state == "none" else None
+    return request_approval(workflow, context) if leave.answer == "yes" else wait(workflow, leave.waits)
 
 
 def may_begin(workflow: Workflow) -> bool:
@@ -201,8 +185,7 @@ def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Step
         return run_next(begun, "on_start", workflows, context)
     if workflow.prepare.state == "running":
         return None  # what that waits for is noted already; two reasons would alternate for ever
-    hooks = ", ".join(workflow.decision.on_start)
-    return wait(workflow, f"the agent only observes; it would now run {hooks}")
+    return wait(workflow, Waits(kind="would_run_on_start"))
 
 
 # --- When it is over.
@@ -240,7 +223,7 @@ def _recovering(workflow: Workflow, workflows: Workflows, context: Context) -> S
         return _close(workflow)
     if recover.state == "failed":
         note = Note(kind="recovery_failed", text=f"recovery failed ({recover.failure}): retry or resolve it")
-        return _enter(replace(workflow, waits_for=recover.failure), "recovery_failed", note)
+        return _enter(workflow, "recovery_failed", note)
     if recover.current is None and next_hook(workflow, "recover") is None:
         return _close(replace(workflow, recover=replace(recover, state="succeeded")))
     needed_by = _needed_by(workflow, workflows)
@@ -249,11 +232,12 @@ def _recovering(workflow: Workflow, workflows: Workflows, context: Context) -> S
     if recover.current is not None:
         return cut_short(workflow, "recover")
     afresh = _without_what_is_undone(workflow, needed_by)
-    reason = f"event {needed_by[0].event.id}{_STILL_NEEDS_IT}"
-    if workflow.waits_for.endswith(_STILL_NEEDS_IT) and workflow.waits_for != reason:
-        # Many events may end one by one: only the first of them is told.
-        return Step(workflow=replace(afresh, waits_for=reason))
-    return wait(afresh, reason) or (None if afresh is workflow else Step(workflow=afresh))
+    waits = Waits(kind="other_event", detail=needed_by[0].event.id)
+    if workflow.waits and workflow.waits.kind == waits.kind:
+        # Many events may end one by one: only the first of them is noted.
+        afresh = replace(afresh, waits=waits)
+        return None if afresh == workflow else Step(workflow=afresh)
+    return wait(afresh, waits)
 
 
 def _recovery_failed(workflow: Workflow, workflows: Workflows) -> Step | None:
@@ -285,12 +269,11 @@ def _close(workflow: Workflow) -> Step:
     return _enter(workflow, "closed", Note(kind="closed", text=f"is over: {workflow.outcome}{by_hand}"))
 
 
-def _hold(workflow: Workflow, reason: str) -> Step:
-    note = Note(kind="held", text=f"held, Azure starts it at NotBefore: {reason}")
-    return _enter(replace(workflow, waits_for=reason), "held", note)
+def _hold(workflow: Workflow, waits: Waits | None) -> Step:
+    return _enter(replace(workflow, waits=waits), "held", Note(kind="held", waits=waits))
 
 
 def _enter(workflow: Workflow, phase: Phase, *notes: Note) -> Step:
     """The step into another phase. What the workflow waits for in it is found there, or was told by the caller."""
-    waits_for = workflow.waits_for if phase in ("held", "recovery_failed") else ""
-    return Step(workflow=replace(workflow, phase=phase, waits_for=waits_for), notes=notes)
+    waits = workflow.waits if phase == "held" else None
+    return Step(workflow=replace(workflow, phase=phase, waits=waits), notes=notes)

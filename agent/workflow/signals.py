@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from agent.events import Gone, Missing, ScheduledEvent, Seen
 from agent.policy import Facts, decide
+from agent.workflow.approving import take_answer
 from agent.workflow.model import (
     AgentRestarted,
-    Approval,
     ApprovalAnswered,
     ClockSet,
     Context,
@@ -31,9 +31,6 @@ from agent.workflow.model import (
 from agent.workflow.stages import is_to_recover, next_hook, prepared_peers, tried_again, with_end
 from agent.workflow.times import drain_end
 
-# A failed approval is repeated after 1, 2, 4, ... seconds (2, 4, 8, ... after a 429), at most this many.
-MAX_RETRY_SECONDS = 30.0
-
 
 def take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Step | None:
     """The workflow with the signal in it; None if that changes nothing. Without a workflow: a new one."""
@@ -51,7 +48,7 @@ def take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Step
         case HookFinished():
             return _share_finished_hook(workflow, signal)
         case ApprovalAnswered():
-            return _answer(workflow, signal, context)
+            return take_answer(workflow, signal, context)
         case OperatorSpoke():
             return _hear(workflow, signal, context)
         case AgentRestarted():
@@ -192,7 +189,7 @@ def _bring_back(workflow: Workflow) -> Workflow:
     if workflow.phase == "recovering":
         is_confirmed = workflow.approval.state == "confirmed"
         phase: Phase = "started" if workflow.was_started else "approved" if is_confirmed else "prepared"
-        workflow = replace(workflow, phase=phase, recover=Progress(), waits_for="")
+        workflow = replace(workflow, phase=phase, recover=Progress(), waits=None)
     return replace(workflow, missing_since=None, is_gone=False, outcome="")
 
 
@@ -239,7 +236,7 @@ def _hear(workflow: Workflow, signal: OperatorSpoke, context: Context) -> Step:
         return Step(workflow=replace(workflow, recover=replace(workflow.recover, state="resolved")), notes=(note,))
     is_untouched = workflow.prepare.state == "idle" and workflow.approval.state == "none"
     if workflow.phase == "held" and workflow.operator == "held" != word and is_untouched:
-        workflow = replace(workflow, phase="waiting", waits_for="")
+        workflow = replace(workflow, phase="waiting", waits=None)
     return Step(workflow=replace(workflow, operator=word), notes=(note,))
 
 
@@ -291,24 +288,6 @@ def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step | Non
     text = f"hook {signal.hook}: has run for another event, once for both"
     note = Note(kind="hook_finished", text=text, stage=signal.stage, hook=signal.hook, outcome=signal.outcome)
     return Step(workflow=replace(workflow, recover=progress), notes=(note,))
-
-
-def _answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Step | None:
-    if workflow.approval.state != "requested":
-        return None
-    if not signal.error_kind:
-        approval = Approval(state="confirmed")
-        note = Note(kind="approved", text="Azure has taken the approval")
-        return Step(workflow=replace(workflow, approval=approval), notes=(note,))
-    failures = workflow.approval.failures + 1
-    # The service's limit is about a second: after a 429 the first pause is longer.
-    exponent = failures if signal.error_kind == "throttled" else failures - 1
-    delay = min(MAX_RETRY_SECONDS, 2.0 ** min(exponent, 10))
-    retry_at = context.now + timedelta(seconds=delay)
-    approval = Approval(failures=failures, retry_at=retry_at, failed_at=context.now)
-    text = f"approval failed ({signal.error_kind}), next try in {delay:g}s: {signal.detail}"
-    note = Note(kind="approval_failed", text=text)
-    return Step(workflow=replace(workflow, approval=approval), notes=(note,))
 
 
 def _restart(workflow: Workflow, context: Context) -> Step:

@@ -14,6 +14,7 @@ from agent.workflow.model import (
     RunHook,
     Stage,
     Step,
+    Waits,
     Workflow,
 )
 from agent.workflow.times import is_due
@@ -37,13 +38,13 @@ def run_next(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow]
     if stage == "recover" and any(peer.recover.current == hook for peer in recoveries):
         return None  # it runs for another event now, once for both
     if not context.is_acting:
-        return wait(workflow, "the agent only observes")
+        return wait(workflow, Waits(kind="observes"))
     if stage == "recover" and hook not in context.hooks:
         # A prepare hook may fail: the event is held. A recovery that fails unseen leaves the VM out of service.
-        return wait(workflow, f"hook {hook} is not in the policy any more: put it back", kind="blocked")
+        return wait(workflow, Waits(kind="lost_hook", detail=hook), kind="blocked")
     progress = replace(progress, state="running", current=hook, run=progress.run + 1)
     return Step(
-        workflow=replace(workflow.with_progress(stage, progress), waits_for=""),
+        workflow=replace(workflow.with_progress(stage, progress), waits=None),
         effects=(RunHook(workflow_id=workflow.id, stage=stage, hook=hook, run=progress.run),),
         notes=(Note(kind="hook_started", text=f"hook {hook} starts", stage=stage, hook=hook),),
     )
@@ -89,11 +90,11 @@ def tried_again(progress: Progress) -> Progress:
     return replace(progress, state="running", failure="", failed_hook="")
 
 
-def wait(workflow: Workflow, reason: str, kind: NoteKind = "waits") -> Step | None:
+def wait(workflow: Workflow, waits: Waits | None, kind: NoteKind = "waits") -> Step | None:
     """Note why nothing moves, once."""
-    if workflow.waits_for == reason:
+    if workflow.waits == waits:
         return None
-    return Step(workflow=replace(workflow, waits_for=reason), notes=(Note(kind=kind, text=reason),))
+    return Step(workflow=replace(workflow, waits=waits), notes=(Note(kind=kind, waits=waits),))
 
 
 def prepared_peers(workflow: Workflow, workflows: Mapping[str, Workflow]) -> list[Workflow]:

@@ -154,7 +154,7 @@ def test_what_azure_has_taken_is_not_said_to_be_held(sim: Simulator, agent: Agen
     said = agent.say("hold", event)
     assert (said.returncode, said.stdout) == (
         1,
-        "refused: Azure has taken the approval, and nobody can take that back\n",
+        "refused: Azure has taken the approval; it cannot be withdrawn\n",
     )
     sim.start_event(event)
     agent.wait_phase(event, "started")

@@ -508,7 +508,7 @@ def test_the_state_of_another_vm_is_not_acted_on(make_agent: MakeAgent) -> None:
         agent.endpoint = second.endpoint()
         agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"))
         agent.start()
-        text = "the state is that of VM the-first, and this is the-second: nothing of it is acted on"
+        text = "the state file is of VM the-first, and this VM is the-second: the agent ignores it"
         assert agent.wait_log(text)["level"] == "warning"
         second.wait_polls(3)
         assert agent.ran() == ["drain"]

@@ -42,7 +42,6 @@ from agent.events import (
 )
 from agent.hooks import hook_environment
 from agent.host.dhcp import parse_lease, parse_windows_options
-from agent.page import with_words
 from agent.policy import Facts, decide
 from agent.settings import ConfigError, Settings, parse_settings
 from agent.simulator import Scenario, Simulator, SimulatorError, parse_scenario, rename_vms
@@ -52,6 +51,7 @@ from agent.simulator.recording import as_played, make_recorded, parse_recording,
 from agent.status import Status
 from agent.web.server import Page, WebServer
 from agent.web.tls import Tls, TlsError
+from agent.words import with_words
 from agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,

@@ -17,7 +17,7 @@ from agent.cli import operator
 from agent.events import ScheduledEvent
 from agent.policy import Decision
 from agent.settings import CONFIG_VARIABLE
-from agent.status import PolicyInForce, RunningHook, Status, Vm
+from agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
 from agent.store import Store, StoreError
 from agent.workflow import Note, Progress, Step, Workflow
 
@@ -40,7 +40,7 @@ DECISION = Decision(
     prepare=("drain",),
     approve="when-prepared",
 )
-PREPARING = Workflow(
+PREPARING = ShownWorkflow(
     id="602d9444@1",
     event=EVENT,
     decision=DECISION,

@@ -22,6 +22,7 @@ from agent.metrics import Metrics
 from agent.policy import Hook, Rule, When
 from agent.settings import Settings
 from agent.store import FILE_NAME, MAX_ENTRIES, Store
+from agent.words import as_shown
 from agent.workflow import ApprovalAnswered, Approve, RunHook
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
@@ -197,9 +198,7 @@ def test_an_approval_that_came_too_late_for_a_changed_event_is_refused(
     engine.take(Document(incarnation="", events=(replace(EVENT, type="Redeploy"),)))
     assert engine.turn(datetime.now(UTC))
     assert hands.sent == []
-    assert operator.load_answer(request) == (
-        "refused: the event has changed, or another operator has spoken, in this moment"
-    )
+    assert operator.load_answer(request) == ("refused: the event has just changed, or another operator was faster")
 
 
 class Clearing(Approvals):
@@ -398,7 +397,7 @@ def test_a_hook_that_was_quick_before_begins_later_also_after_a_restart(tmp_path
             event = a_shared_event(machine)
             engine.take(Document(incarnation="1", events=(event,)))
             assert engine.turn(machine.now())
-            reasons.append(*(workflow.waits_for for workflow in engine.board.values()))
+            reasons.append(*(as_shown(workflow).waits_for for workflow in engine.board.values()))
             assert hands.effects == []
             if life == 0:
                 assert engine.turn(machine.wait(3600 - 605))
@@ -432,7 +431,7 @@ def test_who_holds_an_event_of_several_vms_is_told_that_the_others_may_approve_i
         assert engine.turn(machine.now())
         answer = operator.load_answer(number) or ""
         assert answer.startswith("held: ")
-        assert answer.endswith("; the other VMs that it names may approve it all the same")
+        assert answer.endswith("; the other VMs that it names may still approve it")
     finally:
         operator.close()
         store.close()

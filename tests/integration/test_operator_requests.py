@@ -166,7 +166,7 @@ def test_a_recovery_that_waits_for_a_lost_hook_can_be_resolved(agent: Agent, tmp
 
 
 def test_a_failed_preparation_is_retried(agent: Agent) -> None:
-    assert agent.say("retry") == "refused: nothing of it has failed"
+    assert agent.say("retry") == "refused: no hook of it has failed"
     assert agent.say("resolve") == "refused: the event is not over; resolve is for a recovery that failed"
     agent.end("drain", "failed")
     assert agent.phase == "held"
@@ -184,7 +184,7 @@ def test_a_failed_preparation_is_not_retried_under_a_hold(agent: Agent) -> None:
 
 def test_an_agent_that_is_paused_retries_nothing(failed: Agent) -> None:
     failed.engine.set_paused(is_paused=True)
-    assert failed.say("retry") == "refused: the agent's service is paused; have it continue"
+    assert failed.say("retry") == "refused: the agent's service is paused; resume it"
     assert failed.say("resolve") == "resolve: the event is closed"
 
 

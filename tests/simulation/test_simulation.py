@@ -38,7 +38,7 @@ from agent.workflow import (
     Progression,
     Step,
     Workflow,
-    gates,
+    approving,
     phases,
     proceed,
     signals,
@@ -118,10 +118,10 @@ def _yes(*_: object) -> Leave:
 
 
 def _open_gate(name: str) -> dict[str, Any]:
-    return {"GATES": tuple(_yes if gate.__name__ == name else gate for gate in gates.GATES)}
+    return {"GATES": tuple(_yes if gate.__name__ == name else gate for gate in approving.GATES)}
 
 
-REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, signals._answer, stages.cut_short
+REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, approving.take_answer, stages.cut_short
 REAL_FINISH, REAL_END = Engine.finish, stages.with_end
 REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.turn, Engine._decide_and_do
 
@@ -296,7 +296,7 @@ MUTANTS: dict[str, Mutant] = {
         WORKFLOW, {"_restart": _restart_that_waits_for_an_answer}, "(6)", frozenset({"power cuts"})
     ),
     "6: a failed approval is given up": Mutant(
-        WORKFLOW, {"_answer": _answer_that_gives_up}, "(6)", frozenset({"lost answers"})
+        WORKFLOW, {"take_answer": _answer_that_gives_up}, "(6)", frozenset({"lost answers"})
     ),
     "7: no doubt after the state was lost": Mutant(
         WORKFLOW, _open_gate("doubt_gate"), "(1, 2, 7)", frozenset({"lost state"})

@@ -21,12 +21,22 @@ if sys.platform == "win32":
 from chromium import Browser, Tab, browser
 
 from agent.events import ScheduledEvent, Seen
-from agent.page import with_words
 from agent.policy import Rule
-from agent.status import History, HistoryItem, Journal, JournalEntry, PolicyInForce, RunningHook, Status, Vm
+from agent.status import (
+    History,
+    HistoryItem,
+    Journal,
+    JournalEntry,
+    PolicyInForce,
+    RunningHook,
+    ShownWorkflow,
+    Status,
+    Vm,
+)
 from agent.web.files import FILES
 from agent.web.server import Page, WebServer
-from agent.workflow import Approval, Context, Phase, Progress, Workflow, proceed
+from agent.words import as_shown, with_words
+from agent.workflow import Approval, Context, Phase, Progress, proceed
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 RULE = Rule(name="impactful", prepare=("drain", "checkpoint"), recover=("resume",), approve="when-prepared")
@@ -53,7 +63,9 @@ def event(number: int = 1, **changes: Any) -> ScheduledEvent:
     return replace(plain, **changes)
 
 
-def workflow(one: ScheduledEvent, phase: Phase = "waiting", rule: Rule | None = RULE, **changes: Any) -> Workflow:
+def workflow(
+    one: ScheduledEvent, phase: Phase = "waiting", rule: Rule | None = RULE, **changes: Any
+) -> ShownWorkflow:
     context = Context(
         now=NOW - timedelta(minutes=3),
         names=("web_3",),
@@ -65,8 +77,8 @@ def workflow(one: ScheduledEvent, phase: Phase = "waiting", rule: Rule | None = 
         is_acting=False,
     )
     (first,) = proceed({}, [Seen(one)], context).board.values()
-    plain = {"phase": phase, "waits_for": "", "prepare": Progress(), **changes}
-    return replace(first, **plain)
+    plain = {"phase": phase, "waits": None, "waits_for": "", "prepare": Progress(), **changes}
+    return replace(as_shown(first), **plain)
 
 
 def entry(seconds: float, kind: str, text: str, **fields: str) -> JournalEntry:
@@ -74,7 +86,7 @@ def entry(seconds: float, kind: str, text: str, **fields: str) -> JournalEntry:
     return JournalEntry(at=NOW - timedelta(seconds=seconds), kind=kind, text=text, **{**empty, **fields})
 
 
-def status(*pending: Workflow, **changes: Any) -> Status:
+def status(*pending: ShownWorkflow, **changes: Any) -> Status:
     plain = Status(
         at=NOW,
         version="0.1.0",
@@ -226,7 +238,7 @@ def pages_of(scene: Callable[[], Scene], place: str = "") -> dict[str, Callable[
 
     def history() -> Page:
         _, recent, pauses = scene()
-        events = [HistoryItem(workflow=one.workflow, entries=one.entries) for one in recent]
+        events = [HistoryItem(workflow=as_shown(one.workflow), entries=one.entries) for one in recent]
         notes = [HistoryItem(workflow=None, entries=(pause,)) for pause in pauses]
         return as_json(Journal(at=NOW, histories=(*events, *notes)))
 

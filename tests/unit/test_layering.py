@@ -11,7 +11,7 @@ import pytest
 import agent
 
 ROOT = Path(agent.__file__).parent
-PURE = {"events", "log_ids", "policy", "workflow", "status", "hook_times"}
+PURE = {"events", "log_ids", "policy", "workflow", "status", "words", "hook_times"}
 EDGES = {"imds", "hooks", "store", "web", "metrics", "log"}
 
 # Module of agent/ -> the modules of agent/ that it may import besides agent itself. A folder counts as one module.
@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "workflow": {"events", "policy", "workflow"},
     "status": {"events", "workflow"},
     "hook_times": {"policy", "workflow"},
-    "page": {"events", "workflow", "status"},
+    "words": {"events", "workflow", "status"},
     "settings": {"events", "policy", "typed_yaml", "host", "web", "settings"},
     "transport": set(),
     "imds": PURE | {"settings", "host", "transport"},
@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "log": PURE | {"settings", "host"},
     "simulator": {"simulator", "typed_yaml"},
     "engine": PURE | EDGES - {"web"} | {"settings", "host", "engine"},
-    "daemon": PURE | EDGES | {"settings", "host", "engine", "page", "daemon"},
+    "daemon": PURE | EDGES | {"settings", "host", "engine", "daemon"},
     "cli": PURE | EDGES | {"settings", "host", "typed_yaml", "simulator", "daemon", "cli"},
 }
 # Files that wire parts together, though the rest of their folder does not.
@@ -134,7 +134,7 @@ def test_a_module_imports_only_what_lies_below_it(path: Path) -> None:
     assert known_of_agent(path) - WIRING.get(name_of(path), ALLOWED[module_of(path)]) == set()
 
 
-@pytest.mark.parametrize("path", files(*PURE, "page", "typed_yaml", "yaml_nodes"), ids=name_of)
+@pytest.mark.parametrize("path", files(*PURE, "typed_yaml", "yaml_nodes"), ids=name_of)
 def test_a_pure_module_does_no_input_or_output_and_reads_no_clock(path: Path) -> None:
     assert {name for name in imports(path) if is_in(name, IMPURE - {"yaml"})} == set()
     # Not on a clock, but datetime has one too.

@@ -32,7 +32,7 @@ def test_an_event_whose_recovery_fails_stays_open_and_the_vm_is_not_ready(outcom
     agent.document()
     assert agent.ends("load", outcome) == []
     assert agent.phase == "recovery_failed"
-    assert agent.of().waits_for.startswith("hook load: ")
+    assert agent.waits_for().startswith("hook load: ")
     assert not is_ready(agent.board)
     assert agent.document(after=86400) == []
     assert agent.phase == "recovery_failed"
@@ -64,7 +64,7 @@ def test_a_retry_may_fail_again() -> None:
     agent = an_agent_whose_recovery_failed()
     agent.operator("retry")
     assert agent.ends("load", "timed_out") == []
-    assert (agent.phase, agent.of().waits_for) == ("recovery_failed", "hook load: timed_out")
+    assert (agent.phase, agent.waits_for()) == ("recovery_failed", "hook load: timed_out")
     assert agent.operator("retry") == ["A: recover load"]
 
 
@@ -147,7 +147,7 @@ def test_a_retry_waits_for_an_event_that_needs_the_vm_prepared() -> None:
     agent.ends("resume", "failed")
     agent.document(an_event(id="B"))
     assert agent.operator("retry") == []
-    assert agent.of().waits_for == "event B still needs it prepared"
+    assert agent.waits_for() == "event B still needs it prepared"
     agent.ends("drain", event="B")
     effects = agent.document()
     assert len(effects) == 1
@@ -247,7 +247,7 @@ def test_nothing_is_prepared_for_an_event_that_is_held_before_its_lead() -> None
     agent = Agent(a_rule(prepare=("drain",), lead=60.0, drain_for=10.0))
     agent.document(an_event())
     assert agent.operator("held") == []
-    assert (agent.phase, agent.of().waits_for) == ("held", "an operator holds it")
+    assert (agent.phase, agent.waits_for()) == ("held", "an operator holds it")
     assert agent.tick(870) == []
     assert is_ready(agent.board)
     assert agent.document(started(an_event())) == []
@@ -261,7 +261,7 @@ def test_an_event_that_is_released_before_its_lead_waits_for_it() -> None:
     agent.operator("held")
     assert agent.operator("") == []
     assert agent.phase == "waiting"
-    assert agent.of().waits_for.startswith("begins at 2026-03-02T12:14:00Z")
+    assert agent.waits_for().startswith("begins at 2026-03-02T12:14:00Z")
     assert next_wake_at(agent.board, agent.context) == START + timedelta(minutes=14)
     assert agent.tick(870) == ["A: approve A"]
 
@@ -288,7 +288,7 @@ def test_a_hook_that_runs_is_let_end_under_a_hold_and_no_other_begins() -> None:
     assert agent.operator("held") == []
     assert agent.phase == "preparing"
     assert agent.ends("drain") == []
-    assert (agent.phase, agent.of().waits_for) == ("held", "an operator holds it")
+    assert (agent.phase, agent.waits_for()) == ("held", "an operator holds it")
     assert agent.operator("") == ["A: prepare save"]
     assert agent.ends("save") == ["A: approve A"]
 
@@ -298,7 +298,7 @@ def test_an_event_held_during_its_last_hook_is_approved_when_released() -> None:
     agent.document(an_event())
     agent.operator("held")
     assert agent.ends("drain") == []
-    assert (agent.phase, agent.of().waits_for) == ("held", "an operator holds it")
+    assert (agent.phase, agent.waits_for()) == ("held", "an operator holds it")
     assert agent.operator("") == ["A: approve A"]
 
 
@@ -344,7 +344,7 @@ def test_a_hold_under_a_failed_preparation_says_what_failed() -> None:
     agent.document(an_event())
     agent.operator("held")
     agent.ends("drain", "failed")
-    assert agent.of().waits_for == "preparation failed (hook drain: exit code 1)"
+    assert agent.waits_for() == "preparation failed (hook drain: exit code 1)"
 
 
 def test_an_event_of_days_ahead_is_held_at_once() -> None:

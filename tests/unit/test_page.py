@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 import agent
 from agent.events import ScheduledEvent, Seen
-from agent.page import with_words
 from agent.policy import Rule
-from agent.status import PolicyInForce, RunningHook, Status, Vm
+from agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
 from agent.web.files import FILES, HEADERS
-from agent.workflow import Approval, Context, Progress, Workflow, proceed
+from agent.words import as_shown, with_words
+from agent.workflow import Approval, Context, Progress, proceed
 
 NOW = datetime(2026, 3, 4, 3, 0, 0, tzinfo=UTC)
 RULE = Rule(name="impactful", prepare=("drain", "checkpoint"), recover=("resume",), approve="when-prepared")
@@ -33,7 +33,7 @@ def event(**changes: Any) -> ScheduledEvent:
     return replace(plain, **changes)
 
 
-def workflow(one: ScheduledEvent | None = None, **changes: Any) -> Workflow:
+def workflow(one: ScheduledEvent | None = None, **changes: Any) -> ShownWorkflow:
     context = Context(
         now=NOW,
         names=("vm-1",),
@@ -45,10 +45,12 @@ def workflow(one: ScheduledEvent | None = None, **changes: Any) -> Workflow:
         is_acting=False,
     )
     (first,) = proceed({}, [Seen(one or event())], context).board.values()
-    return replace(first, **{"phase": "waiting", "prepare": Progress(), "waits_for": "", **changes})
+    return replace(
+        as_shown(first), **{"phase": "waiting", "prepare": Progress(), "waits": None, "waits_for": "", **changes}
+    )
 
 
-def status(*pending: Workflow, **changes: Any) -> Status:
+def status(*pending: ShownWorkflow, **changes: Any) -> Status:
     plain = Status(
         at=NOW,
         version="0.1.0",
@@ -70,7 +72,7 @@ def status(*pending: Workflow, **changes: Any) -> Status:
     return replace(plain, **changes)
 
 
-def headline(*pending: Workflow, **changes: Any) -> tuple[str, str]:
+def headline(*pending: ShownWorkflow, **changes: Any) -> tuple[str, str]:
     found = with_words(status(*pending, **changes))
     return found.headline, found.tone
 
@@ -95,7 +97,7 @@ def test_a_summary_tells_what_is_done_how_far_it_is_and_what_an_operator_can_do(
     assert replace(found, headline="", tone="good", summaries=()) == status(one, running=(hook,), ready=False)
 
 
-def commands(*pending: Workflow, **changes: Any) -> tuple[str, ...]:
+def commands(*pending: ShownWorkflow, **changes: Any) -> tuple[str, ...]:
     return with_words(status(*pending, **changes)).summaries[0].commands
 
 
@@ -178,7 +180,7 @@ def test_what_is_urgent_comes_first_and_what_concerns_others_last() -> None:
     assert headline(others) == ("1 event pending, none for this VM", "good")
 
 
-def steps(workflow: Workflow) -> list[str]:
+def steps(workflow: ShownWorkflow) -> list[str]:
     return [f"{step.hook} {step.state}" for step in with_words(status(workflow)).summaries[0].hooks]
 
 

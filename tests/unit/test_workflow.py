@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from agent.events import Document, Gone, ScheduledEvent, compare
 from agent.policy import MaintenanceWindow, Rule, When
+from agent.words import as_shown, note_in_words
 from agent.workflow import (
     TRANSITIONS,
     AgentRestarted,
@@ -102,7 +103,8 @@ class Agent:
         if not self.may_fail:
             assert self.last.faults == ()
         self.board = self.last.board
-        self.journal += [f"{note.kind}: {note.text}" for step in self.last.steps for note in step.notes]
+        told = ((step.workflow, note) for step in self.last.steps for note in step.notes)
+        self.journal += [f"{note.kind}: {note_in_words(workflow, note)}" for workflow, note in told]
         return [in_words(effect) for step in self.last.steps for effect in step.effects]
 
     def document(self, *events: ScheduledEvent, after: float = 1) -> list[str]:
@@ -175,6 +177,9 @@ class Agent:
     def of(self, event: str = "A") -> Workflow:
         (workflow,) = self.all_of(event)
         return workflow
+
+    def waits_for(self, event: str = "A") -> str:
+        return as_shown(self.of(event)).waits_for
 
     @property
     def phase(self) -> str:
@@ -263,7 +268,7 @@ def test_a_manual_rule_prepares_and_waits_for_an_operator() -> None:
     agent = Agent(a_rule(lead=900.0, approve="manual", prepare=("drain",)))
     agent.document(an_event())
     assert agent.ends("drain") == []
-    assert (agent.phase, agent.of().waits_for) == ("prepared", "an operator must approve it")
+    assert (agent.phase, agent.waits_for()) == ("prepared", "an operator must approve it")
     assert agent.operator("approved") == ["A: approve A"]
     assert agent.journal[-1] == "approving: an operator approved it"
 
@@ -323,7 +328,7 @@ def test_a_rule_may_approve_in_spite_of_a_failure() -> None:
     agent.document(an_event())
     assert agent.ends("drain", "timed_out") == ["A: approve A"]
     assert agent.journal[-2:] == [
-        "prepared: preparation failed (hook drain: timed_out), and the rule goes on all the same",
+        "prepared: preparation failed (hook drain: timed_out), and the rule goes on anyway",
         "approving: rule impactful: its rule approves despite the failure",
     ]
 
@@ -346,7 +351,7 @@ def test_a_shared_event_is_prepared_for_and_held_by_default() -> None:
     agent = Agent(a_rule(lead=900.0, prepare=("drain",)))
     assert agent.document(shared_event()) == ["A: prepare drain"]
     assert agent.ends("drain") == []
-    assert (agent.phase, agent.of().waits_for) == (
+    assert (agent.phase, agent.waits_for()) == (
         "held",
         "it names other VMs too (vm_0, vm_1) and shared is hold",
     )
@@ -362,7 +367,7 @@ def test_the_second_vm_approves_when_the_first_one_has_not() -> None:
     agent = Agent(Rule(name="user", approve="immediately"))
     assert agent.document(shared_event()) == []
     turn = agent.context.now + timedelta(seconds=10)
-    assert agent.of().waits_for == f"VMs listed before this one may approve it until {turn:%Y-%m-%dT%H:%M:%SZ}"
+    assert agent.waits_for() == f"VMs listed before this one may approve it until {turn:%Y-%m-%dT%H:%M:%SZ}"
     assert next_wake_at(agent.board, agent.context) == turn
     assert agent.tick(9) == []
     assert agent.tick(1) == ["A: approve A"]
@@ -396,7 +401,7 @@ def test_the_turn_of_the_second_vm_outlives_restarts_and_a_clock_that_is_set() -
 def test_what_other_vms_must_approve_is_prepared_for_as_late_as_the_hooks_allow() -> None:
     agent = Agent(a_rule(drain_for=60.0), reserve=5.0)
     assert agent.document(shared_event()) == []
-    assert agent.of().waits_for == (
+    assert agent.waits_for() == (
         "begins at 2026-03-02T12:03:55Z: it names other VMs too and shared is hold, and preparation may take 11m5s"
     )
     assert is_ready(agent.board)
@@ -412,7 +417,7 @@ def test_what_other_vms_must_approve_is_prepared_for_as_late_as_the_hooks_allow(
 def test_an_operators_approval_begins_at_once_what_would_be_prepared_for_late() -> None:
     agent = Agent(a_rule(approve="manual", prepare=("drain",)))
     assert agent.document(an_event()) == []
-    assert agent.of().waits_for.startswith("begins at 2026-03-02T12:10:00Z: an operator must approve it, ")
+    assert agent.waits_for().startswith("begins at 2026-03-02T12:10:00Z: an operator must approve it, ")
     assert agent.operator("approved") == ["A: prepare drain"]
     assert agent.ends("drain") == ["A: approve A"]
 
@@ -430,7 +435,7 @@ def test_an_event_of_another_vm_is_never_approved_not_even_by_an_operator() -> N
     assert agent.document(an_event(resources=("vm_10",))) == ["A: prepare tell"]
     assert agent.ends("tell") == []
     assert agent.operator("approved") == []
-    assert (agent.phase, agent.of().waits_for) == ("held", "it does not name this VM")
+    assert (agent.phase, agent.waits_for()) == ("held", "it does not name this VM")
 
 
 def test_a_name_learned_later_brings_the_event_under_its_rule() -> None:
@@ -453,7 +458,7 @@ def test_an_event_announced_days_ahead_waits_until_its_lead() -> None:
     not_before = START + timedelta(days=7)
     assert agent.document(an_event(not_before=not_before)) == []
     assert (agent.phase, is_ready(agent.board)) == ("waiting", True)
-    assert agent.of().waits_for == "begins at 2026-03-09T11:45:00Z: lead 15m"
+    assert agent.waits_for() == "begins at 2026-03-09T11:45:00Z: lead 15m"
     assert next_wake_at(agent.board, agent.context) == not_before - timedelta(minutes=15)
     agent.context = replace(agent.context, now=not_before - timedelta(seconds=901))
     assert agent.tick(0) == []
@@ -493,7 +498,7 @@ def test_an_event_that_comes_before_the_next_window_is_handled_at_its_usual_noti
     night = MaintenanceWindow(start=time(2, 0), length=7200.0)
     agent = Agent(a_rule(window="night"), windows={"night": night})
     assert agent.document(an_event(not_before=START + timedelta(hours=2))) == []
-    assert agent.of().waits_for == "begins at 2026-03-02T13:45:00Z: window night does not open before"
+    assert agent.waits_for() == "begins at 2026-03-02T13:45:00Z: window night does not open before"
     assert agent.tick(7200 - 901) == ["A: prepare drain"]
 
 
@@ -877,7 +882,7 @@ def test_what_was_prepared_is_undone_by_the_rule_that_prepared_it() -> None:
     agent.document(an_event())
     assert agent.reload() == []
     assert agent.ends("drain") == []
-    assert (agent.phase, agent.of().waits_for) == ("held", "approve is never (no rule takes it: observe)")
+    assert (agent.phase, agent.waits_for()) == ("held", "approve is never (no rule takes it: observe)")
     assert agent.document() == ["A: recover resume"]
 
 
@@ -1030,7 +1035,9 @@ def test_of_many_events_that_end_one_by_one_each_tells_once_that_it_waits() -> N
         agent.document(*events[number:])
     waits = [line for line in agent.journal if line.startswith("waits: ") and "still needs it" in line]
     assert len(waits) == 19
-    assert {w.waits_for for w in agent.board.values() if w.is_gone} == {"event E19 still needs it prepared"}
+    assert {as_shown(w).waits_for for w in agent.board.values() if w.is_gone} == {
+        "event E19 still needs it prepared"
+    }
 
 
 def test_a_long_value_that_has_changed_is_cut_where_it_is_told() -> None:
@@ -1137,7 +1144,7 @@ def test_a_recovery_is_not_started_when_another_event_begins_in_the_same_moment(
     agent.ends("drain")
     assert agent.document() == ["A: recover resume"]
     assert agent.restart("boot 2", an_event(id="B")) == ["B: prepare drain"]
-    assert [w.waits_for for w in agent.all_of("A")] == ["event B still needs it prepared"]
+    assert [as_shown(w).waits_for for w in agent.all_of("A")] == ["event B still needs it prepared"]
     agent.ends("drain", event="B")
     assert agent.document() == ["A: recover resume"]
 
@@ -1393,7 +1400,7 @@ def test_an_event_that_is_not_plainly_scheduled_is_not_approved_even_by_an_opera
     agent = Agent(Rule(name="user", approve="immediately"))
     assert agent.document(an_event(status=status)) == []
     assert agent.operator("approved") == []
-    assert agent.of().waits_for == (
+    assert agent.waits_for() == (
         f"only a scheduled event can be approved, and its status is {status or 'missing'}"
     )
     assert agent.document(an_event()) == ["A: approve A"]
@@ -1403,14 +1410,14 @@ def test_an_event_without_an_id_is_not_approved_even_by_an_operator() -> None:
     agent = Agent(Rule(name="user", approve="immediately"))
     assert agent.document(an_event(id="")) == []
     assert agent.operator("approved", event="") == []
-    assert agent.of("").waits_for == "it has no id to approve"
+    assert agent.waits_for("") == "it has no id to approve"
 
 
 def test_an_id_that_cannot_be_sent_back_is_not_approved_even_by_an_operator() -> None:
     agent = Agent(Rule(name="user", approve="immediately"))
     assert agent.document(an_event(id_fault="it is not a text")) == []
     assert agent.operator("approved") == []
-    assert agent.of().waits_for == "its id cannot be sent back exactly (it is not a text)"
+    assert agent.waits_for() == "its id cannot be sent back exactly (it is not a text)"
 
 
 def test_an_event_that_contradicts_itself_is_prepared_for_and_left_to_an_operator() -> None:
@@ -1419,7 +1426,7 @@ def test_an_event_that_contradicts_itself_is_prepared_for_and_left_to_an_operato
     assert agent.document(event) == ["A: prepare drain"]
     assert agent.ends("drain") == []
     assert agent.of().phase == "held"
-    assert "only an operator may approve it" in agent.of().waits_for
+    assert "only an operator may approve it" in agent.waits_for()
     assert agent.operator("approved") == ["A: approve A"]
 
 
@@ -1441,7 +1448,7 @@ def test_events_found_after_the_state_was_lost_are_not_approved_without_an_opera
     agent = Agent(a_rule(prepare=("drain",)), is_state_lost=True)
     assert agent.document(an_event()) == ["A: prepare drain"]
     assert agent.ends("drain") == []
-    assert agent.of().waits_for == "the state file was lost, and what was done before is not known"
+    assert agent.waits_for() == "the state file was lost, and what was done before is not known"
     agent.context = replace(agent.context, is_state_lost=False)
     assert agent.document(an_event(), an_event(id="B")) == ["B: prepare drain"]
     assert agent.restart("boot 1", an_event(), an_event(id="B")) == ["B: prepare drain"]
@@ -1515,18 +1522,18 @@ def test_an_observing_agent_runs_nothing_and_approves_nothing() -> None:
 def test_an_observing_agent_says_what_it_would_do(rule: dict[str, Any], plan: str) -> None:
     agent = Agent(a_rule(**{"prepare": ("drain",), **rule}), is_acting=False)
     agent.document(an_event())
-    assert agent.of().waits_for == f"the agent only observes; it would {plan}"
+    assert agent.waits_for() == f"the agent only observes; it would {plan}"
     agent.tick()
-    assert [line for line in agent.journal if line.startswith("waits")] == [f"waits: {agent.of().waits_for}"]
+    assert [line for line in agent.journal if line.startswith("waits")] == [f"waits: {agent.waits_for()}"]
 
 
 def test_an_observing_agent_says_when_it_would_begin_and_what_once_the_event_starts() -> None:
     agent, event = Agent(a_rule(lead=60.0, recover=(), on_start=("tell",)), is_acting=False), an_event()
     agent.document(event)
     agent.tick(14 * 60)
-    assert "it would now run drain" in agent.of().waits_for
+    assert "it would now run drain" in agent.waits_for()
     agent.document(started(event))
-    assert agent.of().waits_for == "the agent only observes; it would now run tell"
+    assert agent.waits_for() == "the agent only observes; it would now run tell"
 
 
 @pytest.mark.parametrize("early_start", ["cancel", "finish"])
@@ -1537,7 +1544,7 @@ def test_an_agent_set_to_observe_in_mid_life_starts_no_hook_and_owes_the_recover
     agent.ends("drain")
     assert agent.document(started(event)) == []
     assert agent.document() == []
-    assert (agent.phase, agent.of().waits_for) == ("recovering", "the agent only observes")
+    assert (agent.phase, agent.waits_for()) == ("recovering", "the agent only observes")
     assert not is_ready(agent.board)
     assert agent.reload(*agent.context.rules, is_acting=True) == ["A: recover resume"]
 
@@ -1719,7 +1726,7 @@ def test_a_step_that_the_table_does_not_allow_is_a_fault(monkeypatch: pytest.Mon
 
 def test_workflows_that_do_not_come_to_rest_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     def restless(workflow: Workflow, *_: Any) -> Step:
-        return Step(workflow=replace(workflow, waits_for=workflow.waits_for + "."))
+        return Step(workflow=replace(workflow, begun_at=(workflow.begun_at or START) + NOTICE))
 
     monkeypatch.setattr(board, "move", restless)
     agent = Agent(a_rule())

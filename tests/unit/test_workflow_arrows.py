@@ -1,11 +1,14 @@
 """The table of transitions says no more than what happens: lives and stories take each of its arrows."""
 
+from typing import Any, get_args
+
 import pytest
 import test_workflow
 import test_workflow_changes
+from msgspec.structs import replace
 from test_workflow import Agent, a_rule, an_event, started
 
-from agent.workflow import TRANSITIONS, Board, Context, Phase, Progression, Signal, proceed
+from agent.workflow import TRANSITIONS, Board, Context, Phase, Progression, Signal, Step, Workflow, board, proceed
 
 Arrows = set[tuple[Phase, Phase]]
 
@@ -36,6 +39,27 @@ def test_every_arrow_of_the_table_is_taken_and_no_other_one(arrows: Arrows) -> N
     resolve_a_failed_recovery()
     test_workflow_changes.lives()
     assert arrows == {(phase, to) for phase, following in TRANSITIONS.items() for to in following}
+
+
+@pytest.mark.parametrize("to", get_args(Phase))
+@pytest.mark.parametrize("phase", TRANSITIONS)
+def test_a_step_along_no_arrow_of_the_table_is_refused(
+    phase: Phase, to: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = Agent(a_rule())
+    agent.may_fail = True
+    agent.document(an_event())
+    workflow = replace(agent.of(), phase=phase)
+    agent.board = {workflow.id: workflow}
+
+    def go(workflow: Workflow, *_: Any) -> Step | None:
+        return Step(workflow=replace(workflow, phase=to)) if workflow.phase == phase else None
+
+    monkeypatch.setattr(board, "move", go)
+    agent.tick()
+    is_allowed = to == phase or to in TRANSITIONS[phase]
+    assert (agent.last.faults == ()) is is_allowed
+    assert [step.workflow.phase for step in agent.last.steps] == ([to] if is_allowed and to != phase else [])
 
 
 def return_while_paused(phase: str) -> None:

@@ -40,6 +40,7 @@ from agent.workflow import (
     RunHook,
     Signal,
     Stage,
+    Step,
     Workflow,
     board,
     known_events,
@@ -405,6 +406,10 @@ def recovers_first(items: Any, key: Any) -> list[str]:
     return sorted(items, key=lambda item: not key(item))
 
 
+def starts_nothing(workflow: Workflow) -> Step:
+    return Step(workflow=replace(workflow, phase="recovering", was_started=True))
+
+
 def is_never_needed(*_: object) -> bool:
     return False
 
@@ -418,6 +423,7 @@ def is_never_needed(*_: object) -> bool:
         ("sorted", recovers_first, "undoes what|canceled in the moment"),
         ("share_hooks", is_never_needed, "undoes what"),
         ("_may_prepare_more", is_never_needed, "is approved without"),
+        ("_start", starts_nothing, "bugs: .* is no step in the life of an event"),
     ],
 )
 def test_a_machine_that_is_wrong_is_found(

@@ -33,7 +33,7 @@ STORED: dict[str, Any] = {
     "on_start": IDLE, "recover": IDLE, "drain_until": None,
     "approval": {"state": "none", "failures": 0, "retry_at": None, "failed_at": None}, "operator": "",
     "missing_since": None, "is_gone": False, "was_started": False, "is_doubtful": False,
-    "begun_at": "2026-03-02T12:00:01Z", "waits_for": "", "outcome": "",
+    "begun_at": "2026-03-02T12:00:01Z", "waits": None, "outcome": "",
 }  # fmt: skip
 OVER = {
     "prepare": DONE, "missing_since": "2026-03-02T12:00:05Z", "is_gone": True, "was_started": True,
@@ -55,6 +55,38 @@ def an_agent_that_goes_on(**changes: Any) -> Agent:
 def test_what_is_stored_keeps_its_form() -> None:
     stored = msgspec.json.encode(STORED)
     assert msgspec.json.decode(msgspec.json.encode(msgspec.json.decode(stored, type=Workflow))) == STORED
+
+
+@pytest.mark.parametrize(
+    ("phase", "text"),
+    [
+        ("held", "preparation failed (hook drain: exit code 1)"),
+        ("waiting", "begins at 2026-03-02T12:14:00Z: lead 1m"),
+        ("held", "an operator holds it"),
+        ("waiting", ""),
+    ],
+)
+def test_the_reason_that_was_stored_as_a_text_is_found_anew(phase: str, text: str) -> None:
+    """It was in ``waits_for``, in English."""
+    has_failed = "failed" in text
+    failed = {**IDLE, "state": "failed", "run": 1, "failure": "hook drain: exit code 1", "failed_hook": "drain"}
+    stored: dict[str, Any] = {
+        **STORED,
+        "phase": phase,
+        "prepare": failed if has_failed else IDLE,
+        "operator": "held" if phase == "held" and not has_failed else "",
+        "begun_at": None,
+        "waits_for": text,
+    }
+    del stored["waits"]
+    workflow = msgspec.json.decode(msgspec.json.encode(stored), type=Workflow)
+    agent = Agent(a_rule(lead=60.0))
+    agent.context = replace(agent.context, now=START, document_at=None)
+    agent.board = {workflow.id: workflow}
+    agent.send(AgentRestarted(), Reconsider())
+    assert agent.document(EVENT) == []
+    assert agent.phase == phase
+    assert agent.waits_for() == (text or "begins at 2026-03-02T12:14:00Z: lead 1m")
 
 
 def test_a_hook_that_ran_during_the_upgrade_runs_again() -> None:
@@ -87,7 +119,7 @@ def test_a_recovery_that_has_failed_waits_for_a_retry() -> None:
         "failure": "it broke",
         "failed_hook": "load",
     }
-    agent = an_agent_that_goes_on(**OVER, phase="recovery_failed", recover=recover, waits_for="it broke")
+    agent = an_agent_that_goes_on(**OVER, phase="recovery_failed", recover=recover)
     assert agent.document() == []
     assert not is_ready(agent.board)
     (workflow_id,) = agent.board

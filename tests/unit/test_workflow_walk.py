@@ -31,7 +31,6 @@ the step was on disk is a crash in the state before it. What is on disk goes thr
 
 import itertools
 import random
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -61,7 +60,7 @@ from agent.workflow import (
     Stage,
     Step,
     Workflow,
-    gates,
+    approving,
     is_ready,
     known_events,
     phases,
@@ -195,7 +194,7 @@ class World:
             *((p.state, p.done, p.current, p.is_canceling, p.failure, p.failed_hook)
               for p in (workflow.prepare, workflow.on_start, workflow.recover)),
             approval.state, min(approval.failures, 2), retry, is_stale, drain, workflow.operator, workflow.is_gone,
-            workflow.was_started, workflow.is_doubtful, re.sub(" until .*", "", workflow.waits_for),
+            workflow.was_started, workflow.is_doubtful, workflow.waits and replaced(workflow.waits, at=None),
             workflow.outcome, speaks,
         )  # fmt: skip
 
@@ -809,7 +808,7 @@ def _always_yes(*_: Any) -> Leave:
 
 def _never_asked(name: str) -> Faults:
     """The machine with one gate left open."""
-    left = tuple(_always_yes if gate.__name__ == name else gate for gate in gates.GATES)
+    left = tuple(_always_yes if gate.__name__ == name else gate for gate in approving.GATES)
     return {"GATES": left}  # type: ignore[dict-item]
 
 
@@ -839,7 +838,7 @@ def _restart_that_prepares_again(workflow: Workflow, context: Context) -> Step:
 
 
 def _answer_that_gives_up(workflow: Workflow, signal: ApprovalAnswered, context: Context) -> Step | None:
-    step = REAL["_answer"](workflow, signal, context)
+    step = REAL["take_answer"](workflow, signal, context)
     assert step is None or isinstance(step, Step)
     if step is None or not signal.error_kind:
         return step
@@ -881,7 +880,7 @@ def _nobody_prepares(*_: Any) -> bool:
 
 REAL: Faults = {
     "_restart": signals._restart,
-    "_answer": signals._answer,
+    "take_answer": approving.take_answer,
     "_begin_when_due": phases._begin_when_due,
     "with_end": stages.with_end,
 }
@@ -908,7 +907,7 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     ),
     "a restart prepares again": ({"_restart": _restart_that_prepares_again}, "(3)", Script({"A": a_rule()})),
     "a restart repeats approvals": ({"_restart": _restart_that_repeats_approvals}, "(6)", Script({"A": a_rule()})),
-    "a failed approval is given up": ({"_answer": _answer_that_gives_up}, "(6)", Script({"A": a_rule()})),
+    "a failed approval is given up": ({"take_answer": _answer_that_gives_up}, "(6)", Script({"A": a_rule()})),
     "hooks are canceled in words only": ({"cut_short": _cancel_in_words_only}, "", Script({"A": a_rule()})),
     "a failed recovery is taken for done": (
         {"with_end": _takes_failures_for_done}, "(4)", Script({"A": a_rule(recover=("resume",))}, crashes=0),

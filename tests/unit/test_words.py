@@ -8,11 +8,8 @@ import pytest
 
 from agent.events import ScheduledEvent
 from agent.policy import Decision
-from agent.status import (
-    PolicyInForce,
-    RunningHook,
-    Status,
-    Vm,
+from agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
+from agent.words import (
     activity,
     by_urgency,
     clock,
@@ -25,14 +22,14 @@ from agent.status import (
     time_left,
     verdict,
 )
-from agent.workflow import Approval, Progress, Workflow
+from agent.workflow import Approval, Progress
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
 
 
 def a_workflow(
     event: Mapping[str, Any] | None = None, decision: Mapping[str, Any] | None = None, **fields: Any
-) -> Workflow:
+) -> ShownWorkflow:
     """An event that is ours, and that a rule takes which prepares and then approves."""
     event_fields: dict[str, Any] = {
         "id": "602D9444",
@@ -56,7 +53,7 @@ def a_workflow(
         "noticed_at": NOW,
         "boot_id": "boot",
     }
-    return Workflow(**{**rest, **fields})
+    return ShownWorkflow(**{**rest, **fields})
 
 
 def a_status(**fields: Any) -> Status:
@@ -142,7 +139,9 @@ def test_what_is_pending_is_counted_with_what_may_need_somebody() -> None:
         (a_workflow(event={"id": "", "resources": ("web-1",)}), ()),
     ],
 )
-def test_only_words_that_would_change_something_are_offered(workflow: Workflow, words: tuple[str, ...]) -> None:
+def test_only_words_that_would_change_something_are_offered(
+    workflow: ShownWorkflow, words: tuple[str, ...]
+) -> None:
     assert overruling(workflow) == words
 
 
@@ -197,7 +196,7 @@ def test_the_same_id_twice_is_one_event() -> None:
         (a_workflow(phase="closed", outcome="completed"), "over: completed"),
     ],
 )
-def test_what_is_done_about_an_event_is_one_sentence(workflow: Workflow, said: str) -> None:
+def test_what_is_done_about_an_event_is_one_sentence(workflow: ShownWorkflow, said: str) -> None:
     assert activity(workflow, (), NOW) == said
 
 

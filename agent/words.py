@@ -1,0 +1,400 @@
+"""The words for what there is to see: the terminal, the status page, the log and the service manager share them.
+
+Decides nothing, reads nothing, knows no clock. The one invariant: nothing is said here that ``workflow`` or the
+journal does not say, and nothing that is only expected.
+"""
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+
+from msgspec.structs import replace
+
+from agent.events import ScheduledEvent
+from agent.status import EventSummary, HookStep, OperatorWord, RunningHook, ShownWorkflow, Status
+from agent.workflow import Note, Progress, Stage, Waits, Workflow
+
+_APPROVALS = {
+    "immediately": "wanted at once", "when-prepared": "wanted when prepared",
+    "manual": "wanted when an operator says so", "never": "not from here",
+}  # fmt: skip
+_OPERATORS = {"": "", "approved": " An operator has approved it.", "held": " An operator holds it."}
+
+
+def as_shown(workflow: Workflow) -> ShownWorkflow:
+    """The workflow with its words."""
+    fields = {name: getattr(workflow, name) for name in Workflow.__struct_fields__}
+    return ShownWorkflow(**fields, waits_for=wait_in_words(workflow, workflow.waits))
+
+
+def wait_in_words(workflow: Workflow, waits: Waits | None) -> str:
+    """Why the event waits, as a clause; "" if it does not."""
+    if waits is None:
+        return workflow.recover.failure if workflow.phase == "recovery_failed" else ""
+    event, decision, detail = workflow.event, workflow.decision, waits.detail
+    at = f"{waits.at:%Y-%m-%dT%H:%M:%SZ}" if waits.at else ""
+    match waits.kind:
+        case "time":
+            return f"begins at {at}: {detail}"
+        case "would_begin":
+            return f"the agent only observes; it would {_plan(workflow, waits, at)}"
+        case "would_run_on_start":
+            return f"the agent only observes; it would now run {', '.join(decision.on_start)}"
+        case "status":
+            return f"only a scheduled event can be approved, and its status is {event.status or 'missing'}"
+        case "never":
+            return f"approve is never ({decision.reason})" if decision.rule else decision.reason
+        case "shared":
+            others = ", ".join(event.resources[:3])
+            return f"it names other VMs too ({others}) and shared is {decision.shared}"
+        case "id":
+            return event.approval_fault
+        case kind:
+            return {
+                "observes": "the agent only observes",
+                "not_ours": "it does not name this VM",
+                "missing": "it is not in the last document",
+                "unprepared": "preparation is not done",
+                "prepare_failed": f"preparation failed ({workflow.prepare.failure})",
+                "prepare_canceled": "preparation was canceled",
+                "held": "an operator holds it",
+                "manual": "an operator must approve it",
+                "too_early": "its time has not come",
+                "earlier_vms": f"VMs listed before this one may approve it until {at}",
+                "doubt": "the state file was lost, and what was done before is not known",
+                "other_event": f"event {detail} still needs it prepared",
+                "lost_hook": f"hook {detail} is not in the policy any more: put it back",
+            }[kind]
+
+
+def _plan(workflow: Workflow, waits: Waits, at: str) -> str:
+    """What an agent that acts would do about the event, as a clause."""
+    decision = workflow.decision
+    steps = [f"answer /readyz with 503 for {decision.drain_for:g}s"] if decision.drain_for else []
+    steps += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
+    if waits.approval is None:
+        approval = "approve it at once" if decision.approve == "immediately" or not steps else "approve it"
+        if decision.speaks_after:
+            approval += f" ({decision.speaks_after:g}s after the first VM that it names)"
+        steps.insert(0 if decision.approve == "immediately" else len(steps), approval)
+    elif waits.approval == "manual":
+        steps.append("wait for an operator to approve it")
+    else:
+        steps.append(f"not approve it ({wait_in_words(workflow, Waits(kind=waits.approval))})")
+    steps += [f"run {', '.join(decision.on_start)} when it has started"] if decision.on_start else []
+    steps += [f"run {', '.join(decision.recover)} when it is over"] if decision.recover else []
+    when = f"at {at} ({waits.detail})" if at else "now"
+    return f"{when} {', then '.join(steps)}"
+
+
+def note_in_words(workflow: Workflow, note: Note) -> str:
+    """What happened, for journal and log."""
+    if note.waits is None:
+        return note.text
+    reason = wait_in_words(workflow, note.waits)
+    return f"held, Azure starts it at NotBefore: {reason}" if note.kind == "held" else reason
+
+
+def summarize(workflow: Workflow) -> str:
+    """The event in one line, which changes only when something happens to it."""
+    event = workflow.event
+    rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
+    not_before = f", not before {event.not_before:%Y-%m-%dT%H:%M:%SZ}" if event.not_before else ""
+    waits = wait_in_words(workflow, workflow.waits)
+    doing = ", ".join(filter(None, [workflow.phase.replace("_", " "), waits]))
+    return f"{event.type} {event.id} ({rule}{not_before}): {doing}"
+
+
+def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datetime) -> str:
+    """What the agent does about the event now, or what it waits for, as one sentence without its stop."""
+    hooks = [f"runs the {hook.stage} hook {hook.hook}, {span(hook.since, now)} so far" for hook in running]
+    if hooks and is_held(workflow):
+        hooks.append("held by an operator: no other begins")
+    if hooks:
+        return "; ".join(hooks)
+    if workflow.phase == "recovery_failed":
+        return f"recovery failed, an operator must retry or resolve it: {workflow.waits_for}"
+    if workflow.is_missing:
+        return "waits: it is not in the last document, and the next one tells if it is over"
+    if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
+        return f"drains for {span(now, workflow.drain_until)} more (/readyz answers 503)"
+    if workflow.phase == "held":
+        return f"held, Azure starts it at NotBefore: {workflow.waits_for}"
+    if workflow.waits_for:
+        return f"waits: {workflow.waits_for}"
+    match workflow.phase:
+        case "waiting" if not (workflow.decision.has_preparation or workflow.decision.approve != "never"):
+            return "only observed"
+        case "approved":
+            return "approved; the event is Azure's to start"
+        case "started":
+            return "under way"
+        case "closed":
+            return f"over: {workflow.outcome}"
+        case _ if workflow.approval.state == "requested":
+            return "asks Azure to start it"
+        case phase:
+            return phase
+
+
+def last_known_activity(workflow: ShownWorkflow) -> str:
+    """What the agent was about when it last wrote about the event; whether it goes on is not known."""
+    if workflow.phase == "recovery_failed":
+        return f"recovery had failed: {workflow.waits_for}"
+    stages = {"prepare": workflow.prepare, "on_start": workflow.on_start, "recover": workflow.recover}
+    hooks = [
+        f"had begun the {stage} hook {progress.current}" for stage, progress in stages.items() if progress.current
+    ]
+    waits = f"waited: {workflow.waits_for}" if workflow.waits_for else ""
+    approval = f"approval {workflow.approval.state}" if workflow.approval.state != "none" else ""
+    return "; ".join(filter(None, [f"was {workflow.phase.replace('_', ' ')}", *hooks, approval, waits]))
+
+
+def lasting(event: ScheduledEvent) -> str:
+    """Azure's estimate of the interruption, as a phrase."""
+    if event.duration_seconds is None:
+        return "for an unknown time"
+    return f"for about {event.duration_seconds:g}s" if event.duration_seconds else "without an interruption"
+
+
+def time_left(event: ScheduledEvent, now: datetime) -> str:
+    """How long until the event may start, as a phrase."""
+    if event.status == "Started":
+        return "has started"
+    if event.not_before is None or event.not_before <= now:
+        return "may start at any moment"
+    return f"not before {span(now, event.not_before)} from now"
+
+
+def verdict(status: Status) -> str:
+    """The agent in one line: is it well, what may it do, is anything pending."""
+    acts = "acts" if status.mode == "act" else "only observes"
+    parts = [
+        *(["RECOVERY FAILED"] if any(w.phase == "recovery_failed" for w in status.pending) else []),
+        "healthy" if status.health == "ok" else "NOT HEALTHY",
+        "paused: watches, and does nothing" if status.is_paused else acts,
+        pending_in_words(status.pending),
+    ]
+    if not status.vm.names:
+        parts.append("the name of this VM is not known")
+    if status.policy.refused:
+        parts.append("the policy file is refused")
+    return "; ".join(parts)
+
+
+def pending_in_words(pending: Iterable[Workflow]) -> str:
+    """How many events are pending, and which of them may wait for an operator."""
+    workflows = list(pending)
+    if not workflows:
+        return "nothing is pending"
+    of_others = sum(workflow.decision.affects == "others" for workflow in workflows)
+    counts = {
+        "not recovered": sum(workflow.phase == "recovery_failed" for workflow in workflows),
+        "held": sum(workflow.phase == "held" for workflow in workflows),
+        "started": sum(workflow.phase == "started" for workflow in workflows),
+        "recovering": sum(workflow.phase == "recovering" for workflow in workflows),
+        "waiting for an operator": sum(map(waits_for_operator, workflows)),
+        "of other VMs": of_others,
+    }
+    told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    events = "1 event is pending" if len(workflows) == 1 else f"{len(workflows)} events are pending"
+    return f"{events} ({told})" if told else events
+
+
+def is_held(workflow: Workflow) -> bool:
+    """Whether an operator's hold is in force; it ends with the start of the event."""
+    return workflow.operator == "held" and not (workflow.is_gone or workflow.was_started)
+
+
+def waits_for_operator(workflow: Workflow) -> bool:
+    """Whether its rule wants an operator to approve it, and that is all it waits for."""
+    is_manual = workflow.decision.approve == "manual" and not workflow.operator
+    return is_manual and workflow.phase in ("waiting", "prepared") and not workflow.event.is_started
+
+
+def by_urgency(pending: Iterable[ShownWorkflow]) -> list[ShownWorkflow]:
+    """What was not recovered first, then what concerns this VM: what may start soonest, has started, is over."""
+
+    def rank(workflow: Workflow) -> tuple[bool, bool, bool, bool, float]:
+        not_before = workflow.event.not_before
+        return (
+            workflow.phase != "recovery_failed",
+            workflow.decision.affects == "others",
+            workflow.is_gone,
+            workflow.event.is_started,
+            not_before.timestamp() if not_before else 0.0,
+        )
+
+    return sorted(pending, key=rank)
+
+
+def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
+    """With which words an operator can change what an acting agent will do about the event, likeliest first."""
+    event, decision = workflow.event, workflow.decision
+    if workflow.phase == "recovery_failed":
+        return ("retry", "resolve")
+    is_open = event.status == "Scheduled" and not (workflow.is_gone or workflow.was_started)
+    if not is_open or event.approval_fault or decision.affects not in ("self", "shared"):
+        return ()
+    if workflow.approval.state == "confirmed":
+        return ("retry",) if workflow.prepare.state == "failed" else ()
+    if workflow.operator == "held":
+        return ("release", "approve")
+    words: list[OperatorWord] = ["retry"] if workflow.prepare.state == "failed" else []
+    if workflow.operator:
+        return (*words, "release", "hold")
+    is_to_begin = decision.has_preparation and workflow.prepare.state in ("idle", "running")
+    approves_itself = decision.approve not in ("manual", "never")
+    if workflow.phase != "held" and decision.rule and (is_to_begin or approves_itself):
+        words.append("hold")
+    return (*words, "approve") if workflow.phase in ("waiting", "held") or not approves_itself else tuple(words)
+
+
+def words_of_use(status: Status, workflow: Workflow) -> tuple[OperatorWord, ...]:
+    """The same for the agent as it is: one that does not act takes no word but that a recovery was put right."""
+    words = overruling(workflow)
+    is_acting = status.mode == "act" and not status.is_paused
+    return words if is_acting else tuple([word for word in words if word == "resolve"])
+
+
+def command(words: str, short_id: str, options: str = "") -> str:
+    """The command line that an operator may copy. ``options``: see ``Status.command_options``."""
+    return " ".join(filter(None, ("scheduled-events-agent", words, quoted(short_id), options)))
+
+
+def quoted(word: str) -> str:
+    """As a shell takes it for one word; a path of Windows as it is."""
+    return word if re.fullmatch(r"[\w@%+=:,./\\-]+", word) else shlex.quote(word)
+
+
+def short_ids(ids: Iterable[str]) -> dict[str, str]:
+    """For each id its shortest beginning that fits no other, whatever the case; at least 8 characters."""
+    folded = {id_: id_.casefold() for id_ in ids}
+    short = {}
+    for id_, mine in folded.items():
+        others = [other for other in folded.values() if other != mine]
+        length = min(8, len(id_))
+        while length < len(id_) and any(other.startswith(mine[:length]) for other in others):
+            length += 1
+        short[id_] = id_[:length]
+    return short
+
+
+def clock(at: datetime, now: datetime) -> str:
+    """Time of day, UTC, with the date if it is another one than that of ``now``."""
+    return f"{at:%H:%M:%S}Z" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}Z"
+
+
+def span(earlier: datetime, later: datetime) -> str:
+    """The time between, in at most two units, rounded down; 0s if there is none."""
+    seconds = max(0, int((later - earlier).total_seconds()))
+    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
+    if days:
+        return f"{days}d {hours % 24}h"
+    if hours:
+        return f"{hours}h {minutes % 60}m"
+    return f"{minutes}m {seconds % 60}s" if minutes else f"{seconds}s"
+
+
+def with_words(status: Status) -> Status:
+    """The same status, with its headline and the summaries of its events."""
+    headline, tone = _headline(status)
+    if status.health != "ok":
+        headline, tone = f"Not healthy. {headline}", "bad"
+    short = short_ids([workflow.event.id for workflow in status.pending])
+    summaries = tuple(
+        EventSummary(
+            workflow_id=workflow.id,
+            activity=activity(workflow, status.running_for(workflow.id), status.at),
+            approval=_approval(workflow),
+            hooks=tuple(_hooks(status, workflow)),
+            commands=tuple(
+                command(word, short[workflow.event.id], status.command_options)
+                for word in words_of_use(status, workflow)
+            ),
+        )
+        for workflow in by_urgency(status.pending)
+    )
+    return replace(status, headline=headline, tone=tone, summaries=summaries)
+
+
+def _headline(status: Status) -> tuple[str, str]:
+    """How things are with the events, and the tone of that."""
+    pending = by_urgency(status.pending)
+    failed = [workflow for workflow in pending if workflow.phase == "recovery_failed"]
+    held = [workflow for workflow in pending if workflow.phase == "held"]
+    ours = [workflow for workflow in pending if workflow.decision.affects in ("self", "shared")]
+    if failed:
+        more = f", and from {len(failed) - 1} more" if len(failed) > 1 else ""
+        return f"Recovery from a {failed[0].event.type} failed{more}: {failed[0].waits_for}", "bad"
+    if held:
+        more = f", and {len(held) - 1} more" if len(held) > 1 else ""
+        reason = f": {held[0].waits_for}" if held[0].waits_for else ""
+        return f"{held[0].event.type or 'An event'} is held{more}{reason}", "bad"
+    if ours:
+        more = f", and {len(pending) - 1} more" if len(pending) > 1 else ""
+        return f"{_course(ours[0])}{more}", "busy"
+    if pending:
+        return f"{len(pending)} event{'s' if len(pending) > 1 else ''} pending, none for this VM", "good"
+    if status.last_poll_at is None:
+        return "Azure has not answered yet", "busy"
+    if status.poll_failure:
+        return "Nothing was pending at the last good poll", "busy"
+    return "Nothing is pending", "good"
+
+
+def _course(workflow: Workflow) -> str:
+    """What becomes of an event of this VM."""
+    name = workflow.event.type or "event"
+    if workflow.is_gone and workflow.phase not in ("recovering", "recovery_failed"):
+        return f"{name} is over"
+    return {
+        "waiting": f"{name} is pending",
+        "preparing": f"Preparing for a {name}",
+        "prepared": f"Prepared for a {name}, which is not approved yet",
+        "approved": f"{name} is approved and may start",
+        "started": f"{name} is under way",
+        "recovering": f"Recovering from a {name}",
+    }.get(workflow.phase, f"{name}: {workflow.phase}")
+
+
+def _approval(workflow: Workflow) -> str:
+    """How far the approval is."""
+    approval, decision = workflow.approval, workflow.decision
+    tries = f"{approval.failures} failed so far" if approval.failures else ""
+    if approval.state == "confirmed":
+        text = "Azure has taken it"
+    elif approval.state == "requested":
+        text = f"Azure is being asked{f'; {tries}' if tries else ''}"
+    elif tries:
+        text = f"{tries}; the agent tries again"
+    elif workflow.is_gone or workflow.was_started:
+        text = "none was given from here"
+    elif not decision.rule:
+        text = "none: the event is only observed"
+    else:
+        text = _APPROVALS[decision.approve]
+    return f"{text}.{_OPERATORS[workflow.operator]}"
+
+
+def _hooks(status: Status, workflow: Workflow) -> Iterator[HookStep]:
+    """The hooks of the event in their order."""
+    decision, is_over = workflow.decision, workflow.is_gone
+    running = {(hook.stage, hook.hook) for hook in status.running_for(workflow.id)}
+    stages: tuple[tuple[Stage, tuple[str, ...], Progress, bool], ...] = (
+        ("prepare", decision.prepare, workflow.prepare, is_over or workflow.was_started),
+        ("on_start", decision.on_start, workflow.on_start, is_over),
+        ("recover", decision.recover, workflow.recover, workflow.phase == "closed"),
+    )
+    for stage, hooks, progress, is_past in stages:
+        failed = progress.failed_hook or next((hook for hook in hooks if hook not in progress.done), None)
+        for hook in hooks:
+            if (stage, hook) in running or progress.current == hook:
+                yield HookStep(stage=stage, hook=hook, state="running")
+            elif hook in progress.done:
+                yield HookStep(stage=stage, hook=hook, state="done")
+            elif progress.state == "failed" and hook == failed:
+                yield HookStep(stage=stage, hook=hook, state="failed")
+            else:
+                yield HookStep(stage=stage, hook=hook, state="not_run" if is_past else "open")
