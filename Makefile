@@ -12,7 +12,7 @@ demo: $(VENV)/.ready          ## The main job, end to end, against the built-in 
 	$(BIN)/scheduled-events-agent demo
 
 test: $(VENV)/.ready          ## Unit, integration and end-to-end tests
-	$(BIN)/python -m pytest -n 4
+	$(BIN)/python -m pytest -n 6 --dist worksteal
 
 lint: $(VENV)/.ready          ## Style and types, for Linux and for Windows
 	$(BIN)/ruff check .
@@ -29,7 +29,7 @@ audit: $(VENV)/.ready         ## Known vulnerabilities of what the packages brin
 	$(BIN)/pip-audit --strict --disable-pip --requirement packaging/windows/requirements.txt
 
 faults: $(VENV)/.ready        ## The real agent without disk, memory, descriptors, clock (root on Linux: else in part)
-	$(BIN)/python -m pytest -n 2 tests/faults
+	$(BIN)/python -m pytest -n 4 tests/faults
 
 fuzz: $(VENV)/.ready          ## A million inputs for everything that reads what others wrote (about twenty minutes)
 	nice $(BIN)/python tests/fuzz/fuzz.py
@@ -47,10 +47,10 @@ bench: $(VENV)/.ready         ## Speed and size, as a table
 system: system-linux system-windows   ## Tests in real surroundings (root: fetches them once; make -j2 halves the time)
 
 system-linux: $(VENV)/.ready  ## In a booted Debian, and with the programs that hooks drain
-	$(BIN)/python -m pytest --timeout 600 tests/system $(IN_WINE:%=--ignore=%)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --timeout 900 tests/system $(IN_WINE:%=--ignore=%)
 
 system-windows: $(VENV)/.ready ## Under a Windows Python, in Wine
-	$(BIN)/python -m pytest --timeout 600 $(IN_WINE)
+	$(BIN)/python -m pytest --timeout 900 $(IN_WINE)
 
 packages: deb rpm             ## Packages for Linux, both architectures, into dist/
 

@@ -502,6 +502,7 @@ def github_policy(service: Service, manager: ServiceManager, tmp_path: Path) -> 
             **hook.get("env", {}),
             "PATH": f"{manager.directory}:{os.environ['PATH']}",
             "CI_RUNNER_MARK": str(tmp_path / mark),
+            "CI_RUNNER_POLL": "0.05",
             **({"CI_RUNNER_URL": f"{service.url}/runners/23"} if mark == "paused" else {}),
             **({"CI_RUNNER_TOKEN_FILE": str(token)} if mark == "paused" else {}),
         }

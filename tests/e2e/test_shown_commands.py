@@ -92,7 +92,10 @@ def is_run_here(command: Shown) -> bool:
     return command.line.startswith((OURS, CURL, INSTALL)) and not command.line.startswith((*ELSEWHERE, *NOT_RUN))
 
 
-RUN_HERE = [command for command in SHOWN if is_run_here(command) and command.line.startswith(OURS)]
+# Each once, though several pages may show it.
+RUN_HERE = {
+    command.line: command for command in SHOWN if is_run_here(command) and command.line.startswith(OURS)
+}.values()
 
 
 def test_every_command_line_in_the_documentation_is_run_somewhere_or_says_why_not() -> None:
@@ -118,18 +121,47 @@ RECORDING = (
 LASTING = re.compile(r"^(run|demo|simulate (?!--list|--check))")
 
 
-@pytest.fixture
-def event(agent: Agent, sim: Simulator) -> str:
-    """An event that a running agent holds."""
+class Scene(NamedTuple):
+    """A running agent that holds an event, and the endpoint."""
+
+    agent: Agent
+    sim: Simulator
+    event: str
+
+
+# What changes something of the scene; it gets one of its own.
+CHANGES = re.compile(r"^(run|approve|hold|release|retry|resolve)\b")
+
+
+def play(agent: Agent, sim: Simulator) -> Scene:
     agent.write_policy(
         agent={"state_dir": str(agent.state_dir), "listen": "127.0.0.1:0"},
         rules=[{"name": "reboots", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}],
         hooks={name: agent.hook(name, exit_code=3) for name in ("drain", "resume")},
     )
     agent.start()
-    event = sim.schedule("Reboot", notice_seconds=600)
+    event = sim.schedule("Reboot", notice_seconds=3600)
     agent.wait_phase(event, "held")
-    return event
+    return Scene(agent, sim, event)
+
+
+@pytest.fixture(scope="module")
+def lookers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """One scene for all commands that only look."""
+    with Simulator(vms=("vm-1",), others=("vm-2",), rate_limit=None) as sim:
+        agent = Agent(tmp_path_factory.mktemp("agent"), sim.endpoint())
+        try:
+            yield play(agent, sim)
+        finally:
+            agent.close()
+
+
+@pytest.fixture
+def scene(command: Shown, request: pytest.FixtureRequest) -> Scene:
+    if CHANGES.match(command.line.removeprefix(OURS)):
+        return play(request.getfixturevalue("agent"), request.getfixturevalue("sim"))
+    scene: Scene = request.getfixturevalue("lookers")
+    return scene
 
 
 def words_of(line: str, event: str, directory: Path, endpoint: str) -> list[str]:
@@ -148,8 +180,9 @@ def words_of(line: str, event: str, directory: Path, endpoint: str) -> list[str]
 
 @pytest.mark.parametrize("command", RUN_HERE, ids=lambda command: f"{command.page}:{command.line}")
 def test_a_command_of_the_documentation_does_what_it_is_shown_for(
-    command: Shown, agent: Agent, sim: Simulator, event: str, tmp_path: Path
+    command: Shown, scene: Scene, tmp_path: Path
 ) -> None:
+    agent, sim, event = scene
     words = words_of(command.line, event, tmp_path, agent.endpoint)
     if words[0] == "run":
         agent.kill()

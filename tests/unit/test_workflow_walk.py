@@ -664,7 +664,7 @@ APPROVE = ("immediately", "when-prepared", "manual", "never")
 SINGLE = list(itertools.product(APPROVE, ("hold", "approve"), ("cancel", "finish"), ((), ("load", "resume"))))
 
 
-@to_depth(9)
+@to_depth(8)
 @pytest.mark.parametrize(("approve", "on_failure", "on_early_start", "recover"), SINGLE)
 def test_one_event_in_every_order_of_things_with_a_crash_anywhere(
     approve: Any, on_failure: Any, on_early_start: Any, recover: tuple[str, ...], depth: int
@@ -673,7 +673,7 @@ def test_one_event_in_every_order_of_things_with_a_crash_anywhere(
     assert walk(Script({"A": rule}, crashes=1, appearances=1, may_flap=True, depth=depth)) > 100
 
 
-@to_depth(8)
+@to_depth(7)
 @pytest.mark.parametrize(
     "script",
     [
@@ -702,7 +702,7 @@ def test_one_event_under_special_rules_in_every_order_of_things(script: Script, 
     assert walk(replace(script, depth=depth)) > 50
 
 
-@to_depth(8)
+@to_depth(7)
 @pytest.mark.parametrize(
     "rule",
     [
@@ -715,7 +715,7 @@ def test_one_event_under_special_rules_in_every_order_of_things(script: Script, 
     ids=["one hook", "two hooks", "drain", "no recovery", "recovery alone"],
 )
 def test_an_event_that_comes_back_in_every_order_of_things(rule: Rule, depth: int) -> None:
-    assert walk(Script({"A": rule}, crashes=0, appearances=2, failures=0)) > 300
+    assert walk(Script({"A": rule}, crashes=0, appearances=2, failures=0, depth=depth + 5)) > 300
     assert walk(Script({"A": rule}, crashes=1, appearances=2, failures=0, depth=depth)) > 500
 
 
