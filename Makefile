@@ -35,7 +35,7 @@ fuzz: $(VENV)/.ready          ## A million inputs for everything that reads what
 	nice $(BIN)/python tests/fuzz/fuzz.py
 
 nightly: $(VENV)/.ready       ## What takes long: deep walks, ten thousand lives, a million inputs, all tests under Wine (root)
-	$(BIN)/python -m pytest --timeout 3600 -m nightly tests
+	$(BIN)/python -m pytest --timeout 3600 -m "nightly or hypothesis" --hypothesis-profile nightly tests
 	$(MAKE) simulation fuzz
 
 soak: $(VENV)/.ready          ## Whether the agent grows, at a hundred times its pace (MINUTES=60)

@@ -51,7 +51,7 @@ def _shell(text: str, **options: Any) -> HookResult:
 
 def _left_over(pids: Iterable[int]) -> list[int]:
     """Which of them are still there, though released as the agent does at each of its turns; none may run."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 60.0
     while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
         assert all(_has_ended(pid) for pid in left)
         linux.reap_orphans()

@@ -466,7 +466,7 @@ RIGHT = [
 ]
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.sampled_from(RIGHT), st.integers(0, 120), st.integers(0, 20), st.binary(max_size=20))
 def test_any_bytes_are_an_answer_or_an_error_of_a_known_kind(
     serve: Serve, reply: bytes, start: int, cut: int, put: bytes
