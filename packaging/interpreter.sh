@@ -24,7 +24,7 @@ print("%d.%d%s" % (*sys.version_info[:2], sys.abiflags))' 2>/dev/null) || _versi
             esac
             case $_version in
                 3.11 | 3.12 | 3.13 | 3.14)
-                    # shellcheck disable=SC2034  # both are for who sources this
+                    # shellcheck disable=SC2034  # the script that sources this uses both
                     python=$_place/$_name abi=cp3${_version#3.}
                     return 0
                     ;;

@@ -262,7 +262,7 @@ def test_a_runner_is_told_once_to_finish_whatever_hooks_wait_for_it(runner: Runn
         assert "takes no more jobs" in first.stdout.readline()
         with start_hook(runner, "ci-runner-prepare", "B") as second:
             assert second.stdout is not None
-            assert "was told to finish before" in second.stdout.readline()
+            assert "was asked to finish before" in second.stdout.readline()
             first.terminate()  # one of the two events is canceled
             runner.let_end("one")
             assert second.wait(PATIENCE) == 0

@@ -201,7 +201,7 @@ def test_both_hooks_may_run_again(sim: Simulator, agent: Agent, tmp_path: Path) 
         saved = job.saved_step()
         for event in ("A", "B"):  # another one finds it stopped for the first
             done = job.run_hook("training-checkpoint", event)
-            assert done.stdout == f"training-checkpoint: {UNIT} does not run; the last checkpoint stands\n"
+            assert done.stdout == f"training-checkpoint: {UNIT} does not run; the last checkpoint is valid\n"
         assert job.saved_step() == saved
         assert job.run_hook("training-resume", "B").stdout == f"training-resume: {UNIT} runs\n"
         assert job.run_hook("training-resume", "B").stdout == LEFT
@@ -219,7 +219,7 @@ def test_a_job_that_an_administrator_has_stopped_stays_so(sim: Simulator, agent:
         event = sim.schedule("Redeploy", notice_seconds=200, lasts_seconds=0.1)
         agent.wait_log("closed", event_id=event)
         told = [line["line"] for line in agent.log("hook output", event_id=event)]
-        assert told == [f"training-checkpoint: {UNIT} does not run; the last checkpoint stands", LEFT.strip()]
+        assert told == [f"training-checkpoint: {UNIT} does not run; the last checkpoint is valid", LEFT.strip()]
         assert not job.manager.runs(UNIT)
 
 
@@ -234,7 +234,7 @@ def test_a_job_that_somebody_has_started_and_stopped_since_is_not_started_for_an
         job.manager.stop(UNIT)
         mark = job.mark.read_bytes()
         assert job.run_hook("training-resume", "").stdout == (
-            f"training-resume: somebody else has started and stopped {UNIT} since: left as it is\n"
+            f"training-resume: {UNIT} was started and stopped since then: left as it is\n"
         )
         job.mark.write_bytes(mark)
         assert job.run_hook("training-checkpoint", "B").returncode == 0

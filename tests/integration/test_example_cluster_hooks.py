@@ -277,7 +277,7 @@ def test_a_node_that_somebody_else_has_cordoned_stays_cordoned(cluster: Cluster,
     cluster.node["spec"]["unschedulable"] = True
     done = node.run_hook("kubernetes-prepare")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"kubernetes-prepare: {NODE} was cordoned by somebody else, and will stay so\n")
+    assert done.stdout.startswith(f"kubernetes-prepare: {NODE} was cordoned already, and stays cordoned\n")
     assert list(cluster.pods) == ["logs"]
     done = node.run_hook("kubernetes-recover")
     assert done.stdout == f"kubernetes-recover: {NODE} was not cordoned by this agent: left as it is\n"
@@ -320,7 +320,7 @@ def test_both_hooks_may_run_again(cluster: Cluster, node: Node) -> None:
     names = ["kubernetes-prepare", "kubernetes-prepare", "kubernetes-recover", "kubernetes-recover"]
     runs = [node.run_hook(name) for name in names]
     assert [done.returncode for done in runs] == [0, 0, 0, 0]
-    assert runs[1].stdout.startswith(f"kubernetes-prepare: {NODE} carries our mark already, for ABC-1\n")
+    assert runs[1].stdout.startswith(f"kubernetes-prepare: {NODE} has the mark of this agent already, for ABC-1\n")
     assert runs[3].stdout == f"kubernetes-recover: {NODE} was not cordoned by this agent: left as it is\n"
     assert [method for method, _, _ in cluster.writes] == ["PATCH", "POST", "PATCH"]
 

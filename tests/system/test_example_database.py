@@ -263,7 +263,7 @@ def test_a_server_that_is_held_after_an_unclean_stop_serves_again(sim: Simulator
         done = stage.run_hook("postgresql-prepare")
         assert done.returncode == 1
         assert done.stderr.splitlines() == [
-            "postgresql-prepare: starting the server again, for nobody else serves",
+            "postgresql-prepare: starting the server again, as no other server has taken over",
             f'postgresql-prepare: not a clean stop: {stage.data} was "in production"',
         ]
         stage.wait_up(5432)
@@ -293,7 +293,7 @@ def test_a_server_that_somebody_has_started_and_stopped_since_is_theirs_again(si
         stage.manager.start(UNIT)
         stage.wait_up(5432)
         stage.systemctl("stop")
-        left = "postgresql-recover: somebody else has started and stopped the server since: left as it is\n"
+        left = "postgresql-recover: the server was started and stopped since then: left as it is\n"
         assert stage.run_hook("postgresql-recover", "").stdout == left
         assert not mark.exists()
 
@@ -390,7 +390,7 @@ def test_a_standby_that_lags_behind_is_not_promoted_and_the_primary_serves_again
         done = stage.run_hook("postgresql-prepare")
         assert done.returncode == 1
         started, failed = done.stderr.splitlines()
-        assert started == "postgresql-prepare: starting the server again, for nobody else serves"
+        assert started == "postgresql-prepare: starting the server again, as no other server has taken over"
         assert re.fullmatch(
             r"postgresql-prepare: the standby has not replayed everything up to \S+: not promoted", failed
         )

@@ -227,7 +227,7 @@ def test_what_somebody_has_started_and_stopped_since_is_not_started_for_an_event
     mark = simple.path(f"/var/lib/scheduled-events-agent/{unit}.service.stopped-by-agent")
     old = mark.read_text()
     said = recover(simple, name, "")
-    assert said.startswith("somebody else has started and stopped ")
+    assert " was started and stopped since then: left as it is\n" in said
     mark.write_text(old)
     prepare(simple, name, "B")
     assert recover(simple, name, "B") == f"not stopped by {name}-prepare: left as it is\n"
@@ -323,7 +323,7 @@ def test_a_training_job_is_started_again_if_the_hook_has_stopped_it_and_by_nobod
         return machine.run(f"{PLACE}/{hook}", environment=environment).stdout
 
     left = "training-resume: not stopped by training-checkpoint: left as it is\n"
-    stands = "training-checkpoint: training.service does not run; the last checkpoint stands\n"
+    stands = "training-checkpoint: training.service does not run; the last checkpoint is valid\n"
     runs = "training-resume: training.service runs\n"
     machine.run("systemctl", "daemon-reload")
     machine.run("systemctl", "enable", "--now", "training")
@@ -355,7 +355,7 @@ def test_a_training_job_is_started_again_if_the_hook_has_stopped_it_and_by_nobod
     time.sleep(1.1)
     machine.run("systemctl", "start", "training")
     machine.run("systemctl", "stop", "training")
-    said = "training-resume: somebody else has started and stopped training.service since: left as it is\n"
+    said = "training-resume: training.service was started and stopped since then: left as it is\n"
     assert run("training-resume", "") == said
     assert is_active(machine, "training") == "inactive"
 

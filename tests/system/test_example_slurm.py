@@ -272,7 +272,7 @@ def test_what_somebody_else_has_drained_stays_drained_and_hooks_may_run_again(
     slurm.run("scontrol", "update", f"NodeName={NODE}", "State=DRAIN", "Reason=bad disk")
     reason = slurm.node("Reason")
     assert reason.startswith("bad disk")
-    stays = f"{NODE} was taken out by somebody else, and stays so: {reason}"
+    stays = f"{NODE} was not drained by this agent, and is left as it is: {reason}"
     assert run_hook("slurm-prepare") == (0, f"slurm-prepare: {stays}\nslurm-prepare: no job runs on {NODE}\n")
     assert run_hook("slurm-recover") == (0, f"slurm-recover: {stays}\n")
     assert slurm.node("Reason") == reason
