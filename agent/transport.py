@@ -7,6 +7,7 @@ The one invariant: each request has a connection of its own, so what is left on 
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import closing
 from itertools import islice
 from time import monotonic
 from typing import Any
@@ -21,29 +22,13 @@ logging.getLogger("httpx").setLevel(logging.WARNING)
 _DROPPED_HEADERS = (b"content-encoding", b"set-cookie", b"location")
 _MAX_HEAD_BYTES = 256 * 1024  # with all interim answers
 _MAX_PARTS = 20_000  # chunks, or reads; each costs about 10 us
+_TOO_MANY_PARTS = f"the answer comes in more than {_MAX_PARTS:,} parts"
 _RESOLVE_SECONDS = 30.0
 _SLICE_SECONDS = 1.0
 
 
 class TooLargeError(httpx.ReadError):
     """The answer is over its limit."""
-
-
-def _too_many_parts() -> TooLargeError:
-    return TooLargeError(f"the answer comes in more than {_MAX_PARTS:,} parts")
-
-
-class _Deadline:
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._at = monotonic() + seconds
-
-    def seconds_left(self) -> float:
-        """More than 0. Raises httpx.ReadTimeout."""
-        left = self._at - monotonic()
-        if left <= 0:
-            raise httpx.ReadTimeout(f"no whole answer within {self._seconds:g} s")
-        return left
 
 
 class BoundedTransport(httpx.BaseTransport):
@@ -60,13 +45,12 @@ class BoundedTransport(httpx.BaseTransport):
         self._on_wait = on_wait
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        timeout: dict[str, float] = request.extensions["timeout"]
-        deadline = _Deadline(timeout["read"])
         host, port = request.url.raw_host.decode(), request.url.port or 80
         url = httpcore.URL(scheme=b"http", host=host, port=port, target=request.url.raw_path)
         content = httpcore.Request(request.method, url, headers=request.headers.raw, content=request.read())
-        with self._connect(host, port, deadline, timeout["connect"]) as connection:
-            stream = _BoundedStream(connection, deadline, self._max_answer_bytes, self._on_wait)
+        stream = _BoundedStream(self._max_answer_bytes, request.extensions["timeout"]["read"], self._on_wait)
+        stream.connect(host, port, request.extensions["timeout"]["connect"])
+        with closing(stream):
             try:
                 answer = httpcore.HTTP11Connection(url.origin, stream).handle_request(content)
                 stream.is_in_head = False
@@ -74,44 +58,46 @@ class BoundedTransport(httpx.BaseTransport):
             except httpcore.ProtocolError as error:
                 raise httpx.RemoteProtocolError(str(error)) from error
         if len(parts) > _MAX_PARTS:
-            raise _too_many_parts()
+            raise TooLargeError(_TOO_MANY_PARTS)
         headers = [(name, value) for name, value in answer.headers if name.lower() not in _DROPPED_HEADERS]
         extensions = {"headers": httpx.Headers(answer.headers)}
         return httpx.Response(answer.status, headers=headers, content=b"".join(parts), extensions=extensions)
 
-    def _connect(self, host: str, port: int, deadline: _Deadline, limit: float) -> socket.socket:
+
+class _BoundedStream(httpcore.NetworkStream):
+    """A connection whose waits all end at its deadline, and which gives a bounded number of bytes.
+
+    While ``is_in_head`` it gives few, as h11 itself reads any number of interim answers.
+    """
+
+    def __init__(self, max_bytes: int, seconds: float, on_wait: Callable[[float], None]) -> None:
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._deadline = monotonic() + seconds
+        self._on_wait = on_wait
+        self._received_bytes = self._reads = 0
+        self.is_in_head = True
+
+    def _seconds_left(self) -> float:
+        left = self._deadline - monotonic()
+        if left <= 0:
+            raise httpx.ReadTimeout(f"no whole answer within {self._seconds:g} s")
+        return left
+
+    def connect(self, host: str, port: int, limit: float) -> None:
         try:
             self._on_wait(_RESOLVE_SECONDS)
             address = socket.gethostbyname(host)  # one address: several would multiply the time
-            limit = min(limit, deadline.seconds_left())
+            limit = min(limit, self._seconds_left())
             self._on_wait(limit)
-            connection = socket.create_connection((address, port), limit)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket = socket.create_connection((address, port), limit)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no connection within {limit:.3g} s") from error
         except OSError as error:
             raise httpx.ConnectError(error.strerror or str(error)) from error
         except UnicodeError as error:
             raise httpx.ConnectError(f"{host} cannot be looked up") from error
-        return connection
-
-
-class _BoundedStream(httpcore.NetworkStream):
-    """A connection whose waits all end at the deadline, and which gives a bounded number of bytes.
-
-    While ``is_in_head`` it gives few, as h11 itself reads any number of interim answers.
-    """
-
-    def __init__(
-        self, connection: socket.socket, deadline: _Deadline, max_bytes: int, on_wait: Callable[[float], None]
-    ) -> None:
-        self._socket = connection
-        self._deadline = deadline
-        self._max_bytes = max_bytes
-        self._on_wait = on_wait
-        self._received_bytes = 0
-        self._reads = 0
-        self.is_in_head = True
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         del timeout  # the deadline is stricter
@@ -121,7 +107,7 @@ class _BoundedStream(httpcore.NetworkStream):
         self._received_bytes += len(data)
         self._reads += 1
         if self._reads > _MAX_PARTS:
-            raise _too_many_parts()
+            raise TooLargeError(_TOO_MANY_PARTS)
         if self.is_in_head and self._received_bytes > _MAX_HEAD_BYTES:
             raise TooLargeError(f"the head of the answer is over {_MAX_HEAD_BYTES // 1024} KiB")
         if self._received_bytes > self._max_bytes:
@@ -130,7 +116,7 @@ class _BoundedStream(httpcore.NetworkStream):
 
     def _receive(self, max_bytes: int) -> bytes:
         while True:
-            seconds = min(self._deadline.seconds_left(), _SLICE_SECONDS)
+            seconds = min(self._seconds_left(), _SLICE_SECONDS)
             self._on_wait(seconds)
             self._socket.settimeout(seconds)
             try:
@@ -142,9 +128,7 @@ class _BoundedStream(httpcore.NetworkStream):
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         del timeout
-        if not buffer:
-            return
-        self._socket.settimeout(self._deadline.seconds_left())
+        self._socket.settimeout(self._seconds_left())
         try:
             self._socket.sendall(buffer)
         except TimeoutError as error:
