@@ -28,16 +28,16 @@ _MOST_SHOWN = 5
 
 _AWAY = (
     "run this on the VM itself: a container may have no route to the service; on the VM, look for a firewall or a "
-    "route that takes what goes there"
+    "wrong route"
 )
-_SOMETHING_ELSE = "look at imds.endpoint, and at what else answers there: a proxy, a portal, another service"
+_SOMETHING_ELSE = "check imds.endpoint, and what else answers there: a proxy, a portal, another service"
 _ADVICE: dict[ImdsErrorKind, str] = {
     "timeout": _AWAY,
     "refused": _AWAY,
     "unreachable": _AWAY,
     "gone": "the service is being updated: run this again in two minutes",
     "server_error": "run this again in a minute; if it stays, restart the VM or ask Azure's support",
-    "not_found": "look at imds.endpoint: this is not the metadata service of a VM",
+    "not_found": "check imds.endpoint: this is not the metadata service of a VM",
     "bad_request": (
         "remove imds.api_version from the policy; if the Metadata header was lost, find the proxy that removes it"
     ),
@@ -119,7 +119,7 @@ def judge_directness(answers: Iterable[Answer]) -> Finding:
             return failure(
                 "direct",
                 f"something other than the metadata service has answered, or changed the answer: {signs[0]}",
-                "keep what goes to the endpoint away from proxies, transparent ones too: it has to leave directly",
+                "exempt the endpoint from every proxy, also transparent ones",
             )
     return ok("direct", "no sign of a proxy")
 
@@ -139,7 +139,7 @@ def judge_document(answer: Answer, names: Sequence[str], host_name: str) -> Find
     except DocumentError as error:
         return failure("events", str(error), _SOMETHING_ELSE)
     if not events:
-        return ok("events", "none is pending, so it is not known yet what Resources call this VM")
+        return ok("events", "no event is pending, so it is not known yet how Resources name this VM")
     pending = f"{count(len(events), 'event')} pending"
     if mine := sum(event.affects(names) in ("self", "shared") for event in events):
         return ok("events", f"{pending}, Resources of {mine} name this VM")
@@ -160,14 +160,14 @@ def judge_name(vm: VmSettings, said: str) -> Finding:
     if not vm.name and not said:
         return failure(
             "name",
-            "the service does not tell this VM's name",
-            "set vm.name in the policy to what Resources call this VM: without a name nothing is approved",
+            "the service does not know this VM's name",
+            "set vm.name in the policy to the name in Resources: without a name nothing is approved",
         )
     if vm.name and said and vm.name.casefold().lstrip("_") != said.casefold().lstrip("_"):
         return warning(
             "name",
             f"the policy calls this VM {vm.name}, the service {said}",
-            "remove vm.name from the policy, unless Resources really call it so",
+            "remove vm.name from the policy, unless Resources use that name",
         )
     also = f", also known as {', '.join(vm.aliases)}" if vm.aliases else ""
     return ok("name", f"this VM is {vm.name or said}{also}")
@@ -180,21 +180,21 @@ def judge_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> 
     except ValueError:
         return warning(
             "clock",
-            "the service did not tell its time, so this clock cannot be compared",
-            "check by other means that the clock is right: NotBefore is compared with it",
+            "the answer has no Date header, so this clock cannot be compared",
+            "check the clock by other means: NotBefore is compared with it",
         )
     said = said if said.tzinfo is not None else said.replace(tzinfo=UTC)
     latest = said + timedelta(seconds=1)
     skew = (max(asked_at - latest, timedelta()) + min(answered_at - said, timedelta())).total_seconds()
     if abs(skew) < _SKEW_WARNING_SECONDS:
-        return ok("clock", "as the service's, to the second or two")
+        return ok("clock", "within 2 s of the service's")
     which = "ahead of" if skew > 0 else "behind"
     effect = "hooks get less time than there is" if skew > 0 else "hooks may still run when the event starts"
     found = failure if abs(skew) >= _SKEW_FAILURE_SECONDS else warning
     return found(
         "clock",
         f"{abs(skew):.0f} s {which} the service's: NotBefore is compared with it, so {effect}",
-        "let chrony or systemd-timesyncd set the clock, on Windows w32tm; it must follow the host or NTP",
+        "synchronize the clock with chrony or systemd-timesyncd, on Windows with w32tm",
     )
 
 
@@ -240,14 +240,16 @@ def judge_disk(place: str, temporary: str | None, kind: str | None, free_bytes: 
         return failure("disk", f"{place} is in memory ({kind}), and gone after a reboot", elsewhere)
     free = f"{free_bytes / 1024**2:,.0f} MiB free"
     if free_bytes < _LEAST_FREE_BYTES:
-        return warning("disk", f"{place}: {free}", "make room: what cannot be written down is not done")
+        return warning(
+            "disk", f"{place}: {free}", "make room: the agent does nothing that it cannot write down first"
+        )
     if kind == "overlay":
         return warning(
             "disk",
-            f"{place} is on an overlay, as of a container: gone with it",
-            "mount a volume there, if the agent is to know after a restart what it had prepared",
+            f"{place} is on the overlay of a container, and lost with it",
+            "mount a volume there: after a restart the agent must know what it had prepared",
         )
-    return ok("disk", f"{place} is on a disk that stays{f' ({kind})' if kind else ''}, {free}")
+    return ok("disk", f"{place} is on a persistent disk{f' ({kind})' if kind else ''}, {free}")
 
 
 def judge_others(approvers: Sequence[Approver], *, is_acting: bool) -> Iterator[Finding]:
@@ -261,7 +263,7 @@ def judge_others(approvers: Sequence[Approver], *, is_acting: bool) -> Iterator[
             continue
         what = {
             "active": "approves events too",
-            "maybe": "runs, and may approve events too: its configuration decides that",
-            "installed": "is there and does not run; it would approve events too",
+            "maybe": "runs, and approves events too if its configuration says so",
+            "installed": "is installed and does not run; it would approve events too",
         }[other.life]
         yield warning("others", f"{other.name} {what} ({other.where})", other.way_out)

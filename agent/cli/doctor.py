@@ -34,7 +34,7 @@ from agent.status import Status
 _SPACING_SECONDS = 0.5
 
 _AS_AGENT = "run this as root, or as the agent's account"
-_DO_SO = "do so: the agent does not start with it"
+_DO_SO = "run that command: the agent does not start before"
 _RESTART = "restart it: systemctl restart scheduled-events-agent, or on Windows service stop and service start"
 _RELOAD = (
     "have it read again: systemctl reload scheduled-events-agent, or scheduled-events-agent service reload on "
@@ -166,7 +166,7 @@ def _look_at_policy(loaded: Loaded, account: str | None) -> Iterator[Finding]:
         yield warning("policy", str(doubt), "check that this is intended")
     if loaded.settings.agent.mode == "observe":
         what = f"{loaded.name}: agent.mode is observe, so no hook runs and nothing is approved"
-        yield warning("policy", what, "set it to act once explain and the log show what you want")
+        yield warning("policy", what, "set it to act when explain and the log show what you want")
     elif not loaded.warnings:
         yield ok("policy", f"{loaded.name}: valid")
     if account is None or host.is_privileged():
@@ -181,7 +181,7 @@ def _look_at_policy(loaded: Loaded, account: str | None) -> Iterator[Finding]:
 def _look_at_hooks(loaded: Loaded, account: str | None) -> Iterator[Finding]:
     hooks = loaded.settings.hooks
     if not hooks:
-        yield ok("hooks", "the policy names none")
+        yield ok("hooks", "the policy names no hook")
         return
     exposed = {hook_tampering_fault(hook) for hook in hooks.values()}  # see _look_at_files
     found = {
@@ -207,7 +207,7 @@ def _look_at_hooks(loaded: Loaded, account: str | None) -> Iterator[Finding]:
     for text in sorted(unknown):
         yield warning("hooks", text, "run this as root, or as the account that runs the hooks")
     if not found and not unknown:
-        yield ok("hooks", f"{count(len(hooks), 'hook')}: what they name is there, and can be started")
+        yield ok("hooks", f"{count(len(hooks), 'hook')}: all programs and units exist and can be started")
 
 
 def _access_fault(hook: Hook, account: str | None) -> str | None:
@@ -238,10 +238,10 @@ def _look_at_files(loaded: Loaded, account: str | None) -> Iterator[Finding]:
     is_refused = _is_system(account) if account is not None else host.is_privileged()
     for fault in faults:
         if is_refused:
-            advice = "do so: an agent that runs as root or LocalSystem does not start with such files"
+            advice = "run that command: an agent that runs as root or LocalSystem does not start before"
             yield failure("files", fault, advice)
         else:
-            yield warning("files", fault, "do so, unless you trust those who can")
+            yield warning("files", fault, "run that command, unless you trust these accounts")
     if not faults:
         yield ok("files", "no other account can change the policy or what its hooks run")
 
@@ -261,7 +261,7 @@ def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> 
         if not directory.exists():
             return ok("state", f"{directory} is not there yet: the agent makes it when it first starts")
         if not directory.is_dir():
-            return failure("state", f"{directory} is no directory", "name another one with agent.state_dir")
+            return failure("state", f"{directory} is not a directory", "name another one with agent.state_dir")
         if fault := host.privacy_fault(directory):
             return failure("state", f"{directory}: {fault}", _DO_SO)
         if fault := host.ownership_fault(directory, account):
@@ -298,7 +298,7 @@ def _judge_no_agent(state_dir: Path, service: OwnService | None) -> Finding:
             "name with --config and --state-dir what the service is started with",
         )
     way_out = UNMASK if service is not None and service.is_masked else START
-    return warning("agent", f"none runs with the state directory {state_dir}", way_out)
+    return warning("agent", f"no agent runs with the state directory {state_dir}", way_out)
 
 
 def judge_agent(pid: str, status: Status | str, loaded: Loaded | None) -> Finding:

@@ -1,6 +1,6 @@
 """``status``: what the agent does now, and why.
 
-Owns the layout for people. Decides nothing: the words come from ``agent.status``. The one invariant: what is said
+Owns the layout for people. Decides nothing: the words come from ``agent.words``. The one invariant: what is said
 of the agent is its own answer, or else the first line says that it is not.
 """
 
@@ -18,7 +18,7 @@ from agent.cli import add_state_options
 from agent.cli.operator import ask_agent, find_agent, find_state_dir, user_name
 from agent.cli.terminal import Row, Style, Terminal, print_json
 from agent.events import Affects, ScheduledEvent
-from agent.status import JournalEntry, LastKnown, Status, Vm
+from agent.status import JournalEntry, LastKnown, ShownWorkflow, Status, Vm
 from agent.store import Store, StoreError
 from agent.words import (
     activity,
@@ -37,7 +37,6 @@ from agent.words import (
     waits_for_operator,
     words_of_use,
 )
-from agent.workflow import Workflow
 
 _NO_AGENT = "no agent runs"
 # How many VMs of an event are named; there may be a hundred.
@@ -116,20 +115,7 @@ def _status(status: Status, terminal: Terminal, options: str) -> Iterator[str]:
     """``options``: what the commands that are shown need to find the same agent."""
     yield from terminal.line(verdict(status), _style(status))
     yield from terminal.rows(_rows(status))
-    short = short_ids([workflow.event.id for workflow in status.pending])
-    for workflow in by_urgency(status.pending):
-        running = status.running_for(workflow.id)
-        yield ""
-        yield from _card(
-            workflow,
-            terminal,
-            at=status.at,
-            short_id=short[workflow.event.id],
-            doing=activity(workflow, running, status.at),
-            is_busy=bool(running),
-            overruling=words_of_use(status, workflow),
-            options=options,
-        )
+    yield from _cards(status, terminal, options)
 
 
 def _style(status: Status) -> Style:
@@ -169,43 +155,44 @@ def _known(seen: LastKnown, terminal: Terminal, options: str) -> Iterator[str]:
     )
     yield from terminal.line(f"{seen.problem}; when last heard of, {pending_in_words(seen.pending)}", "red")
     yield from terminal.rows(rows)
+    yield from _cards(seen, terminal, options)
+
+
+def _cards(seen: Status | LastKnown, terminal: Terminal, options: str) -> Iterator[str]:
     short = short_ids([workflow.event.id for workflow in seen.pending])
     for workflow in by_urgency(seen.pending):
-        short_id, doing = short[workflow.event.id], last_known_activity(workflow)
+        short_id = short[workflow.event.id]
         yield ""
-        yield from _card(workflow, terminal, at=seen.at, short_id=short_id, doing=doing, options=options)
+        yield from terminal.line(head(workflow.event, short_id, seen.at, is_over=workflow.is_gone), "bold")
+        yield from terminal.rows(_card(workflow, seen, short_id, options))
 
 
-def _card(
-    workflow: Workflow,
-    terminal: Terminal,
-    *,
-    at: datetime,
-    short_id: str,
-    doing: str,
-    is_busy: bool = False,
-    overruling: Iterable[str] = (),
-    options: str,
-) -> Iterator[str]:
-    event, decision = workflow.event, workflow.decision
-    style: Style = "cyan" if is_busy else _PHASE_STYLES.get(workflow.phase, "")
-    yield from terminal.line(head(event, short_id, at, is_over=workflow.is_gone), "bold")
-    if decision.rule is None:
-        rows = [Row("now", f"{doing}; {decision.reason}")]
+def _card(workflow: ShownWorkflow, seen: Status | LastKnown, short_id: str, options: str) -> Iterator[Row]:
+    decision = workflow.decision
+    style = _PHASE_STYLES.get(workflow.phase, "")
+    words: Iterable[str] = ()
+    if isinstance(seen, Status):
+        running = seen.running_for(workflow.id)
+        doing, words = activity(workflow, running, seen.at), words_of_use(seen, workflow)
+        style = "cyan" if running else style
     else:
-        rows = [Row("now", doing, style), Row("rule", decision.reason.removeprefix("rule "))]
+        doing = last_known_activity(workflow)
+    if decision.rule is None:
+        yield Row("now", f"{doing}; {decision.reason}")
+    else:
+        yield Row("now", doing, style)
+        yield Row("rule", decision.reason.removeprefix("rule "))
     stages = (workflow.prepare, workflow.on_start, workflow.recover)
     if failures := [stage.failure for stage in stages if stage.failure]:
-        rows.append(Row("failed", "; ".join(failures), "yellow"))
-        rows.append(Row("output", command("history --event", short_id, options)))
+        yield Row("failed", "; ".join(failures), "yellow")
+        yield Row("output", command("history --event", short_id, options))
     if workflow.operator:
-        rows.append(Row("operator", f"an operator has {workflow.operator} it"))
-    rows += event_rows(event, decision.affects)
+        yield Row("operator", f"an operator has {workflow.operator} it")
+    yield from event_rows(workflow.event, decision.affects)
     label = "solve" if workflow.phase == "recovery_failed" else "overrule"
-    for word in overruling:
-        rows.append(Row(label, command(word, short_id, options)))
+    for word in words:
+        yield Row(label, command(word, short_id, options))
         label = ""
-    yield from terminal.rows(rows)
 
 
 def _vm(vm: Vm) -> str:

@@ -177,8 +177,8 @@ def test_the_service_as_it_should_be_is_well(examine: Examine, endpoint: Endpoin
     assert {check: report.one(check) for check in OF_IMDS[1:]} == {
         "direct": Check("ok", "no sign of a proxy", ""),
         "name": Check("ok", "this VM is vm-1", ""),
-        "events": Check("ok", "none is pending, so it is not known yet what Resources call this VM", ""),
-        "clock": Check("ok", "as the service's, to the second or two", ""),
+        "events": Check("ok", "no event is pending, so it is not known yet how Resources name this VM", ""),
+        "clock": Check("ok", "within 2 s of the service's", ""),
     }
 
 
@@ -347,7 +347,7 @@ def test_a_policy_that_only_observes_is_a_warning(examine: Examine, endpoint: En
     assert examine(endpoint.url, mode="observe").one("policy") == Check(
         "warning",
         f"{tmp_path / 'p.yaml'}: agent.mode is observe, so no hook runs and nothing is approved",
-        "set it to act once explain and the log show what you want",
+        "set it to act when explain and the log show what you want",
     )
 
 
@@ -367,7 +367,7 @@ def test_an_answer_that_is_long_in_coming_is_announced(
 
 def test_hooks_that_are_there_are_well(examine: Examine, endpoint: Endpoint) -> None:
     report = examine(endpoint.url, HOOKS.format(f"{{run: ['{sys.executable}', -c, '']}}"))
-    assert report.one("hooks") == Check("ok", "1 hook: what they name is there, and can be started", "")
+    assert report.one("hooks") == Check("ok", "1 hook: all programs and units exist and can be started", "")
 
 
 def test_a_hook_that_is_not_there_is_a_failure(examine: Examine, endpoint: Endpoint, tmp_path: Path) -> None:
@@ -446,7 +446,7 @@ def test_a_state_directory_that_is_open_to_others_is_a_failure(
     assert examine(endpoint.url).one("state") == Check(
         "failure",
         f"{state}: it is open to others: if it is the agent's own, chmod 700 {state}",
-        "do so: the agent does not start with it",
+        "run that command: the agent does not start before",
     )
 
 
@@ -490,7 +490,7 @@ def test_a_state_directory_of_another_account_is_a_failure_if_it_is_known_whose_
         )
     monkeypatch.setattr(host, "own_service", lambda: service_of("daemon"))
     assert examine(endpoint.url).one("state") == Check(
-        "failure", f"{finding} daemon {state}", "do so: the agent does not start with it"
+        "failure", f"{finding} daemon {state}", "run that command: the agent does not start before"
     )
 
 
@@ -530,7 +530,7 @@ def test_a_file_in_place_of_the_state_directory_is_a_failure(
 ) -> None:
     (tmp_path / "state").touch()
     found = examine(endpoint.url).one("state")
-    assert (found.verdict, found.finding) == ("failure", f"{tmp_path / 'state'} is no directory")
+    assert (found.verdict, found.finding) == ("failure", f"{tmp_path / 'state'} is not a directory")
 
 
 def test_a_state_directory_on_the_temporary_disk_is_a_failure(
@@ -659,7 +659,7 @@ def test_the_text_is_plain_where_no_terminal_is_and_has_what_the_json_has(
     assert lines[1].startswith("                   -> run this on the VM itself: ")
     assert lines[2:5] == [
         "ok       policy    p.yaml: valid",
-        "ok       hooks     the policy names none",
+        "ok       hooks     the policy names no hook",
         "ok       files     no other account can change the policy or what its hooks run",
     ]
     assert "\x1b" not in out

@@ -46,7 +46,7 @@ def test_a_service_that_is_stopped_is_a_failure_and_one_that_is_disabled_a_warni
     code, checks = examine(service)
     assert code == 1
     assert checks["service"][0][:2] == ["failure", "installed, not enabled, inactive (dead), runs as root"]
-    assert checks["agent"][0][:2] == ["warning", f"none runs with the state directory {STATE}"]
+    assert checks["agent"][0][:2] == ["warning", f"no agent runs with the state directory {STATE}"]
 
 
 def test_a_service_that_is_masked_is_to_be_unmasked_first(service: Service) -> None:
@@ -114,7 +114,7 @@ def test_hooks_of_an_agent_without_privileges_are_tried_as_its_account(service: 
 
     machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
     code, checks = examine(service)
-    assert checks["hooks"] == [["ok", "1 hook: what they name is there, and can be started", ""]]
+    assert checks["hooks"] == [["ok", "1 hook: all programs and units exist and can be started", ""]]
     assert code == 0
 
     service.write_policy(rules=RULES, hooks={"drain": {"run": [HOOK]}})

@@ -50,7 +50,7 @@ STATUS = Status(
     running=(),
     pending=(),
 )
-SOMETHING_ELSE = "look at imds.endpoint, and at what else answers there: a proxy, a portal, another service"
+SOMETHING_ELSE = "check imds.endpoint, and what else answers there: a proxy, a portal, another service"
 
 
 def answer(status: int = 200, body: Any = b"", fault: ImdsError | None = None, **headers: str) -> Answer:
@@ -125,7 +125,7 @@ def test_a_proxy_in_the_way_is_a_failure(found: Answer, sign: str) -> None:
     assert judge_directness([instance("vm"), found]) == failure(
         "direct",
         f"something other than the metadata service has answered, or changed the answer: {sign}",
-        "keep what goes to the endpoint away from proxies, transparent ones too: it has to leave directly",
+        "exempt the endpoint from every proxy, also transparent ones",
     )
 
 
@@ -154,7 +154,7 @@ def test_a_request_that_failed_is_told_with_what_helps(kind: Any, advice: str) -
 @pytest.mark.parametrize(
     ("found", "finding"),
     [
-        (events(), ok("events", "none is pending, so it is not known yet what Resources call this VM")),
+        (events(), ok("events", "no event is pending, so it is not known yet how Resources name this VM")),
         (events(["vm"], ["other"]), ok("events", "2 events pending, Resources of 1 name this VM")),
         (events(["other", "_VM"]), ok("events", "1 event pending, Resources of 1 name this VM")),
         (events(["b", "a"]), ok("events", "1 event pending, for other VMs only: a, b")),
@@ -211,7 +211,7 @@ def test_what_is_no_document_is_a_failure() -> None:
             warning(
                 "name",
                 "the policy calls this VM vm_0, the service vm_1",
-                "remove vm.name from the policy, unless Resources really call it so",
+                "remove vm.name from the policy, unless Resources use that name",
             ),
         ),
         (
@@ -219,8 +219,8 @@ def test_what_is_no_document_is_a_failure() -> None:
             "",
             failure(
                 "name",
-                "the service does not tell this VM's name",
-                "set vm.name in the policy to what Resources call this VM: without a name nothing is approved",
+                "the service does not know this VM's name",
+                "set vm.name in the policy to the name in Resources: without a name nothing is approved",
             ),
         ),
     ],
@@ -236,14 +236,14 @@ def clock(ahead: float, took: float = 0.1, says: str = "Sat, 11 Apr 2026 12:00:0
 
 @pytest.mark.parametrize("ahead", [-2.05, -0.1, 0, 0.9, 2.95])
 def test_a_clock_within_two_seconds_is_right_for_the_service_tells_whole_ones(ahead: float) -> None:
-    assert clock(ahead) == ok("clock", "as the service's, to the second or two")
+    assert clock(ahead) == ok("clock", "within 2 s of the service's")
 
 
 def test_a_slow_answer_is_not_taken_for_a_wrong_clock() -> None:
     assert clock(-60, took=61).verdict == "ok"
 
 
-ADVICE = "let chrony or systemd-timesyncd set the clock, on Windows w32tm; it must follow the host or NTP"
+ADVICE = "synchronize the clock with chrony or systemd-timesyncd, on Windows with w32tm"
 
 
 def test_a_wrong_clock_is_told_with_what_it_does_to_hooks() -> None:
@@ -264,23 +264,23 @@ def test_a_wrong_clock_is_told_with_what_it_does_to_hooks() -> None:
 def test_without_a_date_the_clock_cannot_be_judged(says: str) -> None:
     assert clock(3600, says=says) == warning(
         "clock",
-        "the service did not tell its time, so this clock cannot be compared",
-        "check by other means that the clock is right: NotBefore is compared with it",
+        "the answer has no Date header, so this clock cannot be compared",
+        "check the clock by other means: NotBefore is compared with it",
     )
 
 
 # --- the machine
 
 ELSEWHERE = "name a directory on the system's or a data disk with agent.state_dir"
-ROOM = "make room: what cannot be written down is not done"
+ROOM = "make room: the agent does nothing that it cannot write down first"
 MIB = 1024**2
 
 
 @pytest.mark.parametrize(
     ("temporary", "kind", "free", "finding"),
     [
-        (None, "ext4", 5000, ok("disk", "/s is on a disk that stays (ext4), 5,000 MiB free")),
-        (None, None, 5000, ok("disk", "/s is on a disk that stays, 5,000 MiB free")),
+        (None, "ext4", 5000, ok("disk", "/s is on a persistent disk (ext4), 5,000 MiB free")),
+        (None, None, 5000, ok("disk", "/s is on a persistent disk, 5,000 MiB free")),
         (
             "/mnt",
             "ext4",
@@ -294,8 +294,8 @@ MIB = 1024**2
             5000,
             warning(
                 "disk",
-                "/s is on an overlay, as of a container: gone with it",
-                "mount a volume there, if the agent is to know after a restart what it had prepared",
+                "/s is on the overlay of a container, and lost with it",
+                "mount a volume there: after a restart the agent must know what it had prepared",
             ),
         ),
         (None, "ext4", 100, warning("disk", "/s: 100 MiB free", ROOM)),
@@ -313,8 +313,8 @@ def test_the_states_disk_has_to_survive_a_redeployment_and_have_room(
     [
         ("active", True, "failure", "X approves events too, perhaps before the hooks have run (here)"),
         ("active", False, "warning", "X approves events too (here)"),
-        ("maybe", True, "warning", "X runs, and may approve events too: its configuration decides that (here)"),
-        ("installed", True, "warning", "X is there and does not run; it would approve events too (here)"),
+        ("maybe", True, "warning", "X runs, and approves events too if its configuration says so (here)"),
+        ("installed", True, "warning", "X is installed and does not run; it would approve events too (here)"),
     ],
 )
 def test_another_agent_is_a_failure_only_if_both_would_act(
