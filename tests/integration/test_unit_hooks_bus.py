@@ -55,6 +55,7 @@ _PROPERTIES = {
     "Result": ("s", "success"),
     "ExecMainCode": ("i", 1),
     "ExecMainStatus": ("i", 0),
+    "InactiveExitTimestamp": ("t", 0),
     "InactiveExitTimestampMonotonic": ("t", 0),
     "ActiveExitTimestampMonotonic": ("t", 2),
     "ExecMainExitTimestampMonotonic": ("t", 1),
@@ -168,7 +169,7 @@ class _FakeBus:
 def bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_FakeBus]:
     monkeypatch.setenv("DBUS_SYSTEM_BUS_ADDRESS", f"unix:path={tmp_path}/bus,guid=0123")
     monkeypatch.setenv("RUNTIME_DIRECTORY", str(tmp_path))
-    monkeypatch.setattr(units, "read_journal", lambda *_: b"")
+    monkeypatch.setattr(units, "read_journal", lambda *_, **__: b"")
     fake = _FakeBus(tmp_path / "bus")
     descriptors = psutil.Process().num_fds()
     yield fake

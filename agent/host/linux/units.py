@@ -11,7 +11,6 @@ unit is held (RefUnit) while the agent waits for it, or systemd would forget at 
 """
 
 import os
-import re
 import shutil
 import sys
 import threading
@@ -51,13 +50,6 @@ _STOPPED = "stopped by another program or an operator before it was done"
 _LEFT_ALONE = b"(it ran already and the agent did not start it: the agent waited for it, and leaves it running)\n"
 _SIGKILL = 9
 _EXITED = 1  # CLD_EXITED, as ExecMainCode has it
-
-# Code points that systemd refuses; it would refuse the whole file.
-_NO_CHARACTERS = re.compile("[\ud800-\udfff\ufdd0-\ufdef]|[" + "".join(
-    f"{chr(plane * 0x10000 + 0xFFFE)}-{chr(plane * 0x10000 + 0xFFFF)}" for plane in range(17)
-) + "]")  # fmt: skip
-# Older versions of systemd refuse these in a variable, all but tab and newline.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 
 _REASONS = {
     "timeout": "it took longer than its own file allows (TimeoutStartSec=, RuntimeMaxSec=, TimeoutStopSec=)",
@@ -164,14 +156,19 @@ def _fault(name: str, unit: Mapping[str, Any]) -> str | None:
 def environment_file(env: Mapping[str, str]) -> str:
     """The variables as systemd's EnvironmentFile= reads them, and a shell's ``.`` too: every text is data.
 
-    What neither can carry is replaced: control characters other than tab and newline by a space, what is no
-    character by U+FFFD.
+    Older versions of systemd refuse control characters other than tab and newline: each becomes a space. What is
+    no character makes any version refuse the whole file: it becomes U+FFFD.
     """
+    return "".join(f'{name}="{"".join(map(_written, value))}"\n' for name, value in env.items())
 
-    def quoted(value: str) -> str:
-        return re.sub(r'(["\\`$])', r"\\\1", _NO_CHARACTERS.sub("\ufffd", _CONTROLS.sub(" ", value)))
 
-    return "".join(f'{name}="{quoted(value)}"\n' for name, value in env.items())
+def _written(character: str) -> str:
+    code = ord(character)
+    if code < 32 or code == 127:
+        return character if character in "\t\n" else " "
+    if 0xD800 <= code <= 0xDFFF or 0xFDD0 <= code <= 0xFDEF or code & 0xFFFE == 0xFFFE:
+        return "\ufffd"
+    return f"\\{character}" if character in '"\\`$' else character
 
 
 def start_unit(name: str, env: Mapping[str, str], stdin: bytes, output: int) -> ProcessTree:
@@ -180,12 +177,11 @@ def start_unit(name: str, env: Mapping[str, str], stdin: bytes, output: int) -> 
     ``env`` and ``stdin`` lie in files then. What the unit wrote comes out at ``output`` when it has ended. Raises
     HostError, its message a phrase, if it cannot be started.
     """
-    directory = Path(os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0] or _DEFAULT_DIRECTORY)
     try:
         kept = os.dup(output)  # a hook that gives up waiting for the unit closes the other one
     except OSError as error:
         raise HostError(f"cannot start {name}: {error.strerror}", kind="hook") from None
-    run = UnitRun(name, _Briefing(directory / "units" / name, env, stdin), kept)
+    run = UnitRun(name, env, stdin, kept)
     try:
         run.begin()
     except BaseException:
@@ -194,75 +190,25 @@ def start_unit(name: str, env: Mapping[str, str], stdin: bytes, output: int) -> 
     return run
 
 
-class _Briefing:
-    """The files that tell a unit about the event, and the next agent which run of the unit they are for."""
-
-    def __init__(self, place: Path, env: Mapping[str, str], stdin: bytes) -> None:
-        self._place = place
-        self._files = {"environment": environment_file(env).encode(), "event.json": stdin}
-        purpose = {name: env[name] for name in _PURPOSE if name in env}
-        self._purpose = set(environment_file(purpose).encode().splitlines())
-        self._noted = b""
-
-    def is_there(self, invocation: bytes) -> bool | None:
-        """Whether the files there were written for this hook of this event; None if they are not for this run.
-
-        An agent that was killed leaves its files behind.
-        """
-        try:
-            lines = (self._place / "environment").read_bytes().splitlines()
-        except OSError:
-            return None
-        with suppress(OSError):  # an agent that was killed before it saw the run has not noted it
-            if (self._place / "invocation").read_text() not in ("", invocation.hex()):
-                return None
-        return self._purpose <= set(lines)
-
-    def note_run(self, invocation: bytes) -> None:
-        """This run of the unit was started for the files there; a later one was not."""
-        if invocation not in (b"", self._noted):
-            self._noted = invocation
-            with suppress(OSError):
-                self._write("invocation", invocation.hex().encode())
-
-    def write(self) -> None:
-        """Raises HostError, its message a phrase."""
-        self.remove()
-        try:
-            self._place.mkdir(mode=0o700, parents=True)
-            for name, data in self._files.items():
-                self._write(name, data)
-        except OSError as error:
-            raise HostError(
-                f"cannot tell {self._place.name} about the event: {self._place}: {error.strerror}; "
-                "RuntimeDirectory= of the agent's own unit makes the directory",
-                kind="hook",
-            ) from None
-
-    def remove(self) -> None:
-        shutil.rmtree(self._place, ignore_errors=True)
-
-    def _write(self, name: str, data: bytes) -> None:
-        path = self._place / name
-        path.touch(mode=0o600)
-        path.write_bytes(data)
-
-
 class UnitRun(ProcessTree):
     """A run of a unit, with the methods of a program's process tree."""
 
-    def __init__(self, name: str, briefing: _Briefing, output: int) -> None:
+    def __init__(self, name: str, env: Mapping[str, str], stdin: bytes, output: int) -> None:
         """Closes ``output`` in the end."""
         self._name = name
-        self._briefing = briefing
+        self._env = env
+        self._stdin = stdin
         self._output = output
+        runtime = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[0] or _DEFAULT_DIRECTORY
+        self._place = Path(runtime, "units", name)
+        self._noted = b""
         self._has_ended = threading.Event()
-        self._is_told_to_stop = False
+        self._is_stop_asked = False
         self._may_begin = threading.Lock()
         self._bus: Bus | None = None
         self._path = ""
         self._before: dict[str, Any] = {}
-        self._asked_at = 0
+        self._asked_at_unix = 0.0
         self._job = ""
         self._results: list[tuple[str, str]] = []
         self._has_all_results = True
@@ -275,7 +221,7 @@ class UnitRun(ProcessTree):
     def begin(self) -> None:
         """Start it or join it, unless it runs for others. Raises HostError, its message a phrase."""
         self._disconnect()
-        self._asked_at = time.monotonic_ns() // 1000
+        self._asked_at_unix = time.time()
         self._results, self._has_all_results = [], True
         try:
             self._bus = self._connect()
@@ -285,7 +231,7 @@ class UnitRun(ProcessTree):
         if fault := _fault(self._name, self._before):
             raise HostError(fault, kind="hook")
         self._is_joined = self._before["ActiveState"] not in (*_ENDED, "deactivating")
-        is_briefed = self._briefing.is_there(bytes(self._before["InvocationID"]))
+        is_briefed = self._is_briefed(bytes(self._before["InvocationID"]))
         self._is_ours = not self._is_joined or is_briefed is not None
         self._is_for_others = self._is_joined and not is_briefed
         if not self._is_for_others:
@@ -305,15 +251,14 @@ class UnitRun(ProcessTree):
             self.ending = self.ending or _UNKNOWN
             return None
         own = next((result for path, result in self._results if path == self._job), None)
-        jobs = Jobs(
-            own, tuple(result for path, result in self._results if path != self._job), self._has_all_results
-        )
+        others = tuple(result for path, result in self._results if path != self._job)
         before = bytes(self._before["InvocationID"])
+        jobs = Jobs(own, others, self._has_all_results)
         result = verdict(end, jobs, before=before, is_joined=self._is_joined)
         self.ending = result.phrase
-        began_at = end["InactiveExitTimestampMonotonic"]
-        since = int(self._before["InactiveExitTimestampMonotonic"]) if self._is_joined else self._asked_at
-        self._write(read_journal(self._name, since, bytes(end["InvocationID"]).hex() if began_at >= since else ""))
+        since = int(self._before["InactiveExitTimestamp"]) / 1e6 if self._is_joined else self._asked_at_unix
+        has_run = bytes(end["InvocationID"]) not in (b"", b"" if self._is_joined else before)
+        self._write(read_journal(self._name, since, has_run=has_run))
         return result.exit_code
 
     def is_empty(self) -> bool:
@@ -323,13 +268,13 @@ class UnitRun(ProcessTree):
     def terminate(self) -> None:
         """Have systemd stop the unit; does not wait for that."""
         with self._may_begin:
-            self._is_told_to_stop = True
+            self._is_stop_asked = True
         if self._is_ours and not self._has_ended.is_set():
             _order("StopUnit", "ss", self._name, "replace")
 
     def kill(self) -> None:
         """Have systemd kill every process of the unit, and start none any more."""
-        if not self._is_told_to_stop:
+        if not self._is_stop_asked:
             self.terminate()
         if self._is_ours and not self._has_ended.is_set():
             _order("KillUnit", "ssi", self._name, "all", _SIGKILL)
@@ -339,11 +284,49 @@ class UnitRun(ProcessTree):
         self._disconnect()
         os.close(self._output)
         if self._is_ours:
-            self._briefing.remove()
+            shutil.rmtree(self._place, ignore_errors=True)
+
+    def _is_briefed(self, invocation: bytes) -> bool | None:
+        """Whether a killed agent left files for this hook of this event; None if it left none for this run."""
+        try:
+            lines = (self._place / "environment").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return None
+        with suppress(OSError):  # an agent that was killed before it saw the run has not noted it
+            if (self._place / "invocation").read_text() not in ("", invocation.hex()):
+                return None
+        purpose = {name: self._env[name] for name in _PURPOSE if name in self._env}
+        return set(environment_file(purpose).splitlines()) <= set(lines)
+
+    def _brief(self) -> None:
+        """Write the files that tell the unit about the event. Raises HostError, its message a phrase."""
+        shutil.rmtree(self._place, ignore_errors=True)
+        try:
+            self._place.mkdir(mode=0o700, parents=True)
+            self._write_file("environment", environment_file(self._env).encode())
+            self._write_file("event.json", self._stdin)
+        except OSError as error:
+            raise HostError(
+                f"cannot tell {self._name} about the event: {self._place}: {error.strerror}; "
+                "RuntimeDirectory= of the agent's own unit makes the directory",
+                kind="hook",
+            ) from None
+
+    def _note_run(self, invocation: bytes) -> None:
+        """Tell the next agent that this run of the unit was started for the files; a later one was not."""
+        if invocation not in (b"", self._noted):
+            self._noted = invocation
+            with suppress(OSError):
+                self._write_file("invocation", invocation.hex().encode())
+
+    def _write_file(self, name: str, data: bytes) -> None:
+        path = self._place / name
+        path.touch(mode=0o600)
+        path.write_bytes(data)
 
     def _start(self, bus: Bus) -> None:
         if not self._is_joined:
-            self._briefing.write()
+            self._brief()
         try:
             (self._job,) = bus.manager("StartUnit", "ss", self._name, "replace")
         except BusLostError as error:
@@ -367,12 +350,12 @@ class UnitRun(ProcessTree):
                 self._write(_LEFT_ALONE)
             raise HostError(_UNKNOWN, kind="hook")
         with self._may_begin:
-            if self._is_told_to_stop:
+            if self._is_stop_asked:
                 raise HostError("stopped before it was started", kind="hook")
             self.begin()
 
     def _is_given_up(self) -> bool:
-        return self._is_told_to_stop and not self._is_ours
+        return self._is_stop_asked and not self._is_ours
 
     def _wait_for_end(self) -> dict[str, Any] | None:
         """Block until the unit has ended. Returns its properties then.
@@ -392,7 +375,7 @@ class UnitRun(ProcessTree):
                     if unit["Job"][0] == 0:
                         return unit
                 elif not self._is_for_others:
-                    self._briefing.note_run(bytes(unit["InvocationID"]))
+                    self._note_run(bytes(unit["InvocationID"]))
                 self._note_results(self._bus, _LOOK_SECONDS)
             except (BusError, BusLostError):  # systemd is being replaced, or the bus is
                 self._disconnect()
