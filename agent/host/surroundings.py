@@ -148,24 +148,19 @@ class Mount(NamedTuple):
 
 def mount_of(path: Path) -> Mount | None:
     """The file system that the path is on; None if that cannot be told."""
-    best: Mount | None = None
     with suppress(OSError):
-        for found in psutil.disk_partitions(all=True):
-            is_nearer = best is None or len(found.mountpoint) >= len(
-                best.place
-            )  # a later mount hides an earlier one
-            if path.is_relative_to(found.mountpoint) and is_nearer:
-                best = Mount(found.mountpoint, found.fstype, found.device)
-    return best
+        found = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
+        # A later mount hides an earlier one.
+        if best := max(reversed(found), key=lambda part: len(part.mountpoint), default=None):
+            return Mount(best.mountpoint, best.fstype, best.device)
+    return None
 
 
 def is_temporary(mount: Mount, root: Path = Path("/")) -> bool:
-    """Whether it is Azure's temporary disk, or an array of such disks, which come empty after a redeployment."""
-    name = PurePosixPath(mount.device).name
-    devices = {name, *(place.name for place in root.glob(f"sys/class/block/{name}/slaves/*"))}
+    """Whether it is Azure's temporary disk, which comes empty after a redeployment."""
     links = [link for pattern in _TEMPORARY_LINKS for link in root.glob(pattern) if link.is_symlink()]
     is_device = mount.place != "/" and mount.device.startswith("/dev/")
-    return is_device and any(link.readlink().name in devices for link in links)
+    return is_device and PurePosixPath(mount.device).name in [link.readlink().name for link in links]
 
 
 def _is_program(words: list[str], program: str) -> bool:

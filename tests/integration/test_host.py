@@ -136,7 +136,7 @@ def test_a_directory_that_others_can_use_is_refused_and_left_as_it_is(tmp_path: 
     path.mkdir()
     path.chmod(mode)
     assert _refusal(path) == (
-        f"its mode is {mode:04o}: if it is the agent's own, chmod 700 {path}, "
+        f"it is open to others: if it is the agent's own, chmod 700 {path}; "
         "else name another directory with agent.state_dir"
     )
     assert path.stat().st_mode & 0o7777 == mode
@@ -152,7 +152,10 @@ def test_a_directory_of_another_account_is_refused(tmp_path: Path, monkeypatch: 
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 65534)
     owner = path.stat().st_uid
-    assert _refusal(path) == f"it belongs to uid {owner}: name another directory with agent.state_dir"
+    assert _refusal(path) == (
+        f"it belongs to uid {owner}: if it is the agent's own, chown -R {host.account_name()} {path}; "
+        "else name another directory with agent.state_dir"
+    )
 
 
 @pytest.mark.skipif(sys.platform != "win32", reason="lists of who may do what are Windows'")

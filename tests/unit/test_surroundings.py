@@ -272,15 +272,6 @@ def test_the_temporary_disk_is_told_by_the_links_to_its_device(tmp_path: Path, l
     assert not _temporary(tmp_path, "/var/lib")
 
 
-@needs_links
-@pytest.mark.usefixtures("mounts")
-def test_an_array_of_local_disks_is_as_temporary_as_they_are(tmp_path: Path) -> None:
-    (tmp_path / "dev/disk/azure/local/by-index").mkdir(parents=True)
-    (tmp_path / "dev/disk/azure/local/by-index/0").symlink_to("../../../../nvme0n1")
-    (tmp_path / "sys/class/block/md0/slaves/nvme0n1").mkdir(parents=True)
-    assert _temporary(tmp_path, "/scratch/state")
-
-
 # --- the polkit rule
 
 

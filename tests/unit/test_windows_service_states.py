@@ -416,15 +416,6 @@ def test_an_account_with_a_password_is_refused_with_the_way_out() -> None:
         (1060, "the service is not installed: use `scheduled-events-agent service install`"),
         (1062, "the service does not run: use `scheduled-events-agent service start`"),
         (1061, "the service is starting or stopping: try again when `service status` says running"),
-        (
-            1072,
-            "the service is being removed: close programs that show it (the Services window), and try again",
-        ),
-        (
-            1069,
-            "the service's account is refused (Why.): name another with `service install --account`",
-        ),
-        (1068, "a service that the agent needs (Tcpip, Dhcp) does not run (Why.)"),
         (9, "the service control manager refuses: Why. (9)"),
     ],
 )

@@ -70,16 +70,13 @@ def create_private_dir(path: Path) -> None:
                     parent.mkdir(mode=0o755)
         with suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        facts = path.stat()
-        if not stat.S_ISDIR(facts.st_mode):
+        fault = ownership_fault(path, None) or privacy_fault(path)
+        if not path.is_dir():
             fault = f"it is no directory: {way_out}"
-        elif facts.st_uid not in (0, os.geteuid()):
-            fault = f"it belongs to uid {facts.st_uid}: {way_out}"
-        elif facts.st_mode & 0o077:
-            mode = stat.S_IMODE(facts.st_mode)
-            fault = f"its mode is {mode:04o}: if it is the agent's own, chmod 700 {path}, else {way_out}"
-        else:
+        elif fault is None:
             return
+        else:
+            fault = f"{fault}; else {way_out}"
     except OSError as error:
         fault = f"{error.strerror or error}: {way_out}"
     raise HostError(f"{path}: expected a directory for this account alone; {fault}", kind="state_dir")

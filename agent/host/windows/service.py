@@ -51,9 +51,8 @@ _START_PATIENCE_SECONDS = 90.0
 _STOP_PATIENCE_SECONDS = STOP_TIMEOUT + 30.0
 _REMOVE_PATIENCE_SECONDS = 10.0
 _POLL_SECONDS = 0.1
-# SERVICE_, and DELETE: what the SCM lets a handle do.
-_QUERY_CONFIG, _QUERY_STATUS, _START, _STOP, _PAUSE_CONTINUE = 0x1, 0x4, 0x10, 0x20, 0x40
-_DELETE, _ALL_ACCESS = 0x10000, 0xF01FF
+# SERVICE_QUERY_CONFIG | SERVICE_QUERY_STATUS; SERVICE_ALL_ACCESS
+_QUERY, _ALL_ACCESS = 0x5, 0xF01FF
 _STATES = (
     "",
     "stopped",
@@ -77,14 +76,6 @@ _WAYS_OUT = {
     _NOT_INSTALLED: "the service is not installed: use `scheduled-events-agent service install`",
     _NOT_RUNNING: "the service does not run: use `scheduled-events-agent service start`",
     _CANNOT_ACCEPT: "the service is starting or stopping: try again when `service status` says running",
-    1072: "the service is being removed: close programs that show it (the Services window), and try again",
-    **dict.fromkeys(
-        (1057, 1069),
-        "the service's account is refused ({reason}): name another with `service install --account`",
-    ),
-    **dict.fromkeys(
-        (1068, 1075), f"a service that the agent needs ({', '.join(_DEPENDENCIES)}) does not run ({{reason}})"
-    ),
 }
 
 
@@ -96,7 +87,7 @@ class Facts:
     pid: int
     """0 if it does not run."""
     exit_code: int
-    """How it last stopped; its own code, if it gave one."""
+    """How it last stopped."""
     start: str
     account: str
     command: str
@@ -120,7 +111,7 @@ def own_service() -> OwnService | None:
 def query() -> Facts | None:
     """What the SCM knows of the service; None if there is none."""
     try:
-        with _service(_QUERY_STATUS | _QUERY_CONFIG) as service:
+        with _service(_QUERY) as service:
             status: Mapping[str, int] = win32service.QueryServiceStatusEx(service)  # type: ignore[assignment]
             config = win32service.QueryServiceConfig(service)
     except HostError as error:
@@ -169,7 +160,7 @@ def install(options: Sequence[str], account: str | None) -> list[str]:
         done = [f"the service {NAME} was installed"]
     else:
         done = [f"the service {NAME} was there already, and is up to date now"]
-    with _service(_ALL_ACCESS) as service:
+    with _service() as service:
         if facts is not None:
             win32service.ChangeServiceConfig(service, *common, DISPLAY_NAME)
         for level, value in _further_configuration(used):
@@ -188,7 +179,7 @@ def remove() -> bool:
     if query() is None:
         return False
     stop()
-    with _service(_DELETE) as service:
+    with _service() as service:
         win32service.DeleteService(service)
     # Its process may take a moment to end; until then, an installation would be refused.
     deadline = time.monotonic() + _REMOVE_PATIENCE_SECONDS
@@ -200,7 +191,7 @@ def remove() -> bool:
 
 def start() -> bool:
     """Start the service and wait until it runs. False if it did already. Raises HostError if it stops again."""
-    with _service(_START | _QUERY_STATUS) as service:
+    with _service() as service:
         try:
             win32service.StartService(service, None)
             was_stopped = True
@@ -219,7 +210,7 @@ def start() -> bool:
 
 def stop() -> bool:
     """Stop the service and wait for its end, which hooks that run delay. False if it did not run."""
-    with _service(_STOP | _QUERY_STATUS) as service:
+    with _service() as service:
         _wait(service, "start pending", _START_PATIENCE_SECONDS)  # it cannot be stopped before
         try:
             win32service.ControlService(service, win32service.SERVICE_CONTROL_STOP)
@@ -238,35 +229,21 @@ def stop() -> bool:
 
 def reload() -> None:
     """Have the service read its policy again; the result is in its journal and its log."""
-    with _service(_PAUSE_CONTINUE) as service:
+    with _service() as service:
         win32service.ControlService(service, win32service.SERVICE_CONTROL_PARAMCHANGE)
 
 
 def register_source(message_file: str = _FRAMEWORK_MESSAGES) -> None:
-    """Have the viewer show our entries' text. Raises HostError without the rights of an administrator.
+    """Have the viewer show our entries' text. Needs the rights of an administrator; may be called again.
 
-    ``message_file`` has the texts of the ids; the viewer expands %NAME% in it. May be called again.
+    ``message_file`` has the texts of the ids; the viewer expands %NAME% in it.
     """
-    with _source_explained("registered"):
-        win32evtlogutil.AddSourceToRegistry(NAME, message_file)
+    win32evtlogutil.AddSourceToRegistry(NAME, message_file)
 
 
 def unregister_source() -> None:
-    """Undo ``register_source``; entries that were written stay. Raises HostError as that does."""
-    with _source_explained("removed"):
-        win32evtlogutil.RemoveSourceFromRegistry(NAME)
-
-
-@contextlib.contextmanager
-def _source_explained(what: str) -> Iterator[None]:
-    try:
-        yield
-    except pywintypes.error as error:
-        raise HostError(
-            f"the Event Log source {NAME} cannot be {what}: {error.strerror}; "
-            "run this from a prompt that was opened with Run as administrator",
-            kind="event_log",
-        ) from None
+    """Undo ``register_source``; entries that were written stay."""
+    win32evtlogutil.RemoveSourceFromRegistry(NAME)
 
 
 def image_path(options: Sequence[str]) -> str:
@@ -402,7 +379,7 @@ def _manager(access: int) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _service(rights: int) -> Iterator[Any]:
+def _service(rights: int = _ALL_ACCESS) -> Iterator[Any]:
     """Our service, which must be there, with these rights."""
     need_windows()
     with _manager(win32service.SC_MANAGER_CONNECT) as manager:
@@ -415,6 +392,4 @@ def _service(rights: int) -> Iterator[Any]:
 
 def _explain(code: int, reason: str) -> str:
     """What the SCM's error means to the user of the command."""
-    if code in _WAYS_OUT:
-        return _WAYS_OUT[code].format(reason=reason.strip())
-    return f"the service control manager refuses: {reason.strip()} ({code})"
+    return _WAYS_OUT.get(code) or f"the service control manager refuses: {reason.strip()} ({code})"
