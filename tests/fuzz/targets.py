@@ -338,13 +338,13 @@ def check_recording(data: bytes) -> None:
 
 def check_lease(data: bytes) -> None:
     """A lease of any DHCP client tells an address or nothing."""
-    _check_address(parse_lease(data.decode("utf-8", "replace"), NOW))
-    _check_address(parse_lease(data.decode("utf-8", "surrogateescape"), NOW))
+    _check_address(parse_lease(data.decode("utf-8", "replace")))
+    _check_address(parse_lease(data.decode("utf-8", "surrogateescape")))
 
 
 def check_registry(data: bytes) -> None:
     """Windows' record of DHCP options tells an address or nothing."""
-    _check_address(parse_windows_options(data, NOW))
+    _check_address(parse_windows_options(data))
 
 
 def _check_address(address: str | None) -> None:

@@ -192,8 +192,6 @@ print(peak() - before, time.process_time() - began)
         " \n" * (MIB // 2),
         "lease {\noption unknown-245 " + " " * MIB,
         "lease {\noption unknown-245 " + '"' * MIB,
-        "lease {\nexpire epoch " + "1" * MIB + ";\n}",
-        "lease {\nexpire 1 " + "1" * MIB + "/1/1 1:1:1;\n}",
         "lease {\n" * (MIB // 8),
         "OPTION_245=" + "a8:" * (MIB // 3),
         "OPTION_245=" + "1." * (MIB // 2),
@@ -201,12 +199,7 @@ print(peak() - before, time.process_time() - began)
     ],
 )
 def test_a_lease_of_a_mebibyte_of_anything_is_read_in_no_time(text: str) -> None:
-    assert parse_lease(text, NOW) is None
-
-
-def test_a_lease_that_expires_in_a_year_of_very_many_digits_has_not_expired() -> None:
-    text = "lease {\n  option unknown-245 a:0:0:5;\n  expire epoch " + "9" * 5000 + ";\n}\n"
-    assert parse_lease(text, NOW) == "10.0.0.5"
+    assert parse_lease(text) is None
 
 
 # --- the policy

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -230,5 +229,5 @@ def _option_245_of(root: Path) -> str | None:
     for path in (path for pattern in _LEASES for path in root.glob(pattern)):
         with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
             texts.append((os.fstat(file.fileno()).st_mtime, file.read(_MAX_LEASE_CHARACTERS)))
-    newest_first, now = sorted(texts, key=itemgetter(0), reverse=True), datetime.now(UTC)
-    return next((address for _, text in newest_first if (address := dhcp.parse_lease(text, now))), None)
+    newest_first = sorted(texts, key=itemgetter(0), reverse=True)
+    return next((address for _, text in newest_first if (address := dhcp.parse_lease(text))), None)

@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -66,10 +65,9 @@ def is_same_boot(one: str, other: str) -> bool:
 
 def dhcp_option_245() -> str | None:
     """The address in DHCP option 245 of any interface that has it; None if none has."""
-    now = datetime.now(UTC)
     for name in _subkeys(_INTERFACES):
         value = registry_value(rf"{_INTERFACES}\{name}", "DhcpInterfaceOptions")
-        if isinstance(value, bytes) and (address := dhcp.parse_windows_options(value, now)):
+        if isinstance(value, bytes) and (address := dhcp.parse_windows_options(value)):
             return address
     return None
 
