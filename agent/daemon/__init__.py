@@ -8,7 +8,7 @@ from its next turn.
     poller      fetches, compares bytes, parses            -> inbox     (polling.py)
     relief      does the same while the poller's request has no answer
     identity    asks who this VM is, until it is known     -> inbox
-    approvals   one thread for each request to approve     -> inbox     (hands.py)
+    approvals   one thread for each request to approve     -> inbox     (threads.py)
     hooks       one thread for each hook that runs         -> inbox
     policy      reads the policy file again, when asked to -> inbox
     pages       opens the web server, until it is open (pages.py)
@@ -26,10 +26,10 @@ import msgspec
 from msgspec.structs import replace
 
 from agent import __version__, host
-from agent.daemon.hands import Threads
 from agent.daemon.inbox import Command, Inbox, Item, PolicyRead
 from agent.daemon.pages import Pages
 from agent.daemon.polling import Identifier, Poller
+from agent.daemon.threads import Threads
 from agent.daemon.watchdog import Watchdog
 from agent.engine import Engine, rule_names
 from agent.hooks import end_leftovers
@@ -84,17 +84,17 @@ class Daemon:
         self._crash: BaseException | None = None
         self._instance = str(store.path.resolve())
         self._metrics = Metrics(lambda: tuple(self._engine.board.values()))
-        self._hands = Threads(lambda: self._engine.settings.imds, self._put, self._instance)
+        self._executor = Threads(lambda: self._engine.settings.imds, self._put, self._instance)
         self._engine = Engine(
             settings,
             store,
             self._metrics,
-            self._hands,
+            self._executor,
             describe=lambda: msgspec.json.encode(self._pages.status()),
         )
         self._poller = Poller(self._engine, self._put, self._metrics)
         self._identifier = Identifier(self._engine, self._put, self._poller.stop_requested)
-        self._inbox = Inbox(items, self._engine, self._hands, self._obey)
+        self._inbox = Inbox(items, self._engine, self._executor, self._obey)
         self._started = time.monotonic()
         self._load_settings = load_settings
         self._policy_hash = policy_hash
@@ -103,7 +103,7 @@ class Daemon:
         self._pages = Pages(
             self._engine,
             self._poller,
-            self._hands,
+            self._executor,
             self._metrics,
             state_dir=store.path.parent,
             policy=PolicyInForce(file=policy_name, read_at=datetime.now(UTC), hash=policy_hash()),
@@ -209,7 +209,7 @@ class Daemon:
         self._reload_requested.set()  # to end its thread
         # What has a bug is best started anew, and soon.
         stop_timeout = self._stop_timeout if self._crash is None else min(self._stop_timeout, DEFAULT_STOP_TIMEOUT)
-        names = [running.hook for running in self._hands.running()]
+        names = [running.hook for running in self._executor.running()]
         waits_for = f", once these hooks have ended: {', '.join(names)}" if names else ""
         self._service.tell("stopping", f"Stopping{waits_for}")
         if waits_for:
@@ -231,7 +231,7 @@ class Daemon:
         """Take what has come, decide, commit, perform. False when it is time to stop."""
         document_at = self._poller.succeeded_at  # before the inbox is emptied: nothing later is in it
         may_go_on = self._inbox.take(self._seconds_to_next_turn())
-        self._hands.reap()
+        self._executor.reap()
         if not may_go_on:
             return False
         has_worked = self._engine.turn(document_at)
@@ -281,7 +281,7 @@ class Daemon:
     def _describe(self) -> str:
         """What the agent is at, in one line, which only changes when that does."""
         parts = []
-        if hooks := [running.hook for running in self._hands.running()]:
+        if hooks := [running.hook for running in self._executor.running()]:
             # Packages look for these words, to restart the agent when no hook runs.
             parts.append(f"runs hook{'s' if len(hooks) > 1 else ''} {', '.join(hooks)}")
         if self._engine.settings.agent.mode == "observe":

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from agent.engine import Engine, Hands, News
+from agent.engine import Engine, Executor, Message
 from agent.log import FailureLog
 from agent.log_ids import LogId
 from agent.settings import Settings
@@ -39,7 +39,7 @@ class PolicyRead:
     refused: str = ""
 
 
-Item = News | Command | PolicyRead
+Item = Message | Command | PolicyRead
 
 
 class Inbox:
@@ -49,14 +49,14 @@ class Inbox:
         self,
         items: "queue.SimpleQueue[Item]",
         engine: Engine,
-        hands: Hands,
+        executor: Executor,
         obey: Callable[[Command | PolicyRead], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """``obey`` carries out every command but ``stop``, and takes the policy that was read."""
         self._items = items
         self._engine = engine
-        self._hands = hands
+        self._executor = executor
         self._obey = obey
         self._monotonic = monotonic
         self._failures = FailureLog(
@@ -86,7 +86,7 @@ class Inbox:
         """
         self._engine.begin_stop()
         self._collect(seconds - 2 * _GRACE_SECONDS)
-        self._hands.cancel_all(_GRACE_SECONDS)
+        self._executor.cancel_all(_GRACE_SECONDS)
         self._collect(_GRACE_SECONDS + 0.5)
         self.take(0.0)
         self._engine.finish()
@@ -94,7 +94,7 @@ class Inbox:
     def _collect(self, seconds: float) -> None:
         """Take items until nothing is under way, the time is up, or a second stop comes."""
         deadline = self._monotonic() + seconds
-        while self._hands.is_busy() and (left := deadline - self._monotonic()) > 0:
+        while self._executor.is_busy() and (left := deadline - self._monotonic()) > 0:
             try:
                 if not self.take(min(left, _TICK_SECONDS)):
                     return

@@ -1,6 +1,6 @@
 """What the web server answers at each path, and the server itself.
 
-Reads what the engine, the poller and the hands publish, and changes nothing. The one invariant: clients cost a
+Reads what the engine, the poller and the executor publish, and changes nothing. The one invariant: clients cost a
 bounded amount of work, however many and however slow they are, and none of it is the engine's.
 """
 
@@ -17,8 +17,8 @@ import msgspec
 from msgspec.structs import replace
 
 from agent import __version__
-from agent.daemon.hands import Threads
 from agent.daemon.polling import Poller
+from agent.daemon.threads import Threads
 from agent.engine import Engine
 from agent.log import get_logger
 from agent.log_ids import LogId
@@ -53,7 +53,7 @@ class Pages:
         self,
         engine: Engine,
         poller: Poller,
-        hands: Threads,
+        executor: Threads,
         metrics: Metrics,
         *,
         state_dir: Path,
@@ -63,7 +63,7 @@ class Pages:
         """``command_options``: see ``Status``."""
         self._engine = engine
         self._poller = poller
-        self._hands = hands
+        self._executor = executor
         self._metrics = metrics
         self._state_dir = state_dir
         self.policy = policy
@@ -219,7 +219,7 @@ class Pages:
             poll_failure=self._poller.failure,
             incarnation=engine.incarnation(),
             others_events=engine.others_events,
-            running=self._hands.running(),
+            running=self._executor.running(),
             pending=tuple(map(as_shown, engine.board.values())),
             command_options=self._command_options,
         )

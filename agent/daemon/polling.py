@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from msgspec.structs import replace
 
 from agent import AgentError
-from agent.engine import Engine, News, Paused
+from agent.engine import Engine, Message, Paused
 from agent.events import Document, DocumentError, parse_document
 from agent.imds import Backoff, ImdsClient, ImdsError, connect
 from agent.log import FailureLog
@@ -31,7 +31,7 @@ _RELIEF_AFTER_SECONDS = 2.0
 # What the poller may take between two waits: long enough for a big document, short enough for the watchdog.
 _SLACK_SECONDS = 1.0
 
-Put = Callable[[News], None]
+Put = Callable[[Message], None]
 """Into the engine's inbox; from any thread, never waits."""
 
 

@@ -1,4 +1,4 @@
-"""The engine: takes in what has come, decides, commits, has it done.
+"""The engine: takes in what has come, decides, commits, performs.
 
 Owns the board of open workflows and all that outlives a turn. Decides nothing about events (``workflow`` does) and
 waits for nothing: it starts no thread, opens no connection and reads no clock but that of its ``Machine``. The one
@@ -6,7 +6,7 @@ invariant: what was decided is on disk before any of it is done; what could not 
 
     engine.py     a turn: take, decide, commit, perform
     documents.py  the document to decide on, and what is missing in it
-    parts.py      the machine, the hands, the news
+    parts.py      the machine, the executor, the messages
     operators.py  what operators may have, and their answers
     hook_runs.py  hooks of events, how long they take; the hooks that run at the start if nothing is pending
     telling.py    log, metrics and journal
@@ -15,12 +15,12 @@ invariant: what was decided is on disk before any of it is done; what could not 
 
 from agent.engine.engine import Engine
 from agent.engine.parts import (
-    Hands,
+    Executor,
     HookEnded,
     HookKey,
     HookStart,
     Machine,
-    News,
+    Message,
     Paused,
     RunOnClear,
     key_of,
@@ -29,6 +29,6 @@ from agent.engine.parts import (
 from agent.engine.telling import rule_names
 
 __all__ = [
-    "Engine", "Hands", "HookEnded", "HookKey", "HookStart", "Machine", "News", "Paused", "RunOnClear", "key_of",
-    "rule_names", "without_run",
+    "Engine", "Executor", "HookEnded", "HookKey", "HookStart", "Machine", "Message", "Paused", "RunOnClear",
+    "key_of", "rule_names", "without_run",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A turn of the engine: what has come is taken in, decided on, committed, and then done.
+"""A turn of the engine: take in what has come, decide, commit, perform.
 
 For one thread. The board and the settings are replaced, never changed, so that other threads may read them.
 """
@@ -10,7 +10,7 @@ from agent import __version__, host
 from agent.engine.documents import Documents
 from agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
 from agent.engine.operators import answer, refusal
-from agent.engine.parts import Hands, HookEnded, Machine, News, Paused, RunOnClear
+from agent.engine.parts import Executor, HookEnded, Machine, Message, Paused, RunOnClear
 from agent.engine.telling import Teller, rule_names
 from agent.engine.upkeep import Upkeep
 from agent.events import Document, refuse_too_many
@@ -56,7 +56,7 @@ class Engine:
         settings: Settings,
         store: Store,
         metrics: Metrics,
-        hands: Hands,
+        executor: Executor,
         machine: Machine | None = None,
         *,
         describe: Callable[[], bytes] = bytes,
@@ -66,7 +66,7 @@ class Engine:
         self._describe = describe
         self._store = store
         self._metrics = metrics
-        self._hands = hands
+        self._executor = executor
         self._log = get_logger()
         self.settings = settings
         """The policy in force."""
@@ -94,7 +94,7 @@ class Engine:
         self._document_at: datetime | None = None
         self._store_failures = FailureLog("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
         self._teller = Teller(store, metrics)
-        self._hook_runs = HookRuns(settings, store, hands, self._machine, self._teller)
+        self._hook_runs = HookRuns(settings, store, executor, self._machine, self._teller)
         self._upkeep = Upkeep(store, metrics, self._machine)
 
     def start(self) -> None:
@@ -121,20 +121,20 @@ class Engine:
             # The policy may be another one than the last agent had.
             self._signals += [AgentRestarted(), Reconsider()]
 
-    def take(self, news: News) -> None:
+    def take(self, message: Message) -> None:
         """Note down what has come; the next turn decides on it."""
-        match news:
+        match message:
             case Document():
-                self._documents.take(news, self._machine.monotonic())
+                self._documents.take(message, self._machine.monotonic())
             case Identity():
-                self._new_identity = news
+                self._new_identity = message
             case ApprovalAnswered():
-                self._hands.forget_approval(news.workflow_id)
-                if news.error_kind:
-                    self._metrics.approvals.labels(news.error_kind).inc()
-                self._signals.append(news)
+                self._executor.forget_approval(message.workflow_id)
+                if message.error_kind:
+                    self._metrics.approvals.labels(message.error_kind).inc()
+                self._signals.append(message)
             case HookEnded(effect=effect, result=result):
-                self._hands.forget_hook(effect)
+                self._executor.forget_hook(effect)
                 self._metrics.record_hook(result.hook, effect.stage, result.outcome, result.duration_seconds)
                 if isinstance(effect, RunOnClear):
                     self._end_on_clear_hook(result)
@@ -322,13 +322,13 @@ class Engine:
                         self._hook_runs.cancel((workflow_id, stage))
                     case MoveDeadline(workflow_id=workflow_id):
                         deadline = self._hook_runs.deadline(step.workflow, "prepare", now)
-                        self._hands.set_deadline((workflow_id, "prepare"), deadline)
+                        self._executor.set_deadline((workflow_id, "prepare"), deadline)
                     case Approve(is_alone=True):
-                        self._hands.approve([effect], self.incarnation())
+                        self._executor.approve([effect], self.incarnation())
                     case Approve():
                         together.append(effect)
         if together:
-            self._hands.approve(together, self.incarnation())
+            self._executor.approve(together, self.incarnation())
 
     def incarnation(self) -> str:
         """Of the last document that was decided on."""

@@ -6,7 +6,7 @@ from datetime import datetime
 from msgspec.structs import replace
 
 from agent import hook_times
-from agent.engine.parts import ON_CLEAR, Hands, HookEnded, HookKey, Machine, RunOnClear, key_of, without_run
+from agent.engine.parts import ON_CLEAR, Executor, HookEnded, HookKey, Machine, RunOnClear, key_of, without_run
 from agent.engine.telling import Teller
 from agent.events import to_azure_json
 from agent.hooks import HookResult, hook_environment
@@ -18,15 +18,17 @@ from agent.workflow import Board, HookFinished, RunHook, Signal, Stage, Workflow
 
 
 class HookRuns:
-    """Starts and stops hooks by the engine's hands, and takes their results.
+    """Starts and stops hooks through the executor, and takes their results.
 
     Not more than one hook of on_clear runs, and none beside a hook of an event.
     """
 
-    def __init__(self, settings: Settings, store: Store, hands: Hands, machine: Machine, teller: Teller) -> None:
+    def __init__(
+        self, settings: Settings, store: Store, executor: Executor, machine: Machine, teller: Teller
+    ) -> None:
         self._settings = settings
         self._store = store
-        self._hands = hands
+        self._executor = executor
         self._machine = machine
         self._teller = teller
         self._log = get_logger()
@@ -50,9 +52,9 @@ class HookRuns:
         }
 
     def run(self, workflow: Workflow, effect: RunHook, vm: str, now: datetime) -> None:
-        if self._hands.is_running(ON_CLEAR):
+        if self._executor.is_running(ON_CLEAR):
             self._on_clear = []
-            self._hands.cancel_hook(ON_CLEAR)
+            self._executor.cancel_hook(ON_CLEAR)
             self.delayed.append(effect)
             return
         event = workflow.event
@@ -65,7 +67,7 @@ class HookRuns:
             outcome=workflow.outcome,
             seconds_left=(not_before - now).total_seconds() if not_before else None,
         )
-        self._hands.start_hook(
+        self._executor.start_hook(
             effect,
             self._settings.hooks.get(effect.hook),
             environment=environment,
@@ -83,12 +85,12 @@ class HookRuns:
         for effect in [effect for effect in self.delayed if key_of(effect) == key]:
             self.delayed.remove(effect)
             result = without_run(effect.hook, "canceled", "canceled before it started")
-            self._hands.report(HookEnded(effect, result))
-        self._hands.cancel_hook(key)
+            self._executor.report(HookEnded(effect, result))
+        self._executor.cancel_hook(key)
 
     def run_delayed(self, board: Board, vm: str, now: datetime) -> None:
         """Start what had to wait, but for events that are missing now."""
-        if self._hands.is_running(ON_CLEAR):
+        if self._executor.is_running(ON_CLEAR):
             return
         delayed, self.delayed = self.delayed, []
         for effect in delayed:
@@ -145,7 +147,7 @@ class HookRuns:
         if self._on_clear:
             hook = self._on_clear.pop(0)
             environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": vm}
-            self._hands.start_hook(RunOnClear(hook), self._settings.hooks.get(hook), environment=environment)
+            self._executor.start_hook(RunOnClear(hook), self._settings.hooks.get(hook), environment=environment)
 
     def tell_on_clear(self, result: HookResult, now: datetime) -> None:
         has_succeeded = result.outcome == "succeeded"

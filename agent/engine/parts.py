@@ -1,4 +1,4 @@
-"""What the engine works with: the machine it runs on, the hands that do what it decides, and the news it takes."""
+"""What the engine works with: its machine, the executor of its decisions, and the messages it takes."""
 
 import time
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class HookEnded:
     result: HookResult
 
 
-News = Document | Identity | ApprovalAnswered | HookEnded | Paused
+Message = Document | Identity | ApprovalAnswered | HookEnded | Paused
 
 
 class Machine:
@@ -68,7 +68,7 @@ class Machine:
         return host.is_shutting_down()
 
 
-class Hands(Protocol):
+class Executor(Protocol):
     """Does what was decided. No method blocks or raises; results come back to ``Engine.take``."""
 
     def start_hook(
@@ -95,7 +95,7 @@ class Hands(Protocol):
     def forget_hook(self, effect: HookStart) -> None:
         """The end of this hook has been taken."""
 
-    def report(self, news: HookEnded) -> None:
+    def report(self, message: HookEnded) -> None:
         """Give this back to ``Engine.take``, soon."""
 
     def approve(self, approvals: list[Approve], incarnation: str) -> None:

@@ -188,7 +188,7 @@ def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another
         ]
         daemon._engine.take(HookEnded(RunOnClear("uncordon"), without_run("uncordon", "canceled", "canceled")))
         assert daemon._engine._hook_runs.delayed == []
-        assert not daemon._hands.is_busy()
+        assert not daemon._executor.is_busy()
     finally:
         store.close()
 

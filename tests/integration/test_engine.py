@@ -14,7 +14,7 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from agent.engine import Engine, Hands, HookEnded, HookStart, Machine, RunOnClear, key_of, without_run
+from agent.engine import Engine, Executor, HookEnded, HookStart, Machine, RunOnClear, key_of, without_run
 from agent.events import Document, DocumentError, ScheduledEvent
 from agent.imds import Identity
 from agent.log import set_up
@@ -30,7 +30,7 @@ EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("v
 
 
 class Approvals:
-    """Hands that only ever have to approve."""
+    """An executor that only ever has to approve."""
 
     def __init__(self) -> None:
         self.requests: list[list[str]] = []
@@ -71,18 +71,18 @@ class Clocks(Machine):
 
 
 @pytest.fixture
-def hands() -> Approvals:
+def executor() -> Approvals:
     return Approvals()
 
 
 @pytest.fixture
-def engine(tmp_path: Path, hands: Approvals) -> Iterator[Engine]:
+def engine(tmp_path: Path, executor: Approvals) -> Iterator[Engine]:
     """One that has an event before it which waits for an operator."""
     store = Store.open(tmp_path, datetime.now(UTC))
     # A lock is found at once, and not waited for.
     store._connection.execute("PRAGMA busy_timeout = 0")
     engine = Engine(
-        Settings(rules=(Rule(name="hand", approve="manual"),)), store, Metrics(tuple), cast("Hands", hands)
+        Settings(rules=(Rule(name="hand", approve="manual"),)), store, Metrics(tuple), cast("Executor", executor)
     )
     engine.start()
     engine.take(Identity(name="vm-1", vm_id="id-1"))
@@ -103,7 +103,7 @@ def operator(engine: Engine, tmp_path: Path) -> Iterator[Store]:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """The state file in the hands of somebody else."""
+    """The state file owned by another user."""
     with contextlib.closing(sqlite3.connect(directory / FILE_NAME, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         yield
@@ -116,32 +116,32 @@ def ask_for_approval(engine: Engine, operator: Store) -> int:
 
 
 def test_a_word_that_could_not_be_kept_is_taken_up_when_it_can_be(
-    engine: Engine, operator: Store, hands: Approvals, tmp_path: Path
+    engine: Engine, operator: Store, executor: Approvals, tmp_path: Path
 ) -> None:
     request = ask_for_approval(engine, operator)
     with locked(tmp_path):
         assert not engine.turn(datetime.now(UTC))
         assert not engine.turn(datetime.now(UTC))
-    assert hands.sent == []
+    assert executor.sent == []
     assert engine.turn(datetime.now(UTC))
-    assert hands.sent == ["E1"]
+    assert executor.sent == ["E1"]
     assert operator.load_answer(request) == "approved: the event is prepared, approval requested"
 
 
 def test_a_word_that_could_not_be_kept_and_was_withdrawn_meanwhile_is_void(
-    engine: Engine, operator: Store, hands: Approvals, tmp_path: Path
+    engine: Engine, operator: Store, executor: Approvals, tmp_path: Path
 ) -> None:
     request = ask_for_approval(engine, operator)
     with locked(tmp_path):
         assert not engine.turn(datetime.now(UTC))
     operator.withdraw_request(request)
     assert engine.turn(datetime.now(UTC))
-    assert hands.sent == []
+    assert executor.sent == []
     assert [workflow.operator for workflow in engine.board.values()] == [""]
 
 
 def test_of_several_words_none_is_lost_because_an_answer_to_one_could_not_be_written(
-    engine: Engine, operator: Store, hands: Approvals, tmp_path: Path
+    engine: Engine, operator: Store, executor: Approvals, tmp_path: Path
 ) -> None:
     late = operator.add_request("one that is over", "approved", "kim", datetime.now(UTC))
     request = ask_for_approval(engine, operator)
@@ -150,11 +150,11 @@ def test_of_several_words_none_is_lost_because_an_answer_to_one_could_not_be_wri
     assert engine.turn(datetime.now(UTC))
     assert operator.load_answer(late) == "refused: the event is not pending any more"
     assert operator.load_answer(request) == "approved: the event is prepared, approval requested"
-    assert hands.sent == ["E1"]
+    assert executor.sent == ["E1"]
 
 
 def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_not(
-    engine: Engine, operator: Store, hands: Approvals, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, operator: Store, executor: Approvals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workflow_id,) = engine.board
     impatient = ask_for_approval(engine, operator)
@@ -170,7 +170,7 @@ def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_
     monkeypatch.setattr(engine._store, "commit", commit_late)
     assert engine.turn(datetime.now(UTC))
     assert withdrawn == [None]  # so whoever asked was told that it is withdrawn
-    assert hands.sent == []
+    assert executor.sent == []
     assert operator.load_answer(patient) == "held: the event is held: an operator holds it"
     said = [entry.text for entry in operator.load_journal() if entry.kind == "operator"]
     assert said == ["lee says: held"]
@@ -192,17 +192,17 @@ def test_what_was_answered_has_been_done_whatever_becomes_of_the_disk(
 
 
 def test_an_approval_that_came_too_late_for_a_changed_event_is_refused(
-    engine: Engine, operator: Store, hands: Approvals
+    engine: Engine, operator: Store, executor: Approvals
 ) -> None:
     request = ask_for_approval(engine, operator)
     engine.take(Document(incarnation="", events=(replace(EVENT, type="Redeploy"),)))
     assert engine.turn(datetime.now(UTC))
-    assert hands.sent == []
+    assert executor.sent == []
     assert operator.load_answer(request) == ("refused: the event has just changed, or another operator was faster")
 
 
 class Clearing(Approvals):
-    """Hands whose on_clear hook runs until it is told otherwise, and what they were to report."""
+    """An executor whose on_clear hook runs until it is told otherwise, and what it was to report."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,64 +221,64 @@ class Clearing(Approvals):
     def forget_hook(self, effect: object) -> None:
         pass
 
-    def report(self, news: HookEnded) -> None:
-        self.reported.append(news)
+    def report(self, message: HookEnded) -> None:
+        self.reported.append(message)
 
 
 def test_an_event_that_is_over_before_its_hook_could_start_does_not_stay_pending(tmp_path: Path) -> None:
     hooks = {name: Hook(run=("/bin/true",)) for name in ("clear", "drain", "resume")}
     rule = Rule(name="drain", prepare=("drain",), approve="when-prepared")
-    hands = Clearing()
+    executor = Clearing()
     store = Store.open(tmp_path, datetime.now(UTC))
     try:
         settings = Settings(rules=(rule,), hooks=hooks, on_clear=("clear",))
-        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands))
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor))
         engine.start()
         engine.take(Identity(name="vm-1", vm_id="id-1"))
         for number, events in enumerate(((), (EVENT,), (), ()), start=1):
             engine.take(Document(incarnation="", events=events, answered=number))
             assert engine.turn(datetime.now(UTC))
-        (canceled,) = hands.reported
+        (canceled,) = executor.reported
         assert canceled.result.detail == "canceled before it started"
         assert list(engine.board) != []
         engine.take(canceled)
         assert engine.turn(datetime.now(UTC))
-        assert (engine.board, hands.started) == ({}, ["clear"])
+        assert (engine.board, executor.started) == ({}, ["clear"])
     finally:
         store.close()
 
 
 def test_events_that_become_ready_together_are_approved_in_one_request_and_after_a_failure_each_alone(
-    tmp_path: Path, hands: Approvals
+    tmp_path: Path, executor: Approvals
 ) -> None:
     store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
     try:
         settings = Settings(rules=(Rule(name="now", approve="immediately"),))
-        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
         engine.take(Identity(name="vm-1", vm_id="id-1"))
         other = ScheduledEvent(id="E2", type="Freeze", status="Scheduled", resources=("vm-1",))
         engine.take(Document(incarnation="7", events=(EVENT, other)))
         assert engine.turn(machine.now())
-        assert hands.requests == [["E1", "E2"]]
+        assert executor.requests == [["E1", "E2"]]
         for workflow_id in engine.board:
             engine.take(ApprovalAnswered(workflow_id=workflow_id, error_kind="bad_request"))
         assert engine.turn(machine.now())
         assert engine.turn(machine.wait(5.0))
-        assert hands.requests == [["E1", "E2"], ["E1"], ["E2"]]
+        assert executor.requests == [["E1", "E2"], ["E1"], ["E2"]]
     finally:
         store.close()
 
 
 def test_a_reload_keeps_the_hooks_with_which_what_has_begun_goes_on_and_is_undone(
-    tmp_path: Path, hands: Approvals
+    tmp_path: Path, executor: Approvals
 ) -> None:
     rule = Rule(name="old", on_start=("tell",), recover=("resume",), approve="when-prepared")
     old = Settings(rules=(rule,), hooks={name: Hook(run=("/bin/true",)) for name in ("tell", "resume", "spare")})
     new = Settings(rules=(), hooks={"call": Hook(run=("/bin/true",))})
     store = Store.open(tmp_path, datetime.now(UTC))
     try:
-        engine = Engine(old, store, Metrics(tuple), cast("Hands", hands))
+        engine = Engine(old, store, Metrics(tuple), cast("Executor", executor))
         engine.start()
         engine.take(Identity(name="vm-1", vm_id="id-1"))
         engine.take(Document(incarnation="", events=(EVENT,)))
@@ -290,7 +290,7 @@ def test_a_reload_keeps_the_hooks_with_which_what_has_begun_goes_on_and_is_undon
 
 
 class Recovering(Approvals):
-    """Hands that keep what hooks were told."""
+    """An executor that keeps what hooks were told."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,44 +306,44 @@ class Recovering(Approvals):
 
 
 def test_a_recovery_is_not_told_of_an_end_that_is_behind_it(tmp_path: Path) -> None:
-    hands = Recovering()
+    executor = Recovering()
     rule = Rule(name="all", prepare=("drain",), recover=("resume",), approve="when-prepared")
     settings = Settings(rules=(rule,), hooks={name: Hook(run=("/bin/true",)) for name in ("drain", "resume")})
     machine = Clocks()
     event = replace(EVENT, not_before=machine.now() + timedelta(minutes=15))
     store = Store.open(tmp_path, machine.now())
     try:
-        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
         engine.take(Identity(name="vm-1", vm_id="id-1"))
         engine.take(Document(incarnation="1", events=(event,)))
         assert engine.turn(machine.now())
-        engine.take(HookEnded(hands.effects[0], without_run("drain", "canceled", "")))
+        engine.take(HookEnded(executor.effects[0], without_run("drain", "canceled", "")))
         for _ in range(2):
             engine.take(Document(incarnation="2", events=()))
             assert engine.turn(machine.wait(2.0))
-        assert hands.told == {"drain": "900", "resume": ""}
+        assert executor.told == {"drain": "900", "resume": ""}
     finally:
         store.close()
 
 
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])
 def test_a_drain_lasts_as_long_as_it_should_though_somebody_sets_the_clock(
-    jump: float, tmp_path: Path, hands: Approvals
+    jump: float, tmp_path: Path, executor: Approvals
 ) -> None:
     store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
     try:
         settings = Settings(rules=(Rule(name="drain", drain_for=120.0, approve="when-prepared"),))
-        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
         engine.take(Identity(name="vm-1", vm_id="id-1"))
         engine.take(Document(incarnation="", events=(EVENT,)))
         assert engine.turn(machine.now())
         for seconds, set_by in ((20.0, 0.0), (1.0, jump), (98.0, 0.0)):
             assert engine.turn(machine.wait(seconds, jump=set_by))
-            assert hands.requests == []
+            assert executor.requests == []
         assert engine.turn(machine.wait(2.0))
-        assert hands.requests == [["E1"]]
+        assert executor.requests == [["E1"]]
     finally:
         store.close()
 
@@ -364,7 +364,7 @@ def test_an_answer_of_the_service_is_remembered_for_a_day_of_the_same_boot(
     clocks.boot_id = lambda: boot_id  # type: ignore[method-assign]
     store = Store.open(tmp_path, clocks.wall)
     try:
-        engine = Engine(Settings(), store, Metrics(tuple), cast("Hands", Approvals()), clocks)
+        engine = Engine(Settings(), store, Metrics(tuple), cast("Executor", Approvals()), clocks)
         engine.start()
         assert not engine.has_service_answered()
         answered = clocks.wall - age
@@ -384,31 +384,31 @@ def a_shared_event(machine: Clocks) -> ScheduledEvent:
 
 
 def test_a_hook_that_was_quick_before_begins_later_also_after_a_restart(tmp_path: Path) -> None:
-    machine, hands = Clocks(), Recovering()
+    machine, executor = Clocks(), Recovering()
     rule = Rule(name="all", prepare=("drain",), approve="when-prepared")
     settings = Settings(rules=(rule,), hooks={"drain": Hook(run=("/bin/drain",), timeout=600.0)})
     reasons: list[str] = []
     for life in range(2):
         store = Store.open(tmp_path, machine.now())
         try:
-            engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+            engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
             engine.start()
             engine.take(Identity(name="vm-1", vm_id="id-1"))
             event = a_shared_event(machine)
             engine.take(Document(incarnation="1", events=(event,)))
             assert engine.turn(machine.now())
             reasons.append(*(as_shown(workflow).waits_for for workflow in engine.board.values()))
-            assert hands.effects == []
+            assert executor.effects == []
             if life == 0:
                 assert engine.turn(machine.wait(3600 - 605))
-                (effect,) = hands.effects
+                (effect,) = executor.effects
                 result = replace(without_run("drain", "succeeded", ""), attempts=1, duration_seconds=20.0)
                 engine.take(HookEnded(effect, result))
                 for _ in range(2):
                     engine.take(Document(incarnation="2", events=()))
                     assert engine.turn(machine.wait(1.0))
                 assert engine.board == {}
-                hands.effects.clear()
+                executor.effects.clear()
         finally:
             store.close()
     takes = [reason.rpartition("preparation may take ")[2] for reason in reasons]
@@ -416,12 +416,12 @@ def test_a_hook_that_was_quick_before_begins_later_also_after_a_restart(tmp_path
 
 
 def test_who_holds_an_event_of_several_vms_is_told_that_the_others_may_approve_it(tmp_path: Path) -> None:
-    machine, hands = Clocks(), Approvals()
+    machine, executor = Clocks(), Approvals()
     store = Store.open(tmp_path, machine.now())
     operator = Store.join(tmp_path)
     try:
         settings = Settings(rules=(Rule(name="hand", approve="manual"),))
-        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
         engine.take(Identity(name="vm-1", vm_id="id-1"))
         engine.take(Document(incarnation="1", events=(a_shared_event(machine),)))
@@ -471,7 +471,7 @@ def test_a_rule_for_other_vms_has_their_events_followed_at_once(engine: Engine) 
 def test_until_this_vm_has_a_name_every_event_is_followed_and_goes_on_being_so(tmp_path: Path) -> None:
     store = Store.open(tmp_path, datetime.now(UTC))
     try:
-        engine = Engine(Settings(), store, Metrics(tuple), cast("Hands", Approvals()))
+        engine = Engine(Settings(), store, Metrics(tuple), cast("Executor", Approvals()))
         engine.start()
         engine.take(events_of("vm-1", "vm-2"))
         assert engine.turn(datetime.now(UTC))
@@ -521,7 +521,7 @@ def flapping(name: str, poll: int) -> ScheduledEvent:
 @pytest.mark.parametrize("name", ["description", "NotBefore", "resources", "type", "id", "clock"])
 def test_a_world_that_never_comes_to_rest_floods_neither_log_nor_journal(
     tmp_path: Path,
-    hands: Approvals,
+    executor: Approvals,
     name: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -532,7 +532,7 @@ def test_a_world_that_never_comes_to_rest_floods_neither_log_nor_journal(
     set_up("info", "json")
     try:
         rules = (Rule(name="late", lead=600.0, approve="manual"),)
-        engine = Engine(Settings(rules=rules), store, Metrics(tuple), cast("Hands", hands), machine)
+        engine = Engine(Settings(rules=rules), store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
         engine.take(Identity(name="vm-1", vm_id="id-1"))
         for poll in range(polls):
@@ -553,12 +553,12 @@ def test_a_world_that_never_comes_to_rest_floods_neither_log_nor_journal(
 
 @pytest.mark.parametrize(("seconds", "is_over"), [(0.5, False), (1.0, True)])
 def test_two_answers_without_an_event_count_only_if_a_poll_lies_between(
-    seconds: float, is_over: bool, tmp_path: Path, hands: Approvals
+    seconds: float, is_over: bool, tmp_path: Path, executor: Approvals
 ) -> None:
     store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
     try:
         settings = Settings(rules=(Rule(name="hand", approve="manual"),))
-        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
         engine.take(Identity(name="vm-1", vm_id="id-1"))
         for events in ((EVENT,), (), ()):
@@ -569,11 +569,13 @@ def test_two_answers_without_an_event_count_only_if_a_poll_lies_between(
         store.close()
 
 
-def test_answers_that_have_the_event_between_others_begin_the_count_anew(tmp_path: Path, hands: Approvals) -> None:
+def test_answers_that_have_the_event_between_others_begin_the_count_anew(
+    tmp_path: Path, executor: Approvals
+) -> None:
     store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
     try:
         settings = Settings(rules=(Rule(name="hand", approve="manual"),))
-        engine = Engine(settings, store, Metrics(tuple), cast("Hands", hands), machine)
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
         engine.start()
         engine.take(Identity(name="vm-1", vm_id="id-1"))
         for answers in ([(EVENT,)], [()], [(EVENT,), ()], [()]):

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from agent import hooks
-from agent.daemon.hands import Threads
+from agent.daemon.threads import Threads
 from agent.engine import RunOnClear
 from agent.hooks import HookResult, HookRun, end_leftovers
 from agent.policy import Hook
@@ -209,16 +209,16 @@ signal.pause()
 
 def test_orphans_that_end_while_a_hook_runs_do_not_stay_as_zombies(tmp_path: Path) -> None:
     ended: queue.SimpleQueue[object] = queue.SimpleQueue()
-    hands = Threads(cast("Any", None), ended.put, _INSTANCE)
+    executor = Threads(cast("Any", None), ended.put, _INSTANCE)
     ready = tmp_path / "ready"
     text = f"for i in 1 2 3 4 5; do setsid -f true; done; sleep 0.2; touch {ready}; sleep 60"
-    hands.start_hook(RunOnClear("test"), Hook(shell=text), environment={"SCHEDULED_EVENT_STAGE": "on_clear"})
+    executor.start_hook(RunOnClear("test"), Hook(shell=text), environment={"SCHEDULED_EVENT_STAGE": "on_clear"})
     deadline = time.monotonic() + 30
     while not ready.exists() or len(psutil.Process().children()) > 1:  # the hook itself
         assert time.monotonic() < deadline
-        hands.reap()  # as the daemon does at each turn
+        executor.reap()  # as the daemon does at each turn
         time.sleep(0.02)
-    hands.cancel_all(1.0)
+    executor.cancel_all(1.0)
     ended.get(timeout=30)
     for thread in threading.enumerate():
         if thread.name == "hook-test":

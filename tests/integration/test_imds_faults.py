@@ -15,7 +15,7 @@ import structlog
 
 from agent.daemon import polling as module
 from agent.daemon.polling import Identifier, Poller
-from agent.engine import Engine, News
+from agent.engine import Engine, Message
 from agent.events import Document, DocumentError
 from agent.imds import IMDS_ERROR_KINDS, EndpointError, Identity, ImdsError, ImdsErrorKind
 from agent.metrics import Metrics
@@ -90,7 +90,7 @@ class Run:
         kind: type[Service] = Service,
     ) -> None:
         self.clock = Clock()
-        self.inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.metrics = Metrics(tuple)
         self.service = kind(self.clock, poll_interval, answer)
         poller = Poller(cast("Engine", self.service), self.inbox.put, self.metrics)
@@ -152,7 +152,7 @@ def test_hours_of_500_leave_nothing_behind_in_memory() -> None:
 
     clock = Clock()
     service = Service(clock, 1.0, answer)
-    inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     poller = Poller(cast("Engine", service), inbox.put, Metrics(tuple))
     poller.stop_requested = cast("Any", clock)
     clock.ends = clock.now + 10.5 * HOUR
@@ -247,7 +247,7 @@ def test_the_name_is_asked_every_second_and_less_often_if_it_is_not_known(
             return Identity(name="vm-1" if self.asked[-1] > over else "", vm_id="")
 
     service = Instance(clock, 1.0, lambda _: (0.0, DOCUMENT))
-    inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as log:
         patch.setattr(module, "time", clock)
         patch.setattr(module, "connect", service.connect)

@@ -31,8 +31,8 @@ METRICS = Metrics(tuple)
 ITEMS = ("hook", "answer", "identity", "document", "word", "stop")
 
 
-class Hands:
-    """Hands whose hooks and approvals go on until the test says how they ended."""
+class Executor:
+    """An executor whose hooks and approvals go on until the test says how they ended."""
 
     def __init__(self) -> None:
         self.hooks: dict[HookKey, HookStart] = {}
@@ -100,14 +100,14 @@ class Agent:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.store = Store.open(directory, NOW)
-        self.hands = Hands()
-        self.engine = Engine(SETTINGS, self.store, METRICS, cast("Any", self.hands))
+        self.executor = Executor()
+        self.engine = Engine(SETTINGS, self.store, METRICS, cast("Any", self.executor))
         self.engine.start()
         self.engine.take(Identity(name="vm-1", vm_id=""))
         self.engine.take(Document(incarnation="1", events=(an_event("A", "Reboot"), an_event("B", "Freeze"))))
         assert self.engine.turn(datetime.now(UTC))
-        assert self.hands.begun == ["drain", "B"]
-        self.hands.begun.clear()
+        assert self.executor.begun == ["drain", "B"]
+        self.executor.begun.clear()
 
     def workflow(self, event_id: str) -> Workflow:
         return next(w for w in self.store.load_workflows() if w.event.id == event_id)
@@ -116,7 +116,7 @@ class Agent:
         workflow = self.workflow("A")
         match word:
             case "hook":
-                (effect,) = self.hands.hooks.values()
+                (effect,) = self.executor.hooks.values()
                 return HookEnded(effect, without_run("drain", "succeeded", ""))
             case "answer":
                 return ApprovalAnswered(workflow_id=self.workflow("B").id)
@@ -138,14 +138,14 @@ class Agent:
 
     def live(self, items: Items) -> None:
         """Turns until it is told to stop, as the daemon does, and stops."""
-        inbox = Inbox(cast("Any", items), self.engine, cast("Any", self.hands), fail, items.monotonic)
+        inbox = Inbox(cast("Any", items), self.engine, cast("Any", self.executor), fail, items.monotonic)
         while inbox.take(1.0):
             assert self.engine.turn(datetime.now(UTC))
-        begun = len(self.hands.begun)
-        self.hands.seconds = items.monotonic
+        begun = len(self.executor.begun)
+        self.executor.seconds = items.monotonic
         self.stopping_at = items.seconds
         inbox.finish(10.0)
-        assert len(self.hands.begun) == begun, "something is begun by an agent that stops"
+        assert len(self.executor.begun) == begun, "something is begun by an agent that stops"
 
 
 def fail(command: object) -> None:
@@ -202,7 +202,7 @@ def test_a_stop_is_over_in_its_time_though_nothing_ends(start: Callable[[], Agen
     agent = start()
     items = Items([Command("stop")], at_once=False)
     agent.live(items)
-    ((canceled_at, grace),) = agent.hands.graces
+    ((canceled_at, grace),) = agent.executor.graces
     assert 5.0 < canceled_at - agent.stopping_at < canceled_at - agent.stopping_at + grace < 10.0
     assert 9.0 < items.seconds - agent.stopping_at < 10.0
 
@@ -211,7 +211,7 @@ def test_a_second_stop_ends_the_waiting_and_loses_nothing(start: Callable[[], Ag
     agent = start()
     words = ("stop", "stop", "stop", "answer", "word", "hook")
     agent.live(Items([agent.item(word) for word in words], at_once=True))
-    assert agent.hands.canceled == 1
+    assert agent.executor.canceled == 1
     assert agent.workflow("A").operator == "held"
     assert agent.workflow("A").prepare.done == ("drain",)
     assert agent.workflow("B").approval.state == "confirmed"
@@ -219,7 +219,7 @@ def test_a_second_stop_ends_the_waiting_and_loses_nothing(start: Callable[[], Ag
 
 def test_a_hook_that_ends_badly_while_the_agent_stops_is_left_open(start: Callable[[], Agent]) -> None:
     agent = start()
-    (effect,) = agent.hands.hooks.values()
+    (effect,) = agent.executor.hooks.values()
     failed = HookEnded(effect, without_run("drain", "failed", "exit code 1"))
     agent.live(Items([Command("stop"), failed], at_once=False))
     assert agent.workflow("A").phase == "preparing"

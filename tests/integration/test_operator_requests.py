@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from agent.engine import Engine, Hands, HookEnded
+from agent.engine import Engine, Executor, HookEnded
 from agent.events import Document, ScheduledEvent
 from agent.hooks import HookResult
 from agent.imds import Identity
@@ -27,7 +27,7 @@ HOOKS["tell"] = Hook(run=("/bin/false",), required=False)
 
 
 class Recorder:
-    """Hands that note down what they are to do."""
+    """An executor that notes down what it is to do."""
 
     def __init__(self) -> None:
         self.started: list[RunHook] = []
@@ -50,9 +50,9 @@ class Agent:
 
     def __init__(self, directory: Path, **settings: object) -> None:
         self.store = Store.open(directory, datetime.now(UTC))
-        self.hands = Recorder()
+        self.executor = Recorder()
         values = Settings(rules=(RULE,), hooks=HOOKS, **settings)  # type: ignore[arg-type]
-        self.engine = Engine(values, self.store, Metrics(tuple), cast("Hands", self.hands))
+        self.engine = Engine(values, self.store, Metrics(tuple), cast("Executor", self.executor))
         self._answered = 0.0
         self.engine.start()
         self.engine.take(Identity(name="vm-1", vm_id="id-1"))
@@ -67,7 +67,7 @@ class Agent:
         assert self.engine.turn(datetime.now(UTC))
 
     def end(self, hook: str, outcome: HookOutcome = "succeeded") -> None:
-        effect = self.hands.started[-1]
+        effect = self.executor.started[-1]
         assert effect.hook == hook
         detail = "exit code 3" if outcome == "failed" else ""
         result = HookResult(
@@ -137,12 +137,12 @@ def test_a_failed_recovery_and_a_retry_outlive_the_agent(failed: Agent, tmp_path
     failed.store.close()
     second = Agent(tmp_path)
     second.read()
-    assert (second.phase, second.hands.started) == ("recovery_failed", [])
+    assert (second.phase, second.executor.started) == ("recovery_failed", [])
     second.say("retry")
     second.store.close()
     third = Agent(tmp_path)
     third.read()
-    assert [effect.hook for effect in third.hands.started] == ["load"]
+    assert [effect.hook for effect in third.executor.started] == ["load"]
     third.store.close()
 
 

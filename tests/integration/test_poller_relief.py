@@ -15,7 +15,7 @@ import pytest
 from agent import imds
 from agent.daemon import Daemon, polling
 from agent.daemon.polling import Poller
-from agent.engine import Engine, News
+from agent.engine import Engine, Message
 from agent.events import Document
 from agent.imds import ImdsClient, ImdsError
 from agent.metrics import Metrics
@@ -90,7 +90,7 @@ def test_a_late_answer_does_not_overwrite_a_newer_one(
     service, metrics = Service(), Metrics(tuple)
     monkeypatch.setattr(polling, "connect", service.connect)
     service.first_answer = late
-    inbox: queue.SimpleQueue[News] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     poller = Poller(ENGINE, inbox.put, metrics)
     threads = [threading.Thread(target=work) for work in (poller.run, poller.run_relief)]
     for thread in threads:

@@ -19,7 +19,7 @@ from runs import judge_seed, judge_seeds
 from world import START, TROUBLES, Trouble
 
 from agent.daemon.inbox import Inbox
-from agent.engine import Engine, Hands, HookEnded, Machine
+from agent.engine import Engine, Executor, HookEnded, Machine
 from agent.engine import engine as engine_module
 from agent.events import Document, ScheduledEvent
 from agent.imds import Identity
@@ -71,7 +71,7 @@ def test_years_leave_no_more_behind_than_the_last_ninety_days(
     clock = Calendar()
     store = Store.open(tmp_path, clock.now())
     engine = Engine(
-        Settings(rules=(Rule(name="all", approve="never"),)), store, Metrics(dict), cast("Hands", None), clock
+        Settings(rules=(Rule(name="all", approve="never"),)), store, Metrics(dict), cast("Executor", None), clock
     )
     sizes = []
     try:
@@ -232,7 +232,7 @@ def _proceed_that_loses_what_fails(board: Any, signals: Any, context: Context) -
 def _collect_hooks_only(inbox: Inbox, seconds: float) -> None:
     """A stop that throws away all but the ends of hooks."""
     deadline = inbox._monotonic() + seconds
-    while inbox._hands.is_busy() and (left := deadline - inbox._monotonic()) > 0:
+    while inbox._executor.is_busy() and (left := deadline - inbox._monotonic()) > 0:
         with suppress(queue.Empty):
             item = inbox._items.get(timeout=left)
             if isinstance(item, HookEnded):

@@ -149,7 +149,7 @@ class World(Machine):
         self._poll_at = -1.0
         self._wake_at = -1.0
         self._metrics = _metrics()
-        self._hands = Hands(self)
+        self._executor = Executor(self)
         self._store: CrashingStore | None = None
         self._document: Any = None
         self._results: list[tuple[HookEnded, bool]] = []
@@ -363,7 +363,7 @@ class World(Machine):
         self.tell("the machine goes down")
         chance = self.chance("reboot")
         self._is_going_down = True
-        self._hands.end_all(chance)
+        self._executor.end_all(chance)
         self.after(chance.choice((0.0, 0.2, 3.0)), self._power_off)
 
     def _power_off(self) -> None:
@@ -433,11 +433,11 @@ class World(Machine):
         self._is_state_lost &= bool(store.load_fact("state_lost"))
         self._body, self._succeeded_at, self._document_at = b"", None, None
         self._mail, self._document, self._results, self._answers = Mail(self), None, [], []
-        self._hands = Hands(self)
+        self._executor = Executor(self)
         self.tell(f"the agent starts, boot {self._boot}")
         try:
-            self.engine = Engine(self._settings, store, self._metrics, self._hands, self)
-            self._inbox = Inbox(cast("Any", self._mail), self.engine, self._hands, self._obey, self.monotonic)
+            self.engine = Engine(self._settings, store, self._metrics, self._executor, self)
+            self._inbox = Inbox(cast("Any", self._mail), self.engine, self._executor, self._obey, self.monotonic)
             self.engine.start()
         except PowerCut:
             self._crash("killed while it started")
@@ -480,7 +480,7 @@ class World(Machine):
         for item in self._mail.items:
             if isinstance(item, HookEnded):
                 self._forget(item)
-        self._hands.close()
+        self._executor.close()
         self._end_life(may_restart=may_restart)
 
     def _forget(self, ended: HookEnded) -> None:
@@ -548,7 +548,7 @@ class World(Machine):
         for item in [*(ended for ended, _ in self._results), *self._mail.items]:
             if isinstance(item, HookEnded):
                 self._forget(item)
-        self._hands.close()
+        self._executor.close()
         self._end_life(may_restart=may_restart)
 
     def _judge_stop(self) -> None:
@@ -782,7 +782,7 @@ class World(Machine):
     def _event_of(self, effect: RunHook) -> str:
         return self._names[effect.workflow_id]
 
-    # --- what the agent does (called by its hands)
+    # --- what the agent does (called by its executor)
 
     def hook_starts(self, effect: HookStart, environment: dict[str, str]) -> None:
         name = effect.hook
@@ -973,8 +973,8 @@ class Mail:
         return item
 
 
-class Hands:
-    """The engine's hands: hooks that take the time and end the way that chance gives them."""
+class Executor:
+    """The engine's executor: hooks that take the time and end the way that chance gives them."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -1033,8 +1033,8 @@ class Hands:
     def forget_hook(self, effect: HookStart) -> None:
         self._runs.pop(key_of(effect), None)
 
-    def report(self, news: HookEnded) -> None:
-        self._world.give(self._life, news)
+    def report(self, message: HookEnded) -> None:
+        self._world.give(self._life, message)
 
     def approve(self, approvals: list[Approve], incarnation: str) -> None:
         del incarnation

@@ -110,9 +110,9 @@ class Threads:
             run.cancel()
             run.set_deadline(time.monotonic() + grace_seconds)
 
-    def report(self, news: HookEnded) -> None:
+    def report(self, message: HookEnded) -> None:
         """Into the inbox."""
-        self._put(news)
+        self._put(message)
 
     def approve(self, approvals: list[Approve], incarnation: str) -> None:
         """Send all of them in one request; each is answered through the inbox."""
