@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import threading
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -105,16 +106,14 @@ def _run(arguments: argparse.Namespace) -> int:
         is_endless=arguments.control is not None,
         requests_file=arguments.requests,
     )
-    tell = _JsonTeller() if arguments.json else _TextTeller()
     with contextlib.suppress(KeyboardInterrupt), simulator, contextlib.ExitStack() as stack:
         control = None
         if arguments.control is not None:
             control = stack.enter_context(Control(simulator, arguments.control, bind=arguments.bind))
         _warn_if_open(simulator, has_control=control is not None)
-        tell.beginning(simulator, name or "", control.url if control else "", waits=not arguments.now)
-        for happening in simulator.follow():
-            tell.happening(happening)
-        tell.end()
+        begin, follow = (_print_beginning, _print_life) if arguments.json else (_show_beginning, _show_life)
+        begin(simulator, name or "", control.url if control else "", waits=not arguments.now)
+        follow(simulator.follow())
     return 0
 
 
@@ -179,67 +178,55 @@ def _record(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _TextTeller:
-    """Lines for people."""
+def _show_beginning(simulator: Simulator, name: str, control: str, *, waits: bool) -> None:
+    width = max(map(len, (*simulator.vms, "control" if control else "")))
+    for vm in simulator.vms:
+        print(f"{vm:{width}}  {simulator.endpoint(vm)}/metadata/scheduledevents")
+    if control:
+        print(f"{'control':{width}}  {control}")
+    pace = "" if simulator.speed == 1 else f", {simulator.speed:g} times as fast"
+    when = "begins with the first request" if waits else "begins now"
+    what = f"scenario {name} {when}" if name else "nothing happens but what is asked for"
+    print(f"{what}{pace}; Ctrl-C ends it", flush=True)
 
-    def __init__(self) -> None:
-        self._began_at: datetime | None = None
 
-    def beginning(self, simulator: Simulator, name: str, control: str, *, waits: bool) -> None:
-        width = max(map(len, (*simulator.vms, *(["control"] if control else []))))
-        for vm in simulator.vms:
-            print(f"{vm:{width}}  {simulator.endpoint(vm)}/metadata/scheduledevents")
-        if control:
-            print(f"{'control':{width}}  {control}")
-        pace = "" if simulator.speed == 1 else f", {simulator.speed:g} times as fast"
-        when = "begins with the first request" if waits else "begins now"
-        what = f"scenario {name} {when}" if name else "nothing happens but what is asked for"
-        print(f"{what}{pace}; Ctrl-C ends it", flush=True)
-
-    def happening(self, happening: Happening) -> None:
-        self._began_at = self._began_at or happening.at
-        seconds = (happening.at - self._began_at).total_seconds()
+def _show_life(happenings: Iterable[Happening]) -> None:
+    began_at: datetime | None = None
+    for happening in happenings:
+        began_at = began_at or happening.at
+        seconds = (happening.at - began_at).total_seconds()
         print(f"{seconds:7.1f}s  {_sentence(happening)}", flush=True)
-
-    def end(self) -> None:
-        print("the scenario is at its end", flush=True)
+    print("the scenario is at its end", flush=True)
 
 
-class _JsonTeller:
-    """Lines for programs."""
+def _print_beginning(simulator: Simulator, name: str, control: str, *, waits: bool) -> None:
+    for vm, machine in simulator.vms.items():
+        _print_line(kind="endpoint", vm=vm, vm_id=machine.id, url=simulator.endpoint(vm))
+    if control:
+        _print_line(kind="control", url=control)
+    _print_line(kind="scenario", name=name, speed=simulator.speed, waits=waits)
 
-    def beginning(self, simulator: Simulator, name: str, control: str, *, waits: bool) -> None:
-        for vm, machine in simulator.vms.items():
-            self._print(kind="endpoint", vm=vm, vm_id=machine.id, url=simulator.endpoint(vm))
-        if control:
-            self._print(kind="control", url=control)
-        self._print(kind="scenario", name=name, speed=simulator.speed, waits=waits)
 
-    def happening(self, happening: Happening) -> None:
+def _print_life(happenings: Iterable[Happening]) -> None:
+    for happening in happenings:
         event = happening.event
-        self._print(
-            kind=happening.kind,
-            at=happening.at,
-            vm=happening.vm,
-            text=happening.text,
-            event=event
-            and {
-                "id": event.id,
-                "type": event.plan.type,
-                "status": event.status,
-                "source": event.plan.source,
-                "vms": event.plan.vms,
-                "not_before": event.not_before_at,
-                "approved_by": event.approved_by,
-                "outcome": event.outcome,
-            },
-        )
+        about = event and {
+            "id": event.id,
+            "type": event.plan.type,
+            "status": event.status,
+            "source": event.plan.source,
+            "vms": event.plan.vms,
+            "not_before": event.not_before_at,
+            "approved_by": event.approved_by,
+            "outcome": event.outcome,
+        }
+        _print_line(kind=happening.kind, at=happening.at, vm=happening.vm, text=happening.text, event=about)
+    _print_line(kind="end")
 
-    def end(self) -> None:
-        self._print(kind="end")
 
-    def _print(self, **fields: Any) -> None:
-        print(msgspec.json.encode(fields).decode(), flush=True)
+def _print_line(**fields: Any) -> None:
+    """For programs."""
+    print(msgspec.json.encode(fields).decode(), flush=True)
 
 
 def _sentence(happening: Happening) -> str:
