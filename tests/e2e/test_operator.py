@@ -368,10 +368,10 @@ def test_nothing_from_outside_commands_the_terminal(endpoint_agent: tuple[Endpoi
 def test_in_a_terminal_no_line_is_wider_than_it(sim: Simulator, agent: Agent, columns: int) -> None:
     agent.write_policy(rules=[BY_HAND])
     agent.start()
-    everybody = ["vm-1", "vm-2"]
+    both_vms = ["vm-1", "vm-2"]
     for number in range(6):
         sim.schedule(
-            "Reboot", id_=f"AAAA111{number}-1B2C-4A5D-9E8F-0123456789AB", vms=everybody, description="Words " * 40
+            "Reboot", id_=f"AAAA111{number}-1B2C-4A5D-9E8F-0123456789AB", vms=both_vms, description="Words " * 40
         )
     agent.wait_log("prepared", count=6)
     for command in ("status", "events", "history"):
@@ -384,7 +384,7 @@ def test_in_a_terminal_no_line_is_wider_than_it(sim: Simulator, agent: Agent, co
 
 @pytest.mark.skipif(sys.platform == "win32" or host.account_name() != "root", reason="only root can become nobody")
 @pytest.mark.parametrize("command", [("status",), ("history",), ("approve", "aaaa")])
-def test_who_may_not_read_the_state_is_told_who_may(agent: Agent, command: tuple[str, ...]) -> None:
+def test_an_account_that_may_not_read_the_state_is_told_which_may(agent: Agent, command: tuple[str, ...]) -> None:
     agent.write_policy(rules=[BY_HAND])
     agent.start()
     done = subprocess.run(

@@ -215,7 +215,7 @@ def test_a_host_name_in_resources_is_told(examine: Examine, endpoint: Endpoint) 
     )
 
 
-def test_an_endpoint_that_nobody_listens_on_is_one_failure_and_the_rest_is_looked_at(
+def test_an_endpoint_that_does_not_answer_is_one_failure_and_the_rest_is_checked(
     examine: Examine,
 ) -> None:
     report = examine("http://127.0.0.1:1")
@@ -378,7 +378,7 @@ def test_a_hook_that_is_not_there_is_a_failure(examine: Examine, endpoint: Endpo
 
 
 @needs_root
-def test_a_hook_is_tried_as_the_user_who_will_run_it(examine: Examine, endpoint: Endpoint) -> None:
+def test_a_hook_is_tried_as_the_account_that_will_run_it(examine: Examine, endpoint: Endpoint) -> None:
     with tempfile.TemporaryDirectory() as directory:  # pytest's own is for this account alone
         place = Path(directory)
         place.chmod(0o755)

@@ -171,7 +171,7 @@ def test_a_client_that_closes_its_side_after_asking_gets_its_answer(server: WebS
     assert answer.endswith(b"\r\n\r\n# metrics\n")
 
 
-def test_a_client_that_goes_away_while_it_is_answered_harms_nobody(
+def test_a_client_that_goes_away_while_it_is_answered_does_no_harm(
     server: WebServer, slow: Slow, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(8):
@@ -483,7 +483,7 @@ def wait_until(test: Callable[[], object]) -> None:
     ("host", "status"),
     [
         ("127.0.0.1:9769", 200),
-        ("10.1.2.3", 200),  # whoever forwards to us may keep the address that it was asked at
+        ("10.1.2.3", 200),  # a proxy may pass on the address that it was asked at
         ("[::1]:9769", 200),
         ("[::1]", 200),
         ("localhost", 200),
@@ -529,7 +529,7 @@ def test_a_server_for_other_machines_may_be_asked_by_any_name() -> None:
         server.close()
 
 
-def test_a_bug_in_a_page_is_told_to_who_asked_for_it() -> None:
+def test_a_bug_in_a_page_is_told_to_its_client() -> None:
     def page() -> Page:
         raise RuntimeError("a bug")
 

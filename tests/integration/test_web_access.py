@@ -154,7 +154,7 @@ def test_plain_http_to_the_port_is_told_so(place: Path) -> None:
 
 @needs_openssl
 @pytest.mark.parametrize("beginning", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"])
-def test_who_stops_in_the_middle_of_a_handshake_holds_up_nobody_and_is_let_go(
+def test_a_client_that_stops_in_its_handshake_holds_up_no_other_and_is_let_go(
     place: Path, beginning: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(web, "_REQUEST_SECONDS", 1.5)
@@ -169,7 +169,7 @@ def test_who_stops_in_the_middle_of_a_handshake_holds_up_nobody_and_is_let_go(
 
 
 @needs_openssl
-def test_a_crowd_that_never_ends_its_handshake_keeps_nobody_out(place: Path) -> None:
+def test_a_crowd_that_never_ends_its_handshake_keeps_no_client_out(place: Path) -> None:
     with serving(write(place, TLS)) as server:
         crowd = [
             socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(web._MAX_CLIENTS * 2)
@@ -368,7 +368,7 @@ def test_check_tells_when_the_pages_are_open_to_others(
 
 @needs_openssl
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's; Windows' lists have tests of their own")
-def test_check_tells_who_could_let_themselves_in(place: Path) -> None:
+def test_check_tells_which_accounts_could_change_who_gets_in(place: Path) -> None:
     file = write(place, TLS + CLIENTS)
     loaded = parse_settings(f"agent:\n  web_config: '{file}'\n", "p")
     (place / "ca.pem").chmod(0o666)
@@ -381,7 +381,7 @@ def test_check_tells_who_could_let_themselves_in(place: Path) -> None:
 
 @pytest.fixture
 def shared_place(certificates: Path) -> Iterator[Path]:
-    """A directory with copies that everybody can pass through, unlike pytest's own."""
+    """A directory with copies that every account can pass through, unlike pytest's own."""
     with tempfile.TemporaryDirectory(prefix="web-access-") as name:
         place = Path(shutil.copytree(certificates, Path(name) / "etc"))
         for directory in (place, place.parent):
@@ -396,10 +396,10 @@ def exposures(file: Path) -> list[str]:
 
 @needs_openssl
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
-def test_check_tells_that_everybody_can_read_the_key(shared_place: Path) -> None:
+def test_check_tells_that_every_account_can_read_the_key(shared_place: Path) -> None:
     file, key = write(shared_place, TLS), shared_place / "server.key"
     key.chmod(0o644)
-    (shared_place / "server.pem").chmod(0o644)  # which is for everybody
+    (shared_place / "server.pem").chmod(0o644)  # which is public
     told = f"p:2: agent.web_config: {key} can be read by every account: chmod o-r {key}"
     assert exposures(file) == [told]
     (shared_place / "link.key").symlink_to("server.key")
@@ -411,7 +411,7 @@ def test_check_tells_that_everybody_can_read_the_key(shared_place: Path) -> None
 
 @needs_openssl
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
-def test_a_key_that_nobody_else_can_get_at_may_have_any_mode(shared_place: Path) -> None:
+def test_a_key_that_no_other_account_can_reach_may_have_any_mode(shared_place: Path) -> None:
     file = write(shared_place, TLS)
     (shared_place / "server.key").chmod(0o644)
     assert exposures(file) != []
@@ -425,7 +425,7 @@ def test_a_key_that_nobody_else_can_get_at_may_have_any_mode(shared_place: Path)
     ("others", "is_told"),
     [("", False), ("(A;;FR;;;BU)", True), ("(A;;FR;;;WD)", True), ("(A;;FR;;;S-1-5-21-1-2-3-1001)", False)],
 )
-def test_on_windows_its_list_tells_whether_everybody_can_read_the_key(
+def test_on_windows_its_list_tells_whether_every_account_can_read_the_key(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str, is_told: bool
 ) -> None:
     import win32security

@@ -1,4 +1,4 @@
-"""The pages of a daemon that runs: with or without a port it protects the machine, and nobody can keep it busy."""
+"""The pages of a daemon that runs: it protects the machine with or without a port, and no client keeps it busy."""
 
 import http.client
 import io
@@ -109,7 +109,7 @@ def test_pages_that_are_to_be_protected_are_not_shown_without_protection(
         assert daemon.web is None
 
 
-def test_who_asks_while_a_page_is_made_gets_that_one_and_not_an_old_one() -> None:
+def test_a_client_that_asks_while_a_page_is_made_gets_that_one_and_no_old_one() -> None:
     began, may_end = threading.Event(), threading.Event()
     made: list[int] = []
 

@@ -97,13 +97,13 @@ def test_only_the_verdict_is_coloured() -> None:
 
 
 def test_in_a_window_findings_are_broken_to_fit_it() -> None:
-    finding = warning("clock", "two words and a lot more of them", "set it, or have it set by somebody else")
+    finding = warning("clock", "two words and a lot more of them", "set it, or let another program set it")
     assert list(in_words([finding], WINDOW))[:-1] == [
         "\x1b[1;33mwarning\x1b[0m  clock     two words and a lot",
         "                   more of them",
-        "                   -> set it, or have it",
-        "                      set by somebody",
-        "                      else",
+        "                   -> set it, or let",
+        "                      another program",
+        "                      set it",
     ]
 
 
