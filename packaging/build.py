@@ -14,8 +14,6 @@ The dependencies are wheels from the package index, pinned by version and hash, 
 
 import argparse
 import contextlib
-import email.parser
-import email.policy
 import fcntl
 import gzip
 import hashlib
@@ -30,9 +28,9 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from email.message import EmailMessage
+from email import message_from_bytes
 from email.utils import format_datetime
 from pathlib import Path
 
@@ -74,14 +72,25 @@ _FOLDERS = {
     "config/hooks": f"usr/share/{NAME}/hooks",
     "config/prometheus": f"usr/share/{NAME}/prometheus",
 }
-# Files that have another place than their folder has.
-_FILES = {
-    "config/policy.schema.json": f"/usr/share/{NAME}/policy.schema.json",
-    "config/policy.yaml": f"/etc/{NAME}/policy.yaml",
+# Single files: where each is in the tree, and its mode.
+_PLACES = {
+    "packaging/launcher.sh": (f"usr/bin/{NAME}", 0o755),
+    "packaging/interpreter.sh": (f"{HOME}/interpreter.sh", 0o644),
+    "packaging/bytecode.sh": (f"{HOME}/bytecode.sh", 0o755),
+    "packaging/restart.sh": (f"{HOME}/restart.sh", 0o755),
+    "packaging/start.py": (f"{HOME}/start.py", 0o644),
+    "config/policy.yaml": (f"etc/{NAME}/policy.yaml", 0o644),
+    "config/policy.schema.json": (f"usr/share/{NAME}/policy.schema.json", 0o644),
+    "systemd/strict.conf": (f"usr/share/{NAME}/systemd/strict.conf", 0o644),
+    f"systemd/{NAME}.service": (f"usr/lib/systemd/system/{NAME}.service", 0o644),
+    "packaging/preset": (f"usr/lib/systemd/system-preset/80-{NAME}.preset", 0o644),
+    "packaging/sysusers.conf": (f"usr/lib/sysusers.d/{NAME}.conf", 0o644),
+    "packaging/tmpfiles.conf": (f"usr/lib/tmpfiles.d/{NAME}.conf", 0o644),
+}
+# What links in documents may point to besides the folders.
+_LINKED = {source: f"/{target}" for source, (target, _) in _PLACES.items()} | {
     "README.md": f"/{_DOC}/README.md",
     "config/hooks/README.md": f"/etc/{NAME}/hooks/README.md",
-    "systemd/strict.conf": f"/usr/share/{NAME}/systemd/strict.conf",
-    f"systemd/{NAME}.service": f"/usr/lib/systemd/system/{NAME}.service",
     "agent/__init__.py": f"/{HOME}/agent/__init__.py",
 }
 
@@ -90,25 +99,17 @@ class BuildError(Exception):
     """What is missing or went wrong, and the way out."""
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """A processor, as the formats and the wheels call it."""
-
-    deb: str
-    rpm: str  # and wheels
-
-
-ARCHITECTURES = (Architecture("amd64", "x86_64"), Architecture("arm64", "aarch64"))
+# Debian's names of the processors, and those of rpm and of wheels.
+ARCHITECTURES = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """A vendored distribution: its name, version and licence, and the texts that go with it, by file name."""
+    """A vendored distribution, and the texts of its licence by file name."""
 
     name: str
     version: str
     license: str
-    places: tuple[str, ...]  # in the tree
     texts: Mapping[str, str]
 
 
@@ -117,7 +118,7 @@ class Staged:
     """A tree that is ready to be packed, every file with its final mode and time."""
 
     root: Path
-    architecture: Architecture
+    architecture: str  # as Debian calls it
     version: str
     epoch: int  # seconds; no file is younger
     glibc: str  # the C library that the compiled modules need at least
@@ -131,7 +132,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", help="build under this version (default: that of the sources)")
     parser.add_argument(
         "--architecture",
-        choices=[name for known in ARCHITECTURES for name in (known.deb, known.rpm)],
+        choices=[*ARCHITECTURES, *ARCHITECTURES.values()],
         help="for this one only (default: both)",
     )
     parser.add_argument("--output", metavar="DIR", type=Path, default=SOURCES / "dist", help="default: dist")
@@ -142,8 +143,8 @@ def main(arguments: list[str] | None = None) -> int:
             renew()
             return 0
         check_version(options.version)
-        for architecture in ARCHITECTURES:
-            if options.architecture in (None, architecture.deb, architecture.rpm):
+        for architecture, machine in ARCHITECTURES.items():
+            if options.architecture in (None, architecture, machine):
                 print(build(options.what, architecture, options.version, options.output))
     except BuildError as error:
         print(f"packaging/build.py: {error}", file=sys.stderr)
@@ -151,12 +152,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def build(what: str, architecture: Architecture, version: str | None, output: Path) -> Path:
+def build(what: str, architecture: str, version: str | None, output: Path) -> Path:
     """Stage and pack; returns the package, or the tree if that is all that is wanted."""
     need_programs(what)
     output.mkdir(parents=True, exist_ok=True)
     if what == "stage":
-        return stage(architecture, output / architecture.rpm, version).root
+        return stage(architecture, output / ARCHITECTURES[architecture], version).root
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-") as directory:
         staged = stage(architecture, Path(directory) / "tree", version)
         return pack_deb(staged, output) if what == "deb" else pack_rpm(staged, output)
@@ -194,7 +195,7 @@ def _apt_get(command: list[str]) -> None:
 # --- The tree -------------------------------------------------------------------------------------------------
 
 
-def stage(architecture: Architecture, root: Path, version: str | None = None) -> Staged:
+def stage(architecture: str, root: Path, version: str | None = None) -> Staged:
     """Lay out at ``root`` what both formats pack; whatever was there is replaced."""
     version = version or source_version()
     epoch = source_epoch()
@@ -203,8 +204,7 @@ def stage(architecture: Architecture, root: Path, version: str | None = None) ->
     shutil.rmtree(root, ignore_errors=True)
     vendored = _vendor(wheels, root)
     _place_agent(root, version)
-    _place_programs(root)
-    _place_system_files(root)
+    _place_files(root)
     _place_documents(root)
     _generate_from_parser(root, tools, version, epoch)
     _place_licenses(root, vendored)
@@ -214,22 +214,13 @@ def stage(architecture: Architecture, root: Path, version: str | None = None) ->
 
 
 def source_epoch() -> int:
-    """The time that files get: $SOURCE_DATE_EPOCH, else that of the last commit, else of the last release."""
-    told = os.environ.get("SOURCE_DATE_EPOCH")
-    if told:
+    """The time that files get: $SOURCE_DATE_EPOCH, else that of the last commit."""
+    if told := os.environ.get("SOURCE_DATE_EPOCH"):
         return int(told)
-    if shutil.which("git"):
-        command = ["git", "-C", str(SOURCES), "log", "-1", "--format=%ct"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == 0 and done.stdout.strip():
-            return int(done.stdout)
-    changes = (SOURCES / "CHANGELOG.md").read_text("utf-8")
-    released = re.search(r"^## .*\((\d{4}-\d\d-\d\d)\)", changes, re.MULTILINE)
-    if not released:
-        raise BuildError(
-            "no git checkout, and CHANGELOG.md has no date of a release: set SOURCE_DATE_EPOCH (seconds)"
-        )
-    return int(datetime.fromisoformat(f"{released[1]}T00:00:00+00:00").timestamp())
+    try:
+        return int(run(["git", "-C", str(SOURCES), "log", "-1", "--format=%ct"]))
+    except (OSError, BuildError) as error:
+        raise BuildError("this is no git checkout: set SOURCE_DATE_EPOCH (seconds)") from error
 
 
 def source_version() -> str:
@@ -247,28 +238,23 @@ def check_version(version: str | None) -> None:
 
 def _vendor(wheels: Iterable[Path], root: Path) -> tuple[Distribution, ...]:
     """Unpack the wheels: those for every Python once, others into a directory for each ABI."""
-    found: dict[str, Distribution] = {}
+    found = {"libyaml": find_libyaml()}
     for wheel in sorted(wheels):
         python, abi = wheel.stem.split("-")[2:4]
-        is_for_all = abi in ("none", "abi3")
-        place = HOME if is_for_all else f"{HOME}/{python}"
+        place = HOME if abi in ("none", "abi3") else f"{HOME}/{python}"
         distribution, files = read_wheel(wheel)
         for name, content in files.items():
             write(root / place / name, content)
-        place = HOME if is_for_all else f"{HOME}/cp3*"
-        known = found.get(distribution.name)
-        places = {f"{place}/{top}" for top in distribution.places} | set(known.places if known else ())
-        found[distribution.name] = replace(distribution, places=tuple(sorted(places)))
-    libyaml = replace(find_libyaml(), places=(f"{HOME}/cp3*/yaml/_yaml.*.so",))
-    return (*(found[name] for name in sorted(found, key=str.lower)), libyaml)
+        found[distribution.name] = distribution
+    return tuple(found[name] for name in sorted(found, key=str.lower))
 
 
 def read_wheel(wheel: Path) -> tuple[Distribution, dict[str, bytes]]:
-    """What a wheel holds, its places the tops of all its files; and those files that are needed to run."""
+    """What a wheel is, and those of its files that are needed to run."""
     with zipfile.ZipFile(wheel) as archive:
         contents = {name: archive.read(name) for name in sorted(archive.namelist()) if not name.endswith("/")}
     (about,) = (content for name, content in contents.items() if name.endswith(".dist-info/METADATA"))
-    metadata = email.parser.BytesParser(EmailMessage, policy=email.policy.default).parsebytes(about)
+    metadata = message_from_bytes(about)
     texts = {
         (match[1] or match[2]).replace("/", "-"): content.decode("utf-8")
         for name, content in contents.items()
@@ -283,13 +269,12 @@ def read_wheel(wheel: Path) -> tuple[Distribution, dict[str, bytes]]:
         if not name.endswith(_UNNEEDED) and "/tests/" not in name and ".dist-info/licenses/" not in name
     }
     name, license_name = str(metadata["Name"]), str(metadata["License-Expression"] or metadata["License"])
-    tops = tuple(sorted({name.split("/")[0] for name in contents}))
-    return Distribution(name, str(metadata["Version"]), license_name, tops, texts), files
+    return Distribution(name, str(metadata["Version"]), license_name, texts), files
 
 
 def find_libyaml() -> Distribution:
     """The library that the wheels of PyYAML have compiled in, and do not speak of."""
-    return Distribution("libyaml", "", "MIT", (), {"LICENSE": (PACKAGING / "licenses/libyaml").read_text("utf-8")})
+    return Distribution("libyaml", "", "MIT", {"LICENSE": (PACKAGING / "licenses/libyaml").read_text("utf-8")})
 
 
 def _licenses_in_modules(modules: Mapping[str, bytes]) -> dict[str, str]:
@@ -311,35 +296,25 @@ def _place_agent(root: Path, version: str) -> None:
     edit(told, f'__version__ = "{source_version()}"', f'__version__ = "{version}"')
 
 
-def _place_programs(root: Path) -> None:
-    copy(PACKAGING / "launcher.sh", root / "usr/bin" / NAME, mode=0o755)
-    copy(PACKAGING / "interpreter.sh", root / HOME / "interpreter.sh")
-    for script in ("bytecode.sh", "restart.sh"):
-        copy(PACKAGING / script, root / HOME / script, mode=0o755)
-    copy(PACKAGING / "start.py", root / HOME / "start.py")
-
-
-def _place_system_files(root: Path) -> None:
-    etc = root / "etc" / NAME
-    share = root / "usr/share" / NAME
-    copy(SOURCES / "config/policy.yaml", etc / "policy.yaml")
-    edit(etc / "policy.yaml", "$schema=policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
-    write(etc / "hooks/README.md", _in_package(SOURCES / "config/hooks/README.md").encode())
-    edit(etc / "hooks/README.md", "Ready ones, each", f"Ready ones, in `/usr/share/{NAME}/hooks/`, each")
-    (etc / "credentials").mkdir(parents=True)
-    copy(SOURCES / "config/policy.schema.json", share / "policy.schema.json")
-    copy(SOURCES / "systemd/strict.conf", share / "systemd/strict.conf")
-    copy(SOURCES / "systemd" / f"{NAME}.service", root / f"usr/lib/systemd/system/{NAME}.service")
-    copy(PACKAGING / "preset", root / f"usr/lib/systemd/system-preset/80-{NAME}.preset")
-    copy(PACKAGING / "sysusers.conf", root / f"usr/lib/sysusers.d/{NAME}.conf")
-    copy(PACKAGING / "tmpfiles.conf", root / f"usr/lib/tmpfiles.d/{NAME}.conf")
+def _place_files(root: Path) -> None:
+    for source, (target, mode) in _PLACES.items():
+        copy(SOURCES / source, root / target, mode)
+    (root / "etc" / NAME / "credentials").mkdir()
+    edit(
+        root / "etc" / NAME / "policy.yaml",
+        "$schema=policy.schema.json",
+        f"$schema=/usr/share/{NAME}/policy.schema.json",
+    )
+    hooks = root / "etc" / NAME / "hooks/README.md"
+    write(hooks, _in_package(SOURCES / "config/hooks/README.md").encode())
+    edit(hooks, "Ready ones, each", f"Ready ones, in `/usr/share/{NAME}/hooks/`, each")
 
 
 def _place_documents(root: Path) -> None:
     write(root / _DOC / "README.md", _in_package(SOURCES / "README.md").encode())
     for folder, place in _FOLDERS.items():
         for source in sorted((SOURCES / folder).rglob("*")):
-            if not source.is_file() or source.relative_to(SOURCES).as_posix() in _FILES:
+            if not source.is_file() or source.relative_to(SOURCES).as_posix() in _LINKED:
                 continue
             target = root / place / source.relative_to(SOURCES / folder)
             if source.suffix == ".md" or folder == "config/examples":
@@ -358,7 +333,7 @@ def _in_package(page: Path) -> str:
         if target == "" or "://" in target:
             return match[0]
         source = Path(os.path.normpath(page.parent / target)).relative_to(SOURCES).as_posix()
-        place = _FILES.get(source)
+        place = _LINKED.get(source)
         for folder, its_place in _FOLDERS.items():
             if place is None and (source == folder or source.startswith(f"{folder}/")):
                 place = f"/{its_place}{source.removeprefix(folder)}"
@@ -444,10 +419,10 @@ def _gzip(content: bytes) -> bytes:
 # --- Wheels ---------------------------------------------------------------------------------------------------
 
 
-def fetch_wheels(architecture: Architecture) -> list[Path]:
+def fetch_wheels(architecture: str) -> list[Path]:
     """The pinned wheels for every Python."""
     targets = [list(_targets(architecture, python)) for python in PYTHONS]
-    return fetch_pinned(PACKAGING / "requirements.txt", architecture.rpm, targets)
+    return fetch_pinned(PACKAGING / "requirements.txt", ARCHITECTURES[architecture], targets)
 
 
 def fetch_pinned(wanted: Path, name: str, targets: Iterable[Iterable[str]]) -> list[Path]:
@@ -473,11 +448,11 @@ def fetch_pinned(wanted: Path, name: str, targets: Iterable[Iterable[str]]) -> l
     return wheels
 
 
-def _targets(architecture: Architecture, python: str) -> Iterator[str]:
+def _targets(architecture: str, python: str) -> Iterator[str]:
     yield from ("--only-binary", ":all:", "--no-deps", "--implementation", "cp", "--python-version", python)
     yield from ("--abi", f"cp{python.replace('.', '')}", "--abi", "abi3", "--abi", "none")
     for system in ("manylinux2014", "manylinux_2_17", "manylinux_2_28"):
-        yield from ("--platform", f"{system}_{architecture.rpm}")
+        yield from ("--platform", f"{system}_{ARCHITECTURES[architecture]}")
 
 
 def _tools() -> Path:
@@ -548,7 +523,7 @@ def pack_deb(staged: Staged, output: Path) -> Path:
     files = sorted(path for path in root.rglob("*") if path.is_file())
     values = {
         "VERSION": f"{staged.version}-1",
-        "ARCHITECTURE": staged.architecture.deb,
+        "ARCHITECTURE": staged.architecture,
         "MAINTAINER": MAINTAINER,
         "SIZE": str(sum(-(-path.stat().st_size // 1024) for path in files)),
         "GLIBC": staged.glibc,
@@ -567,7 +542,7 @@ def pack_deb(staged: Staged, output: Path) -> Path:
     for script in ("postinst", "prerm", "postrm"):
         copy(PACKAGING / "deb" / script, control / script, mode=0o755)
     _settle(root, staged.epoch)
-    package = output / f"{NAME}_{staged.version}-1_{staged.architecture.deb}.deb"
+    package = output / f"{NAME}_{staged.version}-1_{staged.architecture}.deb"
     # One thread: the way xz divides its work is part of the bytes.
     command = ["dpkg-deb", "--root-owner-group", "-Zxz", "--threads-max=1", "--build", str(root), str(package)]
     run(command, env={**os.environ, "SOURCE_DATE_EPOCH": str(staged.epoch)})
@@ -575,44 +550,15 @@ def pack_deb(staged: Staged, output: Path) -> Path:
 
 
 def debian_copyright(staged: Staged) -> str:
-    """The machine-readable copyright file, with the text of every licence of what is inside."""
-    license_text = (SOURCES / "LICENSE").read_text("utf-8")
-    own = Distribution(NAME, staged.version, "MIT", ("*",), {"LICENSE": license_text})
-    head = f"Format: https://www.debian.org/doc/packaging-manuals/copyright-format/1.0/\nUpstream-Name: {NAME}"
-    paragraphs = [head, *map(_copyright_paragraph, (own, *staged.vendored))]
-    if any("Apache-2.0" in distribution.license for distribution in staged.vendored):
-        paragraphs.append(
-            "License: Apache-2.0\n On Debian systems the text of this licence is in"
-            " /usr/share/common-licenses/Apache-2.0."
-        )
-    return "\n\n".join(paragraphs) + "\n"
-
-
-def _copyright_paragraph(distribution: Distribution) -> str:
-    texts = {name: text for name, text in distribution.texts.items() if not _is_apache(text)}
-    everything = "\n".join(distribution.texts.values())
-    holders = [
-        line.strip(" *#")
-        for line in everything.splitlines()
-        if re.match(r"[\s*#]*Copyright\b.*\d{4}", line) and "[" not in line
-    ] or [f"the authors of {distribution.name}"]
-    title = f"{distribution.name} {distribution.version}".strip()
-    body = "\n\n".join(f"{name}:\n\n{text.strip()}" for name, text in texts.items())
-    return (
-        f"Files: {' '.join(distribution.places)}\n"
-        f"Copyright: {_indented(holders, first=True)}\n"
-        f"License: {distribution.license.replace(' OR ', ' or ').replace(' AND ', ' and ')}\n"
-        f"{_indented([f'The licence of {title}.', '', *body.splitlines()])}"
-    )
-
-
-def _is_apache(text: str) -> bool:
-    return "Apache License" in text[:200]
-
-
-def _indented(lines: Iterable[str], *, first: bool = False) -> str:
-    text = "\n".join(f" {line.rstrip()}" if line.strip() else " ." for line in lines)
-    return text.lstrip() if first else text
+    """The licence of the agent and of all that is included. Every Debian has the text of Apache's."""
+    own = Distribution(NAME, staged.version, "MIT", {"LICENSE": (SOURCES / "LICENSE").read_text("utf-8")})
+    sections = []
+    for one in (own, *staged.vendored):
+        sections.append(f"--- {one.name} {one.version}: {one.license}")
+        for name, text in one.texts.items():
+            is_apache = "Apache License" in text[:200]
+            sections.append(f"{name}:\n\n{'/usr/share/common-licenses/Apache-2.0' if is_apache else text.strip()}")
+    return "\n\n".join(sections) + "\n"
 
 
 def _fill(template: str, values: Mapping[str, str]) -> str:
@@ -624,7 +570,7 @@ def _fill(template: str, values: Mapping[str, str]) -> str:
 
 def pack_rpm(staged: Staged, output: Path) -> Path:
     """Pack the tree as an rpm; returns its path. The tree gets the format's own places and is spent."""
-    root = staged.root
+    root, machine = staged.root, ARCHITECTURES[staged.architecture]
     (root / "usr/share/zsh/vendor-completions").rename(root / "usr/share/zsh/site-functions")
     copy(SOURCES / "CHANGELOG.md", root / _DOC / "CHANGELOG.md")
     (root / "var/lib" / NAME).mkdir(parents=True)
@@ -661,11 +607,11 @@ def pack_rpm(staged: Staged, output: Path) -> Path:
         }
         options = [option for name, value in defines.items() for option in ("--define", f"{name} {value}")]
         run(
-            ["rpmbuild", "-bb", "--quiet", "--nodeps", "--target", staged.architecture.rpm, *options, str(spec)],
+            ["rpmbuild", "-bb", "--quiet", "--nodeps", "--target", machine, *options, str(spec)],
             env={**os.environ, "SOURCE_DATE_EPOCH": str(staged.epoch), "LC_ALL": "C.UTF-8"},
         )
         (built,) = (top / "done").rglob("*.rpm")
-        package = output / f"{NAME}-{staged.version}-1.{staged.architecture.rpm}.rpm"
+        package = output / f"{NAME}-{staged.version}-1.{machine}.rpm"
         shutil.move(built, package)
     return package
 
