@@ -163,7 +163,7 @@ class Daemon:
             mode=settings.agent.mode,
             rules=rule_names(settings),
             endpoint=settings.imds.endpoint,
-            vm=self._engine.identity.name or "not known yet",
+            vm=self._engine.name() or "not known yet",
             pending=len(self._engine.board),
             listen=self.web.address if self.web else settings.agent.listen if self._web_thread else "off",
         )

@@ -34,6 +34,7 @@ MAX_BYTES = 64 * 1024 * 1024
 MAX_ENTRIES = 500
 """Of one event: the first ones and the latest."""
 _FIRST_ENTRIES = 100
+_MAX_REQUESTS = 100
 _MAX_TEXT = 8000
 # Deleted at a time, so that the engine does not wait long for the disk.
 _PORTION_EVENTS = 50
@@ -78,7 +79,6 @@ class Store:
     ) -> None:
         self._connection = connection
         self._is_owner = is_owner
-        self._data_version = -1
         self._is_damaged = False
         self.path = path
         self.set_aside = set_aside
@@ -252,16 +252,12 @@ class Store:
         return row[0] if row else None
 
     def load_requests(self, now: datetime) -> list[Request]:
-        """Requests that wait for an answer. Cheap while no other process has written."""
+        """Requests that wait for an answer."""
         with self._reading():
-            (version,) = self._connection.execute("PRAGMA data_version").fetchone()
-            if version == self._data_version:
-                return []
-            rows = self._connection.execute(
+            rows = self._fetch(
                 "SELECT id, workflow_id, word, user FROM request WHERE answer IS NULL AND at > ? ORDER BY id",
-                (_stamp(now - timedelta(seconds=REQUEST_VALID_SECONDS)),),
-            ).fetchall()
-            self._data_version = version
+                _stamp(now - timedelta(seconds=REQUEST_VALID_SECONDS)),
+            )
         return [Request(id=id_, workflow_id=workflow, word=word, user=user) for id_, workflow, word, user in rows]
 
     def answer_request(self, request_id: int, answer: str) -> None:
@@ -287,7 +283,7 @@ class Store:
                 deleted += self._prune_entries(workflow_id, MAX_ENTRIES, _FIRST_ENTRIES)
             self._connection.execute(
                 "DELETE FROM request WHERE at < ? OR id < (SELECT max(id) FROM request) - ?",
-                (stamp, _PORTION_ROWS),
+                (stamp, _MAX_REQUESTS),
             )
         return deleted >= _PORTION_EVENTS
 
@@ -386,8 +382,6 @@ class Store:
                     self._connection.execute("ROLLBACK")
                 raise
         except sqlite3.Error as error:
-            # The engine reads requests again whose answers were not kept: they may be withdrawn by then.
-            self._data_version = -1
             self._is_damaged = self._is_damaged or file.is_damage(error)
             kind = "damaged" if file.is_damage(error) else "write"
             raise StoreError(f"cannot write {self.path}: {error}", kind=kind) from error
