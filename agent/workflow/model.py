@@ -89,7 +89,7 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waits(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a workflow does not move; ``status`` has the words for it."""
+    """Why a workflow does not move; ``words.py`` has the words for it."""
 
     kind: WaitKind
     at: datetime | None = None
@@ -253,7 +253,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: NoteKind
     text: str = ""
-    """See also ``status.note_in_words``."""
+    """"" if ``waits`` says it; see ``words.note_in_words``."""
     waits: Waits | None = None
     """Why the workflow waits, or is held."""
     stage: str = ""

@@ -158,7 +158,10 @@ def _decide_anew(workflow: Workflow, context: Context) -> Step:
     is_news = replace(new, reason=old.reason) != old
     text = f"{new.reason}; no hook any more: {', '.join(lost)}" if lost else new.reason
     notes = (Note(kind="decided", text=text),) if is_news else ()
-    return Step(workflow=replace(workflow, decision=new), notes=notes)
+    waits = workflow.waits
+    if is_news and waits is not None and waits.kind in ("would_begin", "would_run_on_start"):
+        waits = None  # its words tell the decision, so it is noted again
+    return Step(workflow=replace(workflow, decision=new, waits=waits), notes=notes)
 
 
 def _lost_hooks(workflow: Workflow, context: Context) -> tuple[str, ...]:

@@ -1527,6 +1527,17 @@ def test_an_observing_agent_says_what_it_would_do(rule: dict[str, Any], plan: st
     assert [line for line in agent.journal if line.startswith("waits")] == [f"waits: {agent.waits_for()}"]
 
 
+def test_an_observing_agent_says_again_what_it_would_do_when_the_policy_changes() -> None:
+    agent = Agent(a_rule(prepare=("drain",)), is_acting=False)
+    agent.document(an_event())
+    agent.journal.clear()
+    agent.reload(a_rule(prepare=("drain", "save")), is_acting=False)
+    plan = "it would now run drain, save, then approve it, then run resume when it is over"
+    assert agent.journal[1:] == [f"waits: the agent only observes; {plan}"]
+    agent.reload(a_rule(prepare=("drain", "save")), is_acting=False)
+    assert len(agent.journal) == 2
+
+
 def test_an_observing_agent_says_when_it_would_begin_and_what_once_the_event_starts() -> None:
     agent, event = Agent(a_rule(lead=60.0, recover=(), on_start=("tell",)), is_acting=False), an_event()
     agent.document(event)
