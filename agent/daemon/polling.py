@@ -125,7 +125,7 @@ class Poller:
                     self._newest_answered = number
                     self._succeed(began)
         except (AgentError, OSError) as raised:
-            error = _poll_error(raised)
+            error = request_error(raised)
             with self._lock:
                 self._metrics.polls.labels(error.kind).inc()
                 if number > self._newest_answered:
@@ -182,7 +182,7 @@ class Identifier:
                 failure_log.failed("no_name", "the service does not tell it; set vm.name", time.monotonic())
                 delay = _NO_NAME_RETRY_SECONDS
             except (AgentError, OSError) as raised:
-                error = _poll_error(raised)
+                error = request_error(raised)
                 delay = max(_IDENTITY_RETRY_SECONDS, backoff.seconds_after(error))
                 failure_log.failed(error.kind, str(error), time.monotonic())
             finally:
@@ -191,6 +191,6 @@ class Identifier:
                 return
 
 
-def _poll_error(error: AgentError | OSError) -> ImdsError | DocumentError:
+def request_error(error: AgentError | OSError) -> ImdsError | DocumentError:
     """The same error, or one for an endpoint that could not be found out."""
     return error if isinstance(error, ImdsError | DocumentError) else ImdsError(str(error), kind="unreachable")

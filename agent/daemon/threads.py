@@ -10,11 +10,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 
-from agent import host
-from agent.daemon.polling import Put
+from agent import AgentError, host
+from agent.daemon.polling import Put, request_error
 from agent.engine import HookEnded, HookKey, HookStart, key_of, without_run
 from agent.hooks import HookQueues, HookRun
-from agent.imds import ImdsError, connect
+from agent.imds import connect
 from agent.log import Logger, get_logger
 from agent.log_ids import LogId
 from agent.policy import Hook
@@ -122,7 +122,8 @@ class Threads:
             try:
                 client = connect(self._load_settings())
                 client.approve([approve.event_id for approve in approvals], incarnation)
-            except ImdsError as error:
+            except (AgentError, OSError) as raised:
+                error = request_error(raised)
                 kind, detail = error.kind, str(error)
             self._answer(approvals, kind, detail)
 

@@ -14,12 +14,15 @@ import pytest
 import structlog
 
 from agent.daemon import polling as module
+from agent.daemon import threads
 from agent.daemon.polling import Identifier, Poller
+from agent.daemon.threads import Threads
 from agent.engine import Engine, Message
 from agent.events import Document, DocumentError
 from agent.imds import IMDS_ERROR_KINDS, EndpointError, Identity, ImdsError, ImdsErrorKind
 from agent.metrics import Metrics
 from agent.settings import ImdsSettings, Settings
+from agent.workflow import ApprovalAnswered, Approve
 
 HOUR = 3600.0
 DOCUMENT = (
@@ -270,3 +273,19 @@ def test_an_endpoint_that_cannot_be_found_out_is_a_failed_poll_and_not_the_last(
     assert run.service.asked == [2.0, 3.0, 4.0, 5.0]
     assert (run.polls("unreachable"), run.polls("ok")) == (2, 4)
     assert run.messages("kind", "reason") == [("unreachable", str(error)), ()]
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), EndpointError("http://[")])
+def test_an_approval_whose_endpoint_cannot_be_found_out_is_a_failed_one_and_no_bug(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def connect(_: ImdsSettings) -> Service:
+        raise error
+
+    monkeypatch.setattr(threads, "connect", connect)
+    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    with structlog.testing.capture_logs() as log:
+        Threads(ImdsSettings, inbox.put, "").approve([Approve(workflow_id="A", event_id="A", is_alone=False)], "1")
+        answer = inbox.get(timeout=60)
+    assert answer == ApprovalAnswered(workflow_id="A", error_kind="unreachable", detail=str(error))
+    assert log == []
