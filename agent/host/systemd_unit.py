@@ -35,6 +35,8 @@ _PACKAGED_CODE = Path("/usr/lib", NAME)
 _PACKAGED_PROGRAM = Path("/usr/bin", NAME)
 _PACKAGED_UNIT = Path("/usr/lib/systemd/system", UNIT)
 _POLKIT = Path("/usr/share/dbus-1/system-services/org.freedesktop.PolicyKit1.service")
+# What the strict set-up does not see (ProtectHome=).
+_HIDDEN = (Path("/home"), Path("/root"), Path("/run/user"))
 # What systemd and a shell both read as it stands.
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9/._+@,:=~-]*")
 # The Debian package looks for this line, too.
@@ -175,6 +177,9 @@ def install(place: Place, units: Iterable[str], *, is_strict: bool, is_now: bool
     if not place.is_packaged and _PACKAGED_UNIT.exists():
         own = f"run {_PACKAGED_PROGRAM} install-unit, the package's own, or remove the package first"
         raise UnitError(f"{_PACKAGED_UNIT}: a package brought this unit; {own}", kind="place")
+    if is_strict and any(place.program.resolve().is_relative_to(folder) for folder in _HIDDEN):
+        way_out = f"install the agent with pipx install --global, or in /opt/{NAME}, or without --strict"
+        raise UnitError(f"{place.program}: the strict set-up cannot see it; {way_out}", kind="place")
     changes = _changes(files_of(place, units, is_strict=is_strict))
     os.umask(0o022)  # polkit reads its rules as a user of its own
     done = _make_account() if is_strict else []

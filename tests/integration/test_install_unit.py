@@ -399,6 +399,18 @@ def test_the_strict_set_up_comes_and_goes_with_its_account_and_its_rule(system: 
 
 
 @at_rest
+def test_the_strict_set_up_refuses_a_program_that_it_does_not_see(system: Path) -> None:
+    program = Path("/root/agent/bin/scheduled-events-agent")
+    place = PLACE._replace(program=program)
+    assert install(system, is_strict=True, place=place) == (
+        f"place: {program}: the strict set-up cannot see it; install the agent with pipx install --global, "
+        "or in /opt/scheduled-events-agent, or without --strict"
+    )
+    assert sorted(path.name for path in (system / "etc").iterdir()) == ["group", "passwd"]
+    assert isinstance(install(system, place=place), list)
+
+
+@at_rest
 def test_a_rule_that_no_polkit_will_read_is_noticed(system: Path) -> None:
     install(system, is_strict=True)
     assert ask(system, "is_polkit_missing") == ["False"]
