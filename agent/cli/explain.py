@@ -6,13 +6,15 @@ machine, so that what ``explain`` says is what ``run`` does.
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from agent import AgentError, host
 from agent.cli import add_config_option, parse_time
@@ -22,7 +24,7 @@ from agent.cli.status import event_rows, head
 from agent.cli.terminal import Row, Terminal, print_json
 from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event
 from agent.hook_times import KnownTimes, decode, may_take_seconds
-from agent.policy import Decision, Facts, Rule, mismatch
+from agent.policy import Decision, Facts, mismatch
 from agent.settings import Settings, find_config, load_settings
 from agent.status import SCHEMA_VERSION, Vm
 from agent.store import Store, StoreError
@@ -35,7 +37,6 @@ from agent.workflow import (
     HookFinished,
     RunHook,
     Signal,
-    Step,
     Workflow,
     ask_gates,
     needed_seconds,
@@ -105,44 +106,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler=_run)
 
 
-class _Rehearsal:
-    """The life of one event if every hook succeeds at once, from first sight until it would start."""
+class _Life(NamedTuple):
+    """How an event would go if every hook succeeded at once, until it would start."""
 
-    def __init__(self, event: ScheduledEvent, context: Context) -> None:
-        self.begins_at: datetime | None = None
-        self.approved_at: datetime | None = None
-        self.context = context
-        board: dict[str, Workflow] = {}
-        signals: list[Signal] = [Seen(event)]
-        while signals:
-            progression = proceed(board, signals, self.context)
-            for _, fault in progression.faults:
-                raise fault
-            board = progression.board
-            signals = [signal for step in progression.steps for signal in self._take(step)]
-            wake_at = next_wake_at(board, self.context)
-            if not signals and wake_at is not None:
-                self.context = msgspec.structs.replace(self.context, now=wake_at, document_at=wake_at)
-                signals = [Seen(event)]
-        self.workflow = next(iter(board.values()))
+    workflow: Workflow
+    context: Context
+    """At its end."""
+    begins_at: datetime | None
+    approved_at: datetime | None
 
-    def _take(self, step: Step) -> Iterator[Signal]:
-        """Note when it begins and when it is approved, and answer what is asked for."""
-        now = self.context.now
-        if self.begins_at is None and step.workflow.phase in ("preparing", "prepared"):
-            self.begins_at = now
-        for effect in step.effects:
-            if isinstance(effect, RunHook):
-                yield HookFinished(
-                    workflow_id=effect.workflow_id,
-                    stage=effect.stage,
-                    hook=effect.hook,
-                    run=effect.run,
-                    outcome="succeeded",
-                )
-            elif isinstance(effect, Approve):
-                self.approved_at = now
-                yield ApprovalAnswered(workflow_id=effect.workflow_id)
+
+def _rehearse(event: ScheduledEvent, context: Context) -> _Life:
+    begins_at = approved_at = None
+    board: dict[str, Workflow] = {}
+    signals: list[Signal] = [Seen(event)]
+    while signals:
+        progression = proceed(board, signals, context)
+        for _, fault in progression.faults:
+            raise fault
+        board, signals = progression.board, []
+        for step in progression.steps:
+            if begins_at is None and step.workflow.phase in ("preparing", "prepared"):
+                begins_at = context.now
+            for effect in step.effects:
+                if isinstance(effect, RunHook):
+                    signals.append(
+                        HookFinished(
+                            workflow_id=effect.workflow_id,
+                            stage=effect.stage,
+                            hook=effect.hook,
+                            run=effect.run,
+                            outcome="succeeded",
+                        )
+                    )
+                elif isinstance(effect, Approve):
+                    approved_at = context.now
+                    signals.append(ApprovalAnswered(workflow_id=effect.workflow_id))
+        wake_at = next_wake_at(board, context)
+        if not signals and wake_at is not None:
+            context = replace(context, now=wake_at, document_at=wake_at)
+            signals = [Seen(event)]
+    return _Life(next(iter(board.values())), context, begins_at, approved_at)
 
 
 def explain_event(
@@ -164,29 +168,24 @@ def explain_event(
         boot_id="",
         document_at=now,
     )
-    life = _Rehearsal(event, context)
+    life = _rehearse(event, context)
     decision = life.workflow.decision
     start = decision.start(event, now, needed_seconds(decision, life.context))
+    facts = Facts(names=names, noticed_at=now)
     return Explanation(
         event=event,
         decision=decision,
-        passed_over=tuple(_passed_over(settings.rules, decision, event, Facts(names=names, noticed_at=now))),
+        passed_over=tuple(
+            PassedOver(rule=rule.name, reason=mismatch(rule.when, event, facts) or "")
+            for rule in takewhile(lambda rule: rule.name != decision.rule, settings.rules)
+        ),
         begins_at=life.begins_at,
         begins_reason=start.reason if life.begins_at is not None else "",
         expected_approval=_approval(life, now),
     )
 
 
-def _passed_over(
-    rules: Iterable[Rule], decision: Decision, event: ScheduledEvent, facts: Facts
-) -> Iterable[PassedOver]:
-    for rule in rules:
-        if rule.name == decision.rule:
-            return
-        yield PassedOver(rule=rule.name, reason=mismatch(rule.when, event, facts) or "")
-
-
-def _approval(life: _Rehearsal, now: datetime) -> ExpectedApproval:
+def _approval(life: _Life, now: datetime) -> ExpectedApproval:
     event, decision, approved_at = life.workflow.event, life.workflow.decision, life.approved_at
     if approved_at is not None:
         when = "at once" if approved_at == now else f"at {clock(approved_at, now)} at the earliest"
@@ -202,12 +201,7 @@ def _approval(life: _Rehearsal, now: datetime) -> ExpectedApproval:
     if leave.answer == "not yet" and decision.approve == "manual":
         text = f"approved when an operator says so: scheduled-events-agent approve {event.id}"
         return ExpectedApproval(answer="operator", at=None, text=text)
-    why = wait_in_words(life.workflow, leave.waits)
-    text = f"not approved: {why}"
-    if event.status == "Scheduled":
-        text += "; it may start at any moment"
-        if event.not_before is not None and event.not_before > now:
-            text = f"not approved: {why}; Azure starts it at {clock(event.not_before, now)}"
+    text = f"not approved: {wait_in_words(life.workflow, leave.waits)}"
     return ExpectedApproval(answer="no", at=None, text=text)
 
 
