@@ -1,4 +1,4 @@
-"""What there is to see: the agent and its events as values, as JSON shows them (docs/json.md)."""
+"""What there is to see: the agent and its events as values. docs/json.md says what each field is."""
 
 from datetime import datetime
 from typing import Literal
@@ -18,23 +18,19 @@ class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     at: datetime
     workflow_id: str
-    """"" in what concerns the agent and no single event."""
     event_id: str
     kind: str
-    """Of an event: a ``workflow.NoteKind``. Of the agent: agent_started, pause, reloaded and the like."""
     stage: str
     hook: str
     outcome: str
     text: str
     detail: str
-    """What else there is, such as the end of a hook's output."""
 
 
 class ShownWorkflow(Workflow, frozen=True, kw_only=True):
     """A workflow with the words that JSON has besides it."""
 
     waits_for: str = ""
-    """Why it does not move, as a clause; "" if it moves."""
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +38,6 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
     workflow: Workflow
     entries: tuple[JournalEntry, ...]
-    """Oldest first."""
 
 
 class HistoryItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,14 +53,12 @@ class Journal(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     at: datetime
     histories: tuple[HistoryItem, ...]
-    """Oldest first."""
 
 
 class Vm(msgspec.Struct, frozen=True, kw_only=True):
     """Who this VM is."""
 
     names: tuple[str, ...]
-    """What Resources may call it; empty as long as it is not known."""
     vm_id: str
 
 
@@ -75,13 +68,10 @@ class LastKnown(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     at: datetime
     problem: str
-    """Why no agent answers, or could not be asked."""
     state_file: str
     vm: Vm
     notes: tuple[JournalEntry, ...]
-    """When the agent last started, and last stopped."""
     pending: tuple[ShownWorkflow, ...]
-    """As of the last commit; oldest first."""
 
 
 class PolicyInForce(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +90,6 @@ class RunningHook(msgspec.Struct, frozen=True, kw_only=True):
     """A hook that runs now."""
 
     workflow_id: str
-    """"" if it is one of on_clear."""
     stage: Stage | Literal["on_clear"]
     hook: str
     since: datetime
@@ -119,11 +108,9 @@ class EventSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     workflow_id: str
     activity: str
-    """What the agent does about it, or what it waits for."""
     approval: str
     hooks: tuple[HookStep, ...]
     commands: tuple[str, ...]
-    """With which an operator can decide otherwise, likeliest first."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,36 +123,23 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     vm: Vm
     mode: Literal["act", "observe"]
     is_paused: bool
-    """Paused by the service manager: it watches, and does nothing."""
     ready: bool
-    """As /readyz says."""
     health: Literal["ok"] | tuple[str, ...]
-    """What is wrong, one sentence each."""
     policy: PolicyInForce
     rules: tuple[str, ...]
     endpoint: str
-    """Of the metadata service, as the policy names it."""
     last_poll_at: datetime | None
-    """When a request for the document last succeeded."""
     poll_failure: str
-    """Why the last one failed; "" if it did not."""
     incarnation: str
-    """Of the document that was last decided on."""
     running: tuple[RunningHook, ...]
     pending: tuple[ShownWorkflow, ...]
-    """Oldest first."""
     hook_output: tuple[JournalEntry, ...] = ()
-    """What the hooks of pending events have written, where the policy has it shown."""
     others_events: int = 0
-    """How many events of that document only concern other VMs; they are counted and no more."""
     command_options: str = ""
     """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
     headline: str = ""
-    """How things are, in one line that only changes when that does."""
     tone: Literal["good", "busy", "bad"] = "good"
-    """Of the headline: bad if an operator has to act, or the agent is not healthy."""
     summaries: tuple[EventSummary, ...] = ()
-    """Of ``pending``, most urgent first."""
 
     def running_for(self, workflow_id: str) -> tuple[RunningHook, ...]:
         """The hooks that run for this event."""
@@ -178,7 +152,6 @@ class CurrentEvent(msgspec.Struct, frozen=True, kw_only=True):
     event: ScheduledEvent
     affects: Affects
     workflow: ShownWorkflow | None
-    """None if the agent has not seen it or does not follow it, or that is not known."""
 
 
 class CurrentEvents(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +163,6 @@ class CurrentEvents(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: str
     agent_runs: bool
     problem: str
-    """Why it is not known what the agent makes of the events; "" if it is."""
     events: tuple[CurrentEvent, ...]
 
 
@@ -201,9 +173,6 @@ class OperatorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     command: str
     event_id: str
-    """"" if no event, or more than one, was meant."""
     workflow_id: str
     is_done: bool
-    """Whether the agent has taken the word; the exit code is 0 then, else 1."""
     answer: str
-    """The agent's, or why there is none."""

@@ -34,38 +34,30 @@ def wait_in_words(workflow: Workflow, waits: Waits | None) -> str:
         return workflow.recover.failure if workflow.phase == "recovery_failed" else ""
     event, decision, detail = workflow.event, workflow.decision, waits.detail
     at = f"{waits.at:%Y-%m-%dT%H:%M:%SZ}" if waits.at else ""
-    match waits.kind:
-        case "time":
-            return f"begins at {at}: {detail}"
-        case "would_begin":
-            return f"the agent only observes; it would {_plan(workflow, waits, at)}"
-        case "would_run_on_start":
-            return f"the agent only observes; it would now run {', '.join(decision.on_start)}"
-        case "status":
-            return f"only a scheduled event can be approved, and its status is {event.status or 'missing'}"
-        case "never":
-            return f"approve is never ({decision.reason})" if decision.rule else decision.reason
-        case "shared":
-            others = ", ".join(event.resources[:3])
-            return f"it names other VMs too ({others}) and shared is {decision.shared}"
-        case "id":
-            return event.approval_fault
-        case kind:
-            return {
-                "observes": "the agent only observes",
-                "not_ours": "it does not name this VM",
-                "missing": "it is not in the last document",
-                "unprepared": "preparation is not done",
-                "prepare_failed": f"preparation failed ({workflow.prepare.failure})",
-                "prepare_canceled": "preparation was canceled",
-                "held": "an operator holds it",
-                "manual": "an operator must approve it",
-                "too_early": "its time has not come",
-                "earlier_vms": f"VMs listed before this one may approve it until {at}",
-                "doubt": "the state file was lost, and what was done before is not known",
-                "other_event": f"event {detail} still needs it prepared",
-                "lost_hook": f"hook {detail} is not in the policy any more: put it back",
-            }[kind]
+    if waits.kind == "would_begin":
+        return f"the agent only observes; it would {_plan(workflow, waits, at)}"
+    others = ", ".join(event.resources[:3])
+    return {
+        "time": f"begins at {at}: {detail}",
+        "would_run_on_start": f"the agent only observes; it would now run {', '.join(decision.on_start)}",
+        "observes": "the agent only observes",
+        "status": f"only a scheduled event can be approved, and its status is {event.status or 'missing'}",
+        "not_ours": "it does not name this VM",
+        "missing": "it is not in the last document",
+        "id": event.approval_fault,
+        "never": f"approve is never ({decision.reason})" if decision.rule else decision.reason,
+        "unprepared": "preparation is not done",
+        "prepare_failed": f"preparation failed ({workflow.prepare.failure})",
+        "prepare_canceled": "preparation was canceled",
+        "held": "an operator holds it",
+        "manual": "an operator must approve it",
+        "too_early": "its time has not come",
+        "shared": f"it names other VMs too ({others}) and shared is {decision.shared}",
+        "earlier_vms": f"VMs listed before this one may approve it until {at}",
+        "doubt": "the state file was lost, and what was done before is not known",
+        "other_event": f"event {detail} still needs it prepared",
+        "lost_hook": f"hook {detail} is not in the policy any more: put it back",
+    }[waits.kind]
 
 
 def _plan(workflow: Workflow, waits: Waits, at: str) -> str:

@@ -31,7 +31,7 @@ from agent.daemon.pages import Pages
 from agent.daemon.polling import Identifier, Poller
 from agent.daemon.threads import Threads
 from agent.daemon.watchdog import Watchdog
-from agent.engine import Engine, rule_names
+from agent.engine import Engine
 from agent.hooks import end_leftovers
 from agent.log import get_logger
 from agent.log_ids import LogId
@@ -161,7 +161,7 @@ class Daemon:
             log_id=LogId.AGENT_STARTED,
             version=__version__,
             mode=settings.agent.mode,
-            rules=rule_names(settings),
+            rules=[rule.name for rule in settings.rules],
             endpoint=settings.imds.endpoint,
             vm=self._engine.name() or "not known yet",
             pending=len(self._engine.board),

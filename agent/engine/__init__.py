@@ -26,9 +26,8 @@ from agent.engine.parts import (
     key_of,
     without_run,
 )
-from agent.engine.telling import rule_names
 
 __all__ = [
     "Engine", "Executor", "HookEnded", "HookKey", "HookStart", "Machine", "Message", "Paused", "RunOnClear",
-    "key_of", "rule_names", "without_run",
+    "key_of", "without_run",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from agent.engine.documents import Documents
 from agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
 from agent.engine.operators import answer, refusal
 from agent.engine.parts import Executor, HookEnded, Machine, Message, Paused, RunOnClear
-from agent.engine.telling import Teller, rule_names
+from agent.engine.telling import Teller
 from agent.engine.upkeep import Upkeep
 from agent.events import Document, refuse_too_many
 from agent.hooks import HookResult
@@ -210,7 +210,7 @@ class Engine:
                 self._log.warning(
                     f"agent.{name} takes effect at the next start of the agent", log_id=LogId.POLICY_WARNING
                 )
-        rules = rule_names(settings)
+        rules = [rule.name for rule in settings.rules]
         self._log.info("the policy file was read again", log_id=LogId.POLICY_RELOADED, rules=rules)
         self._teller.record("reloaded", f"rules: {', '.join(rules)}", now)
         self._count_settings()

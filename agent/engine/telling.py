@@ -6,7 +6,6 @@ from datetime import datetime
 from agent.log import FailureLog, get_logger
 from agent.log_ids import LogId
 from agent.metrics import Metrics
-from agent.settings import Settings
 from agent.store import Store, StoreError
 from agent.words import note_in_words
 from agent.workflow import Note, Step, Workflow
@@ -14,7 +13,6 @@ from agent.workflow import Note, Step, Workflow
 # Of more new events than this at once, the log tells of the first few.
 _MAX_TOLD_AT_ONCE = 10
 _TOLD_OF_MANY = 3
-_MAX_NAMES = 50
 _LOUD_NOTES = ("held", "blocked", "approval_failed", "recovery_failed")
 # An operator must act on these: the log has them for every event.
 _NEVER_LEFT_OUT = ("blocked", "recovery_failed")
@@ -84,10 +82,3 @@ class Teller:
             self._store.record(kind, text, now)
         except StoreError as error:
             self._metrics.store_errors.labels(error.kind).inc()
-
-
-def rule_names(settings: Settings) -> list[str]:
-    """For the log, which thousands would flood."""
-    names = [rule.name for rule in settings.rules[:_MAX_NAMES]]
-    more = len(settings.rules) - len(names)
-    return [*names, f"and {more} more"] if more else names
