@@ -271,18 +271,12 @@ def _merge(twins: list[ScheduledEvent]) -> ScheduledEvent:
         known = set(resources)
         more = dict.fromkeys(resource for twin in twins[1:] for resource in twin.resources)
         resources += tuple([resource for resource in more if resource not in known])
-    if len({_content(twin) for twin in twins}) > 1:
+    if len({replace(twin, id="", received_id="", resources=(), resource_type="") for twin in twins}) > 1:
         first = replace(min(twins, key=_urgency), id=first.id, received_id=first.received_id, is_ambiguous=True)
         times = [twin.not_before for twin in twins if not twin.is_ended]
         if first.not_before is not None and None in times:
             first = replace(first, not_before=None)  # blank means that it may start now
     return replace(first, resources=resources)
-
-
-def _content(event: ScheduledEvent) -> tuple[object, ...]:
-    """What a decision about the event can depend on, besides its resources."""
-    said = (event.type, event.status, event.source, event.not_before, event.duration_seconds, event.description)
-    return (*said, event.id_fault)
 
 
 def _urgency(event: ScheduledEvent) -> tuple[object, ...]:

@@ -276,12 +276,9 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             return Start(now, "")
         lead = needed_seconds if refusal else max(needed_seconds, USUAL_NOTICE_SECONDS)
         lead = lead if self.lead is None else self.lead
-        # A lead may be longer than there were years before this event.
-        latest = (
-            now if (event.not_before - now).total_seconds() <= lead else event.not_before - timedelta(seconds=lead)
-        )
-        if latest == now:
+        if (event.not_before - now).total_seconds() <= lead:
             return Start(now, "")
+        latest = event.not_before - timedelta(seconds=lead)
         opening = self.window.opening(now, before=latest) if self.window and not refusal else None
         if opening is not None:
             return Start(opening, "" if opening == now else f"window {self.window_name} opens")
@@ -384,29 +381,18 @@ def _decision_of(
 def _summary(when: When, event: ScheduledEvent, affects: Affects) -> str:
     """The conditions that were given, with the values that met them."""
     parts = [f"affects {affects}"]
-    if when.type:
-        parts.append(f"type {event.type}")
-    if when.source:
-        parts.append(f"source {event.source}")
-    if when.status:
-        parts.append(f"status {event.status}")
+    parts += [f"{name} {getattr(event, name)}" for name in ("type", "source", "status") if getattr(when, name)]
     if when.duration_below is not None or when.duration_at_least is not None:
         parts.append(f"duration {_seconds(event.duration_seconds)}")
-    parts.extend(
-        name
-        for name in ("resource", "description", "notice_below", "notice_at_least")
-        if getattr(when, name) not in ((), None)
-    )
-    return ", ".join(parts)
+    others = ("resource", "description", "notice_below", "notice_at_least")
+    return ", ".join([*parts, *(name for name in others if getattr(when, name) not in ((), None))])
 
 
 def _glob(name: str, patterns: Iterable[str]) -> bool:
     """Glob match ignoring case and one leading ``_`` of the name, as names are compared everywhere."""
     low = name.casefold()
-    return any(
-        fnmatchcase(low, pattern.casefold()) or fnmatchcase(low.removeprefix("_"), pattern.casefold())
-        for pattern in patterns
-    )
+    spellings = (low, low.removeprefix("_"))
+    return any(fnmatchcase(one, pattern.casefold()) for pattern in patterns for one in spellings)
 
 
 @lru_cache(maxsize=16)

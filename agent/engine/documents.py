@@ -6,12 +6,12 @@ from agent.events import Document, Gone, Missing, Seen, compare
 from agent.settings import Settings
 from agent.workflow import Board, known_events
 
-# Two answers count as a poll interval apart if so much of it is between them; the rest is the network's noise.
+# Share of a poll interval after which an answer counts as another one; the rest is network noise.
 _INTERVAL_SHARE = 0.9
 
 
 class Documents:
-    """A document stays to be decided on until a commit holds what follows from it."""
+    """A document stays new until a commit holds what follows from it."""
 
     def __init__(self) -> None:
         self.new: Document | None = None
@@ -33,7 +33,7 @@ class Documents:
         self.new = self.new or self.latest
 
     def committed(self, *, has_faults: bool) -> None:
-        """What a bug kept from being taken in is compared again, at each turn, until it is."""
+        """After a fault, each turn compares the same document again."""
         if self.new is not None:
             self.latest = self.new
         self.new = self.latest if has_faults else None

@@ -41,7 +41,7 @@ from agent.workflow import (
     proceed,
 )
 
-# So much more or less than on the monotonic clock has passed on the wall clock if it was set.
+# The clock was set if it and the monotonic one differ by more than this since the last turn.
 _CLOCK_SET_SECONDS = 1.0
 # After a day without a request the service switches Scheduled Events off for the VM.
 _SERVICE_KNOWN = timedelta(hours=24)
@@ -98,7 +98,7 @@ class Engine:
         self._upkeep = Upkeep(store, metrics, self._machine)
 
     def start(self) -> None:
-        """Go on where the last agent ended. To be called once, first. Raises StoreError."""
+        """Go on where the last agent ended. Call it once, first. Raises StoreError."""
         workflows = self._store.load_workflows()
         # A boot id that is a rounded time may come out a little different within one boot.
         self.boot_id = next(
@@ -169,7 +169,7 @@ class Engine:
             self._remember_answer(document_at)
         except StoreError as error:
             self.store_failure = str(error)
-            # Nothing was done. What was taken in waits, and is decided on again.
+            # Nothing was done. The next turn decides again on what was taken in.
             self._metrics.store_errors.labels(error.kind).inc()
             self._store_failures.failed(error.kind, str(error), self.turned_at)
             if error.kind == "damaged":
@@ -189,7 +189,7 @@ class Engine:
         return next_wake_at(self.board, self._context(self._machine.now(), self._document_at))
 
     def begin_stop(self) -> None:
-        """From now on a turn keeps what has come and begins nothing: what follows is left to the next start."""
+        """From now on a turn keeps what has come and begins nothing; the next start goes on."""
         self._is_stopping = True
         self._document_at = None  # without a document nothing moves
         self._signals = [signal for signal in self._signals if not is_cut_short(signal)]
@@ -218,7 +218,7 @@ class Engine:
         self._reconsider()
 
     def refuse_settings(self, reason: str) -> None:
-        """Another policy was offered that cannot be used: the old one stays."""
+        """The new policy cannot be used: the old one stays in force."""
         self._metrics.reload_ok.set(0)
         self._log.error(
             "the policy file is refused; the old policy stays in force",
@@ -248,7 +248,7 @@ class Engine:
         self._metrics.reloaded_at.set_to_current_time()
 
     def _reconsider(self) -> None:
-        """Decide anew, also on events that were none of this VM's."""
+        """Decide anew, also on events that did not concern this VM."""
         self._signals.append(Reconsider())
         self._documents.look_again()
 
@@ -345,7 +345,7 @@ class Engine:
         return timedelta(0) <= age < _SERVICE_KNOWN
 
     def _remember_answer(self, at: datetime | None) -> None:
-        """Now and then: that is enough to know it after a restart."""
+        """At most once an hour: that is enough after a restart."""
         before = self._answer_remembered_at
         if at is None or (before is not None and abs(at - before) < _REMEMBER_ANSWER):
             return
@@ -399,7 +399,7 @@ class Engine:
         return {request.id: answer(request, workflows[request.workflow_id]) for request in self._requests}
 
     def _forget_requests(self) -> None:
-        """What operators said is read again, unless they have withdrawn it by then: so they were told."""
+        """Requests are read again, except those that operators withdraw meanwhile."""
         self._signals = [signal for signal in self._signals if not isinstance(signal, OperatorSpoke)]
         self._requests = []
 

@@ -13,7 +13,7 @@ TIDY_SECONDS = 60.0
 
 
 class Upkeep:
-    """For after a turn; takes milliseconds."""
+    """Runs after a turn; takes milliseconds."""
 
     def __init__(self, store: Store, metrics: Metrics, machine: Machine) -> None:
         self._store = store
@@ -25,7 +25,7 @@ class Upkeep:
         )
 
     def tidy(self, now: float) -> None:
-        """Now and then; ``now`` is monotonic. Raises StoreError if the file is damaged."""
+        """At most once a minute; ``now`` is monotonic. Raises StoreError if the file is damaged."""
         if now < self._next_at:
             return
         self._next_at = now + TIDY_SECONDS

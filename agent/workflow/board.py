@@ -75,7 +75,7 @@ class _Turn:
                 return list(self.workflows)
 
     def move_all(self) -> None:
-        """Workflows wait for each other, so each move may let another one move; a bug is what goes on for ever.
+        """Move until nothing moves: workflows wait for each other.
 
         Events that are still to come move first: what they begin may forbid the recovery from another one.
         """
@@ -117,7 +117,7 @@ def known_events(board: Board) -> dict[str, ScheduledEvent]:
 
 
 def has_obeyed(workflow: Workflow, word: str) -> bool:
-    """Whether an operator's word that was just taken in stands; a change may have come with it."""
+    """Whether an operator's word that was just taken in still counts; a change may have come with it."""
     match word:
         case "retry":
             stage = workflow.recover if workflow.is_gone else workflow.prepare
@@ -129,7 +129,7 @@ def has_obeyed(workflow: Workflow, word: str) -> bool:
 
 
 def is_ready(board: Board) -> bool:
-    """Whether this VM may get work: nothing is prepared for, and all recovery is done."""
+    """Whether this VM is ready for work: nothing is prepared for, and all recovery is done."""
     return not any(workflow.is_prepared_for for workflow in board.values())
 
 

@@ -61,7 +61,7 @@ class WorkflowError(AgentError):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one stage (a list of hooks, run in order) has come."""
+    """How far a stage (a list of hooks, run in order) has come."""
 
     state: Literal["idle", "running", "succeeded", "failed", "canceled", "resolved"] = "idle"
     """resolved: it failed, and an operator has repaired it by hand."""
@@ -126,7 +126,7 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     is_doubtful: bool = False
     """First seen after the state file was lost: what was done about it before is not known."""
     begun_at: datetime | None = None
-    """When it was begun; with ``shared: first``, this VM's turn to approve is counted from it."""
+    """When its handling began. With ``shared: first``, this VM's turn to approve counts from then."""
     waits: Waits | None = None
     """Why the workflow does not move."""
     outcome: Outcome = ""
@@ -166,7 +166,7 @@ class HookFinished(msgspec.Struct, frozen=True, kw_only=True):
     run: int
     outcome: HookOutcome
     is_required: bool = True
-    """False: the stage goes on even if it failed."""
+    """False: a failure does not end the stage."""
     detail: str = ""
     tail: str = ""
     """The end of its output, for the journal."""
@@ -265,7 +265,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """The workflow after one move, what to do now, and what happened."""
+    """The workflow after one move, the effects to carry out, and what happened."""
 
     workflow: Workflow
     effects: tuple[Effect, ...] = ()

@@ -59,7 +59,7 @@ def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | N
 
 
 def _obey_hold(workflow: Workflow) -> Step | None:
-    """Begin nothing. What Azure has taken is past holding."""
+    """Begin nothing. An approval that Azure has taken cannot be held."""
     if workflow.approval.state == "confirmed":
         return _enter(workflow, "approved") if workflow.phase in ("prepared", "held") else None
     return wait(workflow, HELD) if workflow.phase == "held" else _hold(workflow, HELD)
@@ -109,7 +109,7 @@ def _end_preparation(workflow: Workflow) -> Step:
 
 
 def has_more_to_prepare(workflow: Workflow) -> bool:
-    """Whether a new decision wants something prepared for an event that was ready, or a failed hook is retried."""
+    """Whether a new decision needs more preparation for an event that was ready, or a failed hook is retried."""
     state = workflow.prepare.state
     return state == "running" or (state == "idle" and workflow.decision.has_preparation)
 
@@ -155,7 +155,7 @@ def is_to_begin(workflow: Workflow) -> bool:
     return may_begin(workflow) or (is_between and next_hook(workflow, "prepare") is not None)
 
 
-# --- While Azure is at it.
+# --- After Azure has started it.
 
 
 def _start(workflow: Workflow) -> Step:
@@ -168,7 +168,7 @@ def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Step
     if not workflow.event.is_started:
         return None  # the document shows it as scheduled again: it cannot start twice
     if workflow.prepare.state == "running":
-        # After a reboot nothing is prepared any more. What an operator held before the start does not begin now.
+        # A reboot has undone what was prepared. A hold from before the start still counts.
         may_finish = workflow.decision.on_early_start == "finish" and workflow.boot_id == context.boot_id
         if may_finish and not (workflow.operator == "held" and is_to_begin(workflow)):
             step = run_next(workflow, "prepare", workflows, context)
@@ -184,7 +184,7 @@ def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Step
         begun = replace(workflow, on_start=Progress(state="running"))
         return run_next(begun, "on_start", workflows, context)
     if workflow.prepare.state == "running":
-        return None  # what that waits for is noted already; two reasons would alternate for ever
+        return None  # its reason is noted already; two reasons would alternate for ever
     return wait(workflow, Waits(kind="would_run_on_start"))
 
 
@@ -203,7 +203,7 @@ def _over(workflow: Workflow) -> Step | None:
         if not workflow.was_started:
             note = Note(kind="started", text="had started, before this VM's name was known")
             return _enter(replace(workflow, was_started=True), "started", note)
-        # To recover what was not prepared does little harm; what is forgotten stays out of service for ever.
+        # An unneeded recovery does little harm; a forgotten one leaves the VM out of service.
         workflow = replace(workflow, prepare=Progress(state="canceled"))
     if workflow.recover.state == "resolved":
         return _close(workflow)
@@ -252,13 +252,13 @@ def _recovery_failed(workflow: Workflow, workflows: Workflows) -> Step | None:
 
 
 def _needed_by(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
-    """The other events that still need prepared what this one's recovery would undo."""
+    """The other events that still need what this recovery would undo."""
     peers = prepared_peers(workflow, workflows)
     return [peer for peer in peers if still_needs_preparation(peer) and share_hooks(peer, workflow)]
 
 
 def _without_what_is_undone(workflow: Workflow, needed_by: list[Workflow]) -> Workflow:
-    """What was recovered and is prepared again for another event has to be recovered again: all of it."""
+    """If another event has prepared again what was recovered, all of it must be recovered again."""
     recover = workflow.recover
     is_undone = recover.done and any(peer.prepare.run > 0 for peer in needed_by)
     return replace(workflow, recover=replace(recover, done=())) if is_undone else workflow
@@ -274,6 +274,6 @@ def _hold(workflow: Workflow, waits: Waits | None) -> Step:
 
 
 def _enter(workflow: Workflow, phase: Phase, *notes: Note) -> Step:
-    """The step into another phase. What the workflow waits for in it is found there, or was told by the caller."""
+    """The step into another phase. Only a held workflow keeps its reason; other phases find their own."""
     waits = workflow.waits if phase == "held" else None
     return Step(workflow=replace(workflow, phase=phase, waits=waits), notes=notes)

@@ -107,7 +107,7 @@ def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
     is_more = event.type != old.type or (event.resources and event.affects(old.resources) != "self")
     is_more = is_more or (event.is_ambiguous and not old.is_ambiguous)
     if operator == "approved" and is_more and workflow.approval.state != "confirmed":
-        # An approval cannot be taken back, and the operator has not seen this.
+        # An approval cannot be withdrawn, and the operator has not seen this change.
         operator = ""
         change = "it was for another type, or for fewer VMs"
         why = "the document contradicts itself now" if event.is_ambiguous else change
@@ -137,7 +137,7 @@ def _decide_anew(workflow: Workflow, context: Context) -> Step:
         lost = _lost_hooks(workflow, context)
         kept = tuple(hook for hook in old.prepare if hook not in lost)
         if more and _may_prepare_more(workflow):
-            # A preparation without any hook counts as begun: its recovery was promised.
+            # A preparation without hooks counts as begun, so that it is recovered.
             run = max(1, workflow.prepare.run) if workflow.prepare.state == "succeeded" else workflow.prepare.run
             workflow = replace(workflow, prepare=replace(workflow.prepare, state="running", run=run))
             more_recover = tuple(hook for hook in new.recover if hook not in old.recover)

@@ -8,7 +8,7 @@ from agent.workflow.model import Context, Stage, Workflow
 
 
 def is_due(at: datetime, now: datetime, longest_seconds: float) -> bool:
-    """Whether the time has come; also if it is farther away than it can have been set (the clock was set back)."""
+    """Whether the time has come, or is farther away than it can be (the clock was set back)."""
     return not now < at <= now + timedelta(seconds=longest_seconds)
 
 
