@@ -19,7 +19,7 @@ from agent.policy import Decision
 from agent.settings import CONFIG_VARIABLE
 from agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
 from agent.store import Store, StoreError
-from agent.workflow import Note, Progress, Step, Workflow
+from agent.workflow import Note, Progress, Step, Waits, Workflow
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
 POLICY = PolicyInForce(file="policy.yaml", read_at=NOW - timedelta(hours=2))
@@ -278,6 +278,16 @@ def test_without_an_agent_json_names_the_problem(state_dir: Path, run: Run) -> N
     told = json.loads(out)
     assert (code, told["problem"], told["vm"]["names"]) == (1, "no agent runs", ["web-1"])
     assert [workflow["phase"] for workflow in told["pending"]] == ["preparing"]
+
+
+def test_why_an_event_waits_is_in_json_as_a_value_and_in_words(state_dir: Path, run: Run) -> None:
+    waits = Waits(kind="time", at=NOW, detail="lead 15m")
+    commit(state_dir, msgspec.structs.replace(PREPARING, phase="waiting", waits=waits))
+    (workflow,) = json.loads(run("status", "--state-dir", str(state_dir), "--json")[1])["pending"]
+    assert workflow["waits_for"] == f"begins at {NOW:%Y-%m-%dT%H:%M:%SZ}: lead 15m"
+    assert workflow["waits"] == msgspec.to_builtins(waits)
+    (item,) = json.loads(run("history", "--state-dir", str(state_dir), "--json")[1])["histories"]
+    assert item["workflow"] == workflow
 
 
 def test_an_agent_that_does_not_answer_is_named(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -21,8 +21,10 @@ from agent.words import (
     span,
     time_left,
     verdict,
+    wait_in_words,
 )
-from agent.workflow import Approval, Progress
+from agent.workflow import Approval, Progress, Waits
+from agent.workflow.model import WaitKind
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
 
@@ -198,6 +200,14 @@ def test_the_same_id_twice_is_one_event() -> None:
 )
 def test_what_is_done_about_an_event_is_one_sentence(workflow: ShownWorkflow, said: str) -> None:
     assert activity(workflow, (), NOW) == said
+
+
+@pytest.mark.parametrize("kind", get_args(WaitKind))
+def test_every_reason_to_wait_has_words(kind: WaitKind) -> None:
+    workflow = a_workflow(event={"id_fault": "it is not a text"}, decision={"on_start": ("tell",)})
+    said = wait_in_words(workflow, Waits(kind=kind, at=NOW, detail="it"))
+    assert len(said) > 10
+    assert wait_in_words(workflow, None) == ""
 
 
 def test_a_hook_that_runs_is_told_with_its_time_so_far() -> None:
