@@ -29,7 +29,7 @@ audit: $(VENV)/.ready         ## Known vulnerabilities of what the packages brin
 	$(BIN)/pip-audit --strict --disable-pip --requirement packaging/windows/requirements.txt
 
 faults: $(VENV)/.ready        ## The real agent without disk, memory, descriptors, clock (root on Linux: else in part)
-	$(BIN)/python -m pytest -n 4 tests/faults
+	$(BIN)/python -m pytest -n 3 tests/faults
 
 fuzz: $(VENV)/.ready          ## A million inputs for everything that reads what others wrote (about twenty minutes)
 	nice $(BIN)/python tests/fuzz/fuzz.py

@@ -193,6 +193,7 @@ def build(python_embed: Path | None, sha256: str | None, version: str | None, ou
             "no more than these; use such a one with --version"
         )
     interpreter = check_python(python_embed, sha256)
+    signing = signing_command()
     need_programs("msi")
     output.mkdir(parents=True, exist_ok=True)
     target = output / f"{NAME}-{version}-x64.msi"
@@ -201,7 +202,7 @@ def build(python_embed: Path | None, sha256: str | None, version: str | None, ou
         stage(root, interpreter, version)
         unsigned = Path(directory) / "unsigned.msi"
         pack(root, version, unsigned)
-        sign(unsigned, target)
+        sign(signing, unsigned, target)
     return target
 
 
@@ -356,14 +357,19 @@ def _zip_of_agent(root: Path, directory: Path) -> Path:
     return target
 
 
-def sign(unsigned: Path, target: Path) -> None:
-    """Have $SIGN_COMMAND make the signed file of the unsigned one; without it they are the same."""
+def signing_command() -> str:
+    """$SIGN_COMMAND, or "". Raises BuildError."""
     command = os.environ.get("SIGN_COMMAND", "")
+    if command and not ("{unsigned}" in command and "{signed}" in command):
+        raise BuildError(f"SIGN_COMMAND: expected {{unsigned}} and {{signed}} in it; got {command!r}")
+    return command
+
+
+def sign(command: str, unsigned: Path, target: Path) -> None:
+    """Have the command make the signed file of the unsigned one; without a command they are the same."""
     if not command:
         copy(unsigned, target)
         return
-    if "{unsigned}" not in command or "{signed}" not in command:
-        raise BuildError(f"SIGN_COMMAND: expected {{unsigned}} and {{signed}} in it; got {command!r}")
     signed = unsigned.with_name("signed.msi")
     run(
         [

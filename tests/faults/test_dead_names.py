@@ -61,7 +61,7 @@ def test_an_endpoint_that_is_an_address_needs_no_name_service(
         questions.recv(4096)  # nobody has asked for anything
 
 
-def test_while_the_poller_waits_for_a_name_the_engine_hooks_operators_and_pages_do_not(
+def test_while_the_poller_waits_for_a_name_nothing_else_does(
     sim: Simulator, agent: FaultyAgent, questions: socket.socket
 ) -> None:
     hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
@@ -108,4 +108,4 @@ def test_an_agent_that_starts_without_a_name_service_says_so_and_stops_when_told
     agent.wait_until(lambda: has_asked(questions), "it asked for the name")
     assert agent.get("/healthz") == (200, "ok\n")
     assert agent.get("/readyz") == (200, "ready\n")
-    assert agent.stop() < 10
+    assert agent.stop() < 40  # it would wait for the name for longer

@@ -83,9 +83,7 @@ def test_without_descriptors_polls_and_pages_fail_nothing_ends_and_all_comes_bac
     assert agent.ran() == ["drain", "resume"] * 2
 
 
-def test_a_hook_for_which_there_are_too_few_descriptors_has_failed_and_its_event_is_held(
-    sim: Simulator, agent: FaultyAgent
-) -> None:
+def test_a_hook_without_descriptors_has_failed_and_its_event_is_held(sim: Simulator, agent: FaultyAgent) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
     sim.wait_polls(2)
@@ -142,7 +140,7 @@ def processes(agent: FaultyAgent) -> int:
 
 
 @needs_root
-def test_a_hook_for_which_there_is_no_process_or_thread_has_failed_and_its_event_is_held(
+def test_a_hook_without_a_process_or_thread_has_failed_and_its_event_is_held(
     sim: Simulator, nobody: FaultyAgent
 ) -> None:
     nobody.write_policy(rules=[DRAIN], hooks=nobody.hooks("drain", "resume"))
@@ -192,9 +190,7 @@ def test_an_approval_for_which_there_is_no_thread_is_sent_when_there_is_one(
     assert nobody.metric("approvals_total", outcome="no_thread") >= 1
 
 
-def test_without_memory_for_a_thread_it_goes_on_and_does_what_it_could_not_when_there_is(
-    sim: Simulator, agent: FaultyAgent
-) -> None:
+def test_without_memory_for_a_thread_it_goes_on_and_catches_up_later(sim: Simulator, agent: FaultyAgent) -> None:
     agent.write_policy(
         rules=[DRAIN], hooks={"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}
     )

@@ -151,9 +151,7 @@ def test_killed_at_any_commit_the_agent_ends_where_it_would_have_without_that(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGTERM that a process could end by in order")
-def test_killed_again_and_again_each_time_that_it_got_on_by_a_step_the_agent_gets_to_the_end(
-    sim: Simulator, agent: FaultyAgent
-) -> None:
+def test_killed_after_each_step_the_agent_gets_to_the_end(sim: Simulator, agent: FaultyAgent) -> None:
     # Its start, that the file is in use, that it goes on where it was, what has become old, that the service has
     # answered, what it does when it has read a document; the seventh is what comes of that, at the latest.
     life = live(agent, sim, 7, "after", is_rebooted=False, kills=30)

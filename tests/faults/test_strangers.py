@@ -69,7 +69,7 @@ def test_a_process_that_has_the_number_of_a_hook_of_a_killed_agent_is_left_alone
     assert agent.ran() == ["drain", "drain", "resume"]
 
 
-def test_a_lock_in_the_name_of_a_process_that_lives_but_is_no_agent_does_not_hold_up_the_start(
+def test_a_lock_that_names_a_process_that_is_no_agent_does_not_stop_a_start(
     sim: Simulator, agent: FaultyAgent
 ) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
@@ -84,7 +84,7 @@ def test_a_lock_in_the_name_of_a_process_that_lives_but_is_no_agent_does_not_hol
         assert lock.read_text() == f"{agent.process.pid}\n"
 
 
-def test_a_second_agent_on_the_same_state_ends_and_disturbs_neither_the_first_nor_its_hook(
+def test_a_second_agent_on_the_same_state_ends_and_disturbs_nothing(
     sim: Simulator, agent: FaultyAgent, make_agent: MakeAgent
 ) -> None:
     hooks = {"drain": agent.hook("drain", until="drained"), **agent.hooks("resume")}

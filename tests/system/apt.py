@@ -85,6 +85,6 @@ def _locked(what: str) -> Iterator[None]:
 def _apt_get(*arguments: str) -> None:
     # RUNLEVEL: in the one for rescue, packages start no service. The time limit is for what else uses apt here.
     environment = {**os.environ, "PATH": _PATH, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-    command = ["apt-get", "-oDPkg::Lock::Timeout=300", *arguments]
+    command = ["apt-get", "-oDPkg::Lock::Timeout=300", "-oAcquire::Retries=5", *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, f"{' '.join(command)}\nended with {done.returncode}\n{done.stdout}{done.stderr}"

@@ -233,7 +233,7 @@ class Load:
     def wait(self, test: Callable[[], bool], what: str) -> None:
         """Wait until it is so; asked anew after each result and each beginning of a download."""
         with self._news:
-            assert self._news.wait_for(test, PATIENCE), f"waited in vain until {what}"
+            assert self._news.wait_for(test, PATIENCE), f"gave up waiting until {what}"
 
     def wait_served(self, *servers: str, count: int = 20) -> None:
         """Wait until each of them has answered so many new requests of each kind, and slow ones two."""

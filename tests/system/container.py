@@ -36,7 +36,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 ROOTS = CHECKOUT / ".cache" / "containers"
 PROJECT = "/opt/project"
 """Where every machine sees the checkout, read-only."""
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds; far more than anything here takes. Only what fails waits for so long."""
 _MACHINES = Path("/run/scheduled-events-agent-tests")
 
@@ -408,7 +408,7 @@ class Container:
         deadline = time.monotonic() + timeout
         while not (result := test()):
             if time.monotonic() > deadline:
-                raise ContainerError(f"waited {timeout:g} s in vain until {what}; {self.account()}")
+                raise ContainerError(f"gave up after {timeout:g} s of waiting until {what}; {self.account()}")
             time.sleep(0.05)
         return result
 

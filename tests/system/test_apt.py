@@ -36,7 +36,7 @@ def test_processes_that_need_packages_wait_for_each_other(tmp_path: Path) -> Non
     said = [process.communicate(timeout=100)[0] for process in processes]
     assert said == [f"{tmp_path / name}\n" for name in programs]
     calls = (tmp_path / "calls").read_text().splitlines()
-    option = "-oDPkg::Lock::Timeout=300"
+    option = "-oDPkg::Lock::Timeout=300 -oAcquire::Retries=5"
     assert (len(calls), set(calls)) == (
         4,
         {f"{option} update -q"} | {f"{option} install -qy --no-install-recommends {name}" for name in programs},

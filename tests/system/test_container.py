@@ -98,7 +98,7 @@ def test_the_journal_of_every_boot_can_be_read(container: Container) -> None:
     assert said(None) == ["I run in boot one", "I run in boot two"]
 
 
-def test_a_server_on_this_machines_loopback_is_reached_unless_the_network_is_private(debian: Path) -> None:
+def test_a_server_on_loopback_is_reached_unless_the_network_is_private(debian: Path) -> None:
     with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
         address = f"{simulator.endpoint()}/metadata/scheduledevents?api-version=2020-07-01"
         with Container(debian) as machine:
@@ -200,13 +200,15 @@ def test_a_path_leads_where_it_leads_in_the_machine(container: Container) -> Non
     assert not Path("/run/goal").exists()
 
 
-def test_a_wait_in_vain_is_told_with_the_journal(container: Container) -> None:
+def test_a_wait_that_is_given_up_is_told_with_the_journal(container: Container) -> None:
     assert container.wait_for(lambda: container.run("true").returncode == 0, "true is true") is True
     container.run("systemd-cat", "--identifier=test", "echo", "said before the end")
     with pytest.raises(ContainerError) as vain:
         container.wait_for(lambda: False, "pigs fly", timeout=0.1)
     beginning, _, lines = str(vain.value).partition("\n")
-    assert beginning == f"waited 0.1 s in vain until pigs fly; the last of the journal of {container.id}:"
+    assert (
+        beginning == f"gave up after 0.1 s of waiting until pigs fly; the last of the journal of {container.id}:"
+    )
     assert re.search(r" test\[\d+\]: said before the end\n", lines)
 
 

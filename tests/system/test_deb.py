@@ -16,7 +16,7 @@ from agent import __version__
 from agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 NAME = "scheduled-events-agent"
 NEWER = "9.8.7"
@@ -106,7 +106,7 @@ def test_it_drains_approves_and_tells_the_journal(installed: Container, sim: Sim
         service.write_policy(rules=[{**rule, "approve": "when-prepared"}], hooks=hooks)
         service.systemctl("restart")
         event = sim.schedule("Reboot", notice_seconds=600.0, lasts_seconds=1.0)
-        sim.wait_gone(event, timeout_seconds=30)
+        sim.wait_gone(event)
         machine.wait_for(lambda: service.notes() == ["drain", "resume"], "it was drained and resumed")
         assert sim.event(event).approved_at is not None
         service.wait_log("closed", event_id=event)
@@ -141,15 +141,16 @@ def upgrade_in_mid_event(machine: Container, sim: Simulator) -> None:
     # It knows that it has drained already: the operator approves, and nothing is drained again.
     service.wait_log("restarted", event_id=event)
     machine.run(NAME, "approve", event)
-    sim.wait_gone(event, timeout_seconds=30)
+    sim.wait_gone(event)
     assert service.notes() == ["drain"]
     # The old version worked on until the new one was in place: the unit was down for a restart, no longer.
     said = [entry for entry in machine.journal(UNIT) if entry.get("_PID") == "1"]
     (stopped, *_) = [entry for entry in said[::-1] if str(entry["MESSAGE"]).startswith("Stopping")]
     (started, *_) = [entry for entry in said[::-1] if str(entry["MESSAGE"]).startswith("Started")]
-    gap = (int(started["__REALTIME_TIMESTAMP"]) - int(stopped["__REALTIME_TIMESTAMP"])) / 1e6
-    print(f"the gap was {gap:.2f} s")
-    assert 0 < gap < 5
+    in_place = machine.path(f"/usr/lib/{NAME}/agent/__init__.py").stat().st_ctime
+    stopped_at, started_at = (int(entry["__REALTIME_TIMESTAMP"]) / 1e6 for entry in (stopped, started))
+    print(f"it was down for {started_at - stopped_at:.2f} s")
+    assert in_place < stopped_at < started_at < stopped_at + 30
 
 
 def test_an_upgrade_while_a_hook_runs_restarts_the_service_when_it_has_ended(

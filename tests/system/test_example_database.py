@@ -208,7 +208,7 @@ def staged(sim: Simulator, *, has_standby: bool = False, stop_signal: int = sign
         shutil.rmtree(directory)
 
 
-def test_a_reboot_waits_for_a_checkpoint_and_a_clean_stop_and_no_committed_row_is_lost(sim: Simulator) -> None:
+def test_a_reboot_waits_for_a_checkpoint_and_a_clean_stop_and_loses_no_row(sim: Simulator) -> None:
     with staged(sim) as stage, closing(Writer(stage.server)) as writer:
         agent = stage.agent
         agent.start()
@@ -269,7 +269,7 @@ def test_a_server_that_is_held_after_an_unclean_stop_serves_again(sim: Simulator
         stage.wait_up(5432)
 
 
-def test_a_server_that_somebody_else_has_stopped_is_neither_started_nor_handed_over(sim: Simulator) -> None:
+def test_a_server_that_was_stopped_before_is_not_started_nor_handed_over(sim: Simulator) -> None:
     with staged(sim, has_standby=True) as stage:
         stage.start_standby()
         stage.systemctl("stop")
@@ -283,7 +283,7 @@ def test_a_server_that_somebody_else_has_stopped_is_neither_started_nor_handed_o
         assert not stage.manager.runs(UNIT)
 
 
-def test_a_server_that_somebody_has_started_and_stopped_since_is_theirs_again(sim: Simulator) -> None:
+def test_a_server_started_and_stopped_since_is_left_alone(sim: Simulator) -> None:
     with staged(sim, has_standby=True) as stage:
         stage.start_standby()
         mark = stage.data / "stopped-by-agent"
@@ -317,7 +317,7 @@ def test_a_server_that_is_found_stopped_for_another_event_is_started_after_it(si
         assert done.stdout == "postgresql-recover: accepts connections, as primary\n"
 
 
-def test_a_server_that_has_not_answered_yet_is_not_taken_for_somebody_elses(sim: Simulator) -> None:
+def test_a_server_that_has_not_answered_yet_is_still_the_agents_to_start(sim: Simulator) -> None:
     with staged(sim) as stage:
         assert stage.run_hook("postgresql-prepare").returncode == 0
         stage.environment |= {"PGHOST": str(stage.server / "nowhere"), "POSTGRESQL_START_LIMIT": "0"}
@@ -347,7 +347,7 @@ def test_both_hooks_may_run_again(sim: Simulator) -> None:
         assert runs[3].stdout == "postgresql-recover: not stopped by postgresql-prepare: left as it is\n"
 
 
-def test_a_standby_takes_over_with_every_committed_row_and_the_old_primary_follows_it(sim: Simulator) -> None:
+def test_a_standby_takes_over_with_every_row_and_the_old_primary_follows(sim: Simulator) -> None:
     with staged(sim, has_standby=True) as stage, closing(Writer(stage.server)) as writer:
         stage.start_standby()
         agent = stage.agent
@@ -410,7 +410,7 @@ def test_a_server_that_does_not_say_whether_it_is_the_primary_is_not_handed_over
         assert stage.manager.runs(UNIT)
 
 
-def test_a_hand_over_that_ended_between_its_mark_and_the_promotion_leaves_one_primary(sim: Simulator) -> None:
+def test_a_hand_over_that_ended_before_the_promotion_leaves_one_primary(sim: Simulator) -> None:
     with staged(sim, has_standby=True) as stage:
         stage.start_standby()
         stage.stop_for_a_hand_over()

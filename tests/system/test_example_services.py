@@ -213,7 +213,7 @@ def test_a_service_that_is_not_started_at_boot_is_started_when_the_event_is_over
 
 @services
 @pytest.mark.parametrize("is_rebooted", [False, True])
-def test_what_somebody_has_started_and_stopped_since_is_not_started_for_an_event_of_long_ago(
+def test_a_service_started_and_stopped_since_is_not_started_for_an_old_event(
     simple: Container, unit: str, name: str, *, is_rebooted: bool
 ) -> None:
     simple.run("systemctl", "enable", "--now", unit)
@@ -310,7 +310,7 @@ while :; do sleep 0.1; done
 """
 
 
-def test_a_training_job_is_started_again_if_the_hook_has_stopped_it_and_by_nobody_else(machine: Container) -> None:
+def test_a_training_job_is_started_again_only_if_the_hook_has_stopped_it(machine: Container) -> None:
     machine.write("/usr/local/bin/trainer", TRAINER, 0o755)
     service = "[Service]\nExecStart=/usr/local/bin/trainer\nRestart=on-failure\nRestartSec=600\n"
     machine.write("/etc/systemd/system/training.service", f"{service}[Install]\nWantedBy=multi-user.target\n")

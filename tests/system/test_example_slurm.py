@@ -163,7 +163,7 @@ def slurm(tmp_path: Path, sim: Simulator, agent: Agent) -> Iterator[Slurm]:
         yield one
 
 
-def test_a_node_is_drained_and_approved_when_its_job_has_ended_and_takes_jobs_again_afterwards(
+def test_a_node_is_drained_approved_after_its_job_and_takes_jobs_again(
     slurm: Slurm, sim: Simulator, agent: Agent, tmp_path: Path
 ) -> None:
     agent.start()
@@ -250,7 +250,7 @@ def test_a_job_that_cannot_be_requeued_is_said_so_from_time_to_time_and_waited_f
     assert rest.endswith(f"slurm-prepare: no job runs on {NODE}\n")
 
 
-def test_what_somebody_else_has_drained_stays_drained_and_hooks_may_run_again(
+def test_a_node_drained_by_others_stays_drained_and_hooks_may_run_again(
     slurm: Slurm,
 ) -> None:
     def run_hook(name: str) -> tuple[int, str]:

@@ -606,9 +606,7 @@ def test_alerts_fire_on_what_troubled_agents_expose_and_not_on_what_healthy_ones
     assert "SUCCESS" in promtool(programs, "test", "rules", "tests.yaml", cwd=tmp_path)
 
 
-def test_a_prometheus_that_scrapes_agents_raises_the_alerts_and_answers_the_dashboard(
-    programs: Path, tmp_path: Path
-) -> None:
+def test_a_prometheus_raises_the_alerts_and_answers_the_dashboard(programs: Path, tmp_path: Path) -> None:
     with (
         living(tmp_path / "well") as (well, healthy),
         living(tmp_path / "ill") as (ill, troubled),

@@ -24,7 +24,7 @@ from agent import __version__
 from agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 NAME = "scheduled-events-agent"
 NEWER = "9.8.7"
@@ -41,8 +41,9 @@ def build_rpm(directory: Path, *options: str) -> Path:
 def bare(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
     """A stopped machine that has rpm, and two versions of the package at hand; for others to lie on."""
     with Container(debian) as machine:
-        machine.run("apt-get", "update", "-q", timeout=120)
-        machine.run("apt-get", "install", "-qy", "--no-install-recommends", "rpm", timeout=120)
+        machine.write("/etc/apt/apt.conf.d/retries", 'Acquire::Retries "5";\n')
+        machine.run("apt-get", "update", "-q", timeout=300)
+        machine.run("apt-get", "install", "-qy", "--no-install-recommends", "rpm", timeout=300)
         machine.copy_in(build_rpm(tmp_path_factory.mktemp("rpm")), "/root/agent.rpm")
         machine.copy_in(build_rpm(tmp_path_factory.mktemp("newer"), "--version", NEWER), "/root/newer.rpm")
         machine.stop()
@@ -65,7 +66,7 @@ def machine(with_agent: Container) -> Iterator[Container]:
 
 
 def rpm(machine: Container, *arguments: str) -> None:
-    done = machine.run("rpm", "--force-debian", "--nodeps", *arguments, timeout=120)
+    done = machine.run("rpm", "--force-debian", "--nodeps", *arguments, timeout=300)
     assert "scriptlet failed" not in done.stderr, done.stderr
 
 
@@ -115,7 +116,7 @@ def test_an_upgrade_in_mid_event_keeps_policy_and_state_and_restarts_the_service
         assert "cpython-311" in machine.run("find", f"/usr/lib/{NAME}", "-name", "*.pyc").stdout
         service.wait_log("restarted", event_id=event)
         machine.run(NAME, "approve", event)
-        sim.wait_gone(event, timeout_seconds=30)
+        sim.wait_gone(event)
         assert service.notes() == ["drain"]
 
 
@@ -153,7 +154,7 @@ def test_an_upgrade_does_not_end_an_agent_whose_policy_file_is_bad(machine: Cont
     service = Service(machine, "")
     machine.write(POLICY, "rulez: []\n")
     before = service.pid()
-    done = machine.run("rpm", "--force-debian", "--nodeps", "--upgrade", "/root/newer.rpm", timeout=120)
+    done = machine.run("rpm", "--force-debian", "--nodeps", "--upgrade", "/root/newer.rpm", timeout=300)
     assert (state_of(machine), service.pid()) == (("enabled", "active"), before)
     assert f'{POLICY}:1: unknown key "rulez"; did you mean "rules"?\n' in done.stderr
     assert done.stderr.endswith(
@@ -165,7 +166,7 @@ def test_a_downgrade_does_not_end_an_agent_whose_state_is_too_new_for_it(machine
     service = Service(machine, "")
     service.write_state_of_a_newer_version()
     before = service.pid()
-    done = machine.run("rpm", "--force-debian", "--nodeps", "--upgrade", "/root/newer.rpm", timeout=120)
+    done = machine.run("rpm", "--force-debian", "--nodeps", "--upgrade", "/root/newer.rpm", timeout=300)
     assert (state_of(machine), service.pid()) == (("enabled", "active"), before)
     assert f"/var/lib/{NAME}/state.db was written by a newer version of the agent (schema 99, " in done.stderr
     assert done.stderr.endswith(
@@ -265,7 +266,7 @@ def managed(bare: Container, distribution: Distribution) -> Iterator[Container]:
             below.run("mkdir", "-p", f"/root/{folder}")
             below.run("createrepo_c", "--quiet", f"/root/{folder}")
         add_repository(below, distribution, "installed")
-        below.run(*INSTALL[distribution.manager], *distribution.installed, timeout=120)
+        below.run(*INSTALL[distribution.manager], *distribution.installed, timeout=300)
         below.stop()
         with Container(below, private_network=True) as machine:
             yield machine
@@ -293,17 +294,17 @@ def test_a_package_manager_installs_it_with_a_new_python_upgrades_and_removes_it
         # By the script for cloud-init, which picks the manager.
         script = f"{PROJECT}/packaging/cloud-init/install.sh"
         if distribution.offered:
-            refused = machine.run("sh", script, "/root/agent.rpm", check=False, timeout=120)
+            refused = machine.run("sh", script, "/root/agent.rpm", check=False, timeout=300)
             assert refused.returncode != 0
             assert "python(abi) = 3.11" in refused.stdout + refused.stderr
             assert packages_of(machine) == before
             add_repository(machine, distribution, "offered")
-        machine.run("sh", script, "/root/agent.rpm", timeout=120)
+        machine.run("sh", script, "/root/agent.rpm", timeout=300)
         assert packages_of(machine) - before == {NAME, *distribution.offered}
         assert state_of(machine) == ("enabled", "active")
-        machine.run("sh", script, "/root/newer.rpm", timeout=120)
+        machine.run("sh", script, "/root/newer.rpm", timeout=300)
         assert machine.run(NAME, "--version").stdout == f"{NAME} {NEWER}\n"
         assert Service(machine, "").log("agent started", version=NEWER)
-        machine.run(*REMOVE[distribution.manager], NAME, timeout=120)
+        machine.run(*REMOVE[distribution.manager], NAME, timeout=300)
         assert NAME not in packages_of(machine)
         assert not machine.path(f"/usr/bin/{NAME}").exists()

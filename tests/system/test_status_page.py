@@ -360,7 +360,7 @@ def test_the_idle_page_leads_with_the_last_good_poll(tab: Tab, server: WebServer
     assert tab.ask("document.querySelector('.polled').innerText") == "No good poll yet"
 
 
-def test_a_page_that_follows_the_agent_disturbs_nobody_who_reads_it(tab: Tab) -> None:
+def test_a_page_that_follows_the_agent_does_not_disturb_its_reader(tab: Tab) -> None:
     scene = [SCENES["held"]]
     server = WebServer("127.0.0.1:0", pages_of(lambda: scene[0]))
     tab.look(DESKTOP)

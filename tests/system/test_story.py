@@ -1,12 +1,9 @@
 """The whole story: a web server drained, approved, rebooted and put back in service by the installed agent."""
 
 import http.client
-import itertools
 import socket
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
 from container import Container
-from service import Service, build_deb
+from service import Service
 from stuck import hanging_thread, outer_pid, wait_killed
 
 from agent.simulator import Simulator
@@ -97,7 +94,7 @@ class WebServer(Service):
             connection.close()
 
     def wait_notes(self, *notes: str) -> None:
-        self.machine.wait_for(lambda: self.notes() == list(notes), f"the hooks had noted {notes}", 30.0)
+        self.machine.wait_for(lambda: self.notes() == list(notes), f"the hooks had noted {notes}")
 
 
 @pytest.fixture
@@ -113,7 +110,7 @@ def test_a_web_server_is_drained_approved_rebooted_and_recovered_exactly_once(
     web: WebServer, sim: Simulator
 ) -> None:
     event = sim.schedule("Reboot", notice_seconds=900, lasts_seconds=None)
-    sim.wait_approved(event, 20.0)
+    sim.wait_approved(event)
     assert web.health() == 0  # out of service, and stopped, before Azure was told to go ahead
     web.wait_notes(f"drain for Reboot {event}")
     web.wait_log("started")
@@ -216,7 +213,7 @@ def test_a_watchdog_in_the_middle_of_an_event_loses_nothing(web: WebServer, sim:
     web.wait_notes(f"drain for Reboot {event}")
     pid = outer_pid(web.machine, web.pid())
     with hanging_thread(pid, pid):
-        wait_killed(pid, pid, 30.0)
+        wait_killed(pid, pid, 120.0)
     web.machine.path("/root/wait").unlink()
     web.wait_log("started")
     web.wait_notes(*[f"drain for Reboot {event}"] * 2)  # the hook was killed with it, and begun again
@@ -237,29 +234,3 @@ def test_a_bad_policy_in_the_middle_of_an_event_changes_nothing(web: WebServer, 
     sim.end(event)
     web.machine.wait_for(lambda: web.health() == 200, "it was back in service")
     web.wait_notes(f"drain for Reboot {event}", "resume, completed")
-
-
-def test_an_upgrade_in_the_middle_of_an_event_loses_nothing(
-    web: WebServer, sim: Simulator, tmp_path: Path
-) -> None:
-    newer = build_deb(tmp_path, "--version", "9.9.0")
-    web.machine.copy_in(newer, "/root/newer.deb")
-    web.machine.write("/root/wait", "")
-    event = sim.schedule("Reboot", notice_seconds=900, lasts_seconds=None)
-    web.wait_notes(f"drain for Reboot {event}")
-    web.machine.run("sh", "-c", "(sleep 3; rm /root/wait) > /dev/null 2>&1 &")
-    gap_began = len(sim.requests())
-    began = time.monotonic()
-    web.machine.run("dpkg", "--install", "/root/newer.deb")
-    assert time.monotonic() - began < 30
-    assert web.wait_log("agent started", version="9.9.0")["pending"] == 1
-    web.wait_log("started")
-    assert web.notes() == [f"drain for Reboot {event}"]  # the restart waited for the hook, whose success was kept
-    sim.end(event)
-    web.wait_notes(f"drain for Reboot {event}", "resume, completed")
-    assert web.health() == 200
-    assert web.machine.run("scheduled-events-agent", "--version").stdout == "scheduled-events-agent 9.9.0\n"
-    assert len(sim.approvals(event)) == 1
-    polls = [request.at for request in sim.requests()[gap_began:] if request.method == "GET"]
-    gaps = [(later - earlier).total_seconds() for earlier, later in itertools.pairwise(polls)]
-    assert max(gaps) < 10  # it waited for the hook, and was down for a moment

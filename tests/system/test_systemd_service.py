@@ -135,10 +135,10 @@ def test_it_is_started_when_it_polls_and_says_what_is_pending(service: Service, 
 
 def test_a_slow_first_answer_does_not_hold_up_the_start(service: Service, sim: Simulator) -> None:
     service.systemctl("stop")
-    sim.fault(None, "slow", delay_seconds=60.0)
+    sim.fault(None, "slow", delay_seconds=600.0)
     began = time.monotonic()
     service.systemctl("start")
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 60  # half of what the agent gives a first answer
     assert service.show("ActiveState") == "active"
     failures = service.log("polling the metadata service fails")
     assert [entry for entry in failures if service.endpoint in entry["reason"]] == []  # it still waits
@@ -154,7 +154,7 @@ def test_an_engine_that_hangs_is_killed_and_started_again(service: Service, sim:
     with hanging_thread(pid, pid):  # the engine is the main thread
         before = len(sim.requests())
         sim.wait_until(lambda: len(sim.requests()) > before + 3, "it polled on: only the engine hangs")
-        wait_killed(pid, pid, 30.0)
+        wait_killed(pid, pid, 120.0)
     see_restart_by_watchdog(service)
 
 
@@ -167,7 +167,7 @@ def test_a_poller_that_hangs_is_killed_and_started_again(service: Service, sim: 
     thread = poller_of(pid, sim)
     with hanging_thread(pid, thread):
         # It has half a minute more than its time limit, in case that it resolves a name.
-        wait_killed(pid, thread, 90.0)
+        wait_killed(pid, thread, 180.0)
     see_restart_by_watchdog(service)
 
 
@@ -187,7 +187,7 @@ def test_a_store_that_hangs_is_killed_and_started_again(service: Service, sim: S
         event = sim.schedule("Reboot", notice_seconds=600)
         said = "Watchdog timeout (limit 8s)!"
         service.machine.wait_for(
-            lambda: any(said in str(entry["MESSAGE"]) for entry in service.machine.journal(UNIT)), said, 40.0
+            lambda: any(said in str(entry["MESSAGE"]) for entry in service.machine.journal(UNIT)), said
         )
     finally:
         strace.kill()
@@ -204,8 +204,9 @@ def poller_of(pid: int, sim: Simulator) -> int:
             continue
         with hanging_thread(pid, thread):
             time.sleep(0.5)  # what was on its way has come
-            before = len(sim.requests())
-            time.sleep(1.0)
+            before, until = len(sim.requests()), time.monotonic() + 5.0  # twenty intervals
+            while len(sim.requests()) == before and time.monotonic() < until:
+                time.sleep(0.05)
             if len(sim.requests()) == before:
                 return thread
     raise AssertionError(f"none of the threads {threads} polls")
@@ -227,11 +228,13 @@ def test_after_a_kill_it_is_back_within_seconds_and_goes_on_where_it_was(service
     service.machine.wait_for(lambda: service.notes() == ["drained"], "the hook ran")
     service.machine.write("/root/go", "")
     first = service.pid()
-    began = time.monotonic()
     service.machine.run("kill", "-KILL", first)
     service.machine.wait_for(lambda: service.pid() not in ("0", first), "it was started again")
-    assert 4.5 < time.monotonic() - began < 12  # RestartSec=5s
     service.wait_log("approved")
+    said = {str(entry["MESSAGE"]): int(entry["__MONOTONIC_TIMESTAMP"]) for entry in service.machine.journal(UNIT)}
+    (died,) = (at for text, at in said.items() if "Main process exited, code=killed, status=9/KILL" in text)
+    (restarted,) = (at for text, at in said.items() if "Scheduled restart job" in text)
+    assert 4.5e6 < restarted - died < 20e6  # RestartSec=5s
     assert service.notes() == ["drained"] * 2  # it was killed in the middle of it
     assert service.show("NRestarts") == "1"
     assert "sleep" not in service.machine.run("ps", "-e", "-o", "comm").stdout  # the hook went with its agent
@@ -295,11 +298,15 @@ def test_a_reload_with_a_bad_policy_fails_says_why_and_leaves_the_old_one_in_for
 
 
 def test_a_stop_lets_a_running_hook_end_and_it_is_not_run_again(service: Service, sim: Simulator) -> None:
-    service.write_policy(**drain_with("echo began >> /root/notes; sleep 5; echo ended >> /root/notes"))
+    wait = "until [ -e /root/go ]; do sleep 0.1; done"
+    service.write_policy(**drain_with(f"echo began >> /root/notes; {wait}; echo ended >> /root/notes"))
     service.systemctl("reload")
     event = sim.schedule("Reboot", notice_seconds=600)
     service.machine.wait_for(lambda: service.notes() == ["began"], "the hook ran")
-    service.systemctl("stop")
+    service.machine.run("systemctl", "stop", "--no-block", UNIT)
+    service.wait_status("Stopping")
+    service.machine.write("/root/go", "")
+    service.machine.wait_for(lambda: service.show("ActiveState") == "inactive", "it had stopped")
     assert service.notes() == ["began", "ended"]
     assert service.log("stopping, once these hooks have ended: drain")
     assert service.show("Result") == "success"
@@ -377,7 +384,7 @@ def test_a_hook_of_root_opens_sockets_but_none_of_dead_networks(service: Service
 
 
 @pytest.mark.parametrize("is_strict", [False, True], ids=["root", "strict"])
-def test_secrets_reach_hooks_as_credentials_and_nobody_else(
+def test_secrets_reach_hooks_as_credentials_and_nothing_else(
     service: Service, sim: Simulator, is_strict: bool
 ) -> None:
     service.machine.write("/etc/scheduled-events-agent/credentials/token", "s3cret", 0o600)
@@ -514,7 +521,7 @@ def test_strict_can_tell_a_failed_hook_from_one_that_the_shutdown_ended(strict: 
         unit = f"[Service]\nType=oneshot\nExecStart=/bin/sh -c '{command}'\n"
         strict.machine.write(f"/etc/systemd/system/{name}.service", unit)
     # While this takes its time to stop, the agent is still up, and so has to see how its hook ends.
-    slow = "[Unit]\nAfter=network.target\n[Service]\nExecStart=/bin/sleep 1000\nExecStop=/bin/sleep 20\n"
+    slow = "[Unit]\nAfter=network.target\n[Service]\nExecStart=/bin/sleep 1000\nExecStop=/bin/sleep 10\n"
     strict.machine.write("/etc/systemd/system/slow.service", slow)
     strict.machine.run("systemctl", "daemon-reload")
     strict.machine.run("systemctl", "start", "slow.service")
@@ -529,7 +536,7 @@ def test_strict_can_tell_a_failed_hook_from_one_that_the_shutdown_ended(strict: 
     sim.end(event)
     strict.wait_log("hook started", hook="resume")
     strict.machine.run("systemctl", "reboot", "--no-block")
-    assert strict.machine.wait_end(60.0)
+    assert strict.machine.wait_end()
     strict.machine.path("/root/wait").unlink()
     strict.machine.start()
     strict.wait_log("closed", reason="is over: completed")

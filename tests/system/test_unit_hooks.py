@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from container import CHECKOUT, PROJECT, Container
 from agent.host.systemd_unit import USER, polkit_rule
 
 pytest_plugins = ["machines"]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 # The same Python as in the machine; see debian().
 _LIBRARIES = f"{PROJECT}/.venv/lib/python3.11/site-packages"
@@ -47,7 +47,7 @@ class Machine:
         text = f"[Unit]\nDescription={name}\n{unit}\n[Service]\n{service}\n"
         self.container.write(f"{_UNITS}/{name}", text)
         self.container.run("systemctl", "daemon-reload")
-        for left in ("up", "asked", "count"):
+        for left in ("up", "asked", "count", "go"):
             self.container.path(f"/run/{left}").unlink(missing_ok=True)
         return name
 
@@ -88,11 +88,12 @@ class Machine:
         self.container.run("systemctl", "start", self.unit("ExecStart=/bin/sleep 600", f"Wants={unit}"))
         self.container.wait_for(lambda: self.state(unit) == "inactive", f"{unit} has run")
 
-    def meanwhile(self, unit: str, *command: str, path: str = "/run/up") -> threading.Thread:
-        """Run a command as soon as the unit has made the file."""
+    def meanwhile(self, unit: str, *command: str, begins: Callable[[], bool] | None = None) -> threading.Thread:
+        """Run a command as soon as the unit has made /run/up, or the test holds."""
 
         def act() -> None:
-            self.container.wait_for(lambda: self.container.path(path).exists(), f"{unit} has made {path}")
+            test = begins or self.container.path("/run/up").exists
+            self.container.wait_for(test, f"{unit} was so far")
             self.container.run(*command)
 
         thread = threading.Thread(target=act)
@@ -321,7 +322,7 @@ def test_what_cannot_be_waited_for_is_refused_with_the_way_out(machine: Machine)
 
 def test_a_unit_whose_time_is_up_is_stopped(machine: Machine) -> None:
     unit = machine.shell("oneshot", _TRAP)
-    assert machine.ending(unit, timeout=0.5)[::2] == ("timed_out", "killed after 500ms, its time limit")
+    assert machine.ending(unit, timeout=3)[::2] == ("timed_out", "killed after 3s, its time limit")
     assert machine.container.path("/run/asked").exists()
     assert machine.state(unit) == "inactive"
 
@@ -333,15 +334,15 @@ def test_a_unit_that_will_not_end_is_killed(machine: Machine, type_: str) -> Non
     assert result["outcome"] == "timed_out"
     assert result["detail"].endswith(", no time was left")
     assert result["exit_code"] == -9
-    assert 2.5 < result["duration_seconds"] < 8.0
+    assert 2.5 < result["duration_seconds"] < 30.0
     assert machine.state(unit) == "failed"
 
 
 def test_a_canceled_unit_is_stopped(machine: Machine) -> None:
     unit = machine.shell("simple", _TRAP)
-    outcome, _, detail = machine.ending(unit, cancel_after=0.7)
+    outcome, _, detail = machine.ending(unit, cancel_after=2)
     assert outcome == "canceled"
-    assert re.match(r"canceled after [789]\d\dms|canceled after \d", detail)
+    assert re.match(r"canceled after \d", detail)
     assert machine.container.path("/run/asked").exists()
     assert machine.state(unit) == "inactive"
 
@@ -373,7 +374,7 @@ def test_a_run_of_an_operator_is_left_alone_when_the_wait_for_it_ends(
     machine.container.wait_for(lambda: machine.container.path("/run/up").exists(), "it runs")
     result = machine.hook(unit, **limit)
     assert result["outcome"] == outcome
-    assert result["duration_seconds"] < 3
+    assert result["duration_seconds"] < 15  # it runs on for longer
     assert result["lines"] == [
         "(it ran already and the agent did not start it: the agent waited for it, and leaves it running)"
     ]
@@ -399,12 +400,19 @@ def leave_behind(machine: Machine, unit: str) -> None:
 
 @pytest.mark.parametrize("has_seen_it", [True, False])
 def test_a_unit_that_a_killed_agent_left_is_joined_by_the_next(machine: Machine, has_seen_it: bool) -> None:
-    unit = machine.shell("oneshot", _COUNT.replace("sleep 1", "sleep 6"))
+    unit = machine.shell("oneshot", _COUNT.replace("sleep 1", "until [ -e /run/go ]; do sleep 0.05; done"))
     leave_behind(machine, unit)
+    noted = machine.container.path(f"{_PLACE}/{unit}/invocation")
+    before = noted.stat().st_mtime_ns
     if not has_seen_it:  # killed as soon as it had asked for the start
-        machine.container.path(f"{_PLACE}/{unit}/invocation").unlink()
+        noted.unlink()
     assert machine.state(unit) == "activating"
-    assert machine.ending(unit, environment=_DRAIN) == ("succeeded", 0, "exit code 0")
+    next_one = machine.meanwhile(
+        unit, "touch", "/run/go", begins=lambda: noted.exists() and noted.stat().st_mtime_ns > before
+    )
+    ending = machine.ending(unit, environment=_DRAIN)
+    next_one.join()
+    assert ending == ("succeeded", 0, "exit code 0")
     assert machine.container.path("/run/count").read_text() == "begin\nend\n"
 
 
@@ -584,7 +592,7 @@ def test_an_agent_without_privileges_starts_only_what_its_rule_names(machine: Ma
     )
     assert not machine.container.path("/run/owned").exists()
 
-    assert strict.hook(trapped, cancel_after=0.7)["outcome"] == "canceled"
+    assert strict.hook(trapped, cancel_after=2)["outcome"] == "canceled"
     assert machine.state(trapped) == "inactive"
 
     result = strict.hook(deaf, seconds=3.0)

@@ -29,10 +29,10 @@ from agent.simulator import Simulator
 
 T = TypeVar("T")
 
-pytestmark = pytest.mark.timeout(600)  # the first time, Wine and a Windows Python are fetched
+pytestmark = pytest.mark.timeout(900)  # the first time, Wine and a Windows Python are fetched
 
 NAME = "ScheduledEventsAgent"
-PATIENCE = 30.0
+PATIENCE = 120.0
 _KEY = rf"HKLM\SYSTEM\CurrentControlSet\Services\{NAME}"
 _UNKNOWN_TO_WINE = (
     "SERVICE_CONFIG_FAILURE_ACTIONS_FLAG",
@@ -114,7 +114,7 @@ class Service:
         return {"run": [r"C:\py311\python.exe", "-I", "-S", "-c", code], "cwd": self.folder, "timeout": "2m"}
 
     def command(self, *arguments: str) -> tuple[int, str]:
-        done = self.python.run("-m", "agent", "service", *arguments, timeout=150)
+        done = self.python.run("-m", "agent", "service", *arguments, timeout=300)
         return done.returncode, done.stdout
 
     def install(self) -> str:
@@ -129,12 +129,12 @@ class Service:
         assert self.command("stop") == (0, "the service has stopped\n"), self.log_text()
 
     def control(self, code: int) -> None:
-        done = self.python.run("-c", _CONTROL, str(code), timeout=60)
+        done = self.python.run("-c", _CONTROL, str(code), timeout=PATIENCE)
         assert done.returncode == 0, done.stdout
 
     def state(self) -> State | None:
         """None if it is not installed."""
-        text = parse_service(self.python.run_program("sc", "query", NAME, timeout=60))
+        text = parse_service(self.python.run_program("sc", "query", NAME, timeout=PATIENCE))
         if not text:
             return None
 
@@ -158,7 +158,7 @@ class Service:
         deadline = time.monotonic() + patience
         while not (result := test()):
             assert time.monotonic() < deadline, (
-                f"waited in vain until {what}; state {self.state()}\n{self.log_text()}"
+                f"gave up waiting until {what}; state {self.state()}\n{self.log_text()}"
             )
             time.sleep(0.1)
         return result
@@ -168,7 +168,7 @@ class Service:
 
     def end_of(self, pid: int, script: str) -> int:
         """The exit code of the service's process, which the script has ended or waited for."""
-        done = self.python.run("-c", script, str(pid), timeout=120)
+        done = self.python.run("-c", script, str(pid), timeout=300)
         assert done.returncode == 0, f"{done.stdout}\n{self.log_text()}"
         return int(done.stdout)
 
@@ -218,7 +218,7 @@ def service(python: WinePython, sim: Simulator, request: pytest.FixtureRequest) 
 
 
 def _values(python: WinePython) -> dict[str, str]:
-    text = python.run_program("reg", "query", _KEY, timeout=60).stdout
+    text = python.run_program("reg", "query", _KEY, timeout=PATIENCE).stdout
     return {name: value.strip() for name, value in re.findall(r"^ +(\w+) +REG_\w+ +(.*)$", text, re.MULTILINE)}
 
 
@@ -259,7 +259,7 @@ def test_to_install_is_to_bring_up_to_date(service: Service) -> None:
 
 
 def test_it_runs_long_before_a_slow_first_answer(service: Service, sim: Simulator) -> None:
-    sim.fault(None, "slow", delay_seconds=120.0)
+    sim.fault(None, "slow", delay_seconds=900.0)
     service.start()
     assert service.log("agent started"), "it was configured"
     assert service.log("polling the metadata service fails") == []

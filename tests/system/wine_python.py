@@ -37,6 +37,11 @@ _ADDITIONAL_PACKAGES = ("colorama", "jsonschema<4.18")
 _TEST_PACKAGES = ("pytest", "hypothesis", "respx")
 _SERVER = "/usr/lib/wine/wineserver64"
 _PYTHON = rf"C:\py{_VERSION}\python.exe"
+# Wine gives a service ten seconds until it answers, which a busy machine needs for Python alone.
+PATIENT_SERVICES = (
+    *("wine", "reg", "add", r"HKLM\System\CurrentControlSet\Control", "/v", "ServicesPipeTimeout"),
+    *("/t", "REG_DWORD", "/d", "180000", "/f"),
+)
 # On a busy machine Wine says this about once in a thousand times, and has started nothing.
 _NOT_STARTED = "ShellExecuteEx failed: Internal error"
 
@@ -174,6 +179,10 @@ def _pip(*arguments: str) -> None:
 
 def _boot() -> None:
     """Start the server so that it stays, and Windows with its output where nobody waits for the end of it."""
+    if "ServicesPipeTimeout" not in (ROOT / "prefix" / "system.reg").read_text(errors="replace"):
+        _quietly(*PATIENT_SERVICES)  # read when services start
+        _quietly("wineserver", "-k")
+        _quietly("wineserver", "-w")
     _quietly(_SERVER, "-p")
     _quietly("wine", "wineboot")
 
@@ -185,7 +194,7 @@ def _quietly(*command: str) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        timeout=180,
+        timeout=600,
         check=False,
     )
 
