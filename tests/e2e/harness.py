@@ -242,14 +242,14 @@ class Agent:
         with self._news:
             self._news.wait_for(lambda: len(self.log(message, **fields)) >= count or not self._is_alive(), timeout)
             found = self.log(message, **fields)
-        assert len(found) >= count, f"waited in vain for {count} times {message!r} with {fields} in the log"
+        assert len(found) >= count, f"gave up waiting for {count} times {message!r} with {fields} in the log"
         return found[count - 1]
 
     def wait_until(self, test: Callable[[], T], what: str, timeout: float = PATIENCE) -> T:
         """Wait until ``test`` gives something true and return it; for what no event tells of."""
         deadline = time.monotonic() + timeout
         while not (result := test()):
-            assert time.monotonic() < deadline, f"waited {timeout:g} s in vain until {what}"
+            assert time.monotonic() < deadline, f"gave up after {timeout:g} s of waiting until {what}"
             time.sleep(0.02)
         return result
 

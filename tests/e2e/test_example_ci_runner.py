@@ -107,7 +107,7 @@ class Runner:
     def wait(self, test: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + PATIENCE
         while not test():
-            assert time.monotonic() < deadline, f"waited in vain until {what}"
+            assert time.monotonic() < deadline, f"gave up waiting until {what}"
             time.sleep(0.02)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ def busy(runner: Runner, agent: Agent, policy: dict[str, Any]) -> Runner:
     return runner
 
 
-def test_the_running_job_ends_before_the_approval_and_the_next_one_begins_after_the_reboot(
+def test_a_job_ends_before_the_approval_and_the_next_begins_after_the_reboot(
     busy: Runner, agent: Agent, sim: Simulator
 ) -> None:
     event = sim.schedule("Reboot", notice_seconds=900, lasts_seconds=None)
@@ -270,7 +270,7 @@ def test_a_runner_is_told_once_to_finish_whatever_hooks_wait_for_it(runner: Runn
     assert run_hook(runner, "ci-runner-recover") == (0, "the runner was started\n")
 
 
-def test_a_mark_that_is_older_than_the_boot_takes_nobody_for_the_one_that_is_finishing(runner: Runner) -> None:
+def test_a_mark_that_is_older_than_the_boot_is_of_no_runner_that_finishes(runner: Runner) -> None:
     runner.start()
     mark = runner.place / "mark"
     mark.write_text(f"A\n\n{runner.pid()} the-boot-before\n")
@@ -287,7 +287,7 @@ def test_without_a_place_for_the_mark_no_runner_is_stopped(runner: Runner) -> No
     runner.wait_note("one begins")
 
 
-def test_a_runner_that_somebody_starts_again_at_once_is_told(runner: Runner) -> None:
+def test_a_runner_that_is_started_again_at_once_is_told(runner: Runner) -> None:
     runner.start()
     runner_file = runner.place / "pid"
     with subprocess.Popen(["sleep", "600"]) as another:
@@ -446,7 +446,7 @@ def test_a_paused_runner_is_given_no_job_and_the_hook_ends_when_it_is_idle(
 
 
 @both_products
-def test_a_runner_that_somebody_else_has_paused_stays_so(service: Service, tmp_path: Path, product: str) -> None:
+def test_a_runner_that_was_paused_before_stays_so(service: Service, tmp_path: Path, product: str) -> None:
     service.labels.remove("azure-vm")
     service.is_enabled = False
     assert service.run_hook(tmp_path, product, "pause") == (0, PAUSED_BEFORE)
@@ -517,7 +517,7 @@ def reboot(agent: Agent, sim: Simulator) -> None:
     assert all(outcome.endswith("(succeeded)") for outcome in outcomes), outcomes
 
 
-def test_the_runner_of_github_is_started_after_an_event_and_not_if_it_was_stopped_before(
+def test_the_runner_of_github_is_started_after_an_event_unless_it_was_stopped(
     github_policy: dict[str, Any], manager: ServiceManager, service: Service, agent: Agent, sim: Simulator
 ) -> None:
     agent.write_policy(**github_policy)

@@ -127,7 +127,7 @@ def test_an_eviction_leaves_a_complete_checkpoint_from_which_the_next_vm_goes_on
         assert job.numbers(r"begins after step (\d+)") == [0, saved]
 
 
-def test_a_redeployment_is_approved_when_the_checkpoint_is_complete_and_training_goes_on_afterwards(
+def test_a_redeployment_is_approved_after_the_checkpoint_and_training_goes_on(
     sim: Simulator, agent: Agent, tmp_path: Path
 ) -> None:
     with a_job(tmp_path, sim) as job:
@@ -223,7 +223,7 @@ def test_a_job_that_an_administrator_has_stopped_stays_so(sim: Simulator, agent:
         assert not job.manager.runs(UNIT)
 
 
-def test_a_job_that_somebody_has_started_and_stopped_since_is_not_started_for_an_event_of_long_ago(
+def test_a_job_started_and_stopped_since_is_not_started_for_an_old_event(
     sim: Simulator, agent: Agent, tmp_path: Path
 ) -> None:
     with a_job(tmp_path, sim) as job:

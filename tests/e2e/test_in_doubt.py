@@ -35,9 +35,7 @@ def is_alive(pid: int) -> bool:
 # --- Who it is
 
 
-def test_after_a_reboot_nothing_is_done_under_a_remembered_name_until_the_service_confirms_it(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_after_a_reboot_a_remembered_name_counts_only_when_it_is_confirmed(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[AT_ONCE])
     agent.start()
     agent.wait_log("this VM is known")
@@ -65,7 +63,7 @@ def test_within_one_boot_the_remembered_name_is_good_enough(sim: Simulator, agen
     sim.wait_approved(event)
 
 
-def test_a_copied_disk_does_not_make_the_agent_overlook_what_is_pending_for_its_own_vm(
+def test_on_a_copied_disk_the_agent_sees_what_is_pending_for_its_own_vm(
     make_agent: MakeAgent,
 ) -> None:
     with Simulator(vms=(VirtualMachine(name="vm-1", vm_id="the-first"),), rate_limit=None) as first:

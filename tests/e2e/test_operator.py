@@ -82,9 +82,7 @@ def endpoint_agent(make_agent: Callable[..., Agent]) -> Any:
         yield endpoint, make_agent(endpoint.url)
 
 
-def test_however_many_look_at_the_state_file_from_within_and_without_nothing_gets_lost(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_however_many_look_at_the_state_file_nothing_gets_lost(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[DRAIN], hooks=agent.hooks("drain", "resume"))
     agent.start()
     events = []
@@ -102,9 +100,7 @@ def test_however_many_look_at_the_state_file_from_within_and_without_nothing_get
     assert {life["event"]["id"]: life["phase"] for life in lives} == dict.fromkeys(events, "closed")
 
 
-def test_an_operators_word_takes_effect_within_two_seconds_and_is_journalled_with_the_name(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_an_operators_word_takes_effect_within_two_seconds_with_the_name(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[BY_HAND])
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None)

@@ -261,7 +261,7 @@ def test_a_page_of_a_captive_portal_does_not_confirm_an_approval(sim: Simulator,
     assert agent.metric("approvals_total", outcome="unconfirmed") == 1
 
 
-def test_an_agent_that_starts_before_the_service_waits_for_it_and_then_knows_its_name(
+def test_an_agent_that_starts_before_the_service_waits_for_it(
     make_agent: MakeAgent,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -304,7 +304,7 @@ def test_an_incarnation_that_falls_back_hides_nothing(make_agent: MakeAgent) -> 
         assert sim.approvals(after)[0].incarnation == 2
 
 
-def test_documents_with_missing_extra_and_null_fields_and_both_forms_of_time_are_understood(
+def test_documents_with_missing_extra_and_null_fields_are_understood(
     make_agent: MakeAgent,
 ) -> None:
     bare = {"EventId": "a-1", "EventStatus": "Scheduled", "EventType": "Reboot", "Resources": ["vm-1"]}
@@ -367,9 +367,7 @@ def test_a_proxy_in_the_environment_is_never_used(sim: Simulator, agent: Agent) 
             proxy.accept()
 
 
-def test_at_the_default_pace_a_spot_eviction_with_ten_seconds_of_notice_is_prepared_for(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_at_the_default_pace_an_eviction_in_ten_seconds_is_prepared_for(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(
         imds={"endpoint": sim.endpoint(), "poll_interval": "1s"},
         rules=[{"name": "spot", "when": {"type": "Preempt"}, "prepare": ["save"], "approve": "when-prepared"}],
@@ -512,7 +510,7 @@ def test_a_truncated_state_file_is_set_aside_loudly_and_nothing_pending_is_appro
     sim.wait_approved(later)
 
 
-def test_after_a_lost_state_file_on_clear_undoes_what_nobody_remembers(sim: Simulator, agent: Agent) -> None:
+def test_after_a_lost_state_file_on_clear_undoes_what_is_forgotten(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[BY_HAND], hooks=agent.hooks("drain", "resume"), on_clear=["resume"])
     agent.start()
     assert agent.wait_hook("resume")["hook"] == "resume"  # nothing was pending at the first start either
@@ -550,7 +548,7 @@ def test_a_canceled_event_is_recovered_from(sim: Simulator, agent: Agent) -> Non
     assert agent.is_ready()
 
 
-def test_a_freeze_that_nobody_approved_is_recovered_from_when_it_is_over(sim: Simulator, agent: Agent) -> None:
+def test_a_freeze_that_was_not_approved_is_recovered_from_when_it_is_over(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[{**DRAIN, "approve": "never", "lead": "20m"}], hooks=agent.hooks("drain", "resume"))
     agent.start()
     event = sim.schedule("Freeze", lasts_seconds=None)
@@ -630,7 +628,7 @@ def test_what_a_hook_is_given_in_its_environment_is_shown_nowhere(sim: Simulator
     assert secret not in everything
 
 
-def test_labels_of_metrics_come_from_closed_sets_and_ids_only_stand_on_what_is_pending(
+def test_labels_come_from_closed_sets_and_ids_are_only_on_what_is_pending(
     make_agent: MakeAgent,
 ) -> None:
     odd = {

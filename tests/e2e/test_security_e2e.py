@@ -163,7 +163,7 @@ def test_secrets_of_hooks_are_in_no_file_page_or_log(sim: Simulator, agent: Agen
 
 
 @needs_root
-def test_a_policy_that_others_can_write_is_refused_at_a_reload_and_the_old_one_stays(agent: Agent) -> None:
+def test_a_policy_that_others_can_write_is_refused_at_a_reload(agent: Agent) -> None:
     agent.write_policy(rules=[{**DRAIN, "name": "old"}], hooks=agent.hooks("drain", "resume"))
     agent.start()
     agent.write_policy(rules=[{**DRAIN, "name": "new"}], hooks=agent.hooks("drain", "resume"))

@@ -54,7 +54,7 @@ class Systemd:
 
         with self._news:
             self._news.wait_for(lambda: len(found()) >= count, timeout)
-            assert len(found()) >= count, f"waited in vain; heard: {self.messages}"
+            assert len(found()) >= count, f"gave up waiting; heard: {self.messages}"
             return found()[count - 1]
 
     def wait_word(self, word: str, count: int = 1, timeout: float = PATIENCE) -> list[str]:

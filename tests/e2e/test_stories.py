@@ -199,9 +199,7 @@ def test_when_something_is_pending_at_the_start_on_clear_does_not_run(sim: Simul
     assert agent.ran() == ["drain"]
 
 
-def test_readyz_answers_503_from_the_beginning_of_the_preparation_to_the_end_of_the_recovery(
-    sim: Simulator, agent: Agent
-) -> None:
+def test_readyz_answers_503_from_preparation_to_the_end_of_the_recovery(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(
         rules=[{**DRAIN, "drain_for": "1s"}],
         hooks={name: agent.hook(name, until=f"{name} is done") for name in ("drain", "resume")},

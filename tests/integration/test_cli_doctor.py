@@ -314,7 +314,7 @@ hooks: {{drain: {0}}}
 """
 
 
-def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_looked_at_without_it(
+def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_checked(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint
 ) -> None:
     monkeypatch.setattr("agent.cli.doctor.resolve_endpoint", lambda _: endpoint.url)  # not the machine's own
@@ -475,7 +475,7 @@ def service_of(account: str) -> OwnService:
 
 
 @needs_root
-def test_a_state_directory_of_another_account_is_a_failure_if_it_is_known_whose_it_should_be(
+def test_a_state_directory_of_a_wrong_account_is_a_failure(
     examine: Examine, endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = tmp_path / "state"

@@ -152,9 +152,7 @@ def test_of_a_healthy_agent_with_nothing_to_do_five_lines_are_told(state_dir: Pa
     )
 
 
-def test_each_pending_event_is_told_with_the_time_left_the_reason_and_the_command_to_overrule_it(
-    state_dir: Path, run: Run
-) -> None:
+def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir: Path, run: Run) -> None:
     hook = RunningHook(workflow_id=PREPARING.id, stage="prepare", hook="drain", since=NOW - timedelta(seconds=12))
     code, out, _ = answered(
         state_dir, msgspec.structs.replace(STATUS, pending=(PREPARING,), running=(hook,), ready=False), run
@@ -361,9 +359,7 @@ def test_json_is_plain_ascii_so_that_it_commands_no_terminal_either(state_dir: P
     assert msgspec.json.decode(outputs[0], type=Status) == status
 
 
-def test_whether_the_agent_stopped_is_told_by_what_was_written_last_whatever_the_clock_did(
-    state_dir: Path, run: Run
-) -> None:
+def test_whether_the_agent_stopped_is_told_by_the_last_entry_not_by_the_clock(state_dir: Path, run: Run) -> None:
     store = Store.join(state_dir)
     store.record("agent_stopped", "pending: 0", datetime.now(UTC) - timedelta(hours=1))  # it was set back
     store.close()

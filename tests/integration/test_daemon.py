@@ -94,7 +94,7 @@ def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
         assert get(daemon.web, "/healthz") == (200, "ok\n")
 
 
-def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn_and_the_others_at_once(
+def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     admit = signals._admit
@@ -209,7 +209,7 @@ def test_a_thread_that_ends_by_a_bug_ends_the_agent(tmp_path: Path, monkeypatch:
         store.close()
 
 
-def test_a_hook_that_failed_while_the_machine_went_down_runs_again_if_it_stays_up_after_all(
+def test_a_hook_that_failed_during_a_canceled_shutdown_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_down, was_asked = [True], threading.Event()
@@ -285,7 +285,7 @@ def test_what_is_pending_is_decided_on_by_the_policy_that_a_restarted_agent_find
             azure.wait_until(lambda: has_decided(daemon, "never"), "it was decided on anew")
 
 
-def test_a_restarted_agent_says_that_it_is_ready_only_when_it_knows_what_is_prepared(
+def test_a_restarted_agent_is_ready_only_when_it_knows_what_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drain = Rule(name="drain", drain_for=600.0, approve="manual", lead=86400.0)

@@ -140,7 +140,7 @@ def test_a_word_that_could_not_be_kept_and_was_withdrawn_meanwhile_is_void(
     assert [workflow.operator for workflow in engine.board.values()] == [""]
 
 
-def test_of_several_words_none_is_lost_because_an_answer_to_one_could_not_be_written(
+def test_no_operators_word_is_lost_because_one_answer_could_not_be_written(
     engine: Engine, operator: Store, executor: Approvals, tmp_path: Path
 ) -> None:
     late = operator.add_request("one that is over", "approved", "kim", datetime.now(UTC))
@@ -248,7 +248,7 @@ def test_an_event_that_is_over_before_its_hook_could_start_does_not_stay_pending
         store.close()
 
 
-def test_events_that_become_ready_together_are_approved_in_one_request_and_after_a_failure_each_alone(
+def test_events_ready_together_are_approved_in_one_request_then_each_alone(
     tmp_path: Path, executor: Approvals
 ) -> None:
     store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()

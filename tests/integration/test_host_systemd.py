@@ -32,7 +32,7 @@ def test_a_busy_service_manager_is_waited_for_until_it_hears_the_word(
                 other.sendto(b"OTHER=1", str(tmp_path / "notify"))
         teller = threading.Thread(target=host.ServiceManager().tell, args=("ready", "up"))
         teller.start()
-        teller.join(0.3)  # it has tried in vain
+        teller.join(0.3)  # it has tried
         while (message := listener.recv(4096)) == b"OTHER=1":
             pass
         assert message == b"READY=1\nSTATUS=up"

@@ -251,7 +251,7 @@ def test_the_log_file_is_set_aside_while_others_read_it(tmp_path: Path, monkeypa
     assert (tmp_path / "agent.log.1").read_text() == "the first\n"
 
 
-def test_a_log_file_that_cannot_be_set_aside_grows_to_twice_its_size_and_begins_anew(
+def test_a_log_file_that_cannot_be_set_aside_grows_to_twice_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent.host.windows.event_log.MAX_LOG_BYTES", 20)

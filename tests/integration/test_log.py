@@ -326,9 +326,7 @@ os._exit(0)
 @pytest.mark.skipif(sys.platform == "win32", reason="needs Unix pipes")
 @pytest.mark.parametrize("character", ["x", "\N{REPLACEMENT CHARACTER}", "\N{GRINNING FACE}"])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_a_long_line_for_which_there_is_room_only_in_part_is_cut_and_holds_nobody_up(
-    character: str, encoding: str
-) -> None:
+def test_a_long_line_without_enough_room_is_cut_and_delays_nothing(character: str, encoding: str) -> None:
     import os
 
     reader, writer = os.pipe()
@@ -459,7 +457,7 @@ def test_kinds_of_failure_that_take_turns_are_told_once_each_and_then_hourly(
     ]
 
 
-def test_a_failure_that_comes_and_goes_is_told_at_most_once_a_minute_in_the_long_run(
+def test_a_failure_that_comes_and_goes_is_told_at_most_once_a_minute(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, failures = Clock(), FailureLog("polling")

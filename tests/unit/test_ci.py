@@ -76,7 +76,7 @@ def test_a_real_windows_gets_the_msi_and_the_service_of_pip(workflow: dict[str, 
         assert names <= set(re.findall(r"^ {4}\[.*\] \$(\w+)", text_of(path), re.MULTILINE)), path
 
 
-def test_the_policy_of_the_trial_on_windows_is_valid_and_runs_the_scripts_that_it_writes() -> None:
+def test_the_policy_of_the_trial_on_windows_is_valid_and_runs_its_scripts() -> None:
     script = text_of("packaging/windows/try.ps1")
     (policy,) = re.findall(r"'my policy.yaml'\) @\"\n(.*?)\n\"@", script, re.DOTALL)
     policy = policy.replace("$work", r"C:\Program Files\Trial of the agent")
@@ -91,7 +91,7 @@ def test_the_policy_of_the_trial_on_windows_is_valid_and_runs_the_scripts_that_i
     assert 'unknown key "rulez"' in str(refused.value)
 
 
-def test_the_trial_on_windows_looks_for_ids_of_the_event_log_that_mean_what_it_expects() -> None:
+def test_the_trial_on_windows_looks_for_the_right_ids_of_the_event_log() -> None:
     script = text_of("packaging/windows/try.ps1")
     (ids,) = re.findall(r"foreach \(\$id in ([\d, ]+)\)", script)
     meanings = {int(log_id): log_id.meaning for log_id in LogId}

@@ -365,7 +365,7 @@ def test_an_agent_that_is_well_and_does_not_do_what_the_policy_says_is_doubted(
     assert found.finding == (f"{runs}, {doubt}" if doubt else runs)
 
 
-def test_an_agent_that_is_not_healthy_is_a_failure_and_one_that_does_not_answer_a_warning() -> None:
+def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
     ill = msgspec.structs.replace(STATUS, health=("no poll has succeeded for 60s", "its disk is full"))
     found = judge_agent("17", ill, None)
     told = "and is not healthy: no poll has succeeded for 60s; its disk is full"

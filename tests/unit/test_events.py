@@ -334,7 +334,7 @@ def test_one_id_listed_twice_is_one_event_with_the_resources_of_both() -> None:
         ({"Description": "live migration"}, {"type": "Freeze"}),
     ],
 )
-def test_twins_that_contradict_each_other_are_prepared_for_by_the_earliest_and_marked(
+def test_twins_that_contradict_are_prepared_for_by_the_earliest_and_marked(
     change: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     twins = [{**FULL, "Resources": ["vm_1"]}, {**FULL, "Resources": ["vm_2"], **change}]

@@ -413,7 +413,7 @@ windows_ = st.builds(
 
 
 @given(st.lists(rules_, max_size=3), windows_, events, st.lists(words, max_size=2), nows)
-def test_whatever_comes_a_decision_is_made_and_only_this_vms_events_are_ever_approved(
+def test_whatever_comes_a_decision_is_made_and_only_own_events_are_approved(
     rules: list[Rule], window: MaintenanceWindow, event: ScheduledEvent, names: list[str], now: datetime
 ) -> None:
     facts = Facts(names=tuple(names), noticed_at=now)

@@ -620,7 +620,7 @@ def test_a_hook_that_succeeds_although_it_was_told_to_end_is_the_last_one() -> N
     assert agent.of().prepare.state == "canceled"
 
 
-def test_preparation_finishes_after_an_early_start_where_the_rule_says_so_but_nothing_is_approved() -> None:
+def test_preparation_finishes_after_an_early_start_if_the_rule_says_so() -> None:
     agent, event = Agent(a_rule(on_early_start="finish")), an_event()
     agent.document(event)
     # The hook that runs is no longer bounded by a NotBefore that has come.
@@ -667,7 +667,7 @@ def test_a_rule_for_started_events_takes_one_that_no_rule_took_before() -> None:
     assert agent.document(started(event)) == ["A: on_start tell"]
 
 
-def test_an_event_that_vanishes_while_it_is_prepared_for_is_recovered_after_its_hook_has_ended() -> None:
+def test_an_event_that_vanishes_is_recovered_after_its_prepare_hook_has_ended() -> None:
     agent = Agent(a_rule())
     agent.document(an_event())
     assert agent.document() == ["A: cancel prepare"]
@@ -687,7 +687,7 @@ def test_a_drain_is_over_when_its_event_vanishes() -> None:
     ("approval", "after", "outcome"),
     [("none", 1, "canceled"), ("none", 901, "unknown"), ("confirmed", 1, "unknown"), ("requested", 1, "unknown")],
 )
-def test_an_event_gone_without_a_start_was_canceled_only_if_it_could_not_have_started(
+def test_an_event_gone_unstarted_was_canceled_only_if_it_could_not_start(
     approval: str, after: float, outcome: str
 ) -> None:
     agent = Agent(Rule(name="any", approve="manual" if approval == "none" else "immediately"))
@@ -701,7 +701,7 @@ def test_an_event_gone_without_a_start_was_canceled_only_if_it_could_not_have_st
     ]
 
 
-def test_an_event_that_goes_back_to_scheduled_is_neither_prepared_for_nor_approved_again() -> None:
+def test_an_event_that_goes_back_to_scheduled_is_not_prepared_for_again() -> None:
     agent, event = Agent(a_rule()), an_event()
     agent.document(event)
     agent.document(started(event))
@@ -907,7 +907,7 @@ def test_a_hook_that_the_new_rule_wants_besides_runs_though_preparation_was_done
     assert agent.ends("save") == ["A: approve A"]
 
 
-def test_what_was_approved_and_then_gets_worse_is_prepared_for_at_once_and_not_approved_again() -> None:
+def test_an_approved_event_that_gets_worse_is_prepared_for_not_approved_again() -> None:
     short = Rule(name="short", when=When(type=("Freeze",)), approve="immediately")
     agent = Agent(short, a_rule(prepare=("drain",), lead=60.0))
     freeze = an_event(type="Freeze")
@@ -919,7 +919,7 @@ def test_what_was_approved_and_then_gets_worse_is_prepared_for_at_once_and_not_a
     assert agent.document() == ["A: recover resume"]
 
 
-def test_what_azure_has_approved_is_not_said_to_be_held_when_preparing_for_more_fails() -> None:
+def test_an_approved_event_is_not_called_held_when_preparing_for_more_fails() -> None:
     short = Rule(name="short", when=When(type=("Freeze",)), approve="immediately")
     agent = Agent(short, a_rule(prepare=("drain",)))
     agent.document(an_event(type="Freeze"))
@@ -954,7 +954,7 @@ def test_a_hook_that_the_new_rule_wants_besides_runs_though_the_event_was_approv
 
 
 @pytest.mark.parametrize("has_restarted", [False, True])
-def test_a_hook_that_the_policy_has_lost_keeps_none_from_running_that_the_new_rule_wants(
+def test_a_hook_that_the_policy_has_lost_does_not_stop_those_of_the_new_rule(
     has_restarted: bool,
 ) -> None:
     agent = Agent(a_rule(prepare=("drain", "checkpoint")))
@@ -1013,9 +1013,7 @@ def test_a_recovery_waits_for_a_hook_that_the_policy_lacks_until_it_is_put_back(
     assert agent.board == {}
 
 
-def test_a_recovery_that_was_promised_without_preparation_is_kept_when_a_new_policy_wants_one_that_never_ran() -> (
-    None
-):
+def test_a_promised_recovery_is_kept_when_a_new_policy_adds_a_preparation() -> None:
     agent = Agent(a_rule(lead=900.0, prepare=(), recover=("resume",), approve="never"))
     agent.document(an_event())
     assert not is_ready(agent.board)
@@ -1149,7 +1147,7 @@ def test_a_recovery_is_not_started_when_another_event_begins_in_the_same_moment(
     assert agent.document() == ["A: recover resume"]
 
 
-def test_an_agent_that_acts_again_prepares_for_what_is_to_come_before_it_recovers_from_what_is_over() -> None:
+def test_an_agent_that_acts_again_prepares_before_it_recovers() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
     agent.ends("drain")
@@ -1180,7 +1178,7 @@ def test_an_event_that_is_over_before_its_first_hook_ran_has_nothing_to_recover(
     assert agent.ends("resume", "canceled") == ["A: recover resume"]
 
 
-def test_two_recoveries_with_the_same_hooks_in_other_order_run_each_once_and_in_their_order() -> None:
+def test_two_recoveries_with_the_same_hooks_run_each_once_in_their_order() -> None:
     agent = Agent(
         a_rule(name="other", when=When(type=("Freeze",)), prepare=("drain",), recover=("tell", "resume")),
         a_rule(prepare=("drain",), recover=("resume", "tell")),
@@ -1233,7 +1231,7 @@ def test_a_failed_approval_is_repeated_with_growing_pauses() -> None:
     assert agent.tick(3600) == []
 
 
-def test_an_approval_that_was_throttled_is_repeated_after_the_longer_pauses_that_the_service_wants() -> None:
+def test_a_throttled_approval_is_repeated_after_the_pauses_of_the_service() -> None:
     agent, event = prepared_agent(), an_event()
     pauses = []
     for _ in range(6):
@@ -1325,7 +1323,7 @@ def test_an_operators_approval_does_not_mind_another_spelling_of_the_same_vms() 
 
 
 @pytest.mark.parametrize("change", [{"type": "Redeploy"}, {"resources": ("vm_1", "vm_2")}], ids=["type", "VMs"])
-def test_an_operators_approval_is_void_when_the_event_becomes_another_one_before_it_was_sent(
+def test_an_operators_approval_is_void_when_the_event_changes_before_it_is_sent(
     change: dict[str, Any],
 ) -> None:
     agent = Agent(a_rule(approve="manual", prepare=("drain",)))
@@ -1342,7 +1340,7 @@ def test_an_operators_approval_is_void_when_the_event_becomes_another_one_before
 
 
 @pytest.mark.parametrize("change", [{"not_before": START}, {"resources": ("vm_1",)}, {"description": "soon"}])
-def test_an_operators_approval_holds_for_the_same_event_at_another_time_or_of_fewer_vms(
+def test_an_operators_approval_holds_for_another_time_or_fewer_vms(
     change: dict[str, Any],
 ) -> None:
     agent = Agent(a_rule(approve="manual", prepare=("drain",), shared="any"))
@@ -1430,7 +1428,7 @@ def test_an_event_that_contradicts_itself_is_prepared_for_and_left_to_an_operato
     assert agent.operator("approved") == ["A: approve A"]
 
 
-def test_an_operators_approval_is_void_when_the_document_begins_to_contradict_itself() -> None:
+def test_an_operators_approval_is_void_when_the_document_contradicts_itself() -> None:
     agent = Agent(a_rule(approve="manual", prepare=("drain",)))
     agent.document(an_event())
     agent.operator("approved")
@@ -1456,9 +1454,7 @@ def test_events_found_after_the_state_was_lost_are_not_approved_without_an_opera
     assert agent.operator("approved") == ["A: approve A"]
 
 
-def test_an_event_found_started_after_the_state_was_lost_is_recovered_from_for_it_may_have_been_prepared_for() -> (
-    None
-):
+def test_an_event_found_started_after_the_state_was_lost_is_recovered_from() -> None:
     agent, event = Agent(a_rule(prepare=("drain",), recover=("resume",)), is_state_lost=True), an_event()
     assert agent.document(started(event)) == []
     assert agent.document() == ["A: recover resume"]
@@ -1467,7 +1463,7 @@ def test_an_event_found_started_after_the_state_was_lost_is_recovered_from_for_i
     assert agent.board == {}
 
 
-def test_such_an_event_is_recovered_from_even_if_it_is_over_before_this_vm_knows_its_name() -> None:
+def test_such_an_event_is_recovered_from_if_it_is_over_before_the_name_is_known() -> None:
     agent = Agent(a_rule(prepare=("drain",), recover=("resume",)), is_state_lost=True)
     names, agent.context = agent.context.names, replace(agent.context, names=())
     assert agent.document(started(an_event())) == []
@@ -1575,7 +1571,7 @@ def test_nothing_acts_after_a_restart_before_the_first_document() -> None:
     assert agent.document(an_event()) == ["A: prepare checkpoint", "A: approve A"]
 
 
-def test_a_hook_that_was_in_flight_runs_again_after_a_restart_and_those_before_it_do_not() -> None:
+def test_after_a_restart_the_hook_in_flight_runs_again_and_those_before_do_not() -> None:
     agent = Agent(a_rule())
     agent.document(an_event())
     agent.ends("drain")
@@ -1636,7 +1632,7 @@ def test_after_its_own_reboot_the_agent_neither_prepares_again_nor_approves() ->
     assert agent.document() == ["A: recover resume"]
 
 
-def test_an_event_that_is_over_after_the_reboot_it_brought_is_recovered_as_completed() -> None:
+def test_an_event_that_is_over_after_its_reboot_is_recovered_as_completed() -> None:
     agent = Agent(a_rule(prepare=("drain",)))
     agent.document(an_event())
     agent.ends("drain")
@@ -1646,7 +1642,7 @@ def test_an_event_that_is_over_after_the_reboot_it_brought_is_recovered_as_compl
     assert "restarted: the agent restarted (after a reboot) in phase approved" in agent.journal
 
 
-def test_a_preparation_that_a_reboot_interrupted_is_not_gone_on_with_once_the_event_has_started() -> None:
+def test_a_preparation_cut_by_a_reboot_ends_once_the_event_has_started() -> None:
     agent = Agent(a_rule(on_early_start="finish"))
     agent.document(an_event())
     assert agent.restart("boot 2", started(an_event())) == []
