@@ -23,6 +23,7 @@ from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
+from urllib.parse import urlsplit
 
 import psutil
 import yaml
@@ -161,10 +162,18 @@ class Agent:
             self.process.send_signal(signal.SIGHUP)
 
     def freeze(self) -> None:
-        """Make it stand still, as a freeze of its machine would (POSIX only)."""
+        """Make it stand still between two polls, as a freeze of its machine would (POSIX only).
+
+        It cannot tell a freeze within a poll from an answer that takes its time.
+        """
         if sys.platform != "win32":
             self.process.send_signal(signal.SIGSTOP)
             self.wait_until(self._stands_still, "it stood still")
+            while self._is_at_work():
+                self.thaw()
+                time.sleep(0.05)
+                self.process.send_signal(signal.SIGSTOP)
+                self.wait_until(self._stands_still, "it stood still")
 
     def thaw(self) -> None:
         """The end of ``freeze``."""
@@ -357,6 +366,16 @@ class Agent:
         except OSError:  # a thread has ended meanwhile
             return False
         return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)
+
+    def _is_at_work(self) -> bool:
+        """Whether a thread of the stopped process computes, or has a connection to the endpoint."""
+        for path in Path(f"/proc/{self.process.pid}/task").glob("*/syscall"):
+            with contextlib.suppress(OSError):  # not every account may read it
+                if path.read_text().startswith("-1"):  # it is in no call of the system
+                    return True
+        port = urlsplit(self.endpoint).port
+        connections = psutil.net_connections("tcp4")
+        return any(one.pid == self.process.pid and one.raddr and one.raddr.port == port for one in connections)
 
     def _is_alive(self) -> bool:
         return self._reader is not None and self._reader.is_alive()

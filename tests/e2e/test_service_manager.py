@@ -96,12 +96,12 @@ def test_a_socket_without_a_file_is_found_as_well(service: Agent) -> None:
 
 
 def test_it_is_ready_long_before_a_slow_first_answer(service: Agent, sim: Simulator, systemd: Systemd) -> None:
-    sim.fault(None, "slow", delay_seconds=30.0)
+    sim.fault(None, "slow", delay_seconds=600.0)
     began = time.monotonic()
     service.start(is_awaited=False)
     systemd.wait_word("READY=1")
     systemd.wait_word("WATCHDOG=1")
-    assert systemd.messages[0][0] - began < 10
+    assert systemd.messages[0][0] - began < PATIENCE
     assert service.log("polling the metadata service fails") == []
 
 
@@ -126,9 +126,9 @@ def test_a_system_bus_that_never_answers_does_not_hold_up_the_start_or_a_reload(
         bus.listen()
         service.environment["DBUS_SYSTEM_BUS_ADDRESS"] = f"unix:path={tmp_path / 'bus'}"
         service.start(is_awaited=False)
-        systemd.wait_word("READY=1", timeout=20.0)
+        systemd.wait_word("READY=1")
         service.reload()
-        systemd.wait_word("READY=1", count=2, timeout=20.0)
+        systemd.wait_word("READY=1", count=2)
         bus.settimeout(PATIENCE)
         bus.accept()[0].close()  # it was asked: the file is looked at all the same
         assert (
@@ -218,6 +218,7 @@ def test_nothing_that_the_network_says_becomes_a_word_to_systemd(
     service: Agent, sim: Simulator, systemd: Systemd
 ) -> None:
     service.start()
+    systemd.wait_word("READY=1")
     sim.schedule("Reboot", notice_seconds=600, id_="a\nWATCHDOG_USEC=1\nSTOPPING=1")
     lines = systemd.wait(lambda lines: any("WATCHDOG_USEC=1" in line for line in lines))
     assert len(lines) == 1
