@@ -112,7 +112,8 @@ def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datet
     if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
         return f"drains for {span(now, workflow.drain_until)} more (/readyz answers 503)"
     if workflow.phase == "held":
-        return f"held, Azure starts it at NotBefore: {workflow.waits_for}"
+        reason = f": {workflow.waits_for}" if workflow.waits_for else ""  # none yet after an upgrade
+        return f"held, Azure starts it at NotBefore{reason}"
     if workflow.waits_for:
         return f"waits: {workflow.waits_for}"
     match workflow.phase:
