@@ -137,7 +137,7 @@ class Service:
         """Do what a step says; returns the id of the event that it was about, if there was one."""
         event_id = ""
         if step.event:
-            if step.event.name in self.names:
+            if step.event.name in self.names or step.event.name in self._planned:
                 raise SimulatorError(
                     f'there is an event "{step.event.name}" already; give another name', kind="usage"
                 )
@@ -172,7 +172,7 @@ class Service:
 
     def find(self, event_id: str) -> SimulatedEvent | None:
         """The event of this id or name, or None while it is only planned."""
-        if event_id in self._planned and event_id not in self.names:
+        if event_id in self._planned:
             return None
         return self.azure.event(self.id_of(event_id))
 
@@ -188,6 +188,8 @@ class Service:
 
     def _take(self, now: float, step: Step) -> None:
         """Take one step of the scenario; one that is no longer possible is told and left out."""
+        if step.event and step.event.name:
+            self._planned.discard(step.event.name)
         try:
             self.play(now, step)
         except SimulatorError as error:

@@ -12,10 +12,11 @@ from typing import Any, get_args
 import pytest
 
 from agent.cli.simulate import _warn_if_open
-from agent.simulator import Simulator, parse_scenario
+from agent.simulator import Simulator, SimulatorError, parse_scenario
 from agent.simulator.azure import EventType, Plan
 from agent.simulator.control import Control
 from agent.simulator.faults import Fault, FaultKind
+from agent.simulator.scenario import Step
 
 JSON = {"Content-Type": "application/json"}
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -298,6 +299,14 @@ def test_the_command_serves_nothing_but_what_is_asked_for() -> None:
             assert [event["EventId"] for event in json.loads(document)["Events"]] == [answer["event"]]
         finally:
             process.kill()
+
+
+def test_a_name_that_the_scenario_has_for_a_later_event_is_refused() -> None:
+    scenario = parse_scenario("{timeline: [{at: 1h, event: {type: Reboot, name: r}}]}", "mine.yaml")
+    with Simulator(scenario=scenario, begins_at_first_poll=False, is_endless=True) as azure:
+        with pytest.raises(SimulatorError, match='there is an event "r" already'):
+            azure.play(Step(at=0.0, event=Plan(type="Freeze", name="r")))
+        assert azure.events() == ()
 
 
 def test_a_scenario_with_a_control_port_does_not_end_by_itself() -> None:
