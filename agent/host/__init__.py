@@ -1,7 +1,7 @@
 """What differs between Linux and Windows, and nothing else.
 
-The two packages define the same functions with the same signatures: the names in ``__all__`` of their modules.
-They know nothing of events, policy or hooks, and import nothing of the agent but its base error.
+The two packages define what the agent uses of them with the same signatures. They know nothing of events, policy
+or hooks, and import nothing of the agent but its base error.
 """
 
 import sys

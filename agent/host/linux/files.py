@@ -23,26 +23,6 @@ from agent.host.linux.process import identity_of
 if sys.platform == "win32":
     raise ImportError("agent.host.linux is for Linux; import agent.host instead")
 
-__all__ = [
-    "HeldLock",
-    "access_fault",
-    "account_name",
-    "create_private_dir",
-    "default_config_path",
-    "default_state_dir",
-    "exposure_fault",
-    "file_system",
-    "flush_directory",
-    "has_account",
-    "hold_lock",
-    "is_privileged",
-    "lock_holder",
-    "ownership_fault",
-    "privacy_fault",
-    "tampering_fault",
-    "temporary_disk",
-]
-
 _LOCK_PATIENCE_SECONDS = 0.5  # lock_holder may have the lock for an instant
 _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the root of that disk
 

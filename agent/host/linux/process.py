@@ -29,17 +29,6 @@ from agent.host.error import HostError
 if sys.platform == "win32":
     raise ImportError("agent.host.linux is for Linux; import agent.host instead")
 
-__all__ = [
-    "ProcessTree",
-    "base_environment",
-    "command_fault",
-    "decode_output",
-    "end_marked",
-    "find_program",
-    "reap_orphans",
-    "start_tree",
-]
-
 _MARKER = "SCHEDULED_EVENTS_AGENT_HOOK_RUN"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "CREDENTIALS_DIRECTORY")

@@ -22,23 +22,6 @@ from agent.host.surroundings import Approver, OwnService
 if sys.platform == "win32":
     raise ImportError("agent.host.linux is for Linux; import agent.host instead")
 
-__all__ = [
-    "ServiceManager",
-    "boot_id",
-    "claim_port",
-    "dhcp_option_245",
-    "find_systemctl",
-    "has_terminal_colors",
-    "has_units",
-    "is_journal",
-    "is_same_boot",
-    "is_shutting_down",
-    "is_writable",
-    "other_approvers",
-    "own_service",
-    "send_to_journal",
-]
-
 # Where systemd-networkd, NetworkManager and dhclient (in Debian's and Red Hat's places) keep their leases.
 _LEASES = (
     "run/systemd/netif/leases/*",

@@ -29,11 +29,6 @@ from agent.host.linux.process import ProcessTree
 if sys.platform == "win32":
     raise ImportError("agent.host.linux is for Linux; import agent.host instead")
 
-__all__ = [
-    "start_unit",
-    "unit_fault",
-]
-
 _DEFAULT_DIRECTORY = "/run/scheduled-events-agent"
 # The variables that tell what a run of a unit is for.
 _PURPOSE = ("SCHEDULED_EVENT_ID", "SCHEDULED_EVENT_STAGE")

@@ -21,26 +21,6 @@ if sys.platform == "win32" or TYPE_CHECKING:
     import win32con
     import win32file
 
-__all__ = [
-    "HeldLock",
-    "access_fault",
-    "account_name",
-    "create_private_dir",
-    "default_config_path",
-    "default_state_dir",
-    "exposure_fault",
-    "file_system",
-    "flush_directory",
-    "has_account",
-    "hold_lock",
-    "is_privileged",
-    "lock_holder",
-    "ownership_fault",
-    "privacy_fault",
-    "tampering_fault",
-    "temporary_disk",
-]
-
 _LOCK_PATIENCE_SECONDS = 0.5  # a process that asks who has a lock may have it for an instant
 _SHARING_VIOLATION = 32
 _NOT_FOUND = (2, 3)  # the file, a directory above it

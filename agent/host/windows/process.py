@@ -28,17 +28,6 @@ if sys.platform == "win32" or TYPE_CHECKING:
     import win32con
     import win32job
 
-__all__ = [
-    "ProcessTree",
-    "base_environment",
-    "command_fault",
-    "decode_output",
-    "end_marked",
-    "find_program",
-    "reap_orphans",
-    "start_tree",
-]
-
 _MARKER = "SCHEDULED_EVENTS_AGENT_HOOK_RUN"
 _PASSED_ON = (
     "ALLUSERSPROFILE", "APPDATA", "COMMONPROGRAMFILES", "COMMONPROGRAMFILES(X86)", "COMMONPROGRAMW6432",

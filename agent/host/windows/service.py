@@ -23,8 +23,6 @@ if sys.platform == "win32" or TYPE_CHECKING:
     import win32evtlogutil
     import win32service
 
-__all__ = ["own_service"]
-
 NAME = SERVICE
 DISPLAY_NAME = "Azure Scheduled Events Agent"
 DESCRIPTION = (

@@ -24,24 +24,6 @@ if sys.platform == "win32" or TYPE_CHECKING:
 
     import win32api
 
-__all__ = [
-    "ServiceManager",
-    "boot_id",
-    "claim_port",
-    "dhcp_option_245",
-    "find_systemctl",
-    "has_terminal_colors",
-    "has_units",
-    "is_journal",
-    "is_same_boot",
-    "is_shutting_down",
-    "is_writable",
-    "other_approvers",
-    "send_to_journal",
-    "start_unit",
-    "unit_fault",
-]
-
 # A clock that is set right moves the boot's computed time; no machine boots twice within this.
 _SAME_BOOT_SECONDS = 120.0
 _SM_SHUTTINGDOWN = 0x2000
