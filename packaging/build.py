@@ -81,6 +81,7 @@ _PLACES = {
     "packaging/start.py": (f"{HOME}/start.py", 0o644),
     "config/policy.yaml": (f"etc/{NAME}/policy.yaml", 0o644),
     "config/policy.schema.json": (f"usr/share/{NAME}/policy.schema.json", 0o644),
+    "systemd/polkit.rules": (f"usr/share/{NAME}/systemd/polkit.rules", 0o644),
     "systemd/strict.conf": (f"usr/share/{NAME}/systemd/strict.conf", 0o644),
     f"systemd/{NAME}.service": (f"usr/lib/systemd/system/{NAME}.service", 0o644),
     "packaging/preset": (f"usr/lib/systemd/system-preset/80-{NAME}.preset", 0o644),

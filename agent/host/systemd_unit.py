@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -53,7 +53,7 @@ class Place(NamedTuple):
     program: Path
     """What a person types; the unit runs it."""
     systemd: Path
-    """The folder with the unit and the drop-in as they are shipped."""
+    """The folder with the unit, the drop-in and the polkit rule as they are shipped."""
     policy: Path
     """The policy file as it is shipped."""
     code: tuple[Path, ...]
@@ -96,14 +96,16 @@ def check_place(place: Place) -> None:
             raise UnitError(f"{fault}{where}", kind="place")
 
 
-def files_of(place: Place, units: Iterable[str], *, is_strict: bool) -> dict[Path, str | None]:
+def files_of(place: Place, units: Collection[str], *, is_strict: bool) -> dict[Path, str | None]:
     """The files of the set-up; None where there must be none. Raises UnitError."""
     files: dict[Path, str | None] = {}
     if not place.is_packaged:
         files[UNIT_FILE] = marked(unit_text((place.systemd / UNIT).read_text(encoding="utf-8"), place.program))
     files[STRICT_FILE] = marked((place.systemd / "strict.conf").read_text(encoding="utf-8")) if is_strict else None
-    rule = polkit_rule(units) if is_strict else ""
-    files[RULE_FILE] = marked(rule, comment="//") if rule else None
+    files[RULE_FILE] = None
+    if is_strict and units:
+        rule = polkit_rule((place.systemd / "polkit.rules").read_text(encoding="utf-8"), units)
+        files[RULE_FILE] = marked(rule, comment="//")
     return files
 
 
@@ -118,32 +120,10 @@ def unit_text(template: str, program: Path) -> str:
     return re.sub(rf"(?m)^(Exec\w+=){_PACKAGED_PROGRAM}(?= )", rf"\g<1>{program}", template)
 
 
-def polkit_rule(units: Iterable[str]) -> str:
-    """The rule that lets the agent's account start, stop and kill these units and no others; empty for none."""
+def polkit_rule(template: str, units: Iterable[str]) -> str:
+    """The shipped rule, which lets the agent's account start, stop and kill these units and no others."""
     listed = ",\n".join(f"    {json.dumps(name)}" for name in sorted(set(units)))
-    if not listed:
-        return ""
-    return f"""\
-// The hooks of the policy that are systemd units: the agent may start, stop and kill these, have systemd keep how
-// they ended ("ref"), and do nothing else.
-// Run "{NAME} install-unit --strict" again when the policy names others.
-var scheduledEventsUnits = [
-{listed}
-];
-// Newer systemds (257, for one) call it a "start", too, when a client brings a unit of its own making
-// (StartTransientUnit). While there is no file of that name, the agent's account would be root by it. Only the
-// message tells the two apart.
-var scheduledEventsStart = "Authentication is required to start '$(unit)'.";
-polkit.addRule(function (action, subject) {{
-    if (action.id == "org.freedesktop.systemd1.manage-units"
-            && subject.user == {json.dumps(USER)}
-            && scheduledEventsUnits.indexOf(action.lookup("unit")) >= 0
-            && ["start", "stop", "kill", "ref"].indexOf(action.lookup("verb")) >= 0
-            && (action.lookup("verb") != "start" || action.lookup("polkit.message") == scheduledEventsStart)) {{
-        return polkit.Result.YES;
-    }}
-}});
-"""
+    return template.replace("scheduledEventsUnits = [];", f"scheduledEventsUnits = [\n{listed}\n];")
 
 
 def unnamed_units(units: Iterable[str]) -> list[str] | None:
@@ -169,7 +149,7 @@ def marked(body: str, comment: str = "#") -> str:
     return f"{mark}\n{body}"
 
 
-def install(place: Place, units: Iterable[str], *, is_strict: bool, is_now: bool) -> list[str]:
+def install(place: Place, units: Collection[str], *, is_strict: bool, is_now: bool) -> list[str]:
     """Set the agent up; returns what was done, one line each. Raises UnitError.
 
     A system that is not booted, such as an image, is set up for its first boot.

@@ -21,6 +21,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 PROGRAM = Path("/opt/agent/bin/scheduled-events-agent")
 PLACE = Place(PROGRAM, CHECKOUT / "systemd", CHECKOUT / "config" / "policy.yaml", code=(), is_packaged=False)
 PACKAGED = PLACE._replace(program=Path("/usr/bin/scheduled-events-agent"), is_packaged=True)
+RULE = (CHECKOUT / "systemd" / "polkit.rules").read_text(encoding="utf-8")
 SHIPPED = (CHECKOUT / "systemd" / "scheduled-events-agent.service").read_text(encoding="utf-8")
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="systemd is Linux's")
@@ -88,11 +89,11 @@ def test_a_path_that_systemd_would_read_otherwise_is_refused(folder: str) -> Non
 
 def test_the_polkit_rule_names_exactly_the_units_of_the_policy_once_each() -> None:
     text = systemd_unit.polkit_rule(
-        ["fill-web.service", "drain@web.service", "fill-web.service", r"a\x2db.service"]
+        RULE, ["fill-web.service", "drain@web.service", "fill-web.service", r"a\x2db.service"]
     )
     listed = text[text.index("[") : text.index("]") + 1]
     assert json.loads(listed) == [r"a\x2db.service", "drain@web.service", "fill-web.service"]
-    assert systemd_unit.polkit_rule([]) == ""
+    assert text.replace(text[text.index("[") : text.index("]") + 1], "[]") == RULE
 
 
 def test_the_account_is_the_one_that_packages_make() -> None:
@@ -385,7 +386,7 @@ def test_the_strict_set_up_comes_and_goes_with_its_account_and_its_rule(system: 
     ]
     strict = (CHECKOUT / "systemd" / "strict.conf").read_text(encoding="utf-8")
     assert text_of(system, STRICT_FILE) == systemd_unit.marked(strict)
-    rule = systemd_unit.polkit_rule(["drain.service"])
+    rule = systemd_unit.polkit_rule(RULE, ["drain.service"])
     assert text_of(system, RULE_FILE) == systemd_unit.marked(rule, comment="//")
     account = [line.split(":") for line in (system / "etc/passwd").read_text().splitlines()][-1]
     assert account[0] == "scheduled-events-agent"

@@ -548,7 +548,8 @@ class Strict:
         self._machine = machine
         container = machine.container
         container.run("systemd-sysusers", f"{PROJECT}/packaging/sysusers.conf")
-        container.write("/etc/polkit-1/rules.d/50-scheduled-events-agent.rules", polkit_rule(names))
+        rule = polkit_rule((CHECKOUT / "systemd" / "polkit.rules").read_text(), names)
+        container.write("/etc/polkit-1/rules.d/50-scheduled-events-agent.rules", rule)
         container.run("systemctl", "restart", "polkit.service")
         settings = " ".join(f"{name}={value}" for name, value in _ENVIRONMENT.items())
         self._unit = machine.unit(

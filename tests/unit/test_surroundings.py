@@ -281,6 +281,6 @@ def test_units_that_the_installed_rule_does_not_name_are_told(
     rule, units = tmp_path / "rule", ["drain-web.service", "resume-web.service"]
     monkeypatch.setattr(systemd_unit, "RULE_FILE", rule)
     assert unnamed_units(units) == units
-    rule.write_text(polkit_rule(units[:1]), encoding="utf-8")
+    rule.write_text(polkit_rule("var scheduledEventsUnits = [];", units[:1]), encoding="utf-8")
     assert unnamed_units(units) == ["resume-web.service"]
     assert unnamed_units(units[:1]) == []
