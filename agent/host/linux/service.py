@@ -126,7 +126,10 @@ def is_journal(descriptor: int) -> bool:
 
 def send_to_journal(fields: Mapping[str, str], patience_seconds: float) -> bool:
     """Write one entry with fields of its own; False if the journal does not take it in that time."""
-    entry = b"".join(_journal_field(name, value.encode("utf-8", "replace")) for name, value in fields.items())
+    entry = b""
+    for name, text in fields.items():
+        value = text.encode("utf-8", "replace")
+        entry += name.encode() + b"\n" + len(value).to_bytes(8, "little") + value + b"\n"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
             sender.settimeout(patience_seconds)
@@ -134,12 +137,6 @@ def send_to_journal(fields: Mapping[str, str], patience_seconds: float) -> bool:
     except OSError:
         return False
     return True
-
-
-def _journal_field(name: str, value: bytes) -> bytes:
-    if b"\n" not in value:
-        return name.encode() + b"=" + value + b"\n"
-    return name.encode() + b"\n" + len(value).to_bytes(8, "little") + value + b"\n"
 
 
 class ServiceManager:
