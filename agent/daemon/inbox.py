@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agent.engine import Engine, Executor, Message
-from agent.log import FailureLog
+from agent.log import get_logger
 from agent.log_ids import LogId
 from agent.settings import Settings
 from agent.store import StoreError
@@ -59,9 +59,6 @@ class Inbox:
         self._executor = executor
         self._obey = obey
         self._monotonic = monotonic
-        self._failures = FailureLog(
-            "keeping what comes while the agent stops", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN
-        )
 
     def take(self, timeout: float) -> bool:
         """Wait up to ``timeout`` seconds for an item, take all there are; False if one of them says stop."""
@@ -101,5 +98,5 @@ class Inbox:
                 self._engine.turn(None)
             except StoreError:
                 pass  # the engine logs it, and finish tries again
-            except Exception as error:  # noqa: BLE001 - hooks must be ended despite a bug
-                self._failures.failed("bug", repr(error), self._monotonic())
+            except Exception:  # noqa: BLE001 - hooks must be ended despite a bug
+                get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)

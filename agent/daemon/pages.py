@@ -7,7 +7,7 @@ bounded amount of work, however many and however slow they are, and none of it i
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from http import HTTPStatus
 from math import inf
@@ -161,12 +161,12 @@ class Pages:
 
     def _status_page(self) -> Page:
         status = self.status()
-        pending = {workflow.id for workflow in status.pending}
-        with suppress(StoreError):
-            recent = self._load_recent()[0] if self._shows_output() else ()
-            entries = [entry for history in recent for entry in history.entries]
-            output = [entry for entry in entries if entry.hook and entry.detail and entry.workflow_id in pending]
-            status = replace(status, hook_output=tuple(output))
+        if self._engine.settings.agent.show_hook_output:
+            pending = {workflow.id for workflow in status.pending}
+            with suppress(StoreError):
+                entries = [entry for history in self._load_recent()[0] for entry in history.entries]
+                output = [one for one in entries if one.hook and one.detail and one.workflow_id in pending]
+                status = replace(status, hook_output=tuple(output))
         return _json_page(status)
 
     def _history_page(self) -> Page:
@@ -184,20 +184,14 @@ class Pages:
 
     def _shown(self, entries: Sequence[JournalEntry]) -> tuple[JournalEntry, ...]:
         """The last entries, with hooks' output only where the policy shows it."""
-        if self._shows_output():
+        if self._engine.settings.agent.show_hook_output:
             return tuple(entries[-_ENTRIES:])
         return tuple(replace(entry, detail="") for entry in entries[-_ENTRIES:])
 
-    def _shows_output(self) -> bool:
-        return self._engine.settings.agent.show_hook_output
-
     def _load_recent(self) -> tuple[Sequence[History], Sequence[JournalEntry]]:
         """The latest events and pauses. Raises StoreError."""
-        store = Store.look_into(self._state_dir)
-        try:
+        with closing(Store.look_into(self._state_dir)) as store:
             return store.load_histories(limit=_RECENT), store.load_notes(kind="pause", limit=_RECENT)
-        finally:
-            store.close()
 
     def status(self) -> Status:
         """How the agent is now. For any thread."""
