@@ -214,7 +214,8 @@ class _Reader:
         type_, metas = peel(annotation)
         origin = get_origin(type_)
         if origin in (Union, UnionType):
-            return self._optional(node, type_, metas, path)
+            other = next(member for member in get_args(type_) if member is not NoneType)
+            return None if _is_null(node) else self._convert(node, Annotated[other, Meta(), *metas], path)
         if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
             return self._struct(node, type_, path)
         if origin in (tuple, list):
@@ -222,10 +223,6 @@ class _Reader:
         if origin is dict:
             return self._mapping(node, get_args(type_), metas, path)
         return _check(_scalar(node, type_, metas), metas)
-
-    def _optional(self, node: Node, type_: Any, metas: tuple[Meta, ...], path: str) -> Any:
-        other = next(member for member in get_args(type_) if member is not NoneType)
-        return None if _is_null(node) else self._convert(node, Annotated[other, Meta(), *metas], path)
 
     def _struct(self, node: Node, type_: type[msgspec.Struct], path: str) -> Any:
         fields = _fields(type_)

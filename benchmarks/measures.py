@@ -106,7 +106,7 @@ class _Azure(Simulator):
             scenario=recording,
             rate_limit=None,
             begins_at_first_poll=True,
-            is_endless=True,
+            linger_seconds=math.inf,
         )
 
     def announce(self, event_id: str, source: str) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import re
 import sys
 import threading
@@ -20,6 +21,8 @@ from agent.simulator.recorder import REAL_ENDPOINT, record
 from agent.simulator.recording import SUFFIX, Recording, load_recording, rename_vm
 from agent.simulator.scenario import DEFAULT_SCENARIO
 from agent.typed_yaml import parse_duration
+
+_LINGER_SECONDS = 3.0  # in which clients can still see that the last event is gone
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,7 +106,7 @@ def _run(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         bind=arguments.bind,
         begins_at_first_poll=not arguments.now,
-        is_endless=arguments.control is not None,
+        linger_seconds=_LINGER_SECONDS if arguments.control is None else math.inf,
         requests_file=arguments.requests,
     )
     with contextlib.suppress(KeyboardInterrupt), simulator, contextlib.ExitStack() as stack:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from agent.events import EVENT_TYPES
 from agent.policy import Hook, Rule, When
 from agent.settings.model import Settings, ip_address_of, is_open, parse_endpoint
 from agent.typed_yaml import Parsed, format_duration, nearest
@@ -26,8 +25,6 @@ _OPTION = re.compile(r"(?<![(*+?}])\?")
 # Each rule is compared with so many of those above it, first those with the fewest conditions: they cover most.
 _MAX_COMPARED = 32
 
-# The notice Azure promises; a Terminate has what its scale set says, at least this.
-_NOTICE_SECONDS = {"Freeze": 900.0, "Reboot": 900.0, "Redeploy": 600.0, "Preempt": 30.0, "Terminate": 300.0}
 # Conditions of a rule that are lists.
 _LISTS = ("type", "source", "status", "resource", "description")
 
@@ -242,21 +239,15 @@ def _rule_doubts(path: str, rule: Rule) -> Iterator[Finding]:
 
 
 def _time_doubts(path: str, rule: Rule, hooks: dict[str, Hook]) -> Iterator[Finding]:
-    when = rule.when
-    if rule.lead is not None:
-        times = [("drain_for", "it", rule.drain_for)]
-        for index, name in enumerate(rule.prepare):
-            times.append((f"prepare[{index}]", f"the timeout of {name}", hooks[name].timeout))
-        for key, what, seconds in times:
-            if seconds > rule.lead:
-                text = f"{what} ({format_duration(seconds)}) is longer than lead ({format_duration(rule.lead)})"
-                yield f"{path}.{key}", f"{text}: NotBefore may cut it short"
-    if rule.drain_for:
-        types = when.type or EVENT_TYPES
-        short = [name for name in types if _NOTICE_SECONDS[name] <= rule.drain_for]
-        if short and (when.type or len(short) == len(types)):
-            notices = ", ".join(f"{name} {format_duration(_NOTICE_SECONDS[name])}" for name in short)
-            yield f"{path}.drain_for", f"is as long as the usual notice ({notices}): it will be cut short"
+    if rule.lead is None:
+        return
+    times = [("drain_for", "it", rule.drain_for)]
+    for index, name in enumerate(rule.prepare):
+        times.append((f"prepare[{index}]", f"the timeout of {name}", hooks[name].timeout))
+    for key, what, seconds in times:
+        if seconds > rule.lead:
+            text = f"{what} ({format_duration(seconds)}) is longer than lead ({format_duration(rule.lead)})"
+            yield f"{path}.{key}", f"{text}: NotBefore may cut it short"
 
 
 def _condition_count(rule: Rule) -> int:

@@ -49,10 +49,6 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     origin: Origin
     documents: tuple[Recorded, ...]
 
-    @property
-    def vms(self) -> tuple[str, ...]:
-        return (self.origin.vm,)
-
 
 class Replay(Azure):
     """Documents as they were recorded, in place of events that are simulated.

@@ -4,7 +4,6 @@ Owns the passing of time, the record of what clients sent, and waiting for what 
 done before a request is answered, so what a document shows never depends on which thread ran first.
 """
 
-import math
 import threading
 import time
 from collections import deque
@@ -54,7 +53,6 @@ class Simulator:
         bind: str = LOOPBACK,
         rate_limit: int | None = RATE_LIMIT,
         begins_at_first_poll: bool = False,
-        is_endless: bool = False,
         requests_file: Path | None = None,
         linger_seconds: float = 3.0,
         clock: Callable[[], float] | None = None,
@@ -66,8 +64,8 @@ class Simulator:
         ``bind``: the address of this machine to listen on; 0.0.0.0 or ::, all of them.
         ``others``: names of further VMs that events may name and that have no port.
         ``begins_at_first_poll``: the scenario's time begins with the first request for a document.
-        ``is_endless``: the scenario's end is not the simulator's; ``linger_seconds``: real time in which clients
-        can still see that its last event is gone. ``requests_file`` gets each request as a line of JSON.
+        ``linger_seconds``: real time from the scenario's last event to its end; math.inf: it does not end.
+        ``requests_file`` gets each request as a line of JSON.
         ``clock`` gives seconds since the epoch and must run as fast as real time.
         """
         if not _MIN_SPEED <= speed <= _MAX_SPEED:
@@ -81,7 +79,7 @@ class Simulator:
             scenario,
             speed=speed,
             rate_limit=rate_limit,
-            linger_seconds=math.inf if is_endless else linger_seconds,
+            linger_seconds=linger_seconds,
         )
         self.vms: dict[str, VirtualMachine] = self._service.vms
         self._begins_at_first_poll = begins_at_first_poll

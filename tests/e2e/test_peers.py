@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import socket
 import sqlite3
 import sys
@@ -291,7 +292,7 @@ def test_a_name_that_could_not_be_had_at_once_is_asked_for_again_soon(sim: Simul
 
 
 def test_an_incarnation_that_falls_back_hides_nothing(make_agent: MakeAgent) -> None:
-    with Simulator(scenario=Scenario(incarnation=40), rate_limit=None, is_endless=True) as sim:
+    with Simulator(scenario=Scenario(incarnation=40), rate_limit=None, linger_seconds=math.inf) as sim:
         agent = make_agent(sim.endpoint())
         agent.write_policy(rules=[AT_ONCE])
         agent.start()

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import math
 import re
 import socket
 import subprocess
@@ -303,17 +304,17 @@ def test_the_command_serves_nothing_but_what_is_asked_for() -> None:
 
 def test_a_name_that_the_scenario_has_for_a_later_event_is_refused() -> None:
     scenario = parse_scenario("{timeline: [{at: 1h, event: {type: Reboot, name: r}}]}", "mine.yaml")
-    with Simulator(scenario=scenario, begins_at_first_poll=False, is_endless=True) as azure:
+    with Simulator(scenario=scenario, linger_seconds=math.inf) as azure:
         with pytest.raises(SimulatorError, match='there is an event "r" already'):
             azure.play(Step(at=0.0, event=Plan(type="Freeze", name="r")))
         assert azure.events() == ()
 
 
-def test_a_scenario_with_a_control_port_does_not_end_by_itself() -> None:
+@pytest.mark.parametrize("linger_seconds", [math.inf, 3.0])
+def test_a_scenario_with_a_control_port_does_not_end_by_itself(linger_seconds: float) -> None:
     scenario = parse_scenario("{timeline: [{at: 0s, event: {type: Reboot, name: r}}], ends: 1s}", "mine.yaml")
-    for is_endless in (True, False):
-        now = [1000.0]
-        with Simulator(scenario=scenario, is_endless=is_endless, clock=lambda now=now: now[0]) as simulator:  # type: ignore[misc]
-            now[0] += 60.0
-            assert simulator.event("r").status == "Scheduled"
-            assert simulator.is_finished is not is_endless
+    now = [1000.0]
+    with Simulator(scenario=scenario, linger_seconds=linger_seconds, clock=lambda: now[0]) as simulator:
+        now[0] += 60.0
+        assert simulator.event("r").status == "Scheduled"
+        assert simulator.is_finished is (linger_seconds < math.inf)

@@ -1,13 +1,13 @@
 """Documents of a real endpoint: how they are recorded, and how they are played."""
 
 import json
+import math
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import UTC, datetime
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -246,7 +246,7 @@ def test_approvals_are_counted_and_change_nothing() -> None:
     import http.client
 
     recording = Recording(origin=Origin(vm="vm-1"), documents=(recorded(0.0, event(), incarnation=7),))
-    with Simulator(scenario=recording, is_endless=True) as replay:
+    with Simulator(scenario=recording, linger_seconds=math.inf) as replay:
         before = get(replay)
         statuses = []
         for event_id in ("a-1", "other"):
@@ -319,7 +319,7 @@ def run_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_the_command_records_and_plays_what_it_has_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.cli.simulate.Simulator", partial(Simulator, linger_seconds=0.0))
+    monkeypatch.setattr("agent.cli.simulate._LINGER_SECONDS", 0.0)
     path = tmp_path / "mine.jsonl"
     with Simulator(vms=("web_0",)) as azure:
         azure.schedule("Reboot", vms=["web_0"], id_="602d9444")

@@ -265,7 +265,6 @@ def test_a_rule_that_may_still_match_is_no_warning(one: str, other: str) -> None
         ("on_start: [drain], recover: [resume]", "rules[0].recover: recovers, but the rule prepares nothing"),
         ("on_start: [drain, resume], approve: immediately, when: {affects: others}", "rules[0].approve: never approves: an event that does not name this VM is not approved from here"),
         ("on_start: [drain, resume], approve: immediately, when: {status: Started}", "rules[0]: an event that has started can neither be prepared for nor approved: only on_start runs"),
-        ("on_start: [drain, resume], approve: when-prepared, drain_for: 1m, when: {type: Preempt}", "rules[0].drain_for: is as long as the usual notice (Preempt 30s): it will be cut short"),
         ("prepare: [drain], approve: when-prepared", "hooks.resume: no rule names this hook"),
     ],
 )  # fmt: skip
