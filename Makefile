@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 MINUTES ?= 60
 SEEDS ?= 10000
 IN_WINE := tests/system/test_windows.py tests/system/test_windows_service.py tests/system/test_msi.py
+LONGEST := $(addprefix tests/system/test_,install_other.py packages.py rpm.py deb.py systemd_service.py)
 
 .PHONY: demo test lint audit faults simulation fuzz nightly soak bench system system-linux system-windows packages deb rpm msi clean
 
@@ -47,7 +48,8 @@ bench: $(VENV)/.ready         ## Speed and size, as a table
 system: system-linux system-windows   ## Tests in real surroundings (root: fetches them once; make -j2 halves the time)
 
 system-linux: $(VENV)/.ready  ## In a booted Debian, and with the programs that hooks drain
-	$(BIN)/python -m pytest -n 3 --dist loadfile --timeout 900 tests/system $(IN_WINE:%=--ignore=%)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --timeout 900 \
+		$(LONGEST) $(filter-out $(LONGEST) $(IN_WINE),$(sort $(wildcard tests/system/test_*.py)))
 
 system-windows: $(VENV)/.ready ## Under a Windows Python, in Wine
 	$(BIN)/python -m pytest --timeout 900 $(IN_WINE)
