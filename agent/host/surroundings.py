@@ -147,7 +147,7 @@ class Mount(NamedTuple):
 
 
 def mount_of(path: Path) -> Mount | None:
-    """The file system that the path is on; None if that cannot be told."""
+    """The file system that the path is on; None if it is not known."""
     with suppress(OSError):
         found = [part for part in psutil.disk_partitions(all=True) if path.is_relative_to(part.mountpoint)]
         # A later mount hides an earlier one.

@@ -1,6 +1,6 @@
 """A connection to systemd over the system's D-Bus.
 
-jeepney does the protocol. What this file adds: nothing waits longer than it was told to, and a signal counts only
+jeepney does the protocol. What this file adds: nothing waits longer than its limit, and a signal counts only
 if it comes from the process that answers as systemd, for other processes can send one that looks the same.
 """
 

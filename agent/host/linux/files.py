@@ -120,7 +120,7 @@ def exposure_fault(path: Path) -> str | None:
 def access_fault(path: Path, purpose: Literal["execute", "write"], user: str | None) -> str | None:
     """Why the account (None: this one) cannot use the file or directory so; None if it can.
 
-    Raises HostError if that cannot be told, or there is no such account.
+    Raises HostError if it is not known, or there is no such account.
     """
     who = user or account_name()
     if who != account_name() and os.geteuid() != 0:
@@ -157,7 +157,7 @@ def temporary_disk(path: Path) -> Path | None:
 
 
 def file_system(path: Path) -> tuple[str, Path] | None:
-    """Kind of the file system that the path is on, and where that is mounted; None if it cannot be told."""
+    """Kind of the file system that the path is on, and where that is mounted; None if it is not known."""
     mount = surroundings.mount_of(Path(os.path.realpath(path)))
     return None if mount is None else (mount.kind, Path(mount.place))
 
@@ -212,7 +212,7 @@ def hold_lock(path: Path) -> HeldLock:
 def lock_holder(path: Path) -> str | None:
     """The pid of the process that has the lock, "unknown" if it left none; None if the lock is free.
 
-    Raises HostError if that cannot be told. It shares the lock for an instant, which ``hold_lock`` waits for.
+    Raises HostError if it is not known. It shares the lock for an instant, which ``hold_lock`` waits for.
     """
     try:
         with path.open("rb") as file:

@@ -97,7 +97,7 @@ def has_units() -> bool:
 
 
 def is_shutting_down() -> bool | None:
-    """Whether the machine is shutting down; None if that cannot be told. May take two seconds."""
+    """Whether the machine is shutting down; None if it is not known. May take two seconds."""
     # systemctl must not notify systemd in the agent's name.
     environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
     try:

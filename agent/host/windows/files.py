@@ -21,7 +21,7 @@ if sys.platform == "win32" or TYPE_CHECKING:
     import win32con
     import win32file
 
-_LOCK_PATIENCE_SECONDS = 0.5  # a process that asks who has a lock may have it for an instant
+_LOCK_PATIENCE_SECONDS = 0.5  # a process that looks for the holder may have it for an instant
 _SHARING_VIOLATION = 32
 _NOT_FOUND = (2, 3)  # the file, a directory above it
 _TEMPORARY_LABEL = "Temporary Storage"  # Azure gives it to that disk, and puts the file into it
@@ -88,7 +88,7 @@ def privacy_fault(path: Path) -> str | None:
 
 
 def ownership_fault(path: Path, user: str | None) -> str | None:
-    """None: on Windows ``privacy_fault`` names an owner who should not be it."""
+    """None: on Windows ``privacy_fault`` names a wrong owner."""
     del path, user
     return None
 
@@ -141,7 +141,7 @@ def temporary_disk(path: Path) -> Path | None:
 
 
 def file_system(path: Path) -> tuple[str, Path] | None:
-    """Kind of the file system that the path is on, and its root; None if it cannot be told."""
+    """Kind of the file system that the path is on, and its root; None if it is not known."""
     _, kind = _volume(path)
     return (kind, Path(path.absolute().anchor)) if kind else None
 
@@ -158,7 +158,7 @@ def _volume(path: Path) -> tuple[str, str]:
 def access_fault(path: Path, purpose: Literal["execute", "write"], user: str | None) -> str | None:
     """Why this account cannot use the file or directory so; None if it can.
 
-    Raises HostError for another account, of which that cannot be told.
+    Raises HostError for another account, of which it is not known.
     """
     name = "" if user is None else user.rpartition("\\")[2].casefold()
     is_like_us = name in ("", account_name().casefold()) or (name in ("localsystem", "system") and is_privileged())
@@ -220,7 +220,7 @@ def hold_lock(path: Path) -> HeldLock:
 def lock_holder(path: Path) -> str | None:
     """The pid of the process that has the lock, "unknown" if it left none; None if no process has it.
 
-    Raises HostError if that cannot be told. Has the file open for an instant, and ``hold_lock`` waits for that.
+    Raises HostError if it is not known. Has the file open for an instant, and ``hold_lock`` waits for that.
     """
     try:
         _open_locked(path, win32con.GENERIC_READ, win32con.OPEN_EXISTING).Close()

@@ -75,7 +75,7 @@ def other_approvers() -> list[Approver]:
 
 
 def is_shutting_down() -> bool | None:
-    """Whether the machine is on its way down; None if that cannot be told."""
+    """Whether the machine is on its way down; None if it is not known."""
     return bool(win32api.GetSystemMetrics(_SM_SHUTTINGDOWN))
 
 
@@ -86,7 +86,7 @@ def claim_port(listener: socket.socket) -> None:
 
 
 def has_terminal_colors() -> bool:
-    """Whether terminals show the usual colours without more ado."""
+    """Whether terminals show the usual colours by default."""
     return False
 
 
