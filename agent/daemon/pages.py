@@ -120,7 +120,7 @@ class Pages:
             "/healthz": self._health_page,
             "/readyz": self._ready_page,
             "/metrics": _Shared(self._metrics_page, _METRICS_SECONDS),
-            "/status": _Shared(self._status_page, _STATUS_SECONDS),
+            "/status": _Shared(self._status_page, _STATUS_SECONDS, self._snapshot),
             "/history": _Shared(self._history_page, _PAGE_SECONDS),
         }
 
@@ -158,6 +158,12 @@ class Pages:
         if self._poller.succeeded_at is not None:
             self._metrics.last_poll_at.set(self._poller.succeeded_at.timestamp())
         return Page(HTTPStatus.OK, self._metrics.expose(), "text/plain; version=0.0.4; charset=utf-8")
+
+    def _snapshot(self) -> object:
+        """What a status shows, apart from the time."""
+        engine, poller = self._engine, self._poller
+        at_work = (self._executor.running(), engine.is_paused, engine.names(), self.failure)
+        return (engine.board, engine.settings, self.policy, poller.succeeded_at, poller.failure, *at_work)
 
     def _status_page(self) -> Page:
         status = self.status()
@@ -228,9 +234,12 @@ def _json_page(answer: Status | Journal) -> Page:
 class _Shared:
     """A page that takes some work, made once for all clients within ``seconds``. For any thread."""
 
-    def __init__(self, make: Callable[[], Page], seconds: float) -> None:
+    def __init__(self, make: Callable[[], Page], seconds: float, snapshot: Callable[[], object] = tuple) -> None:
+        """``snapshot``: what the page shows; when that has changed, the page is made anew at once."""
         self._make = make
         self._seconds = seconds
+        self._snapshot = snapshot
+        self._shown: object = None
         self._making = threading.Lock()
         self._made_at = -inf
         self._page = Page(
@@ -241,9 +250,10 @@ class _Shared:
         # Another client's thread may be making it just now. If that hangs, the last one must do.
         if self._making.acquire(timeout=_PAGE_PATIENCE_SECONDS):
             try:
-                if time.monotonic() - self._made_at >= self._seconds:
+                snapshot = self._snapshot()
+                if time.monotonic() - self._made_at >= self._seconds or snapshot != self._shown:
                     self._page = self._make()
-                    self._made_at = time.monotonic()
+                    self._made_at, self._shown = time.monotonic(), snapshot
             finally:
                 self._making.release()
         return self._page
