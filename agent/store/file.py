@@ -76,7 +76,9 @@ def open_as_owner(directory: Path, now: datetime) -> tuple[sqlite3.Connection, P
             return _open(path), aside
         except _DamagedError as error:
             reason = str(error)
-        (directory / f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_LOST}").write_text(reason, encoding="utf-8")
+        lost = directory / f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_LOST}"
+        lost.touch(0o600)
+        lost.write_text(reason, encoding="utf-8")
         host.flush_directory(directory)
         aside = _move_aside(path)
         return _open(path), aside
