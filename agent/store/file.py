@@ -77,8 +77,8 @@ def open_as_owner(directory: Path, now: datetime) -> tuple[sqlite3.Connection, P
         except _DamagedError as error:
             reason = str(error)
         lost = directory / f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_LOST}"
-        lost.touch(0o600)
         lost.write_text(reason, encoding="utf-8")
+        lost.chmod(0o600)
         host.flush_directory(directory)
         aside = _move_aside(path)
         return _open(path), aside
