@@ -162,7 +162,7 @@ def install(place: Place, units: Collection[str], *, is_strict: bool, is_now: bo
         raise UnitError(f"{place.program}: the strict set-up cannot see it; {way_out}", kind="place")
     changes = _changes(files_of(place, units, is_strict=is_strict))
     os.umask(0o022)  # polkit reads its rules as a user of its own
-    done = _make_account() if is_strict else []
+    done = _make_account(place) if is_strict else []
     if not place.is_packaged:
         done += _make_directories(place)
     done += _apply(changes)
@@ -274,8 +274,8 @@ def _make_directories(place: Place) -> list[str]:
     return [f"wrote {policy}"]
 
 
-def _make_account() -> list[str]:
-    """Make the account of the strict set-up. Raises UnitError, also if it could not read the policy."""
+def _make_account(place: Place) -> list[str]:
+    """Make the account of the strict set-up. Raises UnitError if it cannot run the program or read the policy."""
     done = []
     if not host.has_account(USER):
         line = f'u {USER} - "Azure Scheduled Events agent" {STATE}\n'
@@ -284,16 +284,23 @@ def _make_account() -> list[str]:
             told = made.stderr.strip()
             raise UnitError(f"systemd-sysusers cannot make the account {USER}: {told}", kind="account")
         done.append(f"made the account {USER}")
+    if place.program.exists() and not _may(place.program, "-x"):
+        way_out = f"chmod o+rX the directories there, or install the agent in /opt/{NAME}"
+        raise UnitError(f"{place.program}: the account {USER} cannot run it: {way_out}", kind="place")
     policy = ETC / "policy.yaml"
-    question = ["/usr/bin/test", "-r", str(policy)]
-    asked = subprocess.run(question, user=USER, group=USER, extra_groups=[], check=False)
-    if os.path.lexists(policy) and asked.returncode != 0:
+    if os.path.lexists(policy) and not _may(policy, "-r"):
         raise UnitError(
             f"{policy}: the account {USER} cannot read it, so the agent would not start: chgrp {USER} {policy} "
             f"&& chmod g+r {policy} (and the directories on the way there must let that account through)",
             kind="place",
         )
     return done
+
+
+def _may(path: Path, how: str) -> bool:
+    """Whether the account of the strict set-up may read (-r) or execute (-x) the file."""
+    question = ["/usr/bin/test", how, str(path)]
+    return subprocess.run(question, user=USER, group=USER, extra_groups=[], check=False).returncode == 0
 
 
 def _take_state_back() -> None:

@@ -12,6 +12,7 @@ from agent.typed_yaml import Parsed, format_duration, nearest
 
 _LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _UNIT = re.compile(r"(?=.{,255}$)[A-Za-z0-9_][A-Za-z0-9:_.\\-]*(@[A-Za-z0-9:_.\\-]+)?\.service")
 # Searching backtracks, and nothing can end it. These limits, with that of the text searched (policy.py), keep the
 # shapes whose time grows without bound, or to hours, from the engine's thread.
@@ -160,6 +161,9 @@ def _hook_faults(path: str, hook: Hook, parsed: Parsed[Settings], *, has_units: 
             # What follows a = was meant as the value and may be secret.
             name, equals, _ = variable.partition("=")
             yield f"{path}.env", f'expected a variable\'s name; got "{name}{equals and "=..."}"'
+        elif hook.unit is not None and _VARIABLE.fullmatch(variable) is None:
+            expected = "letters, digits and _, as systemd ignores any other variable"
+            yield f"{path}.env", f'expected {expected}; got "{variable}"'
 
 
 def _unit_faults(path: str, hook: Hook, unit: str, *, has_units: bool) -> Iterator[Finding]:

@@ -192,7 +192,7 @@ def test_a_hook_that_hangs_is_gone_before_the_deadline() -> None:
     result = HookRun("test", _hook("import time; time.sleep(60)"), environment={}, deadline=deadline).run()
     assert result.outcome == "timed_out"
     assert result.detail.endswith(", no time was left")
-    assert time.monotonic() < deadline + 20  # a third of what it would sleep
+    assert time.monotonic() < deadline + 5
 
 
 def test_with_its_deadline_past_a_hook_is_not_started() -> None:

@@ -375,6 +375,18 @@ def test_a_unit_of_another_version_of_the_agent_is_written_anew(system: Path) ->
 
 
 @at_rest
+def test_a_program_that_the_strict_account_cannot_run_is_refused(system: Path, tmp_path: Path) -> None:
+    program = tmp_path / "venv" / "bin" / "scheduled-events-agent"
+    program.parent.mkdir(parents=True)
+    program.touch(0o755)
+    program.parent.chmod(0o700)
+    said = install(system, is_strict=True, place=PLACE._replace(program=program))
+    assert isinstance(said, str)
+    assert said.startswith(f"place: {program}: the account scheduled-events-agent cannot run it: chmod o+rX")
+    assert not (system / UNIT_FILE.relative_to("/")).exists()
+
+
+@at_rest
 def test_the_strict_set_up_comes_and_goes_with_its_account_and_its_rule(system: Path) -> None:
     assert install(system, "drain.service", is_strict=True) == [
         "made the account scheduled-events-agent",

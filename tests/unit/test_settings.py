@@ -68,6 +68,7 @@ def test_the_fault_form_is_the_documented_one() -> None:
         ("\nhooks: {a: {unit: a.service, user: app}}", "hooks.a.user: cannot be used together with unit: User= in the unit's file says it"),
         ("\nhooks: {a: {unit: a.service, cwd: /}}", "hooks.a.cwd: cannot be used together with unit: WorkingDirectory= in the unit's file says it"),
         ("\nhooks: {a: {unit: a.service, env: {A=B: c}}}", 'hooks.a.env: expected a variable\'s name; got "A=..."'),
+        ("\nhooks: {a: {unit: a.service, env: {A-B: c}}}", 'hooks.a.env: expected letters, digits and _, as systemd ignores any other variable; got "A-B"'),
         ("\nhooks: {a: {run: []}}", "hooks.a.run: expected a program and its arguments; got an empty list"),
         ("\nhooks: {a: {run: ['']}}", "hooks.a.run[0]: expected a text; got an empty one"),
         ("\nhooks: {a: {shell: ' '}}", "hooks.a.shell: expected a text; got an empty one"),

@@ -49,8 +49,9 @@ _START_PATIENCE_SECONDS = 90.0
 _STOP_PATIENCE_SECONDS = STOP_TIMEOUT + 30.0
 _REMOVE_PATIENCE_SECONDS = 10.0
 _POLL_SECONDS = 0.1
-# SERVICE_QUERY_CONFIG | SERVICE_QUERY_STATUS; SERVICE_ALL_ACCESS
-_QUERY, _ALL_ACCESS = 0x5, 0xF01FF
+# SERVICE_... rights, and DELETE: an account may have been given some of them only.
+_QUERY, _START, _STOP, _PAUSE_CONTINUE = 0x5, 0x10, 0x20, 0x40
+_DELETE, _ALL_ACCESS = 0x10000, 0xF01FF
 _STATES = (
     "",
     "stopped",
@@ -158,7 +159,7 @@ def install(options: Sequence[str], account: str | None) -> list[str]:
         done = [f"the service {NAME} was installed"]
     else:
         done = [f"the service {NAME} was there already, and is up to date now"]
-    with _service() as service:
+    with _service(_ALL_ACCESS) as service:
         if facts is not None:
             win32service.ChangeServiceConfig(service, *common, DISPLAY_NAME)
         for level, value in _further_configuration(used):
@@ -177,7 +178,7 @@ def remove() -> bool:
     if query() is None:
         return False
     stop()
-    with _service() as service:
+    with _service(_DELETE) as service:
         win32service.DeleteService(service)
     # Its process may take a moment to end; until then, an installation would be refused.
     deadline = time.monotonic() + _REMOVE_PATIENCE_SECONDS
@@ -189,7 +190,7 @@ def remove() -> bool:
 
 def start() -> bool:
     """Start the service and wait until it runs. False if it did already. Raises HostError if it stops again."""
-    with _service() as service:
+    with _service(_START | _QUERY) as service:
         try:
             win32service.StartService(service, None)
             was_stopped = True
@@ -208,7 +209,7 @@ def start() -> bool:
 
 def stop() -> bool:
     """Stop the service and wait for its end, which hooks that run delay. False if it did not run."""
-    with _service() as service:
+    with _service(_STOP | _QUERY) as service:
         _wait(service, "start pending", _START_PATIENCE_SECONDS)  # it cannot be stopped before
         try:
             win32service.ControlService(service, win32service.SERVICE_CONTROL_STOP)
@@ -227,7 +228,7 @@ def stop() -> bool:
 
 def reload() -> None:
     """Have the service read its policy again; the result is in its journal and its log."""
-    with _service() as service:
+    with _service(_PAUSE_CONTINUE) as service:
         win32service.ControlService(service, win32service.SERVICE_CONTROL_PARAMCHANGE)
 
 
@@ -377,7 +378,7 @@ def _manager(access: int) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _service(rights: int = _ALL_ACCESS) -> Iterator[Any]:
+def _service(rights: int) -> Iterator[Any]:
     """Our service, which must be there, with these rights."""
     need_windows()
     with _manager(win32service.SC_MANAGER_CONNECT) as manager:
