@@ -1,5 +1,6 @@
 """Hooks as real processes: what holds on every system. The programs are Python's own."""
 
+import gc
 import json
 import sys
 import threading
@@ -20,6 +21,7 @@ from agent.policy import Hook
 def nothing_is_left_behind() -> Iterator[None]:
     """Whatever a test does to a hook: no thread, child process or descriptor of ours outlives it."""
     _run("pass")  # what is loaded or made at the first hook stays
+    gc.collect()  # what other tests have left is closed now, not meanwhile
     before = threading.active_count(), _count_descriptors(), _children()
     yield
     assert (threading.active_count(), _count_descriptors()) == before[:2]

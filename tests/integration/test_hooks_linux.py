@@ -1,5 +1,6 @@
 """Hooks as real processes on Linux: the ones that try to get away, and what they inherit."""
 
+import gc
 import os
 import queue
 import shutil
@@ -36,6 +37,7 @@ def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(hooks, "_LEFTOVER_GRACE_SECONDS", 0.3)
     process = psutil.Process()
     _shell("true")
+    gc.collect()  # what other tests have left is closed now, not meanwhile
     threads, descriptors = threading.active_count(), process.num_fds()
     yield
     assert threading.active_count() == threads
@@ -482,6 +484,7 @@ def test_the_end_of_a_hook_is_noticed_at_once() -> None:
 
 def test_fifty_hooks_leave_no_descriptor_thread_or_process() -> None:
     process = psutil.Process()
+    gc.collect()
     descriptors, threads = process.num_fds(), threading.active_count()
     for number in range(50):
         _shell(("true", "exit 1", "setsid -f sleep 60", "sleep 60", "nosuch")[number % 5], timeout=0.02)

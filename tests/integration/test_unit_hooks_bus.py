@@ -4,6 +4,7 @@ Whether systemd is understood, only a systemd can tell: see test_unit_hooks.py i
 """
 
 import contextlib
+import gc
 import os
 import socket
 import sys
@@ -171,6 +172,7 @@ def bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_FakeBus]:
     monkeypatch.setenv("RUNTIME_DIRECTORY", str(tmp_path))
     monkeypatch.setattr(units, "read_journal", lambda *_, **__: b"")
     fake = _FakeBus(tmp_path / "bus")
+    gc.collect()  # what other tests have left is closed now, not meanwhile
     descriptors = psutil.Process().num_fds()
     yield fake
     fake.close()
