@@ -129,6 +129,36 @@ def test_an_operators_word_takes_effect_within_two_seconds_with_the_name(sim: Si
     sim.wait_approved(event)
 
 
+def test_until_a_failed_recovery_is_solved_the_vm_gets_no_work(sim: Simulator, agent: Agent) -> None:
+    def told(word: str, event: str) -> tuple[bool, str]:
+        said = ask(agent, word, event, "--json")
+        answer = msgspec.json.decode(said.stdout, type=OperatorAnswer)
+        assert (said.returncode, answer.command, answer.event_id) == (0, word, event)
+        return answer.is_done, answer.answer
+
+    agent.write_policy(
+        rules=[DRAIN | {"approve": "manual"}],
+        hooks={**agent.hooks("drain"), "resume": agent.hook("resume", exit_code=3)},
+    )
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_phase(event, "waiting")
+    assert told("hold", event)[0]
+    assert told("release", event)[0]
+    assert told("approve", event)[0]
+    agent.wait_phase(event, "started")
+    sim.end(event)
+    agent.wait_phase(event, "recovery_failed")
+    assert agent.get("/readyz")[0] == 503
+    assert told("retry", event)[0]
+    agent.wait_until(lambda: agent.ran().count("resume") == 2, "it was tried again")
+    agent.wait_phase(event, "recovery_failed")
+    assert agent.get("/readyz")[0] == 503
+    assert told("resolve", event)[0]
+    agent.wait_until(lambda: agent.get("/readyz")[0] == 200, "it was ready")
+    assert event not in agent.pending()
+
+
 def test_what_azure_has_taken_is_not_said_to_be_held(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[BY_HAND])
     agent.start()
