@@ -4,6 +4,7 @@ Jobs run as root without authentication between the daemons, which only a test m
 """
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -161,6 +162,8 @@ def slurm(tmp_path: Path, sim: Simulator, agent: Agent) -> Iterator[Slurm]:
         one.start("slurmd", "-N", NODE)
         agent.wait_until(lambda: one.node("State") == "IDLE", "the node was idle")
         yield one
+        for name in ("slurmctld.log", "slurmd.log"):  # pytest shows them on failure only
+            sys.stdout.write(f"--- {name}\n{(tmp_path / name).read_text()}")
 
 
 def test_a_node_is_drained_approved_after_its_job_and_takes_jobs_again(
@@ -248,6 +251,20 @@ def test_a_job_that_cannot_be_requeued_is_said_so_from_time_to_time_and_waited_f
     assert hook.returncode == 0
     assert rest.count("requeueing") <= 1
     assert rest.endswith(f"slurm-prepare: no job runs on {NODE}\n")
+
+
+def test_a_request_without_an_answer_is_sent_again(slurm: Slurm, tmp_path: Path) -> None:
+    real = shutil.which("scontrol")
+    hanging = tmp_path / "bin" / "scontrol"
+    hanging.parent.mkdir()
+    # The first run of this program hangs; the later ones are Slurm's.
+    hanging.write_text(f'#!/bin/sh\nmkdir "{tmp_path}/hung" 2>/dev/null && exec sleep 600\nexec {real} "$@"\n')
+    hanging.chmod(0o755)
+    with start_hook(slurm, "slurm-prepare", PATH=f"{hanging.parent}:{os.environ['PATH']}") as hook:
+        output, _ = hook.communicate(timeout=PATIENCE)
+    assert hook.returncode == 0
+    assert (tmp_path / "hung").is_dir()
+    assert output == f"slurm-prepare: {NODE} takes no new jobs\nslurm-prepare: no job runs on {NODE}\n"
 
 
 def test_a_node_drained_by_others_stays_drained_and_hooks_may_run_again(
