@@ -172,7 +172,7 @@ def test_an_upgrade_while_a_hook_runs_restarts_the_service_when_it_has_ended(
         machine.wait_for(
             lambda: machine.run("systemctl", "is-active", waiting, check=False).stdout == "inactive\n", "it ended"
         )
-        assert state_of(machine) == ("enabled", "inactive")
+        machine.wait_for(lambda: state_of(machine) == ("enabled", "inactive"), "the service was stopped")
 
 
 @pytest.mark.parametrize(
