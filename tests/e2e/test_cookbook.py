@@ -2,13 +2,13 @@
 
 import contextlib
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
 from harness import CHECKOUT, PATIENCE, Agent
+from ports import free_port
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hook is a script for a Unix shell")
 
@@ -34,9 +34,7 @@ def running(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_the_hook_the_policy_and_the_two_commands_of_the_page_do_what_it_says(agent: Agent) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     simulate, run = (
         line.removeprefix("$ scheduled-events-agent ").replace("8169", port).split()
         for line in block("console").splitlines()

@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import apt
 import yaml
+from ports import free_port
 
 # Far more than anything here takes; only a test that fails waits for so long.
 PATIENCE = 60.0
@@ -67,12 +67,6 @@ def programs() -> Programs:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 # --- The servers
 
 
@@ -92,6 +86,7 @@ http {{
         add_header X-Server {name};
         location = /slow {{ limit_rate 12k; }}   # a second and a third
         location = /long {{ limit_rate 2500; }}  # six seconds and a half
+        location = /endless {{ limit_rate 50; }}  # five minutes and a half
 {block.replace("9769", str(agent_port))}
     }}
 }}
@@ -111,7 +106,7 @@ class Nginx:
         self._pipe = directory / "start"
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        for file, content in (("index.html", SMALL), ("slow", SLOW), ("long", SLOW)):
+        for file, content in (("index.html", SMALL), ("slow", SLOW), ("long", SLOW), ("endless", SLOW)):
             (directory / file).write_bytes(content)
         (directory / "nginx.conf").write_text(
             f"daemon off; user root; pid {self.pid_file}; error_log {directory}/error.log notice;\n"

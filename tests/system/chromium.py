@@ -47,9 +47,11 @@ class Tab:
 
     def open(self, url: str) -> None:
         """Load a page; returns when it and its own scripts have been run."""
-        self._browser.forget(self._session, "Page.loadEventFired")
-        self.call("Page.navigate", url=url)
-        self._browser.wait_event(self._session, "Page.loadEventFired")
+        loader = self.call("Page.navigate", url=url)
+        assert "errorText" not in loader, (url, loader["errorText"])
+        # By its loader: the same of the page before may come late.
+        loaded = {"name": "load", "loaderId": loader["loaderId"]}
+        self._browser.wait_event(self._session, "Page.lifecycleEvent", loaded)
 
     def look(self, width: int, height: int = 800, *, is_dark: bool = False, has_script: bool = True) -> None:
         """What kind of screen and of user; before ``open``."""
@@ -79,6 +81,14 @@ class Tab:
             time.sleep(0.1)
         raise AssertionError(f"never true: {expression}")
 
+    def wait_complaints(self, count: int) -> None:
+        """Wait until the browser has complained so often; it does so when it comes to it."""
+        deadline = time.monotonic() + PATIENCE
+        while len(self.complaints) < count:
+            assert time.monotonic() < deadline, self.complaints
+            self.ask("1")  # with the answer comes what the browser had to say before
+            time.sleep(0.05)
+
     def screenshot(self, path: Path) -> None:
         """The whole page, as long as it is."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
@@ -90,8 +100,9 @@ class Tab:
 class Browser:
     """The process; for one thread."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", to_browser: int, from_browser: int) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes]", to_browser: int, from_browser: int, log: Path) -> None:
         self._process = process
+        self._log = log
         self._to, self._from = to_browser, from_browser
         self._number = 0
         self._buffer = b""
@@ -106,6 +117,7 @@ class Browser:
         tab = self._tabs[session] = Tab(self, session)
         for domain in ("Page", "Runtime", "Log", "Network", "Audits"):
             tab.call(f"{domain}.enable")
+        tab.call("Page.setLifecycleEventsEnabled", enabled=True)
         return tab
 
     def call(self, method: str, parameters: dict[str, Any], session: str = "") -> dict[str, Any]:
@@ -122,20 +134,25 @@ class Browser:
                 result: dict[str, Any] = answer["result"]
                 return result
 
-    def wait_event(self, session: str, method: str) -> None:
-        while not any(event["method"] == method and event.get("sessionId") == session for event in self._events):
-            self._receive()
+    def wait_event(self, session: str, method: str, parameters: dict[str, str]) -> None:
+        """Wait for an event with these parameters among its own."""
 
-    def forget(self, session: str, method: str) -> None:
-        self._events = [
-            event for event in self._events if event["method"] != method or event.get("sessionId") != session
-        ]
+        def has_come() -> bool:
+            return any(
+                event["method"] == method
+                and event.get("sessionId") == session
+                and parameters.items() <= event["params"].items()
+                for event in self._events
+            )
+
+        while not has_come():
+            self._receive()
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._from], [], [], PATIENCE)
             data = os.read(self._from, 1 << 20) if ready else b""
-            assert data, "the browser has nothing to say any more"
+            assert data, f"the browser has nothing to say any more; {self._end_of_log()}"
             self._buffer += data
         text, _, self._buffer = self._buffer.partition(b"\0")
         message: dict[str, Any] = json.loads(text)
@@ -143,6 +160,11 @@ class Browser:
             self._events.append(message)
             self._note(message)
         return message
+
+    def _end_of_log(self) -> str:
+        ended = self._process.poll()
+        said = self._log.read_text(errors="replace")[-2000:]
+        return f"{'it runs' if ended is None else f'it has ended with {ended}'}, and has logged:\n{said}"
 
     def _note(self, event: dict[str, Any]) -> None:
         tab = self._tabs.get(event.get("sessionId", ""))
@@ -174,7 +196,10 @@ def browser() -> Iterator[Browser]:
 
         return place
 
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home,
+        tempfile.NamedTemporaryFile(prefix="chromium-", suffix=".log") as log,
+    ):
         process = subprocess.Popen(
             [
                 program, "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--no-first-run",
@@ -185,13 +210,13 @@ def browser() -> Iterator[Browser]:
             close_fds=False,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stderr=log,
             start_new_session=True,
         )  # fmt: skip
         os.close(read_by_it)
         os.close(written_by_it)
         try:
-            yield Browser(process, to_it, from_it)
+            yield Browser(process, to_it, from_it, Path(log.name))
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -2,7 +2,8 @@
 
     {"hook": {"unit": "a.service"}, "environment": {}, "stdin": "", "seconds": 5, "cancel_after": 1, "at_once": 2}
 
-All but the hook may be missing. ``at_once``: so many runs of it at a time; then the result is a list.
+All but the hook may be missing. ``cancel_when``: a file; once it is there, the run is canceled. ``at_once``: so
+many runs of it at a time; then the result is a list.
 """
 
 import json
@@ -11,6 +12,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -32,8 +34,16 @@ def _run(task: dict[str, Any], queues: HookQueues) -> dict[str, Any]:
     )
     if "cancel_after" in task:
         threading.Timer(task["cancel_after"], run.cancel).start()
+    if "cancel_when" in task:
+        threading.Thread(target=_cancel_when, args=(run, Path(task["cancel_when"])), daemon=True).start()
     result: dict[str, Any] = msgspec.to_builtins(run.run())
     return {**result, "lines": lines}
+
+
+def _cancel_when(run: HookRun, file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.02)
+    run.cancel()
 
 
 def _main() -> None:

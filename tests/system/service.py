@@ -64,6 +64,13 @@ class Service:
         """Tell systemd to do something with the unit; returns what it printed on standard error."""
         return self.machine.run("systemctl", verb, UNIT, check=check, timeout=timeout).stderr
 
+    def reload(self) -> None:
+        """Have the agent read its policy again, and wait until the new one is in force."""
+        said = "the policy file was read again"
+        before = len(self.log(said))
+        self.systemctl("reload")
+        self.wait_log(said, count=before + 1)
+
     # --- what there is to see
 
     def show(self, name: str) -> str:

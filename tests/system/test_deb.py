@@ -36,6 +36,7 @@ def upgradable(installed: Container, newer: Path) -> Iterator[Container]:
     with Container(installed, private_network=True) as machine:
         machine.copy_in(newer, PACKAGE)
         yield machine
+        sys.stdout.write(machine.account())  # pytest shows it on failure only
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def install(machine: Container, package: Path | None = None) -> None:
     """Install, without a network and without a terminal, as configuration management does."""
     if package is not None:
         machine.copy_in(package, PACKAGE)
-    machine.run("dpkg", "--install", PACKAGE, timeout=60)
+    machine.run("dpkg", "--install", PACKAGE)
 
 
 def state_of(machine: Container) -> tuple[str, str]:
@@ -105,8 +106,9 @@ def test_it_drains_approves_and_tells_the_journal(installed: Container, sim: Sim
         hooks = {name: {"shell": f"echo {name} >> /root/notes"} for name in ("drain", "resume")}
         service.write_policy(rules=[{**rule, "approve": "when-prepared"}], hooks=hooks)
         service.systemctl("restart")
-        event = sim.schedule("Reboot", notice_seconds=600.0, lasts_seconds=1.0)
-        sim.wait_gone(event)
+        event = sim.schedule("Reboot", notice_seconds=600.0, lasts_seconds=None)
+        service.wait_log("started", event_id=event)
+        sim.end(event)
         machine.wait_for(lambda: service.notes() == ["drain", "resume"], "it was drained and resumed")
         assert sim.event(event).approved_at is not None
         service.wait_log("closed", event_id=event)
@@ -150,7 +152,7 @@ def upgrade_in_mid_event(machine: Container, sim: Simulator) -> None:
     in_place = machine.path(f"/usr/lib/{NAME}/agent/__init__.py").stat().st_ctime
     stopped_at, started_at = (int(entry["__REALTIME_TIMESTAMP"]) / 1e6 for entry in (stopped, started))
     print(f"it was down for {started_at - stopped_at:.2f} s")
-    assert in_place < stopped_at < started_at < stopped_at + 30
+    assert in_place < stopped_at < started_at < stopped_at + 60
 
 
 def test_an_upgrade_while_a_hook_runs_restarts_the_service_when_it_has_ended(
@@ -350,7 +352,7 @@ def test_an_upgrade_does_not_end_an_agent_whose_policy_file_is_bad(upgradable: C
     policy = upgradable.path(POLICY).read_text()
     upgradable.write(POLICY, "rulez: []\n")
     before = service.pid()
-    done = upgradable.run("dpkg", "--install", PACKAGE, timeout=60)
+    done = upgradable.run("dpkg", "--install", PACKAGE)
     assert (state_of(upgradable), service.pid()) == (("enabled", "active"), before)
     assert f'{POLICY}:1: unknown key "rulez"; did you mean "rules"?\n' in done.stderr
     assert done.stderr.endswith(
@@ -368,7 +370,7 @@ def test_an_upgrade_does_not_end_an_agent_whose_bad_policy_file_a_drop_in_names(
     service.systemctl("restart")
     upgradable.write("/etc/other.yaml", "rulez: []\n")
     before = service.pid()
-    done = upgradable.run("dpkg", "--install", PACKAGE, timeout=60)
+    done = upgradable.run("dpkg", "--install", PACKAGE)
     assert (state_of(upgradable), service.pid()) == (("enabled", "active"), before)
     assert '/etc/other.yaml:1: unknown key "rulez"; did you mean "rules"?\n' in done.stderr
 
@@ -385,7 +387,7 @@ def test_an_upgrade_does_not_end_a_strict_agent_that_cannot_read_its_policy(
     # Root can read it, so nothing but the account's eyes can tell.
     upgradable.run("chgrp", "adm", POLICY)
     upgradable.run("chmod", "640", POLICY)
-    done = upgradable.run("dpkg", "--install", PACKAGE, timeout=60)
+    done = upgradable.run("dpkg", "--install", PACKAGE)
     assert state_of(upgradable) == ("enabled", "active")
     if grant:
         assert service.log("agent started", version=NEWER)
@@ -399,7 +401,7 @@ def test_an_upgrade_does_not_end_an_agent_whose_account_is_gone(upgradable: Cont
     service = Service(upgradable, "")
     before = service.pid()
     service.add_drop_in("[Service]\nUser=nobody-at-all\n")
-    done = upgradable.run("dpkg", "--install", PACKAGE, timeout=60)
+    done = upgradable.run("dpkg", "--install", PACKAGE)
     assert (state_of(upgradable), service.pid()) == (("enabled", "active"), before)
     assert "the account of the service is not known, so the version before runs on." in done.stderr
 
@@ -426,7 +428,7 @@ def test_a_downgrade_does_not_end_an_agent_whose_state_is_too_new_for_it(
     service = Service(upgradable, "")
     service.write_state_of_a_newer_version()
     before = service.pid()
-    done = upgradable.run("dpkg", "--install", PACKAGE, timeout=60)
+    done = upgradable.run("dpkg", "--install", PACKAGE)
     assert (state_of(upgradable), service.pid()) == (("enabled", "active"), before)
     assert f"/var/lib/{NAME}/state.db was written by a newer version of the agent (schema 99, " in done.stderr
     assert done.stderr.endswith(

@@ -2,7 +2,6 @@
 
 import http.client
 import re
-import socket
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ if sys.platform == "win32":
 
 from balanced import HOOKS, PATIENCE, SLOW, SMALL, Web, nginx_configuration, wait_answered
 from container import PROJECT, Container
+from ports import free_port
 from service import POLICY, Service
 
 from agent.simulator import Simulator
@@ -108,9 +108,7 @@ def is_active(machine: Container, unit: str) -> str:
 
 
 def test_nginx_answers_what_it_has_begun_and_is_then_stopped_and_started_by_systemd(machine: Container) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     machine.write("/var/www/slow", SLOW.decode("latin-1"))
     size = len(SLOW.decode("latin-1").encode())
     # Longer than the five seconds that Debian's unit gives it at a stop.
@@ -161,9 +159,7 @@ def test_an_nginx_that_systemd_starts_again_at_once_is_stopped_all_the_same(simp
 @pytest.fixture
 def simple(machine: Container) -> Container:
     """A machine with an nginx that is not started at boot, and has nothing to do; and with a runner."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     site = f"user www-data; pid /run/nginx.pid; events {{}} http {{ server {{ listen 127.0.0.1:{port}; }} }}"
     machine.write("/etc/nginx/nginx.conf", site)
     machine.run("systemctl", "unmask", "nginx")

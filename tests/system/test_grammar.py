@@ -15,6 +15,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+if sys.platform == "win32":
+    pytest.skip("it has no lock to fetch the grammars under", allow_module_level=True)
+
+import fcntl
+
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache/grammar"
 WORKFLOW = ROOT / ".github/workflows/ci.yml"
@@ -52,12 +57,15 @@ SCRIPTS = powershell_scripts()
 def faults() -> Callable[[str], list[str]]:
     """What is badly formed in a script of PowerShell: the line, and how that goes on."""
     place = CACHE / "-".join([*POWERSHELL, f"{sys.version_info.major}.{sys.version_info.minor}"])
-    if not place.exists():
-        fresh = place.with_name(f"{place.name}.new")
-        shutil.rmtree(fresh, ignore_errors=True)
-        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
-        subprocess.run([*pip, "--target", str(fresh), *POWERSHELL], check=True, timeout=300)
-        fresh.rename(place)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # test_completion.py asks for it too, perhaps in another process
+        if not place.exists():
+            fresh = place.with_name(f"{place.name}.new")
+            shutil.rmtree(fresh, ignore_errors=True)
+            pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
+            subprocess.run([*pip, "--target", str(fresh), *POWERSHELL], check=True, timeout=300)
+            fresh.rename(place)
     sys.path.insert(0, str(place))
     try:
         tree_sitter = importlib.import_module("tree_sitter")

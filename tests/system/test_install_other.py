@@ -13,7 +13,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,7 +28,8 @@ if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
 import apt
-from container import CHECKOUT, Container
+from container import CHECKOUT, PATIENCE, Container
+from ports import free_port
 from service import DROP_INS, POLICY, UNIT, Service, build_deb
 
 from agent.settings import AgentSettings
@@ -500,7 +501,7 @@ def test_the_ansible_role_installs_everything_once_and_ends_no_agent(
         changed = play(service, **{**variables, "policy": policy_text(sim)})
         assert (changed["changed"], changed["failed"]) == (2, 0)
         assert service.pid() == pid
-        assert len(service.log("the policy file was read again")) == taken_over + 1
+        service.wait_log("the policy file was read again", count=taken_over + 1)
         bad = play(service, **{**variables, "policy": "rulez: []\n"})
         assert (bad["changed"], bad["failed"]) == (0, 1)
         assert machine.path(POLICY).read_text() == policy_text(sim)
@@ -618,9 +619,8 @@ def test_the_image_runs_without_privileges_approves_is_healthy_and_stops_when_to
     ) as running:
         try:
             assert is_approved(sim)
-            below = psutil.Process(running.pid).children(recursive=True)
             command = ["/opt/scheduled-events-agent/bin/python3", *config["Entrypoint"], *config["Cmd"]]
-            (agent,) = [process for process in below if process.cmdline() == command]
+            (agent,) = [process for process in children(running.pid) if command_of(process) == command]
             assert set(agent.uids()) == {65532}
             state = Path(f"/proc/{agent.pid}/root/var/lib/scheduled-events-agent/state.db").stat()
             assert (state.st_uid, state.st_mode & 0o777) == (65532, 0o600)
@@ -631,23 +631,25 @@ def test_the_image_runs_without_privileges_approves_is_healthy_and_stops_when_to
             health[-1] = health[-1].replace("9769", str(port))
             assert subprocess.run([*inside, *health], check=False).returncode == 0
             agent.send_signal(signal.SIGTERM)
-            assert running.wait(20) == 0
+            assert running.wait(PATIENCE) == 0
             assert subprocess.run([*inside, *health], check=False, stderr=subprocess.DEVNULL).returncode == 1
         finally:
             if running.poll() is None:
-                for process in psutil.Process(running.pid).children(recursive=True):
-                    process.kill()
+                for process in children(running.pid):
+                    with suppress(psutil.Error):  # it may be ending just now
+                        process.kill()
             _, errors = running.communicate()
             sys.stdout.write(errors)  # pytest shows it on failure only
 
 
-def free_port() -> int:
-    import socket
+def children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
 
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+
+def command_of(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):  # it may be ending just now
+        return process.cmdline()
+    return []
 
 
 def test_the_image_starts_with_the_default_policy_and_a_state_of_its_own(images: Images) -> None:

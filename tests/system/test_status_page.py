@@ -19,6 +19,7 @@ if sys.platform == "win32":
     pytest.skip("the browser comes from Debian's packages", allow_module_level=True)
 
 from chromium import Browser, Tab, browser
+from ports import free_port
 
 from agent.events import ScheduledEvent, Seen
 from agent.policy import Rule
@@ -335,7 +336,7 @@ def test_the_policy_of_the_page_keeps_out_what_would_slip_in(tab: Tab, server: W
     tab.wait("document.querySelector('img') && true")
     assert tab.ask("window.ran") is None
     assert tab.ask("getComputedStyle(document.querySelector('p[style]')).color") != "rgb(255, 0, 0)"
-    assert len(tab.complaints) >= 3  # which also shows that complaints are heard of
+    tab.wait_complaints(3)  # which also shows that complaints are heard of
 
 
 def test_without_a_script_the_page_names_the_command_that_shows_the_same(tab: Tab, server: WebServer) -> None:
@@ -394,8 +395,8 @@ def test_a_page_that_follows_the_agent_does_not_disturb_its_reader(tab: Tab) -> 
 
 
 def test_when_the_agent_is_gone_the_page_says_how_old_it_is(tab: Tab, tmp_path: Path) -> None:
-    server = WebServer("127.0.0.1:0", pages_of(lambda: SCENES["preparing"]))
-    port = server.port
+    port = free_port()
+    server = WebServer(f"127.0.0.1:{port}", pages_of(lambda: SCENES["preparing"]))
     tab.look(PHONE)
     open_scene(tab, server)
     server.close()
@@ -407,7 +408,7 @@ def test_when_the_agent_is_gone_the_page_says_how_old_it_is(tab: Tab, tmp_path: 
     tab.screenshot(tmp_path / "gone.png")
     again = WebServer(f"127.0.0.1:{port}", pages_of(lambda: SCENES["idle"]))
     tab.wait("!document.getElementById('lost').textContent")
-    assert tab.ask("document.querySelector('[role=status]').textContent") == "Nothing is pending"
+    tab.wait("document.querySelector('[role=status]').textContent === 'Nothing is pending'")
     again.close()
 
 

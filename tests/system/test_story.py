@@ -1,7 +1,6 @@
 """The whole story: a web server drained, approved, rebooted and put back in service by the installed agent."""
 
 import http.client
-import socket
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
 from container import Container
+from ports import free_port
 from service import Service
 from stuck import hanging_thread, outer_pid, wait_killed
 
@@ -70,9 +70,7 @@ class WebServer(Service):
     port = 0
 
     def set_up(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.machine.write("/etc/nginx/nginx.conf", NGINX.format(port=self.port))
         self.machine.write("/var/lib/web/in-service", "")
         for name, script in (("drain", DRAIN), ("resume", RESUME)):
@@ -104,6 +102,7 @@ def web(installed: Container, sim: Simulator) -> Iterator[WebServer]:
         server.set_up()
         assert server.health() == 200
         yield server
+        sys.stdout.write(machine.account())  # pytest shows it on failure only
 
 
 def test_a_web_server_is_drained_approved_rebooted_and_recovered_exactly_once(

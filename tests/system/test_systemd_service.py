@@ -19,6 +19,7 @@ if sys.platform == "win32":
 
 import apt
 from container import CHECKOUT, Container
+from ports import free_port
 from service import DROP_INS, POLICY, UNIT, Service
 from stuck import hanging_thread, outer_pid, wait_killed
 
@@ -228,7 +229,7 @@ def see_restart_by_watchdog(service: Service, *, shows_threads: bool = True) -> 
 
 def test_after_a_kill_it_is_back_within_seconds_and_goes_on_where_it_was(service: Service, sim: Simulator) -> None:
     service.write_policy(**drain_with("echo drained >> /root/notes; test -e /root/go || sleep 100"))
-    service.systemctl("reload")
+    service.reload()
     sim.schedule("Reboot", notice_seconds=600)
     service.machine.wait_for(lambda: service.notes() == ["drained"], "the hook ran")
     service.machine.write("/root/go", "")
@@ -239,7 +240,7 @@ def test_after_a_kill_it_is_back_within_seconds_and_goes_on_where_it_was(service
     said = {str(entry["MESSAGE"]): int(entry["__MONOTONIC_TIMESTAMP"]) for entry in service.machine.journal(UNIT)}
     (died,) = (at for text, at in said.items() if "Main process exited, code=killed, status=9/KILL" in text)
     (restarted,) = (at for text, at in said.items() if "Scheduled restart job" in text)
-    assert 4.5e6 < restarted - died < 20e6  # RestartSec=5s
+    assert 4.5e6 < restarted - died < 60e6  # RestartSec=5s
     assert service.notes() == ["drained"] * 2  # it was killed in the middle of it
     assert service.show("NRestarts") == "1"
     assert "sleep" not in service.machine.run("ps", "-e", "-o", "comm").stdout  # the hook went with its agent
@@ -297,15 +298,16 @@ def test_a_reload_with_a_bad_policy_fails_says_why_and_leaves_the_old_one_in_for
     service.wait_log("approved", rule="user-initiated")
 
     service.write_policy(rules=[{"name": "other", "approve": "never"}])
-    service.systemctl("reload")
+    service.reload()
     assert service.log("the policy file was read again", rules=["other"])
-    assert "refused" not in service.show("StatusText")
+    machine = service.machine
+    machine.wait_for(lambda: "refused" not in service.show("StatusText"), "the refusal was forgotten")
 
 
 def test_a_stop_lets_a_running_hook_end_and_it_is_not_run_again(service: Service, sim: Simulator) -> None:
     wait = "until [ -e /root/go ]; do sleep 0.1; done"
     service.write_policy(**drain_with(f"echo began >> /root/notes; {wait}; echo ended >> /root/notes"))
-    service.systemctl("reload")
+    service.reload()
     event = sim.schedule("Reboot", notice_seconds=600)
     service.machine.wait_for(lambda: service.notes() == ["began"], "the hook ran")
     service.machine.run("systemctl", "stop", "--no-block", UNIT)
@@ -349,7 +351,7 @@ def test_a_hook_of_root_changes_the_machine_and_not_a_copy_of_it(service: Servic
     service.write_policy(
         **drain_with("mount -t tmpfs drained /mnt && touch /etc/drained /tmp/drained /home/drained")
     )
-    service.systemctl("reload")
+    service.reload()
     sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
     assert "drained on /mnt type tmpfs" in service.machine.run("mount").stdout
     for place in ("etc", "tmp", "home"):
@@ -380,7 +382,7 @@ def test_a_hook_of_root_opens_sockets_but_none_of_dead_networks(service: Service
     )
     service.machine.write("/root/sockets.py", program)
     service.write_policy(**drain_with("python3 /root/sockets.py"))
-    service.systemctl("reload")
+    service.reload()
     sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
     # 97: the address family is not supported; of the last three, also where a kernel has them.
     told = dict(line.split() for line in service.notes())
@@ -460,7 +462,7 @@ def test_strict_refuses_a_hook_what_it_has_no_business_with(strict: Service, sim
     strict.machine.write("/usr/local/bin/try", f"#!/bin/sh\ntouch tool\n{tries}echo now the end\nrm tool\n", 0o755)
     hook = {"run": ["/usr/local/bin/try"], "cwd": "/var/lib/scheduled-events-agent"}
     strict.write_policy(rules=RULES, hooks={"drain": hook})
-    strict.systemctl("reload")
+    strict.reload()
     sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
     said = " ".join(entry["line"] for entry in strict.log("hook output"))
     answers = re.split(r"now (?:[0-9]+|the end)", said)[1:-1]
@@ -513,9 +515,10 @@ def test_strict_drains_with_a_unit_that_does_as_root_what_it_may_not(strict: Ser
         hooks={"drain": {"unit": "drain-web.service"}, "resume": {"unit": "resume-web.service"}},
     )
     strict.machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
-    event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=2.0)
+    event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
     sim.wait_approved(event)
     assert strict.machine.path("/etc/drained").exists()
+    sim.end(event)
     strict.wait_log("closed")
     assert not strict.machine.path("/etc/drained").exists()
 
@@ -574,13 +577,13 @@ def test_strict_serves_its_pages_with_a_key_that_only_its_account_can_read(
     names = ("-addext", "subjectAltName=IP:127.0.0.1")
     machine.run(*request, *names, "-keyout", f"{ETC}/credentials/key", "-out", f"{ETC}/server.pem")
     machine.write(f"{ETC}/web.yml", f"tls_server_config: {{cert_file: server.pem, key_file: {key}}}\n")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", free_port())) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         service.write_policy(agent={"listen": address, "web_config": f"{ETC}/web.yml"})
         machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
         if key.startswith(ETC):
             install = ("install", "-m", "640", "-g", "scheduled-events-agent")
-            assert f"{key} cannot be read: No such file or directory" in service.show("StatusText")
+            service.wait_status(f"{key} cannot be read: No such file or directory")
             machine.run(*install, f"{ETC}/credentials/key", key)
         # It is up without its pages, too.
         service.wait_status(f"its pages are not shown (cannot listen on {address}: Address already in use")
@@ -589,8 +592,8 @@ def test_strict_serves_its_pages_with_a_key_that_only_its_account_can_read(
     context = ssl.create_default_context(cafile=str(tmp_path / "server.pem"))
     with urllib.request.urlopen(f"https://{address}/healthz", context=context) as answer:
         assert answer.read() == b"ok\n"
-    service.systemctl("reload")  # which checks the file as well, and as the agent sees it
-    assert service.show("StatusText") == "nothing is pending"
+    service.reload()  # which checks the file as well, and as the agent sees it
+    machine.wait_for(lambda: service.show("StatusText") == "nothing is pending", "nothing was amiss")
 
 
 def test_strict_is_spoken_to_by_root_who_leaves_nothing_in_its_way(strict: Service, sim: Simulator) -> None:

@@ -322,7 +322,7 @@ def test_what_cannot_be_waited_for_is_refused_with_the_way_out(machine: Machine)
 
 def test_a_unit_whose_time_is_up_is_stopped(machine: Machine) -> None:
     unit = machine.shell("oneshot", _TRAP)
-    assert machine.ending(unit, timeout=3)[::2] == ("timed_out", "killed after 3s, its time limit")
+    assert machine.ending(unit, timeout=5)[::2] == ("timed_out", "killed after 5s, its time limit")
     assert machine.container.path("/run/asked").exists()
     assert machine.state(unit) == "inactive"
 
@@ -334,13 +334,13 @@ def test_a_unit_that_will_not_end_is_killed(machine: Machine, type_: str) -> Non
     assert result["outcome"] == "timed_out"
     assert result["detail"].endswith(", no time was left")
     assert result["exit_code"] == -9
-    assert 2.5 < result["duration_seconds"] < 30.0
+    assert 2.5 < result["duration_seconds"] < 60.0
     assert machine.state(unit) == "failed"
 
 
 def test_a_canceled_unit_is_stopped(machine: Machine) -> None:
     unit = machine.shell("simple", _TRAP)
-    outcome, _, detail = machine.ending(unit, cancel_after=2)
+    outcome, _, detail = machine.ending(unit, cancel_when="/run/up")
     assert outcome == "canceled"
     assert re.match(r"canceled after \d", detail)
     assert machine.container.path("/run/asked").exists()
@@ -369,12 +369,12 @@ def test_a_unit_that_an_operator_started_is_run_again_when_that_run_has_ended(
 def test_a_run_of_an_operator_is_left_alone_when_the_wait_for_it_ends(
     machine: Machine, type_: str, limit: dict[str, Any], outcome: str
 ) -> None:
-    unit = machine.shell(type_, f"touch /run/up; {_COUNT}; sleep 20")
+    unit = machine.shell(type_, f"touch /run/up; {_COUNT}; sleep 300")
     machine.container.run("systemctl", "start", "--no-block", unit)
     machine.container.wait_for(lambda: machine.container.path("/run/up").exists(), "it runs")
     result = machine.hook(unit, **limit)
     assert result["outcome"] == outcome
-    assert result["duration_seconds"] < 15  # it runs on for longer
+    assert result["duration_seconds"] < 150  # it runs on for longer
     assert result["lines"] == [
         "(it ran already and the agent did not start it: the agent waited for it, and leaves it running)"
     ]
@@ -593,7 +593,7 @@ def test_an_agent_without_privileges_starts_only_what_its_rule_names(machine: Ma
     )
     assert not machine.container.path("/run/owned").exists()
 
-    assert strict.hook(trapped, cancel_after=2)["outcome"] == "canceled"
+    assert strict.hook(trapped, cancel_when="/run/up")["outcome"] == "canceled"
     assert machine.state(trapped) == "inactive"
 
     result = strict.hook(deaf, seconds=3.0)
