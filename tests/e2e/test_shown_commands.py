@@ -35,7 +35,7 @@ ELSEWHERE = {
     "apt install ./": ("tests/system/installed.py", '"dpkg", "--install"'),
     "dnf install": ("tests/system/test_rpm.py", '"dnf", "install"'),
     "zypper install": ("tests/system/test_rpm.py", '"zypper", "--non-interactive", "install"'),
-    "systemctl reload scheduled-events-agent": ("tests/system/test_systemd_service.py", 'systemctl("reload")'),
+    "systemctl reload scheduled-events-agent": ("tests/system/service.py", 'systemctl("reload")'),
     f"{OURS}completion bash": ("tests/system/test_completion.py", "complete_in_bash"),
     f"{OURS}completion powershell": ("tests/system/test_completion.py", "test_the_script_for_powershell"),
     f"{OURS}install-unit": ("tests/system/test_install_other.py", "install-unit"),

@@ -1,6 +1,7 @@
 """The daemon inside this process, where its threads and its time limits can be reached."""
 
 import http.client
+import re
 import sys
 import threading
 import time
@@ -48,7 +49,7 @@ def running(
         yield daemon
     finally:
         daemon.stop()
-        thread.join(20.0)
+        thread.join(60.0)
         store.close()
     assert not thread.is_alive()
 
@@ -75,18 +76,18 @@ def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
 
     def commit(*_: object) -> None:
         hangs.set()
-        may_go_on.wait(10.0)
+        may_go_on.wait(60.0)
 
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         azure.wait_polls(1)
         assert get(daemon.web, "/healthz") == (200, "ok\n")
         monkeypatch.setattr(Store, "commit", commit)
         azure.schedule("Reboot", notice_seconds=60)
-        assert hangs.wait(5.0)
+        assert hangs.wait(60.0)
         threading.Event().wait(2.0)
         status, text = get(daemon.web, "/healthz")
         assert status == 503
-        assert text.startswith("the engine has not turned for 2s")
+        assert re.match(r"the engine has not turned for \d+s", text)
         azure.wait_polls(2)  # polling waits for nothing
         monkeypatch.undo()
         may_go_on.set()
@@ -171,7 +172,7 @@ def test_a_policy_that_takes_long_to_read_holds_up_nothing(tmp_path: Path) -> No
             assert reads.acquire(timeout=60.0)
         finally:
             daemon.stop()
-            thread.join(20.0)
+            thread.join(60.0)
             may_go_on.release()
             store.close()
         assert not thread.is_alive()
@@ -228,7 +229,7 @@ def test_a_hook_that_failed_during_a_canceled_shutdown_runs_again(
         running(tmp_path / "state", azure.endpoint(), rules=rules, hooks=hooks),
     ):
         event = azure.schedule("Reboot", notice_seconds=600)
-        assert was_asked.wait(10.0)
+        assert was_asked.wait(60.0)
         marker.touch()
         goes_down[0] = False
         azure.wait_approved(event)

@@ -69,10 +69,10 @@ class _Background:
         self.result = self.run.run()
 
     def wait_for_line(self) -> None:
-        assert self._first_line.wait(20)
+        assert self._first_line.wait(60.0)
 
     def finish(self) -> HookResult:
-        self._thread.join(30)
+        self._thread.join(60.0)
         assert self.result is not None
         return self.result
 
@@ -186,15 +186,15 @@ def test_a_hook_that_hangs_is_killed_at_its_time_limit() -> None:
         1,
         "killed after 500ms, its time limit",
     )
-    assert 0.5 <= result.duration_seconds <= time.monotonic() - begun < 30
+    assert 0.5 <= result.duration_seconds <= time.monotonic() - begun < 60
 
 
 def test_a_hook_that_hangs_is_gone_before_the_deadline() -> None:
     deadline = time.monotonic() + 1
-    result = HookRun("test", _hook("import time; time.sleep(60)"), environment={}, deadline=deadline).run()
+    result = HookRun("test", _hook("import time; time.sleep(600)"), environment={}, deadline=deadline).run()
     assert result.outcome == "timed_out"
     assert result.detail.endswith(", no time was left")
-    assert time.monotonic() < deadline + 5
+    assert time.monotonic() < deadline + 60
 
 
 def test_with_its_deadline_past_a_hook_is_not_started() -> None:
@@ -209,11 +209,17 @@ def test_a_deadline_that_moves_nearer_ends_the_hook_sooner() -> None:
     assert background.finish().outcome == "timed_out"
 
 
-def test_a_deadline_that_moves_away_lets_the_hook_finish() -> None:
-    code = "import sys, time; print('ready', flush=True); time.sleep(5.5)"
-    background = _Background(_hook(code), deadline=time.monotonic() + 5)
+def test_a_deadline_that_moves_away_lets_the_hook_finish(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time; print('ready', flush=True);"
+        "[time.sleep(0.02) for _ in iter(lambda: os.path.exists(sys.argv[1]), True)]"
+    )
+    deadline = time.monotonic() + 10
+    background = _Background(_hook(code, str(tmp_path / "go")), deadline=deadline)
     background.wait_for_line()
     background.run.set_deadline(None)
+    time.sleep(deadline + 0.5 - time.monotonic())
+    (tmp_path / "go").touch()
     assert background.finish().outcome == "succeeded"
 
 

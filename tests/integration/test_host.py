@@ -199,7 +199,7 @@ def _say_who_asks(**environment: str) -> str:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=30,
+        timeout=60,
     )
     return done.stdout.rstrip("\n")
 

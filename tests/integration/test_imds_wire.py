@@ -524,7 +524,7 @@ def test_the_first_answer_may_take_longer_and_later_ones_may_not(serve: Serve) -
                 peer.send(answer())
 
     server = serve(play)
-    client = client_of(server, request_timeout=0.1, first_request_timeout=30.0)
+    client = client_of(server, request_timeout=0.1, first_request_timeout=60.0)
     assert client.fetch() == DOCUMENT
     error = error_of(client.fetch)
 
@@ -537,7 +537,7 @@ def test_an_empty_first_answer_does_not_use_up_the_longer_limit(serve: Serve) ->
         if not peer._server.is_over.wait(0.25):
             peer.send(answer())
 
-    client = client_of(serve(once(answer(b"")), late), request_timeout=0.1, first_request_timeout=30.0)
+    client = client_of(serve(once(answer(b"")), late), request_timeout=0.1, first_request_timeout=60.0)
     assert error_of(client.fetch).kind == "empty"
     assert client.fetch() == DOCUMENT
 

@@ -38,7 +38,7 @@ def told(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 
 def run_python(program: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", program], text=True, timeout=30, check=False, **{"capture_output": True, **options}
+        [sys.executable, "-c", program], text=True, timeout=60, check=False, **{"capture_output": True, **options}
     )
 
 
@@ -247,7 +247,7 @@ print("alive")
 def test_a_stream_that_is_closed_or_full_does_not_hurt(redirection: str) -> None:
     command = f'exec "$0" -c "$1" {redirection}'
     arguments = ["/bin/sh", "-c", command, sys.executable, CHATTY]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "alive\n"
 
 
@@ -583,7 +583,7 @@ for level in ("debug", "info", "warning", "error"):
 
     def priorities(offset: int) -> list[str]:
         with (tmp_path / "log").open("w+") as log:
-            subprocess.run([sys.executable, "-c", program, str(offset)], stderr=log, timeout=30, check=True)
+            subprocess.run([sys.executable, "-c", program, str(offset)], stderr=log, timeout=60, check=True)
             log.seek(0)
             return [line.partition("{")[0] for line in log]
 

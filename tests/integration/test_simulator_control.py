@@ -38,7 +38,7 @@ def port(simulator: Simulator) -> Iterator[int]:
 def ask(
     port: int, path: str, body: bytes | None = None, headers: dict[str, str] | None = None, method: str = ""
 ) -> tuple[int, http.client.HTTPMessage, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request(method or ("GET" if body is None else "POST"), path, body, headers or {})
         answer = connection.getresponse()
@@ -253,7 +253,7 @@ def test_other_paths_and_methods_are_refused_with_the_way_out(port: int) -> None
 
 @pytest.mark.parametrize("length", ["-1", "x", "1048577", "9" * 5000])
 def test_a_length_that_cannot_be_is_refused(port: int, length: str) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(f"POST /schedule HTTP/1.1\r\nContent-Length: {length}\r\n\r\n".encode())
         assert client.makefile("rb").read().startswith(b"HTTP/1.1 400 Bad Request\r\n")
 

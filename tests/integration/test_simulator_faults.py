@@ -73,7 +73,7 @@ def test_a_fault_lasts_as_long_as_it_was_made_for(simulator: Simulator) -> None:
     began = time.monotonic()
     simulator.fault("vm-1", "empty", seconds=0.3)
     while ask(simulator)[1] == b"":
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 60
     assert time.monotonic() - began >= 0.3
 
 

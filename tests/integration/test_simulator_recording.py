@@ -35,7 +35,7 @@ NOON = datetime(2026, 6, 28, 12, tzinfo=UTC)
 def get(simulator: Simulator, path: str = EVENTS) -> bytes:
     import http.client
 
-    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(simulator.endpoint().removeprefix("http://"), timeout=60)
     try:
         connection.request("GET", path, headers={"Metadata": "true"})
         return connection.getresponse().read()
@@ -250,7 +250,7 @@ def test_approvals_are_counted_and_change_nothing() -> None:
         before = get(replay)
         statuses = []
         for event_id in ("a-1", "other"):
-            connection = http.client.HTTPConnection(replay.endpoint().removeprefix("http://"), timeout=30)
+            connection = http.client.HTTPConnection(replay.endpoint().removeprefix("http://"), timeout=60)
             body = json.dumps({"StartRequests": [{"EventId": event_id}]})
             connection.request("POST", EVENTS, body, {"Metadata": "true"})
             statuses.append(connection.getresponse().status)

@@ -300,7 +300,7 @@ store = Store.open(Path({str(place)!r}), datetime.now(UTC))
 store.commit(STEPS[:3], datetime.now(UTC))
 os.kill(os.getpid(), 9)
 """
-    subprocess.run([sys.executable, "-c", program], timeout=30, check=False)
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
 
 
 def cut_wal(place: Path) -> None:

@@ -260,7 +260,7 @@ def test_no_answer_is_waited_for_longer_than_the_limit(
     begun_at = time.monotonic()
     with pytest.raises(dbus.BusLostError, match=_SILENT):
         use()
-    assert 0.2 <= time.monotonic() - begun_at < 20
+    assert 0.2 <= time.monotonic() - begun_at < 60
 
 
 def test_a_bus_that_reads_nothing_is_not_waited_for_either(bus: _FakeBus) -> None:
@@ -275,7 +275,7 @@ def test_a_bus_that_reads_nothing_is_not_waited_for_either(bus: _FakeBus) -> Non
         for text in ("it reads this", "more than fits into any buffer" * 1_000_000):
             with pytest.raises(dbus.BusLostError, match=_SILENT):
                 client.call("/", "a.b", "C", "s", text)
-    assert 0.4 <= time.monotonic() - begun_at < 20
+    assert 0.4 <= time.monotonic() - begun_at < 60
     is_over.set()
 
 
@@ -417,5 +417,5 @@ def test_a_time_limit_holds_without_any_answer(bus: _FakeBus, monkeypatch: pytes
     # The thread that still waits asks again, and finds that the unit has ended.
     waiting = [thread for thread in threading.enumerate() if thread.name == "hook-drain"]
     for thread in waiting:
-        thread.join(15)
+        thread.join(60.0)
     assert [thread for thread in waiting if thread.is_alive()] == []

@@ -32,7 +32,7 @@ class Slow:
 
     def __call__(self) -> Page:
         self.entered.release()
-        assert self.may_answer.wait(20)
+        assert self.may_answer.wait(120.0)
         return Page(HTTPStatus.OK, b"slow\n")
 
 
@@ -55,7 +55,7 @@ def server(slow: Slow) -> Iterator[WebServer]:
 
 
 def ask(server: WebServer, method: str, path: str, **options: Any) -> tuple[http.client.HTTPResponse, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
         connection.request(method, path, **options)
         answer = connection.getresponse()
@@ -66,7 +66,7 @@ def ask(server: WebServer, method: str, path: str, **options: Any) -> tuple[http
 
 def say(server: WebServer, text: bytes, *, half_close: bool = False) -> bytes:
     """Send bytes as they are; all that comes back until the server closes the connection."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(text)
         if half_close:
             connection.shutdown(socket.SHUT_WR)
@@ -134,7 +134,7 @@ def test_a_slow_page_does_not_hold_up_another_one(server: WebServer, slow: Slow)
 def test_a_client_that_says_nothing_or_half_a_request_does_not_hold_up_another_one(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web, "_REQUEST_SECONDS", 60.0)
+    monkeypatch.setattr(web, "_REQUEST_SECONDS", 600.0)
     with ExitStack() as stack:
         for text in (b"", b"GET /metr", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n"):
             mute = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
@@ -142,7 +142,7 @@ def test_a_client_that_says_nothing_or_half_a_request_does_not_hold_up_another_o
         began = time.monotonic()
         answer, _ = ask(server, "GET", "/metrics")
         assert answer.status == 200
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize("text", [b"", b"x"], ids=["nothing", "a byte now and then"])
@@ -152,7 +152,7 @@ def test_a_client_that_never_comes_to_the_point_is_let_go(monkeypatch: pytest.Mo
     began = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.port), timeout=0.1) as connection:
         connection.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
-        while time.monotonic() - began < 20:
+        while time.monotonic() - began < 60:
             try:
                 connection.sendall(text)
                 if connection.recv(100) == b"":
@@ -161,7 +161,7 @@ def test_a_client_that_never_comes_to_the_point_is_let_go(monkeypatch: pytest.Mo
                 pass
             except ConnectionError:
                 break
-    assert 0.4 < time.monotonic() - began < 20
+    assert 0.4 < time.monotonic() - began < 60
     server.close()
 
 
@@ -289,7 +289,7 @@ def test_close_is_prompt_and_leaves_neither_a_thread_nor_the_port() -> None:
     assert ask(server, "GET", "/x")[1] == "x\n"
     began = time.monotonic()
     server.close()
-    assert time.monotonic() - began < web._REQUEST_SECONDS
+    assert time.monotonic() - began < 60
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=60)
     assert set(threading.enumerate()) <= before
@@ -310,7 +310,7 @@ def test_close_does_not_wait_for_clients_that_hang() -> None:
             assert slow.entered.acquire(timeout=60)
         began = time.monotonic()
         server.close()
-        assert time.monotonic() - began < 20  # they would never have been answered
+        assert time.monotonic() - began < 60  # they would never have been answered
         slow.may_answer.set()
 
 
@@ -331,7 +331,7 @@ def test_closing_a_server_on_every_address_works_as_well(monkeypatch: pytest.Mon
         pytest.skip("this machine has no IPv6")
     began = time.monotonic()
     server.close()
-    assert time.monotonic() - began < web._REQUEST_SECONDS
+    assert time.monotonic() - began < 60
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=60)
     assert set(threading.enumerate()) <= before
@@ -339,7 +339,7 @@ def test_closing_a_server_on_every_address_works_as_well(monkeypatch: pytest.Mon
 
 def come(server: WebServer, source: str) -> socket.socket:
     """A client that comes from another address, and says nothing yet."""
-    return socket.create_connection(("127.0.0.1", server.port), timeout=20, source_address=(source, 0))
+    return socket.create_connection(("127.0.0.1", server.port), timeout=60, source_address=(source, 0))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8 at once")
@@ -359,7 +359,7 @@ def test_one_address_that_takes_every_place_slowly_keeps_no_other_one_out(
                 client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
                 assert client.recv(100).startswith(b"HTTP/1.0 200 ")
         # The first had to wait for one of the crowd to have been there for a moment; none for a time limit.
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 60
 
 
 def test_a_client_that_asks_is_served_beside_a_crowd_that_does_not(server: WebServer) -> None:
@@ -372,15 +372,15 @@ def test_a_client_that_asks_is_served_beside_a_crowd_that_does_not(server: WebSe
 def test_a_thousand_mute_connections_do_not_keep_a_probe_waiting(
     server: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web, "_REQUEST_SECONDS", 60.0)
+    monkeypatch.setattr(web, "_REQUEST_SECONDS", 600.0)
     began = time.monotonic()
     with ExitStack() as stack:
         for _ in range(1000):
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20))
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60))
         assert ask(server, "GET", "/healthz")[0].status == 503
         assert len(server._clients) <= web._MAX_CLIENTS
-    # A second where nothing else runs; waiting for the first time limit takes a minute.
-    assert time.monotonic() - began < 50
+    # A second where nothing else runs; waiting for the first time limit takes ten minutes.
+    assert time.monotonic() - began < 300
 
 
 def test_there_are_at_most_so_many_threads_however_many_clients_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +390,7 @@ def test_there_are_at_most_so_many_threads_however_many_clients_come(monkeypatch
     server = WebServer("127.0.0.1:0", {"/x": lambda: Page(HTTPStatus.OK, b"x\n")})
     with ExitStack() as stack:
         for _ in range(100):
-            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20)).sendall(b"GET /")
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=60)).sendall(b"GET /")
             assert len(set(threading.enumerate()) - before) <= 1 + 8
         assert ask(server, "GET", "/x")[1] == "x\n"
     server.close()
@@ -416,10 +416,10 @@ def test_probes_are_answered_while_two_hundred_clients_send_a_byte_a_second(serv
                     client.sendall(b"x")
                 except OSError:
                     client.close()
-                    clients[number] = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+                    clients[number] = socket.create_connection(("127.0.0.1", server.port), timeout=60)
                     clients[number].sendall(b"GET /metrics HTTP/1.1\r\nX: ")
 
-    clients = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(200)]
+    clients = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(200)]
     crowd = threading.Thread(target=drip, args=(clients,))
     crowd.start()
     try:
@@ -445,7 +445,7 @@ def test_connections_that_come_again_at_once_do_not_keep_a_probe_waiting(
 
     def come_again() -> None:
         while not is_over.is_set():
-            with suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
                 client.sendall(b"GET /met")
                 client.recv(1)
 
@@ -465,7 +465,7 @@ def test_connections_that_come_again_at_once_do_not_keep_a_probe_waiting(
 def test_a_client_that_takes_its_answer_slowly_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(web, "_ANSWER_SECONDS", 1.0)
     server = WebServer("127.0.0.1:0", {"/big": lambda: Page(HTTPStatus.OK, b"x" * 64 * 1024 * 1024)})
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"GET /big HTTP/1.1\r\n\r\n")
         wait_until(lambda: server._clients)
         wait_until(lambda: not server._clients)  # though a byte now and then is taken

@@ -97,9 +97,9 @@ def trusting(place: Path, client: str = "", newest: ssl.TLSVersion | None = None
 def ask(server: WebServer, path: str = "/metrics", context: ssl.SSLContext | None = None) -> tuple[int, str]:
     connection: http.client.HTTPConnection
     if context:
-        connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=20, context=context)
+        connection = http.client.HTTPSConnection("127.0.0.1", server.port, timeout=60, context=context)
     else:
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -110,7 +110,7 @@ def ask(server: WebServer, path: str = "/metrics", context: ssl.SSLContext | Non
 
 def serial_number(server: WebServer, place: Path) -> str:
     with (
-        socket.create_connection(("127.0.0.1", server.port), timeout=20) as plain,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as plain,
         trusting(place).wrap_socket(plain, server_hostname="127.0.0.1") as connection,
     ):
         certificate: dict[str, Any] | None = connection.getpeercert()
@@ -159,7 +159,7 @@ def test_a_client_that_stops_in_its_handshake_holds_up_no_other_and_is_let_go(
 ) -> None:
     monkeypatch.setattr(web, "_REQUEST_SECONDS", 1.5)
     with serving(write(place, TLS)) as server:
-        mute = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+        mute = socket.create_connection(("127.0.0.1", server.port), timeout=60)
         mute.sendall(beginning)
         wait_until(lambda: server._clients)
         assert ask(server, context=trusting(place))[0] == 200
@@ -172,7 +172,7 @@ def test_a_client_that_stops_in_its_handshake_holds_up_no_other_and_is_let_go(
 def test_a_crowd_that_never_ends_its_handshake_keeps_no_client_out(place: Path) -> None:
     with serving(write(place, TLS)) as server:
         crowd = [
-            socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(web._MAX_CLIENTS * 2)
+            socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(web._MAX_CLIENTS * 2)
         ]
         for client in crowd:
             client.sendall(b"\x16\x03\x01")

@@ -38,7 +38,7 @@ def lines() -> Iterator[list[Mapping[str, object]]]:
 
 
 def get(port: int, path: str) -> tuple[http.client.HTTPResponse, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -117,7 +117,7 @@ def test_a_client_that_asks_while_a_page_is_made_gets_that_one_and_no_old_one() 
         made.append(len(made))
         if len(made) > 1:
             began.set()
-            assert may_end.wait(20)
+            assert may_end.wait(60.0)
         return Page(HTTPStatus.OK, str(made[-1]).encode())
 
     shared = module._Shared(make, 0.0)
@@ -125,7 +125,7 @@ def test_a_client_that_asks_while_a_page_is_made_gets_that_one_and_no_old_one() 
     got: list[bytes] = []
     first = threading.Thread(target=shared)
     first.start()
-    assert began.wait(20)
+    assert began.wait(60.0)
     second = threading.Thread(target=lambda: got.append(shared().body))
     second.start()
     may_end.set()
@@ -219,7 +219,7 @@ def test_a_disk_that_hangs_leaves_the_present_and_the_last_view_of_the_past(
         monkeypatch.setattr(Store, "look_into", hanging)
         first = threading.Thread(target=get, args=(port, "/history"))
         first.start()
-        assert hangs.wait(20)
+        assert hangs.wait(60.0)
         assert get(port, "/history")[0].status == 503  # there is no view yet
         assert get(port, "/healthz")[1] == "ok\n"
         assert '"headline": "Nothing is pending"' in get(port, "/status")[1]
@@ -230,7 +230,7 @@ def test_a_disk_that_hangs_leaves_the_present_and_the_last_view_of_the_past(
         time.sleep(module._PAGE_SECONDS)  # what was read is old then
         second = threading.Thread(target=get, args=(port, "/history"))
         second.start()
-        assert hangs.wait(20)
+        assert hangs.wait(60.0)
         assert get(port, "/history")[0].status == 200
         may_go_on.set()
         second.join()

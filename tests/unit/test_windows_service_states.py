@@ -229,7 +229,7 @@ with open(sys.argv[1], "w") as file:
 
 def _live(crash_path: Path, *words: str) -> int:
     command = [sys.executable, "-c", _LIVING, str(crash_path), *words]
-    return subprocess.run(command, stdin=subprocess.DEVNULL, timeout=30, check=False).returncode
+    return subprocess.run(command, stdin=subprocess.DEVNULL, timeout=60, check=False).returncode
 
 
 @pytest.mark.parametrize("words", [["hang"], ["ready", "hang"], ["ready", "alive", "hang"]])
