@@ -5,7 +5,7 @@ returns soon after the hook's time is up, whatever the hook does, and all that t
 
 When a hook's main process ends, what it left running is ended too: what must live longer belongs to the service
 manager (``systemctl start``, ``sc start``). A hook that is a systemd unit survives an agent that is killed; the
-next run joins it.
+next run of it waits for its end, and starts it again.
 """
 
 import os

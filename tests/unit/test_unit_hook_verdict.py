@@ -10,17 +10,18 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("units are Linux's", allow_module_level=True)
 
-from agent.host.linux.units import Jobs, Verdict, environment_file, verdict
+from agent.host.linux.units import environment_file, verdict
 
 _BEFORE, _OWN = b"b" * 16, b"o" * 16
-_DONE = Jobs("done", (), is_complete=True)
 _STOPPED = "stopped by another program or an operator before it was done"
+_UNKNOWN = "how it ended is not known: systemd could not be asked in time"
 
 
 def end(**properties: Any) -> dict[str, Any]:
     """The properties of a service that was started at 100, and whose process ended with 0 at 200."""
     return {
         "InvocationID": _OWN,
+        "ConditionTimestamp": 99,
         "ConditionResult": True,
         "AssertResult": True,
         "Result": "success",
@@ -33,55 +34,54 @@ def end(**properties: Any) -> dict[str, Any]:
     }
 
 
-def judged(properties: dict[str, Any], jobs: Jobs = _DONE, *, is_joined: bool = False) -> Verdict:
-    return verdict(properties, jobs, before=_BEFORE, is_joined=is_joined)
+def judged(properties: dict[str, Any], job: str | None = "done", *others: str) -> tuple[int | None, str | None]:
+    """The verdict, with the result of the job that was asked for and those of others."""
+    return verdict(properties, _BEFORE, job, *others)
 
 
 def test_a_run_that_systemd_calls_a_success_is_one() -> None:
-    assert judged(end()) == Verdict(0)
+    assert judged(end()) == (0, None)
 
 
-def test_an_invocation_from_before_counts_only_if_it_was_running() -> None:
-    assert judged(end(InvocationID=_BEFORE)) == Verdict(None, "it did not run")
-    assert judged(end(InvocationID=b"")) == Verdict(None, "it did not run")
-    assert judged(end(InvocationID=_BEFORE), is_joined=True) == Verdict(0)
+def test_an_invocation_from_before_does_not_count() -> None:
+    assert judged(end(InvocationID=_BEFORE)) == (None, "it did not run")
+    assert judged(end(InvocationID=b"")) == (None, "it did not run")
 
 
 @pytest.mark.parametrize("result", ["timeout", "collected", "once", "frozen", "skipped", "invalid", "unsupported"])
 def test_a_job_that_was_not_done_is_no_success(result: str) -> None:
     phrase = f"systemd did not start it: the result of the job is {result}"
-    assert judged(end(), Jobs(result, (), is_complete=True)) == Verdict(None, phrase)
+    assert judged(end(), result) == (None, phrase)
 
 
 def test_a_canceled_job_is_no_success_whosever_it_was() -> None:
-    assert judged(end(), Jobs("canceled", ("done",), is_complete=True)) == Verdict(None, _STOPPED)
-    assert judged(end(), Jobs("done", ("canceled",), is_complete=True)) == Verdict(None, _STOPPED)
+    assert judged(end(), "canceled", "done") == (None, _STOPPED)
+    assert judged(end(), "done", "canceled") == (None, _STOPPED)
 
 
 def test_a_service_that_was_told_to_stop_before_its_process_ended_was_stopped() -> None:
     stopped = end(ActiveExitTimestampMonotonic=199)
-    assert judged(stopped, Jobs("done", ("done",), is_complete=True)) == Verdict(None, _STOPPED)
-    assert judged(stopped, Jobs("done", (), is_complete=False)) == Verdict(None, _STOPPED)
-    assert judged(stopped) == Verdict(0)  # it said STOPPING=1 itself
+    assert judged(stopped, "done", "done") == (None, _STOPPED)
+    assert judged(stopped, "done") == (None, _STOPPED)  # the job that stopped it may not have been seen
     started_again = end(ActiveExitTimestampMonotonic=99)  # that was the run before
-    assert judged(started_again, Jobs("done", ("done",), is_complete=True)) == Verdict(0)
+    assert judged(started_again, "done", "done") == (0, None)
 
 
 def test_what_was_not_seen_is_not_taken_for_a_success() -> None:
-    unknown = Verdict(None, "how it ended is not known: systemd could not be asked in time")
-    assert judged(end(), Jobs(None, (), is_complete=True)) == unknown
-    assert judged(end(), Jobs(None, ("done",), is_complete=False)) == unknown
-    assert judged(end(InvocationID=b""), Jobs("done", (), is_complete=False)) == unknown
+    assert judged(end(), None) == (None, _UNKNOWN)
+    assert judged(end(), None, "done") == (None, _UNKNOWN)
+    forgotten = end(InvocationID=b"", ConditionTimestamp=0, ConditionResult=False, AssertResult=False)
+    assert judged(forgotten, "done") == (None, _UNKNOWN)
 
 
 def test_a_signal_is_no_success_even_where_systemd_takes_it_for_one() -> None:
-    assert judged(end(ExecMainCode=2, ExecMainStatus=15)) == Verdict(-15)
-    assert judged(end(ExecMainCode=3, ExecMainStatus=11, Result="core-dump")) == Verdict(-11)
+    assert judged(end(ExecMainCode=2, ExecMainStatus=15)) == (-15, None)
+    assert judged(end(ExecMainCode=3, ExecMainStatus=11, Result="core-dump")) == (-11, None)
 
 
 def test_a_service_without_a_main_process_cannot_be_judged() -> None:
     phrase = "it has no main process by which to tell whether it was done (Type=, PIDFile=)"
-    assert judged(end(ExecMainCode=0)) == Verdict(None, phrase)
+    assert judged(end(ExecMainCode=0)) == (None, phrase)
 
 
 def test_no_verdict_but_a_success_has_the_exit_code_0() -> None:
@@ -89,11 +89,13 @@ def test_no_verdict_but_a_success_has_the_exit_code_0() -> None:
     for result in ("success", "exit-code", "signal", "timeout", "exec-condition", "unheard-of"):
         for code, status in ((0, 0), (1, 0), (1, 3), (2, 15)):
             for own in (None, "done", "failed", "canceled", "dependency"):
-                for condition, joined, complete in ((a, b, c) for a in flags for b in flags for c in flags):
+                for condition, is_new in ((a, b) for a in flags for b in flags):
                     facts = end(Result=result, ExecMainCode=code, ExecMainStatus=status, ConditionResult=condition)
-                    found = judged(facts, Jobs(own, (), is_complete=complete), is_joined=joined)
-                    is_good = result == "success" and code == 1 and own in ("done", "failed") and condition
-                    assert (found.exit_code == 0) == is_good, (facts, own, found)
+                    facts["InvocationID"] = _OWN if is_new else _BEFORE
+                    exit_code, _ = judged(facts, own)
+                    has_run = condition and is_new and code == 1
+                    is_good = result == "success" and own in ("done", "failed") and has_run
+                    assert (exit_code == 0) == is_good, (facts, own, exit_code)
 
 
 def test_the_environment_file_says_the_same_to_a_shell() -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
@@ -63,9 +63,8 @@ def other_approvers() -> list[Approver]:
 
 def own_service() -> OwnService | None:
     """The agent's service as systemd has it; None if it has none. Raises HostError if systemd does not answer."""
-    with Bus() as bus:
-        (path,) = bus.manager("LoadUnit", "s", _SERVICE)
-        unit = bus.properties(path)
+    with closing(Bus()) as bus:
+        unit = bus.unit(_SERVICE)
     if unit["LoadState"] == "not-found":
         return None
     return OwnService(
