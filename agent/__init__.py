@@ -4,6 +4,7 @@ Decisions are values, and edges carry them out.
 
     events.py     PURE   what Azure says: bytes -> Document, ScheduledEvent
     policy.py     PURE   what the operator wants: (rules, event, facts) -> Decision with a reason
+    api_version.py PURE  in which api-version the document is asked for
     workflow/     PURE   what happens next: (board, signals, context) -> steps
     hook_times.py PURE   how long hooks may take, from their limits and their last runs
     status.py     PURE   what there is to see: the agent and its events as values

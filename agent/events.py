@@ -21,14 +21,19 @@ from msgspec.structs import replace
 from agent import AgentError
 
 ApiVersion = Literal[
-    "2017-03-01", "2017-08-01", "2017-11-01", "2019-01-01", "2019-04-01", "2019-08-01", "2020-07-01"
+    "2017-03-01", "2017-08-01", "2017-11-01", "2019-01-01", "2019-04-01", "2019-08-01", "2020-07-01", "2024-07-09"
 ]
-EventTypeName = Literal["Freeze", "Reboot", "Redeploy", "Preempt", "Terminate"]
+ApiVersionSetting = Literal["auto", ApiVersion]
+EventTypeName = Literal["SpotRebalanceRecommendation", "Freeze", "Reboot", "Redeploy", "Preempt", "Terminate"]
 StatusName = Literal["Scheduled", "Started"]
 SourceName = Literal["Platform", "User"]
 Affects = Literal["self", "shared", "others", "unknown"]
 
 EVENT_TYPES: tuple[str, ...] = get_args(EventTypeName)
+"""In the order of their severity."""
+RECOMMENDATION: EventTypeName = "SpotRebalanceRecommendation"
+RECOMMENDING_VERSION: ApiVersion = "2024-07-09"
+"""The first api-version whose documents have recommendations; versions compare as texts."""
 
 _BOM = b"\xef\xbb\xbf"
 # Azure documents neither limit; a longer text is of no use in a log or an environment.
@@ -89,7 +94,9 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def approval_fault(self) -> str:
-        """Why an approval could not name the event, as a clause; "" if it could."""
+        """Why an approval of the event would not count, as a clause; "" if it would."""
+        if self.is_recommendation:
+            return "an approval of a recommendation has no effect"
         if not self.id:
             return "it has no id to approve"
         return f"its id cannot be sent back exactly ({self.id_fault})" if self.id_fault else ""
@@ -98,11 +105,23 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> str:
         """Identity of the event: its id without regard to case."""
         # An event without an id can be followed but never approved.
-        return self.id.casefold() or "-".join(["no-id", self.type, *self.resources]).casefold()
+        key = self.id.casefold() or "-".join(["no-id", self.type, *self.resources]).casefold()
+        # An eviction under the id of its recommendation is prepared for on its own.
+        return f"{key}-recommendation" if self.is_recommendation else key
+
+    @property
+    def is_recommendation(self) -> bool:
+        """Whether it is only an early warning: that a Spot VM may be evicted, in an event of its own."""
+        return self.type == RECOMMENDATION
 
     @property
     def is_started(self) -> bool:
-        return self.status == "Started"
+        return self.status == "Started" and not self.is_recommendation
+
+    @property
+    def starts_at(self) -> datetime | None:
+        """Until when there is time to prepare; None: it may start now, or never starts."""
+        return None if self.is_recommendation else self.not_before
 
     @property
     def is_ended(self) -> bool:
@@ -135,6 +154,8 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     """Events that are pending or under way, in document order, one per key."""
     ended: dict[str, str] = {}
     """Key and status of the events that are listed as over."""
+    has_recommendations: bool = True
+    """Whether it lists recommendations, as documents of older api-versions do not."""
     answered: float = 0.0
     """When it was received, on the monotonic clock."""
 

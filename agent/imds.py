@@ -15,7 +15,8 @@ import httpx
 import msgspec
 
 from agent import AgentError, __version__, host
-from agent.events import DocumentError, clean_text, excerpt, parse_json
+from agent.api_version import GENERAL_VERSION
+from agent.events import ApiVersion, DocumentError, clean_text, excerpt, parse_json
 from agent.settings import ImdsSettings, parse_endpoint
 from agent.transport import BoundedTransport, TooLargeError
 
@@ -267,15 +268,21 @@ class ImdsClient:
 
 
 def connect(
-    imds: ImdsSettings, *, may_switch_on: bool = False, on_wait: Callable[[float], None] = lambda _: None
+    imds: ImdsSettings,
+    api_version: ApiVersion = GENERAL_VERSION,
+    *,
+    may_switch_on: bool = False,
+    on_wait: Callable[[float], None] = lambda _: None,
 ) -> ImdsClient:
     """A client for the service that the policy names. Raises EndpointError.
+
+    ``api_version``: of documents and approvals; see ``api_version.versions_to_ask``.
 
     ``may_switch_on``: the first request for the document may be the VM's first one ever, which takes long.
     """
     return ImdsClient(
         resolve_endpoint(imds.endpoint),
-        api_version=imds.api_version,
+        api_version=api_version,
         request_timeout=imds.request_timeout,
         first_request_timeout=imds.first_request_timeout if may_switch_on else 0.0,
         on_wait=on_wait,

@@ -14,7 +14,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from agent.events import EVENT_TYPES, Affects, EventTypeName, ScheduledEvent, SourceName, StatusName
+from agent.events import (
+    EVENT_TYPES,
+    RECOMMENDATION,
+    Affects,
+    EventTypeName,
+    ScheduledEvent,
+    SourceName,
+    StatusName,
+)
 from agent.typed_yaml import format_duration, nearest
 
 ApproveMode = Literal["immediately", "when-prepared", "manual", "never"]
@@ -29,6 +37,8 @@ _DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 SPEAKING_ORDER_SECONDS = 10.0
 # Azure's usual notice: what this VM approves by itself is handled as usual if its window does not come before.
 USUAL_NOTICE_SECONDS = 15 * 60.0
+
+DEFAULT_EXPIRE_SECONDS = 3600.0
 
 # How much of a description is searched; the longest that is known has 88 characters. The time of a search grows
 # with a power of the length, and nothing can end it.
@@ -129,6 +139,12 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Name | None,
         Meta(description="Maintenance window in which an event announced long ahead is handled early."),
     ] = None
+    expire_after: Annotated[
+        Duration,
+        Meta(
+            gt=0, description="How long a recommendation is prepared for at most; then the hooks of recover run."
+        ),
+    ] = DEFAULT_EXPIRE_SECONDS
 
 
 class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,6 +168,12 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         bool,
         Meta(description="false: if it fails, preparation or recovery goes on as if it had succeeded."),
     ] = True
+    once: Annotated[
+        bool,
+        Meta(
+            description="true: not run for a Preempt, if it has succeeded for a recommendation that is still open."
+        ),
+    ] = False
 
     @property
     def limit_seconds(self) -> float:
@@ -248,6 +270,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     lead: float | None = None
     window_name: str | None = None
     window: MaintenanceWindow | None = None
+    expire_after: float = DEFAULT_EXPIRE_SECONDS
 
     @property
     def has_preparation(self) -> bool:
@@ -272,13 +295,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         # An eviction may come sooner than it says, and half a minute out of service costs little.
         may_be_late = bool(refusal) and self.has_preparation and event.type != "Preempt"
         is_at_once = self.lead is None and not may_be_late and (self.window is None or bool(refusal))
-        if event.not_before is None or is_at_once:
+        starts_at = event.starts_at
+        if starts_at is None or is_at_once:
             return Start(now, "")
         lead = needed_seconds if refusal else max(needed_seconds, USUAL_NOTICE_SECONDS)
         lead = lead if self.lead is None else self.lead
-        if (event.not_before - now).total_seconds() <= lead:
+        if (starts_at - now).total_seconds() <= lead:
             return Start(now, "")
-        latest = event.not_before - timedelta(seconds=lead)
+        latest = starts_at - timedelta(seconds=lead)
         opening = self.window.opening(now, before=latest) if self.window and not refusal else None
         if opening is not None:
             return Start(opening, "" if opening == now else f"window {self.window_name} opens")
@@ -308,6 +332,8 @@ def mismatch(when: When, event: ScheduledEvent, facts: Facts) -> str | None:
     """Why the conditions do not hold, as a phrase; None if they do."""
     affects = event.affects(facts.names)
     seconds = event.duration_seconds
+    if event.is_recommendation and RECOMMENDATION not in when.type:
+        return f"its type does not name {RECOMMENDATION}"
     if when.type and event.type not in when.type:
         return f"type is {event.type or 'missing'}, not {_either(when.type)}"
     if when.source and event.source not in when.source:
@@ -375,6 +401,7 @@ def _decision_of(
         lead=rule.lead,
         window_name=rule.window,
         window=windows[rule.window] if rule.window else None,
+        expire_after=rule.expire_after,
     )
 
 

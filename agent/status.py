@@ -135,6 +135,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     pending: tuple[ShownWorkflow, ...]
     hook_output: tuple[JournalEntry, ...] = ()
     others_events: int = 0
+    api_version: str = ""
+    """In which documents are answered."""
     command_options: str = ""
     """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
     headline: str = ""

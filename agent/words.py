@@ -55,6 +55,8 @@ def wait_in_words(workflow: Workflow, waits: Waits | None) -> str:
         "shared": f"it names other VMs too ({others}) and shared is {decision.shared}",
         "earlier_vms": f"VMs listed before this one may approve it until {at}",
         "doubt": "the state file was lost, and what was done before is not known",
+        "recommendation": f"prepared until it is over, at the latest until {at}",
+        "expired": "it has expired, and nothing more is done about it",
         "other_event": f"event {detail} still needs it prepared",
         "lost_hook": f"hook {detail} is not in the policy any more: put it back",
     }[waits.kind]
@@ -85,7 +87,11 @@ def note_in_words(workflow: Workflow, note: Note) -> str:
     if note.waits is None:
         return note.text
     reason = wait_in_words(workflow, note.waits)
-    return f"held, Azure starts it at NotBefore: {reason}" if note.kind == "held" else reason
+    return f"{_held(workflow)}: {reason}" if note.kind == "held" else reason
+
+
+def _held(workflow: Workflow) -> str:
+    return "held" if workflow.event.is_recommendation else "held, Azure starts it at NotBefore"
 
 
 def summarize(workflow: Workflow) -> str:
@@ -113,7 +119,7 @@ def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datet
         return f"drains for {span(now, workflow.drain_until)} more (/readyz answers 503)"
     if workflow.phase == "held":
         reason = f": {workflow.waits_for}" if workflow.waits_for else ""  # none yet after an upgrade
-        return f"held, Azure starts it at NotBefore{reason}"
+        return f"{_held(workflow)}{reason}"
     if workflow.waits_for:
         return f"waits: {workflow.waits_for}"
     match workflow.phase:
@@ -153,6 +159,8 @@ def lasting(event: ScheduledEvent) -> str:
 
 def time_left(event: ScheduledEvent, now: datetime) -> str:
     """How long until the event may start, as a phrase."""
+    if event.is_recommendation:
+        return "an eviction may follow"
     if event.status == "Started":
         return "has started"
     if event.not_before is None or event.not_before <= now:
@@ -209,11 +217,12 @@ def waits_for_operator(workflow: Workflow) -> bool:
 def by_urgency(pending: Iterable[ShownWorkflow]) -> list[ShownWorkflow]:
     """What was not recovered first, then what concerns this VM: what may start soonest, has started, is over."""
 
-    def rank(workflow: Workflow) -> tuple[bool, bool, bool, bool, float]:
+    def rank(workflow: Workflow) -> tuple[bool, bool, bool, bool, bool, float]:
         not_before = workflow.event.not_before
         return (
             workflow.phase != "recovery_failed",
             workflow.decision.affects == "others",
+            workflow.event.is_recommendation,
             workflow.is_gone,
             workflow.event.is_started,
             not_before.timestamp() if not_before else 0.0,
@@ -227,7 +236,9 @@ def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
     event, decision = workflow.event, workflow.decision
     if workflow.phase == "recovery_failed":
         return ("retry", "resolve")
-    is_open = event.status == "Scheduled" and not (workflow.is_gone or workflow.was_started)
+    is_open = event.status == "Scheduled" and not (workflow.is_over or workflow.was_started)
+    if is_open and event.is_recommendation:
+        return _overruling_preparation(workflow)
     if not is_open or event.approval_fault or decision.affects not in ("self", "shared"):
         return ()
     if workflow.approval.state == "confirmed":
@@ -242,6 +253,15 @@ def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
     if workflow.phase != "held" and decision.rule and (is_to_begin or approves_itself):
         words.append("hold")
     return (*words, "approve") if workflow.phase in ("waiting", "held") or not approves_itself else tuple(words)
+
+
+def _overruling_preparation(workflow: Workflow) -> tuple[OperatorWord, ...]:
+    if workflow.operator == "held":
+        return ("release",)
+    if workflow.prepare.state == "failed":
+        return ("retry",)
+    is_to_begin = workflow.decision.rule and workflow.decision.has_preparation
+    return ("hold",) if is_to_begin and workflow.prepare.state in ("idle", "running") else ()
 
 
 def words_of_use(status: Status, workflow: Workflow) -> tuple[OperatorWord, ...]:
@@ -340,6 +360,8 @@ def _headline(status: Status) -> tuple[str, str]:
 def _course(workflow: Workflow) -> str:
     """What becomes of an event of this VM."""
     name = workflow.event.type or "event"
+    if workflow.event.is_recommendation and workflow.phase == "prepared":
+        return f"Prepared for a {name}"
     if workflow.is_gone and workflow.phase not in ("recovering", "recovery_failed"):
         return f"{name} is over"
     return {
@@ -362,6 +384,8 @@ def _approval(workflow: Workflow) -> str:
         text = f"Azure is being asked{f'; {tries}' if tries else ''}"
     elif tries:
         text = f"{tries}; the agent tries again"
+    elif workflow.event.is_recommendation:
+        text = "none: it would have no effect"
     elif workflow.is_gone or workflow.was_started:
         text = "none was given from here"
     elif not decision.rule:
@@ -373,7 +397,7 @@ def _approval(workflow: Workflow) -> str:
 
 def _hooks(status: Status, workflow: Workflow) -> Iterator[HookStep]:
     """The hooks of the event in their order."""
-    decision, is_over = workflow.decision, workflow.is_gone
+    decision, is_over = workflow.decision, workflow.is_over
     running = {(hook.stage, hook.hook) for hook in status.running_for(workflow.id)}
     stages: tuple[tuple[Stage, tuple[str, ...], Progress, bool], ...] = (
         ("prepare", decision.prepare, workflow.prepare, is_over or workflow.was_started),

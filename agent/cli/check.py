@@ -5,8 +5,10 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from agent import host
+from agent.api_version import versions_to_ask
 from agent.cli import add_config_option
 from agent.cli.terminal import Row, Terminal, print_json
+from agent.events import RECOMMENDATION
 from agent.policy import Rule, When
 from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
 from agent.settings.files import check_files, refuse_exposed
@@ -58,7 +60,8 @@ def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
     ]
     yield from terminal.rows([*rows, Row("(none)", "observed: logged and counted, nothing more")])
     imds, agent = settings.imds, settings.agent
-    poll = f"asks {imds.endpoint} every {format_duration(imds.poll_interval)} (api-version {imds.api_version})"
+    versions = ", else ".join(versions_to_ask(imds.api_version, settings.rules))
+    poll = f"asks {imds.endpoint} every {format_duration(imds.poll_interval)} (api-version {versions})"
     listen = "serves no pages" if agent.listen == "off" else f"serves its pages on {agent.listen}"
     mode = "" if agent.mode == "act" else "; mode observe: runs no hooks and approves nothing"
     clear = f"; runs {', '.join(settings.on_clear)} at start if nothing is pending" if settings.on_clear else ""
@@ -101,6 +104,8 @@ def _rule_in_words(rule: Rule, settings: Settings) -> str:
         begin.append("shortly before NotBefore")
     elif not is_approved and (rule.prepare or rule.drain_for):
         begin.append(_late_in_words(rule, settings))
+    if rule.when.type == (RECOMMENDATION,):
+        begin = ["at once"]
     parts = []
     if rule.drain_for:
         parts.append(f"not ready for {format_duration(rule.drain_for)}")
@@ -114,12 +119,15 @@ def _rule_in_words(rule: Rule, settings: Settings) -> str:
     }[rule.approve]
     if rule.prepare and rule.approve == "when-prepared" and rule.on_failure == "approve":
         approve += " (even if a hook fails)"
-    parts.append(approve)
+    if rule.when.type != (RECOMMENDATION,):
+        parts.append(approve)
     words = f"{' '.join(begin)}, {', then '.join(parts)}" if begin else ", then ".join(parts)
     if rule.on_start:
         words += f"; once started run {', '.join(rule.on_start)}"
     if rule.recover:
         words += f"; afterwards run {', '.join(rule.recover)}"
+    if RECOMMENDATION in rule.when.type:
+        words += f"; a recommendation is not approved, and over after {format_duration(rule.expire_after)}"
     return words + _sharing_in_words(rule, settings)
 
 

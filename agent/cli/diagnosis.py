@@ -124,6 +124,20 @@ def judge_directness(answers: Iterable[Answer]) -> Finding:
     return ok("direct", "no sign of a proxy")
 
 
+def judge_version(asked: str, best: str, answer: Answer) -> Finding | None:
+    """In which api-version the document is answered; None if it is not. ``best``: what was asked for first."""
+    if answer.status != 200:
+        return None
+    if asked == best:
+        return ok("version", f"the document comes in api-version {asked}")
+    return warning(
+        "version",
+        f"api-version {best} is refused, so the document comes in {asked}, without recommendations",
+        "register the feature Microsoft.Compute/SpotPlus for the subscription; without it rules for "
+        "SpotRebalanceRecommendation take nothing",
+    )
+
+
 def judge_document(answer: Answer, names: Sequence[str], host_name: str) -> Finding:
     """What the document holds, and whether Resources call this VM by one of ``names``."""
     if answer.fault is not None:

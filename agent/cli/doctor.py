@@ -14,17 +14,19 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from agent import __version__, host
+from agent.api_version import versions_to_ask
 from agent.cli import add_state_options, diagnosis
 from agent.cli.diagnosis import START, UNMASK, Finding, count, failure, ok, warning
 from agent.cli.operator import state_dir_of
 from agent.cli.status import ask_status
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
+from agent.events import ApiVersion
 from agent.host import systemd_unit
 from agent.host.surroundings import OwnService
-from agent.imds import ImdsClient, ImdsError, parse_identity, resolve_endpoint
+from agent.imds import Answer, ImdsClient, ImdsError, parse_identity, resolve_endpoint
 from agent.policy import Hook
 from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
 from agent.settings.files import check_files, hook_tampering_fault
@@ -120,15 +122,20 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
 def _look_at_imds(settings: Settings) -> Iterator[Finding]:
     imds = settings.imds
     endpoint = resolve_endpoint(imds.endpoint)
-    client = ImdsClient(
-        endpoint,
-        api_version=imds.api_version,
-        request_timeout=imds.request_timeout,
-        first_request_timeout=imds.first_request_timeout,
-    )
+    versions = versions_to_ask(imds.api_version, settings.rules)
+
+    def ask(what: Literal["document", "instance"], version: ApiVersion) -> Answer:
+        client = ImdsClient(
+            endpoint,
+            api_version=version,
+            request_timeout=imds.request_timeout,
+            first_request_timeout=imds.first_request_timeout,
+        )
+        return client.inspect(what)
+
     asked_at = datetime.now(UTC)
     try:
-        instance = client.inspect("instance")
+        instance = ask("instance", versions[0])
     except ImdsError as error:
         yield diagnosis.judge_no_answer("endpoint", error)
         return
@@ -143,16 +150,23 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
     identity = parse_identity(instance.body)
     said = identity.name if identity is not None else ""
     names = tuple(filter(None, (settings.vm.name or said, *settings.vm.aliases)))
-    time.sleep(_SPACING_SECONDS)
+    version: Finding | None = None
     try:
-        with remark_if_slow(FIRST_ANSWER_IS_SLOW):
-            document = client.inspect("document")
+        for asked in versions:
+            time.sleep(_SPACING_SECONDS)
+            with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+                document = ask("document", asked)
+            version = diagnosis.judge_version(asked, versions[0], document)
+            if document.status not in (400, 404):
+                break
         direct = diagnosis.judge_directness([instance, document])
         events = diagnosis.judge_document(document, names, socket.gethostname())
     except ImdsError as error:
         events = diagnosis.judge_no_answer("events", error)
     yield direct
     yield diagnosis.judge_name(settings.vm, said)
+    if version is not None:
+        yield version
     yield events
     yield diagnosis.judge_clock(instance.headers.get("date"), asked_at, answered_at)
 

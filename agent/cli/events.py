@@ -7,11 +7,12 @@ from contextlib import closing
 from datetime import UTC, datetime
 
 from agent import host
+from agent.api_version import ask_best, versions_to_ask
 from agent.cli import add_state_options
 from agent.cli.operator import find_agent, state_dir_of
 from agent.cli.status import event_rows, head
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, remark_if_slow
-from agent.events import Document, parse_document
+from agent.events import ApiVersion, Document, parse_document
 from agent.imds import ImdsClient, connect
 from agent.settings import Settings, find_config, load_settings
 from agent.status import CurrentEvent, CurrentEvents, ShownWorkflow, Vm
@@ -72,13 +73,18 @@ def _look(arguments: argparse.Namespace) -> CurrentEvents:
 
 
 def fetch_document(settings: Settings, *, is_first: bool = True) -> tuple[Document, ImdsClient]:
-    """What Azure says now, and the client that has asked. Raises AgentError.
+    """What Azure says now, in the best api-version, and the client that has asked. Raises AgentError.
 
     ``is_first``: perhaps nothing has asked before on this VM. Then the answer may take minutes.
     """
-    client = connect(settings.imds, may_switch_on=is_first)
+
+    def fetch(version: ApiVersion) -> tuple[bytes, ImdsClient]:
+        client = connect(settings.imds, version, may_switch_on=is_first)
+        return client.fetch(), client
+
     with remark_if_slow(FIRST_ANSWER_IS_SLOW):
-        return parse_document(client.fetch()), client
+        (body, client), _ = ask_best(versions_to_ask(settings.imds.api_version, settings.rules), fetch)
+        return parse_document(body), client
 
 
 def _in_words(seen: CurrentEvents, terminal: Terminal) -> Iterator[str]:

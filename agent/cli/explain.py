@@ -280,5 +280,7 @@ def _rows(explanation: Explanation, now: datetime) -> Iterator[Row]:
         when = "now, as it has started" if event.is_started else "once it has started"
         yield Row("on start", f"{when}: run {', '.join(decision.on_start)}")
     if decision.recover and not event.is_started:
-        yield Row("recover", f"once it is over: run {', '.join(decision.recover)}")
+        expiry = f", at the latest after {format_duration(decision.expire_after)}"
+        end = f"once it is over{expiry if event.is_recommendation else ''}"
+        yield Row("recover", f"{end}: run {', '.join(decision.recover)}")
     yield Row("approval", explanation.expected_approval.text)

@@ -201,7 +201,8 @@ def _vm(vm: Vm) -> str:
 
 
 def _last_poll(status: Status) -> Row:
-    where = f"{status.endpoint}, document {status.incarnation or '(none yet)'}"
+    version = f" (api-version {status.api_version})" if status.api_version else ""
+    where = f"{status.endpoint}{version}, document {status.incarnation or '(none yet)'}"
     if status.others_events:
         where += f", {status.others_events} of its events only concern other VMs"
     when = f"succeeded {_ago(status.last_poll_at, status.at)}" if status.last_poll_at else "none has succeeded"

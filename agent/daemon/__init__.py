@@ -33,6 +33,7 @@ from agent.daemon.threads import Threads
 from agent.daemon.watchdog import Watchdog
 from agent.engine import Engine
 from agent.hooks import end_leftovers
+from agent.imds import connect
 from agent.log import get_logger
 from agent.log_ids import LogId
 from agent.metrics import Metrics
@@ -84,7 +85,9 @@ class Daemon:
         self._crash: BaseException | None = None
         self._instance = str(store.path.resolve())
         self._metrics = Metrics(lambda: tuple(self._engine.board.values()))
-        self._executor = Threads(lambda: self._engine.settings.imds, self._put, self._instance)
+        self._executor = Threads(
+            lambda: connect(self._engine.settings.imds, self._poller.api_version), self._put, self._instance
+        )
         self._engine = Engine(
             settings,
             store,

@@ -215,6 +215,7 @@ class Pages:
             policy=self.policy,
             rules=tuple([rule.name for rule in engine.settings.rules]),
             endpoint=engine.settings.imds.endpoint,
+            api_version=self._poller.api_version,
             last_poll_at=self._poller.succeeded_at,
             poll_failure=self._poller.failure,
             incarnation=engine.incarnation(),

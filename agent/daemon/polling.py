@@ -12,10 +12,11 @@ from datetime import UTC, datetime
 from msgspec.structs import replace
 
 from agent import AgentError
+from agent.api_version import GENERAL_VERSION, Refusals, ask_best, versions_to_ask
 from agent.engine import Engine, Message, Paused
-from agent.events import Document, DocumentError, parse_document
+from agent.events import RECOMMENDING_VERSION, ApiVersion, Document, DocumentError, parse_document
 from agent.imds import Backoff, ImdsClient, ImdsError, connect
-from agent.log import FailureLog
+from agent.log import FailureLog, get_logger
 from agent.log_ids import LogId
 from agent.metrics import Metrics
 from agent.settings import ImdsSettings
@@ -51,7 +52,11 @@ class Poller:
         self._newest_answered = 0
         self._body = b""
         self._document: Document | None = None
+        self.api_version: ApiVersion = GENERAL_VERSION
+        """In which version documents are answered, and approvals sent."""
+        self._refusals = Refusals()
         self._client: ImdsClient | None = None
+        self._client_version: ApiVersion = GENERAL_VERSION
         self._imds: ImdsSettings | None = None
         self._sent: float | None = None  # since when the poller waits for an answer
         self.has_service_answered = False
@@ -92,12 +97,14 @@ class Poller:
             if late > _PAUSE_SECONDS:
                 self._put(Paused(late))
 
-    def _connect(self) -> ImdsClient:
+    def _connect(self, version: ApiVersion) -> ImdsClient:
         """A client for the endpoint of the policy; after a failure, ``auto`` reads the DHCP lease again."""
         imds = self._engine.settings.imds
-        if self._client is None or self.failure or imds is not self._imds:
-            self._client = connect(imds, may_switch_on=not self.has_service_answered, on_wait=self._expect_back)
-            self._imds = imds
+        is_other = imds is not self._imds or version != self._client_version
+        if self._client is None or self.failure or is_other:
+            may_switch_on = not self.has_service_answered
+            self._client = connect(imds, version, may_switch_on=may_switch_on, on_wait=self._expect_back)
+            self._imds, self._client_version = imds, version
         return self._client
 
     def run_relief(self) -> None:
@@ -108,20 +115,24 @@ class Poller:
             if sent is None or began - sent < _RELIEF_AFTER_SECONDS:
                 delay = _RELIEF_AFTER_SECONDS
                 continue
-            delay = max(0.0, began + self._poll(lambda: connect(self._engine.settings.imds)) - time.monotonic())
+            seconds = self._poll(lambda version: connect(self._engine.settings.imds, version))
+            delay = max(0.0, began + seconds - time.monotonic())
 
-    def _poll(self, load_client: Callable[[], ImdsClient]) -> float:
+    def _poll(self, load_client: Callable[[ApiVersion], ImdsClient]) -> float:
         """Send one request and handle the answer; returns the seconds from its beginning to the next one."""
         with self._lock:
             self._last_number += 1
             number, began = self._last_number, time.monotonic()
-        delay = self._engine.settings.imds.poll_interval
+        settings = self._engine.settings
+        delay = settings.imds.poll_interval
+        versions = versions_to_ask(settings.imds.api_version, settings.rules, self._refusals, began)
         try:
-            body = load_client().fetch()
+            body, version = ask_best(versions, lambda version: load_client(version).fetch())
             with self._lock:
                 # The answer to a later request may have come first.
                 if number > self._newest_answered:
-                    self._take(body)
+                    self._take(body, version)
+                    self._learn_version(versions, version)
                     self._newest_answered = number
                     self._succeed(began)
         except (AgentError, OSError) as raised:
@@ -133,9 +144,10 @@ class Poller:
         self.has_tried = True
         return delay
 
-    def _take(self, body: bytes) -> None:
-        if self._document is None or body != self._body:
-            document = parse_document(body)
+    def _take(self, body: bytes, version: ApiVersion) -> None:
+        if self._document is None or body != self._body or version != self.api_version:
+            has_recommendations = version >= RECOMMENDING_VERSION
+            document = replace(parse_document(body), has_recommendations=has_recommendations)
             self._engine.check(document)
             self._document = document
             self._metrics.documents.inc()
@@ -143,6 +155,16 @@ class Poller:
         elif not self._engine.lacks_event():
             return
         self._put(replace(self._document, answered=time.monotonic()))
+
+    def _learn_version(self, asked: tuple[ApiVersion, ...], answered: ApiVersion) -> None:
+        before, self._refusals = self._refusals, self._refusals.after(asked, answered, time.monotonic())
+        self.api_version = answered
+        if self._refusals.are_enough and not before.are_enough:
+            text = f"api-version {asked[0]} is refused, and asked for again in a day: no recommendation is seen"
+            get_logger().warning(text, log_id=LogId.API_VERSION, api_version=answered)
+        elif before.are_enough and not self._refusals.are_enough:
+            text = f"api-version {answered} is answered again: recommendations are seen"
+            get_logger().info(text, log_id=LogId.API_VERSION, api_version=answered)
 
     def _succeed(self, began: float) -> None:
         now = time.monotonic()

@@ -14,11 +14,10 @@ from agent import AgentError, host
 from agent.daemon.polling import Put, request_error
 from agent.engine import HookEnded, HookKey, HookStart, key_of, without_run
 from agent.hooks import HookQueues, HookRun
-from agent.imds import connect
+from agent.imds import ImdsClient
 from agent.log import Logger, get_logger
 from agent.log_ids import LogId
 from agent.policy import Hook
-from agent.settings import ImdsSettings
 from agent.status import RunningHook
 from agent.workflow import ApprovalAnswered, Approve
 
@@ -29,8 +28,8 @@ class Threads:
     For the engine's thread.
     """
 
-    def __init__(self, load_settings: Callable[[], ImdsSettings], put: Put, instance: str) -> None:
-        self._load_settings = load_settings
+    def __init__(self, connect: Callable[[], ImdsClient], put: Put, instance: str) -> None:
+        self._connect = connect
         self._put = put
         self._instance = instance
         self._queues = HookQueues(deque)
@@ -120,7 +119,7 @@ class Threads:
         def work() -> None:
             kind = detail = ""
             try:
-                client = connect(self._load_settings())
+                client = self._connect()
                 client.approve([approve.event_id for approve in approvals], incarnation)
             except (AgentError, OSError) as raised:
                 error = request_error(raised)

@@ -47,6 +47,9 @@ class Documents:
         if document is None:
             return []
         known, events = known_events(board), document.events
+        if not document.has_recommendations:
+            # They are not gone: this api-version only leaves them out.
+            known = {key: event for key, event in known.items() if not event.is_recommendation}
         if not any("others" in rule.when.affects for rule in settings.rules):
             events = tuple([e for e in events if e.key in known or e.affects(names) != "others"])
         self.others_events = len(document.events) - len(events)

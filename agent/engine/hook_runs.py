@@ -42,11 +42,14 @@ class HookRuns:
         self._are_times_saved = True
         self.seconds: Mapping[str, float] = {}
         """How long each hook may take."""
+        self.once: frozenset[str] = frozenset()
+        """Hooks with ``once``."""
         self.use(settings)
 
     def use(self, settings: Settings) -> None:
         """Another policy is in force."""
         self._settings = settings
+        self.once = frozenset(name for name, hook in settings.hooks.items() if hook.once)
         self.seconds = {
             name: hook_times.may_take_seconds(self._times, name, hook) for name, hook in settings.hooks.items()
         }
@@ -58,7 +61,7 @@ class HookRuns:
             self.delayed.append(effect)
             return
         event = workflow.event
-        not_before = None if workflow.is_gone else event.not_before
+        not_before = None if workflow.is_over else event.starts_at
         environment = hook_environment(
             event,
             stage=effect.stage,

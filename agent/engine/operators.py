@@ -16,6 +16,8 @@ def refusal(request: Request, workflow: Workflow | None, context: Context, why_n
             return _refusal_of_retry(workflow, request.word, why_not_acting)
         case _ if workflow.is_gone:
             return "the event is over"
+        case _ if workflow.is_expired:
+            return "the recommendation has expired"
         case "held" if workflow.was_started or workflow.event.is_started:
             return "the event has started"
         case "held" if workflow.approval.state == "confirmed":
@@ -32,12 +34,12 @@ def refusal(request: Request, workflow: Workflow | None, context: Context, why_n
 def _refusal_of_retry(workflow: Workflow, word: Word, why_not_acting: str) -> str:
     recover = workflow.recover
     if word == "resolve":
-        if not workflow.is_gone:
+        if not workflow.is_over:
             return "the event is not over; resolve is for a recovery that failed"
         return f"its hook {recover.current} runs" if recover.current else ""
     if why_not_acting:
         return why_not_acting
-    if workflow.is_gone:
+    if workflow.is_over:
         return "" if recover.state == "failed" else "its recovery has not failed"
     if workflow.was_started or workflow.event.is_started:
         return "the event has started, and preparing for it is too late"

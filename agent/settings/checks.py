@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from agent.policy import Hook, Rule, When
+from agent.events import RECOMMENDATION, RECOMMENDING_VERSION
+from agent.policy import DEFAULT_EXPIRE_SECONDS, Hook, Rule, When
 from agent.settings.model import Settings, ip_address_of, is_open, parse_endpoint
 from agent.typed_yaml import Parsed, format_duration, nearest
 
@@ -156,6 +157,8 @@ def _hook_faults(path: str, hook: Hook, parsed: Parsed[Settings], *, has_units: 
         yield f"{path}.user", "cannot be used on Windows: remove it, hooks run as the service's account"
     texts = {"run[0]": hook.run[0] if hook.run else None, "shell": hook.shell, "user": hook.user, "cwd": hook.cwd}
     yield from _blank_faults({f"{path}.{key}": text for key, text in texts.items()})
+    if hook.once and not hook.required:
+        yield f"{path}.once", "cannot be used with required: false, as then it does not count if it succeeds"
     for variable in hook.env:
         if not variable or "=" in variable or "\0" in variable:
             # What follows a = was meant as the value and may be secret.
@@ -201,6 +204,7 @@ def doubts(settings: Settings) -> Iterator[Finding]:
         yield "agent.listen", text
     if (endpoint := parse_endpoint(settings.imds.endpoint)) and _is_name(endpoint[0]):
         yield "imds.endpoint", f"{endpoint[0]} is looked up before each request: write an address"
+    yield from _recommendation_doubts(settings)
     used = set(settings.on_clear)
     above: list[Rule] = []
     for index, rule in enumerate(settings.rules):
@@ -242,6 +246,32 @@ def _rule_doubts(path: str, rule: Rule) -> Iterator[Finding]:
         )
 
 
+def _recommendation_doubts(settings: Settings) -> Iterator[Finding]:
+    """About rules for recommendations, hooks that run once for them, and the api-version that has them."""
+    once: set[str] = set()
+    for index, rule in enumerate(settings.rules):
+        path = f"rules[{index}]"
+        if RECOMMENDATION in rule.when.type:
+            once.update(rule.prepare)
+        elif rule.expire_after != DEFAULT_EXPIRE_SECONDS:
+            yield f"{path}.expire_after", f"does nothing: when.type does not name {RECOMMENDATION}"
+        if rule.when.type == (RECOMMENDATION,):
+            if rule.approve != "never":
+                yield f"{path}.approve", "never approves: an approval of a recommendation has no effect"
+            if rule.on_start:
+                yield f"{path}.on_start", "never runs: a recommendation does not start"
+            for key in ("lead", "window"):
+                if getattr(rule, key) is not None:
+                    yield f"{path}.{key}", "does nothing: a recommendation is prepared for at once"
+    version = settings.imds.api_version
+    is_named = any(RECOMMENDATION in rule.when.type for rule in settings.rules)
+    if is_named and version != "auto" and version < RECOMMENDING_VERSION:
+        yield "imds.api_version", f"{version} has no {RECOMMENDATION}, which a rule names: write auto"
+    for name, hook in settings.hooks.items():
+        if hook.once and name not in once:
+            yield f"hooks.{name}.once", f"does nothing: no rule for {RECOMMENDATION} prepares with this hook"
+
+
 def _time_doubts(path: str, rule: Rule, hooks: dict[str, Hook]) -> Iterator[Finding]:
     if rule.lead is None:
         return
@@ -260,6 +290,8 @@ def _condition_count(rule: Rule) -> int:
 
 def _covers(wide: When, narrow: When) -> bool:
     """Whether ``wide`` certainly takes every event that ``narrow`` takes."""
+    if RECOMMENDATION in narrow.type and RECOMMENDATION not in wide.type:
+        return False  # a rule without types does not take it
     affects = (*wide.affects, "shared") if "self" in wide.affects else wide.affects
     pairs = [(affects, narrow.affects)]
     pairs += [(getattr(wide, key), getattr(narrow, key)) for key in _LISTS]

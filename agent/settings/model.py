@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from agent.events import ApiVersion
+from agent.events import ApiVersionSetting
 from agent.policy import Duration, Hook, MaintenanceWindow, Name, Rule, When
 
 _ENDPOINT = re.compile(r"http://(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?/?")
@@ -38,9 +38,13 @@ class ImdsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="http://ADDRESS[:PORT], or auto: from DHCP option 245, for VMs outside a virtual network."
         ),
     ] = "http://169.254.169.254"
-    api_version: Annotated[ApiVersion, Meta(description="Version of the Scheduled Events interface.")] = (
-        "2020-07-01"
-    )
+    api_version: Annotated[
+        ApiVersionSetting,
+        Meta(
+            description="Version of the Scheduled Events interface; auto: 2024-07-09 if a rule names "
+            "SpotRebalanceRecommendation and the service knows it, else 2020-07-01."
+        ),
+    ] = "auto"
     poll_interval: Annotated[
         Duration,
         # A Spot VM may be gone 30 s after its notice, so more than a minute makes no sense.

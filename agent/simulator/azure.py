@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from agent import AgentError
 
-EventType = Literal["Freeze", "Reboot", "Redeploy", "Preempt", "Terminate"]
+EventType = Literal["Freeze", "Reboot", "Redeploy", "Preempt", "Terminate", "SpotRebalanceRecommendation"]
 Source = Literal["Platform", "User"]
 Status = Literal["Scheduled", "Started", "Gone"]
 Outcome = Literal["", "completed", "canceled"]
@@ -41,9 +41,12 @@ EVENTS_VERSIONS = (
     "2019-04-01",
     "2019-08-01",
     "2020-07-01",
+    "2024-07-09",
 )
+# An early warning of an eviction: it never starts, and an approval has no effect.
+_RECOMMENDATION = "SpotRebalanceRecommendation"
 # The first api-version that shows each of these; dates in this form compare as texts.
-_TYPE_SINCE = {"Preempt": "2017-11-01", "Terminate": "2019-01-01"}
+_TYPE_SINCE = {"Preempt": "2017-11-01", "Terminate": "2019-01-01", _RECOMMENDATION: "2024-07-09"}
 _FIELD_SINCE = {
     "Description": "2019-04-01",
     "EventSource": "2019-08-01",
@@ -58,6 +61,7 @@ _NOTICE_SECONDS: dict[EventType, float] = {
     "Redeploy": 600.0,
     "Preempt": 30.0,
     "Terminate": 300.0,
+    "SpotRebalanceRecommendation": 0.0,
 }
 # Texts that the real service has been seen to send.
 _DESCRIPTIONS: dict[tuple[EventType, Source], str] = {
@@ -99,7 +103,7 @@ class Plan(
     description: str | None = None
     """By default what the real service says of such events, often nothing."""
     lasts_seconds: Duration | None = 10.0
-    """From Started until it is gone; None: until ``end``."""
+    """From Started (a recommendation: from its announcement) until it is gone; None: until ``end``."""
     start_delay_seconds: Duration = 0.5
     """From the approval to Started."""
     starts_when_approved: bool = True
@@ -206,7 +210,7 @@ class Azure:
             not_before_at=_time(math.ceil(now + (plan.notice_seconds or 0.0) / self._speed)),
         )
         self._keep(key, event)
-        if plan.begins_started:
+        if plan.begins_started and plan.type != _RECOMMENDATION:
             self._start(now, key)
         else:
             self.tell("scheduled", now, event)
@@ -218,6 +222,8 @@ class Azure:
         self.advance(now)
         key = self._known(event_id)
         event = self._events[key]
+        if event.plan.type == _RECOMMENDATION:
+            return False
         if event.status != "Scheduled" or event.approved_at is not None or by in event.approvers:
             return False
         approvers = (*event.approvers, by)
@@ -238,7 +244,10 @@ class Azure:
 
     def start(self, now: float, event_id: str) -> None:
         """Start the event at once, approved or not."""
-        self._start(now, self._scheduled(now, event_id, "started"))
+        key = self._scheduled(now, event_id, "started")
+        if self._events[key].plan.type == _RECOMMENDATION:
+            raise SimulatorError(f"event {event_id} is a recommendation, which does not start", kind="usage")
+        self._start(now, key)
 
     def end(self, now: float, event_id: str) -> None:
         """Let the event be over, also if no document has shown it Started."""
@@ -260,7 +269,8 @@ class Azure:
         while self.next_due <= now:
             due, key = min((self._due(event), key) for key, event in self._live.items())
             at = max(due, self._reached)  # it may have waited for another event, and be due since before that one
-            if self._live[key].status == "Scheduled":
+            event = self._live[key]
+            if event.status == "Scheduled" and event.plan.type != _RECOMMENDATION:
                 self._start(at, key)
             else:
                 self._leave(at, key, "completed")
@@ -342,9 +352,10 @@ class Azure:
 
     def _due(self, event: SimulatedEvent) -> float:
         plan = event.plan
-        if event.started_at is not None:
+        begins_at = event.scheduled_at if plan.type == _RECOMMENDATION else event.started_at
+        if begins_at is not None:
             lasts = math.inf if plan.lasts_seconds is None else plan.lasts_seconds
-            return event.started_at.timestamp() + lasts / self._speed
+            return begins_at.timestamp() + lasts / self._speed
         not_before = event.not_before_at.timestamp()
         if event.approved_at is None or not plan.starts_when_approved or self._waits_for_others(event):
             return not_before
@@ -391,14 +402,15 @@ def _is_shown(event: SimulatedEvent, version: str) -> bool:
 def _shown(event: SimulatedEvent, version: str) -> dict[str, Any]:
     plan = event.plan
     underscore = "_" if version == _UNDERSCORE_VERSION else ""
-    is_started = event.status == "Started"
+    # What a recommendation has there is not published.
+    is_blank = event.status == "Started" or plan.type == _RECOMMENDATION
     fields: dict[str, Any] = {
         "EventId": event.id,
         "EventStatus": event.status,
         "EventType": plan.type,
         "ResourceType": "VirtualMachine",
         "Resources": [f"{underscore}{name}" for name in plan.vms],
-        "NotBefore": "" if is_started else format_datetime(event.not_before_at, usegmt=True),
+        "NotBefore": "" if is_blank else format_datetime(event.not_before_at, usegmt=True),
         "Description": plan.description,
         "EventSource": plan.source,
         "DurationInSeconds": -1 if plan.duration_seconds is None else int(plan.duration_seconds),

@@ -47,6 +47,8 @@ class Fault(
     """By default all."""
     on: FaultScope = "any"
     """Which requests it hits: for documents, approvals, instance data, or any."""
+    api_version: str | None = None
+    """Only requests in this api-version."""
     seconds: Duration | None = None
     """How long it lasts; None: without an end in time."""
     count: Annotated[int | None, Meta(ge=1)] = None
@@ -92,10 +94,11 @@ class FaultBook:
         """The faults that may still hit a request."""
         return tuple(one for one in self._faults if one.until is None or now < one.until)
 
-    def take(self, now: float, purpose: Purpose) -> Fault | None:
-        """The fault that hits a request of this purpose that comes now."""
+    def take(self, now: float, purpose: Purpose, version: str) -> Fault | None:
+        """The fault that hits a request of this purpose and api-version that comes now."""
         for index, (fault, until, left) in enumerate(self._faults):
-            if (until is None or now < until) and fault.on in ("any", purpose):
+            is_meant = fault.on in ("any", purpose) and fault.api_version in (None, version)
+            if is_meant and (until is None or now < until):
                 if left is not None:
                     self._faults[index : index + 1] = [ActiveFault(fault, until, left - 1)] if left > 1 else []
                 return fault

@@ -188,6 +188,11 @@ def purpose_of(request: Request) -> Purpose:
     return "instance" if path[:2] == ("metadata", "instance") else "other"
 
 
+def version_of(request: Request) -> str:
+    """The api-version that the client asks for; "" without one."""
+    return _parse_target(request.target)[1].get("api-version", "")
+
+
 def _parse_target(target: str) -> tuple[tuple[str, ...], dict[str, str]]:
     try:
         parts = urlsplit(target)

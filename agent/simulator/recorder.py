@@ -21,7 +21,8 @@ REAL_ENDPOINT = "http://169.254.169.254"
 _MAX_BODY_BYTES = 1024 * 1024
 _TIMEOUT_SECONDS = 10.0
 _FIRST_TIMEOUT_SECONDS = 120.0  # the first request switches the service on, which may take two minutes
-_DOCUMENT_PATH = f"/metadata/scheduledevents?api-version={EVENTS_VERSIONS[-1]}"
+# The newest version is a preview, which not every VM has.
+_DOCUMENT_PATHS = tuple(f"/metadata/scheduledevents?api-version={version}" for version in EVENTS_VERSIONS[:-3:-1])
 _INSTANCE_PATH = "/metadata/instance/compute?api-version=2021-12-13"
 
 Tell = Callable[[datetime, str], None]
@@ -40,6 +41,10 @@ class _TroubleError(Exception):
     """The endpoint does not answer, or not as it should."""
 
 
+class _RefusedError(_TroubleError):
+    """The endpoint does not know what it was asked for."""
+
+
 def record(
     endpoint: str, path: Path, stop_requested: threading.Event, tell: Tell, *, interval_seconds: float = 1.0
 ) -> None:
@@ -53,7 +58,7 @@ def record(
         with path.open("xb") as stream:
             origin: Origin | None = None
             last: bytes | None = None
-            said, timeout = "", _FIRST_TIMEOUT_SECONDS
+            said, timeout, document_path = "", _FIRST_TIMEOUT_SECONDS, _DOCUMENT_PATHS[0]
             while True:
                 trouble = ""
                 try:
@@ -61,7 +66,7 @@ def record(
                         origin = _origin(_get(host, port, _INSTANCE_PATH, timeout))
                         _append(stream, origin)
                         tell(datetime.now(UTC), f"records the documents of {origin.vm}")
-                    body = _get(host, port, _DOCUMENT_PATH, timeout)
+                    body = _get(host, port, document_path, timeout)
                     timeout = _TIMEOUT_SECONDS
                     if body != last:
                         recorded, last = make_recorded(datetime.now(UTC), body), body
@@ -69,6 +74,8 @@ def record(
                         tell(recorded.at, summarize(recorded))
                 except _TroubleError as error:
                     trouble = f"{endpoint} {error}"
+                    if isinstance(error, _RefusedError):
+                        document_path = _DOCUMENT_PATHS[document_path == _DOCUMENT_PATHS[0]]
                     if trouble != said:
                         tell(datetime.now(UTC), trouble)
                 said = trouble
@@ -95,7 +102,9 @@ def _get(host: str, port: int, path: str, timeout: float) -> bytes:
     except (OSError, http.client.HTTPException) as error:
         raise _TroubleError(f"does not answer: {str(error) or type(error).__name__}") from error
     if response.status != http.client.OK:
-        raise _TroubleError(f"answers {response.status} {response.reason}")
+        is_refusal = response.status in (http.client.BAD_REQUEST, http.client.NOT_FOUND)
+        kind = _RefusedError if is_refusal else _TroubleError
+        raise kind(f"answers {response.status} {response.reason}")
     if len(body) > _MAX_BODY_BYTES:
         raise _TroubleError(f"answers more than {_MAX_BODY_BYTES >> 20} MiB")
     if response.length:

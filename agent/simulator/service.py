@@ -14,7 +14,15 @@ import msgspec
 
 from agent.simulator.azure import Azure, SimulatedEvent, SimulatorError
 from agent.simulator.faults import Fault, FaultBook, make_wrong
-from agent.simulator.protocol import Answer, Imds, Request, VirtualMachine, make_error, purpose_of
+from agent.simulator.protocol import (
+    Answer,
+    Imds,
+    Request,
+    VirtualMachine,
+    make_error,
+    purpose_of,
+    version_of,
+)
 from agent.simulator.recording import Recording, Replay, as_played
 from agent.simulator.scenario import Scenario, Step
 
@@ -111,7 +119,7 @@ class Service:
         if self.began_at is None and purpose == "poll":
             self.begin(now)
         self.advance(now)
-        return self.faults[vm].take(now, purpose)
+        return self.faults[vm].take(now, purpose, version_of(request))
 
     def answer(self, now: float, vm: str, request: Request, fault: Fault | None) -> Answer:
         """The answer to a request."""

@@ -137,6 +137,7 @@
       ["Health", status.health === "ok" ? "ok" : el("span", {class: "bad"}, "not healthy, see above")],
       ["Last good poll", [status.last_poll_at ? [since(status.last_poll_at), " ago"] : "never yet", failure]],
       ["Endpoint", code(status.endpoint)],
+      ["api-version", code(status.api_version)],
       ["Incarnation", words(status.incarnation) || "no document yet"],
       ["This VM", vm.names.length ? listed(vm.names) : "name not known yet"],
       ["VM id", vm.vm_id ? code(vm.vm_id) : ""],

@@ -21,7 +21,7 @@ from agent.workflow.model import (
 )
 from agent.workflow.phases import may_begin, move
 from agent.workflow.signals import may_return, take_in, waiting_for_hook
-from agent.workflow.times import start_of, turn_to_approve
+from agent.workflow.times import expires_at, start_of, turn_to_approve
 
 
 class Progression(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class _Turn:
 
         Events that are still to come move first: what they begin may forbid the recovery from another one.
         """
-        moving = sorted(self.workflows, key=lambda key: self.workflows[key].is_gone)
+        moving = sorted(self.workflows, key=lambda key: self.workflows[key].is_over)
         for _ in range(1000):
             before = len(self.steps)
             for key in moving:
@@ -120,7 +120,7 @@ def has_obeyed(workflow: Workflow, word: str) -> bool:
     """Whether an operator's word that was just taken in still counts; a change may have come with it."""
     match word:
         case "retry":
-            stage = workflow.recover if workflow.is_gone else workflow.prepare
+            stage = workflow.recover if workflow.is_over else workflow.prepare
             return workflow.is_open and stage.state != "failed"
         case "resolve":
             return workflow.recover.state == "resolved"
@@ -144,6 +144,8 @@ def next_wake_at(board: Board, context: Context) -> datetime | None:
             times.append(approval.retry_at)
         if approval.state == "none" and (turn_at := turn_to_approve(workflow)):
             times.append(turn_at)
-        if may_begin(workflow) and workflow.decision.rule and not workflow.is_gone:
+        if may_begin(workflow) and workflow.decision.rule and not workflow.is_over:
             times.append(start_of(workflow, context).at)
+        if expiry := expires_at(workflow):
+            times.append(expiry)
     return min((time for time in times if time > context.now), default=None)

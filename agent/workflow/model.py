@@ -18,7 +18,7 @@ from agent.policy import Decision, MaintenanceWindow, Rule
 Phase = Literal[
     "waiting", "preparing", "prepared", "held", "approved", "started", "recovering", "recovery_failed", "closed",
 ]  # fmt: skip
-Outcome = Literal["", "completed", "canceled", "unknown"]
+Outcome = Literal["", "completed", "canceled", "expired", "unknown"]
 Stage = Literal["prepare", "on_start", "recover"]
 HookOutcome = Literal["succeeded", "failed", "timed_out", "canceled", "not_started"]
 Word = Literal["", "approved", "held", "retry", "resolve"]
@@ -26,7 +26,7 @@ Word = Literal["", "approved", "held", "retry", "resolve"]
 NoteKind = Literal[
     "seen", "changed", "renamed", "missing", "gone", "decided", "preparing", "hook_started", "hook_finished",
     "hook_canceled", "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering",
-    "recovery_failed", "waits", "blocked", "closed", "operator", "restarted",
+    "recovery_failed", "waits", "blocked", "closed", "operator", "restarted", "expired",
 ]  # fmt: skip
 WaitKind = Literal[
     # before it begins
@@ -34,6 +34,8 @@ WaitKind = Literal[
     # what the gates answer
     "status", "not_ours", "missing", "id", "never", "unprepared", "prepare_failed", "prepare_canceled", "held",
     "manual", "too_early", "shared", "earlier_vms", "doubt",
+    # of a recommendation: while it is prepared for, and after that
+    "recommendation", "expired",
     # before it recovers
     "other_event", "lost_hook",
 ]  # fmt: skip
@@ -41,14 +43,15 @@ WaitKind = Literal[
 # Every arrow of the life of an event; ``proceed`` refuses a step along any other one.
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     "waiting": frozenset({"preparing", "prepared", "held", "started", "closed"}),
-    "preparing": frozenset({"prepared", "held", "started", "recovering", "closed"}),
+    "preparing": frozenset({"waiting", "prepared", "held", "started", "recovering", "closed"}),
     "prepared": frozenset({"preparing", "held", "approved", "started", "recovering", "closed"}),
     "held": frozenset({"waiting", "preparing", "prepared", "approved", "started", "recovering", "closed"}),
     "approved": frozenset({"preparing", "started", "recovering", "closed"}),
     "started": frozenset({"recovering", "closed"}),
     # Back to an earlier phase: the event is in the document again, and no recover hook has run.
-    "recovering": frozenset({"prepared", "approved", "started", "recovery_failed", "closed"}),
-    "recovery_failed": frozenset({"recovering", "closed"}),
+    # Back to waiting: the document still lists a recommendation that has expired.
+    "recovering": frozenset({"waiting", "prepared", "approved", "started", "recovery_failed", "closed"}),
+    "recovery_failed": frozenset({"waiting", "recovering", "closed"}),
     "closed": frozenset(),
 }
 
@@ -122,6 +125,8 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     missing_since: datetime | None = None
     """When an answer first lacked the event; the event is gone when a second one lacks it."""
     is_gone: bool = False
+    is_expired: bool = False
+    """A recommendation that was prepared for long enough: it is over, though the document may still list it."""
     was_started: bool = False
     is_doubtful: bool = False
     """First seen after the state file was lost: what was done about it before is not known."""
@@ -134,6 +139,11 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_open(self) -> bool:
         return self.phase != "closed"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing needs to be prepared for the event any more."""
+        return self.is_gone or self.is_expired
 
     @property
     def stages(self) -> tuple[Progress, ...]:
@@ -283,6 +293,8 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """Names of all hooks of the policy."""
     hook_seconds: Mapping[str, float] = {}
     """How long each may take."""
+    once_hooks: Container[str] = ()
+    """Those that need not run for a Preempt, if they have succeeded for a recommendation."""
     reserve: float = 0.0
     """Prepare hooks must end so many seconds before NotBefore."""
     boot_id: str

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from agent.workflow.approving import HELD, ask_gates, request_approval, would_begin
-from agent.workflow.model import Context, Note, Phase, Progress, Step, Waits, Workflow
+from agent.workflow.model import Context, Note, Phase, Progress, Step, Waits, Workflow, show
 from agent.workflow.stages import (
     cut_short,
     next_hook,
@@ -19,14 +19,19 @@ from agent.workflow.stages import (
     still_needs_preparation,
     wait,
 )
-from agent.workflow.times import drain_end, start_of
+from agent.workflow.times import drain_end, expires_at, is_due, start_of
 
 Workflows = Mapping[str, Workflow]
 
 
 def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | None:
     """The next step that is due; None if the workflow waits for a signal or for time."""
-    if workflow.is_missing or context.document_at is None:
+    if context.document_at is None:
+        return None
+    expiry = expires_at(workflow)
+    if expiry is not None and is_due(expiry, context.now, workflow.decision.expire_after):
+        return _expire(workflow)
+    if workflow.is_missing and not workflow.is_expired:
         return None
     match workflow.phase:
         case "recovering":
@@ -35,7 +40,7 @@ def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | N
             return _recovery_failed(workflow, workflows)
         case "closed":
             return None
-        case _ if workflow.is_gone:
+        case _ if workflow.is_over:
             return _over(workflow)
         case "started":
             return _started(workflow, workflows, context)
@@ -128,6 +133,8 @@ def _approve(workflow: Workflow, context: Context) -> Step | None:
     """In the phases prepared and held."""
     if not context.is_acting:
         return None
+    if workflow.event.is_recommendation:
+        return _stay_prepared(workflow)
     if workflow.approval.state == "confirmed":
         return _enter(workflow, "approved")
     leave, is_held = ask_gates(workflow, context), workflow.phase == "held"
@@ -138,6 +145,13 @@ def _approve(workflow: Workflow, context: Context) -> Step | None:
     if workflow.approval.state == "requested":
         return None
     return request_approval(workflow, context) if leave.answer == "yes" else wait(workflow, leave.waits)
+
+
+def _stay_prepared(workflow: Workflow) -> Step | None:
+    """Until the recommendation is over; it is not approved."""
+    if workflow.phase == "prepared":
+        return wait(workflow, Waits(kind="recommendation", at=expires_at(workflow)))
+    return None if workflow.prepare.state in ("failed", "canceled") else _enter(workflow, "prepared")
 
 
 def may_begin(workflow: Workflow) -> bool:
@@ -189,6 +203,14 @@ def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Step
 
 
 # --- When it is over.
+
+
+def _expire(workflow: Workflow) -> Step:
+    text = f"has expired: it was prepared for since {show(workflow.begun_at)}"
+    if workflow.prepare.state == "idle":
+        text = f"has expired: it has been known since {show(workflow.first_seen_at)}"
+    expired = replace(workflow, is_expired=True, outcome="expired")
+    return Step(workflow=expired, notes=(Note(kind="expired", text=text),))
 
 
 def _over(workflow: Workflow) -> Step | None:
@@ -254,19 +276,35 @@ def _recovery_failed(workflow: Workflow, workflows: Workflows) -> Step | None:
 def _needed_by(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
     """The other events that still need what this recovery would undo."""
     peers = prepared_peers(workflow, workflows)
-    return [peer for peer in peers if still_needs_preparation(peer) and share_hooks(peer, workflow)]
+    needed_by = [peer for peer in peers if still_needs_preparation(peer) and share_hooks(peer, workflow)]
+    if workflow.event.is_recommendation:
+        # The eviction that it warned of: this VM takes no new work before that.
+        resources = workflow.event.resources
+        preempts = [w for w in workflows.values() if w.event.type == "Preempt" and not w.is_gone]
+        needed_by += [w for w in preempts if w not in needed_by and w.event.affects(resources) != "others"]
+    return needed_by
 
 
 def _without_what_is_undone(workflow: Workflow, needed_by: list[Workflow]) -> Workflow:
     """If another event has prepared again what was recovered, all of it must be recovered again."""
     recover = workflow.recover
-    is_undone = recover.done and any(peer.prepare.run > 0 for peer in needed_by)
+    is_undone = recover.done and any(peer.prepare.run > 0 and share_hooks(peer, workflow) for peer in needed_by)
     return replace(workflow, recover=replace(recover, done=())) if is_undone else workflow
 
 
-def _close(workflow: Workflow) -> Step:
+def _close(workflow: Workflow) -> Step | None:
+    if not workflow.is_gone:
+        return _rest(workflow)
     by_hand = ", an operator has put its recovery right by hand" if workflow.recover.state == "resolved" else ""
     return _enter(workflow, "closed", Note(kind="closed", text=f"is over: {workflow.outcome}{by_hand}"))
+
+
+def _rest(workflow: Workflow) -> Step | None:
+    """Do nothing more about an expired recommendation until the document lacks it: it must not begin again."""
+    if workflow.phase == "waiting":
+        return wait(workflow, Waits(kind="expired"))
+    untouched = replace(workflow, prepare=Progress(), recover=Progress(), drain_until=None)
+    return _enter(untouched, "waiting")
 
 
 def _hold(workflow: Workflow, waits: Waits | None) -> Step:

@@ -54,7 +54,7 @@ def take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Step
         case AgentRestarted():
             return _restart(workflow, context)
         case Reconsider():
-            return None if workflow.is_gone else _decide_anew(workflow, context)
+            return None if workflow.is_over else _decide_anew(workflow, context)
         case ClockSet(seconds):
             return _move_times(workflow, seconds, context)
 
@@ -151,6 +151,7 @@ def _decide_anew(workflow: Workflow, context: Context) -> Step:
             drain_for=old.drain_for,
             on_start=old.on_start,
             on_early_start=old.on_early_start,
+            expire_after=new.expire_after if new.rule else old.expire_after,
         )
     if new == old:
         return Step(workflow=workflow)
@@ -189,6 +190,8 @@ def may_return(workflow: Workflow) -> bool:
 
 def _bring_back(workflow: Workflow) -> Workflow:
     """As if the event had never been missing."""
+    if workflow.is_expired:
+        return replace(workflow, missing_since=None, is_gone=False)
     if workflow.phase == "recovering":
         is_confirmed = workflow.approval.state == "confirmed"
         phase: Phase = "started" if workflow.was_started else "approved" if is_confirmed else "prepared"
@@ -207,12 +210,16 @@ def _lose(workflow: Workflow, signal: Gone, context: Context) -> Step:
     outcome: Outcome = "unknown"
     not_before = workflow.event.not_before
     missing_since = workflow.missing_since or context.now
-    if signal.status:
+    if workflow.is_expired:
+        outcome = "expired"
+    elif signal.status:
         outcome = "completed" if signal.status == "Completed" else "canceled"
     elif workflow.was_started or workflow.event.is_started:
         outcome = "completed"
     elif workflow.boot_id != context.boot_id and workflow.event.type in ("Reboot", "Redeploy"):
         outcome = "completed"  # this machine was down while it was Started
+    elif workflow.event.is_recommendation:
+        pass  # it says nothing about the eviction
     elif workflow.approval.state == "none" and not_before is not None and missing_since < not_before:
         outcome = "canceled"
     note = Note(kind="gone", text=f"is no longer in the document: {outcome}")
@@ -245,12 +252,12 @@ def _hear(workflow: Workflow, signal: OperatorSpoke, context: Context) -> Step:
 
 def _retry(workflow: Workflow, note: Note, context: Context) -> Step:
     """The hook that failed runs again, and then the rest of its stage."""
-    stage: Stage = "recover" if workflow.is_gone else "prepare"
+    stage: Stage = "recover" if workflow.is_over else "prepare"
     progress = workflow.progress(stage)
     if progress.state != "failed":
         return Step(workflow=workflow, notes=(note,))
     again = workflow.with_progress(stage, tried_again(progress))
-    if workflow.is_gone:
+    if workflow.is_over:
         return Step(workflow=again, notes=(note,))
     step = _decide_anew(again, context)  # the policy may have lost the hook meanwhile
     return replace(step, notes=(note, *step.notes))

@@ -25,7 +25,7 @@ def run_next(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow]
     progress = workflow.progress(stage)
     if progress.current is not None:
         return None
-    recoveries = [p for p in prepared_peers(workflow, workflows) if p.is_gone and p.recover.current is not None]
+    recoveries = [p for p in prepared_peers(workflow, workflows) if p.is_over and p.recover.current is not None]
     if stage == "prepare":
         drain_for = workflow.decision.drain_for
         if workflow.drain_until is not None and not is_due(workflow.drain_until, context.now, drain_for):
@@ -35,6 +35,10 @@ def run_next(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow]
     hook = next_hook(workflow, stage)
     if hook is None:
         return Step(workflow=workflow.with_progress(stage, replace(progress, state="succeeded")))
+    if stage == "prepare" and (earlier := _recommendation_with(hook, workflow, workflows, context)):
+        text = f"hook {hook} is left out: it has succeeded for the recommendation {earlier.event.id}"
+        left_out = workflow.with_progress(stage, replace(progress, done=(*progress.done, hook)))
+        return Step(workflow=left_out, notes=(Note(kind="preparing", text=text, stage=stage, hook=hook),))
     if stage == "recover" and any(peer.recover.current == hook for peer in recoveries):
         return None  # it runs for another event now, once for both
     if not context.is_acting:
@@ -48,6 +52,20 @@ def run_next(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow]
         effects=(RunHook(workflow_id=workflow.id, stage=stage, hook=hook, run=progress.run),),
         notes=(Note(kind="hook_started", text=f"hook {hook} starts", stage=stage, hook=hook),),
     )
+
+
+def _recommendation_with(
+    hook: str, workflow: Workflow, workflows: Mapping[str, Workflow], context: Context
+) -> Workflow | None:
+    """The open recommendation for which a hook that is to run once has succeeded, if this is the eviction."""
+    if workflow.event.type != "Preempt" or hook not in context.once_hooks:
+        return None
+    for peer in prepared_peers(workflow, workflows):
+        # A reboot, or a recovery that has begun, may have undone it.
+        stands = peer.boot_id == context.boot_id and peer.recover.run == 0 and not peer.recover.done
+        if peer.event.is_recommendation and stands and hook in peer.prepare.done:
+            return peer
+    return None
 
 
 def next_hook(workflow: Workflow, stage: Stage) -> str | None:
@@ -104,7 +122,7 @@ def prepared_peers(workflow: Workflow, workflows: Mapping[str, Workflow]) -> lis
 
 def still_needs_preparation(workflow: Workflow) -> bool:
     """Until the event is over and its last prepare hook has ended."""
-    return not workflow.is_gone or workflow.prepare.current is not None
+    return not workflow.is_over or workflow.prepare.current is not None
 
 
 def is_to_recover(workflow: Workflow, hook: str) -> bool:

@@ -26,11 +26,19 @@ def needed_seconds(decision: Decision, context: Context) -> float:
 def drain_end(decision: Decision, event: ScheduledEvent, context: Context) -> datetime:
     """When a drain that begins now ends: with little notice, earlier, but it takes half of that in any case."""
     drain = decision.drain_for
-    if event.not_before is not None:
-        left = (event.not_before - context.now).total_seconds()
+    if event.starts_at is not None:
+        left = (event.starts_at - context.now).total_seconds()
         hooks = needed_seconds(decision, context) - drain
         drain = min(drain, max(left - hooks, left / 2) if decision.prepare else left)
     return context.now + timedelta(seconds=max(0.0, drain))
+
+
+def expires_at(workflow: Workflow) -> datetime | None:
+    """When a recommendation counts as over, if the document still lists it then; None for other events."""
+    if workflow.is_over or not workflow.event.is_recommendation:
+        return None
+    since = workflow.begun_at or workflow.first_seen_at
+    return since + timedelta(seconds=workflow.decision.expire_after)
 
 
 def turn_to_approve(workflow: Workflow) -> datetime | None:
@@ -45,7 +53,7 @@ def hook_deadline_at(workflow: Workflow, stage: Stage, reserve_seconds: float, n
     Prepare hooks end ``reserve_seconds`` before NotBefore. If that is less than a second away, they have until
     NotBefore; after it the event may start at any moment, and they are tried anyway.
     """
-    not_before = workflow.event.not_before
+    not_before = workflow.event.starts_at
     if stage != "prepare" or not_before is None:
         return None
     for seconds in (reserve_seconds, 0.0):

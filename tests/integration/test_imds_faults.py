@@ -12,15 +12,16 @@ from typing import Any, cast
 
 import pytest
 import structlog
+from msgspec.structs import replace
 
 from agent.daemon import polling as module
-from agent.daemon import threads
 from agent.daemon.polling import Identifier, Poller
 from agent.daemon.threads import Threads
 from agent.engine import Engine, Message
-from agent.events import Document, DocumentError
-from agent.imds import IMDS_ERROR_KINDS, EndpointError, Identity, ImdsError, ImdsErrorKind
+from agent.events import ApiVersion, Document, DocumentError
+from agent.imds import IMDS_ERROR_KINDS, EndpointError, Identity, ImdsClient, ImdsError, ImdsErrorKind
 from agent.metrics import Metrics
+from agent.policy import Rule, When
 from agent.settings import ImdsSettings, Settings
 from agent.workflow import ApprovalAnswered, Approve
 
@@ -70,7 +71,8 @@ class Service:
     def lacks_event(self) -> bool:
         return False
 
-    def connect(self, _imds: ImdsSettings, **_: object) -> "Service":
+    def connect(self, _imds: ImdsSettings, version: ApiVersion = "2020-07-01", **_: object) -> "Service":
+        self.version = version
         return self
 
     def fetch(self) -> bytes:
@@ -264,10 +266,10 @@ def test_an_endpoint_that_cannot_be_found_out_is_a_failed_poll_and_not_the_last(
     failures = [error, error]
 
     class Unknown(Service):
-        def connect(self, _imds: ImdsSettings, **options: object) -> Service:
+        def connect(self, _imds: ImdsSettings, version: ApiVersion = "2020-07-01", **options: object) -> Service:
             if failures:
                 raise failures.pop()
-            return super().connect(_imds, **options)
+            return super().connect(_imds, version, **options)
 
     run = Run(1.0, 5.5, lambda _: (0.0, DOCUMENT), Unknown)
     assert run.service.asked == [2.0, 3.0, 4.0, 5.0]
@@ -276,16 +278,69 @@ def test_an_endpoint_that_cannot_be_found_out_is_a_failed_poll_and_not_the_last(
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), EndpointError("http://[")])
-def test_an_approval_whose_endpoint_cannot_be_found_out_is_a_failed_one_and_no_bug(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def connect(_: ImdsSettings) -> Service:
+def test_an_approval_whose_endpoint_cannot_be_found_out_is_a_failed_one_and_no_bug(error: Exception) -> None:
+    def connect() -> ImdsClient:
         raise error
 
-    monkeypatch.setattr(threads, "connect", connect)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     with structlog.testing.capture_logs() as log:
-        Threads(ImdsSettings, inbox.put, "").approve([Approve(workflow_id="A", event_id="A", is_alone=False)], "1")
+        Threads(connect, inbox.put, "").approve([Approve(workflow_id="A", event_id="A", is_alone=False)], "1")
         answer = inbox.get(timeout=60)
     assert answer == ApprovalAnswered(workflow_id="A", error_kind="unreachable", detail=str(error))
     assert log == []
+
+
+class Preview(Service):
+    """It refuses the newest api-version for a time, and takes it after that."""
+
+    refused_until = 0.0
+    kind: ImdsErrorKind = "not_found"
+
+    def __init__(self, clock: Clock, *rest: Any) -> None:
+        super().__init__(clock, *rest)
+        rule = Rule(name="advice", when=When(type=("SpotRebalanceRecommendation",)))
+        self.settings = replace(self.settings, rules=(rule,))
+        self.versions: list[tuple[str, float]] = []
+
+    def fetch(self) -> bytes:
+        self.versions.append((self.version, self._clock.now - self._began))
+        if self.version == "2024-07-09" and self._clock.now - self._began < self.refused_until:
+            raise ImdsError("GET: refused", kind=self.kind)
+        return super().fetch()
+
+
+@pytest.mark.parametrize("refusal", ["not_found", "bad_request"])
+def test_a_refused_version_is_no_outage_and_is_asked_for_again_in_a_day(refusal: ImdsErrorKind) -> None:
+    kind = type("Refusing", (Preview,), {"refused_until": 25 * HOUR, "kind": refusal})
+    run = Run(60.0, 49 * HOUR, lambda _: (0.0, DOCUMENT), kind)
+
+    newest = [at for version, at in cast("Preview", run.service).versions if version == "2024-07-09"]
+    assert newest[:3] == [0.0, 60.0, 24 * HOUR + 60.0]
+    assert newest[3:] == [48 * HOUR + 60.0 + 60.0 * minute for minute in range(59)]
+    assert run.service.asked == [60.0 * minute for minute in range(49 * 60)]
+    assert (run.polls("ok"), run.polls(refusal)) == (49 * 60, 0)
+    assert run.messages("log_level", "api_version") == [("warning", "2020-07-01"), ("info", "2024-07-09")]
+    documents = [run.inbox.get_nowait() for _ in range(run.inbox.qsize())]
+    assert [cast("Document", document).has_recommendations for document in documents] == [False, True]
+
+
+def test_one_refusal_alone_is_taken_for_an_outage_of_a_moment() -> None:
+    run = Run(1.0, 9.5, lambda _: (0.0, DOCUMENT), type("Briefly", (Preview,), {"refused_until": 0.5}))
+    versions = [version for version, _ in cast("Preview", run.service).versions]
+    assert versions == ["2024-07-09", "2020-07-01", *["2024-07-09"] * 9]
+    assert run.log == []
+
+
+@pytest.mark.parametrize("failure", ["timeout", "server_error", "throttled", "gone"])
+def test_any_other_failure_of_the_newest_version_is_a_failed_poll(failure: ImdsErrorKind) -> None:
+    kind = type("Failing", (Preview,), {"refused_until": 0.5, "kind": failure})
+    run = Run(1.0, 5.5, lambda _: (0.0, DOCUMENT), kind)
+    assert {version for version, _ in cast("Preview", run.service).versions} == {"2024-07-09"}
+    assert run.polls(failure) == 1
+
+
+def test_if_both_versions_are_refused_the_poll_has_failed() -> None:
+    kind = type("Refusing", (Preview,), {"refused_until": HOUR})
+    run = Run(1.0, 5.5, failing("not_found", HOUR), kind)
+    assert (run.polls("ok"), run.polls("not_found")) == (0, 6)
+    assert [version for version, _ in cast("Preview", run.service).versions] == ["2024-07-09", "2020-07-01"] * 6

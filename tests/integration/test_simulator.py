@@ -89,7 +89,7 @@ def test_the_value_of_the_metadata_header_may_be_in_any_case(client: Client) -> 
 @pytest.mark.parametrize("query", ["", "?api-version=", "?api-version=2021-12-13", "?api-version={latest}"])
 def test_an_unknown_api_version_is_refused_as_by_azure_with_the_known_ones(client: Client, query: str) -> None:
     expected = json.loads((PAYLOADS / "47-imds-400-bad-api-version.json").read_text())
-    expected["newest-versions"] = ["2020-07-01", "2019-08-01", "2019-04-01"]
+    expected["newest-versions"] = ["2024-07-09", "2020-07-01", "2019-08-01"]
     assert client.ask(f"/metadata/scheduledevents{query}") == (400, expected)
 
 

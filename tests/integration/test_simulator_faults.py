@@ -69,6 +69,15 @@ def test_a_fault_befalls_as_many_requests_as_it_was_made_for(simulator: Simulato
     assert [record.fault for record in simulator.requests()] == ["empty", "empty", ""]
 
 
+def test_a_fault_can_refuse_one_api_version(simulator: Simulator) -> None:
+    simulator.fault("vm-1", "status", status=404, api_version="2024-07-09")
+    newest = EVENTS.replace("2020-07-01", "2024-07-09")
+
+    assert [ask(simulator, path)[0] for path in (newest, EVENTS, newest, INSTANCE)] == [404, 200, 404, 200]
+    simulator.clear_faults()
+    assert ask(simulator, newest) == EMPTY_DOCUMENT
+
+
 def test_a_fault_lasts_as_long_as_it_was_made_for(simulator: Simulator) -> None:
     began = time.monotonic()
     simulator.fault("vm-1", "empty", seconds=0.3)

@@ -95,6 +95,16 @@ def test_each_document_that_differs_is_recorded_once_and_nothing_is_approved(tmp
     assert {request.headers["metadata"] for request in requests} == {"true"}
 
 
+def test_a_recording_is_of_the_newest_api_version_that_the_endpoint_takes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    with Simulator(rate_limit=None) as azure:
+        azure.schedule("SpotRebalanceRecommendation", id_="602d9444", lasts_seconds=None)
+        with recording_of(azure.endpoint(), path) as told:
+            assert told.wait(2)[1] == "SpotRebalanceRecommendation 602d9444 Scheduled"
+            azure.fault(None, "status", status=400, api_version="2024-07-09")
+            assert told.wait(4)[2:] == [f"{azure.endpoint()} answers 400 Bad Request", "no events"]
+
+
 def test_what_is_no_document_is_recorded_as_it_came(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     with Simulator(rate_limit=None) as azure:
@@ -386,7 +396,7 @@ def test_the_command_checks_a_scenario_without_playing_it(tmp_path: Path) -> Non
     path = tmp_path / "mine.yaml"
     path.write_text("timeline:\n  - {at: 1s, event: {type: Rebot}}\n  - {at: 2s, cancel: x}\n")
     ran = run_command("--check", str(path))
-    choices = "Freeze, Reboot, Redeploy, Preempt, Terminate"
+    choices = "Freeze, Reboot, Redeploy, Preempt, Terminate, SpotRebalanceRecommendation"
     assert (ran.returncode, ran.stdout, ran.stderr) == (
         2,
         "",

@@ -31,6 +31,8 @@ LIVES = {
     "new-id-at-start",
     "outage",
     "platform-reboot",
+    "rebalance-eviction",
+    "rebalance-withdrawn",
     "shared",
     "spot-eviction",
     "spot-eviction-10s",

@@ -193,14 +193,31 @@ def test_the_incarnation_can_begin_anew_while_an_event_is_pending() -> None:
         ("2017-11-01", ["Freeze", "Preempt"]),
         ("2019-01-01", ["Freeze", "Preempt", "Terminate"]),
         ("2020-07-01", ["Freeze", "Preempt", "Terminate"]),
+        ("2024-07-09", ["Freeze", "Preempt", "Terminate", "SpotRebalanceRecommendation"]),
     ],
 )
 def test_types_are_hidden_from_versions_older_than_they_are(version: str, types: list[str]) -> None:
     azure = make_azure()
-    for type_ in ("Freeze", "Preempt", "Terminate"):
+    types_of_all: tuple[EventType, ...] = ("Freeze", "Preempt", "Terminate", "SpotRebalanceRecommendation")
+    for type_ in types_of_all:
         azure.schedule(NOON, plan(type_))
 
     assert [event["EventType"] for event in read(azure, version)["Events"]] == types
+
+
+def test_a_recommendation_never_starts_and_an_approval_has_no_effect() -> None:
+    azure = make_azure()
+    azure.schedule(NOON, Plan(type="SpotRebalanceRecommendation", lasts_seconds=600.0))
+    assert not azure.approve(NOON + 1, "ID-1", "vm-1")
+    with pytest.raises(SimulatorError, match=r"event ID-1 is a recommendation, which does not start"):
+        azure.start(NOON + 2, "ID-1")
+    azure.advance(NOON + 599)
+    (shown,) = read(azure)["Events"]
+    assert (shown["EventStatus"], shown["NotBefore"]) == ("Scheduled", "")
+
+    azure.advance(NOON + 600)
+    assert read(azure)["Events"] == []
+    assert azure.event("ID-1").started_at is None
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import test_workflow_changes
 from msgspec.structs import replace
 from test_workflow import Agent, a_rule, an_event, started
 
+from agent.policy import When
 from agent.workflow import TRANSITIONS, Board, Context, Phase, Progression, Signal, Step, Workflow, board, proceed
 
 Arrows = set[tuple[Phase, Phase]]
@@ -37,6 +38,7 @@ def test_every_arrow_of_the_table_is_taken_and_no_other_one(arrows: Arrows) -> N
     for phase in ("prepared", "approved", "started"):
         return_while_paused(phase)
     resolve_a_failed_recovery()
+    expire_at_every_point()
     test_workflow_changes.lives()
     assert arrows == {(phase, to) for phase, following in TRANSITIONS.items() for to in following}
 
@@ -89,3 +91,26 @@ def resolve_a_failed_recovery() -> None:
     assert agent.phase == "recovery_failed"
     agent.operator("resolve")
     assert agent.board == {}
+
+
+def expire_at_every_point() -> None:
+    """The document goes on listing a recommendation that has expired."""
+    rule = a_rule(when=When(type=("SpotRebalanceRecommendation",)), prepare=("drain",), expire_after=60.0)
+    event = an_event(type="SpotRebalanceRecommendation")
+    for outcome in ("succeeded", "failed"):
+        agent = Agent(rule)
+        agent.document(event)
+        agent.ends("drain")
+        agent.tick(61)
+        agent.ends("resume", outcome)
+        if outcome == "failed":
+            agent.operator("resolve")
+        assert agent.phase == "waiting"
+    agent = Agent(rule)
+    agent.document(event)
+    agent.ends("drain")
+    agent.document()
+    agent.document(an_event(id="B", type="SpotRebalanceRecommendation"))
+    assert agent.of("B").phase == "preparing"  # it waits for the end of the hook that would undo its own
+    agent.tick(61)
+    assert agent.of("B").phase == "waiting"

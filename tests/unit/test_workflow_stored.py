@@ -26,13 +26,14 @@ STORED: dict[str, Any] = {
         "prepare": ["drain", "checkpoint"], "on_start": [], "recover": ["resume", "load"], "drain_for": 0.0,
         "approve": "when-prepared", "on_failure": "hold", "shared": "hold", "may_speak": True, "speaks_after": 0.0,
         "on_early_start": "cancel", "lead": None, "window_name": None, "window": None,
+        "expire_after": 3600.0,
     },
     "first_seen_at": "2026-03-02T12:00:01Z", "noticed_at": "2026-03-02T12:00:01Z", "boot_id": "boot 1",
     "phase": "preparing",
     "prepare": {**IDLE, "state": "running", "done": ["drain"], "current": "checkpoint", "run": 2},
     "on_start": IDLE, "recover": IDLE, "drain_until": None,
     "approval": {"state": "none", "failures": 0, "retry_at": None, "failed_at": None}, "operator": "",
-    "missing_since": None, "is_gone": False, "was_started": False, "is_doubtful": False,
+    "missing_since": None, "is_gone": False, "is_expired": False, "was_started": False, "is_doubtful": False,
     "begun_at": "2026-03-02T12:00:01Z", "waits": None, "outcome": "",
 }  # fmt: skip
 OVER = {

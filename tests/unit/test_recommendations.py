@@ -1,0 +1,263 @@
+"""The life of a SpotRebalanceRecommendation, alone and beside the Preempt that it warns of."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from test_workflow import START, Agent, a_rule, an_event
+
+from agent.engine.documents import Documents
+from agent.events import Document, Missing, ScheduledEvent, parse_document
+from agent.policy import Rule, When
+from agent.settings import Settings
+from agent.workflow import ClockSet, is_ready, next_wake_at
+
+HOUR = 3600.0
+
+
+def a_recommendation(**changes: Any) -> ScheduledEvent:
+    return an_event(**{"id": "R", "type": "SpotRebalanceRecommendation", "not_before": None, **changes})
+
+
+def a_preempt(**changes: Any) -> ScheduledEvent:
+    return an_event(**{"id": "P", "type": "Preempt", "not_before": START + timedelta(minutes=5), **changes})
+
+
+def advice(**changes: Any) -> Rule:
+    when = When(type=("SpotRebalanceRecommendation",))
+    fields = {"name": "advice", "when": when, "prepare": ("drain",), "recover": ("undrain",), "approve": "never"}
+    return a_rule(**{**fields, **changes})
+
+
+def eviction(**changes: Any) -> Rule:
+    return a_rule(
+        **{"name": "eviction", "when": When(type=("Preempt",)), "prepare": ("save",), "recover": (), **changes}
+    )
+
+
+def prepared(*rules: Rule, **context: Any) -> Agent:
+    """An agent that has prepared for a recommendation."""
+    agent = Agent(*(rules or (advice(), eviction())), **context)
+    assert agent.document(a_recommendation()) == ["R-RECOMMENDATION: prepare drain"]
+    assert agent.ends("drain", event="R") == []
+    return agent
+
+
+@pytest.mark.parametrize("rule", [a_rule(), a_rule(when=When(type=("Preempt", "Reboot")))])
+def test_a_rule_that_does_not_name_its_type_does_not_take_it(rule: Rule) -> None:
+    agent = Agent(rule)
+    assert agent.document(a_recommendation()) == []
+    assert agent.of("R").decision.rule is None
+    assert is_ready(agent.board)
+
+
+@pytest.mark.parametrize("approve", ["immediately", "when-prepared", "manual", "never"])
+def test_it_is_never_approved_whatever_the_rule_or_an_operator_says(approve: str) -> None:
+    agent = prepared(advice(approve=approve))
+    assert agent.of("R").phase == "prepared"
+    assert agent.operator("approved", "R") == []
+    assert agent.tick() == []
+    assert (agent.of("R").decision.approve, agent.of("R").approval.state) == ("never", "none")
+    assert agent.waits_for("R") == "prepared until it is over, at the latest until 2026-03-02T13:00:01Z"
+    assert not is_ready(agent.board)
+
+
+@pytest.mark.parametrize("status", ["Scheduled", "Started", "Other"])
+@pytest.mark.parametrize("minutes", [None, -5, 0.1, 600])
+def test_it_begins_at_once_and_no_time_or_status_of_it_ends_its_hooks(status: str, minutes: float | None) -> None:
+    agent = Agent(advice(lead=60.0, on_start=("note",)))
+    not_before = None if minutes is None else START + timedelta(minutes=minutes)
+    event = a_recommendation(status=status, not_before=not_before)
+    assert agent.document(event) == ["R-RECOMMENDATION: prepare drain"]
+    assert agent.document(event, after=1200) == []
+    assert agent.ends("drain", event="R") == []
+    assert agent.of("R").phase == "prepared"
+
+
+def test_it_is_recovered_when_the_document_lacks_it() -> None:
+    agent = prepared()
+    assert agent.document() == ["R-RECOMMENDATION: recover undrain"]
+    assert agent.of("R").outcome == "unknown"
+    agent.ends("undrain", event="R")
+    assert agent.board == {}
+
+
+def test_it_expires_recovers_and_does_not_begin_again_while_the_document_lists_it() -> None:
+    agent = prepared(advice(expire_after=HOUR))
+    assert next_wake_at(agent.board, agent.context) == START + timedelta(seconds=HOUR + 1)
+    assert agent.tick(HOUR - 2) == []
+    assert agent.tick(2) == ["R-RECOMMENDATION: recover undrain"]
+    assert agent.ends("undrain", event="R") == []
+    assert is_ready(agent.board)
+    for _ in range(3):
+        assert agent.document(a_recommendation(description="another"), after=2 * HOUR) == []
+        assert agent.restart("boot 2", a_recommendation()) == []
+        assert agent.reload(advice(prepare=("drain", "more"))) == []
+    assert agent.waits_for("R") == "it has expired, and nothing more is done about it"
+    assert next_wake_at(agent.board, agent.context) is None
+    assert agent.document() == []
+    assert agent.board == {}
+    assert agent.journal.count("closed: is over: expired") == 1
+    # Another one is news.
+    assert agent.document(a_recommendation()) == ["R-RECOMMENDATION: prepare drain"]
+
+
+def test_one_that_expires_in_its_hook_is_cut_short_and_recovered() -> None:
+    agent = Agent(advice(expire_after=60.0))
+    agent.document(a_recommendation())
+    assert agent.tick(61) == ["R-RECOMMENDATION: cancel prepare"]
+    assert agent.ends("drain", "canceled", event="R") == ["R-RECOMMENDATION: recover undrain"]
+
+
+def test_one_that_expires_while_its_end_is_in_doubt_recovers() -> None:
+    """Such as after a change to an api-version that leaves it out."""
+    agent = prepared()
+    assert agent.send(Missing(a_recommendation().key)) == []
+    assert agent.tick(2 * HOUR) == ["R-RECOMMENDATION: recover undrain"]
+    agent.ends("undrain", event="R")
+    assert is_ready(agent.board)
+
+
+def test_a_recovery_that_failed_after_it_expired_can_be_tried_again_or_resolved() -> None:
+    for word, effects in (("retry", ["R-RECOMMENDATION: recover undrain"]), ("resolve", [])):
+        agent = prepared()
+        agent.tick(2 * HOUR)
+        agent.ends("undrain", "failed", event="R")
+        assert (agent.of("R").phase, is_ready(agent.board)) == ("recovery_failed", False)
+        assert agent.operator(word, "R") == effects
+        if effects:
+            agent.ends("undrain", event="R")
+        assert (agent.of("R").phase, is_ready(agent.board)) == ("waiting", True)
+        assert agent.document() == []
+        assert agent.board == {}
+
+
+def test_a_hold_lets_nothing_begin_and_a_release_does() -> None:
+    agent = Agent(advice(drain_for=30.0))
+    agent.document(a_recommendation())
+    agent.operator("held", "R")
+    assert agent.tick(60) == []
+    assert agent.of("R").phase == "held"
+    assert agent.operator("", "R") == ["R-RECOMMENDATION: prepare drain"]
+
+
+def test_a_failed_hook_leaves_it_held_until_it_is_tried_again() -> None:
+    agent = Agent(advice())
+    agent.document(a_recommendation())
+    agent.ends("drain", "failed", event="R")
+    assert (agent.of("R").phase, is_ready(agent.board)) == ("held", False)
+    assert agent.journal[-1] == "held: held: preparation failed (hook drain: exit code 1)"
+    assert agent.operator("retry", "R") == ["R-RECOMMENDATION: prepare drain"]
+
+
+def test_a_changed_clock_does_not_let_it_expire() -> None:
+    agent = prepared()
+    agent.wait(2 * HOUR)
+    assert agent.send(ClockSet(2 * HOUR)) == []
+    assert agent.of("R").phase == "prepared"
+
+
+def test_it_is_not_recovered_while_an_eviction_is_pending_and_then_is_once() -> None:
+    agent = prepared()
+    assert agent.document(a_recommendation(), a_preempt()) == ["P: prepare save"]
+    assert agent.ends("save", event="P") == ["P: approve P"]
+    assert agent.document(a_preempt()) == []
+    assert agent.waits_for("R") == "event P still needs it prepared"
+    assert agent.restart("boot 1", a_preempt()) == ["P: approve P"]
+    assert agent.document() == ["R-RECOMMENDATION: recover undrain"]
+    agent.ends("undrain", event="R")
+    assert agent.board == {}
+
+
+def test_an_eviction_that_no_rule_takes_counts_as_well_and_one_of_another_vm_does_not() -> None:
+    agent = prepared(advice(), a_rule(when=When(affects=("others",)), prepare=(), recover=()))
+    assert agent.document(a_preempt()) == []
+    assert agent.of("R").phase == "recovering"
+    assert agent.document(a_preempt(id="Q", resources=("vm_2",))) == ["R-RECOMMENDATION: recover undrain"]
+
+
+def test_an_eviction_interrupts_the_recovery_which_is_then_repeated() -> None:
+    agent = prepared()
+    assert agent.document() == ["R-RECOMMENDATION: recover undrain"]
+    assert sorted(agent.document(a_preempt())) == ["P: prepare save", "R-RECOMMENDATION: cancel recover"]
+    assert agent.ends("undrain", "canceled", event="R") == []
+    agent.ends("save", event="P")
+    assert agent.document() == ["R-RECOMMENDATION: recover undrain"]
+
+
+def test_an_eviction_under_the_same_id_is_an_event_of_its_own() -> None:
+    agent = prepared()
+    assert agent.document(a_preempt(id="R")) == ["R: prepare save"]
+    assert len(agent.board) == 2
+    document = parse_document(
+        b'{"Events": [{"EventId": "R", "EventType": "Preempt", "EventStatus": "Scheduled"},'
+        b'{"EventId": "R", "EventType": "SpotRebalanceRecommendation", "EventStatus": "Scheduled"}]}'
+    )
+    assert [event.type for event in document.events] == ["Preempt", "SpotRebalanceRecommendation"]
+    assert not any(event.is_ambiguous for event in document.events)
+
+
+BOTH = (advice(prepare=("drain",)), eviction(prepare=("drain", "save"), recover=("undrain",)))
+
+
+def test_the_eviction_runs_its_whole_list_of_hooks() -> None:
+    agent = prepared(*BOTH)
+    assert agent.document(a_recommendation(), a_preempt()) == ["P: prepare drain"]
+    assert agent.ends("drain", event="P") == ["P: prepare save"]
+
+
+def test_a_hook_that_is_to_run_once_is_left_out_if_it_succeeded_for_the_recommendation() -> None:
+    agent = prepared(*BOTH, once_hooks=("drain",))
+    assert agent.document(a_recommendation(), a_preempt()) == ["P: prepare save"]
+    assert "preparing: hook drain is left out: it has succeeded for the recommendation R" in agent.journal
+    assert agent.ends("save", event="P") == ["P: approve P"]
+    (effect,) = agent.document()
+    assert effect.endswith(": recover undrain")
+    assert agent.ends("undrain", event=effect[0]) == []
+    assert agent.board == {}
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    ["it failed", "it still runs", "a reboot", "it has expired", "it is recovered from", "not a Preempt"],
+)
+def test_a_hook_that_is_to_run_once_runs_again_if_in_doubt(trouble: str) -> None:
+    agent = Agent(*BOTH, a_rule(prepare=("drain",)), once_hooks=("drain",))
+    agent.document(a_recommendation())
+    boot, event = "boot 1", a_preempt()
+    match trouble:
+        case "it failed":
+            agent.ends("drain", "failed", event="R")
+        case "it still runs":
+            pass
+        case _:
+            agent.ends("drain", event="R")
+    match trouble:
+        case "a reboot":
+            boot = "boot 2"
+        case "it has expired":
+            agent.tick(2 * HOUR)
+            agent.ends("undrain", event="R")
+            event = replace(event, not_before=agent.context.now + timedelta(minutes=5))
+        case "it is recovered from":
+            agent.document()
+            agent.ends("undrain", event="R")
+        case "not a Preempt":
+            event = replace(event, type="Reboot")
+    agent.context = replace(agent.context, boot_id=boot)
+    assert "P: prepare drain" in agent.document(a_recommendation(), event)
+
+
+def test_a_document_of_an_api_version_without_it_says_nothing_about_it() -> None:
+    agent = prepared()
+    documents, settings = Documents(), Settings()
+    reboot = an_event(id="B")
+    for answered, has_recommendations, found in ((1.0, False, []), (9.0, False, []), (10.0, True, [Missing])):
+        document = Document(incarnation="1", events=(), has_recommendations=has_recommendations)
+        documents.take(replace(document, answered=answered), answered)
+        assert [type(change) for change in documents.compare(agent.board, ("vm_1",), settings)] == found
+        documents.committed(has_faults=False)
+    agent.document(a_recommendation(), reboot)
+    documents.take(Document(incarnation="2", events=(reboot,), has_recommendations=False), 20.0)
+    assert documents.compare(agent.board, ("vm_1",), settings) == []
