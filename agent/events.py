@@ -9,9 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from functools import lru_cache
-from hashlib import sha256
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -368,6 +366,8 @@ def _identify(value: Any) -> tuple[str, str, str]:
         return shown, "", "it is not a text"
     if value == shown and len(value) <= _MAX_SHOWN_ID and not _MARKED_ID.search(value):
         return value, "", ""
+    from hashlib import sha256  # noqa: PLC0415  # 3 ms of OpenSSL, and Azure's ids need none of it
+
     # What differs only in what is not shown must not become one event.
     mark = sha256(value.casefold().encode()).hexdigest()[:12]
     shown = f"{shown[: _MAX_SHOWN_ID - 13].rstrip()}~{mark}"
@@ -417,6 +417,8 @@ def _duration(value: Any) -> float | None:
 
 @lru_cache(maxsize=1024)
 def _parse_time(text: str) -> datetime | None:
+    from email.utils import parsedate_to_datetime  # noqa: PLC0415  # 5 ms, and most commands parse no document
+
     try:
         # RFC 1123 as the endpoint sends it (the weekday is often wrong and is not looked at), or ISO 8601
         # as Microsoft's pages and mock server write it. A bare "20170702" is neither.

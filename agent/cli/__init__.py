@@ -4,9 +4,10 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.
 """
 
 import argparse
+import gc
 import importlib
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from io import TextIOWrapper
 
@@ -41,8 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # not so under pythonw, nor in some tests
             stream.reconfigure(errors="backslashreplace")  # Azure's texts may hold what this locale lacks
+    if (
+        argv is None
+    ):  # in a process of its own: modules are no garbage, and to look for some takes a tenth of the start
+        gc.disable()
     words = sys.argv[1:] if argv is None else argv
-    arguments = build_parser(words[:1]).parse_args(words)
+    arguments = build_parser(words[0] if words else "").parse_args(words)
+    if argv is None:
+        gc.freeze()
+        gc.enable()
     try:
         code: int = arguments.handler(arguments)
     except AgentError as error:
@@ -62,10 +70,10 @@ def exit_code(error: AgentError) -> int:
     return 2 if error.kind in ("config", "usage") else 1
 
 
-def build_parser(wanted: Collection[str] = _COMMANDS.keys()) -> argparse.ArgumentParser:
-    """The grammar of the command line: every command, and the options of those that are wanted.
+def build_parser(word: str | None = None) -> argparse.ArgumentParser:
+    """The grammar of the command line: all of it, or what is needed if its first word is known.
 
-    The modules of other commands are not imported: so ``--help`` and each command start quickly.
+    That is the command alone; for any other word all commands, without their options. So each starts quickly.
     """
     parser = argparse.ArgumentParser(
         prog="scheduled-events-agent",
@@ -73,9 +81,10 @@ def build_parser(wanted: Collection[str] = _COMMANDS.keys()) -> argparse.Argumen
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (module, help_) in _COMMANDS.items():
+    for name in [word] if word in _COMMANDS else _COMMANDS:
+        module, help_ = _COMMANDS[name]
         command = commands.add_parser(name, help=help_, description=f"{help_[0].upper()}{help_[1:]}.")
-        if name in wanted:
+        if word in (None, name):
             command.set_defaults(command=name)
             importlib.import_module(f"agent.cli.{module}").add_arguments(command)
     return parser

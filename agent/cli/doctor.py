@@ -24,7 +24,7 @@ from agent.cli.operator import state_dir_of
 from agent.cli.status import ask_status
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
 from agent.events import ApiVersion
-from agent.host import systemd_unit
+from agent.host import processes, systemd_unit
 from agent.host.surroundings import OwnService
 from agent.imds import Answer, ImdsClient, ImdsError, parse_identity, resolve_endpoint
 from agent.policy import Hook
@@ -86,7 +86,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
     service: OwnService | None = None
     service_fault = ""
     try:
-        service = host.own_service()
+        service = processes.own_service()
     except host.HostError as error:
         service_fault = str(error)
     account = service.account if service is not None and service.account != host.account_name() else None
@@ -116,7 +116,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
     else:
         yield judge_agent(pid, ask_status(state_dir, pid), loaded)
     yield diagnosis.judge_service(service, service_fault)
-    yield from diagnosis.judge_others(host.other_approvers(), is_acting=settings.agent.mode == "act")
+    yield from diagnosis.judge_others(processes.other_approvers(), is_acting=settings.agent.mode == "act")
 
 
 def _look_at_imds(settings: Settings) -> Iterator[Finding]:
@@ -229,9 +229,9 @@ def _access_fault(hook: Hook, account: str | None) -> str | None:
     who = account or host.account_name()
     if hook.user not in (None, who) and not _is_system(who):
         return f"user: {who} cannot run it as {hook.user}"
-    program = host.find_program(hook.run[0], hook.cwd, hook.env) if hook.run else None
+    program = processes.find_program(hook.run[0], hook.cwd, hook.env) if hook.run else None
     for key, file in (("run", program), ("cwd", Path(hook.cwd) if hook.cwd else None)):
-        if file is not None and (fault := host.access_fault(file, "execute", hook.user or account)):
+        if file is not None and (fault := processes.access_fault(file, "execute", hook.user or account)):
             return f"{key}: {fault}"
     return None
 
@@ -284,7 +284,7 @@ def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> 
             if account is None:  # the agent may run as the account that owns it
                 return warning("state", f"{directory}: {fault}", _AS_AGENT)
             return failure("state", f"{directory}: {fault}", _DO_SO)
-        if fault := host.access_fault(directory, "write", account):
+        if fault := processes.access_fault(directory, "write", account):
             if is_unknown:
                 return warning("state", fault, _AS_AGENT)
             return failure("state", fault, f"make it writable for {who}, or name another one with agent.state_dir")
@@ -296,7 +296,7 @@ def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> 
 def _look_at_disk(directory: Path) -> Finding:
     try:
         place = next(path for path in (directory, *directory.parents) if path.exists())
-        temporary, system = host.temporary_disk(place), host.file_system(place)
+        temporary, system = processes.temporary_disk(place), processes.file_system(place)
         free_bytes = shutil.disk_usage(place).free
     except (OSError, StopIteration) as error:
         return warning("disk", f"{directory}: {error}", _AS_AGENT)

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from agent import AgentError, host
-from agent.host import systemd_unit
+from agent.host import processes, systemd_unit
 from agent.settings import load_settings
 
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _install_unit(arguments: argparse.Namespace) -> int:
-    host.find_systemctl()  # first of all: where there is no systemd, nothing else makes sense
+    processes.find_systemctl()  # first of all: where there is no systemd, nothing else makes sense
     if arguments.remove and (arguments.strict or arguments.now):
         raise AgentError("--remove goes with neither --strict nor --now", kind="usage")
     place = systemd_unit.find_place()

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 
-from agent import AgentError, host
+from agent import AgentError
 from agent.daemon.polling import Put, request_error
 from agent.engine import HookEnded, HookKey, HookStart, key_of, without_run
 from agent.hooks import HookQueues, HookRun
+from agent.host import processes
 from agent.imds import ImdsClient
 from agent.log import Logger, get_logger
 from agent.log_ids import LogId
@@ -94,7 +95,7 @@ class Threads:
     def reap(self) -> None:
         """Release orphans of hooks that have ended: they are children of this process now."""
         if self._have_run:
-            host.reap_orphans()
+            processes.reap_orphans()
 
     def is_busy(self) -> bool:
         return bool(self._runs or self._unanswered)

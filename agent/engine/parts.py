@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 from agent import host
 from agent.events import Document
 from agent.hooks import HookResult
+from agent.host import processes
 from agent.imds import Identity
 from agent.policy import Hook
 from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook
@@ -64,8 +65,8 @@ class Machine:
         return host.boot_id()
 
     def is_shutting_down(self) -> bool | None:
-        """See ``host.is_shutting_down``."""
-        return host.is_shutting_down()
+        """See ``processes.is_shutting_down``."""
+        return processes.is_shutting_down()
 
 
 class Executor(Protocol):

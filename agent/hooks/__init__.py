@@ -21,6 +21,7 @@ import msgspec
 from agent import AgentError, host
 from agent.events import ScheduledEvent
 from agent.hooks.output import HookOutput, secrets_of
+from agent.host import processes
 from agent.policy import Hook
 from agent.settings.files import hook_tampering_fault
 from agent.typed_yaml import format_duration
@@ -93,7 +94,7 @@ def end_leftovers(instance: str) -> int:
 
     Call it once at start, before any hook runs. An ``instance`` that only begins like this one is another agent's.
     """
-    return host.end_marked(f"{instance}:")
+    return processes.end_marked(f"{instance}:")
 
 
 HookQueues = defaultdict[str, "deque[HookRun]"]
@@ -210,15 +211,15 @@ class HookRun:
             tail = output.finish()
         return self._result(attempt, begun_at, outcome, detail, tail)
 
-    def _start(self, output: int) -> host.ProcessTree:
+    def _start(self, output: int) -> processes.ProcessTree:
         hook = self._hook
         own = {**hook.env, **self._environment}
         if hook.unit is not None:
-            return host.start_unit(hook.unit, own, self._stdin, output)
-        return host.start_tree(
+            return processes.start_unit(hook.unit, own, self._stdin, output)
+        return processes.start_tree(
             run=hook.run,
             shell=hook.shell,
-            env=host.base_environment(hook.user) | own,
+            env=processes.base_environment(hook.user) | own,
             cwd=hook.cwd,
             user=hook.user,
             stdin=self._stdin,
@@ -226,7 +227,7 @@ class HookRun:
             token=f"{self._instance}:{os.urandom(8).hex()}",
         )
 
-    def _watch(self, tree: host.ProcessTree, started_at: float) -> tuple[HookOutcome, str]:
+    def _watch(self, tree: processes.ProcessTree, started_at: float) -> tuple[HookOutcome, str]:
         """Wait for the tree's end, or end it."""
         try:
             threading.Thread(target=self._await_end, args=(tree,), name=f"hook-{self.name}", daemon=True).start()
@@ -272,7 +273,7 @@ class HookRun:
                 is_time_up = min(timeout, left) <= 0
                 self._changed.wait(_CHECK_SECONDS[1] if is_time_up else min(timeout, left, threading.TIMEOUT_MAX))
 
-    def _await_end(self, tree: host.ProcessTree) -> None:
+    def _await_end(self, tree: processes.ProcessTree) -> None:
         exit_code = tree.wait()
         with self._changed:
             self._exit_code, self._has_ended = exit_code, True
@@ -281,7 +282,7 @@ class HookRun:
         if is_abandoned:
             tree.close()
 
-    def _end(self, tree: host.ProcessTree, grace_seconds: float) -> bool:
+    def _end(self, tree: processes.ProcessTree, grace_seconds: float) -> bool:
         """End what still runs: SIGTERM, wait, SIGKILL. Returns whether all of it is gone."""
         asked_at = time.monotonic()
         kill_at: float | None = None

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from agent import host
 from agent.events import printable
+from agent.host import processes
 from agent.policy import Hook
 
 _MAX_LINE_BYTES = 2000
@@ -121,7 +121,7 @@ class HookOutput:
 
     def _to_text(self, data: bytes) -> str:
         """Without what would colour or garble a terminal; lines end as they do on Linux."""
-        text = host.decode_output(data).replace("\r\n", "\n")
+        text = processes.decode_output(data).replace("\r\n", "\n")
         return printable(_ESCAPES.sub("", text), keep="\t\n")
 
     def _redacted(self, data: bytes) -> bytes:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import agent
 from agent import AgentError, host
+from agent.host import processes
 
 NAME = "scheduled-events-agent"
 UNIT = f"{NAME}.service"
@@ -234,7 +235,7 @@ def _asks(question: str) -> bool:
 
 
 def _run(*words: str) -> "subprocess.CompletedProcess[str]":
-    command = [host.find_systemctl(), *words]
+    command = [processes.find_systemctl(), *words]
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
 

@@ -5,7 +5,6 @@ The one invariant: Settings exist only if every check has passed, so nothing aft
 """
 
 import os
-from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -51,8 +50,15 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     settings: Settings
     warnings: tuple[Problem, ...]
     parsed: Parsed[Settings]
-    hash: str = ""
-    """SHA-256 of the file, as sha256sum tells it; the built-in policy is the same as that of an empty file."""
+    content: bytes = b""
+    """The file as it was read; empty for the built-in policy."""
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the content, as sha256sum tells it."""
+        from hashlib import sha256  # noqa: PLC0415  # 3 ms of OpenSSL, for which only run and check have a use
+
+        return sha256(self.content).hexdigest()
 
     @property
     def name(self) -> str:
@@ -111,4 +117,4 @@ def parse_settings(text: str | bytes, name: str, *, has_units: bool | None = Non
         raise ConfigError(tuple(str(problem) for problem in problems))
     warnings = parsed.gather(doubts(parsed.value))
     content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-    return Loaded(settings=parsed.value, warnings=warnings, parsed=parsed, hash=sha256(content).hexdigest())
+    return Loaded(settings=parsed.value, warnings=warnings, parsed=parsed, content=content)

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from agent import host
+from agent.host import processes
 from agent.policy import Hook
 from agent.settings import BUILT_IN_NAME, ConfigError, Loaded
 from agent.settings.checks import Finding
@@ -59,7 +60,7 @@ def _exposed(settings: Settings, policy: Path | None) -> Iterator[Finding]:
     if policy is not None and (fault := host.tampering_fault(policy)):
         yield "", fault
     state_dir = Path(settings.agent.state_dir) if settings.agent.state_dir else host.default_state_dir()
-    if disk := host.temporary_disk(state_dir):
+    if disk := processes.temporary_disk(state_dir):
         yield (
             "agent.state_dir",
             f"{state_dir} is on Azure's temporary disk {disk}, which may be empty after an event",
@@ -97,17 +98,17 @@ def _missing(settings: Settings) -> Iterator[Finding]:
         if hook.cwd is not None and not Path(hook.cwd).is_dir():
             yield f"{path}.cwd", f"{hook.cwd} is not a directory on this machine"
         if hook.run:
-            fault = _program_fault(hook) or host.command_fault(hook.run, None, hook.cwd, hook.env)
+            fault = _program_fault(hook) or processes.command_fault(hook.run, None, hook.cwd, hook.env)
             fault = fault or hook_tampering_fault(hook)
             if fault:
                 yield f"{path}.run", fault
-        elif fault := host.command_fault(None, hook.shell, hook.cwd, hook.env):
+        elif fault := processes.command_fault(None, hook.shell, hook.cwd, hook.env):
             yield f"{path}.shell", fault
         if hook.user is not None and not host.has_account(hook.user):
             yield f"{path}.user", f'this machine has no account "{hook.user}"'
         if hook.unit is not None and can_ask_about_units:
             try:
-                fault = host.unit_fault(hook.unit)
+                fault = processes.unit_fault(hook.unit)
             except (
                 host.HostError
             ) as error:  # nor will it answer for the next one, and each question takes its time
@@ -118,7 +119,7 @@ def _missing(settings: Settings) -> Iterator[Finding]:
 
 def _program_fault(hook: Hook) -> str | None:
     name = hook.run[0] if hook.run else ""
-    file = host.find_program(name, hook.cwd, hook.env)
+    file = processes.find_program(name, hook.cwd, hook.env)
     if file is None:
         return f"{name} is not found in PATH"
     if file.is_dir():
@@ -131,7 +132,7 @@ def _program_fault(hook: Hook) -> str | None:
 def _code_files(hook: Hook) -> Iterator[Path]:
     if not hook.run:
         return
-    program = host.find_program(hook.run[0], hook.cwd, hook.env)
+    program = processes.find_program(hook.run[0], hook.cwd, hook.env)
     if program is None:
         return
     yield program

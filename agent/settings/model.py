@@ -136,6 +136,8 @@ def parse_endpoint(text: str) -> tuple[str, int] | None:
 
 def _can_be_host(host: str) -> bool:
     """Whether httpx and the system's look-up take it."""
+    if ip_address_of(host) is not None:
+        return True
     import httpx  # noqa: PLC0415  # a tenth of a second, which most commands need not spend
 
     try:

@@ -19,6 +19,7 @@ from agent.daemon import Daemon, pages
 from agent.daemon.polling import Poller
 from agent.engine import HookEnded, RunOnClear, without_run
 from agent.events import ScheduledEvent
+from agent.host import processes
 from agent.policy import Hook, Rule
 from agent.settings import AgentSettings, ImdsSettings, LogSettings, Settings
 from agent.simulator import Simulator
@@ -219,7 +220,7 @@ def test_a_hook_that_failed_during_a_canceled_shutdown_runs_again(
         was_asked.set()
         return goes_down[0]
 
-    monkeypatch.setattr(host, "is_shutting_down", is_shutting_down)
+    monkeypatch.setattr(processes, "is_shutting_down", is_shutting_down)
     marker = tmp_path / "up"
     code = f"import pathlib, sys; sys.exit(not pathlib.Path({str(marker)!r}).exists())"
     rules = (Rule(name="all", prepare=("drain",), approve="when-prepared"),)
@@ -238,7 +239,7 @@ def test_a_hook_that_failed_during_a_canceled_shutdown_runs_again(
 def test_a_hook_that_is_canceled_while_the_machine_goes_down_does_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "is_shutting_down", lambda: True)
+    monkeypatch.setattr(processes, "is_shutting_down", lambda: True)
     started, recovered = tmp_path / "started", tmp_path / "recovered"
     drain = f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(60)"
     resume = f"import pathlib; pathlib.Path({str(recovered)!r}).touch()"

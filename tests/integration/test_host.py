@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from agent import host
+from agent.host import processes
 
 _HOLD = """
 import sys
@@ -228,9 +229,9 @@ def test_the_files_of_the_agent_are_where_the_system_keeps_such_files() -> None:
 
 
 def test_the_temporary_disk_is_told_by_the_warning_that_azure_puts_into_it(tmp_path: Path) -> None:
-    assert host.temporary_disk(tmp_path / "var" / "state") is None
+    assert processes.temporary_disk(tmp_path / "var" / "state") is None
     (tmp_path / "DATALOSS_WARNING_README.txt").touch()
-    assert host.temporary_disk(tmp_path / "var" / "state") == tmp_path
+    assert processes.temporary_disk(tmp_path / "var" / "state") == tmp_path
 
 
 @pytest.mark.skipif(sys.platform != "win32", reason="on Linux it is a warning of check")

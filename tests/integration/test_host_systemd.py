@@ -13,7 +13,8 @@ if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
 from agent import host
-from agent.host.linux import service
+from agent.host import processes
+from agent.host.linux import programs
 
 
 def test_a_busy_service_manager_is_waited_for_until_it_hears_the_word(
@@ -75,7 +76,7 @@ def test_the_machine_goes_down_if_systemd_says_so_and_no_answer_says_nothing(
     program = tmp_path / "systemctl"
     program.write_text(f'#!/bin/sh\n[ "$*" = is-system-running ] || exit 9\n{answer}\n')
     program.chmod(0o755)
-    monkeypatch.setattr(service, "DEFAULT_PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(service, "_SHUTDOWN_QUESTION_SECONDS", 1.0)
+    monkeypatch.setattr(programs, "DEFAULT_PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(programs, "_SHUTDOWN_QUESTION_SECONDS", 1.0)
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
-    assert host.is_shutting_down() is expected
+    assert processes.is_shutting_down() is expected

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from agent import __version__, host
-from agent.host import systemd_unit, windows
+from agent.host import processes, systemd_unit
 from agent.host.systemd_unit import RULE_FILE, STRICT_FILE, UNIT_FILE, Place, UnitError
+from agent.host.windows import system as windows
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROGRAM = Path("/opt/agent/bin/scheduled-events-agent")
@@ -31,7 +32,7 @@ def _has_root_and_systemctl() -> bool:
     if sys.platform == "win32" or os.geteuid() != 0:
         return False
     try:
-        host.find_systemctl()
+        processes.find_systemctl()
     except host.HostError:
         return False
     return True

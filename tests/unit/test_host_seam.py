@@ -2,11 +2,12 @@
 
 import ast
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import agent.host
-from agent.host import HostError
+from agent.host import HostError, processes
 from agent.host.windows import process, system
 
 _FOLDER = Path(agent.host.__file__).parent
@@ -32,24 +33,25 @@ def _offered(system: str) -> dict[str, str]:
     return found
 
 
-def _used() -> set[str]:
-    """The names of ``agent.host`` that the agent uses."""
+def _used(seam: str) -> set[str]:
+    """The names of ``agent.host``, or of ``agent.host.processes``, that the agent uses."""
     found = set()
     for path in _FOLDER.parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "host":
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == seam.rpartition(".")[2]:
                 found.add(node.attr)
-            elif isinstance(node, ast.ImportFrom) and node.module == "agent.host":
+            elif isinstance(node, ast.ImportFrom) and node.module == seam:
                 found |= {alias.name for alias in node.names}
     found -= {"HostError", "encode", "decode"}  # the latter are of texts of that name
     return {name for name in found if not (_FOLDER / f"{name}.py").exists()}
 
 
-def test_both_systems_have_what_is_used_with_the_same_signatures() -> None:
-    used, linux, windows = _used(), _offered("linux"), _offered("windows")
-    assert len(used) > 30
+@pytest.mark.parametrize("seam", [agent.host, processes], ids=lambda seam: seam.__name__)
+def test_both_systems_have_what_is_used_with_the_same_signatures(seam: ModuleType) -> None:
+    used, linux, windows = _used(seam.__name__), _offered("linux"), _offered("windows")
+    assert len(used) > 15
     assert {name: linux.get(name) for name in used} == {name: windows.get(name) for name in used}
-    assert used <= linux.keys() & vars(agent.host).keys()
+    assert used <= linux.keys() & vars(seam).keys()
 
 
 def _file(folder: Path, name: str) -> str:

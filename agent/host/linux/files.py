@@ -8,23 +8,19 @@ import grp
 import os
 import pwd
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, NamedTuple
 
-from agent.host import surroundings
 from agent.host.error import HostError
-from agent.host.linux.process import identity_of
 
 if sys.platform == "win32":
     raise ImportError("agent.host.linux is for Linux; import agent.host instead")
 
 _LOCK_PATIENCE_SECONDS = 0.5  # lock_holder may have the lock for an instant
-_TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the root of that disk
 
 
 def default_config_path() -> Path:
@@ -115,51 +111,6 @@ def exposure_fault(path: Path) -> str | None:
         if can_reach and path.stat().st_mode & stat.S_IROTH:
             return f"{path} can be read by every account: chmod o-r {path}"
     return None
-
-
-def access_fault(path: Path, purpose: Literal["execute", "write"], user: str | None) -> str | None:
-    """Why the account (None: this one) cannot use the file or directory so; None if it can.
-
-    Raises HostError if it is not known, or there is no such account.
-    """
-    who = user or account_name()
-    if who != account_name() and os.geteuid() != 0:
-        raise HostError(f"only root can tell what {who} may do", kind="access")
-    path = path.absolute()
-    for place in reversed(path.parents):
-        if not _may(place, "x", user):
-            return f"{who} cannot pass through {place}"
-    wanted = "x" if purpose == "execute" else "wx" if path.is_dir() else "w"
-    return None if all(_may(path, right, user) for right in wanted) else f"{who} cannot {purpose} {path}"
-
-
-def _may(path: Path, right: str, user: str | None) -> bool:
-    uid, gid, groups = identity_of(user)
-    if uid is None:
-        return os.access(path, {"x": os.X_OK, "w": os.W_OK}[right])
-    # As that account: it also has to do with access lists and how the file system is mounted.
-    question = ["/usr/bin/test", f"-{right}", str(path)]
-    try:
-        asked = subprocess.run(question, user=uid, group=gid, extra_groups=groups, env={}, cwd="/", check=False)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise HostError(f"cannot ask as {user}: {error}", kind="access") from None
-    return asked.returncode == 0
-
-
-def temporary_disk(path: Path) -> Path | None:
-    """The root of the temporary disk of this VM that the path is on; None if it is on none that is known."""
-    path = Path(os.path.realpath(path))
-    for place in (path, *path.parents):
-        if (place / _TEMPORARY_WARNING).exists():
-            return place
-    mount = surroundings.mount_of(path)
-    return Path(mount.place) if mount is not None and surroundings.is_temporary(mount) else None
-
-
-def file_system(path: Path) -> tuple[str, Path] | None:
-    """Kind of the file system that the path is on, and where that is mounted; None if it is not known."""
-    mount = surroundings.mount_of(Path(os.path.realpath(path)))
-    return None if mount is None else (mount.kind, Path(mount.place))
 
 
 def flush_directory(path: Path) -> None:

@@ -21,10 +21,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
 from agent.host.error import HostError
+from agent.host.linux.files import account_name
 
 if sys.platform == "win32":
     raise ImportError("agent.host.linux is for Linux; import agent.host instead")
@@ -264,6 +266,35 @@ def identity_of(user: str | None) -> tuple[int | None, int | None, list[int] | N
     if os.geteuid() != 0:
         raise HostError(f"cannot run as {user}: only an agent that runs as root can", kind="hook")
     return entry.pw_uid, entry.pw_gid, os.getgrouplist(user, entry.pw_gid)
+
+
+def access_fault(path: Path, purpose: Literal["execute", "write"], user: str | None) -> str | None:
+    """Why the account (None: this one) cannot use the file or directory so; None if it can.
+
+    Raises HostError if it is not known, or there is no such account.
+    """
+    who = user or account_name()
+    if who != account_name() and os.geteuid() != 0:
+        raise HostError(f"only root can tell what {who} may do", kind="access")
+    path = path.absolute()
+    for place in reversed(path.parents):
+        if not _may(place, "x", user):
+            return f"{who} cannot pass through {place}"
+    wanted = "x" if purpose == "execute" else "wx" if path.is_dir() else "w"
+    return None if all(_may(path, right, user) for right in wanted) else f"{who} cannot {purpose} {path}"
+
+
+def _may(path: Path, right: str, user: str | None) -> bool:
+    uid, gid, groups = identity_of(user)
+    if uid is None:
+        return os.access(path, {"x": os.X_OK, "w": os.W_OK}[right])
+    # As that account: it also has to do with access lists and how the file system is mounted.
+    question = ["/usr/bin/test", f"-{right}", str(path)]
+    try:
+        asked = subprocess.run(question, user=uid, group=gid, extra_groups=groups, env={}, cwd="/", check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise HostError(f"cannot ask as {user}: {error}", kind="access") from None
+    return asked.returncode == 0
 
 
 def _why_not_started(program: str, cwd: str, user: str | None, env: Mapping[str, str], error: Exception) -> str:

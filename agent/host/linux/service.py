@@ -1,23 +1,18 @@
-"""Linux as a system: systemd, the boot, the journal, the DHCP leases, other programs that approve."""
+"""Linux as a system: what systemd hears of the agent, the boot, the journal, the DHCP leases."""
 
 import os
 import select
-import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
 from typing import Literal
 
-from agent.host import dhcp, surroundings
+from agent.host import dhcp
 from agent.host.error import HostError
-from agent.host.linux.bus import Bus
-from agent.host.linux.process import DEFAULT_PATH
-from agent.host.surroundings import Approver, OwnService
 
 if sys.platform == "win32":
     raise ImportError("agent.host.linux is for Linux; import agent.host instead")
@@ -32,8 +27,6 @@ _LEASES = (
 )
 _MAX_LEASE_CHARACTERS = 1 << 20
 _MAX_STATUS_CHARACTERS = 1000
-_SHUTDOWN_QUESTION_SECONDS = 2.0
-_SERVICE = "scheduled-events-agent.service"
 _TELL_SECONDS = 1.0
 _JOURNAL_SOCKET = "/run/systemd/journal/socket"
 
@@ -56,62 +49,9 @@ def dhcp_option_245() -> str | None:
     return _option_245_of(Path("/"))
 
 
-def other_approvers() -> list[Approver]:
-    """Other programs on this machine that approve events, as far as they are known."""
-    return surroundings.linux_approvers()
-
-
-def own_service() -> OwnService | None:
-    """The agent's service as systemd has it; None if it has none. Raises HostError if systemd does not answer."""
-    with closing(Bus()) as bus:
-        unit = bus.unit(_SERVICE)
-    if unit["LoadState"] == "not-found":
-        return None
-    return OwnService(
-        is_enabled=unit["UnitFileState"].startswith("enabled"),
-        state=f"{unit['ActiveState']} ({unit['SubState']})",
-        is_running=unit["ActiveState"] in ("active", "reloading"),
-        pid=unit["MainPID"],
-        account=unit["User"] or "root",
-        is_stale=unit["NeedDaemonReload"],
-        is_masked=unit["UnitFileState"].startswith("masked"),
-    )
-
-
-def find_systemctl() -> str:
-    """The program that controls the service manager. Raises HostError where there is none."""
-    program = shutil.which("systemctl", path=DEFAULT_PATH)
-    if program is None:
-        raise HostError(
-            f"found no systemctl on {DEFAULT_PATH}: this machine does not use systemd; "
-            "have its own service manager supervise `scheduled-events-agent run`",
-            kind="systemctl",
-        )
-    return program
-
-
 def has_units() -> bool:
     """Whether hooks may be units of the service manager, or run as another account."""
     return True
-
-
-def is_shutting_down() -> bool | None:
-    """Whether the machine is shutting down; None if it is not known. May take two seconds."""
-    # systemctl must not notify systemd in the agent's name.
-    environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
-    try:
-        done = subprocess.run(
-            [find_systemctl(), "is-system-running"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env=environment,
-            timeout=_SHUTDOWN_QUESTION_SECONDS,
-            check=False,
-        )
-    except (HostError, OSError, subprocess.SubprocessError):
-        return None
-    state = done.stdout.strip()
-    return None if state in (b"", b"offline", b"unknown") else state == b"stopping"
 
 
 def is_journal(descriptor: int) -> bool:
