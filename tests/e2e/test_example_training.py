@@ -54,6 +54,9 @@ class Job:
                 ["env: &job\n", *(f"      {key}: {value}\n" for key, value in variables.items())]
             ),
             "/mnt/checkpoints/latest": str(self.checkpoint),
+            'TRAINING_STOP: "no"': "\n      ".join(
+                ['TRAINING_STOP: "no"', *(f"{key}: {value}" for key, value in variables.items())]
+            ),
         }
         policy = example("spot-training.yaml", self._hooks, self._endpoint, replacements)
         agent.config.write_text(policy, encoding="utf-8")
@@ -125,6 +128,48 @@ def test_an_eviction_leaves_a_complete_checkpoint_from_which_the_next_vm_goes_on
         job.boot(successor)
         successor.wait_until(lambda: len(job.numbers(r"begins after step (\d+)")) == 2, "the job was back")
         assert job.numbers(r"begins after step (\d+)") == [0, saved]
+
+
+def test_an_early_warning_leaves_a_checkpoint_and_a_job_at_work_and_the_eviction_another_one(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    with a_job(tmp_path, sim) as job:
+        job.boot(agent)
+        agent.wait_until(lambda: job.last_step() > 20, "the job was at work")
+        warning = sim.schedule("SpotRebalanceRecommendation", lasts_seconds=None)
+        agent.wait_log("prepared", event_id=warning)
+        early = job.saved_step()
+        agent.wait_until(lambda: job.last_step() > early + 20, "the job was still at work")
+        assert job.manager.runs(UNIT)
+        assert not job.mark.exists()
+        assert [path.name for path in job.checkpoint.parent.iterdir()] == ["latest"]
+
+        eviction = sim.schedule("Preempt", notice_seconds=200, lasts_seconds=None)
+        agent.wait_log("hook finished", event_id=eviction, hook="checkpoint")
+        assert job.saved_step() > early + 20
+        assert not job.manager.runs(UNIT)
+
+        # The eviction is taken back, and the warning stands: there is work to do.
+        sim.cancel(eviction)
+        agent.wait_log("closed", event_id=eviction)
+        agent.wait_until(lambda: job.numbers(r"begins after step (\d+)")[1:] != [], "the job was back")
+        sim.end(warning)
+        agent.wait_log("closed", event_id=warning)
+        assert job.manager.runs(UNIT)
+        assert sim.approvals() == ()
+
+
+def test_a_job_that_does_not_run_is_left_alone_by_an_early_warning(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    with a_job(tmp_path, sim) as job:
+        job.boot(agent)
+        job.manager.stop(UNIT)
+        warning = sim.schedule("SpotRebalanceRecommendation", lasts_seconds=None)
+        agent.wait_log("prepared", event_id=warning)
+        told = [line["line"] for line in agent.log("hook output", event_id=warning)]
+        assert told == [f"training-checkpoint: {UNIT} does not run: nothing to do"]
+        assert not job.mark.exists()
 
 
 def test_a_redeployment_is_approved_after_the_checkpoint_and_training_goes_on(
