@@ -1,7 +1,6 @@
 """``install-unit``: supervision by systemd for an agent that pip or pipx installed; the strict set-up for any."""
 
 import argparse
-import sys
 
 from agent import AgentError, host
 from agent.host import processes, systemd_unit
@@ -51,8 +50,6 @@ def _install_unit(arguments: argparse.Namespace) -> int:
     systemd_unit.check_place(place)
     done = systemd_unit.install(place, units, is_strict=arguments.strict, is_now=arguments.now)
     print(*(done or ["nothing to do: all is as it should be"]), sep="\n")
-    if systemd_unit.is_polkit_missing():
-        print("there is no polkit here: hooks that are units cannot start before it is installed", file=sys.stderr)
     return 0
 
 

@@ -31,6 +31,7 @@ UNIT_FILE = Path("/etc/systemd/system", UNIT)
 STRICT_FILE = Path("/etc/systemd/system", f"{UNIT}.d", "50-strict.conf")
 RULE_FILE = Path("/etc/polkit-1/rules.d", f"50-{NAME}.rules")
 
+_POLICY = ETC / "policy.yaml"
 _DIRECTORIES = ((ETC, 0o755), (ETC / "hooks", 0o755), (ETC / "credentials", 0o700))
 _PACKAGED_CODE = Path("/usr/lib", NAME)
 _PACKAGED_PROGRAM = Path("/usr/bin", NAME)
@@ -82,19 +83,24 @@ def find_place() -> Place:
 
 def check_place(place: Place) -> None:
     """Raises UnitError if others than root could change what the service runs, which would make them root."""
-    where = (
-        "; a system service must be installed where only root can write: with pipx install --global, or in a venv "
-        f"that root makes under /opt (python3 -m venv /opt/{NAME})"
-    )
-    for folder in {folder for path in place.code for folder in (*path.parents, *path.resolve().parents)}:
-        # Others can put something in its place when the folder is cleared one day.
-        if folder.exists() and folder.stat().st_mode & stat.S_ISVTX:
-            raise UnitError(f"{folder} is for temporary files{where}", kind="place")
+    # Others can put something in its place when a folder for temporary files is cleared one day.
+    folders = {folder for path in place.code for folder in (*path.parents, *path.resolve().parents)}
+    faults = [
+        f"{folder} is for temporary files"
+        for folder in folders
+        if folder.exists() and folder.stat().st_mode & stat.S_ISVTX
+    ]
     for path in place.code:
         if os.path.lexists(path) and (uid := path.lstat().st_uid) != 0:
-            raise UnitError(f"{path} belongs to uid {uid}{where}", kind="place")
-        if fault := host.tampering_fault(path):
-            raise UnitError(f"{fault}{where}", kind="place")
+            faults.append(f"{path} belongs to uid {uid}")
+        elif fault := host.tampering_fault(path):
+            faults.append(fault)
+    if faults:
+        raise UnitError(
+            f"{faults[0]}; a system service must be installed where only root can write: with pipx install "
+            f"--global, or in a venv that root makes under /opt (python3 -m venv /opt/{NAME})",
+            kind="place",
+        )
 
 
 def files_of(place: Place, units: Collection[str], *, is_strict: bool) -> dict[Path, str | None]:
@@ -138,11 +144,6 @@ def unnamed_units(units: Iterable[str]) -> list[str] | None:
     return [name for name in sorted(set(units)) if json.dumps(name) not in text]
 
 
-def is_polkit_missing() -> bool:
-    """Whether there is a polkit rule and no polkit to read it."""
-    return RULE_FILE.exists() and not _POLKIT.exists()
-
-
 def marked(body: str, comment: str = "#") -> str:
     """The text under a line that says what wrote it."""
     # With the version: an upgrade of the program is a change of the unit, so that --now starts the new one.
@@ -167,27 +168,23 @@ def install(place: Place, units: Collection[str], *, is_strict: bool, is_now: bo
     if not place.is_packaged:
         done += _make_directories(place)
     done += _apply(changes)
-    is_booted = _is_booted()
+    is_booted, is_active = _is_booted(), _asks("is-active")
     if changes and is_booted:
         _systemctl("daemon-reload")
     if not place.is_packaged and not _asks("is-enabled"):
-        _systemctl("enable", "--quiet", UNIT)
+        _systemctl("enable", UNIT)
         done.append("enabled the agent: it starts at boot")
-    is_active = _asks("is-active")
-    # What the agent has in /run and /var/lib belongs to one account or the other: it must be down meanwhile.
     must_start = (is_now and (bool(changes) or not is_active)) or (is_active and STRICT_FILE in changes)
-    if must_start and is_active:
-        _systemctl("stop", UNIT)
-    if not is_strict and (must_start or not is_active):
-        _take_state_back()
     if must_start and is_booted:
-        _systemctl("start", UNIT)
+        _systemctl("restart", UNIT)
         done.append("restarted the agent" if is_active else "started the agent")
     elif must_start:
         done.append("systemd does not run here: nothing was started")
     elif changes:
         is_what = "runs as before" if is_active else "does not run"
         done.append(f"the agent {is_what} until the next boot, or until: systemctl restart {NAME}")
+    if is_strict and units and not _POLKIT.exists():
+        done.append("there is no polkit here: hooks that are units cannot start before it is installed")
     return done
 
 
@@ -200,21 +197,16 @@ def remove(place: Place) -> list[str]:
     changes = _changes(dict.fromkeys(files))
     if not changes:
         return []
-    done: list[str] = []
-    was_active = _asks("is-active")
-    if was_active:
-        _systemctl("stop", UNIT)
-        done.append("stopped the agent")
-    if UNIT_FILE in changes and _asks("is-enabled"):
-        _systemctl("disable", "--quiet", UNIT)
-        done.append("disabled the agent")
+    done, is_active = [], _asks("is-active")
+    if UNIT_FILE in changes:
+        _systemctl("disable", *(["--now"] if is_active else []), UNIT)
+        done.append("stopped and disabled the agent" if is_active else "disabled the agent")
     done += _apply(changes)
-    _take_state_back()
     if _is_booted():
         _systemctl("daemon-reload")
-    if was_active and place.is_packaged:
-        _systemctl("start", UNIT)
-        done.append("started the agent, as the package has it")
+    if is_active and place.is_packaged:
+        _systemctl("restart", UNIT)
+        done.append("restarted the agent, as the package has it")
     return done
 
 
@@ -222,21 +214,19 @@ def _is_booted() -> bool:
     return Path("/run/systemd/system").is_dir()  # as sd_booted(3) does
 
 
-def _systemctl(*words: str) -> None:
-    done = _run(*words)
-    if done.returncode != 0:
+def _systemctl(*words: str, may_say_no: bool = False) -> bool:
+    """Whether systemctl has done it. Raises UnitError if it has not, and ``may_say_no`` is false."""
+    command = [processes.find_systemctl(), *words, "--quiet"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode != 0 and not may_say_no:
         said = done.stderr.strip() or f"exit code {done.returncode}"
         raise UnitError(f"systemctl {' '.join(words)}: {said}", kind="systemctl")
+    return done.returncode == 0
 
 
 def _asks(question: str) -> bool:
     """Whether systemctl says yes, for example that the agent ``is-active``."""
-    return _run(question, "--quiet", UNIT).returncode == 0
-
-
-def _run(*words: str) -> "subprocess.CompletedProcess[str]":
-    command = [processes.find_systemctl(), *words]
-    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    return _systemctl(question, UNIT, may_say_no=True)
 
 
 def _changes(files: dict[Path, str | None]) -> dict[Path, str | None]:
@@ -258,21 +248,31 @@ def _apply(changes: dict[Path, str | None]) -> list[str]:
         if text is None:
             path.unlink()
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            _write(path, text)
     with suppress(OSError):  # it is not there, or has drop-ins of the operator
         STRICT_FILE.parent.rmdir()
     return [f"{'removed' if text is None else 'wrote'} {path}" for path, text in changes.items()]
 
 
+def _write(path: Path, text: str) -> None:
+    """Write the file beside its place and rename it: a crash leaves the old one or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")  # systemd and polkit read no file of such a name
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    host.flush_directory(path.parent)
+
+
 def _make_directories(place: Place) -> list[str]:
     for path, mode in _DIRECTORIES:
         path.mkdir(mode, exist_ok=True)
-    policy = ETC / "policy.yaml"
-    if os.path.lexists(policy):
+    if os.path.lexists(_POLICY):
         return []
-    policy.write_text(place.policy.read_text(encoding="utf-8"), encoding="utf-8")
-    return [f"wrote {policy}"]
+    _write(_POLICY, place.policy.read_text(encoding="utf-8"))
+    return [f"wrote {_POLICY}"]
 
 
 def _make_account(place: Place) -> list[str]:
@@ -285,27 +285,10 @@ def _make_account(place: Place) -> list[str]:
             told = made.stderr.strip()
             raise UnitError(f"systemd-sysusers cannot make the account {USER}: {told}", kind="account")
         done.append(f"made the account {USER}")
-    if place.program.exists() and not _may(place.program, "-x"):
+    if place.program.exists() and (fault := processes.access_fault(place.program, "execute", USER)):
         way_out = f"chmod o+rX the directories there, or install the agent in /opt/{NAME}"
-        raise UnitError(f"{place.program}: the account {USER} cannot run it: {way_out}", kind="place")
-    policy = ETC / "policy.yaml"
-    if os.path.lexists(policy) and not _may(policy, "-r"):
-        raise UnitError(
-            f"{policy}: the account {USER} cannot read it, so the agent would not start: chgrp {USER} {policy} "
-            f"&& chmod g+r {policy} (and the directories on the way there must let that account through)",
-            kind="place",
-        )
+        raise UnitError(f"{place.program}: {fault}: {way_out}", kind="place")
+    if os.path.lexists(_POLICY) and (fault := processes.access_fault(_POLICY, "read", USER)):
+        way_out = f"chgrp {USER} {_POLICY} && chmod g+r {_POLICY}"
+        raise UnitError(f"{_POLICY}: {fault}, so the agent would not start: {way_out}", kind="place")
     return done
-
-
-def _may(path: Path, how: str) -> bool:
-    """Whether the account of the strict set-up may read (-r) or execute (-x) the file."""
-    question = ["/usr/bin/test", how, str(path)]
-    return subprocess.run(question, user=USER, group=USER, extra_groups=[], check=False).returncode == 0
-
-
-def _take_state_back() -> None:
-    """Give root what the account of the strict set-up owned: systemd does so only the other way round."""
-    if sys.platform != "win32" and STATE.is_dir() and STATE.stat().st_uid != 0:
-        for path in (STATE, *STATE.rglob("*")):
-            os.lchown(path, 0, 0)

@@ -202,8 +202,7 @@ def test_an_agent_that_pip_installed_becomes_a_service_and_goes_without_a_trace(
     assert is_approved(sim)
 
     assert machine.run(program, "install-unit", "--remove").stdout == (
-        "stopped the agent\n"
-        "disabled the agent\n"
+        "stopped and disabled the agent\n"
         f"removed /etc/systemd/system/{UNIT}\n"
         "not touched, if they are there: /etc/scheduled-events-agent, /var/lib/scheduled-events-agent and the "
         "account scheduled-events-agent\n"
@@ -273,10 +272,12 @@ def test_the_strict_set_up_of_an_agent_of_pip_starts_units_and_no_others(
         "restarted the agent",
     ]
     assert service.process_status()["Uid"].split() == ["0"] * 4
+    own = [machine.path(f"/var/lib/scheduled-events-agent{name}") for name in ("", "/state.db")]
+    own.append(machine.path("/run/scheduled-events-agent"))
+    assert {(path.stat().st_uid, path.stat().st_gid) for path in own} == {(0, 0)}
     machine.run(program, "install-unit", "--strict")
     machine.run(program, "install-unit", "--remove")
     assert machine.run("find", "/etc/systemd", "/etc/polkit-1", "-name", "*scheduled-events-agent*").stdout == ""
-    assert machine.path("/var/lib/scheduled-events-agent").stat().st_uid == 0
 
 
 def test_a_place_that_a_user_can_write_is_refused_and_so_is_a_user(pip_service: Service) -> None:

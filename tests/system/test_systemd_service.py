@@ -559,7 +559,7 @@ def test_strict_is_refused_as_long_as_its_account_cannot_read_the_policy(service
     refused = service.machine.run("scheduled-events-agent", "install-unit", "--strict", "--now", check=False)
     assert refused.returncode == 1
     way_out = f"chgrp scheduled-events-agent {POLICY} && chmod g+r {POLICY}"
-    assert f"{POLICY}: the account scheduled-events-agent cannot read it" in refused.stderr
+    assert f"{POLICY}: scheduled-events-agent cannot read {POLICY}, so the agent would not start" in refused.stderr
     assert way_out in refused.stderr
     assert not service.machine.path(f"{DROP_INS}/50-strict.conf").exists()
     assert service.process_status()["Uid"].split() == ["0"] * 4  # it runs as before

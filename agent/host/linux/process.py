@@ -268,7 +268,7 @@ def identity_of(user: str | None) -> tuple[int | None, int | None, list[int] | N
     return entry.pw_uid, entry.pw_gid, os.getgrouplist(user, entry.pw_gid)
 
 
-def access_fault(path: Path, purpose: Literal["execute", "write"], user: str | None) -> str | None:
+def access_fault(path: Path, purpose: Literal["read", "execute", "write"], user: str | None) -> str | None:
     """Why the account (None: this one) cannot use the file or directory so; None if it can.
 
     Raises HostError if it is not known, or there is no such account.
@@ -280,14 +280,14 @@ def access_fault(path: Path, purpose: Literal["execute", "write"], user: str | N
     for place in reversed(path.parents):
         if not _may(place, "x", user):
             return f"{who} cannot pass through {place}"
-    wanted = "x" if purpose == "execute" else "wx" if path.is_dir() else "w"
+    wanted = "wx" if purpose == "write" and path.is_dir() else {"read": "r", "execute": "x", "write": "w"}[purpose]
     return None if all(_may(path, right, user) for right in wanted) else f"{who} cannot {purpose} {path}"
 
 
 def _may(path: Path, right: str, user: str | None) -> bool:
     uid, gid, groups = identity_of(user)
     if uid is None:
-        return os.access(path, {"x": os.X_OK, "w": os.W_OK}[right])
+        return os.access(path, {"r": os.R_OK, "x": os.X_OK, "w": os.W_OK}[right])
     # As that account: it also has to do with access lists and how the file system is mounted.
     question = ["/usr/bin/test", f"-{right}", str(path)]
     try:

@@ -155,7 +155,7 @@ def _volume(path: Path) -> tuple[str, str]:
     return "", ""
 
 
-def access_fault(path: Path, purpose: Literal["execute", "write"], user: str | None) -> str | None:
+def access_fault(path: Path, purpose: Literal["read", "execute", "write"], user: str | None) -> str | None:
     """Why this account cannot use the file or directory so; None if it can.
 
     Raises HostError for another account, of which it is not known.
@@ -164,7 +164,7 @@ def access_fault(path: Path, purpose: Literal["execute", "write"], user: str | N
     is_like_us = name in ("", account_name().casefold()) or (name in ("localsystem", "system") and is_privileged())
     if not is_like_us:
         raise HostError(f"cannot tell what {user} may do: run this as that account", kind="access")
-    if os.access(path, os.X_OK if purpose == "execute" else os.W_OK):
+    if os.access(path, {"read": os.R_OK, "execute": os.X_OK, "write": os.W_OK}[purpose]):
         return None
     return f"{account_name()} cannot {purpose} {path}"
 
