@@ -252,7 +252,7 @@ class ImdsClient:
     def _exchange(self, request: httpx.Request) -> httpx.Response:
         kind: ImdsErrorKind
         try:
-            return self._client.send(request)
+            response = self._client.send(request)
         except httpx.TimeoutException as error:
             kind, what = "timeout", str(error)
         except httpx.ConnectError as error:
@@ -264,6 +264,10 @@ class ImdsClient:
             kind, what = "unreachable", str(error)
         except (httpx.TransportError, httpx.InvalidURL, ValueError) as error:
             kind, what = "malformed", f"not a whole HTTP answer: {error}"
+        else:
+            # httpx's refers to the response: each answer would stay in memory until garbage is collected.
+            response.stream = httpx.ByteStream(b"")
+            return response
         raise _error(request, what, kind)
 
 

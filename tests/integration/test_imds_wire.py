@@ -1,5 +1,6 @@
 """The edge to the metadata service, on real sockets against a server that does exactly as the test says."""
 
+import gc
 import gzip
 import socket
 import struct
@@ -436,6 +437,18 @@ def test_a_gigabyte_takes_a_bounded_part_of_memory(serve: Serve, head: bytes, fi
 
     assert error.kind == "too_large"
     assert peak_mib < 24
+
+
+def test_an_answer_leaves_memory_without_the_garbage_collector(serve: Serve) -> None:
+    client = client_of(serve(always(answer())))
+    gc.collect()
+    gc.disable()
+    try:
+        assert client.fetch() == DOCUMENT
+        left = sum(isinstance(one, httpx.Response) for one in gc.get_objects())
+    finally:
+        gc.enable()
+    assert left == 0
 
 
 def test_what_came_packed_though_nobody_asked_is_never_unpacked(serve: Serve) -> None:
