@@ -12,6 +12,9 @@ what the agent knows, both are right.
        needs it prepared; what was never prepared is never recovered (of an event that had started when the state
        was lost, that it was not is not known: it is recovered). After a failure it and the rest of the stage wait
        for an operator's retry, or for a success of the hook for another event; until then the VM is not ready
+       A recommendation is over as well when it has expired, no earlier than its rule says; it is not prepared for
+       again while documents list it, and not recovered from while a Preempt of this VM is there. A document of an
+       api-version that leaves it out says nothing about it
     5  all of this over restarts, with and without a reboot, for canceled and completed events
     6  an approval that was confirmed is not sent again; one that was not is, until it is
     7  nothing is approved in doubt: before a document was read, without a name, after the state was lost
@@ -26,6 +29,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from agent.events import RECOMMENDATION
 from agent.policy import Hook, Rule
 from agent.workflow import HookOutcome
 
@@ -53,6 +57,8 @@ class Life:
     missing_since: float | None = None
     """When an answer first lacked it, and none has had it since."""
     is_gone: bool = False
+    is_expired: bool = False
+    """A recommendation that the agent takes for over, though documents may still list it."""
     was_started: bool = False
     may_be_begun: bool = False
     """Something may have been prepared."""
@@ -78,6 +84,10 @@ class Life:
     """An approval is under way, as far as the agent knows."""
     words: frozenset[str] = frozenset({""})
     """What the operator may have said last."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_gone or self.is_expired
 
     def share(self, other: "Life", *, if_unsure: bool = False) -> bool:
         """Whether the recovery of one would undo what the other needs."""
@@ -134,8 +144,8 @@ class Judge:
         self.all_rules += rules
         for life in self.lives.values():
             rule = self.rule(life)
-            is_over = life.is_gone and not any(name == life.name for name, _ in self._allowed)
-            life.may_have_more |= life.may_be_begun and not life.is_gone
+            is_over = life.is_over and not any(name == life.name for name, _ in self._allowed)
+            life.may_have_more |= life.may_be_begun and not life.is_over
             if life.may_be_begun and not is_over and rule is not None:
                 self._allowed |= {(life.name, hook) for hook in rule.recover}
 
@@ -156,6 +166,7 @@ class Judge:
         *,
         answered: float,
         is_state_lost: bool,
+        has_recommendations: bool = True,
     ) -> None:
         """A document has been decided on, and the decision is on disk.
 
@@ -174,12 +185,15 @@ class Judge:
             life.status, life.current_id, life.not_before = status, current_id, not_before
             life.missing_since = None
             rule = self.rule(life)
-            if status == "Scheduled" and rule is not None and (rule.drain_for or not rule.prepare):
+            is_bare = rule is not None and (rule.drain_for or not rule.prepare or self._left_out(life))
+            if status == "Scheduled" and rule is not None and is_bare:
                 # It may be begun at any moment, and the event be gone before anybody has seen that.
                 self._allowed |= {(life.name, hook) for hook in rule.recover}
             life.was_started |= status == "Started"
         for life in self.lives.values():
             if life.is_gone or life.name in present:
+                continue
+            if life.type == RECOMMENDATION and not has_recommendations:
                 continue
             if life.missing_since is None:
                 life.missing_since = answered
@@ -192,14 +206,24 @@ class Judge:
     def unready(self, name: str) -> None:
         """The VM tells that it is not ready for work because of this event."""
         life = self.lives.get(name)
-        if life is None or life.may_be_begun or life.is_gone:
+        if life is None or life.may_be_begun or life.is_over:
             return
         rule = self.rule(life)
         # A drain, or the promise of a recovery alone, is a preparation as well.
-        if rule is not None and (rule.drain_for or not rule.prepare):
+        if rule is not None and (rule.drain_for or not rule.prepare or self._left_out(life)):
             self._check_time(life, f"{name} is prepared for")
             self._expect(life.words != {"held"}, f"(11) {name} is drained for against an operator")
             self._begin(life, is_certain=True)
+
+    def expired(self, name: str) -> None:
+        """The agent takes it for over, and that is on disk."""
+        life = self.lives[name]
+        self._expect(life.type == RECOMMENDATION, f"(4) {name} expires")
+        self._expect(not life.is_over, f"(4) {name} expires though it is over")
+        seconds = min(rule.expire_after for rule in self.all_rules if life.type in rule.when.type)
+        if life.read_at is not None:
+            self._expect(self._now() >= life.read_at + timedelta(seconds=seconds), f"(4) {name} expires too early")
+        life.is_expired = True
 
     def ready(self, *, is_ready: bool) -> None:
         """What the page /readyz tells."""
@@ -209,7 +233,7 @@ class Judge:
     def asked(self, name: str, word: str) -> None:
         """An operator says retry or resolve, and may be refused."""
         life = self.lives.get(name)
-        if life is not None and life.is_gone and life.stuck_at:
+        if life is not None and life.is_over and life.stuck_at:
             self._allowed |= {(name, life.stuck_at)} if word == "retry" else set()
             life.stuck_at = ""
         elif life is not None and life.failed_hook:
@@ -222,7 +246,7 @@ class Judge:
             return
         if word == "resolve":
             self._owed = {key for key in self._owed if key[0] != name}
-        elif not life.is_gone:
+        elif not life.is_over:
             life.has_failed, life.failed_hook = False, ""
 
     def turned(self, *, may_be_late: bool) -> None:
@@ -242,6 +266,8 @@ class Judge:
                 text = f"(8) {life.name} waits for hook {run.hook} of {run.event}, which nobody has told to end"
                 self._expect(run.is_told_to_end or not is_sure, text)
             is_held_up = self.on_clear_runs or in_the_way
+            if set(rule.prepare) <= self._left_out(life):
+                continue
             is_begun = any((run.event, run.stage) == (life.name, "prepare") for run in self.runs)
             self._expect(is_begun or bool(is_held_up), f"(8) {life.name} is not prepared for at once")
 
@@ -291,12 +317,12 @@ class Judge:
         elif stage == "recover" and outcome != "canceled":
             for other in self.lives.values():
                 other.stuck_at = "" if other.stuck_at == hook else other.stuck_at
-            over = [other for other in self.lives.values() if other.is_gone]
+            over = [other for other in self.lives.values() if other.is_over]
             gone = {other.name for other in over}
             self._owed = {key for key in self._owed if key[1] != hook or key[0] not in gone}
             # Peers that share the hook are done with it too, unless they have to wait for others.
             preparing = {run.event for run in self.runs if run.stage == "prepare"}
-            waiting = [other for other in self.lives.values() if other.may_be_begun and not other.is_gone]
+            waiting = [other for other in self.lives.values() if other.may_be_begun and not other.is_over]
             done = {
                 other.name
                 for other in over
@@ -373,7 +399,7 @@ class Judge:
         rule = self.rule(life)
         if rule is None or rule.lead is not None or self._policies > 1:
             return
-        has_ended = life.has_failed or all(hook in life.succeeded for hook in rule.prepare)
+        has_ended = life.has_failed or self._done(life).issuperset(rule.prepare)
         if rule.approve == "immediately" or has_ended:
             self._expect(False, f"(6) {name} is not approved for {seconds:.0f} s, and nothing is in the way")
 
@@ -385,8 +411,21 @@ class Judge:
             return next((r for r in self.rules if life.type in r.when.type and "others" in r.when.affects), None)
         return next((rule for rule in self.rules if life.type in rule.when.type), None)
 
+    def _left_out(self, life: Life) -> set[str]:
+        """Hooks that need not run for an eviction, as they have succeeded for a recommendation."""
+        if life.type != "Preempt":
+            return set()
+        once = {name for name, hook in self.hooks.items() if hook.once}
+        warnings = [other for other in self.lives.values() if other.type == RECOMMENDATION]
+        return once & {hook for warning in warnings for hook in warning.succeeded}
+
+    def _done(self, life: Life) -> set[str]:
+        return life.succeeded | self._left_out(life)
+
     def _is_late(self, life: Life, rule: Rule) -> bool:
         """Whether it is begun only some time before NotBefore, since others must approve it."""
+        if life.type in (RECOMMENDATION, "Preempt"):
+            return False
         is_ours = rule.approve in ("immediately", "when-prepared") and VM in life.resources
         return not (is_ours and self._may_speak(life, rule))
 
@@ -456,7 +495,7 @@ class Judge:
         event = life.name
         self._expect((event, stage, hook) not in self._used, f"(3) {text} again")
         self._used.add((event, stage, hook))
-        self._expect(not life.is_gone, f"(4) {text} though the event is over")
+        self._expect(not life.is_over, f"(4) {text} though the event is over")
         self._expect(life.missing_since is None, f"(4) {text} though the event is missing")
         if stage == "on_start":
             self._expect(life.status == "Started", f"{text} though the event has not started")
@@ -469,16 +508,19 @@ class Judge:
         self._expect(not life.was_started or may_finish, f"(5) {text} though the event has started")
         if hook in life.plan.prepare and not life.is_unsure:
             before = life.plan.prepare[: life.plan.prepare.index(hook)]
-            missing = [name for name in before if name not in life.succeeded]
+            missing = [name for name in before if name not in self._done(life)]
             self._expect(not missing, f"(3) {text} before {missing}")
         for run in self.runs:
             if run.stage == "recover" and self.lives[run.event].share(life):
                 self._expect(False, f"(4) {text} while {run.event} recovers")
 
     def _check_recover(self, life: Life, hook: str, text: str) -> None:
-        self._expect(life.is_gone, f"(4) {text} though the event is not over")
+        self._expect(life.is_over, f"(4) {text} though the event is not over")
+        if life.type == RECOMMENDATION:
+            evictions = [one.name for one in self.lives.values() if one.type == "Preempt" and not one.is_gone]
+            self._expect(not evictions, f"(4) {text} though the eviction {evictions} is pending")
         self._expect(not life.stuck_at, f"(4) {text} though the recovery failed at {life.stuck_at}")
-        is_allowed = any(what == hook and self.lives[name].is_gone for name, what in self._allowed)
+        is_allowed = any(what == hook and self.lives[name].is_over for name, what in self._allowed)
         self._expect(is_allowed, f"(4) {text}, which nothing asks for")
         for run in self.runs:
             if self.lives[run.event].share(life):
@@ -487,12 +529,13 @@ class Judge:
                 self._expect(not is_twin, f"(4) {text} while it runs for {run.event}")
         for name, stage, _ in self._used:
             other = self.lives[name]
-            if stage == "prepare" and not other.is_gone and other.share(life):
+            if stage == "prepare" and not other.is_over and other.share(life):
                 self._expect(False, f"(4) {text} though {name} needs it prepared")
 
     def _check_approval(self, life: Life, event_id: str, text: str) -> None:
         self._expect(event_id == life.current_id, f"(2) {text} as {event_id}")
         self._expect(VM in life.resources, f"(2) {text}, an event of another VM")
+        self._expect(life.type != RECOMMENDATION, f"(2) {text}, a recommendation")
         self._expect(not life.is_gone, f"(2) {text} though it is over")
         self._expect(life.missing_since is None, f"(2) {text} though it is missing")
         self._expect(life.status == "Scheduled" and not life.was_started, f"(2) {text} after its start")
@@ -516,13 +559,13 @@ class Judge:
         if life.read_at is not None and not is_asked_for and (rule.shared or "first") == "first":
             turn = life.read_at + timedelta(seconds=10.0 * life.resources.index(VM))
             self._expect(self._now() >= turn, f"(2) {text} before {turn:%H:%M:%S}, the turn of this VM")
-        has_ended = life.has_failed or all(hook in life.succeeded for hook in rule.prepare)
+        has_ended = life.has_failed or self._done(life).issuperset(rule.prepare)
         self._expect(rule.approve == "immediately" or has_ended, f"(1) {text} before its preparation has ended")
 
     def _may_approve(self, life: Life) -> bool:
         """Whether the rule or the operator would have it approved, its preparation aside."""
         rule = self.rule(life)
-        if life.words == {"held"} or VM not in life.resources:
+        if life.words == {"held"} or VM not in life.resources or life.type == RECOMMENDATION:
             return False
         if "approved" in life.words:
             return True

@@ -21,6 +21,7 @@ from world import START, TROUBLES, Trouble
 from agent.daemon.inbox import Inbox
 from agent.engine import Engine, Executor, HookEnded, Machine
 from agent.engine import engine as engine_module
+from agent.engine.documents import Documents
 from agent.events import Document, ScheduledEvent
 from agent.imds import Identity
 from agent.metrics import Metrics
@@ -43,6 +44,7 @@ from agent.workflow import (
     proceed,
     signals,
     stages,
+    times,
 )
 
 
@@ -123,6 +125,7 @@ def _open_gate(name: str) -> dict[str, Any]:
 
 REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, approving.take_answer, stages.cut_short
 REAL_FINISH, REAL_END = Engine.finish, stages.with_end
+REAL_TAKE, REAL_EXPIRES = Documents.take, times.expires_at
 REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.turn, Engine._decide_and_do
 
 
@@ -244,6 +247,29 @@ def _finish_without_requests(engine: Engine) -> None:
     REAL_FINISH(engine)
 
 
+def _needed_by_sharers_only(workflow: Workflow, workflows: Any) -> list[Workflow]:
+    peers = stages.prepared_peers(workflow, workflows)
+    return [peer for peer in peers if stages.still_needs_preparation(peer) and stages.share_hooks(peer, workflow)]
+
+
+def _rest_that_closes(workflow: Workflow) -> Step:
+    return phases._enter(workflow, "closed", Note(kind="closed", text="it has expired"))
+
+
+def _any_recommendation(hook: str, workflow: Workflow, workflows: Any, context: Context) -> Workflow | None:
+    if workflow.event.type != "Preempt" or hook not in context.once_hooks:
+        return None
+    return next((one for one in workflows.values() if one.event.is_recommendation), None)
+
+
+def _take_as_if_it_had_all(self: Documents, document: Document, now: float) -> None:
+    REAL_TAKE(self, replace(document, has_recommendations=True), now)
+
+
+def _expires_at_once(workflow: Workflow) -> datetime | None:
+    return workflow.first_seen_at if REAL_EXPIRES(workflow) else None
+
+
 WORKFLOW = "agent.workflow"
 
 
@@ -279,6 +305,27 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "4: ready though a recovery has failed": Mutant(
         Workflow, {"is_prepared_for": property(_is_prepared_while_it_recovers)}, "(4)", frozenset({"bad hooks"})
+    ),
+    "2: a recommendation is taken for an event that starts": Mutant(
+        ScheduledEvent, {"is_recommendation": property(_never)}, "(2)", frozenset({"recommendations"})
+    ),
+    "1: a hook with once is left out though it did not succeed": Mutant(
+        WORKFLOW,
+        {"_recommendation_with": _any_recommendation},
+        "(1",
+        frozenset({"recommendations", "bad hooks"}),
+    ),
+    "4: a recommendation is recovered from before its eviction": Mutant(
+        WORKFLOW, {"_needed_by": _needed_by_sharers_only}, "(4)", frozenset({"recommendations"})
+    ),
+    "4: an expired recommendation begins again": Mutant(
+        WORKFLOW, {"_rest": _rest_that_closes}, "(", frozenset({"recommendations"})
+    ),
+    "4: a recommendation expires too early": Mutant(
+        WORKFLOW, {"expires_at": _expires_at_once}, "(4)", frozenset({"recommendations"})
+    ),
+    "4: what an api-version leaves out is taken for gone": Mutant(
+        Documents, {"take": _take_as_if_it_had_all}, "(4)", frozenset({"recommendations"})
     ),
     "11: a hold stops approvals only": Mutant(
         WORKFLOW, {"is_to_begin": _never}, "(11)", frozenset({"operator", "bad hooks"})

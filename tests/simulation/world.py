@@ -38,7 +38,7 @@ from agent.engine import (
     key_of,
     without_run,
 )
-from agent.events import parse_document
+from agent.events import EventTypeName, parse_document
 from agent.imds import Identity
 from agent.metrics import Metrics
 from agent.policy import Hook, Rule, When
@@ -50,7 +50,7 @@ from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Step
 Trouble = Literal[
     "many events", "bad hooks", "deaf service", "lost answers", "kills", "power cuts", "torn writes", "reboots",
     "stops", "full disk", "lost state", "clock jumps", "freezes", "operator", "reloads", "late name", "on clear",
-    "slow inbox", "empty answers",
+    "slow inbox", "empty answers", "recommendations",
 ]  # fmt: skip
 TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
 
@@ -60,7 +60,7 @@ BUSY_SECONDS = 1500.0
 _LIMIT_SECONDS = 40000.0
 # Polls and turns that change nothing are left out, but for one in so many seconds.
 _QUIET_SECONDS = 60.0
-_VERSION = "2020-07-01"
+_VERSION, _PREVIEW = "2020-07-01", "2024-07-09"
 _TYPES: tuple[EventType, ...] = ("Freeze", "Reboot", "Redeploy")
 _HOOKS = ("drain", "save", "stop", "load", "resume", "go", "tell")
 
@@ -138,7 +138,9 @@ class World(Machine):
         self._is_going_down = False
         self._is_up = True
         self._is_deaf = False
-        self._body = b""
+        self._version = _PREVIEW if "recommendations" in self.troubles else _VERSION
+        self._body = ("", b"")
+        """The api-version and the text of the last answer."""
         self._was_empty = False
         self._succeeded_at: datetime | None = None
         self._document_at: datetime | None = None
@@ -239,6 +241,11 @@ class World(Machine):
         for number in range(count):
             at = chance.uniform(0.0, 600.0 if number else 30.0)
             self.after(at, lambda number=number: self._announce(number))  # type: ignore[misc]
+        if "recommendations" in self.troubles:
+            chance = self.chance("recommendations")
+            for _ in range(chance.randint(1, 2)):
+                self.after(chance.uniform(0.0, 600.0), self._recommend)
+            self.after(chance.uniform(5.0, BUSY_SECONDS), self._refuse_preview)
         self._boot_up()
         for trouble, what in self._mishaps():
             chance = self.chance(trouble)
@@ -304,6 +311,37 @@ class World(Machine):
             self.after(chance.uniform(0.0, plan.notice_seconds or 0.0), lambda: self._cancel(event_id))
         if chance.random() < 0.1:
             self.after(chance.uniform(0.0, 60.0), lambda: self._azure.reset_incarnation(self._epoch()))
+
+    def _recommend(self) -> None:
+        """Azure warns of an eviction, which may come or not, and before or after the warning is taken back."""
+        chance = self.chance("recommendation")
+        lasts = chance.choice((0.5, 20.0, 300.0, 3000.0))
+        self._azure.schedule(
+            self._epoch(), Plan(type="SpotRebalanceRecommendation", vms=(VM,), lasts_seconds=lasts)
+        )
+        if chance.random() < 0.7:
+            notice, survives = chance.choice((5.0, 30.0, 300.0)), chance.random() < 0.5
+            plan = Plan(type="Preempt", vms=(VM,), notice_seconds=notice, lasts_seconds=chance.choice((5.0, 60.0)))
+            self.after(chance.choice((0.0, 5.0, 60.0, 400.0)), lambda: self._evict(plan, survives=survives))
+
+    def _evict(self, plan: Plan, *, survives: bool) -> None:
+        event_id = self._azure.schedule(self._epoch(), plan)
+        if survives:
+            self.after((plan.notice_seconds or 0.0) / 2, lambda: self._cancel(event_id))
+
+    def _refuse_preview(self) -> None:
+        """For a time documents come in a version that leaves recommendations out."""
+        seconds = self.chance("refused preview").choice((2.0, 100.0, 900.0))
+        self._version = _VERSION
+        self.tell(f"api-version {_PREVIEW} is refused for {seconds:g} s")
+        self._poll_soon()
+
+        def take() -> None:
+            self._version = _PREVIEW
+            self.tell(f"api-version {_PREVIEW} is taken again")
+            self._poll_soon()
+
+        self.after(seconds, take)
 
     def _cancel(self, event_id: str) -> None:
         self._azure.advance(self._epoch())
@@ -431,7 +469,7 @@ class World(Machine):
             self._was_ready = None
         # The power may have gone while the agent wrote that it has decided.
         self._is_state_lost &= bool(store.load_fact("state_lost"))
-        self._body, self._succeeded_at, self._document_at = b"", None, None
+        self._body, self._succeeded_at, self._document_at = ("", b""), None, None
         self._mail, self._document, self._results, self._answers = Mail(self), None, [], []
         self._executor = Executor(self)
         self.tell(f"the agent starts, boot {self._boot}")
@@ -647,16 +685,18 @@ class World(Machine):
             return
         if not self._is_deaf and not self._is_frozen:
             self._azure.advance(self._epoch())
-            self._azure.mark_served(self._epoch(), VM, _VERSION)
-            body = self._azure.document(_VERSION)
+            self._azure.mark_served(self._epoch(), VM, self._version)
+            body = self._azure.document(self._version)
             is_chosen = self.has("empty answers") and self.chance("empty answers").random() < 0.2
             self._was_empty = is_chosen and not self._was_empty
             if self._was_empty:
                 body = b'{"DocumentIncarnation":0,"Events":[]}'
                 self.after(0.0, self._poll_soon)
-            if body != self._body or self.engine.lacks_event():
-                self._body = body
-                self._deliver(replace(parse_document(body), answered=self.monotonic()))
+            known = (self._version, body)
+            if known != self._body or self.engine.lacks_event():
+                self._body = known
+                document = replace(parse_document(body), has_recommendations=self._version == _PREVIEW)
+                self._deliver(replace(document, answered=self.monotonic()))
             else:
                 self._wake_soon(0.0)
             self._succeeded_at = self.now()
@@ -752,8 +792,16 @@ class World(Machine):
                 name = self._azure.event(event.id).ids[0]
                 facts = (event.type, event.status, event.resources, event.not_before)
                 events.append((name, event.id, *facts))
-            self.judge.read(events, answered=self._document.answered, is_state_lost=self._is_state_lost)
+            self.judge.read(
+                events,
+                answered=self._document.answered,
+                is_state_lost=self._is_state_lost,
+                has_recommendations=self._document.has_recommendations,
+            )
             self._document = None
+        for step in steps:
+            if any(note.kind == "expired" for note in step.notes):
+                self.judge.expired(self._names[step.workflow.id])
         for ended, is_required in self._results:
             self._known(ended, is_required=is_required)
         for answer in self._answers:
@@ -869,16 +917,36 @@ class World(Machine):
             )
             for type_ in _TYPES
         )
+        if "recommendations" in self.troubles:
+            rules += self._spot_rules()
         must = self.chance("required hooks")
         hooks = {
             name: Hook(run=("/bin/true",), timeout=chance.choice((20.0, 120.0)), required=must.random() < 0.7)
             for name in _HOOKS
         }
+        if "recommendations" in self.troubles and self.chance("once").random() < 0.5:
+            hooks["drain"] = replace(hooks["drain"], required=True, once=True)
         return Settings(
             rules=rules,
             hooks=hooks,
             on_clear=("go",) if "on clear" in self.troubles else (),
             agent=AgentSettings(listen="off"),
+        )
+
+    def _spot_rules(self) -> tuple[Rule, ...]:
+        chance = self.chance("spot rules")
+        types: tuple[EventTypeName, ...] = ("SpotRebalanceRecommendation", "Preempt")
+        return tuple(
+            Rule(
+                name=f"rule-{type_}",
+                when=When(type=(type_,)),
+                prepare=chance.choice((("drain",), ("drain", "save"), ("save",), ("stop",))),
+                recover=chance.choice(((), ("resume",), ("load", "resume"), ("go",))),
+                approve=chance.choice(("immediately", "when-prepared", "manual", "never")),
+                drain_for=chance.choice((0.0, 0.0, 30.0)),
+                expire_after=chance.choice((10.0, 60.0, 600.0)),
+            )
+            for type_ in types
         )
 
     def _enforce(self) -> None:
@@ -904,7 +972,7 @@ class World(Machine):
         chance = self.chance("operator")
         workflow: Workflow = chance.choice([*self.engine.board.values()])
         words: tuple[RequestWord, ...] = ("approved", "held", "")
-        if (workflow.recover if workflow.is_gone else workflow.prepare).state == "failed":
+        if (workflow.recover if workflow.is_over else workflow.prepare).state == "failed":
             words = (*words, "retry", "retry", "resolve")
         self._say(workflow, chance.choice(words))
 
