@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import platform
 import signal
 import sys
 import time
@@ -11,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from agent import __version__
 from benchmarks import measures
 from benchmarks.measures import Row
+from benchmarks.programs import describe_machine
 
 # Far more than it takes, on a busy machine too: a run that hangs is not left behind.
 _QUICK_LIFE_SECONDS = 600
-_LIFE_SECONDS = 3600
+_LIFE_SECONDS = 7200
 
 
 def main() -> int:
@@ -37,7 +36,7 @@ def main() -> int:
         for name, measure in _plan(Path(directory), is_quick=arguments.quick):
             print(f"measuring {name} ...", file=sys.stderr, flush=True)
             rows += measure()
-    machine = _machine()
+    machine = describe_machine()
     took = f"{time.monotonic() - began:.0f} s"
     if arguments.json:
         lines = [{**row._asdict(), "met": _is_met(row)} for row in rows]
@@ -52,14 +51,18 @@ def _plan(place: Path, *, is_quick: bool) -> list[tuple[str, Callable[[], list[R
     def choose(quick: int, full: int) -> int:
         return quick if is_quick else full
 
-    warm_up, polls = choose(1, 10), choose(2, 60)
+    windows = choose(1, 5)
+    pending = (0, 10) if is_quick else (0, 10, 100, 1000)
     return [
-        ("CPU", lambda: measures.measure_cpu(place, warm_up_polls=warm_up, polls=polls)),
-        ("CPU of the client", lambda: measures.measure_client(place, warm_up_polls=warm_up, polls=polls)),
+        (
+            "idle polls",
+            lambda: measures.measure_idle(place, pending=pending, windows=windows, polls=choose(2, 12)),
+        ),
+        ("pages", lambda: measures.measure_pages(place, windows=windows, pages=choose(1, 5))),
+        ("the tail", lambda: measures.measure_tail(place, events=choose(2, 2000))),
+        ("start", lambda: measures.measure_start(place, runs=choose(1, 5), past=choose(100, 100_000))),
+        ("commands", lambda: measures.measure_commands(place, runs=choose(1, 5))),
         ("memory", lambda: measures.measure_memory(place, polls=choose(300, 3600))),
-        ("start", lambda: measures.measure_start(place, runs=choose(1, 10))),
-        ("latency", lambda: measures.measure_latency(place, events=choose(2, 100))),
-        ("a big document", lambda: measures.measure_big_document(place, runs=choose(2, 20))),
     ]
 
 
@@ -67,34 +70,22 @@ def _command() -> str:
     return " ".join([os.path.relpath(sys.executable), "-m", "benchmarks", *sys.argv[1:]])
 
 
-def _machine() -> str:
-    if sys.platform == "win32":
-        raise NotImplementedError
-    load = os.getloadavg()[0]
-    return (
-        f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}, "
-        f"agent {__version__}; load average at the end {load:.1f}"
-    )
-
-
 def _is_met(row: Row) -> bool | None:
-    return None if row.target is None else row.agent < row.target
+    return None if row.target is None else row.agent <= row.target
 
 
 def _table(rows: list[Row]) -> str:
     """Columns wide enough for what is in them, numbers to the right."""
-    cells = [("figure", "unit", "n", "agent", "bare loop", "target", "")]
+    cells: list[tuple[str, ...]] = [("figure", "unit", "n", "agent", *measures.LOOPS, "target", "")]
     for row in rows:
-        bare = "-" if row.bare is None else f"{row.bare:.2f}"
-        target = "-" if row.target is None else f"< {row.target:g}"
+        loops = [f"{value:.2f}" for value in row.loops] or ["-"] * len(measures.LOOPS)
+        target = "-" if row.target is None else f"<= {row.target:g}"
         verdict = {True: "met", False: "MISSED", None: ""}[_is_met(row)]
-        cells.append((row.figure, row.unit, str(row.samples), f"{row.agent:.2f}", bare, target, verdict))
-    widths = [max(len(line[column]) for line in cells) for column in range(7)]
+        cells.append((row.figure, row.unit, f"{row.samples:,}", f"{row.agent:.2f}", *loops, target, verdict))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = [[str.rjust, str.ljust][column in (0, 1, 7)] for column in range(len(widths))]
     return "\n".join(
-        "  ".join(
-            text.ljust(width) if column in (0, 1, 6) else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
+        "  ".join(align(text, width) for align, text, width in zip(aligned, line, widths, strict=True)).rstrip()
         for line in cells
     )
 

@@ -1,42 +1,43 @@
-"""The measures: each runs the agent and the bare loop under the same conditions and returns rows of the table.
+"""The measures: each returns rows of the table, with the agent and two bare loops under the same conditions.
 
-The one invariant: both sides meet the same noise; they run at the same time where they hardly use the machine, and
-turn about where they do.
+The invariant: all sides meet the same noise. They poll a third of an interval apart, or take turns.
 """
 
 import json
 import math
 import os
+import resource
+import sqlite3
 import statistics
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from agent.events import compare, parse_document
-from agent.settings import parse_settings
-from agent.simulator import RequestRecord, Simulator
-from agent.simulator.recording import Origin, Recorded, Recording
-from agent.store import Store
-from agent.workflow import Context, proceed
-from benchmarks.agents import Agent
-from benchmarks.process import Program
+import msgspec
 
-_FAST_POLL_SECONDS = 0.005
-_POLLS_PER_HOUR = 3600
-_SCRAPES_PER_HOUR = 240
-_EVENTS_PER_HOUR = 12
-_SETTLED_POLLS = 60
-_BIG_EVENTS = 1000
-_BIG_RESOURCES = 100
-_BIG_OWN = 100  # of the events, as many as the agent follows
-_BIG_AFTER = timedelta(seconds=1.5)  # so that the client has settled
-_PATIENCE_SECONDS = 60.0
+from agent.events import ScheduledEvent
+from agent.policy import Decision
+from agent.store import FILE_NAME, Store
+from agent.workflow import Workflow
+from benchmarks.programs import Agent, Program, environment
+from benchmarks.service import Service
+
+LOOPS = ("httpx", "http.client")
+_FAST_SECONDS = 0.02  # between two polls where there are thousands of events to go through
+_OWN = 100  # of the events, as many as the agent follows; the others are of another VM
+# What a user asked for is approved at once, a redeployment is prepared for with a hook, anything else is watched.
+_RULES: list[dict[str, object]] = [
+    {"name": "user", "when": {"source": "User"}, "approve": "immediately", "shared": "any"},
+    {"name": "drain", "when": {"type": "Redeploy"}, "prepare": ["drain"], "approve": "when-prepared"},
+    {"name": "watch", "approve": "never"},
+]
 
 
 class Row(NamedTuple):
@@ -44,43 +45,70 @@ class Row(NamedTuple):
 
     figure: str
     unit: str
+    samples: int
     agent: float
-    bare: float | None
+    loops: tuple[float, ...] = ()
+    """Those of the bare loops, in the order of ``LOOPS``; none where a loop has nothing like it."""
     target: float | None = None
-    """What the agent's figure must be below."""
-    samples: int = 1
+    """What the agent's figure may be at most."""
 
 
-class Pair(NamedTuple):
-    """One thing measured on both sides."""
+class Bench:
+    """The agent and the loops, each with a service of its own, and a hook that says when it was started."""
 
-    agent: float
-    bare: float
-
-
-class _Hooks:
-    """A hook that says which event it was started for, and when the word came. ``command`` is the hook."""
-
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, stack: ExitStack, place: Path, directory: Path, interval: float) -> None:
+        self._stack, self._place, self._directory, self._interval = stack, place, directory, interval
+        self._news = threading.Condition()
+        self.services = [stack.enter_context(Service(self._news)) for _ in range(1 + len(LOOPS))]
+        self.programs: list[Program] = []
+        self.hook_at: dict[str, float] = {}
         fifo = directory / "started"
         if sys.platform != "win32":
             os.mkfifo(fifo)
-        # A shell's own echo into a pipe: no program is started beside the shell. Opened for reading and writing,
-        # so that neither end ever waits for the other.
-        self.command = ("/bin/sh", "-c", f'echo "$SCHEDULED_EVENT_ID" > {fifo}')
-        self._pipe = os.open(fifo, os.O_RDWR)
-        self._changed = threading.Condition()
-        self._started_at: dict[str, float] = {}
+        # A shell's own echo into a pipe: no program is started beside the shell.
+        self._hook = ["/bin/sh", "-c", f'echo "$SCHEDULED_EVENT_ID" > {fifo}']
+        self._pipe = os.open(fifo, os.O_RDWR)  # for both, so that neither end ever waits for the other
         threading.Thread(target=self._read, daemon=True).start()
+        stack.callback(os.write, self._pipe, b"\n")
+        # The policy allows no faster pace; start_fast does.
+        imds = {"endpoint": self.services[0].endpoint, "poll_interval": f"{max(0.25, interval):g}s"}
+        hooks = {"drain": {"run": self._hook}}
+        self.agent = Agent(directory, place / "cache", imds, _RULES, hooks)
 
-    def wait_started(self, event_id: str) -> float:
-        with self._changed:
-            if not self._changed.wait_for(lambda: event_id in self._started_at, _PATIENCE_SECONDS):
-                raise TimeoutError(f"the hook for {event_id} was not started within {_PATIENCE_SECONDS:g} s")
-            return self._started_at[event_id]
+    def announce(self, *events: dict[str, object]) -> None:
+        for service in self.services:
+            service.announce(*events)
 
-    def close(self) -> None:
-        os.write(self._pipe, b"\n")
+    def start(self) -> None:
+        """Start all, so that their polls come a third of an interval apart."""
+        self._enter(self.start_agent())
+        self.services[0].wait_polls(2)
+        for kind, service in zip(LOOPS, self.services[1:], strict=True):
+            time.sleep(self._interval / 3)
+            self._enter(self.start_loop(kind, service))
+            service.wait_polls(1)
+
+    def _enter(self, program: Program) -> None:
+        self.programs.append(self._stack.enter_context(program))
+
+    def start_agent(self) -> Program:
+        return self.agent.start_fast(self._interval) if self._interval < 0.25 else self.agent.start()
+
+    def start_loop(self, kind: str, service: Service) -> Program:
+        arguments = ["-m", "benchmarks.bare_loop", kind, service.endpoint, str(self._interval), *self._hook]
+        return Program(arguments, self._directory / f"{kind}.log", self._place / "cache")
+
+    def per_poll(self, read: Callable[[Program], float], polls: int) -> list[float]:
+        """By how much this reading of each program grows over a poll."""
+
+        def readings() -> list[tuple[float, int]]:
+            sides = zip(self.programs, self.services, strict=True)
+            return [(read(program), service.polls) for program, service in sides]
+
+        before = readings()
+        time.sleep(polls * self._interval)
+        pairs = zip(before, readings(), strict=True)
+        return [(then - value) / max(1, count_then - count) for (value, count), (then, count_then) in pairs]
 
     def _read(self) -> None:
         while lines := os.read(self._pipe, 4096).decode().splitlines():
@@ -88,280 +116,188 @@ class _Hooks:
             if "" in lines:
                 os.close(self._pipe)
                 return
-            with self._changed:
-                for event_id in lines:
-                    self._started_at.setdefault(event_id, now)
-                self._changed.notify_all()
+            with self._news:
+                self.hook_at |= dict.fromkeys(lines, now)
+                self._news.notify_all()
 
 
-class _Azure(Simulator):
-    """The metadata service for one side. Times are ``time.monotonic``, never kinder to the client than the truth.
-
-    A document counts as served before its first byte is sent, an approval as arrived after it was read.
-    """
-
-    def __init__(self, recording: Recording | None = None) -> None:
-        super().__init__(
-            () if recording else ("vm-1",),
-            scenario=recording,
-            rate_limit=None,
-            begins_at_first_poll=True,
-            linger_seconds=math.inf,
-        )
-
-    def announce(self, event_id: str, source: str) -> None:
-        self.schedule(
-            "Reboot",
-            id_=event_id,
-            source="User" if source == "User" else "Platform",
-            start_delay_seconds=3600,
-            lasts_seconds=None,
-        )
-
-    def wait_polled(self, incarnation: int = 0) -> float:
-        """Wait for the first poll that got this incarnation; returns when."""
-
-        def found() -> RequestRecord | None:
-            polls = (record for record in self.requests() if record.method == "GET" and "events" in record.path)
-            return next((record for record in polls if record.incarnation >= incarnation), None)
-
-        record = self.wait_until(found, f"incarnation {incarnation} was polled", _PATIENCE_SECONDS)
-        assert record is not None  # wait_until returns what is true, which its type cannot say
-        return record.monotonic
-
-    def wait_approval(self, event_id: str) -> float:
-        """Wait for an approval of the event; returns when it arrived."""
-
-        def found() -> RequestRecord | None:
-            return next((record for record in self.approvals() if event_id in record.accepted), None)
-
-        record = self.wait_until(found, f"{event_id} was approved", _PATIENCE_SECONDS)
-        assert record is not None
-        return record.monotonic
+@contextmanager
+def _bench(place: Path, interval: float) -> Iterator[Bench]:
+    with TemporaryDirectory(dir=place) as directory, ExitStack() as stack:
+        yield Bench(stack, place, Path(directory), interval)
 
 
-class _Bench:
-    """A service for each side, a hook, and an agent."""
-
-    def __init__(
-        self, place: Path, directory: Path, stack: ExitStack, poll_interval: str, recording: Recording | None
-    ) -> None:
-        self.directory = directory
-        self.cache = place / "cache"
-        self.agent_azure = stack.enter_context(_Azure(recording))
-        self.bare_azure = stack.enter_context(_Azure(recording))
-        self.hooks = _Hooks(directory)
-        stack.callback(self.hooks.close)
-        imds = {"endpoint": self.agent_azure.endpoint(), "poll_interval": poll_interval}
-        self.agent = Agent(directory, self.cache, imds, _RULES, {"drain": {"run": self.hooks.command}})
-
-    def start_bare(self, interval_seconds: float) -> Program:
-        arguments = [self.bare_azure.endpoint(), str(interval_seconds), *self.hooks.command]
-        return Program(["-m", "benchmarks.bare_loop", *arguments], self.directory / "bare.log", self.cache)
-
-    def start_client(self, kind: str, azure: _Azure) -> Program:
-        arguments = [kind, azure.endpoint(), "1.0"]
-        return Program(["-m", "benchmarks.paced_client", *arguments], self.directory / f"{kind}.log", self.cache)
-
-
-# What a user asked for is approved at once; anything else is prepared for with one hook. The big document's events
-# name many VMs, hence ``shared``.
-_RULES: list[dict[str, object]] = [
-    {"name": "user", "when": {"source": "User"}, "approve": "immediately", "shared": "any"},
-    {"name": "platform", "prepare": ["drain"], "approve": "when-prepared", "shared": "any"},
-]
-
-
-def measure_cpu(place: Path, *, warm_up_polls: int, polls: int) -> list[Row]:
-    """CPU of the whole process for each poll that brings nothing new, at one a second; both at the same time."""
-    with _bench(place, "1s") as bench, bench.agent.start() as agent, bench.start_bare(1.0) as bare:
-        used = _cpu_per_poll(bench, agent, bare, warm_up_polls, polls)
-    return [Row("CPU per idle poll, whole process", "ms", *used, 2.0, polls)]
-
-
-def measure_client(place: Path, *, warm_up_polls: int, polls: int) -> list[Row]:
-    """The same of the agent's client alone, beside a client as httpx has it."""
-    with (
-        _bench(place, "1s") as bench,
-        bench.start_client("agent", bench.agent_azure) as agent,
-        bench.start_client("httpx", bench.bare_azure) as bare,
-    ):
-        used = _cpu_per_poll(bench, agent, bare, warm_up_polls, polls)
-    return [
-        Row("CPU per paced poll, client alone (bare: httpx.Client)", "ms", *used, samples=polls),
-        Row("the same as a ratio", "x", used.agent / used.bare, 1.0, 1.5, polls),
-    ]
-
-
-def _cpu_per_poll(bench: _Bench, agent: Program, bare: Program, warm_up_polls: int, polls: int) -> Pair:
-    """Milliseconds, at one poll a second."""
-    sides = ((agent, bench.agent_azure), (bare, bench.bare_azure))
-
-    def read(count: int) -> list[tuple[float, int]]:
-        bench.agent_azure.wait_polls(count, timeout_seconds=count + _PATIENCE_SECONDS)
-        time.sleep(0.5)  # away from the poll
-        return [(program.cpu_seconds(), azure.polls()) for program, azure in sides]
-
-    before, after = read(warm_up_polls), read(polls)
-    return Pair(
-        *(
-            1000 * (cpu_then - cpu) / (count_then - count)
-            for (cpu, count), (cpu_then, count_then) in zip(before, after, strict=True)
-        )
-    )
-
-
-def measure_memory(place: Path, *, polls: int) -> list[Row]:
-    """Resident memory before and after many polls, with scrapes and events as an hour may have them."""
-    with (
-        _bench(place, "1s") as bench,
-        bench.agent.start_fast(_FAST_POLL_SECONDS) as agent,
-        bench.start_bare(_FAST_POLL_SECONDS) as bare,
-    ):
-        both = (bench.agent_azure, bench.bare_azure)
-
-        def happen(event_id: str) -> None:
-            for azure in both:
-                azure.announce(event_id, "Platform")
-            bench.agent_azure.wait_approval(event_id)
-            for azure in both:
-                azure.end(event_id)
-                azure.wait_polls(1)
-
-        def scrape() -> None:
-            for path in ("/metrics", "/readyz"):
-                bench.agent.get(path)
-
-        bench.agent_azure.wait_polls(_SETTLED_POLLS)
-        happen("first")  # what an agent needs for its first event it keeps
-        scrape()
-        first = Pair(agent.resident_mib(), bare.resident_mib())
-        scrape_every, event_every = _POLLS_PER_HOUR // _SCRAPES_PER_HOUR, _POLLS_PER_HOUR // _EVENTS_PER_HOUR
-        for done in range(scrape_every, polls + 1, scrape_every):
-            bench.agent_azure.wait_polls(scrape_every)
-            scrape()
-            if done % event_every == 0:
-                happen(f"after-{done}")
-        last = Pair(agent.resident_mib(), bare.resident_mib())
-    return [
-        Row("resident memory after the first event", "MiB", *first),
-        Row(f"resident memory {polls} polls later", "MiB", *last, 40.0),
-        Row("growth between the two", "MiB", last.agent - first.agent, last.bare - first.bare, 1.0),
-    ]
-
-
-def measure_start(place: Path, *, runs: int) -> list[Row]:
-    """From exec to the arrival of the first request for the document; turn about, after one run not counted."""
-    agent_seconds, bare_seconds = [], []
-    for _ in range(runs + 1):
-        with _bench(place, "1s") as bench:
-            with bench.agent.start() as agent:
-                agent_seconds.append(bench.agent_azure.wait_polled() - agent.executed_at)
-            with bench.start_bare(1.0) as bare:
-                bare_seconds.append(bench.bare_azure.wait_polled() - bare.executed_at)
-    medians = (statistics.median(agent_seconds[1:]), statistics.median(bare_seconds[1:]))
-    return [Row("exec to first poll, median", "s", *medians, 0.6, runs)]
-
-
-def measure_latency(place: Path, *, events: int) -> list[Row]:
-    """From a served document to the start of the first hook, and to the approval; turn about, event by event."""
-    to_hook: list[Pair] = []
-    to_approval: list[Pair] = []
-    with _bench(place, "250ms") as bench, bench.agent.start(), bench.start_bare(0.25):
-        bench.agent_azure.wait_polls(5)
-        bench.bare_azure.wait_polls(1)
-
-        def measure(azure: _Azure, event_id: str, source: str) -> float:
-            azure.announce(event_id, source)
-            ended_at = (azure.wait_approval if source == "User" else bench.hooks.wait_started)(event_id)
-            seconds = ended_at - azure.wait_polled(azure.incarnation)
-            if azure is bench.agent_azure:
-                azure.wait_approval(event_id)  # what it approved too late would be refused
-            azure.end(event_id)
-            azure.wait_polls(1)  # so that the event is known to be over
-            return 1000 * seconds
-
-        for number in range(events):
-            for source, pairs in (("Platform", to_hook), ("User", to_approval)):
-                agent_ms = measure(bench.agent_azure, f"agent-{source}-{number}", source)
-                pairs.append(Pair(agent_ms, measure(bench.bare_azure, f"bare-{source}-{number}", source)))
-    rows = []
-    for what, pairs in (("start of the first hook", to_hook), ("arrival of the approval", to_approval)):
-        for share, target in ((50, None), (99, 25.0)):
-            agent_ms = _percentile([pair.agent for pair in pairs], share)
-            bare_ms = _percentile([pair.bare for pair in pairs], share)
-            rows.append(Row(f"served to {what}, p{share}", "ms", agent_ms, bare_ms, target, events))
+def measure_idle(place: Path, *, pending: Sequence[int], windows: int, polls: int) -> list[Row]:
+    """CPU of a poll of a document that does not change, at one a second, and how often the process wakes up."""
+    rows: list[Row] = []
+    for count in pending:
+        with _bench(place, 1.0) as bench:
+            bench.announce(*_watched(count, 1))
+            bench.start()
+            bench.services[0].wait_polls(3)  # what is new has been dealt with
+            used = [bench.per_poll(Program.cpu_seconds, polls) for _ in range(windows)]
+            figures = [1000 * value for value in _medians(used)]
+            rows.append(_row(f"CPU of a poll, {count:,} events pending", "ms", windows, figures))
+            if count == pending[0]:
+                rows.append(Row("the same as a ratio to httpx", "x", windows, figures[0] / figures[1], (), 1.3))
+                woken = [bench.per_poll(Program.wake_ups, polls) for _ in range(windows)]
+                rows.append(_row("wake-ups a second", "", windows, _medians(woken)))
+            else:
+                ratio = figures[0] / rows[0].agent
+                rows.append(Row("the same as a ratio to none", "x", windows, ratio, (), 2.0))
     return rows
 
 
-def measure_big_document(place: Path, *, runs: int) -> list[Row]:
-    """One document of 1,000 events with 100 resources each: parsed, taken in, its own approved by the process.
+def measure_pages(place: Path, *, windows: int, pages: int) -> list[Row]:
+    """CPU for each page with 1,000 events of 100 names; there is hardly a poll meanwhile."""
+    rows = []
+    with _bench(place, 30.0) as bench:
+        bench.announce(*_watched(1000, 100))
+        with bench.start_agent() as agent:
+            bench.services[0].wait_polls(1)
+            while len(json.loads(bench.agent.get("/status"))["pending"]) < _OWN:
+                time.sleep(0.1)
+            for path in ("/metrics", "/status", "/"):
+                used = []
+                for _ in range(windows):
+                    before = agent.cpu_seconds()
+                    for _ in range(pages):
+                        time.sleep(0.6)  # longer than clients share an answer
+                        bench.agent.get(path)
+                    used.append(1000 * (agent.cpu_seconds() - before) / pages)
+                figure = f"CPU of {path}, 1,000 x 100 pending"
+                rows.append(Row(figure, "ms", windows, statistics.median(used), (), 15.0))
+    return rows
 
-    A tenth of the events name this VM, as many as the agent follows.
-    """
-    others = _BIG_EVENTS - _BIG_OWN
-    document = {
-        "DocumentIncarnation": 2,
-        "Events": [
-            _event(f"big-{number}", "vm-1" if number >= others else "vm-2") for number in range(_BIG_EVENTS)
-        ],
-    }
-    body = json.dumps(document).encode()
-    # CPU time: other programs on the machine do not count.
-    parsing = _median_ms(lambda: parse_document(body), runs, time.thread_time)
-    loading = _median_ms(lambda: json.loads(body), runs, time.thread_time)
-    with TemporaryDirectory(dir=place) as directory:
-        store = Store.open(Path(directory), datetime.now(UTC))
-        turn = _median_ms(lambda: _take_in(body, store), max(1, runs // 5))
-        store.close()
-    began = datetime.now(UTC)
-    empty = Recorded(at=began, document={"DocumentIncarnation": 1, "Events": []})
-    recording = Recording(
-        origin=Origin(vm="vm-1"), documents=(empty, Recorded(at=began + _BIG_AFTER, document=document))
-    )
 
-    def measure(azure: _Azure) -> float:
-        served_at = azure.wait_polled(incarnation=2)
-        return 1000 * (azure.wait_approval(f"big-{_BIG_EVENTS - 1}") - served_at)
+def measure_tail(place: Path, *, events: int) -> list[Row]:
+    """From a served document to the start of the first hook, and to the approval; event by event, turn about."""
+    rows = []
+    with _bench(place, _FAST_SECONDS) as bench:
+        bench.start()
+        for what, kind, source in (("the first hook", "Redeploy", "Platform"), ("the approval", "Reboot", "User")):
+            took: list[list[float]] = [[] for _ in bench.services]
+            for number in range(events):
+                for service, seconds in zip(bench.services, took, strict=True):
+                    event_id = f"{source}-{number}-{id(service)}"
+                    done_at = service.approved_at if source == "User" else bench.hook_at
+                    service.announce(_event(event_id, kind, source))
+                    service.wait_for(event_id, done_at)
+                    if service is bench.services[0]:  # what it approved too late would be refused
+                        service.wait_for(event_id, service.approved_at)
+                    seconds.append(1000 * (done_at[event_id] - service.served_at))
+                    service.announce()
+                    service.wait_polls(3)  # so that the event is known to be over
+            for name, share in (("p50", 50), ("p99", 99), ("max", 100)):
+                target = {"p50": None, "p99": 10.0, "max": 30.0}[name]
+                figures = [_percentile(seconds, share) for seconds in took]
+                rows.append(_row(f"served to {what}, {name}", "ms", events, figures, target))
+    return rows
 
-    with _bench(place, "250ms", recording) as bench:
-        with bench.agent.start():
-            agent_ms = measure(bench.agent_azure)
-        with bench.start_bare(0.25):
-            bare_ms = measure(bench.bare_azure)
-    size = f"{len(body) / 2**20:.1f} MiB, 1,000 events x 100 names"
+
+def measure_start(place: Path, *, runs: int, past: int) -> list[Row]:
+    """CPU from exec to the first request for the document; turn about, after a run that is not counted."""
+    used: list[list[float]] = []
+    with _bench(place, 1.0) as bench, _bench(place, 1.0) as old:
+        _write_history(old.agent.state_dir, past)
+        for _ in range(runs + 1):
+            agents = [(one.start_agent, one.services[0]) for one in (bench, old)]
+            loops = [
+                (lambda kind=kind, service=service: bench.start_loop(kind, service), service)
+                for kind, service in zip(LOOPS, bench.services[1:], strict=True)
+            ]
+            used.append([_cpu_to_first_poll(start, service) for start, service in (*agents, *loops)])
+    empty, large, *others = _medians(used[1:])
+    what = "CPU from exec to the first poll"
     return [
-        Row(f"{size}: parsed (bare: json.loads)", "ms", parsing, loading, 50.0, runs),
-        Row("the same: parsed, compared, decided, committed", "ms", turn, None, samples=max(1, runs // 5)),
-        Row("the same: served to the approval of all", "ms", agent_ms, bare_ms),
+        Row(f"{what}, no history", "ms", runs, empty, tuple(others), 200.0),
+        Row(f"{what}, {past:,} past events", "ms", runs, large, (), 200.0),
     ]
 
 
-def _take_in(body: bytes, store: Store) -> None:
-    """What the engine does between a document and its effects, for a board without events."""
-    now = datetime.now(UTC)
-    settings = parse_settings(
-        json.dumps({"rules": _RULES, "hooks": {"drain": {"run": ["/bin/true"]}}}), ""
-    ).settings
-    context = Context(
-        now=now,
-        names=("vm-1",),
-        rules=settings.rules,
-        windows={},
-        hooks=settings.hooks,
-        boot_id="bench",
-        document_at=now,
-    )
-    store.commit(proceed({}, compare({}, parse_document(body)), context).steps, now)
+def _cpu_to_first_poll(start: Callable[[], Program], service: Service) -> float:
+    service.may_answer.clear()
+    with start() as program:
+        service.wait_polls(1)
+        used = 1000 * program.cpu_seconds()
+        service.may_answer.set()
+    return used
 
 
-def _median_ms(work: Callable[[], object], runs: int, clock: Callable[[], float] = time.perf_counter) -> float:
-    seconds = []
-    for _ in range(runs):
-        began = clock()
-        work()
-        seconds.append(clock() - began)
-    return 1000 * statistics.median(seconds)
+def measure_commands(place: Path, *, runs: int) -> list[Row]:
+    """CPU of each command beside a running agent, and how often that is what Python itself needs; turn about."""
+    with _bench(place, 1.0) as bench, bench.start_agent():
+        bench.services[0].wait_polls(2)
+        commands = {"python -c pass": ["-c", "pass"]} | {
+            name: ["-m", "agent", name, *bench.agent.options(name)]
+            for name in ("--help", "--version", "status", "check", "history")
+        }
+
+        def run(arguments: list[str]) -> float:
+            if sys.platform == "win32":
+                raise NotImplementedError
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run(
+                [sys.executable, *arguments],
+                env=environment(place / "cache"),
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            return 1000 * (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+        used = _medians([[run(arguments) for arguments in commands.values()] for _ in range(runs + 1)][1:])
+    rows = [
+        Row(f"CPU of {name}", "ms", runs, value, (), 100.0) for name, value in zip(commands, used, strict=True)
+    ]
+    ratio = Row("the same of --help as a ratio to python -c pass", "x", runs, used[1] / used[0], (), 3.0)
+    return [rows[0]._replace(target=None), rows[1], ratio, *rows[2:]]
+
+
+def measure_memory(place: Path, *, polls: int) -> list[Row]:
+    """Resident memory at a fast pace: after the first event, after a very large document, and after many polls."""
+    with _bench(place, _FAST_SECONDS) as bench:
+        bench.start()
+
+        def settled() -> list[float]:
+            bench.announce()
+            for service in bench.services:
+                service.wait_polls(60)
+            bench.agent.get("/metrics")
+            return [program.resident_mib() for program in bench.programs]
+
+        bench.announce(_event("first", "Redeploy", "Platform"))
+        bench.services[0].wait_for("first", bench.services[0].approved_at)
+        first = settled()
+        bench.announce(*_watched(1000, 100))
+        while len(json.loads(bench.agent.get("/status"))["pending"]) < _OWN:
+            time.sleep(0.1)
+        back = settled()
+        for number in range(polls // 300):
+            bench.announce(_event(f"later-{number}", "Reboot", "User"))
+            bench.services[0].wait_polls(240)
+            last = settled()
+    growth = [then - before for before, then in zip(back, last, strict=True)]
+    return [
+        _row("resident memory after the first event", "MiB", 1, first, 36.0),
+        _row(
+            "more of it when 1,000 x 100 have come and gone",
+            "MiB",
+            1,
+            [b - f for f, b in zip(first, back, strict=True)],
+            8.0,
+        ),
+        _row(f"growth over {polls:,} polls after that", "MiB", 1, growth, 1.0),
+    ]
+
+
+def _row(figure: str, unit: str, samples: int, figures: Sequence[float], target: float | None = None) -> Row:
+    return Row(figure, unit, samples, figures[0], tuple(figures[1:]), target)
+
+
+def _medians(windows: Sequence[Sequence[float]]) -> list[float]:
+    """Of each column."""
+    return [statistics.median(column) for column in zip(*windows, strict=True)]
 
 
 def _percentile(values: list[float], share: int) -> float:
@@ -369,22 +305,54 @@ def _percentile(values: list[float], share: int) -> float:
     return sorted(values)[max(0, math.ceil(len(values) * share / 100) - 1)]
 
 
-@contextmanager
-def _bench(place: Path, poll_interval: str, recording: Recording | None = None) -> Iterator[_Bench]:
-    with TemporaryDirectory(dir=place) as directory, ExitStack() as stack:
-        yield _Bench(place, Path(directory), stack, poll_interval, recording)
-
-
-def _event(event_id: str, vm: str) -> dict[str, object]:
-    not_before = datetime.now(UTC) + timedelta(minutes=15)
+def _event(event_id: str, kind: str, source: str, names: Sequence[str] = ("vm-1",)) -> dict[str, Any]:
     return {
         "EventId": event_id,
         "EventStatus": "Scheduled",
-        "EventType": "Reboot",
+        "EventType": kind,
         "ResourceType": "VirtualMachine",
-        "Resources": [vm, *(f"production-web_{number:06}" for number in range(1, _BIG_RESOURCES))],
-        "NotBefore": f"{not_before:%a, %d %b %Y %H:%M:%S} GMT",
+        "Resources": names,
+        "NotBefore": f"{datetime.now(UTC) + timedelta(days=1):%a, %d %b %Y %H:%M:%S} GMT",
         "Description": "Virtual machine is going to be restarted as requested by authorized user.",
-        "EventSource": "User",
+        "EventSource": source,
         "DurationInSeconds": -1,
     }
+
+
+def _watched(count: int, names: int) -> list[dict[str, Any]]:
+    """So many events with so many names each, about which nothing is to be done."""
+    others = [f"production-web_{number:06}" for number in range(1, names)]
+    first = ["vm-1"] * min(count, _OWN) + ["vm-2"] * (count - _OWN)
+    return [_event(f"watched-{n}", "Reboot", "Platform", [vm, *others]) for n, vm in enumerate(first)]
+
+
+def _write_history(state_dir: Path, count: int) -> None:
+    """A state file with so many events of the last eighty days, with three entries each."""
+    state_dir.mkdir(mode=0o700)
+    now = datetime.now(UTC)
+    Store.open(state_dir, now).close()
+    event = ScheduledEvent(id="e", type="Reboot", status="Scheduled")
+    decision = Decision(rule=None, reason="", affects="self")
+    one = Workflow(
+        id="w",
+        event=event,
+        decision=decision,
+        first_seen_at=now,
+        noticed_at=now,
+        boot_id="b",
+        phase="closed",
+        is_gone=True,
+    )
+    body = msgspec.json.encode(one).decode()
+    at = [(now - timedelta(days=80 * n / count)).isoformat(timespec="microseconds") for n in range(count, 0, -1)]
+    with sqlite3.connect(state_dir / FILE_NAME) as database:
+        database.executemany(
+            "INSERT INTO workflow (id, event_id, is_open, updated_at, body) VALUES (?, ?, 0, ?, ?)",
+            ((f"w{n}", f"e{n}", at[n], body) for n in range(count)),
+        )
+        database.executemany(
+            "INSERT INTO journal (at, workflow_id, event_id, kind, stage, hook, outcome, text, detail) "
+            "VALUES (?, ?, ?, ?, '', '', '', 'what happened', '')",
+            ((at[n], f"w{n}", f"e{n}", kind) for n in range(count) for kind in ("seen", "started", "closed")),
+        )
+    database.close()

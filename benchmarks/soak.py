@@ -1,10 +1,9 @@
 """``python -m benchmarks.soak --minutes N``: the real agent at a hundred times its pace, and whether it grows.
 
-Two agents, as processes, poll the simulator in this process every 10 ms instead of every second, and their
-engines turn as often. Events of all kinds live at a steady rate; hooks run, fail and are canceled; operators
-approve; the endpoint has faults; the policy is reloaded, also a broken one; pages are scraped; another program
-reads the state file for a while. The second agent is killed now and then and started again. The journal is kept
-for a sixth of the run, and pruned a ninetieth of that apart: the proportion of 90 days and once a day.
+Two agents poll the simulator in this process every 10 ms instead of every second. Events of all kinds live at a
+steady rate; hooks run, fail and are canceled; operators approve; the endpoint has faults; the policy is reloaded,
+also a broken one; pages are scraped; another program reads the state file for a while. The second agent is killed
+now and then and started again. The journal is kept for a sixth of the run.
 
 The run fails if something is left over at the end, or grows by more than it may, by a line fitted to the samples
 after the first third of the run. Linux only.
@@ -15,32 +14,26 @@ import contextlib
 import heapq
 import itertools
 import json
-import os
-import platform
 import re
 import sqlite3
+import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
-from agent import AgentError, __version__
 from agent.simulator import Simulator, SimulatorError
-from agent.simulator.faults import FaultKind
 from agent.store import FILE_NAME, Store
-from benchmarks.agents import Agent
-from benchmarks.growth import Sample, Verdict, judge
+from benchmarks.programs import Agent, describe_machine
 
 _POLL_SECONDS = 0.01
 _LIFE_SECONDS = 0.5  # between two events for the first VM
 _QUIET_SECONDS = 4.0  # in which the last events end
 _SAMPLE_SECONDS = 30.0  # longer than it takes to go through all faults twice
-_WARM_UP = 1 / 3
-_KEEP = 1 / 6
 _REFUSED = "the policy file is refused; the old policy stays in force"
 _SERIES = re.compile(r"^scheduled_events_(\w+?)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
@@ -58,18 +51,82 @@ _RULES: list[dict[str, Any]] = [
     {"name": "slow", "when": {"type": "Redeploy"}, **_PREPARED, "prepare": ["slow"]},
     {"name": "rest", **_PREPARED, "prepare": ["quick"]},
 ]
-# Those that pass without a pause of their own, so that the load stays steady; 429 and 400 ask for one.
-_FAULTS: Sequence[tuple[FaultKind, dict[str, Any]]] = (
-    ("status", {"status": 500}),
-    ("reset", {}),
-    ("truncated", {}),
-    ("stall", {}),
-    ("html", {}),
-    ("empty", {}),
-    ("status", {"status": 404}),
-    ("endless", {}),
-    ("redirect", {}),
+# Type, fields of the plan, and after how many seconds the event is canceled; an operator approves a Preempt.
+_STORIES: Sequence[tuple[str, dict[str, Any], float | None]] = (
+    ("Reboot", {"source": "User"}, None),
+    ("Preempt", {"lasts_seconds": 0.6}, None),
+    ("Reboot", {}, None),
+    ("Freeze", {"begins_started": True}, None),
+    ("Redeploy", {}, 0.15),
+    ("Terminate", {}, 0.6),
+    ("Reboot", {"vms": ["vm-9"]}, 0.5),
+    ("Reboot", {"vms": ["vm-1", "vm-2"]}, 0.5),
+    ("Reboot", {"source": "User", "new_id_at_start": True}, None),
 )
+# Those that pass without a pause of their own, so that the load stays steady; 429 and 400 ask for one.
+_FAULTS: Sequence[dict[str, Any]] = (
+    *({"kind": kind} for kind in ("reset", "truncated", "stall", "html", "empty", "endless", "redirect")),
+    *({"kind": "status", "status": status} for status in (500, 404)),
+)
+
+
+class Allowance(NamedTuple):
+    """How much of something may come over the run; by the line, or (``bound``) at any time in all."""
+
+    unit: str
+    absolute: float
+    relative: float = 0.0
+    bound: float | None = None
+
+
+ALLOWED = {
+    # An answer that is too large is read up to 8 MiB, and the allocator keeps some of that for a while.
+    "resident memory between faults": Allowance("MiB", 2.0),
+    "resident memory in the worst moment": Allowance("MiB", 0.0, bound=80.0),
+    "file descriptors": Allowance("", 1.0),
+    "threads": Allowance("", 1.0),
+    "state file": Allowance("KiB", 64.0, 0.1),
+    # Its size is what it once needed: SQLite goes back to its beginning, and does not shorten it.
+    "write-ahead log of it": Allowance("KiB", 0.0, bound=16 * 1024.0),
+    "rows of the journal": Allowance("", 50.0, 0.1),
+    "rows of workflows": Allowance("", 10.0, 0.1),
+    "state file, agent that is killed": Allowance("KiB", 64.0, 0.1),
+}
+
+
+class Sample(NamedTuple):
+    """What was measured at one time."""
+
+    at: float
+    values: dict[str, float]
+
+
+class Verdict(NamedTuple):
+    """One row of the table."""
+
+    what: str
+    unit: str
+    least: float
+    most: float
+    growth: float
+    allowed: str
+    is_met: bool
+
+
+def judge(samples: Sequence[Sample]) -> list[Verdict]:
+    """Fit a line to each measure and say whether it is flat enough. Needs two samples at least."""
+    verdicts = []
+    span = samples[-1].at - samples[0].at
+    for what, allowance in ALLOWED.items():
+        values = [sample.values[what] for sample in samples]
+        growth = statistics.linear_regression([sample.at for sample in samples], values).slope * span
+        if allowance.bound is not None:
+            allowed, is_met = f"at most {allowance.bound:,.0f} in all", max(values) <= allowance.bound
+        else:
+            most = allowance.absolute + allowance.relative * statistics.fmean(values)
+            allowed, is_met = f"growth of {most:,.1f}", growth <= most
+        verdicts.append(Verdict(what, allowance.unit, min(values), max(values), growth, allowed, is_met))
+    return verdicts
 
 
 class _Agent(Agent):
@@ -79,24 +136,22 @@ class _Agent(Agent):
         (directory / vm).mkdir()
         imds = {"endpoint": endpoint, "request_timeout": "250ms", "first_request_timeout": "250ms"}
         super().__init__(directory / vm, directory / "cache", imds, _RULES, _HOOKS)
-        self._variants = itertools.cycle(["broken", "46s", "45s"])
         self._keep_seconds = keep_seconds
+        self.errors = 0
+        """Lines of its logs that told of one, but for the policies that were meant to be refused."""
         self.program = self.start_fast(_POLL_SECONDS, keep_seconds)
 
     def restart(self) -> None:
         """As after a power cut."""
         self.program.kill()
+        self.count_errors()
         self.program = self.start_fast(_POLL_SECONDS, self._keep_seconds)
 
-    def reload(self) -> None:
-        """Let it read the next variant of its policy."""
-        variant = next(self._variants)
-        hooks = {name: {**hook, "timeout": variant} for name, hook in _HOOKS.items()}
-        if variant == "broken":
-            self.write_policy(rules="broken")
-        else:
-            self.write_policy(hooks=hooks)
-        self.program.hang_up()
+    def count_errors(self) -> None:
+        lines = self.log.read_text("utf-8").splitlines()
+        told = [line for line in lines if '"level":"error"' in line and _REFUSED not in line]
+        print(*told, sep="\n", end="\n" * bool(told), file=sys.stderr)
+        self.errors += len(told)
 
     def metrics(self) -> Counter[str]:
         """Sums of the series of each name."""
@@ -105,141 +160,75 @@ class _Agent(Agent):
             sums[name] += float(value)  # type: ignore[assignment]
         return sums
 
-    def wait_polling(self) -> None:
-        """Until it has read a document."""
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError):
-                if self.metrics()["documents_total"]:
-                    return
-            time.sleep(0.1)
-        raise TimeoutError(f"the agent has not polled within a minute; {self.log} has its log")
-
-    def approve(self, event_id: str) -> bool:
-        """Do as the command ``approve`` does; False if the agent does not know the event (yet)."""
-        with contextlib.closing(Store.join(self.state_dir)) as store:
-            for workflow in store.load_workflows():
-                if workflow.event.id == event_id:
-                    store.add_request(workflow.id, "approved", "soak", datetime.now(UTC))
-                    return True
-        return False
-
-    def read_journal(self) -> int:
-        with contextlib.closing(Store.join(self.state_dir)) as store:
-            return len(store.load_journal())
-
-    def hold_reader(self) -> sqlite3.Connection:
-        """Read, and go on reading: until this is closed no page of the write-ahead log behind it is used again."""
-        connection = sqlite3.connect(self.state_dir / FILE_NAME, isolation_level=None)
-        connection.execute("BEGIN")
-        connection.execute("SELECT count(*) FROM journal").fetchone()
-        return connection
-
-    def rows(self) -> dict[str, float]:
-        connection = sqlite3.connect(self.state_dir / FILE_NAME, timeout=10)
-        with contextlib.closing(connection):
-            return {
-                table: connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
-                for table in ("journal", "workflow", "request")
-            }
+    def query(self, text: str) -> Any:
+        with contextlib.closing(sqlite3.connect(self.state_dir / FILE_NAME, timeout=10)) as connection:
+            return connection.execute(text).fetchone()[0]
 
     def kib(self, suffix: str = "") -> float:
         path = self.state_dir / f"{FILE_NAME}{suffix}"
         return path.stat().st_size / 1024 if path.exists() else 0.0
-
-    def errors(self) -> int:
-        """Lines of its log that tell of an error, but for the policies that were meant to be refused."""
-        count = 0
-        with self.log.open(encoding="utf-8") as lines:
-            for line in lines:
-                if '"level":"error"' in line and _REFUSED not in line:
-                    print(line, end="", file=sys.stderr)
-                    count += 1
-        return count
 
 
 class _Soak:
     """The run: what happens when."""
 
     def __init__(self, directory: Path, simulator: Simulator, seconds: float) -> None:
-        keep = seconds * _KEEP
         self.simulator = simulator
-        self.steady, self.killed = (_Agent(directory, vm, simulator.endpoint(vm), keep) for vm in ("vm-1", "vm-2"))
+        self.steady, self.killed = (
+            _Agent(directory, vm, simulator.endpoint(vm), seconds / 6) for vm in ("vm-1", "vm-2")
+        )
         self.counts: Counter[str] = Counter()
         self.samples: list[Sample] = []
         self._seconds = seconds
-        # Since the last sample. Of files and threads the least counts: those of hooks come and go.
-        self._memory: list[float] = []
-        self._files: list[int] = []
-        self._threads: list[int] = []
+        self._readings: list[tuple[float, int, int]] = []  # memory, files, threads since the last sample
         self._agenda: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
-        self._began = 0.0
-        self._faults = itertools.cycle(_FAULTS)
-        self._pages = itertools.cycle(["/metrics", "/readyz", "/status", "/"])
-        self._stories = itertools.cycle(
-            [
-                self._user_reboot,
-                self._platform_reboot,
-                self._freeze_that_has_begun,
-                self._canceled_while_preparing,
-                self._hook_fails,
-                self._operator_approves,
-                self._for_another,
-                self._for_both,
-                self._renamed,
-                self._lost_answer,
-            ]
-        )
+        self._stories, self._faults = itertools.cycle(_STORIES), itertools.cycle(_FAULTS)
+        self._variants = itertools.cycle(("broken", "46s", "45s"))
 
     def run(self) -> None:
         """Until the time is over and all events are."""
-        for agent in (self.steady, self.killed):
-            agent.wait_polling()
-        self._measure()
+        simulator = self.simulator
+        for vm in ("vm-1", "vm-2"):
+            simulator.wait_polls(5, vm)
         self._began = time.monotonic()
         ends = self._began + self._seconds
-        last_lives = ends - _QUIET_SECONDS
-
-        def every(seconds: float, action: Callable[[], object], until: float = last_lives) -> None:
-            self._every(min(seconds, self._seconds / 6), action, until=until)
-
-        every(_LIFE_SECONDS, self._next_story)
-        every(4 * _LIFE_SECONDS, self._second_vms_event)
-        every(1.0, self._fault)
-        every(0.2, self._scrape, ends)
-        every(10.0, self._reload)
-        every(5.0, self._read_journal)
-        every(20.0, self._hold_reader)
-        every(15.0, self._kill)
-        self._every(min(_SAMPLE_SECONDS, self._seconds / 30), self._sample, until=last_lives)
+        # Over before the next one comes: what shares a hook is recovered when the last of them is gone.
+        second_vms: Callable[[], object] = lambda: self._live("Redeploy", vms=["vm-2"])  # noqa: E731
+        for seconds, what, action, until in (
+            (_LIFE_SECONDS, "events announced", self._next_story, -_QUIET_SECONDS),
+            (4 * _LIFE_SECONDS, "events announced", second_vms, -_QUIET_SECONDS),
+            (1.0, "faults of the endpoint, of three polls each", self._fault, -_QUIET_SECONDS),
+            (0.2, "pages fetched", self._scrape, 0.0),
+            (10.0, "reloads, a third of them of a broken policy", self._reload, -_QUIET_SECONDS),
+            (20.0, "transactions of 2 s held open by others", self._hold_reader, -_QUIET_SECONDS),
+            (15.0, "kills of the second agent", self.killed.restart, -_QUIET_SECONDS),
+            (min(_SAMPLE_SECONDS, self._seconds / 30), "samples", self._sample, -_QUIET_SECONDS),
+        ):
+            self._every(min(seconds, self._seconds / 6), what, action, ends + until)
         while self._agenda:
             due, _, action = heapq.heappop(self._agenda)
             time.sleep(max(0.0, due - time.monotonic()))
             action()
 
-    def _at(self, due: float, action: Callable[[], object]) -> None:
-        heapq.heappush(self._agenda, (due, next(self._numbers), action))
-
     def _later(self, seconds: float, action: Callable[[], object]) -> None:
-        self._at(time.monotonic() + seconds, action)
+        heapq.heappush(self._agenda, (time.monotonic() + seconds, next(self._numbers), action))
 
-    def _every(self, seconds: float, action: Callable[[], object], *, until: float) -> None:
+    def _every(self, seconds: float, what: str, action: Callable[[], object], until: float) -> None:
         def again() -> None:
             began = time.monotonic()
             action()
+            self.counts[what] += 1
             if began + seconds < until:
-                self._at(began + seconds, again)
+                self._later(began + seconds - time.monotonic(), again)
 
         self._later(seconds, again)
 
-    # Lives of events. Times are real seconds; at a hundredfold pace half a second is most of a minute.
+    # Times are real seconds; at a hundredfold pace half a second is most of a minute.
 
-    def _live(self, type_: Any, *, vms: Sequence[str] = ("vm-1",), lasts: float | None = 0.3, **more: Any) -> str:
-        event = self.simulator.schedule(
-            type_, vms=vms, notice_seconds=900, start_delay_seconds=0.05, lasts_seconds=lasts, **more
-        )
-        self.counts["events announced"] += 1
+    def _live(self, type_: Any, **plan: Any) -> str:
+        times = {"notice_seconds": 900, "start_delay_seconds": 0.05, "lasts_seconds": 0.3}
+        event = self.simulator.schedule(type_, **{"vms": ["vm-1"], **times, **plan})
         self._later(_QUIET_SECONDS - 1, lambda: self._unless_over(self.simulator.end, event))
         return event
 
@@ -247,184 +236,116 @@ class _Soak:
         with contextlib.suppress(SimulatorError):
             action(event)
 
-    def _cancel(self, event: str, after: float) -> None:
-        self._later(after, lambda: self._unless_over(self.simulator.cancel, event))
-
     def _next_story(self) -> None:
-        next(self._stories)()
+        type_, plan, canceled_after = next(self._stories)
+        event = self._live(type_, **plan)
+        if canceled_after is not None:
+            self._later(canceled_after, lambda: self._unless_over(self.simulator.cancel, event))
+        if type_ == "Preempt":
+            self._later(0.4, lambda: self._approve(event))
 
-    def _user_reboot(self) -> None:
-        self._live("Reboot", source="User")
-
-    def _platform_reboot(self) -> None:
-        self._live("Reboot")
-
-    def _freeze_that_has_begun(self) -> None:
-        self._live("Freeze", begins_started=True)
-
-    def _canceled_while_preparing(self) -> None:
-        self._cancel(self._live("Redeploy"), 0.15)
-
-    def _hook_fails(self) -> None:
-        self._cancel(self._live("Terminate"), 0.6)
-
-    def _operator_approves(self) -> None:
-        event = self._live("Preempt")
-
-        def approve() -> None:
-            if self.steady.approve(event):
-                self.counts["approvals by an operator"] += 1
-
-        self._later(0.4, approve)
-
-    def _for_another(self) -> None:
-        self._cancel(self._live("Reboot", vms=["vm-9"]), 0.5)
-
-    def _for_both(self) -> None:
-        self._cancel(self._live("Reboot", vms=["vm-1", "vm-2"]), 0.5)
-
-    def _renamed(self) -> None:
-        self._live("Reboot", source="User", new_id_at_start=True)
-
-    def _lost_answer(self) -> None:
-        self.simulator.fault("vm-1", "reset", on="approve", count=1, takes_effect=True)
-        self._live("Freeze")
-
-    def _second_vms_event(self) -> None:
-        # Over before the next one comes: what shares a hook is recovered when the last of them is gone.
-        self._live("Redeploy", vms=["vm-2"])
-
-    # What else happens
+    def _approve(self, event_id: str, attempts: int = 10) -> None:
+        """As the command ``approve`` does, as soon as the agent knows the event."""
+        with contextlib.closing(Store.join(self.steady.state_dir)) as store:
+            for workflow in store.load_workflows():
+                if workflow.event.id == event_id:
+                    store.add_request(workflow.id, "approved", "soak", datetime.now(UTC))
+                    self.counts["approvals by an operator"] += 1
+                    return
+        if attempts > 1:
+            self._later(0.2, lambda: self._approve(event_id, attempts - 1))
 
     def _fault(self) -> None:
-        kind, options = next(self._faults)
-        self.simulator.fault(None, kind, on="poll", count=3, **options)
-        self.counts["faults of the endpoint, of three polls each"] += 1
-
-    def _measure(self) -> None:
-        program = self.steady.program
-        self._memory.append(program.resident_mib())
-        self._files.append(program.open_files())
-        self._threads.append(program.threads())
+        self.simulator.fault(None, **next(self._faults), on="poll", count=3)
 
     def _scrape(self) -> None:
-        self._measure()
+        program = self.steady.program
+        self._readings.append((program.resident_mib(), program.open_files(), program.threads()))
         with contextlib.suppress(OSError):  # it may be busy
-            self.steady.get(next(self._pages))
-        self.counts["pages fetched"] += 1
+            self.steady.get(("/metrics", "/readyz", "/status", "/history")[len(self._readings) % 4])
 
     def _reload(self) -> None:
-        self.steady.reload()
-        self.counts["reloads, a third of them of a broken policy"] += 1
-
-    def _read_journal(self) -> None:
-        with contextlib.suppress(AgentError):
-            self.killed.read_journal()
-            self.steady.read_journal()
-        self.counts["readings of the journal by others"] += 1
+        variant = next(self._variants)
+        hooks = {name: {**hook, "timeout": variant} for name, hook in _HOOKS.items()}
+        self.steady.write_policy(**({"rules": "broken"} if variant == "broken" else {"hooks": hooks}))
+        self.steady.program.hang_up()
 
     def _hold_reader(self) -> None:
-        self._later(2.0, self.steady.hold_reader().close)
-        self.counts["transactions of 2 s held open by others"] += 1
-
-    def _kill(self) -> None:
-        self.killed.restart()
-        self.counts["kills of the second agent"] += 1
+        """Until it is closed no page of the write-ahead log behind it is used again."""
+        connection = sqlite3.connect(self.steady.state_dir / FILE_NAME, isolation_level=None)
+        connection.execute("BEGIN")
+        connection.execute("SELECT count(*) FROM journal").fetchone()
+        self._later(2.0, connection.close)
 
     def _sample(self) -> None:
         steady = self.steady
-        rows = steady.rows()
+        memory, files, threads = zip(*self._readings, strict=True)
         values = {
-            "resident memory between faults": min(self._memory),
-            "resident memory in the worst moment": max(self._memory),
-            "file descriptors": min(self._files),
-            "threads": min(self._threads),
+            "resident memory between faults": min(memory),
+            "resident memory in the worst moment": max(memory),
+            "file descriptors": min(files),  # the least counts: those of hooks come and go
+            "threads": min(threads),
             "state file": steady.kib(),
             "write-ahead log of it": steady.kib("-wal"),
-            "rows of the journal": rows["journal"],
-            "rows of workflows": rows["workflow"],
-            "rows of requests": rows["request"],
+            "rows of the journal": steady.query("SELECT count(*) FROM journal"),
+            "rows of workflows": steady.query("SELECT count(*) FROM workflow"),
             "state file, agent that is killed": self.killed.kib(),
-            "write-ahead log of that": self.killed.kib("-wal"),
         }
-        for measured in (self._memory, self._files, self._threads):
-            measured.clear()
-        self._measure()
-        at = time.monotonic() - self._began
-        self.samples.append(Sample(at, values))
+        del self._readings[:-1]
+        self.samples.append(Sample(time.monotonic() - self._began, values))
         shown = ", ".join(f"{what} {value:,.1f}" for what, value in values.items())
-        print(f"{at:7.1f} s: {shown}", file=sys.stderr, flush=True)
+        print(f"{self.samples[-1].at:7.1f} s: {shown}", file=sys.stderr, flush=True)
 
     def left_over(self) -> dict[str, float]:
         """What must not be there at the end, by name."""
-        found: dict[str, float] = {}
-        deadline = time.monotonic() + 30
-        while (pending := self._pending()) and time.monotonic() < deadline:
+        agents = (self.steady, self.killed)
+        deadline = time.monotonic() + 60
+        while (pending := self._pending(agents)) and time.monotonic() < deadline:
             time.sleep(0.2)
-        found["events pending"] = pending
         metrics = self.steady.metrics()
         self.counts["polls of the first agent"] = int(metrics["polls_total"])
         self.counts["events it saw"] = int(metrics["events_total"])
         self.counts["hooks it ran"] = int(metrics["hook_duration_seconds_count"])
-        found["events seen and not closed"] = metrics["events_total"] - metrics["closed_total"]
-        found["bugs met"] = metrics["faults_total"] + self.killed.metrics()["faults_total"]
-        found["failures of the state file"] = metrics["store_errors_total"]
-        found["errors in the logs"] = self.steady.errors() + self.killed.errors()
-        return found
+        for agent in agents:
+            agent.count_errors()
+        return {
+            "events pending": pending,
+            "events seen and not closed": metrics["events_total"] - metrics["closed_total"],
+            "bugs met": metrics["faults_total"] + self.killed.metrics()["faults_total"],
+            "failures of the state file": metrics["store_errors_total"],
+            "errors in the logs": sum(agent.errors for agent in agents),
+        }
 
-    def _pending(self) -> int:
-        return sum(len(json.loads(agent.get("/status"))["pending"]) for agent in (self.steady, self.killed))
+    def _pending(self, agents: Sequence[_Agent]) -> int:
+        return sum(len(json.loads(agent.get("/status"))["pending"]) for agent in agents)
 
 
 def main() -> int:
-    """Run it and print the table; 1 if something grew, or was left over."""
+    """Run it and print the tables; 1 if something grew, or was left over."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description="See whether the agent grows.")
     parser.add_argument("--minutes", type=float, default=60.0, help="how long it runs (default: 60)")
-    arguments = parser.parse_args()
-    if sys.platform != "linux":
-        parser.error("memory and file descriptors are read from Linux; run it there")
+    seconds = 60 * parser.parse_args().minutes
     with (
         TemporaryDirectory(prefix="scheduled-events-soak-") as directory,
         Simulator(vms=("vm-1", "vm-2"), others=("vm-9",), rate_limit=None) as simulator,
     ):
-        soak = _Soak(Path(directory), simulator, 60 * arguments.minutes)
+        soak = _Soak(Path(directory), simulator, seconds)
         with soak.steady.program:
             try:
                 soak.run()
                 left_over = soak.left_over()
-                cpu = soak.steady.program.cpu_seconds()
             finally:
                 soak.killed.program.kill()
-    warm = [sample for sample in soak.samples if sample.at > 60 * arguments.minutes * _WARM_UP]
-    verdicts = judge(warm)
-    machine = (
-        f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}, "
-        f"agent {__version__}; {datetime.now(UTC):%Y-%m-%d}; load average at the end {os.getloadavg()[0]:.1f}"
-    )
-    print(f"```\n$ {os.path.relpath(sys.executable)} -m benchmarks.soak --minutes {arguments.minutes:g}")
-    print(f"{machine}\n```\n\n{_tables(verdicts, left_over, soak.counts, cpu)}")
+    verdicts = judge([sample for sample in soak.samples if sample.at > seconds / 3])
+    print(f"{describe_machine()}\n")
+    print("| | least | most | growth by a fitted line | allowed | |\n|---|---:|---:|---:|---|---|")
+    for what, unit, least, most, growth, allowed, is_met in verdicts:
+        name, verdict = f"{what}, {unit}" if unit else what, "flat" if is_met else "**GREW**"
+        print(f"| {name} | {least:,.1f} | {most:,.1f} | {growth:+,.1f} | {allowed} | {verdict} |")
+    for title, numbers in (("left over at the end", left_over), ("what happened", soak.counts)):
+        print(f"\n| {title} | |\n|---|---:|")
+        print(*(f"| {what} | {count:,g} |" for what, count in numbers.items()), sep="\n")
     return 0 if all(verdict.is_met for verdict in verdicts) and not any(left_over.values()) else 1
-
-
-def _tables(
-    verdicts: Iterable[Verdict], left_over: dict[str, float], counts: Counter[str], cpu_seconds: float
-) -> str:
-    """Markdown."""
-    polls = counts["polls of the first agent"]
-    lines = ["| | least | most | growth by a fitted line | allowed | |", "|---|---:|---:|---:|---|---|"]
-    for row in verdicts:
-        what = f"{row.what}, {row.unit}" if row.unit else row.what
-        verdict = "flat" if row.is_met else "**GREW**"
-        lines.append(
-            f"| {what} | {row.least:,.1f} | {row.most:,.1f} | {row.growth:+,.1f} | {row.allowed} | {verdict} |"
-        )
-    lines += ["", "| left over at the end | |", "|---|---:|"]
-    lines += [f"| {what} | {value:g} |" for what, value in left_over.items()]
-    lines += ["", "| what happened | |", "|---|---:|"]
-    lines += [f"| {what} | {count:,} |" for what, count in sorted(counts.items())]
-    lines += [f"| hours that so many polls take at one a second | {polls / 3600:.1f} |"]
-    lines += [f"| CPU of the first agent, seconds | {cpu_seconds:.0f} |"]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

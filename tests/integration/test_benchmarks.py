@@ -13,23 +13,30 @@ from urllib.error import HTTPError
 import psutil
 import pytest
 
-from benchmarks.agents import fetch
+from benchmarks.programs import fetch
 
 ROWS = [
-    ("CPU per idle poll, whole process", "ms", 2.0),
-    ("CPU per paced poll, client alone (bare: httpx.Client)", "ms", None),
-    ("the same as a ratio", "x", 1.5),
-    ("resident memory after the first event", "MiB", None),
-    ("resident memory 300 polls later", "MiB", 40.0),
-    ("growth between the two", "MiB", 1.0),
-    ("exec to first poll, median", "s", 0.6),
-    ("served to start of the first hook, p50", "ms", None),
-    ("served to start of the first hook, p99", "ms", 25.0),
-    ("served to arrival of the approval, p50", "ms", None),
-    ("served to arrival of the approval, p99", "ms", 25.0),
-    ("2.7 MiB, 1,000 events x 100 names: parsed (bare: json.loads)", "ms", 50.0),
-    ("the same: parsed, compared, decided, committed", "ms", None),
-    ("the same: served to the approval of all", "ms", None),
+    ("CPU of a poll, 0 events pending", "ms", None),
+    ("the same as a ratio to httpx", "x", 1.3),
+    ("wake-ups a second", "", None),
+    ("CPU of a poll, 10 events pending", "ms", None),
+    ("the same as a ratio to none", "x", 2.0),
+    *((f"CPU of {page}, 1,000 x 100 pending", "ms", 15.0) for page in ("/metrics", "/status", "/")),
+    ("served to the first hook, p50", "ms", None),
+    ("served to the first hook, p99", "ms", 10.0),
+    ("served to the first hook, max", "ms", 30.0),
+    ("served to the approval, p50", "ms", None),
+    ("served to the approval, p99", "ms", 10.0),
+    ("served to the approval, max", "ms", 30.0),
+    ("CPU from exec to the first poll, no history", "ms", 200.0),
+    ("CPU from exec to the first poll, 100 past events", "ms", 200.0),
+    ("CPU of python -c pass", "ms", None),
+    ("CPU of --help", "ms", 100.0),
+    ("the same of --help as a ratio to python -c pass", "x", 3.0),
+    *((f"CPU of {command}", "ms", 100.0) for command in ("--version", "status", "check", "history")),
+    ("resident memory after the first event", "MiB", 36.0),
+    ("more of it when 1,000 x 100 have come and gone", "MiB", 8.0),
+    ("growth over 300 polls after that", "MiB", 1.0),
 ]
 
 
@@ -53,7 +60,9 @@ def test_a_quick_run_prints_every_row() -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert [(row["figure"], row["unit"], row["target"]) for row in result["rows"]] == ROWS
-    assert all(row["agent"] >= 0 for row in result["rows"] if "growth" not in row["figure"])
+    by_difference = ("growth", "more of it")
+    assert all(row["agent"] > 0 for row in result["rows"] if not row["figure"].startswith(by_difference))
+    assert {len(row["loops"]) for row in result["rows"]} == {0, 2}
     assert result["command"].endswith("-m benchmarks --quick --json")
     assert f"Python {sys.version.split()[0]}" in result["machine"]
 
@@ -64,7 +73,7 @@ def test_a_run_that_is_killed_leaves_no_agent_behind() -> None:
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, text=True) as bench:
         try:
             assert bench.stderr is not None
-            assert bench.stderr.readline() == "measuring CPU ...\n"
+            assert bench.stderr.readline() == "measuring idle polls ...\n"
             programs: list[psutil.Process] = []
             while len(programs) < 2:  # the agent and the loop
                 programs = psutil.Process(bench.pid).children()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.store import Store
-from benchmarks.growth import ALLOWED, Sample, judge
+from benchmarks.soak import ALLOWED, Sample, judge
 
 BEGAN = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
 COUNTED = [
@@ -21,7 +21,6 @@ COUNTED = [
     "kills of the second agent",
     "pages fetched",
     "polls of the first agent",
-    "readings of the journal by others",
     "reloads, a third of them of a broken policy",
     "transactions of 2 s held open by others",
 ]
