@@ -169,7 +169,7 @@ def install(place: Place, units: Collection[str], *, is_strict: bool, is_now: bo
         done += _make_directories(place)
     done += _apply(changes)
     is_booted, is_active = _is_booted(), _asks("is-active")
-    if changes and is_booted:
+    if is_booted:
         _systemctl("daemon-reload")
     if not place.is_packaged and not _asks("is-enabled"):
         _systemctl("enable", UNIT)

@@ -73,8 +73,7 @@ def verdict(end: Mapping[str, Any], before: bytes, job: str | None, *others: str
             return None, "it was skipped: its ExecCondition= did not hold"
         return None, "it was skipped: a condition (Condition...=, Assert...=) of the unit did not hold"
     if end["Result"] != "success":
-        is_plain = end["Result"] == "exit-code" if has_exited else end["Result"] in ("signal", "core-dump")
-        if is_plain and code is not None:
+        if end["Result"] in ("exit-code", "signal", "core-dump") and code is not None:
             return code, None
         return None, _REASONS.get(end["Result"], f"systemd calls it a failure ({end['Result']})")
     if job not in ("done", "failed"):  # "failed" comes before a Restart= that went well
