@@ -14,6 +14,7 @@ Decisions are values, and edges carry them out.
     settings/            the policy file: its types, checks, warnings and schema
     transport.py  EDGE   HTTP with one deadline for an exchange and a bounded answer
     imds.py       EDGE   fetch the document, post approvals, find the endpoint and this VM's name
+    notices/      EDGE   notifications: their bodies, and one exchange with the service they are for
     hooks/        EDGE   run one hook: environment, time limit, whole process tree, output
     store/        EDGE   SQLite: workflows, journal, operator requests
     web/          EDGE   the web server, its certificates, and the files of the status page

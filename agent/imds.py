@@ -5,10 +5,7 @@ invariant: what is returned is the whole body of an answer with status 200; ever
 in time.
 """
 
-import re
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, Literal, get_args
 
 import httpx
@@ -18,7 +15,7 @@ from agent import AgentError, __version__, host
 from agent.api_version import GENERAL_VERSION
 from agent.events import ApiVersion, DocumentError, clean_text, excerpt, parse_json
 from agent.settings import ImdsSettings, parse_endpoint
-from agent.transport import BoundedTransport, TooLargeError
+from agent.transport import BoundedTransport, TooLargeError, parse_retry_after
 
 ImdsErrorKind = Literal[
     "timeout",
@@ -304,7 +301,7 @@ def _refusal(request: httpx.Request, response: httpx.Response) -> ImdsError:
     elif status >= 500:
         kind = "server_error"
     error = _error(request, what, kind)
-    error.retry_after = _parse_retry_after(response.headers.get("retry-after", ""))
+    error.retry_after = parse_retry_after(response.headers.get("retry-after", ""))
     return error
 
 
@@ -313,13 +310,3 @@ def _error(request: httpx.Request, what: str, kind: ImdsErrorKind) -> ImdsError:
     is_about_event = request.method == "POST" and kind == "bad_request"
     way_out = "" if is_about_event else _WAY_OUT.get(kind, "")
     return ImdsError(f"{request.method} {request.url}: {what}{way_out}", kind=kind)
-
-
-def _parse_retry_after(value: str) -> float | None:
-    """Seconds from now, of a number of seconds or an HTTP date; None for anything else."""
-    if re.fullmatch(r"[0-9]{1,9}", value):
-        return float(value)
-    try:
-        return (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
-    except (ValueError, TypeError, OverflowError):
-        return None

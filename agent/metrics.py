@@ -6,8 +6,10 @@ resource's name. Only the gauge that lists what is pending carries ids, and its 
 start at 0 for each of their labels: Prometheus sees no increase in a counter that appears with its first count.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import islice, product
+from time import time
 from typing import get_args
 
 from prometheus_client import (
@@ -33,6 +35,12 @@ _REQUEST_FAILURES = (
     "refused", "timeout", "unreachable", "not_found", "gone", "throttled", "server_error", "bad_request",
     "redirect", "too_large", "empty", "malformed", "unexpected_status", "unconfirmed",
 )  # fmt: skip
+# As in notices.NOTICE_ERROR_KINDS; a test compares.
+_NOTICE_FAILURES = (
+    "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "setup",
+    "bug", "rejected", "redirect", "too_large",
+)  # fmt: skip
+_DROPPED = ("too_many", "too_old", "refused", "removed")
 _STAGES = ("prepare", "on_start", "recover")
 _HOOK_FAILURES = ("failed", "timed_out", "not_started")
 _FAST_SECONDS = (0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60)
@@ -47,11 +55,13 @@ class Metrics:
     def __init__(self, load_pending: Callable[[], Iterable[Workflow]]) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series of each counter
         self._registry = CollectorRegistry()
+        self._targets: set[str] = set()
         self._add_agent()
         self._add_polls()
         self._add_events()
         self._add_hooks()
         self._add_outcomes_and_state()
+        self._add_notices()
         self._count_from_zero()
         self._registry.register(_Pending(load_pending))
         ProcessCollector(registry=self._registry)
@@ -131,6 +141,31 @@ class Metrics:
         )
         self.faults = self._counter("faults_total", "Bugs met while handling an event; the log has the details.")
 
+    def _add_notices(self) -> None:
+        self.notices_sent = self._counter("notices_sent_total", "Notices that were delivered.", "target")
+        self.notice_failures = self._counter(
+            "notice_failures_total", "Attempts to deliver a notice that failed.", "target", "kind"
+        )
+        self.notices_dropped = self._counter(
+            "notices_dropped_total", "Notices that were given up before they were delivered.", "target", "reason"
+        )
+        self._notices_waiting = self._gauge("notices_waiting", "Notices that wait to be delivered.", "target")
+        self._notices_oldest = self._gauge(
+            "notices_oldest_waiting_seconds",
+            "How long the oldest of them has waited; 0 if there is none.",
+            "target",
+        )
+
+    def set_waiting(self, waiting: Mapping[str, tuple[int, float]]) -> None:
+        """How many notices wait for each target, and since when the oldest, in Unix time. No other is shown."""
+        for target in self._targets - waiting.keys():
+            self._notices_waiting.remove(target)
+            self._notices_oldest.remove(target)
+        for target, (count, since) in waiting.items():
+            self._notices_waiting.labels(target).set(count)
+            self._notices_oldest.labels(target).set_function(partial(_age, since if count else None))
+        self._targets = set(waiting)
+
     def _count_from_zero(self) -> None:
         """Show each counter from the start, for each of its labels."""
         types, sources, affects = (
@@ -161,6 +196,12 @@ class Metrics:
             (hook, stage): None for rule in settings.rules for stage in _STAGES for hook in getattr(rule, stage)
         }
         hooks |= {(hook, "on_clear"): None for hook in settings.on_clear}
+        for target in settings.notify[:_MAX_NAMED]:
+            self.notices_sent.labels(target.name)
+            for kind in _NOTICE_FAILURES:
+                self.notice_failures.labels(target.name, kind)
+            for reason in _DROPPED:
+                self.notices_dropped.labels(target.name, reason)
         for (hook, stage), outcome in product(islice(hooks, _MAX_NAMED), get_args(HookOutcome)):
             self.hook_runs.labels(hook, stage, outcome)
 
@@ -190,6 +231,10 @@ class Metrics:
     def expose(self) -> bytes:
         """All of them in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def _age(since: float | None) -> float:
+    return 0.0 if since is None else max(0.0, time() - since)
 
 
 def event_type(word: str) -> str:

@@ -50,36 +50,36 @@ Duration = Annotated[
 ]
 """Seconds; in the policy file a text such as 1h30m."""
 
-_ONE_OR_MANY: dict[str, Any] = {"kind": "one-or-many"}
+ONE_OR_MANY: dict[str, Any] = {"kind": "one-or-many"}
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="Letters, digits, . _ -")]
 
 
 class When(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Conditions of a rule: all that are given must hold; of a list, any one."""
 
-    type: Annotated[tuple[EventTypeName, ...], Meta(description="Type of the event.", extra=_ONE_OR_MANY)] = ()
+    type: Annotated[tuple[EventTypeName, ...], Meta(description="Type of the event.", extra=ONE_OR_MANY)] = ()
     source: Annotated[
         tuple[SourceName, ...],
-        Meta(description="Who caused the event (known from api-version 2019-08-01 on).", extra=_ONE_OR_MANY),
+        Meta(description="Who caused the event (known from api-version 2019-08-01 on).", extra=ONE_OR_MANY),
     ] = ()
-    status: Annotated[tuple[StatusName, ...], Meta(description="Status of the event.", extra=_ONE_OR_MANY)] = ()
+    status: Annotated[tuple[StatusName, ...], Meta(description="Status of the event.", extra=ONE_OR_MANY)] = ()
     affects: Annotated[
         tuple[RuleAffects, ...],
         Meta(
             description="self: names this VM, alone or with others; shared: names this VM and others; "
             "others: does not name this VM.",
-            extra=_ONE_OR_MANY,
+            extra=ONE_OR_MANY,
         ),
     ] = ("self",)
     resource: Annotated[
         tuple[str, ...],
-        Meta(description="A glob such as web_*; any resource of the event may match.", extra=_ONE_OR_MANY),
+        Meta(description="A glob such as web_*; any resource of the event may match.", extra=ONE_OR_MANY),
     ] = ()
     description: Annotated[
         tuple[str, ...],
         Meta(
             description="A regular expression searched in the description's first 256 characters, ignoring case.",
-            extra=_ONE_OR_MANY,
+            extra=ONE_OR_MANY,
         ),
     ] = ()
     duration_below: Annotated[
@@ -206,7 +206,7 @@ class MaintenanceWindow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Duration, Meta(gt=0, le=7 * 86400, description="How long the window stays open; at most seven days.")
     ]
     days: Annotated[
-        tuple[Day, ...], Meta(description="Days on which it opens. Default: every day.", extra=_ONE_OR_MANY)
+        tuple[Day, ...], Meta(description="Days on which it opens. Default: every day.", extra=ONE_OR_MANY)
     ] = _DAYS
     timezone: Annotated[
         str, Meta(description="IANA name such as Europe/Berlin.", extra={"check": _timezone_fault})

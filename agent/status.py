@@ -95,6 +95,22 @@ class RunningHook(msgspec.Struct, frozen=True, kw_only=True):
     since: datetime
 
 
+class TargetFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a target does not take notices."""
+
+    since: datetime
+    reason: str
+
+
+class NotifiedTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """A service that is notified of events."""
+
+    name: str
+    waiting: int
+    oldest_at: datetime | None
+    failure: TargetFailure | None
+
+
 class HookStep(msgspec.Struct, frozen=True, kw_only=True):
     """A hook of an event, and how far it is."""
 

@@ -1,13 +1,17 @@
-"""HTTP with limits: an httpx transport for services that are not trusted.
+"""HTTP with limits: httpx transports for services that are not trusted.
 
 Owns one deadline for a whole exchange, however slowly bytes arrive, and the size of an answer. Knows no service.
 The one invariant: each request has a connection of its own, so what is left on one is never the next answer.
 """
 
 import logging
+import re
 import socket
+import ssl
 from collections.abc import Callable
 from contextlib import closing
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from itertools import islice
 from time import monotonic
 from typing import Any
@@ -51,17 +55,92 @@ class BoundedTransport(httpx.BaseTransport):
         stream = _BoundedStream(self._max_answer_bytes, request.extensions["timeout"]["read"], self._on_wait)
         stream.connect(host, port, request.extensions["timeout"]["connect"])
         with closing(stream):
+            return _exchange(httpcore.HTTP11Connection(url.origin, stream), content, stream)
+
+
+class SecureTransport(httpx.BaseTransport):
+    """The same over HTTPS or HTTP, over IPv6 too, directly or through an HTTP proxy.
+
+    Raises httpx.ProxyError if the proxy refuses.
+    """
+
+    def __init__(
+        self, max_answer_bytes: int, ssl_context: ssl.SSLContext | None, proxy: httpx.Proxy | None
+    ) -> None:
+        self._max_answer_bytes = max_answer_bytes
+        self._ssl_context = ssl_context
+        self._proxy = proxy
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        asked = request.url
+        url = httpcore.URL(scheme=asked.raw_scheme, host=asked.raw_host, port=asked.port, target=asked.raw_path)
+        content = httpcore.Request(request.method, url, headers=request.headers.raw, content=request.read())
+        stream = _BoundedStream(self._max_answer_bytes, request.extensions["timeout"]["read"], lambda _: None)
+        backend = _Backend(stream)
+        pool = (
+            httpcore.HTTPProxy(
+                str(self._proxy.url),
+                proxy_auth=self._proxy.raw_auth,
+                ssl_context=self._ssl_context,
+                network_backend=backend,
+            )
+            if self._proxy
+            else httpcore.ConnectionPool(ssl_context=self._ssl_context, network_backend=backend)
+        )
+        with closing(pool):
             try:
-                answer = httpcore.HTTP11Connection(url.origin, stream).handle_request(content)
-                stream.is_in_head = False
-                parts = list(islice(answer.iter_stream(), _MAX_PARTS + 1))
-            except httpcore.ProtocolError as error:
-                raise httpx.RemoteProtocolError(str(error)) from error
-        if len(parts) > _MAX_PARTS:
-            raise TooLargeError(_TOO_MANY_PARTS)
-        headers = [(name, value) for name, value in answer.headers if name.lower() not in _DROPPED_HEADERS]
-        extensions = {"headers": httpx.Headers(answer.headers)}
-        return httpx.Response(answer.status, headers=headers, content=b"".join(parts), extensions=extensions)
+                return _exchange(pool, content, stream)
+            except httpx.ConnectError as error:
+                raise error from stream.fault  # the pool has removed it
+            except httpcore.ProxyError as error:
+                raise httpx.ProxyError(str(error)) from error
+
+
+def _exchange(
+    connection: httpcore.ConnectionInterface | httpcore.ConnectionPool,
+    request: httpcore.Request,
+    stream: "_BoundedStream",
+) -> httpx.Response:
+    try:
+        answer = connection.handle_request(request)
+        stream.is_in_head = False
+        parts = list(islice(answer.iter_stream(), _MAX_PARTS + 1))
+    except httpcore.ProtocolError as error:
+        raise httpx.RemoteProtocolError(str(error)) from error
+    if len(parts) > _MAX_PARTS:
+        raise TooLargeError(_TOO_MANY_PARTS)
+    headers = [(name, value) for name, value in answer.headers if name.lower() not in _DROPPED_HEADERS]
+    extensions = {"headers": httpx.Headers(answer.headers)}
+    return httpx.Response(answer.status, headers=headers, content=b"".join(parts), extensions=extensions)
+
+
+def parse_retry_after(value: str) -> float | None:
+    """Seconds from now that a Retry-After header gives, as a number or an HTTP date; None for anything else."""
+    if re.fullmatch(r"[0-9]{1,9}", value):
+        return float(value)
+    try:
+        return (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+class _Backend(httpcore.NetworkBackend):
+    """Connects the one stream of an exchange."""
+
+    def __init__(self, stream: "_BoundedStream") -> None:
+        self._stream = stream
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: object = None,
+    ) -> httpcore.NetworkStream:
+        del timeout, local_address, socket_options  # the deadline is stricter; none are set
+        self._stream.connect_to_any(host, port)
+        return self._stream
 
 
 class _BoundedStream(httpcore.NetworkStream):
@@ -77,6 +156,8 @@ class _BoundedStream(httpcore.NetworkStream):
         self._on_wait = on_wait
         self._received_bytes = self._reads = 0
         self.is_in_head = True
+        self.fault: OSError | None = None
+        """Why there is no connection, as the system says it."""
 
     def _seconds_left(self) -> float:
         left = self._deadline - monotonic()
@@ -98,6 +179,40 @@ class _BoundedStream(httpcore.NetworkStream):
             raise httpx.ConnectError(error.strerror or str(error)) from error
         except UnicodeError as error:
             raise httpx.ConnectError(f"{host} cannot be looked up") from error
+
+    def connect_to_any(self, host: str, port: int) -> None:
+        """To the first address that answers; they share the time."""
+        try:
+            addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+            for left, address in zip(range(len(addresses), 0, -1), addresses, strict=True):
+                try:
+                    self._socket = socket.create_connection((address, port), self._seconds_left() / left)
+                except OSError:
+                    if left == 1:
+                        raise
+                else:
+                    return
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout(f"no connection within {self._seconds:g} s") from error
+        except OSError as error:
+            self.fault = error
+            raise httpx.ConnectError(error.strerror or str(error)) from error
+        except UnicodeError as error:
+            raise httpx.ConnectError("its name cannot be looked up") from error
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        del timeout
+        try:
+            self._socket.settimeout(max(0.001, self._deadline - monotonic()))
+            self._socket = ssl_context.wrap_socket(self._socket, server_hostname=server_hostname)
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout(f"no TLS handshake within {self._seconds:g} s") from error
+        except OSError as error:  # ssl.SSLError is one
+            self.fault = error
+            raise httpx.ConnectError("the TLS handshake failed") from error
+        return self
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         del timeout  # the deadline is stricter

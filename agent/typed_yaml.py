@@ -96,9 +96,9 @@ def parse(text: str | bytes, type_: type[T], name: str) -> Parsed[T]:
     """Read a YAML text as a ``type_`` (a msgspec.Struct); ``name`` is how problems call the file.
 
     Bytes are UTF-8, with or without a byte order mark. Annotations may use Struct, str, int, float, bool, None,
-    Literal, tuple, list, dict, datetime.time and msgspec.Meta, whose ``extra`` may say ``{"kind": "duration"}``
-    (a float of seconds, written 1h30m) or ``{"kind": "one-or-many"}`` (a tuple that may be written as its only
-    item). A ValueError from a Struct's ``__post_init__`` becomes a problem.
+    Literal, ``str | Struct``, tuple, list, dict, datetime.time and msgspec.Meta, whose ``extra`` may say
+    ``{"kind": "duration"}`` (a float of seconds, written 1h30m) or ``{"kind": "one-or-many"}`` (a tuple that may
+    be written as its only item). A ValueError from a Struct's ``__post_init__`` becomes a problem.
     """
     reader = _Reader(name)
     try:
@@ -214,8 +214,11 @@ class _Reader:
         type_, metas = peel(annotation)
         origin = get_origin(type_)
         if origin in (Union, UnionType):
-            other = next(member for member in get_args(type_) if member is not NoneType)
-            return None if _is_null(node) else self._convert(node, Annotated[other, Meta(), *metas], path)
+            first, last = get_args(type_)
+            if last is NoneType:
+                return None if _is_null(node) else self._convert(node, Annotated[first, Meta(), *metas], path)
+            chosen = last if node.id == "mapping" else first
+            return self._convert(node, Annotated[chosen, Meta(), *metas], path)
         if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
             return self._struct(node, type_, path)
         if origin in (tuple, list):

@@ -94,6 +94,22 @@ def _held(workflow: Workflow) -> str:
     return "held" if workflow.event.is_recommendation else "held, Azure starts it at NotBefore"
 
 
+def notice_title(what: str, event: ScheduledEvent, vm: str, outcome: str) -> str:
+    """What has happened, as the head of a notice. ``what``: as in the policy, or test."""
+    name, vm = event.type or "event", vm or "this VM"
+    return {
+        "test": f"Test of the notifications of {vm}",
+        "seen": f"Azure announces a {name} of {vm}",
+        "preparing": f"Preparing {vm} for a {name}",
+        "prepared": f"{vm} is prepared for a {name}",
+        "held": f"The {name} of {vm} is held",
+        "approved": f"The {name} of {vm} is approved and may start",
+        "started": f"The {name} of {vm} has started",
+        "recovered": f"The {name} of {vm} is over: {outcome}",
+        "recovery_failed": f"{vm} has not recovered from a {name}: an operator must act",
+    }[what]
+
+
 def summarize(workflow: Workflow) -> str:
     """The event in one line, which changes only when something happens to it."""
     event = workflow.event

@@ -9,6 +9,7 @@ from agent.api_version import versions_to_ask
 from agent.cli import add_config_option
 from agent.cli.terminal import Row, Terminal, print_json
 from agent.events import RECOMMENDATION
+from agent.notices import doubts
 from agent.policy import Rule, When
 from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
 from agent.settings.files import check_files, refuse_exposed
@@ -39,7 +40,8 @@ def _run(arguments: argparse.Namespace) -> int:
             count = len(error.problems)
             print(*error.problems, f"not valid: {count} problem{'s' if count > 1 else ''}", sep="\n")
         return 2
-    warnings = [str(warning) for warning in (*loaded.warnings, *check_files(loaded))]
+    targets = loaded.parsed.gather(doubts(loaded.settings.notify))
+    warnings = [str(warning) for warning in (*loaded.warnings, *check_files(loaded), *targets)]
     if arguments.json:
         about = {"file": loaded.name, "hash": loaded.hash}
         print_json({**about, "valid": True, "problems": [], "warnings": warnings})
@@ -67,6 +69,9 @@ def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
     clear = f"; runs {', '.join(settings.on_clear)} at start if nothing is pending" if settings.on_clear else ""
     yield ""
     yield from terminal.line(f"The agent {poll}; {listen}{clear}{mode}.")
+    for target in settings.notify:
+        words = f"{_when_in_words(target.when)}: when {_either(target.on).replace('_', ' ')}"
+        yield from terminal.line(f"It notifies {target.name} (body {target.body}). {words}.")
 
 
 def _when_in_words(when: When) -> str:

@@ -17,7 +17,8 @@ from agent.cli import add_config_option, exit_code
 from agent.daemon import Daemon
 from agent.log import get_logger, set_up
 from agent.log_ids import LogId
-from agent.settings import BUILT_IN_NAME, LogFormat, LogLevel, Settings, find_config, load_policy
+from agent.notices import doubts
+from agent.settings import BUILT_IN_NAME, Loaded, LogFormat, LogLevel, Settings, find_config, load_policy
 from agent.settings.files import check_files, refuse_exposed
 from agent.store import Store
 from agent.typed_yaml import Problem, parse_duration
@@ -133,8 +134,14 @@ class _PolicyFile:
         _warn(loaded.warnings)
         # To ask about accounts and units may take minutes, and neither start nor reload waits for that.
         with contextlib.suppress(RuntimeError):  # no memory for a thread
-            threading.Thread(target=lambda: _warn(check_files(used)), name="policy-check", daemon=True).start()
+            threading.Thread(
+                target=lambda: _warn(_look_at_machine(used)), name="policy-check", daemon=True
+            ).start()
         return settings
+
+
+def _look_at_machine(loaded: Loaded) -> tuple[Problem, ...]:
+    return (*check_files(loaded), *loaded.parsed.gather(doubts(loaded.settings.notify)))
 
 
 def _warn(problems: Iterable[Problem]) -> None:

@@ -10,6 +10,7 @@ from its next turn.
     identity    asks who this VM is, until it is known     -> inbox
     approvals   one thread for each request to approve     -> inbox     (threads.py)
     hooks       one thread for each hook that runs         -> inbox
+    notify-...  one thread for each target of notices    -> inbox     (senders.py)
     policy      reads the policy file again, when asked to -> inbox
     pages       opens the web server, until it is open (pages.py)
     web         answers from the published board
@@ -29,6 +30,7 @@ from agent import __version__, host
 from agent.daemon.inbox import Command, Inbox, Item, PolicyRead
 from agent.daemon.pages import Pages
 from agent.daemon.polling import Identifier, Poller
+from agent.daemon.senders import Senders
 from agent.daemon.threads import Threads
 from agent.daemon.watchdog import Watchdog
 from agent.engine import Engine
@@ -85,8 +87,12 @@ class Daemon:
         self._crash: BaseException | None = None
         self._instance = str(store.path.resolve())
         self._metrics = Metrics(lambda: tuple(self._engine.board.values()))
+        self._senders = Senders(store.path.parent, self._put, self._metrics)
         self._executor = Threads(
-            lambda: connect(self._engine.settings.imds, self._poller.api_version), self._put, self._instance
+            lambda: connect(self._engine.settings.imds, self._poller.api_version),
+            self._put,
+            self._instance,
+            self._senders,
         )
         self._engine = Engine(
             settings,
@@ -177,6 +183,7 @@ class Daemon:
                 log_id=LogId.HOOK_CUT_SHORT,
                 processes=ended,
             )
+        self._senders.use(settings.notify)
         self._start_thread("identity", self._identifier.run)
         self._poller.has_service_answered = self._engine.has_service_answered()
         self._start_thread("poller", self._poll)
@@ -210,6 +217,7 @@ class Daemon:
         self._watchdog.stop()  # a stop has a time limit of its own
         self._poller.stop()
         self._reload_requested.set()  # to end its thread
+        self._senders.begin_stop()
         # What has a bug is best started anew, and soon.
         stop_timeout = self._stop_timeout if self._crash is None else min(self._stop_timeout, DEFAULT_STOP_TIMEOUT)
         names = [running.hook for running in self._executor.running()]
@@ -326,5 +334,6 @@ class Daemon:
             self._pages.policy = replace(self._pages.policy, read_at=datetime.now(UTC), hash=read.hash, refused="")
             self._metrics.set_policy(read.settings, read.hash)
             self._engine.change_settings(read.settings)
+            self._senders.use(read.settings.notify)
         self._told_status = self._describe()
         self._service.tell("ready", self._told_status)

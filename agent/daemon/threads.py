@@ -12,6 +12,7 @@ from functools import partial
 
 from agent import AgentError
 from agent.daemon.polling import Put, request_error
+from agent.daemon.senders import Senders
 from agent.engine import HookEnded, HookKey, HookStart, key_of, without_run
 from agent.hooks import HookQueues, HookRun
 from agent.host import processes
@@ -24,15 +25,16 @@ from agent.workflow import ApprovalAnswered, Approve
 
 
 class Threads:
-    """One thread for each hook and for each request to approve, so that none delays another.
+    """One thread for each hook, each request to approve and each target of notices, so that none delays another.
 
     For the engine's thread.
     """
 
-    def __init__(self, connect: Callable[[], ImdsClient], put: Put, instance: str) -> None:
+    def __init__(self, connect: Callable[[], ImdsClient], put: Put, instance: str, senders: Senders) -> None:
         self._connect = connect
         self._put = put
         self._instance = instance
+        self._senders = senders
         self._queues = HookQueues(deque)
         self._runs: dict[HookKey, tuple[HookRun, RunningHook]] = {}
         self._unanswered: set[str] = set()
@@ -98,7 +100,7 @@ class Threads:
             processes.reap_orphans()
 
     def is_busy(self) -> bool:
-        return bool(self._runs or self._unanswered)
+        return bool(self._runs or self._unanswered) or self._senders.is_busy()
 
     def running(self) -> tuple[RunningHook, ...]:
         """The hooks that run, for any thread."""
@@ -133,6 +135,10 @@ class Threads:
     def forget_approval(self, workflow_id: str) -> None:
         """Its answer has been taken from the inbox."""
         self._unanswered.discard(workflow_id)
+
+    def notify(self, *, is_urgent: bool) -> None:
+        """There are new notices."""
+        self._senders.notify(is_urgent=is_urgent)
 
     def _answer(self, approvals: list[Approve], kind: str, detail: str) -> None:
         for approve in approvals:

@@ -10,6 +10,7 @@ invariant: what was decided is on disk before any of it is done; what could not 
     operators.py  what operators may have, and their answers
     hook_runs.py  hooks of events, how long they take; the hooks that run at the start if nothing is pending
     telling.py    log, metrics and journal
+    notifying.py  notices of events, until they are delivered
     upkeep.py     the state file: old entries, room for a full disk
 """
 
@@ -21,6 +22,7 @@ from agent.engine.parts import (
     HookStart,
     Machine,
     Message,
+    NoticeEnded,
     Paused,
     RunOnClear,
     key_of,
@@ -28,6 +30,6 @@ from agent.engine.parts import (
 )
 
 __all__ = [
-    "Engine", "Executor", "HookEnded", "HookKey", "HookStart", "Machine", "Message", "Paused", "RunOnClear",
-    "key_of", "without_run",
+    "Engine", "Executor", "HookEnded", "HookKey", "HookStart", "Machine", "Message", "NoticeEnded", "Paused",
+    "RunOnClear", "key_of", "without_run",
 ]  # fmt: skip

@@ -9,8 +9,9 @@ from datetime import datetime, timedelta
 from agent import __version__, host
 from agent.engine.documents import Documents
 from agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
+from agent.engine.notifying import Notifying
 from agent.engine.operators import answer, refusal
-from agent.engine.parts import Executor, HookEnded, Machine, Message, Paused, RunOnClear
+from agent.engine.parts import Executor, HookEnded, Machine, Message, NoticeEnded, Paused, RunOnClear
 from agent.engine.telling import Teller
 from agent.engine.upkeep import Upkeep
 from agent.events import Document, refuse_too_many
@@ -95,6 +96,7 @@ class Engine:
         self._store_failures = FailureLog("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
         self._teller = Teller(store, metrics)
         self._hook_runs = HookRuns(settings, store, executor, self._machine, self._teller)
+        self.notifying = Notifying(settings, store, metrics, executor)
         self._upkeep = Upkeep(store, metrics, self._machine)
 
     def start(self) -> None:
@@ -142,6 +144,8 @@ class Engine:
                     signal = self._hook_runs.take_result(effect, result)
                     if signal is not None and not (self._is_stopping and is_cut_short(signal)):
                         self._signals.append(signal)
+            case NoticeEnded(id=notice_id):
+                self.notifying.end(notice_id)
             case Paused(seconds=seconds):
                 self._teller.tell_pause(seconds, self._machine.now())
 
@@ -166,6 +170,7 @@ class Engine:
             self._decide_and_do(now)
             self._greet_first_document(now)
             self._hook_runs.save_times()
+            self.notifying.settle()
             self._remember_answer(document_at)
         except StoreError as error:
             self.store_failure = str(error)
@@ -215,6 +220,7 @@ class Engine:
         self._teller.record("reloaded", f"rules: {', '.join(rules)}", now)
         self._count_settings()
         self._hook_runs.use(self.settings)
+        self.notifying.use(self.settings)
         self._reconsider()
 
     def refuse_settings(self, reason: str) -> None:
@@ -284,7 +290,8 @@ class Engine:
         self._metrics.others_events.set(self._documents.others_events)
         progression = proceed(self.board, signals, self._context(now, self._document_at))
         try:
-            self._store.commit(progression.steps, now, self._answers(progression))
+            notices = self.notifying.make(progression.steps, now, self.names(), self.identity.vm_id)
+            lost = self._store.commit(progression.steps, now, self._answers(progression), notices)
         except WithdrawnError:
             self._forget_requests()
             self._take_requests(now)
@@ -297,6 +304,7 @@ class Engine:
         self._teller.forget_closed(self.board)
         for workflow_id, fault in progression.faults:
             self._teller.tell_fault(workflow_id, fault, self.turned_at)
+        self.notifying.committed(notices, lost, progression.steps)
         self._perform(progression.steps, now)
 
     @property

@@ -46,7 +46,14 @@ class HookEnded:
     result: HookResult
 
 
-Message = Document | Identity | ApprovalAnswered | HookEnded | Paused
+@dataclass(frozen=True)
+class NoticeEnded:
+    """A notice was delivered, or given up."""
+
+    id: int
+
+
+Message = Document | Identity | ApprovalAnswered | HookEnded | Paused | NoticeEnded
 
 
 class Machine:
@@ -104,6 +111,12 @@ class Executor(Protocol):
 
     def forget_approval(self, workflow_id: str) -> None:
         """The answer to this approval has been taken."""
+
+    def notify(self, *, is_urgent: bool) -> None:
+        """There are new notices in the state file; for each of them NoticeEnded comes back.
+
+        ``is_urgent``: a target that failed is tried again now.
+        """
 
     def is_busy(self) -> bool:
         """Whether a hook or an approval is under way, or has ended and that was not taken yet."""

@@ -18,6 +18,7 @@ from agent.settings.model import (
     LogFormat,
     LogLevel,
     LogSettings,
+    NotifyTarget,
     Settings,
     VmSettings,
     parse_endpoint,
@@ -26,7 +27,7 @@ from agent.typed_yaml import Parsed, Problem, parse
 
 __all__ = [
     "BUILT_IN_NAME", "CONFIG_VARIABLE", "DEFAULT_RULES", "AgentSettings", "ConfigError", "ImdsSettings", "Loaded",
-    "LogFormat", "LogLevel", "LogSettings", "Settings", "VmSettings", "find_config", "load_policy",
+    "LogFormat", "LogLevel", "LogSettings", "NotifyTarget", "Settings", "VmSettings", "find_config", "load_policy",
     "load_settings", "parse_endpoint", "parse_settings",
 ]  # fmt: skip
 

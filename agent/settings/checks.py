@@ -3,16 +3,20 @@
 import re
 from bisect import insort
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import msgspec
 
 from agent.events import RECOMMENDATION, RECOMMENDING_VERSION
 from agent.policy import DEFAULT_EXPIRE_SECONDS, Hook, Rule, When
-from agent.settings.model import Settings, ip_address_of, is_open, parse_endpoint
+from agent.settings.model import NOTICE_BODIES, SecretFile, Settings, ip_address_of, is_open, parse_endpoint
 from agent.typed_yaml import Parsed, format_duration, nearest
 
 _LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_URL = re.compile(r"https?://[^\s/]+\S*")
+_UNENCRYPTED = re.compile(r"http://(?!localhost\b|127\.|\[::1\])")
+_PROXY = re.compile(r"http://[^\s/]+/?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _UNIT = re.compile(r"(?=.{,255}$)[A-Za-z0-9_][A-Za-z0-9:_.\\-]*(@[A-Za-z0-9:_.\\-]+)?\.service")
 # Searching backtracks, and nothing can end it. These limits, with that of the text searched (policy.py), keep the
@@ -49,6 +53,7 @@ def faults(settings: Settings, parsed: Parsed[Settings], *, has_units: bool) -> 
         if rule.window is not None and not _has("maintenance_windows", rule.window, settings, parsed):
             yield f"{path}.window", _unknown("maintenance window", rule.window, settings.maintenance_windows)
         yield from _when_faults(f"{path}.when", rule.when, parsed)
+    yield from _notify_faults(settings, parsed)
     yield from _hook_list_faults("on_clear", settings.on_clear, settings, parsed)
     for name, hook in settings.hooks.items():
         yield from _hook_faults(f"hooks.{name}", hook, parsed, has_units=has_units)
@@ -56,6 +61,34 @@ def faults(settings: Settings, parsed: Parsed[Settings], *, has_units: bool) -> 
         if not window.days:
             path = f"maintenance_windows.{name}.days"
             yield path, "expected at least one; got an empty list: remove the key if it opens every day"
+
+
+def _notify_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
+    names: set[str] = set()
+    for index, target in enumerate(settings.notify):
+        path = f"notify[{index}]"
+        if target.name in names:
+            yield f"{path}.name", f'another target is called "{target.name}" already'
+        names.add(target.name)
+        if not target.on and f"{path}.on" in parsed.lines:
+            yield f"{path}.on", "expected at least one; got an empty list"
+        if isinstance(target.to, str) and not _URL.fullmatch(target.to):
+            yield (
+                f"{path}.to",
+                "expected a URL such as https://example.com/hook; it is not shown here, as it may be secret",
+            )
+        if target.body not in NOTICE_BODIES and not Path(target.body).is_absolute():
+            expected = f"{', '.join(NOTICE_BODIES)} or the absolute path of a template"
+            yield f"{path}.body", f'expected {expected}; got "{target.body}"{_hint(target.body, NOTICE_BODIES)}'
+        if target.proxy not in (None, "environment") and not _PROXY.fullmatch(target.proxy or ""):
+            yield f"{path}.proxy", "expected http://HOST:PORT or environment"
+        files = {"to": target.to, **{f"headers.{name}": value for name, value in target.headers.items()}}
+        for key, value in files.items():
+            if isinstance(value, SecretFile) and not Path(value.file).is_absolute():
+                yield f"{path}.{key}.file", f'expected an absolute path; got "{value.file}"'
+        if target.body == "pagerduty" and not any(name.lower() == "x-routing-key" for name in target.headers):
+            yield f"{path}.headers", "PagerDuty needs its integration key as the header X-Routing-Key"
+        yield from _when_faults(f"{path}.when", target.when, parsed)
 
 
 def _setting_faults(settings: Settings) -> Iterator[Finding]:
@@ -199,6 +232,11 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 def doubts(settings: Settings) -> Iterator[Finding]:
     """What is allowed but probably not intended."""
+    for index, target in enumerate(settings.notify):
+        if isinstance(target.to, str) and _UNENCRYPTED.match(target.to):
+            yield f"notify[{index}].to", "the notices go over the network unencrypted: use https"
+        if target.body == "pagerduty" and "recovered" not in target.on:
+            yield f"notify[{index}].on", "without recovered no alert is ever resolved"
     if is_open(settings.agent.listen) and settings.agent.web_config is None:
         text = "every client that reaches this address may read the pages: name a file with TLS as web_config"
         yield "agent.listen", text

@@ -9,13 +9,17 @@ import msgspec
 from msgspec import Meta
 
 from agent.events import ApiVersionSetting
-from agent.policy import Duration, Hook, MaintenanceWindow, Name, Rule, When
+from agent.policy import ONE_OR_MANY, Duration, Hook, MaintenanceWindow, Name, Rule, When
 
 _ENDPOINT = re.compile(r"http://(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?/?")
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "console"]
 Mode = Literal["act", "observe"]
+NoticeWord = Literal[
+    "seen", "preparing", "prepared", "held", "approved", "started", "recovered", "recovery_failed"
+]
+NOTICE_BODIES = ("cloudevents", "slack", "teams", "pagerduty")
 
 
 class VmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,6 +106,39 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = False
 
 
+class SecretFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A text that is kept in a file of its own, and read whenever it is needed."""
+
+    file: Annotated[str, Meta(description="Absolute path of a file that holds the text.")]
+
+
+class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A service that is notified of events by HTTP."""
+
+    name: Annotated[Name, Meta(description="Name for logs and metrics.")]
+    to: Annotated[str | SecretFile, Meta(description="URL to post to, or the file that holds it.")]
+    body: Annotated[
+        str, Meta(description="cloudevents, slack, teams, pagerduty, or the absolute path of a template.")
+    ] = "cloudevents"
+    on: Annotated[tuple[NoticeWord, ...], Meta(description="What to tell.", extra=ONE_OR_MANY)] = (
+        "seen", "held", "started", "recovered", "recovery_failed",
+    )  # fmt: skip
+    when: Annotated[When, Meta(description="Which events; the same conditions as in rules.")] = When()
+    headers: Annotated[
+        dict[str, str | SecretFile], Meta(description="Additional headers.", extra={"kind": "secret"})
+    ] = {}
+    timeout: Annotated[
+        Duration, Meta(gt=0, le=120, description="Time limit of a whole exchange, answer included.")
+    ] = 10.0
+    proxy: Annotated[
+        str | None,
+        Meta(description="http://HOST:PORT, or environment: as HTTPS_PROXY and NO_PROXY say. Default: none."),
+    ] = None
+    ca_file: Annotated[
+        str | None, Meta(description="File of the certificates to trust. Default: those of the system.")
+    ] = None
+
+
 DEFAULT_RULES = (
     Rule(name="user-initiated", when=When(source=("User",)), approve="immediately"),
     Rule(name="short-freeze", when=When(type=("Freeze",), duration_below=9.0), approve="immediately"),
@@ -125,6 +162,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     maintenance_windows: Annotated[
         dict[Name, MaintenanceWindow], Meta(description="Named times of the week for early maintenance.")
     ] = {}
+    notify: Annotated[tuple[NotifyTarget, ...], Meta(description="Services that hear of events by HTTP.")] = ()
 
 
 def parse_endpoint(text: str) -> tuple[str, int] | None:

@@ -34,8 +34,7 @@ def plain(value: Any, annotation: Any) -> Any:
     if value is None:
         return None
     if get_origin(type_) in (Union, UnionType):
-        inner = next(member for member in get_args(type_) if member is not NoneType)
-        return plain(value, Annotated[inner, Meta(), *metas])
+        return plain(value, Annotated[get_args(type_)[0], Meta(), *metas])
     if isinstance(value, msgspec.Struct):
         return {
             item.encode_name: plain(getattr(value, item.name), item.type)
@@ -56,8 +55,9 @@ def _schema(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     origin, arguments = get_origin(type_), get_args(type_)
     schema: dict[str, Any]
     if origin in (Union, UnionType):
-        inner = next(member for member in arguments if member is not NoneType)
-        schema = {"anyOf": [_schema(Annotated[inner, Meta(), *metas], definitions), {"type": "null"}]}
+        first, last = arguments
+        other = {"type": "null"} if last is NoneType else _schema(last, definitions)
+        schema = {"anyOf": [_schema(Annotated[first, Meta(), *metas], definitions), other]}
         description = schema["anyOf"][0].pop("description", None)
         return schema | ({"description": description} if description else {})
     if isinstance(type_, type) and issubclass(type_, msgspec.Struct):

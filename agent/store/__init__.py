@@ -1,4 +1,4 @@
-"""What must survive: workflows, the journal and operators' requests, in one SQLite file.
+"""What must survive: workflows, the journal, operators' requests and unsent notices, in one SQLite file.
 
 Owns what is written, its durability, and how much is kept. Decides nothing about events. The one invariant: when
 ``commit`` returns, the steps are on the disk (WAL with synchronous=FULL), all of them or none.
@@ -21,10 +21,11 @@ import msgspec
 from agent.status import History, JournalEntry
 from agent.store import file
 from agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
+from agent.store.notices import Notices, StoredNotice, Waiting
 from agent.words import note_in_words
 from agent.workflow import Note, Step, Word, Workflow
 
-__all__ = ["FILE_NAME", "RESERVE_BYTES", "Store", "StoreError"]
+__all__ = ["FILE_NAME", "RESERVE_BYTES", "Notices", "Store", "StoreError", "StoredNotice", "Waiting"]
 
 _FILLER_BYTES = 64 * 1024
 # How much is kept of what is over, besides an age; the smallest limit counts.
@@ -85,6 +86,7 @@ class Store:
         """Where a damaged file was moved to when this one was opened; None if all was well."""
         self.is_writing = False
         """Whether its thread waits for the disk; for any thread."""
+        self.notices = Notices(connection, self._transaction, self._reading)
 
     @classmethod
     def open(cls, directory: Path, now: datetime) -> "Store":
@@ -129,13 +131,20 @@ class Store:
             rows = self._fetch("SELECT body FROM workflow INDEXED BY workflow_open WHERE is_open ORDER BY rowid")
             return [_to_workflow(body) for (body,) in rows]
 
-    def commit(self, steps: Sequence[Step], at: datetime, answers: Mapping[int, str] | None = None) -> None:
-        """Put the workflows, their notes and the answers to operators' requests on the disk.
+    def commit(
+        self,
+        steps: Sequence[Step],
+        at: datetime,
+        answers: Mapping[int, str] | None = None,
+        notices: Sequence[tuple[str, str]] = (),
+    ) -> dict[str, int]:
+        """Put the workflows, their notes, the answers to operators' requests, and notices on the disk.
 
+        ``notices``: target and body of each. Returns how many older ones each target had too many, and has lost.
         Raises StoreError, or WithdrawnError if one of these requests is gone; then nothing is written.
         """
         if not steps and not answers:
-            return
+            return {}
         latest = {step.workflow.id: step.workflow for step in steps}
         stamp = _stamp(at)
         rows = [(w.id, w.event.id, w.is_open, stamp, msgspec.json.encode(w).decode()) for w in latest.values()]
@@ -150,6 +159,7 @@ class Store:
             for request_id, answer in (answers or {}).items():
                 if not self._write_answer(request_id, answer):
                     raise WithdrawnError
+            return self.notices.add(stamp, notices)
 
     def record(self, kind: str, text: str, at: datetime) -> None:
         """Put an entry about the agent itself into the journal."""

@@ -45,6 +45,12 @@ _MIGRATIONS = (
     ) STRICT;
     CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
     """,
+    """
+    CREATE TABLE notice (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, target TEXT NOT NULL, at TEXT NOT NULL, body TEXT NOT NULL
+    ) STRICT;
+    CREATE INDEX notice_target ON notice (target, id);
+    """,
 )
 # Another process holds the write lock for a few milliseconds at a time; longer is a fault.
 _BUSY_SECONDS = 2.0

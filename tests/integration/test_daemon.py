@@ -75,9 +75,10 @@ def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
     monkeypatch.setattr(module, "_TICK_SECONDS", 0.2)
     hangs, may_go_on = threading.Event(), threading.Event()
 
-    def commit(*_: object) -> None:
+    def commit(*_: object) -> dict[str, int]:
         hangs.set()
         may_go_on.wait(60.0)
+        return {}
 
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         azure.wait_polls(1)

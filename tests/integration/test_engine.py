@@ -162,10 +162,10 @@ def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_
     commit = engine._store.commit
     withdrawn: list[str | None] = []
 
-    def commit_late(*arguments: object) -> None:
+    def commit_late(*arguments: object) -> dict[str, int]:
         if not withdrawn:
             withdrawn.append(operator.withdraw_request(impatient))
-        commit(*arguments)  # type: ignore[arg-type]
+        return commit(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine._store, "commit", commit_late)
     assert engine.turn(datetime.now(UTC))

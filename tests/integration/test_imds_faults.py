@@ -284,7 +284,8 @@ def test_an_approval_whose_endpoint_cannot_be_found_out_is_a_failed_one_and_no_b
 
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     with structlog.testing.capture_logs() as log:
-        Threads(connect, inbox.put, "").approve([Approve(workflow_id="A", event_id="A", is_alone=False)], "1")
+        executor = Threads(connect, inbox.put, "", cast("Any", None))
+        executor.approve([Approve(workflow_id="A", event_id="A", is_alone=False)], "1")
         answer = inbox.get(timeout=60)
     assert answer == ApprovalAnswered(workflow_id="A", error_kind="unreachable", detail=str(error))
     assert log == []

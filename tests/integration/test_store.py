@@ -20,7 +20,7 @@ from agent import store as store_module
 from agent.events import ScheduledEvent
 from agent.policy import Decision
 from agent.status import JournalEntry
-from agent.store import FILE_NAME, Store, StoreError
+from agent.store import FILE_NAME, Store, StoreError, Waiting, WithdrawnError
 from agent.store import file as store_file
 from agent.workflow import Note, Phase, Step, Workflow
 
@@ -172,6 +172,15 @@ def test_a_commit_that_fails_in_the_middle_leaves_nothing_behind(store: Store) -
     store._connection.execute("PRAGMA max_page_count = 1000000")
     assert [workflow.id for workflow in store.load_workflows()] == ["one"]
     assert [entry.text for entry in store.load_journal()] == ["seen"]
+
+
+def test_notices_are_committed_with_their_step_or_not_at_all(store: Store) -> None:
+    store.commit([make_step("one", "seen")], NOW, None, [("ops", "{}")])
+    with pytest.raises(WithdrawnError):
+        store.commit([make_step("one", "held")], NOW, {99: "no such request"}, [("ops", "{}")])
+    assert store.notices.waiting() == {"ops": Waiting(count=1, oldest_at=NOW)}
+    store.notices.delete([1])
+    assert store.notices.waiting() == {}
 
 
 def test_after_a_failed_commit_the_next_one_works(store: Store) -> None:
@@ -438,7 +447,7 @@ def test_a_file_of_an_older_schema_is_brought_up_to_date_and_keeps_what_it_holds
         store = Store.open(tmp_path, NOW)
         assert store.load_workflows() == [make_workflow("one")]
         assert store._connection.execute("SELECT host, text FROM journal").fetchall() == [("here", "seen")]
-        assert store._connection.execute("PRAGMA user_version").fetchone() == (2,)
+        assert store._connection.execute("PRAGMA user_version").fetchone() == (len(migrations),)
         store.close()
 
 
@@ -487,7 +496,7 @@ def test_who_joins_an_older_file_does_not_change_it(tmp_path: Path, monkeypatch:
     with pytest.raises(StoreError) as caught:
         Store.join(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path / FILE_NAME} was written by an older version of the agent (schema 1, known 2): "
+        f"{tmp_path / FILE_NAME} was written by an older version of the agent (schema 2, known 3): "
         "restart the agent, which brings it up to date"
     )
     store = Store.open(tmp_path, NOW)

@@ -208,10 +208,11 @@ def _proceed_after_performing(engine: Engine, now: datetime) -> None:
     late: list[Step] = []
     late_answers: dict[int, str] = {}
 
-    def commit_nothing(steps: Any, at: datetime, answers: Any) -> None:
-        del at
+    def commit_nothing(steps: Any, at: datetime, answers: Any, notices: Any) -> dict[str, int]:
+        del at, notices
         late.extend(steps)
         late_answers.update(answers)
+        return {}
 
     engine._store.commit = commit_nothing  # type: ignore[method-assign,assignment]
     try:

@@ -78,10 +78,17 @@ class CrashingStore(Store):
 
     world: "World | None" = None
 
-    def commit(self, steps: Sequence[Step], at: datetime, answers: Mapping[int, str] | None = None) -> None:
-        super().commit(steps, at, answers)
+    def commit(
+        self,
+        steps: Sequence[Step],
+        at: datetime,
+        answers: Mapping[int, str] | None = None,
+        notices: Sequence[tuple[str, str]] = (),
+    ) -> dict[str, int]:
+        lost = super().commit(steps, at, answers, notices)
         if self.world is not None:
             self.world.committed(steps)
+        return lost
 
     def save_facts(self, facts: dict[FactName, str]) -> None:
         super().save_facts(facts)
@@ -1108,6 +1115,9 @@ class Executor:
         del incarnation
         self._unanswered |= {approve.workflow_id for approve in approvals}
         self._world.post(approvals)
+
+    def notify(self, *, is_urgent: bool) -> None:
+        del is_urgent
 
     def forget_approval(self, workflow_id: str) -> None:
         self._unanswered.discard(workflow_id)

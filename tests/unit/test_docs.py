@@ -10,6 +10,7 @@ import pytest
 
 from agent.cli import build_parser
 from agent.cli.explain import Explanations
+from agent.cli.notify import NotifyTest
 from agent.log import JOURNAL_FIELDS
 from agent.log_ids import LogId
 from agent.status import SCHEMA_VERSION, CurrentEvents, Journal, LastKnown, OperatorAnswer, Status
@@ -51,7 +52,7 @@ def structs_in(found: Any) -> Iterator[msgspec.inspect.StructType]:
 
 
 def test_the_page_about_json_has_every_field_that_is_shown_and_no_other() -> None:
-    answers = (Status, LastKnown, CurrentEvents, Explanations, Journal, OperatorAnswer)
+    answers = (Status, LastKnown, CurrentEvents, Explanations, Journal, NotifyTest, OperatorAnswer)
     expected = {}
     for answer in answers:
         assert msgspec.structs.fields(answer)[0].name == "schema_version"

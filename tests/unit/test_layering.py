@@ -12,7 +12,7 @@ import agent
 
 ROOT = Path(agent.__file__).parent
 PURE = {"api_version", "events", "log_ids", "policy", "workflow", "status", "words", "hook_times"}
-EDGES = {"imds", "hooks", "store", "web", "metrics", "log"}
+EDGES = {"imds", "hooks", "store", "web", "metrics", "log", "notices"}
 
 # Module of agent/ -> the modules of agent/ that it may import besides agent itself. A folder counts as one module.
 ALLOWED: dict[str, set[str]] = {
@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "settings": {"events", "policy", "typed_yaml", "host", "web", "settings"},
     "transport": set(),
     "imds": PURE | {"settings", "host", "transport"},
+    "notices": PURE | {"settings", "host", "transport", "notices"},
     "hooks": PURE | {"settings", "host", "typed_yaml", "hooks"},
     "store": PURE | {"settings", "host", "store"},
     "web": {"web", "typed_yaml", "host"},

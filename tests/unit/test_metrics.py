@@ -15,8 +15,9 @@ from agent import __version__
 from agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
 from agent.imds import IMDS_ERROR_KINDS
 from agent.metrics import Metrics
+from agent.notices import NOTICE_ERROR_KINDS
 from agent.policy import ApproveMode, Decision, Rule
-from agent.settings import Settings
+from agent.settings import NotifyTarget, Settings
 from agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
 
 SOURCES = ("Platform", "User", "unknown")
@@ -78,7 +79,8 @@ def use_everything(metrics: Metrics, pending: list[Workflow]) -> None:
     pending.append(workflow)
     record(metrics, workflow, "seen", "decided", "approved", "closed")
     metrics.record_hook("drain", "prepare", "succeeded", 1.0)
-    metrics.set_policy(Settings(), "e3b0")
+    metrics.set_policy(Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),)), "e3b0")
+    metrics.set_waiting({"ops": (1, NOW.timestamp())})
 
 
 def table(metrics: Metrics) -> Iterator[str]:
@@ -118,6 +120,7 @@ def test_every_value_that_a_label_can_take_is_documented() -> None:
         "`outcome` of an approval": ("confirmed", "no_thread", "bug"),
         "`outcome` of a hook": get_args(HookOutcome),
         "`outcome` of an event": set(get_args(Outcome)) - {""},
+        "`kind` of a notice": NOTICE_ERROR_KINDS,
     }.items():
         assert set(words) <= set(re.findall(r"[\w-]+", rows[row])), row
 

@@ -13,16 +13,21 @@ from agent.settings import (
     AgentSettings,
     ImdsSettings,
     LogSettings,
+    NotifyTarget,
     Settings,
     VmSettings,
     load_settings,
     parse_settings,
 )
+from agent.settings.model import SecretFile
 from agent.settings.schema import plain
 from agent.typed_yaml import default_of, format_duration
 
 ROOT = Path(__file__).parents[2]
-TYPES = (Settings, Rule, When, Hook, MaintenanceWindow, VmSettings, ImdsSettings, AgentSettings, LogSettings)
+TYPES = (
+    Settings, Rule, When, Hook, MaintenanceWindow, VmSettings, ImdsSettings, AgentSettings, LogSettings,
+    NotifyTarget, SecretFile,
+)  # fmt: skip
 
 
 def kind_of(annotation: Any) -> str:
@@ -46,8 +51,10 @@ def kind_of(annotation: Any) -> str:
         return f"names with {kind_of(words[1])}"
     if NoneType in words:
         return kind_of(next(word for word in words if word is not NoneType))
+    if SecretFile in words:
+        return "text, or `file`"
     names = {str: "text", int: "whole number", bool: "`true`, `false`", Rule: "rules", Hook: "hooks"}
-    names |= {MaintenanceWindow: "windows", When: "conditions"}
+    names |= {MaintenanceWindow: "windows", When: "conditions", NotifyTarget: "targets"}
     return names.get(annotation, "keys below" if issubclass(annotation, msgspec.Struct) else "time of day")
 
 
@@ -114,6 +121,7 @@ def test_the_shipped_policy_shows_every_key(type_: type[msgspec.Struct]) -> None
 def test_the_comments_of_the_shipped_policy_are_themselves_a_valid_policy() -> None:
     text = (ROOT / "config/policy.yaml").read_text()
     text = text.replace("hooks: {}", "hooks:").replace("maintenance_windows: {}", "maintenance_windows:")
+    text = text.replace("notify: []", "notify:")
     head, rules = text.split("# Every key that a rule can have is here; only the name is needed.\n")
     rules = re.sub(r"^  # ( *[-a-z])", r"  \1", rules, count=0, flags=re.MULTILINE)
     rules = re.sub(r"^#( {2,})", r"\1", rules, flags=re.MULTILINE)
@@ -121,6 +129,7 @@ def test_the_comments_of_the_shipped_policy_are_themselves_a_valid_policy() -> N
     assert [rule.name for rule in settings.rules] == ["user-initiated", "short-freeze", "impactful"]
     assert list(settings.hooks) == ["drain", "checkpoint", "resume", "detach"]
     assert list(settings.maintenance_windows) == ["night"]
+    assert [target.name for target in settings.notify] == ["ops"]
     assert format_duration(settings.rules[2].lead or 0) == "15m"
 
 

@@ -1,0 +1,90 @@
+"""Notices of events: written with the step that they tell of, kept until their sender has ended with them."""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+
+import msgspec
+
+from agent.engine.parts import Executor
+from agent.log import get_logger
+from agent.log_ids import LogId
+from agent.metrics import Metrics
+from agent.notices import happenings, is_wanted
+from agent.settings import Settings
+from agent.store import Store, Waiting
+from agent.workflow import Step
+
+# An event of these types leaves seconds: its notices do not wait for a pause after a failure to end.
+_URGENT_TYPES = ("Preempt", "Terminate")
+
+
+class Notifying:
+    """For the engine's thread."""
+
+    def __init__(self, settings: Settings, store: Store, metrics: Metrics, executor: Executor) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._executor = executor
+        self.waiting: Mapping[str, Waiting] = {}
+        """What waits for which target. Replaced, never changed, so that other threads may read it."""
+        self._ended: list[int] = []
+        self.use(settings)
+
+    def use(self, settings: Settings) -> None:
+        """Another policy is in force."""
+        self._settings = settings
+        self._is_settled = False
+
+    def end(self, notice_id: int) -> None:
+        """The sender has delivered the notice, or given it up."""
+        self._ended.append(notice_id)
+
+    def make(
+        self, steps: Iterable[Step], now: datetime, names: tuple[str, ...], vm_id: str
+    ) -> list[tuple[str, str]]:
+        """Target and body of each notice of these steps, for the commit that holds them."""
+        targets = self._settings.notify
+        if not targets:
+            return []
+        made = happenings(steps, now, names=names, vm_id=vm_id, mode=self._settings.agent.mode)
+        return [
+            (target.name, msgspec.json.encode(happening).decode())
+            for step, happening in made
+            for target in targets
+            if is_wanted(target, step, happening, names)
+        ]
+
+    def committed(self, notices: list[tuple[str, str]], lost: Mapping[str, int], steps: Iterable[Step]) -> None:
+        """They are on the disk: have them sent."""
+        for target, count in lost.items():
+            self._drop(target, count, "too_many")
+        if notices:
+            is_urgent = any(step.workflow.event.type in _URGENT_TYPES for step in steps)
+            self._executor.notify(is_urgent=is_urgent)
+            self._is_settled = False
+
+    def settle(self) -> None:
+        """Forget what has ended, and what waits for targets that the policy lacks. Raises StoreError."""
+        if self._is_settled and not self._ended:
+            return
+        if self._ended:
+            self._store.notices.delete(self._ended)
+            self._ended = []
+        waiting, names = self._store.notices.waiting(), [target.name for target in self._settings.notify]
+        if removed := waiting.keys() - set(names):
+            self._store.notices.drop(removed)
+            for target in removed:
+                self._drop(target, waiting.pop(target).count, "removed")
+        self.waiting, self._is_settled = waiting, True
+        self._metrics.set_waiting(
+            {
+                name: (waiting[name].count, waiting[name].oldest_at.timestamp()) if name in waiting else (0, 0.0)
+                for name in names
+            }
+        )
+
+    def _drop(self, target: str, count: int, reason: str) -> None:
+        self._metrics.notices_dropped.labels(target, reason).inc(count)
+        get_logger().warning(
+            "notices are dropped", log_id=LogId.NOTICES_DROPPED, target=target, count=count, reason=reason
+        )

@@ -1,0 +1,220 @@
+"""One exchange with the service that hears of an event.
+
+Errors are worded here by their kind: the texts of libraries may hold the URL or a header, which are secrets.
+"""
+
+import os
+import re
+import ssl
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal, get_args
+
+import httpx
+import msgspec
+
+from agent import AgentError, __version__, host
+from agent.events import excerpt
+from agent.notices.bodies import BodyError, render
+from agent.notices.happening import SAMPLE, Happening
+from agent.settings.model import NotifyTarget, SecretFile
+from agent.transport import SecureTransport, TooLargeError, parse_retry_after
+
+NoticeErrorKind = Literal[
+    "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "setup",
+    "bug", "rejected", "redirect", "too_large",
+]  # fmt: skip
+NOTICE_ERROR_KINDS: tuple[NoticeErrorKind, ...] = get_args(NoticeErrorKind)
+FINAL_KINDS: tuple[NoticeErrorKind, ...] = ("rejected", "redirect", "too_large")
+"""After these the same notice is not sent again."""
+
+_ROUTING_KEY = "x-routing-key"
+_MAX_ANSWER_BYTES = 1024 * 1024
+_MAX_SECRET_BYTES = 16 * 1024
+
+
+class NoticeError(AgentError):
+    """A notice was not delivered. The message holds no secret."""
+
+    kind: NoticeErrorKind
+
+    def __init__(
+        self, message: str, *, kind: NoticeErrorKind, retry_after: float | None = None, answer: str = ""
+    ) -> None:
+        """``retry_after``: seconds that the service asks to wait. ``answer``: its beginning, for people only."""
+        super().__init__(message, kind=kind)
+        self.retry_after = retry_after
+        self.answer = answer
+
+
+class Delivered(msgspec.Struct, frozen=True, kw_only=True):
+    """The service has taken a notice."""
+
+    status: int
+    answer: str
+    """The beginning of its answer, without secrets of the target; it may hold others, so for people only."""
+
+
+def deliver(target: NotifyTarget, happening: Happening) -> Delivered:
+    """Send it once. Blocks up to the target's time limit, and while a name is looked up. Raises NoticeError."""
+    post = _prepare(target, happening)
+    with httpx.Client(
+        transport=post.transport, trust_env=False, follow_redirects=False, timeout=target.timeout
+    ) as client:
+        response = _exchange(client, post)
+    answer = excerpt(response.content)
+    for secret in post.secrets:
+        answer = answer.replace(secret, "***")
+    if response.is_success:
+        return Delivered(status=response.status_code, answer=answer)
+    raise _refusal(response, answer)
+
+
+def doubts(targets: Iterable[NotifyTarget]) -> Iterator[tuple[str, str]]:
+    """Why a notice could not be sent from this machine, or who else can read its secrets: path and message."""
+    for index, target in enumerate(targets):
+        path = f"notify[{index}]"
+        for key, value in _secrets_of(target).items():
+            if isinstance(value, SecretFile) and (fault := host.exposure_fault(Path(value.file))):
+                yield f"{path}.{key}", fault
+        try:
+            _prepare(target, SAMPLE)
+        except NoticeError as error:
+            yield path, str(error)
+
+
+@dataclass(frozen=True)
+class _Post:
+    """All that is sent, and the way there."""
+
+    url: httpx.URL
+    headers: dict[str, str]
+    body: bytes
+    transport: SecureTransport
+    secrets: list[str]
+
+
+def _prepare(target: NotifyTarget, happening: Happening) -> _Post:
+    texts = {key: _text_of(value, key) for key, value in _secrets_of(target).items()}
+    url = _parse_url(texts["to"])
+    headers = {name.lower(): texts[f"headers.{name}"] for name in target.headers}
+    secrets = [secret for secret in (str(url), url.raw_path.decode(), *headers.values()) if len(secret) > 1]
+    routing_key = headers.pop(_ROUTING_KEY, "") if target.body == "pagerduty" else ""
+    try:
+        content_type, body = render(target.body, happening, routing_key)
+    except BodyError as error:
+        raise NoticeError(f"body: {error}", kind="setup") from None
+    own = {
+        "content-type": content_type,
+        "user-agent": f"scheduled-events-agent/{__version__}",
+        "accept-encoding": "identity",
+        "connection": "close",
+    }
+    context = _trusting(target.ca_file) if url.scheme == "https" else None
+    transport = SecureTransport(_MAX_ANSWER_BYTES, context, _proxy_for(target, url))
+    return _Post(url=url, headers=own | headers, body=body, transport=transport, secrets=secrets)
+
+
+def _secrets_of(target: NotifyTarget) -> dict[str, str | SecretFile]:
+    return {"to": target.to, **{f"headers.{name}": value for name, value in target.headers.items()}}
+
+
+def _exchange(client: httpx.Client, post: _Post) -> httpx.Response:
+    kind: NoticeErrorKind
+    try:
+        return client.post(post.url, headers=post.headers, content=post.body)
+    except httpx.TimeoutException:
+        kind, what = "timeout", f"no whole answer within {client.timeout.read:g} s"
+    except httpx.ConnectError as error:
+        kind, what = _connect_fault(error.__cause__)
+    except httpx.ProxyError as error:
+        status = re.match(r"\d{3}\b", str(error))
+        kind, what = "proxy", f"the proxy answers {status[0] if status else 'with an error'}"
+    except TooLargeError:
+        kind, what = "too_large", f"the answer is over {_MAX_ANSWER_BYTES // 1024} KiB"
+    except httpx.NetworkError:
+        kind, what = "unreachable", "the connection was lost"
+    except (httpx.TransportError, httpx.InvalidURL, ValueError):
+        kind, what = "malformed", "not a whole HTTP answer, or a header that cannot be sent"
+    if kind == "tls":
+        _trusting.cache_clear()  # they may be other ones by now
+    # Outside of the except clauses, so that no traceback has the library's text.
+    raise NoticeError(what, kind=kind)
+
+
+def _connect_fault(cause: BaseException | None) -> tuple[NoticeErrorKind, str]:
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return "tls", f"its certificate is not trusted: {cause.verify_message}"
+    if isinstance(cause, ssl.SSLError):
+        return "tls", f"no TLS: {cause.reason or 'the handshake failed'}"
+    if isinstance(cause, ConnectionRefusedError):
+        return "refused", "connection refused"
+    reason = cause.strerror if isinstance(cause, OSError) else None
+    return "unreachable", reason or "it cannot be reached"
+
+
+def _refusal(response: httpx.Response, answer: str) -> NoticeError:
+    status = response.status_code
+    kind: NoticeErrorKind = "rejected"
+    if 300 <= status < 400:
+        kind = "redirect"
+    elif status >= 500:
+        kind = "server_error"
+    elif status in (408, 429):
+        kind = "timeout" if status == 408 else "throttled"
+    retry_after = parse_retry_after(response.headers.get("retry-after", ""))
+    return NoticeError(f"it answers {status}", kind=kind, retry_after=retry_after, answer=answer)
+
+
+def _text_of(secret: str | SecretFile, key: str) -> str:
+    if isinstance(secret, str):
+        return secret
+    try:
+        with Path(secret.file).open("rb") as file:
+            text = file.read(_MAX_SECRET_BYTES).decode("ascii").strip()
+    except OSError as error:
+        raise NoticeError(f"{key}: {secret.file} cannot be read: {error.strerror}", kind="setup") from None
+    except UnicodeDecodeError:
+        text = ""
+    if not text.isprintable() or not text:
+        raise NoticeError(f"{key}: {secret.file} is not one line of plain text", kind="setup")
+    return text
+
+
+def _parse_url(text: str) -> httpx.URL:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        url = httpx.URL("")
+    if url.scheme not in ("https", "http") or not url.host:
+        raise NoticeError("to: expected a URL such as https://example.com/hook", kind="setup")
+    return url
+
+
+@lru_cache(maxsize=4)  # reading the system's certificates takes a tenth of a second
+def _trusting(ca_file: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        reason = error.strerror if not isinstance(error, ssl.SSLError) else "no certificates in PEM form"
+        raise NoticeError(f"ca_file: {ca_file} cannot be used: {reason}", kind="setup") from None
+
+
+def _proxy_for(target: NotifyTarget, url: httpx.URL) -> httpx.Proxy | None:
+    proxy = target.proxy
+    if proxy == "environment":
+        variables = {name.lower(): value for name, value in os.environ.items()}
+        spared = [name.strip().lstrip("*").lstrip(".") for name in variables.get("no_proxy", "").split(",")]
+        is_spared = any(f".{url.host}".endswith(f".{name}") for name in spared if name)
+        proxy = None if is_spared or "*" in variables.get("no_proxy", "") else variables.get(f"{url.scheme}_proxy")
+    if not proxy:
+        return None
+    try:
+        found = httpx.Proxy(proxy)
+    except (httpx.InvalidURL, ValueError):
+        found = None
+    if found is None or found.url.scheme != "http":
+        raise NoticeError("proxy: expected http://HOST:PORT", kind="setup")
+    return found

@@ -1,0 +1,142 @@
+"""Services that are notified of events: what an agent as a process tells them, killed, restarted and reloaded."""
+
+import json
+import random
+import sys
+import time
+from typing import Any
+
+import pytest
+from harness import Agent, Simulator
+from receiver import WAYS_TO_FAIL, Receiver
+
+pytestmark = pytest.mark.timeout(600)
+ALL = ["seen", "preparing", "prepared", "held", "approved", "started", "recovered", "recovery_failed"]
+
+
+def target(receiver: Receiver, name: str = "ops", **keys: Any) -> dict[str, Any]:
+    return {"name": name, "to": receiver.url, "timeout": "2s", **keys}
+
+
+def told(receiver: Receiver, event: str) -> list[str]:
+    """What the service has taken about the event, without repetitions."""
+    bodies = {body["id"]: body for body in receiver.taken if body.get("subject") == event}
+    return [body["data"]["what"] for body in bodies.values()]
+
+
+def rules(agent: Agent, **hook: Any) -> dict[str, Any]:
+    return {
+        "rules": [{"name": "all", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}],
+        "hooks": {"drain": agent.hook("drain", **hook), **agent.hooks("resume")},
+    }
+
+
+def test_a_service_hears_of_an_event_from_its_announcement_to_its_end(sim: Simulator, agent: Agent) -> None:
+    with Receiver() as receiver, Receiver() as evictions:
+        only_evictions = target(evictions, "evictions", when={"type": "Preempt"})
+        agent.write_policy(notify=[target(receiver, on=ALL), only_evictions], **rules(agent))
+        agent.start()
+        event = sim.schedule("Reboot", start_delay_seconds=0.1, lasts_seconds=0.3)
+        agent.wait_until(lambda: "recovered" in told(receiver, event), "it heard of the end")
+        assert told(receiver, event) == ["seen", "preparing", "prepared", "approved", "started", "recovered"]
+        agent.wait_metric(6, "notices_sent_total", target="ops")
+        agent.wait_metric(0, "notices_waiting", target="ops")
+        first = receiver.taken[0]
+        status = agent.status()
+        assert first["source"] == f"/azure/vm/{status['vm']['vm_id']}"
+        assert first["data"]["vm"] == {"name": "vm-1", "id": status["vm"]["vm_id"]}
+        assert (first["data"]["rule"], first["data"]["mode"]) == ("all", "act")
+        assert first["data"]["event"]["EventId"] == event
+        assert first["data"]["seconds_left"] > 0
+        assert receiver.taken[-1]["data"]["outcome"] == "completed"
+        assert evictions.attempts == 0
+        assert "secret" not in "".join(agent.history)
+
+
+def test_an_agent_that_only_observes_notifies_too(sim: Simulator, agent: Agent) -> None:
+    with Receiver() as receiver:
+        agent.write_policy(agent={"mode": "observe"}, notify=[target(receiver, on=ALL)], **rules(agent))
+        agent.start()
+        event = sim.schedule("Freeze", notice_seconds=1, start_delay_seconds=0.1, lasts_seconds=0.3)
+        agent.wait_until(lambda: "recovered" in told(receiver, event), "it heard of the end")
+        assert told(receiver, event) == ["seen", "started", "recovered"]
+        assert {body["data"]["mode"] for body in receiver.taken} == {"observe"}
+
+
+def test_killed_at_random_moments_it_loses_no_notice(sim: Simulator, agent: Agent) -> None:
+    dice = random.Random(20261122)
+
+    def behave() -> str:
+        return dice.choice(WAYS_TO_FAIL) if dice.random() < 0.45 else "ok"
+
+    with Receiver(behave) as receiver:
+        agent.write_policy(notify=[target(receiver, on=ALL, timeout="500ms")], **rules(agent))
+        agent.start()
+        events = []
+        for _ in range(4):
+            events.append(sim.schedule("Reboot", start_delay_seconds=0.1, lasts_seconds=0.3))
+            time.sleep(dice.uniform(0.0, 1.5))  # the moment is what is being tried
+            agent.kill()
+            agent.start(is_awaited=False)
+            sim.wait_gone(events[-1])
+        for event in events:
+            agent.wait_until(lambda event=event: "recovered" in told(receiver, event), "it heard of the end")  # type: ignore[misc]
+        for event in events:
+            # The journal is written in the same transaction: what it has, the service has heard of, in that order.
+            words = {"closed": "recovered"}
+            kinds = [words.get(kind, kind) for kind, of in agent.journal("kind", "event_id") if of == event]
+            assert told(receiver, event) == [kind for kind in kinds if kind in ALL]
+        assert "secret" not in "".join(agent.history)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it is stopped by SIGTERM")
+def test_what_happened_before_a_reboot_is_told_although_the_service_was_away(sim: Simulator, agent: Agent) -> None:
+    with Receiver(lambda: "503") as receiver:
+        agent.write_policy(notify=[target(receiver)], **rules(agent))
+        agent.start()
+        event = sim.schedule("Reboot", start_delay_seconds=0.1, lasts_seconds=0.5)
+        agent.wait_log("started", event_id=event)
+        agent.wait_log("notifying ops fails")
+        agent.stop()
+        sim.wait_gone(event)
+        receiver.behave = lambda: "ok"
+        agent.start()
+        agent.wait_until(lambda: "recovered" in told(receiver, event), "it heard of the end")
+        assert told(receiver, event) == ["seen", "started", "recovered"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the policy is read again after SIGHUP")
+def test_a_reload_brings_targets_and_takes_them_away(sim: Simulator, agent: Agent) -> None:
+    with Receiver(lambda: "503") as away, Receiver() as here:
+        agent.write_policy(notify=[target(away, "away")])
+        agent.start()
+        event = sim.schedule("Freeze", notice_seconds=600)
+        agent.wait_until(lambda: agent.metric("notices_waiting", target="away"), "a notice waited")
+        agent.write_policy(notify=[target(here, "here")])
+        agent.reload()
+        agent.wait_log("notices are dropped", target="away", count=1)
+        agent.wait_until(lambda: "notices_waiting" in agent.metrics(), "there are targets")
+        assert [labels for labels, _ in agent.metrics()["notices_waiting"]] == [{"target": "here"}]
+        sim.cancel(event)
+        agent.wait_until(lambda: told(here, event) == ["recovered"], "the new target heard of it")
+
+
+def test_a_test_notice_is_sent_without_an_agent_and_its_answer_is_told(agent: Agent) -> None:
+    with Receiver() as good, Receiver(lambda: "400") as bad:
+        agent.write_policy(vm={"name": "vm-7"}, notify=[target(good, "good"), target(bad, "bad", body="slack")])
+        done = agent.run("notify", "test", "good", "--config", str(agent.config))
+        assert (done.returncode, done.stdout) == (0, "good: delivered, it answers 202: ok\n")
+        assert good.taken[0]["type"] == "io.scheduled-events-agent.test"
+        assert good.taken[0]["data"]["vm"]["name"] == "vm-7"
+        done = agent.run("notify", "test", "--json", "--config", str(agent.config))
+        assert done.returncode == 1
+        answer = json.loads(done.stdout)
+        assert [tuple(one.values()) for one in answer["targets"]] == [
+            ("good", True, 202, "", "ok"),
+            ("bad", False, None, "it answers 400", '{"error": "no"}'),
+        ]
+        done = agent.run("notify", "test", "other", "--config", str(agent.config))
+        assert done.returncode == 2
+        agent.write_policy()
+        assert agent.run("notify", "test", "--config", str(agent.config)).returncode == 2
+        assert "secret" not in "".join(agent.history)

@@ -1,0 +1,380 @@
+"""Notices: their bodies, and one exchange with a service that may do anything."""
+
+import contextlib
+import json
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import msgspec
+import pytest
+import respx
+from msgspec.structs import replace
+from receiver import Receiver, read_request
+
+from agent import __version__
+from agent.events import ScheduledEvent
+from agent.notices import SAMPLE, BodyError, NoticeError, deliver, doubts, render
+from agent.settings import NotifyTarget
+from agent.settings.model import SecretFile
+
+ROOT = Path(__file__).parents[2]
+URL = "https://hooks.example.com/T0/secret-path?sig=secret-query"
+TARGET = NotifyTarget(name="ops", to=URL)
+
+
+@pytest.fixture
+def service() -> Iterator[respx.MockRouter]:
+    with respx.mock(using="httpx") as router:
+        yield router
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as one:
+        yield one
+
+
+def failure(target: NotifyTarget) -> NoticeError:
+    with pytest.raises(NoticeError) as caught:
+        deliver(target, SAMPLE)
+    error = caught.value
+    told = [str(error), error.answer, repr(error), repr(error.__cause__)]
+    assert not any("secret" in text for text in told)
+    return error
+
+
+# --- the request
+
+
+def test_a_notice_is_posted_with_the_headers_of_its_target(service: respx.MockRouter, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("Bearer secret-token\n")
+    route = service.post(URL).respond(202, text="thanks for Bearer secret-token at " + URL)
+    target = replace(TARGET, headers={"Authorization": SecretFile(file=str(token)), "X-Team": "ops"})
+    delivered = deliver(target, SAMPLE)
+    assert (delivered.status, delivered.answer) == (202, "thanks for *** at ***")
+    sent = route.calls.last.request
+    assert sent.headers["authorization"] == "Bearer secret-token"
+    assert sent.headers["x-team"] == "ops"
+    assert sent.headers["content-type"] == "application/cloudevents+json"
+    assert sent.headers["user-agent"] == f"scheduled-events-agent/{__version__}"
+    token.write_text("Bearer secret-new")
+    deliver(target, SAMPLE)
+    assert route.calls.last.request.headers["authorization"] == "Bearer secret-new"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (301, "redirect"), (400, "rejected"), (401, "rejected"), (404, "rejected"), (408, "timeout"),
+        (429, "throttled"), (500, "server_error"), (503, "server_error"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_no_success_is_an_error(service: respx.MockRouter, status: int, kind: str) -> None:
+    service.post(URL).respond(status, headers={"Retry-After": "7", "Location": "https://secret.example.com/"})
+    error = failure(TARGET)
+    assert (error.kind, str(error), error.retry_after) == (kind, f"it answers {status}", 7.0)
+    assert service.calls.call_count == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (httpx.ReadTimeout("secret"), "timeout"), (httpx.ConnectError("secret"), "unreachable"),
+        (httpx.ReadError("secret"), "unreachable"), (httpx.RemoteProtocolError("secret"), "malformed"),
+        (httpx.ProxyError("407 secret"), "proxy"), (httpx.LocalProtocolError("secret"), "malformed"),
+    ],
+)  # fmt: skip
+def test_no_text_of_the_library_gets_into_an_error(service: respx.MockRouter, fault: Exception, kind: str) -> None:
+    service.post(URL).mock(side_effect=fault)
+    assert failure(TARGET).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"to": SecretFile(file="/nowhere/file")}, "to: /nowhere/file cannot be read: "),
+        ({"to": "ftp://secret.example.com/"}, "to: expected a URL such as https://example.com/hook"),
+        ({"to": "https://example.com:secret/"}, "to: expected a URL such as https://example.com/hook"),
+        ({"proxy": "https://secret:3128"}, "proxy: expected http://HOST:PORT"),
+        ({"ca_file": "/nowhere/ca.pem"}, "ca_file: /nowhere/ca.pem cannot be used: "),
+        ({"body": "/nowhere/body.json"}, f"body: {Path('/nowhere/body.json')}: cannot be read: "),
+    ],
+)
+def test_what_cannot_be_set_up_is_told_without_the_secret(changes: dict[str, Any], message: str) -> None:
+    error = failure(msgspec.structs.replace(TARGET, **changes))
+    assert error.kind == "setup"
+    assert str(error).startswith(message)
+
+
+def test_a_token_of_two_lines_is_no_header(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("secret\r\nX-Evil: 1")
+    error = failure(replace(TARGET, headers={"Authorization": SecretFile(file=str(file))}))
+    assert str(error) == f"headers.Authorization: {file} is not one line of plain text"
+
+
+def test_check_tells_what_is_wrong_with_a_target_on_this_machine(tmp_path: Path) -> None:
+    body = tmp_path / "body.json"
+    body.write_text('{"a": 1,\n "b": ${b}}')
+    targets = [TARGET, replace(TARGET, body=str(body))]
+    fields = "id, what, title, reason, time, vm, vm_id, rule, mode, outcome, event_id, type, status, source, "
+    fields += "description, resources, not_before, seconds_left, duration_seconds"
+    assert [*doubts(targets)] == [("notify[1]", f"body: {body}:2: there is no field ${{b}}; known are: {fields}")]
+
+
+# --- real sockets
+
+
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [
+        ("closes at once", "unreachable"), ("resets", "unreachable"), ("closes without an answer", "unreachable"),
+        ("half an answer", "malformed"), ("garbage", "malformed"), ("says nothing", "timeout"),
+        ("a byte a second", "timeout"), ("503", "server_error"), ("302", "redirect"),
+    ],
+)  # fmt: skip
+def test_a_service_that_fails_is_given_up_in_time(receiver: Receiver, way: str, kind: str) -> None:
+    receiver.behave = lambda: way
+    assert failure(NotifyTarget(name="ops", to=receiver.url, timeout=2.0)).kind == kind
+    assert receiver.attempts == 1
+
+
+def test_a_port_without_a_service_refuses() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    error = failure(replace(TARGET, to=f"http://127.0.0.1:{port}/secret"))
+    assert (error.kind, str(error)) == ("refused", "connection refused")
+
+
+def test_only_the_proxy_of_the_target_is_used(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    target = NotifyTarget(name="ops", to=receiver.url)
+    assert deliver(target, SAMPLE).status == 202
+    by_proxy = replace(target, to="http://nowhere.invalid/", proxy=f"http://127.0.0.1:{receiver.port}")
+    assert deliver(by_proxy, SAMPLE).status == 202
+    assert failure(replace(target, proxy="environment")).kind == "refused"
+    monkeypatch.setenv("NO_PROXY", "example.com, 127.0.0.1")
+    assert deliver(replace(target, proxy="environment"), SAMPLE).status == 202
+
+
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
+
+
+@needs_openssl
+def test_tls_is_verified_also_through_a_proxy(tmp_path: Path) -> None:
+    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    files = ["-keyout", "key.pem", "-out", "cert.pem", "-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run([*new, *files], cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    with TlsServer(context) as server, Tunnel() as tunnel:
+        target = NotifyTarget(name="ops", to=f"https://localhost:{server.port}/secret")
+        error = failure(target)
+        assert (error.kind, str(error)) == ("tls", "its certificate is not trusted: self-signed certificate")
+        trusting = replace(target, ca_file=str(tmp_path / "cert.pem"))
+        assert deliver(trusting, SAMPLE).status == 202
+        assert deliver(replace(trusting, proxy=f"http://user:word@127.0.0.1:{tunnel.port}"), SAMPLE).status == 202
+        assert tunnel.heads[0].startswith(f"CONNECT localhost:{server.port} HTTP/1.1\r\n")
+        assert "Proxy-Authorization: Basic dXNlcjp3b3Jk" in tunnel.heads[0]
+        other_name = replace(trusting, to=f"https://127.0.0.1:{server.port}/secret")
+        assert failure(other_name).kind == "tls"
+        tunnel.refuses = True
+        error = failure(replace(trusting, proxy=f"http://127.0.0.1:{tunnel.port}"))
+        assert (error.kind, str(error)) == ("proxy", "the proxy answers 407")
+
+
+class Listener:
+    """A port; each connection is served in a thread."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Any:
+        self._start(self._accept)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        socket.create_connection(("127.0.0.1", self.port), 10).close()
+        for thread in self._threads:
+            thread.join(30)
+        self._socket.close()
+
+    _is_over = False
+
+    def _start(self, work: Any, *arguments: Any) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._socket.accept()
+            if self._is_over:
+                connection.close()
+                return
+            connection.settimeout(30)
+            self._start(self._guard, connection)
+
+    def _guard(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):  # the client may have gone
+            self.serve(connection)
+
+    def serve(self, connection: socket.socket) -> None:
+        raise NotImplementedError
+
+
+class TlsServer(Listener):
+    """Answers 202 over TLS."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        super().__init__()
+        self._context = context
+
+    def serve(self, connection: socket.socket) -> None:
+        with self._context.wrap_socket(connection, server_side=True) as secure:
+            read_request(secure)
+            secure.sendall(b"HTTP/1.1 202 Accepted\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
+class Tunnel(Listener):
+    """A proxy that knows CONNECT."""
+
+    refuses = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads: list[str] = []
+
+    def serve(self, connection: socket.socket) -> None:
+        head = connection.recv(65536).decode()
+        self.heads.append(head)
+        if self.refuses:
+            connection.sendall(b"HTTP/1.1 407 Proxy Authentication Required\r\nContent-Length: 0\r\n\r\n")
+            return
+        port = int(head.split()[1].rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), 30) as onward:
+            connection.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            self._start(self._pump, onward, connection)
+            self._pump(connection, onward)
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the other direction has ended
+            while data := source.recv(65536):
+                sink.sendall(data)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+
+
+# --- the bodies
+
+EVIL = ScheduledEvent(id='E"1', type="Reboot", status="Scheduled", description='a "quote" <!channel> \\ & ${vm}')
+
+
+def body_of(kind: str, **changes: Any) -> Any:
+    content_type, body = render(kind, replace(SAMPLE, **changes), "key")
+    assert content_type == ("application/cloudevents+json" if kind == "cloudevents" else "application/json")
+    return json.loads(body)
+
+
+def test_a_cloud_event_has_the_data_that_the_documented_schema_says() -> None:
+    page = (ROOT / "docs/notifications.md").read_text(encoding="utf-8")
+    schema = next(
+        json.loads(text) for text in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if "$schema" in text
+    )
+    event = body_of("cloudevents", vm_id="7a1f")
+    jsonschema.validate(event["data"], schema)
+    assert schema["required"] == [*event["data"]] == [*schema["properties"]]
+    assert event["data"].pop("event")["EventId"] == SAMPLE.event.id
+    assert {key: value for key, value in event.items() if key != "data"} == {
+        "specversion": "1.0",
+        "id": SAMPLE.id,
+        "source": "/azure/vm/7a1f",
+        "type": "io.scheduled-events-agent.test",
+        "time": "2026-01-01T12:00:00Z",
+        "datacontenttype": "application/json",
+        "subject": SAMPLE.event.id,
+    }
+
+
+def test_an_event_without_an_id_is_no_subject() -> None:
+    assert "subject" not in body_of("cloudevents", event=replace(SAMPLE.event, id=""))
+
+
+def test_slack_gets_a_text_that_cannot_mention_anyone() -> None:
+    body = body_of("slack", what="held", event=EVIL)
+    assert list(body) == ["text"]
+    assert body["text"].startswith("*The Reboot of vm-1 is held*\n")
+    assert "&lt;!channel&gt; \\ &amp; ${vm}" in body["text"]
+
+
+def test_teams_gets_an_adaptive_card() -> None:
+    body = body_of("teams", what="started")
+    (attachment,) = body["attachments"]
+    card = attachment["content"]
+    assert body["type"] == "message"
+    assert attachment["contentType"] == "application/vnd.microsoft.card.adaptive"
+    assert (card["type"], card["version"]) == ("AdaptiveCard", "1.4")
+    assert card["body"][0]["text"] == "The Freeze of vm-1 has started"
+    assert {"title": "Event", "value": SAMPLE.event.id} in card["body"][2]["facts"]
+
+
+@pytest.mark.parametrize(
+    ("what", "action", "severity"),
+    [("seen", "trigger", "info"), ("recovery_failed", "trigger", "critical"), ("recovered", "resolve", "info")],
+)
+def test_pagerduty_gets_one_alert_for_an_event(what: Any, action: str, severity: str) -> None:
+    body = body_of("pagerduty", what=what, outcome="completed")
+    assert (body["routing_key"], body["dedup_key"], body["event_action"]) == ("key", "test", action)
+    assert body["payload"]["severity"] == severity
+    assert body["payload"]["source"] == "vm-1"
+
+
+def test_the_key_of_pagerduty_is_in_the_body_and_in_no_header(service: respx.MockRouter) -> None:
+    route = service.post(URL).respond(202)
+    deliver(replace(TARGET, body="pagerduty", headers={"X-Routing-Key": "k" * 32}), SAMPLE)
+    sent = route.calls.last.request
+    assert "x-routing-key" not in sent.headers
+    assert json.loads(sent.content)["routing_key"] == "k" * 32
+
+
+def test_a_template_gets_values_and_no_code(tmp_path: Path) -> None:
+    file = tmp_path / "body.json"
+    file.write_text(
+        '{"text": "${title}: ${description}",\n "id": "${event_id}", "left": ${seconds_left}, "$": "$"}'
+    )
+    assert body_of(str(file), what="seen", event=EVIL, seconds_left=None) == {
+        "text": f"Azure announces a Reboot of vm-1: {EVIL.description}",
+        "id": EVIL.id,
+        "left": None,
+        "$": "$",
+    }
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ('{"a": "${titel}"}', "1: there is no field ${titel}; known are: id, what, title"),
+        ('{\n"a": ${title}}', "2: not JSON once its placeholders are filled in: Expecting value"),
+        ('{"a": "${vm.__class__}"}', "1: there is no field ${vm.__class__}"),
+    ],
+)
+def test_a_template_that_cannot_be_used_is_told_with_its_line(tmp_path: Path, template: str, fault: str) -> None:
+    file = tmp_path / "body.json"
+    file.write_text(template)
+    with pytest.raises(BodyError) as caught:
+        render(str(file), SAMPLE)
+    assert str(caught.value).startswith(f"{file}:{fault}")

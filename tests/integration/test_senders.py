@@ -1,0 +1,231 @@
+"""Senders: each notice of a state file arrives at least once and in order, whatever the service does."""
+
+import queue
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+import structlog
+from msgspec.structs import replace
+from receiver import WAYS_TO_FAIL, Receiver, wait_until
+
+from agent.daemon import senders as module
+from agent.daemon.senders import Senders, pause_after
+from agent.engine import NoticeEnded
+from agent.metrics import Metrics
+from agent.notices import SAMPLE, NoticeError
+from agent.settings import NotifyTarget
+from agent.store import Store
+from agent.store.notices import MAX_NOTICES
+
+NOW = datetime.now(UTC)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(tmp_path, NOW)
+    yield store
+    store.close()
+
+
+def put(store: Store, count: int, target: str = "ops", at: datetime = NOW, first: int = 0) -> dict[str, int]:
+    bodies = [msgspec.json.encode(replace(SAMPLE, id=str(first + number))).decode() for number in range(count)]
+    with store._transaction():
+        return store.notices.add(at.isoformat(), [(target, body) for body in bodies])
+
+
+class Run:
+    """Senders, and what they report."""
+
+    def __init__(self, store: Store, *targets: NotifyTarget) -> None:
+        self.reports: queue.SimpleQueue[NoticeEnded] = queue.SimpleQueue()
+        self.metrics = Metrics(tuple)
+        self.senders = Senders(store.path.parent, self.reports.put, self.metrics)
+        self.targets = targets
+
+    def ended(self) -> list[int]:
+        found = []
+        while not self.reports.empty():
+            found.append(self.reports.get().id)
+        return found
+
+    def dropped(self, reason: str, target: str = "ops") -> float:
+        return float(self.metrics.notices_dropped.labels(target, reason)._value.get())
+
+
+@contextmanager
+def sending(store: Store, *targets: NotifyTarget) -> Iterator[Run]:
+    run = Run(store, *targets)
+    run.senders.use(targets)
+    try:
+        yield run
+    finally:
+        run.senders.use(())
+        wait_until(lambda: not [t for t in threading.enumerate() if t.name.startswith("notify-")], "they ended")
+
+
+def to(receiver: Receiver, name: str = "ops", timeout: float = 5.0) -> NotifyTarget:
+    return NotifyTarget(name=name, to=receiver.url, timeout=timeout)
+
+
+def ids(receiver: Receiver) -> list[int]:
+    return [int(body["id"]) for body in receiver.taken]
+
+
+def in_order(found: list[int]) -> list[int]:
+    """Without the repetitions of at-least-once."""
+    return list(dict.fromkeys(found))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "pause_after", lambda *_: 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+def test_all_arrive_in_order_at_a_service_that_fails_half_the_time(store: Store) -> None:
+    dice = random.Random(20261122)
+
+    def behave() -> str:
+        return dice.choice(WAYS_TO_FAIL) if dice.random() < 0.45 else "ok"
+
+    put(store, 40)
+    with Receiver(behave) as receiver, sending(store, to(receiver, timeout=0.5)) as run:
+        wait_until(lambda: run.reports.qsize() == 40, "all were reported")
+        assert in_order(ids(receiver)) == [*range(40)]
+        assert run.ended() == [*range(1, 41)]
+        assert receiver.attempts > 40
+        assert run.senders.failures() == {}
+
+
+def test_what_is_reported_is_not_sent_again_before_the_engine_has_forgotten_it(store: Store) -> None:
+    put(store, 3)
+    with Receiver() as receiver, sending(store, to(receiver)) as run:
+        wait_until(lambda: run.reports.qsize() == 3, "all were reported")
+        put(store, 1, first=3)
+        run.senders.notify(is_urgent=False)
+        wait_until(lambda: run.reports.qsize() == 4, "the next was reported")
+        assert ids(receiver) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("way", ["says nothing", "a byte a second", "closes at once"])
+def test_a_target_that_is_dead_does_not_hold_up_another(store: Store, way: str) -> None:
+    put(store, 5, "dead")
+    put(store, 5, "alive")
+    with Receiver(lambda: way) as dead, Receiver() as alive, sending(store, to(dead, "dead"), to(alive, "alive")):
+        wait_until(lambda: ids(alive) == [*range(5)], "the other had all")
+        assert ids(dead) == []
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("way", ["400", "302"])
+def test_a_notice_that_is_refused_is_counted_and_the_next_one_is_sent(store: Store, way: str) -> None:
+    answers = iter([way, "ok"])
+    put(store, 2)
+    with (
+        structlog.testing.capture_logs() as log,
+        Receiver(lambda: next(answers)) as receiver,
+        sending(store, to(receiver)) as run,
+    ):
+        wait_until(lambda: run.reports.qsize() == 2, "both were reported")
+        assert (ids(receiver), run.dropped("refused")) == ([1], 1)
+    reasons = [entry.get("reason") for entry in log if entry["log_level"] == "warning"]
+    assert reasons == [f"it answers {way}"]
+    assert not any("secret" in str(entry) for entry in log)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_notice_is_given_up_after_a_day_but_tried_once_in_any_case(store: Store) -> None:
+    answers = iter(["503", "ok", "ok"])
+    put(store, 2, at=NOW - timedelta(days=2))
+    put(store, 1, first=2)
+    with Receiver(lambda: next(answers)) as receiver, sending(store, to(receiver)) as run:
+        wait_until(lambda: run.reports.qsize() == 3, "all were reported")
+        assert (ids(receiver), run.dropped("too_old")) == ([1, 2], 1)
+
+
+def test_an_urgent_notice_ends_the_pause_and_another_does_not(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[int] = []
+
+    def long_pause(failures: int, _: object) -> float:
+        pauses.append(failures)
+        return 3600.0
+
+    monkeypatch.setattr(module, "pause_after", long_pause)
+    answers = iter(["503", "429", "ok", "ok"])
+    put(store, 1)
+    with Receiver(lambda: next(answers)) as receiver, sending(store, to(receiver)) as run:
+        wait_until(lambda: pauses == [1], "it paused")
+        failure = run.senders.failures()["ops"]
+        assert failure.reason == "it answers 503"
+        put(store, 1, first=1)
+        run.senders.notify(is_urgent=False)
+        run.senders.notify(is_urgent=True)
+        wait_until(lambda: pauses == [1, 2], "it tried once and paused again")
+        assert run.senders.failures()["ops"].since == failure.since
+        run.senders.notify(is_urgent=True)
+        wait_until(lambda: ids(receiver) == [0, 1], "both arrived")
+
+
+def test_a_stop_tries_once_more_and_waits_for_no_dead_service(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "pause_after", lambda *_: 3600.0)
+    answers = iter(["503", "ok", "ok", "503"])
+    put(store, 4)
+    with Receiver(lambda: next(answers)) as receiver, sending(store, to(receiver)) as run:
+        wait_until(run.senders.failures, "it failed")
+        assert not run.senders.is_busy()
+        run.senders.begin_stop()
+        wait_until(lambda: not run.senders.is_busy(), "the stop need not wait")
+        wait_until(lambda: receiver.attempts == 4, "it had tried")
+        assert ids(receiver) == [0, 1]
+
+
+def test_a_target_that_is_taken_out_of_the_policy_hears_no_more(store: Store) -> None:
+    with Receiver() as receiver, sending(store, to(receiver)) as run:
+        run.senders.use(())
+        put(store, 1)
+        run.senders.notify(is_urgent=True)
+        run.senders.use([to(receiver, "other")])
+        put(store, 1, "other", first=1)
+        run.senders.notify(is_urgent=False)
+        wait_until(lambda: ids(receiver) == [1], "the other target was notified")
+
+
+def test_pauses_grow_and_follow_the_service() -> None:
+    for failures, longest in ((1, 1), (2, 2), (5, 16), (9, 256), (10, 300), (10_000, 300)):
+        assert longest / 2 <= pause_after(failures, None) <= longest
+    asked = NoticeError("it answers 429", kind="throttled", retry_after=600.0)
+    assert pause_after(1, asked) == 600.0
+    asked.retry_after = 1e9
+    assert pause_after(1, asked) == 3600.0
+
+
+def test_ten_thousand_notices_while_the_service_is_away_keep_the_latest_thousand(store: Store) -> None:
+    lost = 0
+    for first in range(0, 10_000, 500):
+        lost += put(store, 500, first=first).get("ops", 0)
+    put(store, 1, "other")
+    assert lost == 9000
+    waiting = store.notices.waiting()
+    assert {name: one.count for name, one in waiting.items()} == {"ops": MAX_NOTICES, "other": 1}
+    with Receiver() as receiver, sending(store, to(receiver)) as run:
+        wait_until(lambda: run.reports.qsize() == MAX_NOTICES, "all that was kept was reported")
+        assert ids(receiver) == [*range(9000, 10_000)]
+
+
+def test_a_notice_that_a_bug_keeps_from_being_sent_stops_no_thread(store: Store) -> None:
+    with store._transaction():
+        store.notices.add(NOW.isoformat(), [("ops", '{"id": "secret"}')])
+    with Receiver() as receiver, sending(store, to(receiver)) as run:
+        wait_until(run.senders.failures, "it failed")
+        assert run.senders.failures()["ops"].reason == "a bug in the agent: ValidationError"
+        assert [thread.name for thread in threading.enumerate() if thread.name == "notify-ops"]
