@@ -58,6 +58,7 @@ RESERVE_BYTES = 4 * 1024 * 1024
 """Room for the lives of a hundred events: so much of the file is free, and so long is its write-ahead log."""
 # The log is moved into the file when half of it is used, so the other half has room for the largest commit.
 _CHECKPOINT_PAGES = 512
+_CACHE_KIB = 256  # SQLite's default takes 2 MiB of memory, for rows that the agent reads once
 
 
 class StoreError(AgentError):
@@ -227,6 +228,7 @@ def _connect(path: Path, options: str, prepare: Callable[[sqlite3.Connection], o
 
 def _set_up(connection: sqlite3.Connection) -> int:
     """Set how the file is written; returns the version of its schema."""
+    connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     # A long reader makes the log grow; afterwards it shrinks to this.
