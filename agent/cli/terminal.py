@@ -12,9 +12,8 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from textwrap import wrap
-from typing import Literal, TextIO
+from typing import Literal, NamedTuple, TextIO
 
 from msgspec import to_builtins
 
@@ -33,8 +32,7 @@ _SLOW_SECONDS = 3.0
 _COLOR_SEQUENCE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A label and its text."""
 
     label: str
@@ -42,8 +40,7 @@ class Row:
     style: Style = ""
 
 
-@dataclass(frozen=True)
-class Terminal:
+class Terminal(NamedTuple):
     """Where the output goes."""
 
     width: int | None
