@@ -169,6 +169,16 @@ def test_an_agent_that_runs_has_loaded_all_of_its_own_before_an_upgrade() -> Non
     assert (wanted & {dotted_name_of(path) for path in files()}) - set(loaded) == set()
 
 
+@pytest.mark.parametrize("module", ["history", "ids", "operator", "status"])
+def test_a_command_that_only_reads_the_state_loads_little(module: str) -> None:
+    slow = {"asyncio", "httpx", "prometheus_client", "structlog"}
+    if sys.platform != "win32":  # which asks psutil for the boot's time, and hashlib for the service's account
+        slow |= {"hashlib", "jeepney", "psutil", "subprocess"}
+    command = [sys.executable, "-c", f"import sys, agent.cli.{module}; print(*sys.modules)"]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert slow & set(loaded) == set()
+
+
 def test_only_the_plugin_for_users_tests_knows_pytest_and_nobody_else_loads_it() -> None:
     plugin = "agent.simulator.testing"
     knowing = {name_of(path) for path in files() if any(is_in(name, {"pytest", plugin}) for name in imports(path))}
