@@ -333,7 +333,7 @@ def mismatch(when: When, event: ScheduledEvent, facts: Facts) -> str | None:
     affects = event.affects(facts.names)
     seconds = event.duration_seconds
     if event.is_recommendation and RECOMMENDATION not in when.type:
-        return f"its type does not name {RECOMMENDATION}"
+        return f"only a rule whose type names {RECOMMENDATION} takes one"
     if when.type and event.type not in when.type:
         return f"type is {event.type or 'missing'}, not {_either(when.type)}"
     if when.source and event.source not in when.source:

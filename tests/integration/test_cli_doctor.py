@@ -670,3 +670,22 @@ def test_wrong_usage_ends_with_2(run: Callable[..., tuple[int, str, str]]) -> No
     with pytest.raises(SystemExit) as caught:
         run("--no-such-option")
     assert caught.value.code == 2
+
+
+SPOT = "rules: [{name: spot, when: {type: SpotRebalanceRecommendation}}]\n"
+
+
+@pytest.mark.parametrize("status", [400, 404])
+def test_the_api_version_that_is_answered_is_told(examine: Examine, status: int) -> None:
+    with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
+        endpoint = simulator.endpoint()
+        assert examine(endpoint).one("version").finding == "the document comes in api-version 2020-07-01"
+        assert examine(endpoint, SPOT).one("version").finding == "the document comes in api-version 2024-07-09"
+
+        simulator.fault(None, "status", status=status, api_version="2024-07-09")
+        report = examine(endpoint, SPOT)
+    version = report.one("version")
+    refused = "api-version 2024-07-09 is refused, so the document comes in 2020-07-01, without recommendations"
+    assert (version.verdict, version.finding) == ("warning", refused)
+    assert "Microsoft.Compute/SpotPlus" in version.advice
+    assert report.verdicts("endpoint", "direct", "events") == ["ok", "ok", "ok"]

@@ -281,6 +281,44 @@ def test_explain_tells_whether_and_when_an_event_would_be_approved(
     assert event["expected_approval"]["text"].startswith(approval)
 
 
+SPOT = """\
+rules:
+  - name: advice
+    when: {type: [SpotRebalanceRecommendation, Preempt]}
+    prepare: [drain]
+    recover: [drain]
+    approve: when-prepared
+    expire_after: 30m
+  - {name: rest, prepare: [drain], recover: [drain], approve: when-prepared}
+hooks:
+  drain: {run: [/bin/true]}
+"""
+
+
+@pytest.mark.parametrize("rules", [SPOT, SPOT.replace("SpotRebalanceRecommendation, ", "")])
+def test_check_and_explain_say_what_becomes_of_a_recommendation(run: Run, tmp_path: Path, rules: str) -> None:
+    policy, event = tmp_path / "p.yaml", tmp_path / "event.json"
+    policy.write_text(f"agent: {{state_dir: '{tmp_path.as_posix()}'}}\n{rules}", encoding="utf-8")
+    event.write_text(
+        '{"EventId": "R", "EventType": "SpotRebalanceRecommendation", "EventStatus": "Scheduled", '
+        '"Resources": ["vm_1"], "NotBefore": "Mon, 11 Apr 2022 23:26:58 GMT"}',
+        encoding="utf-8",
+    )
+    told = " ".join(run("check", "--config", str(policy))[1].split())
+    explained = " ".join(run("explain", str(event), "--config", str(policy), "--vm", "vm_1")[1].split())
+    if rules != SPOT:
+        assert "(api-version 2020-07-01)" in told
+        assert "not rest: only a rule whose type names SpotRebalanceRecommendation takes one" in explained
+        assert "no rule takes it: observe" in explained
+        return
+    assert "(api-version 2024-07-09, else 2020-07-01)" in told
+    assert "a recommendation is not approved, and over after 30m" in told
+    assert "rule advice takes it: affects self, type SpotRebalanceRecommendation; " in explained
+    assert "prepare now: run drain" in explained
+    assert "recover once it is over, at the latest after 30m: run drain" in explained
+    assert "not approved: an approval of a recommendation has no effect" in explained
+
+
 def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> None:
     report = json.loads(explain(run, policy, "15-preempt-spot-vm.json", "--json"))
     (event,) = report.pop("events")

@@ -320,3 +320,61 @@ def test_many_rules_are_compared_with_few_others(monkeypatch: pytest.MonkeyPatch
 def test_a_window_nobody_uses_is_a_warning() -> None:
     text = "maintenance_windows: {night: {start: 02:00, length: 4h}}"
     assert warnings(text) == ["policy.yaml:1: maintenance_windows.night: no rule names this maintenance window"]
+
+
+SPOT = "\nrules: [{name: a, when: {type: SpotRebalanceRecommendation}, prepare: [drain], recover: [resume]%s}]"
+
+
+@pytest.mark.parametrize(
+    ("more", "warning"),
+    [
+        ("", None),
+        (", drain_for: 5s, expire_after: 10m, on_failure: approve", None),
+        (", approve: when-prepared", "approve: never approves: an approval of a recommendation has no effect"),
+        (", lead: 5m", "lead: does nothing: a recommendation is prepared for at once"),
+        (", on_start: [drain]", "on_start: never runs: a recommendation does not start"),
+    ],
+)
+def test_what_a_rule_for_recommendations_cannot_do_is_a_warning(more: str, warning: str | None) -> None:
+    found = [text for text in warnings(HOOKS.strip() + SPOT % more) if "is longer than lead" not in text]
+    assert found == ([f"policy.yaml:2: rules[0].{warning}"] if warning else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        (
+            HOOKS + "rules: [{name: a, prepare: [drain], recover: [resume], expire_after: 5m}]",
+            "2: rules[0].expire_after: does nothing: when.type does not name SpotRebalanceRecommendation",
+        ),
+        (
+            HOOKS.replace("[/d]", "[/d], once: true")
+            + "rules: [{name: a, when: {type: Preempt}, prepare: [drain], recover: [resume]}]",
+            "1: hooks.drain.once: does nothing: no rule for SpotRebalanceRecommendation prepares with this hook",
+        ),
+        (
+            HOOKS + "imds: {api_version: 2020-07-01}" + SPOT % "",
+            "2: imds.api_version: 2020-07-01 has no SpotRebalanceRecommendation, which a rule names: write auto",
+        ),
+    ],
+)
+def test_what_has_no_effect_without_recommendations_is_a_warning(text: str, warning: str) -> None:
+    assert warnings(text) == [f"policy.yaml:{warning}"]
+
+
+def test_once_needs_a_hook_whose_success_counts() -> None:
+    text = "hooks: {drain: {run: [/d], once: true, required: false}}\n"
+    assert faults(text) == (
+        "policy.yaml:1: hooks.drain.once: cannot be used with required: false, as then it does not count if it succeeds",
+    )
+
+
+def test_a_rule_for_every_type_does_not_hide_a_rule_for_recommendations() -> None:
+    assert warnings("rules: [{name: all}, {name: spot, when: {type: SpotRebalanceRecommendation}}]") == []
+    assert (
+        warnings("rules: [{name: all}, {name: both, when: {type: [Preempt, SpotRebalanceRecommendation]}}]") == []
+    )
+    twice = "rules: [{name: one, when: {type: [Preempt, SpotRebalanceRecommendation]}}, {name: two, when: {type: SpotRebalanceRecommendation}}]"
+    assert warnings(twice) == [
+        "policy.yaml:1: rules[1]: never matches: rule one above takes every event that it could take"
+    ]
