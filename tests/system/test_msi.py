@@ -491,13 +491,23 @@ class Windows:
         return self.run("cmd", "/c", rf"C:\Program Files\{HOME}\bin\{NAME}.cmd", *arguments)
 
     def msiexec(self, what: str, package: Path, *properties: str) -> list[str]:
-        return ["msiexec", what, f"Z:{package}".replace("/", "\\"), "/qn", *properties]
+        return ["msiexec", what, f"Z:{package}".replace("/", "\\"), "/qn", "/l*v", r"C:\msi.log", *properties]
 
     def install(self, package: Path, *properties: str) -> int:
-        return self.run(*self.msiexec("/i", package, *properties))[0]
+        return self._change("/i", package, *properties)
 
     def remove(self, package: Path, *properties: str) -> int:
-        return self.run(*self.msiexec("/x", package, *properties))[0]
+        return self._change("/x", package, *properties)
+
+    def _change(self, what: str, package: Path, *properties: str) -> int:
+        code, said = self.run(*self.msiexec(what, package, *properties))
+        logs = {"msi.log": self.drive / "msi.log", "install.log": self.home / "install.log"}
+        logs["agent.log"] = self.data / "logs/agent.log"
+        print(f"=== msiexec {what} {package.name} ended with {code}: {said}")  # pytest shows it on failure only
+        for name, path in logs.items():
+            if code and path.exists():
+                print(f"--- {name}\n{path.read_bytes()[-6000:].decode('utf-8', 'replace')}")
+        return code
 
     def installation(self, *arguments: str) -> int:
         """What the installer has done by the product's own script."""
