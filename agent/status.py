@@ -155,6 +155,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """In which documents are answered."""
     command_options: str = ""
     """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
+    notify: tuple[NotifiedTarget, ...] = ()
     headline: str = ""
     tone: Literal["good", "busy", "bad"] = "good"
     summaries: tuple[EventSummary, ...] = ()

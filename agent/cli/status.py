@@ -136,6 +136,10 @@ def _rows(status: Status) -> Iterator[Row]:
     yield _last_poll(status)
     readiness = "ready" if status.ready else "not ready"
     yield Row("agent", f"version {status.version}, since {_ago(status.started_at, now)}; {readiness} (/readyz)")
+    for target in status.notify:
+        if failure := target.failure:
+            text = f"{target.name} has failed since {clock(failure.since, now)}: {failure.reason}"
+            yield Row("notify", f"{text}; {target.waiting} wait", "yellow")
     for hook in status.running_for(""):
         yield Row("runs", f"the on_clear hook {hook.hook}, {span(hook.since, now)} so far", "cyan")
 

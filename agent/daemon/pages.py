@@ -6,7 +6,7 @@ bounded amount of work, however many and however slow they are, and none of it i
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -23,7 +23,7 @@ from agent.engine import Engine
 from agent.log import get_logger
 from agent.log_ids import LogId
 from agent.metrics import Metrics
-from agent.status import History, HistoryItem, Journal, JournalEntry, PolicyInForce, Status, Vm
+from agent.status import History, HistoryItem, Journal, JournalEntry, NotifiedTarget, PolicyInForce, Status, Vm
 from agent.store import Store, StoreError
 from agent.web.files import FILES
 from agent.web.server import Page, WebError, WebServer
@@ -223,8 +223,20 @@ class Pages:
             running=self._executor.running(),
             pending=tuple(map(as_shown, engine.board.values())),
             command_options=self._command_options,
+            notify=tuple(self._notified()),
         )
         return with_words(status)
+
+    def _notified(self) -> Iterator[NotifiedTarget]:
+        waiting, failures = self._engine.notifying.waiting, self._executor.notify_failures()
+        for target in self._engine.settings.notify:
+            mine = waiting.get(target.name)
+            yield NotifiedTarget(
+                name=target.name,
+                waiting=mine.count if mine else 0,
+                oldest_at=mine.oldest_at if mine else None,
+                failure=failures.get(target.name),
+            )
 
 
 def _json_page(answer: Status | Journal) -> Page:

@@ -20,7 +20,7 @@ from agent.imds import ImdsClient
 from agent.log import Logger, get_logger
 from agent.log_ids import LogId
 from agent.policy import Hook
-from agent.status import RunningHook
+from agent.status import RunningHook, TargetFailure
 from agent.workflow import ApprovalAnswered, Approve
 
 
@@ -139,6 +139,10 @@ class Threads:
     def notify(self, *, is_urgent: bool) -> None:
         """There are new notices."""
         self._senders.notify(is_urgent=is_urgent)
+
+    def notify_failures(self) -> dict[str, TargetFailure]:
+        """Why which target does not take notices, for any thread."""
+        return self._senders.failures()
 
     def _answer(self, approvals: list[Approve], kind: str, detail: str) -> None:
         for approve in approvals:

@@ -103,6 +103,9 @@
     const notes = isHealthy ? [] : status.health.slice(0, MOST.names).map((text) => ["bad", text]);
     const note = (text) => notes.push(["busy", text]);
     if (status.poll_failure && isHealthy) note(`The last poll failed: ${status.poll_failure}`);
+    for (const {name, waiting, failure} of status.notify.filter((target) => target.failure).slice(0, MOST.names)) {
+      note(`Notifying ${name} fails: ${failure.reason}; ${waiting} wait`);
+    }
     if (status.is_paused) note("The service manager has paused the agent: it watches, and does nothing.");
     if (!status.vm.names.length) note("It is not known yet which name this VM has in events, so none counts as its own.");
     if (unread) note(`What happened before cannot be shown: ${unread}`);

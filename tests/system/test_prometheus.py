@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 import apt
 from harness import PATIENCE, Agent, Simulator
+from receiver import Receiver
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "config" / "prometheus"
@@ -350,6 +351,26 @@ def live_unheard(directory: Path) -> list[Timeline]:
     return [approvals, polls_fail, from_start]
 
 
+def live_unnotified(directory: Path) -> list[Timeline]:
+    """A service refuses what it is notified of."""
+    with (
+        Receiver(lambda: "400") as receiver,
+        living(directory, notify=[{"name": "ops", "to": receiver.url}]) as (sim, agent),
+    ):
+        idle = expose(agent)
+        event = sim.schedule("Freeze", notice_seconds=900)
+        wait_count(agent, 1, "notices_dropped_total", reason="refused")
+        sim.cancel(event)
+        wait_count(agent, 1, "closed_total")
+        wait_count(agent, 2, "notices_dropped_total", reason="refused")
+        refused = expose(agent)
+    timeline = Timeline("notices that are refused")
+    timeline.hold(idle, 10)
+    timeline.hold(refused, 5, "NoticesWait")
+    timeline.hold(refused, 15)
+    return [timeline]
+
+
 def live_refused(directory: Path) -> list[Timeline]:
     """A policy file with a mistake is offered, then mended; the machine stands still for eleven seconds."""
     with living(directory) as (_, agent):
@@ -451,6 +472,7 @@ LIVES: tuple[Callable[[Path], list[Timeline]], ...] = (
     live_watching,
     live_observing,
     live_unheard,
+    live_unnotified,
     live_refused,
     live_without_disk,
     live_with_a_bug,
@@ -551,7 +573,7 @@ def test_promtool_accepts_what_the_readme_has_it_check(programs: Path) -> None:
     commands = re.findall(r"^\$ promtool (.+)$", (PACKAGE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     said = [promtool(programs, *command.split()) for command in commands]
     assert [command.split()[0] for command in commands] == ["check", "test", "check"]
-    assert "SUCCESS: 21 rules found" in said[0]
+    assert "SUCCESS: 22 rules found" in said[0]
 
 
 def test_prometheus_accepts_the_configuration_with_all_that_is_commented_out(

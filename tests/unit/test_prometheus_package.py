@@ -20,7 +20,7 @@ from agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
 from agent.imds import IMDS_ERROR_KINDS
 from agent.metrics import Metrics
 from agent.policy import ApproveMode, Decision
-from agent.settings import Settings
+from agent.settings import NotifyTarget, Settings
 from agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
 
 ROOT = Path(__file__).parents[2]
@@ -123,7 +123,8 @@ def exposed() -> dict[str, dict[str, set[str]]]:
     for kind in kinds:
         metrics.record_note(workflow, Note(kind=kind, text=""), NOW.timestamp())
     metrics.record_hook("drain", "prepare", "succeeded", 1.0)
-    metrics.set_policy(Settings(), "e3b0")
+    metrics.set_policy(Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),)), "e3b0")
+    metrics.set_waiting({"ops": (0, 0.0)})
     found: dict[str, dict[str, set[str]]] = {name: {} for name in ("up", *PROCESS_METRICS)}
     for family in text_string_to_metric_families(metrics.expose().decode()):
         for sample in family.samples:
@@ -244,7 +245,7 @@ def test_every_recorded_series_is_used_after_it_was_recorded() -> None:
 def test_the_commands_that_alerts_advise_exist() -> None:
     texts = [rule["annotations"]["description"] for rule in alerts().values()]
     commands = re.findall(r'"scheduled-events-agent ([^"]+)"', " ".join(texts))
-    advised = {"approve", "check", "hold", "resolve", "retry", "status"}
+    advised = {"approve", "check", "hold", "notify", "resolve", "retry", "status"}
     assert {command.split()[0] for command in commands} == advised
     parser = build_parser()
     for command in commands:
