@@ -5,7 +5,9 @@ The one invariant: each request has a connection of its own, so what is left on 
 """
 
 import logging
+import os
 import re
+import selectors
 import socket
 import ssl
 from collections.abc import Callable
@@ -170,8 +172,7 @@ class _BoundedStream(httpcore.NetworkStream):
             self._on_wait(_RESOLVE_SECONDS)
             address = socket.gethostbyname(host)  # one address: several would multiply the time
             limit = min(limit, self._seconds_left())
-            self._on_wait(limit)
-            self._socket = socket.create_connection((address, port), limit)
+            self._socket = self._open(address, port, limit)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except TimeoutError as error:
             raise httpx.ConnectTimeout(f"no connection within {limit:.3g} s") from error
@@ -213,6 +214,33 @@ class _BoundedStream(httpcore.NetworkStream):
             self.fault = error
             raise httpx.ConnectError("the TLS handshake failed") from error
         return self
+
+    def _open(self, address: str, port: int, limit: float) -> socket.socket:
+        deadline, connection = monotonic() + limit, socket.socket()
+        try:
+            connection.settimeout(self._slice_before(deadline))
+            try:
+                connection.connect((address, port))
+            except TimeoutError:
+                connection.settimeout(0.0)  # it goes on connecting
+                with selectors.DefaultSelector() as waiting:
+                    waiting.register(connection, selectors.EVENT_WRITE)
+                    while not waiting.select(self._slice_before(deadline)):
+                        pass
+                if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    raise OSError(code, os.strerror(code)) from None
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _slice_before(self, deadline: float) -> float:
+        """How long to wait at a time, which is announced. Raises TimeoutError."""
+        seconds = min(deadline - monotonic(), _SLICE_SECONDS)
+        if seconds <= 0:
+            raise TimeoutError
+        self._on_wait(seconds)
+        return seconds
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         del timeout  # the deadline is stricter

@@ -22,7 +22,9 @@ from agent.store import FILE_NAME, REQUEST_VALID_SECONDS, RequestWord, Store, St
 from agent.words import clock
 from agent.workflow import Workflow
 
-_ANSWER_WITHIN_SECONDS = 5.0
+# Should the wake-up be lost: longer than the agent ever rests.
+_ANSWER_WITHIN_SECONDS = 12.0
+_LOOK_SECONDS = 0.01
 _LISTED = 20
 
 # Command -> the word of the request.
@@ -76,7 +78,7 @@ def find_agent(state_dir: Path) -> str | None:
 
 
 def ask_agent(store: Store, workflow_id: str, word: RequestWord, user: str) -> str | None:
-    """The running agent's answer; None if none came within five seconds: then the request is withdrawn.
+    """The running agent's answer; None if none came within twelve seconds: then it is withdrawn.
 
     Raises StoreError.
     """
@@ -84,7 +86,7 @@ def ask_agent(store: Store, workflow_id: str, word: RequestWord, user: str) -> s
     deadline = time.monotonic() + _ANSWER_WITHIN_SECONDS
     try:
         while store.load_answer(request) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(_LOOK_SECONDS)
     finally:
         try:
             answer = store.withdraw_request(request)

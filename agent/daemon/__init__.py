@@ -14,14 +14,18 @@ from its next turn.
     policy      reads the policy file again, when asked to -> inbox
     pages       opens the web server, until it is open (pages.py)
     web         answers from the published board
+    operators   wakes the engine for a request in the state file
     watchdog    ends the process if the engine finishes no turn, or the poller hangs (watchdog.py)
 """
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
+from itertools import islice
 
 import msgspec
 from msgspec.structs import replace
@@ -45,8 +49,10 @@ from agent.store import Store, StoreError
 from agent.web.server import WebServer
 from agent.words import summarize
 
-# The engine's own pace: how soon an operator is answered, and how often /healthz hears of it.
-_TICK_SECONDS = 1.0
+# The engine's own pace: how often the watchdog and /healthz hear of it while nothing comes.
+_TICK_SECONDS = 10.0
+# The same while something is not as it should be, or operators cannot wake it.
+_RESTLESS_TICK_SECONDS = 1.0
 # The first poll waits this long for the first answer to who this VM is, and no longer.
 _IDENTITY_PATIENCE_SECONDS = 2.0
 # The service manager hears that the agent is ready when the first poll has been tried, or takes longer than this.
@@ -56,6 +62,7 @@ _COMMIT_RETRY_SECONDS = 1.0
 # For the web server to be there at the start, and gone at the end.
 _WEB_PATIENCE_SECONDS = 2.0
 DEFAULT_STOP_TIMEOUT = 5.0
+_MOST_DESCRIBED = 10
 
 
 class Daemon:
@@ -101,7 +108,7 @@ class Daemon:
             self._executor,
             describe=lambda: msgspec.json.encode(self._pages.status()),
         )
-        self._poller = Poller(self._engine, self._put, self._metrics)
+        self._poller = Poller(self._engine, self._put, self._metrics, partial(self._put, Command("look")))
         self._identifier = Identifier(self._engine, self._put, self._poller.stop_requested)
         self._inbox = Inbox(items, self._engine, self._executor, self._obey)
         self._started = time.monotonic()
@@ -121,6 +128,8 @@ class Daemon:
         self._service = service or host.ServiceManager()
         self._watchdog = Watchdog(lambda: store.is_writing)
         self._is_stopping = False
+        self._wake_path = store.wake_path
+        self._wake_up: host.WakeUp | None = None
         self._told_status: str | None = None  # None until it has been told that the agent is ready
         self._web_thread: threading.Thread | None = None
 
@@ -190,6 +199,13 @@ class Daemon:
         self._start_thread("relief", self._poller.run_relief)
         self._start_thread("watchdog", self._watchdog.run)
         self._start_thread("policy", self._read_policies)
+        with contextlib.suppress(OSError):  # requests are then found at the next turn
+            self._wake_up = host.WakeUp(self._wake_path)
+            self._start_thread("operators", partial(self._hear_operators, self._wake_up))
+
+    def _hear_operators(self, wake_up: host.WakeUp) -> None:
+        while wake_up.wait():
+            self._put(Command("look"))
 
     def _poll(self) -> None:
         # Whose the state on disk is, and what Resources call this VM, is best known before the first document.
@@ -231,6 +247,8 @@ class Daemon:
             self._log.error(
                 "could not write the state file while stopping", log_id=LogId.STATE_LOST, reason=str(error)
             )
+        if self._wake_up is not None:
+            self._wake_up.close()
         if self._web_thread is not None:
             self._web_thread.join(_WEB_PATIENCE_SECONDS)
         self._pages.close()
@@ -240,8 +258,9 @@ class Daemon:
 
     def _turn(self) -> bool:
         """Take what has come, decide, commit, perform. False when it is time to stop."""
-        document_at = self._poller.succeeded_at  # before the inbox is emptied: nothing later is in it
         may_go_on = self._inbox.take(self._seconds_to_next_turn())
+        document_at = self._poller.succeeded_at  # before the inbox is emptied: nothing later is in it
+        may_go_on = self._inbox.take(0.0) and may_go_on
         self._executor.reap()
         if not may_go_on:
             return False
@@ -256,15 +275,17 @@ class Daemon:
     def _seconds_to_next_turn(self) -> float:
         if self._told_status is None:
             return _START_TICK_SECONDS
-        if not self._engine.board:
-            return 2 * _TICK_SECONDS  # a turn is cheap, to wake up for it is not
-        wake_at = self._engine.next_wake_at()
-        return min(_TICK_SECONDS, (wake_at - datetime.now(UTC)).total_seconds()) if wake_at else _TICK_SECONDS
+        is_restless = self._wake_up is None or self._engine.is_restless or self._poller.overdue_seconds()
+        seconds = min(_TICK_SECONDS, _RESTLESS_TICK_SECONDS) if is_restless else _TICK_SECONDS
+        wake_at = self._engine.wake_at
+        return min(seconds, (wake_at - datetime.now(UTC)).total_seconds()) if wake_at else seconds
 
     def _obey(self, item: Command | PolicyRead) -> None:
         match item:
             case _ if self._is_stopping:
                 pass
+            case Command(word="look"):
+                pass  # the turn that follows does
             case PolicyRead():
                 self._enforce(item)
             case Command(word="reload"):
@@ -309,8 +330,10 @@ class Daemon:
             parts.append(f"its pages are not shown ({self._pages.failure})")
         if self._pages.tls and self._pages.tls.refused:
             parts.append("agent.web_config was refused, what it said before is in force")
-        pending = [summarize(workflow) for workflow in self._engine.board.values()]
-        parts += pending or ["nothing is pending"]
+        board = self._engine.board
+        parts += [summarize(workflow) for workflow in islice(board.values(), _MOST_DESCRIBED)]
+        more = len(board) - _MOST_DESCRIBED
+        parts += [f"and {more} more"] if more > 0 else [] if board else ["nothing is pending"]
         return "; ".join(parts)
 
     # --- policy

@@ -24,9 +24,9 @@ _GRACE_SECONDS = 1.5
 
 @dataclass(frozen=True)
 class Command:
-    """A command from a signal or the service manager."""
+    """A command from a signal or the service manager; ``look``: there may be a request, or another status."""
 
-    word: Literal["stop", "reload", "pause", "resume"]
+    word: Literal["stop", "reload", "pause", "resume", "look"]
 
 
 @dataclass(frozen=True)

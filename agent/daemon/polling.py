@@ -39,7 +39,11 @@ Put = Callable[[Message], None]
 class Poller:
     """Fetches the document at the policy's pace."""
 
-    def __init__(self, engine: Engine, put: Put, metrics: Metrics) -> None:
+    def __init__(
+        self, engine: Engine, put: Put, metrics: Metrics, on_failure: Callable[[], None] = lambda: None
+    ) -> None:
+        """``on_failure`` is called when ``failure`` has changed."""
+        self._on_failure = on_failure
         self._engine = engine
         self._put = put
         self._metrics = metrics
@@ -70,6 +74,7 @@ class Poller:
         self.has_tried = False
         """Whether the first poll has ended, in success or failure."""
         self._expected_back: float | None = None
+        self._needs_relief = threading.Event()
 
     def overdue_seconds(self) -> float:
         """For how long a sign of life of the loop has been due; 0 if it is on time."""
@@ -79,10 +84,14 @@ class Poller:
 
     def stop(self) -> None:
         self.stop_requested.set()
+        self._needs_relief.set()
 
     def _expect_back(self, seconds: float) -> None:
         """A sign of life; the next one comes within so many seconds."""
-        self._expected_back = time.monotonic() + seconds + _SLACK_SECONDS
+        now = time.monotonic()
+        self._expected_back = now + seconds + _SLACK_SECONDS
+        if self._sent is not None and now - self._sent >= _RELIEF_AFTER_SECONDS / 4:
+            self._needs_relief.set()
 
     def run(self) -> None:
         while not self.stop_requested.is_set():
@@ -109,14 +118,14 @@ class Poller:
 
     def run_relief(self) -> None:
         """Send requests beside the poller's while that has no answer."""
-        delay = _RELIEF_AFTER_SECONDS
-        while not self.stop_requested.wait(delay):
-            sent, began = self._sent, time.monotonic()
-            if sent is None or began - sent < _RELIEF_AFTER_SECONDS:
-                delay = _RELIEF_AFTER_SECONDS
-                continue
-            seconds = self._poll(lambda version: connect(self._engine.settings.imds, version))
-            delay = max(0.0, began + seconds - time.monotonic())
+        while self._needs_relief.wait() and not self.stop_requested.is_set():
+            self._needs_relief.clear()
+            due = (self._sent or 0.0) + _RELIEF_AFTER_SECONDS
+            while not self.stop_requested.wait(max(0.0, due - time.monotonic())):
+                sent, began = self._sent, time.monotonic()
+                if sent is None or began - sent < _RELIEF_AFTER_SECONDS:
+                    break
+                due = began + self._poll(lambda version: connect(self._engine.settings.imds, version))
 
     def _poll(self, load_client: Callable[[ApiVersion], ImdsClient]) -> float:
         """Send one request and handle the answer; returns the seconds from its beginning to the next one."""
@@ -172,12 +181,18 @@ class Poller:
         self._metrics.poll_seconds.observe(now - began)
         self._failure_log.succeeded(now)
         self._backoff.reset()
-        self.failure, self.has_service_answered = "", True
+        self._tell_failure("")
+        self.has_service_answered = True
         self.succeeded, self.succeeded_at = now, datetime.now(UTC)
+
+    def _tell_failure(self, failure: str) -> None:
+        if failure != self.failure:
+            self.failure = failure
+            self._on_failure()
 
     def _fail(self, error: ImdsError | DocumentError) -> float:
         """Log the failure; returns how long to wait."""
-        self.failure = str(error)
+        self._tell_failure(str(error))
         self._failure_log.failed(error.kind, str(error), time.monotonic())
         return self._backoff.seconds_after(error)
 

@@ -22,6 +22,8 @@ EXIT_CODE = 70
 # Together less than 30 seconds from the last turn to the end of the process.
 _TICK_SECONDS = 1.0
 _HANG_TICKS = 25
+# Longer than the engine rests: while it turns, only its turns wake this thread.
+_REST_TICKS = 12
 _TELL_SECONDS = 2.0
 _MAX_FRAMES = 20
 
@@ -33,21 +35,29 @@ class Watchdog:
         """While ``waits_for_disk``, no tick counts: a restart would wait for the slow disk, too."""
         self._waits_for_disk = waits_for_disk
         self._ticks = 0
-        self._stop_requested = threading.Event()
+        self._is_fed = threading.Event()
+        self._is_stopped = False
 
     def feed(self) -> None:
         """A turn has ended."""
-        self._ticks = 0
+        self._is_fed.set()
 
     def stop(self) -> None:
-        self._stop_requested.set()
+        self._is_stopped = True
+        self._is_fed.set()
 
     def run(self) -> None:
-        while not self._stop_requested.wait(_TICK_SECONDS):
+        patience = _REST_TICKS
+        while not self._is_stopped:
+            if self._is_fed.wait(patience * _TICK_SECONDS):
+                self._is_fed.clear()
+                self._ticks, patience = 0, _REST_TICKS
+                continue
             if not self._waits_for_disk():
-                self._ticks += 1
+                self._ticks += patience
             if self._ticks >= _HANG_TICKS:
                 self._end()
+            patience = 1
 
     def _end(self) -> None:
         # The log may be what hangs.

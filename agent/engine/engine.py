@@ -5,6 +5,7 @@ For one thread. The board and the settings are replaced, never changed, so that 
 
 from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
+from math import inf
 
 from agent import __version__, host
 from agent.engine.documents import Documents
@@ -47,6 +48,8 @@ _CLOCK_SET_SECONDS = 1.0
 # After a day without a request the service switches Scheduled Events off for the VM.
 _SERVICE_KNOWN = timedelta(hours=24)
 _REMEMBER_ANSWER = timedelta(hours=1)
+# Without news, and before the time that was worked out, all is decided again this often: to be safe.
+_DECIDE_SECONDS = 60.0
 
 
 class Engine:
@@ -82,6 +85,9 @@ class Engine:
         """Why the last turn could do nothing; "" if it could."""
         self.turned_at = self._machine.monotonic()
         """When the last turn began."""
+        self.wake_at: datetime | None = None
+        """When time alone will next let something happen."""
+        self._decided_at = -inf
         self._clock_offset = self._machine.now().timestamp() - self.turned_at
         self._new_identity: Identity | None = None
         # A disk may have been copied to another VM, which is always another boot.
@@ -189,9 +195,11 @@ class Engine:
         """Forget what is too old, and keep room for a full disk. Raises StoreError if the file is damaged."""
         self._upkeep.tidy(self.turned_at)
 
-    def next_wake_at(self) -> datetime | None:
-        """When time alone will next let something happen."""
-        return next_wake_at(self.board, self._context(self._machine.now(), self._document_at))
+    @property
+    def is_restless(self) -> bool:
+        """Whether the next turn should come soon: for another try, or for a time of a clock that may be set."""
+        is_behind = bool(self._documents.new or self._hook_runs.delayed or self.store_failure)
+        return is_behind or self._upkeep.has_more or self.wake_at is not None
 
     def begin_stop(self) -> None:
         """From now on a turn keeps what has come and begins nothing; the next start goes on."""
@@ -284,7 +292,9 @@ class Engine:
             self._signals.append(ClockSet(seconds))
 
     def _decide_and_do(self, now: datetime) -> None:
-        if not self.board and not self._signals and self._documents.new is None:
+        has_news = bool(self._signals) or self._documents.new is not None
+        is_due = self.wake_at is not None and self.wake_at <= now
+        if not (has_news or (self.board and (is_due or self.turned_at - self._decided_at > _DECIDE_SECONDS))):
             return
         signals = [*self._signals, *self._documents.compare(self.board, self.names(), self.settings)]
         self._metrics.others_events.set(self._documents.others_events)
@@ -306,6 +316,8 @@ class Engine:
             self._teller.tell_fault(workflow_id, fault, self.turned_at)
         self.notifying.committed(notices, lost, progression.steps)
         self._perform(progression.steps, now)
+        self._decided_at = self.turned_at
+        self.wake_at = next_wake_at(self.board, self._context(now, self._document_at))
 
     @property
     def others_events(self) -> int:

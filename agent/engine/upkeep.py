@@ -20,6 +20,8 @@ class Upkeep:
         self._metrics = metrics
         self._machine = machine
         self._next_at = machine.monotonic()
+        self.has_more = False
+        """Whether there is more to forget."""
         self._failures = FailureLog(
             "keeping room in the state file for a full disk", LogId.NO_RESERVE, LogId.RESERVE
         )
@@ -30,8 +32,9 @@ class Upkeep:
             return
         self._next_at = now + TIDY_SECONDS
         try:
-            if self._store.prune(self._machine.now() - KEEP_JOURNAL):
-                self._next_at = now  # there is more
+            self.has_more = self._store.prune(self._machine.now() - KEEP_JOURNAL)
+            if self.has_more:
+                self._next_at = now
             shortage = self._store.keep_reserve()
             self._metrics.state_reserve.set(self._store.reserve_bytes())
         except StoreError as error:

@@ -11,6 +11,8 @@ from agent.host.error import HostError as HostError
 if sys.platform == "win32":
     from agent.host.windows.files import *  # noqa: F403
     from agent.host.windows.system import *  # noqa: F403
+    from agent.host.windows.waking import *  # noqa: F403
 else:
     from agent.host.linux.files import *  # noqa: F403
     from agent.host.linux.service import *  # noqa: F403
+    from agent.host.linux.waking import *  # noqa: F403

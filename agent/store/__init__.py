@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from agent import host
 from agent.status import History, JournalEntry
 from agent.store import file
 from agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
@@ -82,6 +83,8 @@ class Store:
         self._is_owner = is_owner
         self._is_damaged = False
         self.path = path
+        self.wake_path = path.with_name("wake")
+        """Where the agent waits for ``host.wake``, to read a request at once."""
         self.set_aside = set_aside
         """Where a damaged file was moved to when this one was opened; None if all was well."""
         self.is_writing = False
@@ -240,12 +243,13 @@ class Store:
             )
 
     def add_request(self, workflow_id: str, word: RequestWord, user: str, at: datetime) -> int:
-        """Ask the running agent for something; returns the request's number."""
+        """Ask the running agent for something, and wake it; returns the request's number."""
         with self._transaction():
             cursor = self._connection.execute(
                 "INSERT INTO request (at, workflow_id, word, user) VALUES (?, ?, ?, ?)",
                 (_stamp(at), workflow_id, word, _storable(user)),
             )
+        host.wake(self.wake_path)
         return cursor.lastrowid or 0
 
     def load_answer(self, request_id: int) -> str | None:

@@ -1,7 +1,7 @@
 """The board of all open workflows: takes in signals, then moves every workflow as far as it goes."""
 
 from collections.abc import Callable, Iterable
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import msgspec
 from msgspec.structs import replace
@@ -22,6 +22,9 @@ from agent.workflow.model import (
 from agent.workflow.phases import may_begin, move
 from agent.workflow.signals import may_return, take_in, waiting_for_hook
 from agent.workflow.times import expires_at, start_of, turn_to_approve
+
+# How often an approval that waits for a later document looks whether there is one.
+_LATER_DOCUMENT = timedelta(seconds=1)
 
 
 class Progression(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,6 +145,8 @@ def next_wake_at(board: Board, context: Context) -> datetime | None:
             times.append(workflow.drain_until)
         if approval.state == "none" and approval.retry_at:
             times.append(approval.retry_at)
+            if context.document_at and approval.failed_at and context.document_at <= approval.failed_at:
+                times.append(context.now + _LATER_DOCUMENT)
         if approval.state == "none" and (turn_at := turn_to_approve(workflow)):
             times.append(turn_at)
         if may_begin(workflow) and workflow.decision.rule and not workflow.is_over:

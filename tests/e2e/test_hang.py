@@ -11,6 +11,7 @@ from harness import Agent, Simulator
 # The agent, but it waits as long as a file is there: its engine between two turns or in a commit, or its poller.
 PROGRAM = """
 import os, sys, time
+from agent import daemon
 from agent.cli import main
 from agent.daemon import watchdog
 from agent.imds import ImdsClient
@@ -23,7 +24,7 @@ def delayed(inner, name):
         return inner(*arguments)
     return outer
 
-watchdog._TICK_SECONDS = 0.4  # so that ten seconds without a turn are a hang
+daemon._TICK_SECONDS, watchdog._TICK_SECONDS = 4.0, 0.4  # so that ten seconds without a turn are a hang
 Store.load_requests = delayed(Store.load_requests, sys.argv[1])
 Store._write_journal = delayed(Store._write_journal, sys.argv[2])
 ImdsClient.fetch = delayed(ImdsClient.fetch, sys.argv[3])

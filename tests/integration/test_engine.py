@@ -23,7 +23,7 @@ from agent.policy import Hook, Rule, When
 from agent.settings import Settings
 from agent.store import FILE_NAME, MAX_ENTRIES, Store
 from agent.words import as_shown
-from agent.workflow import ApprovalAnswered, Approve, RunHook
+from agent.workflow import ApprovalAnswered, Approve, RunHook, proceed
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))
@@ -585,5 +585,37 @@ def test_answers_that_have_the_event_between_others_begin_the_count_anew(
                 engine.take(Document(incarnation="", events=events))
             assert engine.turn(machine.now())
         assert engine.board == {}
+    finally:
+        store.close()
+
+
+def test_what_no_news_and_no_time_has_changed_is_not_decided_again(
+    tmp_path: Path, executor: Approvals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, machine, decided = Store.open(tmp_path, datetime.now(UTC)), Clocks(), []
+
+    def counting(*arguments: Any) -> Any:
+        decided.append(machine.seconds)
+        return proceed(*arguments)
+
+    monkeypatch.setattr("agent.engine.engine.proceed", counting)
+    event = replace(EVENT, not_before=machine.now() + timedelta(seconds=1000))
+    try:
+        settings = Settings(rules=(Rule(name="late", approve="immediately", lead=900.0),))
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.take(Document(incarnation="1", events=(event,)))
+        assert engine.turn(machine.now())
+        assert decided == [1000.0]
+        assert engine.is_restless  # the clock may be set
+        assert engine.wake_at == machine.now() + timedelta(seconds=100)
+        for _ in range(9):
+            assert engine.turn(machine.wait(11.0))
+        assert decided == [1000.0, 1066.0]  # once a minute, to be safe
+        assert executor.sent == []
+        assert engine.turn(machine.wait(1.0))
+        assert decided[-1] == 1100.0
+        assert executor.sent == ["E1"]
     finally:
         store.close()

@@ -9,7 +9,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Self
 
 import httpx
@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent import __version__
+from agent import __version__, transport
 from agent.events import DocumentError, parse_document
 from agent.imds import IMDS_ERROR_KINDS, ImdsClient, ImdsError, ImdsErrorKind
 from agent.transport import BoundedTransport
@@ -407,10 +407,51 @@ class Dripping:
         return lambda *_: None
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows refuses at once what is over the backlog")
+@pytest.mark.parametrize("has_room_again", [True, False])
+def test_a_service_that_is_slow_to_connect_is_waited_for_in_slices(
+    monkeypatch: pytest.MonkeyPatch, has_room_again: bool
+) -> None:
+    monkeypatch.setattr(transport, "_SLICE_SECONDS", 0.05)
+    waits: list[float] = []
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket())
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        stack.enter_context(socket.create_connection(listener.getsockname()))  # takes the only place
+
+        def serve() -> None:
+            listener.accept()[0].close()
+            with listener.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(answer())
+
+        def on_wait(seconds: float) -> None:
+            waits.append(seconds)
+            if has_room_again and len(waits) == 5:
+                thread = threading.Thread(target=serve, daemon=True)
+                thread.start()
+                stack.callback(thread.join, PATIENCE)
+
+        client = ImdsClient(
+            f"http://127.0.0.1:{listener.getsockname()[1]}",
+            api_version="2020-07-01",
+            request_timeout=60.0 if has_room_again else LIMIT,
+            first_request_timeout=0.0,
+            on_wait=on_wait,
+        )
+        if has_room_again:
+            assert client.fetch() == DOCUMENT
+        else:
+            assert error_of(client.fetch).kind == "timeout"
+        assert len(waits) > 2
+        assert max(waits[1:]) <= 0.05  # but for the name
+
+
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: "], ids=["body", "head"])
 def test_an_answer_byte_by_byte_is_too_large(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
     connection = Dripping(head)
-    monkeypatch.setattr(socket, "create_connection", lambda *_: connection)
+    monkeypatch.setattr(socket, "socket", lambda: connection)
     error = error_of(client_of("http://127.0.0.1").fetch)
     assert (error.kind, connection.reads) == ("too_large", 20_001)
     assert str(error).endswith(": the answer comes in more than 20,000 parts")

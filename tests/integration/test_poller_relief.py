@@ -16,7 +16,7 @@ from agent import imds
 from agent.daemon import Daemon, polling
 from agent.daemon.polling import Poller
 from agent.engine import Engine, Message
-from agent.events import Document
+from agent.events import ApiVersion, Document
 from agent.imds import ImdsClient, ImdsError
 from agent.metrics import Metrics
 from agent.policy import Rule
@@ -39,12 +39,22 @@ class Service:
         self.in_flight = 0
         self.most_in_flight = 0
         self.is_long: list[bool] = []
+        self.on_wait: Callable[[float], None] = lambda _: None
         self.first_answer: bytes | ImdsError = b""
         self.may_answer = threading.Event()
         self._lock = threading.Lock()
 
-    def connect(self, _imds: ImdsSettings, *, may_switch_on: bool = False, **_: object) -> "Service":
+    def connect(
+        self,
+        _imds: ImdsSettings,
+        _version: ApiVersion,
+        *,
+        may_switch_on: bool = False,
+        on_wait: Callable[[float], None] = lambda _: None,
+    ) -> "Service":
         self.is_long.append(may_switch_on)
+        if self.asked == 0:
+            self.on_wait = on_wait
         return self
 
     def fetch(self) -> bytes:
@@ -56,7 +66,10 @@ class Service:
         try:
             if number > 1:
                 return document(min(number, 3))
-            assert self.may_answer.wait(PATIENCE)
+            deadline = time.monotonic() + PATIENCE
+            while not self.may_answer.wait(0.01):  # as the client does, with a word before each wait
+                assert time.monotonic() < deadline
+                self.on_wait(0.01)
             if isinstance(self.first_answer, ImdsError):
                 raise self.first_answer
             return self.first_answer
@@ -157,10 +170,10 @@ def test_a_preempt_is_acted_on_while_the_first_request_has_no_answer(
     connect = imds.connect
     is_long: list[bool] = []
 
-    def connecting(settings: ImdsSettings, **options: Any) -> ImdsClient:
+    def connecting(settings: ImdsSettings, *versions: ApiVersion, **options: Any) -> ImdsClient:
         if threading.current_thread().name == "poller":
             is_long.append(options["may_switch_on"])
-        return connect(settings, **options)
+        return connect(settings, *versions, **options)
 
     with Simulator(vms=("vm-1",)) as azure:
         if is_known:

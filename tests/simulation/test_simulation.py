@@ -358,8 +358,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "9: a restart forgets the hook in flight": Mutant(WORKFLOW, {"_restart": _restart_that_forgets_the_hook}, ""),
     "9: the state file is not read": Mutant(Store, {"load_workflows": _load_nothing}, "(9)"),
-    "6: a stop throws answers away": Mutant(
-        Inbox, {"_collect": _collect_hooks_only}, "(6)", frozenset({"stops"}), first=348
+    "9: a stop throws answers away": Mutant(
+        Inbox, {"_collect": _collect_hooks_only}, "(9) lost by a stop", frozenset({"stops"})
     ),
     "9: a stop forgets operators": Mutant(
         Engine, {"finish": _finish_without_requests}, "(9) a stop leaves", frozenset({"stops", "operator"})

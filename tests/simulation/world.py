@@ -750,7 +750,7 @@ class World(Machine):
         self._read_answers()
         if engine.lacks_event():
             self._poll_soon()
-        wake_at = engine.next_wake_at()
+        wake_at = engine.wake_at
         if not is_done:
             self._wake_soon(1.0)
         elif wake_at is not None:

@@ -1,0 +1,132 @@
+"""Operators wake the agent, and nothing else does while nothing happens."""
+
+import stat
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from test_daemon import running
+
+from agent import daemon as module
+from agent import host
+from agent.cli import operator
+from agent.daemon import Daemon, watchdog
+from agent.policy import Rule
+from agent.simulator import Simulator
+from agent.store import Store
+
+PATIENCE = 60.0
+NEVER = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def sleeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine turns for nothing but news and operators."""
+    monkeypatch.setattr(module, "_TICK_SECONDS", NEVER)
+    monkeypatch.setattr(watchdog, "_TICK_SECONDS", NEVER)
+    monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", PATIENCE)
+
+
+def wait_asleep(daemon: Daemon, azure: Simulator) -> None:
+    """It waits for the hour to pass, or for news."""
+    azure.wait_until(lambda: daemon._told_status is not None, "it has told that it is ready", PATIENCE)
+    turned_at = None
+    while turned_at != daemon._engine.turned_at:
+        turned_at = daemon._engine.turned_at
+        azure.wait_polls(3)
+
+
+def test_a_wake_up_ends_the_wait_and_a_close_ends_it_for_good(tmp_path: Path) -> None:
+    path, heard = tmp_path / "wake", [threading.Event(), threading.Event()]
+    host.wake(path)  # no agent is there
+    wake_up = host.WakeUp(path)
+
+    def listen() -> None:
+        while wake_up.wait():
+            heard[0].set()
+        heard[1].set()
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    host.wake(path)
+    assert heard[0].wait(PATIENCE)
+    assert not heard[1].is_set()
+    wake_up.close()
+    assert heard[1].wait(PATIENCE)
+    thread.join(PATIENCE)
+    host.wake(path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipe there: the directory's list decides")
+@pytest.mark.parametrize("leave", [Path.touch, lambda path: path.symlink_to("/dev/null")], ids=["file", "link"])
+def test_what_lies_in_the_place_of_the_pipe_is_replaced(tmp_path: Path, leave: Callable[[Path], None]) -> None:
+    path = tmp_path / "wake"
+    leave(path)
+    wake_up = host.WakeUp(path)
+    assert stat.S_ISFIFO(path.lstat().st_mode)
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+    host.wake(path)
+    assert wake_up.wait()
+    wake_up.close()
+    assert not wake_up.wait()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipe there to be full")
+def test_an_agent_that_does_not_listen_keeps_no_operator_waiting(tmp_path: Path) -> None:
+    wake_up = host.WakeUp(tmp_path / "wake")
+    for _ in range(100_000):  # more than a pipe holds
+        host.wake(tmp_path / "wake")
+    assert wake_up.wait()
+    wake_up.close()
+    assert not wake_up.wait()
+
+
+def test_an_agent_that_sleeps_answers_and_obeys_operators_at_once(tmp_path: Path) -> None:
+    rules = (Rule(name="hand", approve="manual"),)
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), rules) as daemon:
+        event = azure.schedule("Reboot", notice_seconds=NEVER)
+        azure.wait_until(lambda: daemon._engine.board, "the event is known", PATIENCE)
+        wait_asleep(daemon, azure)
+        (workflow_id,) = daemon._engine.board
+        with closing(Store.join(tmp_path)) as store:
+            assert "vm-1" in (operator.ask_agent(store, "", "status", "kim") or "")
+            assert operator.ask_agent(store, workflow_id, "approved", "kim")
+        azure.wait_approved(event, timeout_seconds=PATIENCE)
+
+
+def test_an_agent_that_cannot_be_woken_looks_for_requests_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("the file system has no pipes")
+
+    monkeypatch.setattr(host.WakeUp, "__init__", fail)
+    monkeypatch.setattr(module, "_RESTLESS_TICK_SECONDS", 0.1)
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
+        azure.wait_until(lambda: daemon._told_status is not None, "it has told that it is ready", PATIENCE)
+        with closing(Store.join(tmp_path)) as store:
+            assert operator.ask_agent(store, "", "status", "kim")
+
+
+def test_an_agent_that_sleeps_tells_the_service_manager_when_polling_fails(tmp_path: Path) -> None:
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
+        wait_asleep(daemon, azure)
+        azure.fault("vm-1", "status", status=500)
+        azure.wait_until(lambda: "polling fails" in (daemon._told_status or ""), "it is told", PATIENCE)
+        azure.clear_faults()
+        azure.wait_until(lambda: "polling fails" not in (daemon._told_status or ""), "its end is told", PATIENCE)
+
+
+def test_an_event_is_begun_when_its_time_comes_although_no_document_says_so(tmp_path: Path) -> None:
+    rules = (Rule(name="late", approve="immediately", lead=NEVER),)
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), rules) as daemon:
+        event = azure.schedule("Reboot", notice_seconds=NEVER + 8.0)
+        azure.wait_until(lambda: daemon._engine.board, "the event is known", PATIENCE)
+        assert azure.wait_approved(event, timeout_seconds=PATIENCE).approved_at
+        (workflow,) = daemon._engine.board.values()
+        assert workflow.event.not_before is not None
+        assert datetime.now(UTC) >= workflow.event.not_before - timedelta(seconds=NEVER)
