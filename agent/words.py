@@ -6,8 +6,9 @@ journal does not say, and nothing that is only expected.
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from itertools import pairwise
 
 from msgspec.structs import replace
 
@@ -19,6 +20,29 @@ _APPROVALS = {
     "immediately": "wanted at once", "when-prepared": "wanted when prepared",
     "manual": "wanted when an operator says so", "never": "not from here",
 }  # fmt: skip
+_WAITS = {
+    "time": "begins at {at}: {detail}",
+    "would_run_on_start": "the agent only observes; it would now run {on_start}",
+    "observes": "the agent only observes",
+    "status": "only a scheduled event can be approved, and its status is {status}",
+    "not_ours": "it does not name this VM",
+    "missing": "it is not in the last document",
+    "id": "{event.approval_fault}",
+    "never": "{never}",
+    "unprepared": "preparation is not done",
+    "prepare_failed": "preparation failed ({prepare.failure})",
+    "prepare_canceled": "preparation was canceled",
+    "held": "an operator holds it",
+    "manual": "an operator must approve it",
+    "too_early": "its time has not come",
+    "shared": "it names other VMs too ({names}) and shared is {decision.shared}",
+    "earlier_vms": "VMs listed before this one may approve it until {at}",
+    "doubt": "the state file was lost, and what was done before is not known",
+    "recommendation": "prepared until it is over, at the latest until {at}",
+    "expired": "it has expired, and nothing more is done about it",
+    "other_event": "event {detail} still needs it prepared",
+    "lost_hook": "hook {detail} is not in the policy any more: put it back",
+}
 _OPERATORS = {"": "", "approved": " An operator has approved it.", "held": " An operator holds it."}
 
 
@@ -32,34 +56,21 @@ def wait_in_words(workflow: Workflow, waits: Waits | None) -> str:
     """Why the event waits, as a clause; "" if it does not."""
     if waits is None:
         return workflow.recover.failure if workflow.phase == "recovery_failed" else ""
-    event, decision, detail = workflow.event, workflow.decision, waits.detail
+    event, decision = workflow.event, workflow.decision
     at = f"{waits.at:%Y-%m-%dT%H:%M:%SZ}" if waits.at else ""
     if waits.kind == "would_begin":
         return f"the agent only observes; it would {_plan(workflow, waits, at)}"
-    others = ", ".join(event.resources[:3])
-    return {
-        "time": f"begins at {at}: {detail}",
-        "would_run_on_start": f"the agent only observes; it would now run {', '.join(decision.on_start)}",
-        "observes": "the agent only observes",
-        "status": f"only a scheduled event can be approved, and its status is {event.status or 'missing'}",
-        "not_ours": "it does not name this VM",
-        "missing": "it is not in the last document",
-        "id": event.approval_fault,
-        "never": f"approve is never ({decision.reason})" if decision.rule else decision.reason,
-        "unprepared": "preparation is not done",
-        "prepare_failed": f"preparation failed ({workflow.prepare.failure})",
-        "prepare_canceled": "preparation was canceled",
-        "held": "an operator holds it",
-        "manual": "an operator must approve it",
-        "too_early": "its time has not come",
-        "shared": f"it names other VMs too ({others}) and shared is {decision.shared}",
-        "earlier_vms": f"VMs listed before this one may approve it until {at}",
-        "doubt": "the state file was lost, and what was done before is not known",
-        "recommendation": f"prepared until it is over, at the latest until {at}",
-        "expired": "it has expired, and nothing more is done about it",
-        "other_event": f"event {detail} still needs it prepared",
-        "lost_hook": f"hook {detail} is not in the policy any more: put it back",
-    }[waits.kind]
+    return _WAITS[waits.kind].format(
+        at=at,
+        detail=waits.detail,
+        event=event,
+        decision=decision,
+        prepare=workflow.prepare,
+        status=event.status or "missing",
+        names=", ".join(event.resources[:3]),
+        on_start=", ".join(decision.on_start),
+        never=f"approve is never ({decision.reason})" if decision.rule else decision.reason,
+    )
 
 
 def _plan(workflow: Workflow, waits: Waits, at: str) -> str:
@@ -300,14 +311,19 @@ def quoted(word: str) -> str:
 def short_ids(ids: Iterable[str]) -> dict[str, str]:
     """For each id its shortest beginning that fits no other, whatever the case; at least 8 characters."""
     folded = {id_: id_.casefold() for id_ in ids}
-    short = {}
-    for id_, mine in folded.items():
-        others = [other for other in folded.values() if other != mine]
-        length = min(8, len(id_))
-        while length < len(id_) and any(other.startswith(mine[:length]) for other in others):
-            length += 1
-        short[id_] = id_[:length]
-    return short
+    # In their order, what shares the longest beginning with an id is next to it.
+    ordered = ["", *sorted(set(folded.values())), ""]
+    shared = [_shared_characters(*pair) for pair in pairwise(ordered)]
+    needed = {mine: 1 + max(both) for mine, both in zip(ordered[1:], pairwise(shared), strict=False)}
+    return {id_: id_[: max(8, needed[mine])] for id_, mine in folded.items()}
+
+
+def _shared_characters(one: str, other: str) -> int:
+    """How long the beginning is that both have; 0 if it is shorter than a short id."""
+    if one[:8] != other[:8]:
+        return 0
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
 
 
 def clock(at: datetime, now: datetime) -> str:
@@ -328,7 +344,8 @@ def span(earlier: datetime, later: datetime) -> str:
 
 def with_words(status: Status) -> Status:
     """The same status, with its headline and the summaries of its events."""
-    headline, tone = _headline(status)
+    pending = by_urgency(status.pending)
+    headline, tone = _headline(status, pending)
     if status.health != "ok":
         headline, tone = f"Not healthy. {headline}", "bad"
     short = short_ids([workflow.event.id for workflow in status.pending])
@@ -343,14 +360,13 @@ def with_words(status: Status) -> Status:
                 for word in words_of_use(status, workflow)
             ),
         )
-        for workflow in by_urgency(status.pending)
+        for workflow in pending
     )
     return replace(status, headline=headline, tone=tone, summaries=summaries)
 
 
-def _headline(status: Status) -> tuple[str, str]:
+def _headline(status: Status, pending: Sequence[ShownWorkflow]) -> tuple[str, str]:
     """How things are with the events, and the tone of that."""
-    pending = by_urgency(status.pending)
     failed = [workflow for workflow in pending if workflow.phase == "recovery_failed"]
     held = [workflow for workflow in pending if workflow.phase == "held"]
     ours = [workflow for workflow in pending if workflow.decision.affects in ("self", "shared")]
