@@ -178,6 +178,7 @@ def test_a_stop_tries_once_more_and_waits_for_no_dead_service(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "pause_after", lambda *_: 3600.0)
+    monkeypatch.setattr(module, "_STOP_SECONDS", 60.0)
     answers = iter(["503", "ok", "ok", "503"])
     put(store, 4)
     with Receiver(lambda: next(answers)) as receiver, sending(store, to(receiver)) as run:
