@@ -23,16 +23,26 @@ from agent.engine import Engine
 from agent.log import get_logger
 from agent.log_ids import LogId
 from agent.metrics import Metrics
-from agent.status import History, HistoryItem, Journal, JournalEntry, NotifiedTarget, PolicyInForce, Status, Vm
+from agent.status import (
+    History,
+    HistoryItem,
+    Journal,
+    JournalEntry,
+    NotifiedTarget,
+    PolicyInForce,
+    ShownWorkflow,
+    Status,
+    Vm,
+)
 from agent.store import Store, StoreError
 from agent.web.files import FILES
 from agent.web.server import Page, WebError, WebServer
 from agent.web.tls import Tls, TlsError
 from agent.words import as_shown, with_words
-from agent.workflow import is_ready
+from agent.workflow import Board, is_ready
 
-# An engine that has not turned for this long hangs. (The store waits two seconds for a slow disk.)
-_STALL_SECONDS = 15.0
+# An engine that has not turned for this long hangs. (It rests ten seconds, and waits two for a slow disk.)
+_STALL_SECONDS = 20.0
 # What /history shows: this many events and pauses, and entries of each event. The page shows one entry less.
 _RECENT = 20
 _ENTRIES = 41
@@ -42,6 +52,8 @@ _PAGE_PATIENCE_SECONDS = 1.0
 # Metrics and /status are made once in this time at most: clients that ask together share one answer.
 _METRICS_SECONDS = 0.1
 _STATUS_SECONDS = 0.5
+# Longer JSON is for programs alone, and not indented.
+_READABLE_BYTES = 256 * 1024
 # The agent starts without its pages if their port is taken.
 _WEB_RETRY_SECONDS = 3.0
 
@@ -68,6 +80,7 @@ class Pages:
         self._state_dir = state_dir
         self.policy = policy
         self._command_options = command_options
+        self._worded: tuple[Board, tuple[ShownWorkflow, ...]] = ({}, ())
         self._log = get_logger()
         self._started = time.monotonic()
         self._started_at = datetime.now(UTC)
@@ -221,7 +234,7 @@ class Pages:
             incarnation=engine.incarnation(),
             others_events=engine.others_events,
             running=self._executor.running(),
-            pending=tuple(map(as_shown, engine.board.values())),
+            pending=self._pending(),
             command_options=self._command_options,
             notify=tuple(self._notified()),
         )
@@ -238,9 +251,20 @@ class Pages:
                 failure=failures.get(target.name),
             )
 
+    def _pending(self) -> tuple[ShownWorkflow, ...]:
+        """Put into words once for each board, which is never changed."""
+        board = self._engine.board
+        known, shown = self._worded
+        if known is not board:
+            shown = tuple(map(as_shown, board.values()))
+            self._worded = (board, shown)
+        return shown
+
 
 def _json_page(answer: Status | Journal) -> Page:
-    body = msgspec.json.format(msgspec.json.encode(answer))
+    body = msgspec.json.encode(answer)
+    if len(body) < _READABLE_BYTES:
+        body = msgspec.json.format(body)
     return Page(HTTPStatus.OK, body + b"\n", "application/json")
 
 
