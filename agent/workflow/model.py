@@ -77,6 +77,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     is_canceling: bool = False
     failure: str = ""
     """The last failure, as a phrase."""
+    failed: tuple[str, ...] = ()
+    """Hooks of ``done`` that are not required, and failed."""
     failed_hook: str = ""
     """The hook at which the stage failed, until it is tried again."""
 

@@ -303,8 +303,7 @@ def _rest(workflow: Workflow) -> Step | None:
     """Do nothing more about an expired recommendation until the document lacks it: it must not begin again."""
     if workflow.phase == "waiting":
         return wait(workflow, Waits(kind="expired"))
-    untouched = replace(workflow, prepare=Progress(), recover=Progress(), drain_until=None)
-    return _enter(untouched, "waiting")
+    return _enter(replace(workflow, prepare=Progress(), drain_until=None), "waiting")
 
 
 def _hold(workflow: Workflow, waits: Waits | None) -> Step:

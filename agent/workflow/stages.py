@@ -63,7 +63,8 @@ def _recommendation_with(
     for peer in prepared_peers(workflow, workflows):
         # A reboot, or a recovery that has begun, may have undone it.
         stands = peer.boot_id == context.boot_id and peer.recover.run == 0 and not peer.recover.done
-        if peer.event.is_recommendation and stands and hook in peer.prepare.done:
+        has_succeeded = hook in peer.prepare.done and hook not in peer.prepare.failed
+        if peer.event.is_recommendation and stands and has_succeeded:
             return peer
     return None
 
@@ -99,6 +100,7 @@ def with_end(progress: Progress, signal: HookFinished) -> Progress:
         progress = replace(progress, failure=f"hook {signal.hook}: {signal.detail or signal.outcome}")
         if signal.is_required and signal.stage != "on_start":
             return replace(progress, state="failed", failed_hook=signal.hook)
+        progress = replace(progress, failed=(*progress.failed, signal.hook))
     if progress.failed_hook == signal.hook:
         progress = tried_again(progress)
     return replace(progress, done=(*progress.done, signal.hook))

@@ -11,7 +11,7 @@ from agent.engine.documents import Documents
 from agent.events import Document, Missing, ScheduledEvent, parse_document
 from agent.policy import Rule, When
 from agent.settings import Settings
-from agent.workflow import ClockSet, is_ready, next_wake_at
+from agent.workflow import ClockSet, HookFinished, Workflow, has_obeyed, is_ready, next_wake_at
 
 HOUR = 3600.0
 
@@ -129,6 +129,7 @@ def test_a_recovery_that_failed_after_it_expired_can_be_tried_again_or_resolved(
         if effects:
             agent.ends("undrain", event="R")
         assert (agent.of("R").phase, is_ready(agent.board)) == ("waiting", True)
+        assert has_obeyed(agent.of("R"), word)
         assert agent.document() == []
         assert agent.board == {}
 
@@ -218,9 +219,23 @@ def test_a_hook_that_is_to_run_once_is_left_out_if_it_succeeded_for_the_recommen
     assert agent.board == {}
 
 
+def a_failure_that_stops_nothing(workflow: Workflow) -> HookFinished:
+    return HookFinished(
+        workflow_id=workflow.id, stage="prepare", hook="drain", run=1, outcome="failed", is_required=False
+    )
+
+
 @pytest.mark.parametrize(
     "trouble",
-    ["it failed", "it still runs", "a reboot", "it has expired", "it is recovered from", "not a Preempt"],
+    [
+        "it failed",
+        "it failed, though not required",
+        "it still runs",
+        "a reboot",
+        "it has expired",
+        "it is recovered from",
+        "not a Preempt",
+    ],
 )
 def test_a_hook_that_is_to_run_once_runs_again_if_in_doubt(trouble: str) -> None:
     agent = Agent(*BOTH, a_rule(prepare=("drain",)), once_hooks=("drain",))
@@ -229,6 +244,9 @@ def test_a_hook_that_is_to_run_once_runs_again_if_in_doubt(trouble: str) -> None
     match trouble:
         case "it failed":
             agent.ends("drain", "failed", event="R")
+        case "it failed, though not required":
+            agent.send(a_failure_that_stops_nothing(agent.of("R")))
+            assert agent.of("R").phase == "prepared"
         case "it still runs":
             pass
         case _:
