@@ -75,6 +75,15 @@ def test_what_lies_in_the_place_of_the_pipe_is_replaced(tmp_path: Path, leave: C
     assert not wake_up.wait()
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="on Windows nothing is written")
+def test_a_wake_up_writes_through_no_link(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("kept")
+    (tmp_path / "wake").symlink_to(file)
+    host.wake(tmp_path / "wake")
+    assert file.read_text() == "kept"
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pipe there to be full")
 def test_an_agent_that_does_not_listen_keeps_no_operator_waiting(tmp_path: Path) -> None:
     wake_up = host.WakeUp(tmp_path / "wake")

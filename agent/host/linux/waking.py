@@ -40,7 +40,8 @@ class WakeUp:
 def wake(path: Path) -> None:
     """Wake the agent that waits there, if there is one. Never waits."""
     with suppress(OSError):
-        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # Root must not write through a link that the agent's account has put there.
+        pipe = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             os.write(pipe, b"\n")
         finally:
