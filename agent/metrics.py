@@ -40,7 +40,7 @@ _NOTICE_FAILURES = (
     "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "setup",
     "bug", "rejected", "redirect", "too_large",
 )  # fmt: skip
-_DROPPED = ("too_many", "too_old", "refused", "removed")
+_DROPPED = ("too_many", "too_old", "refused", "removed", "no_room")
 _STAGES = ("prepare", "on_start", "recover")
 _HOOK_FAILURES = ("failed", "timed_out", "not_started")
 _FAST_SECONDS = (0.002, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 60)

@@ -26,6 +26,8 @@ from agent.status import TargetFailure
 from agent.store import Store, StoredNotice, StoreError
 
 GIVE_UP_AFTER = timedelta(days=1)
+# What has become old while the machine was off is tried for this long all the same.
+_OLD_SECONDS = 300.0
 _MAX_PAUSE_SECONDS = 300.0
 _MAX_ASKED_SECONDS = 3600.0
 # How long a stop waits for what is tried once more.
@@ -35,10 +37,13 @@ Report = Callable[[NoticeEnded], None]
 
 
 def pause_after(failures: int, error: NoticeError | None) -> float:
-    """Seconds to wait after so many failures in a row: 1, 2, 4 ... 300, less up to half of it."""
+    """Seconds to wait after so many failures in a row: 1, 2, 4 ... 300, less up to half of it.
+
+    Or as the service asks, and up to half more, so that not all machines come back together.
+    """
     seconds = min(_MAX_PAUSE_SECONDS, 2.0 ** min(failures - 1, 10)) * random.uniform(0.5, 1.0)  # noqa: S311
     asked = error.retry_after if error and error.retry_after else 0.0
-    return max(seconds, min(asked, _MAX_ASKED_SECONDS))
+    return max(seconds, min(asked, _MAX_ASKED_SECONDS) * random.uniform(1.0, 1.5))  # noqa: S311
 
 
 class Senders:
@@ -56,7 +61,8 @@ class Senders:
         old, senders = dict(self._senders), {}
         for target in targets:
             sender = old.pop(target.name, None) or _Sender(target, self._state_dir, self._report, self._metrics)
-            sender.target = target
+            if sender.target != target:
+                sender.target, sender.failure = target, None
             senders[target.name] = sender
         self._senders = senders
         for sender in old.values():
@@ -78,7 +84,7 @@ class Senders:
         """Whether a stop should still wait."""
         deadline = self._stop_deadline
         is_in_time = deadline is not None and time.monotonic() < deadline
-        return is_in_time and any(sender.is_alive() for sender in self._senders.values())
+        return is_in_time and any(sender.is_busy() for sender in self._senders.values())
 
     def failures(self) -> dict[str, TargetFailure]:
         """Why which target does not take notices now."""
@@ -101,6 +107,8 @@ class _Sender:
         self._stop_deadline: float | None = None
         self._news = threading.Event()
         self._hurry = threading.Event()
+        self._has_nothing = False
+        self._failing_since: float | None = None
         self._log = FailureLog(f"notifying {target.name}", LogId.NOTICES_FAIL, LogId.NOTICES_WORK)
 
     def wake(self, *, is_urgent: bool) -> None:
@@ -121,10 +129,13 @@ class _Sender:
 
     def begin_stop(self, deadline: float) -> None:
         self._stop_deadline = deadline
-        self.wake(is_urgent=True)
+        if self.is_busy():
+            self.wake(is_urgent=True)
 
-    def is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+    def is_busy(self) -> bool:
+        """Whether a notice waits or may have come."""
+        is_idle = self._has_nothing and not self._news.is_set()
+        return self._thread is not None and self._thread.is_alive() and not is_idle
 
     def _run(self) -> None:
         last_id = failures = 0
@@ -139,7 +150,9 @@ class _Sender:
                 if notice is None:
                     if is_stopping:
                         return
+                    self._has_nothing = True
                     self._news.wait()
+                    self._has_nothing = False
                     continue
                 error = self._try(notice)
                 if error is None or self._is_given_up(notice, error):
@@ -148,10 +161,13 @@ class _Sender:
                     continue
             except StoreError as fault:
                 self._fail("store", str(fault))
+            except Exception as fault:  # noqa: BLE001 - a thread that ends would never send again
+                self._fail("bug", f"a bug in the agent: {type(fault).__name__}")
             if is_stopping:
                 return
             failures += 1
-            self._hurry.wait(pause_after(failures, error))
+            if self._hurry.wait(pause_after(failures, error)):
+                failures = 0
 
     def _seconds_left(self) -> float:
         """Until the stop waits no longer."""
@@ -172,7 +188,7 @@ class _Sender:
         except Exception as error:  # noqa: BLE001 - no event may suffer from it; its text may hold a secret
             failed = NoticeError(f"a bug in the agent: {type(error).__name__}", kind="bug")
         else:
-            self.failure = None
+            self.failure = self._failing_since = None
             self._log.succeeded(time.monotonic())
             self._metrics.notices_sent.labels(self._name).inc()
             get_logger().debug(
@@ -189,7 +205,9 @@ class _Sender:
 
     def _is_given_up(self, notice: StoredNotice, error: NoticeError) -> bool:
         is_refused = error.kind in FINAL_KINDS
-        if not is_refused and datetime.now(UTC) - notice.at < GIVE_UP_AFTER:
+        is_old = datetime.now(UTC) - notice.at >= GIVE_UP_AFTER
+        failing_since = self._failing_since or time.monotonic()
+        if not is_refused and not (is_old and time.monotonic() - failing_since >= _OLD_SECONDS):
             return False
         self._metrics.notices_dropped.labels(self._name, "refused" if is_refused else "too_old").inc()
         return True
@@ -197,4 +215,5 @@ class _Sender:
     def _fail(self, kind: str, reason: str) -> None:
         since = self.failure.since if self.failure else datetime.now(UTC)
         self.failure = TargetFailure(since=since, reason=reason)
+        self._failing_since = self._failing_since or time.monotonic()
         self._log.failed(kind, reason, time.monotonic())

@@ -300,8 +300,8 @@ class Engine:
         self._metrics.others_events.set(self._documents.others_events)
         progression = proceed(self.board, signals, self._context(now, self._document_at))
         try:
-            notices = self.notifying.make(progression.steps, now, self.names(), self.identity.vm_id)
-            lost = self._store.commit(progression.steps, now, self._answers(progression), notices)
+            answers = self._answers(progression)
+            self.notifying.commit(progression.steps, now, answers, self.names(), self.identity.vm_id)
         except WithdrawnError:
             self._forget_requests()
             self._take_requests(now)
@@ -314,7 +314,7 @@ class Engine:
         self._teller.forget_closed(self.board)
         for workflow_id, fault in progression.faults:
             self._teller.tell_fault(workflow_id, fault, self.turned_at)
-        self.notifying.committed(notices, lost, progression.steps)
+        self.notifying.perform(progression.steps)
         self._perform(progression.steps, now)
         self._decided_at = self.turned_at
         self.wake_at = next_wake_at(self.board, self._context(now, self._document_at))

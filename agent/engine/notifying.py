@@ -1,6 +1,7 @@
 """Notices of events: written with the step that they tell of, kept until their sender has ended with them."""
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 import msgspec
@@ -11,7 +12,7 @@ from agent.log_ids import LogId
 from agent.metrics import Metrics
 from agent.notices import happenings, is_wanted
 from agent.settings import Settings
-from agent.store import Store, Waiting
+from agent.store import Store, StoreError, Waiting
 from agent.workflow import Step
 
 # An event of these types leaves seconds: its notices do not wait for a pause after a failure to end.
@@ -28,6 +29,7 @@ class Notifying:
         self.waiting: Mapping[str, Waiting] = {}
         """What waits for which target. Replaced, never changed, so that other threads may read it."""
         self._ended: list[int] = []
+        self._has_new = False
         self.use(settings)
 
     def use(self, settings: Settings) -> None:
@@ -39,29 +41,55 @@ class Notifying:
         """The sender has delivered the notice, or given it up."""
         self._ended.append(notice_id)
 
-    def make(
+    def commit(
+        self,
+        steps: Sequence[Step],
+        now: datetime,
+        answers: Mapping[int, str],
+        names: tuple[str, ...],
+        vm_id: str,
+    ) -> None:
+        """Put the steps, the answers to operators and the notices on the disk. Raises as Store.commit does."""
+        notices = self._make(steps, now, names, vm_id)
+        try:
+            lost = self._store.commit(steps, now, answers, notices)
+        except StoreError:
+            if not notices:
+                raise
+            # On a full disk notices must not take the room that events need.
+            self._store.commit(steps, now, answers)
+            for target, count in Counter(target for target, _ in notices).items():
+                self._drop(target, count, "no_room")
+            return
+        for target, count in lost.items():
+            self._drop(target, count, "too_many")
+        self._has_new = bool(notices)
+
+    def _make(
         self, steps: Iterable[Step], now: datetime, names: tuple[str, ...], vm_id: str
     ) -> list[tuple[str, str]]:
-        """Target and body of each notice of these steps, for the commit that holds them."""
+        """Target and body of each notice of these steps."""
         targets = self._settings.notify
         if not targets:
             return []
-        made = happenings(steps, now, names=names, vm_id=vm_id, mode=self._settings.agent.mode)
-        return [
-            (target.name, msgspec.json.encode(happening).decode())
-            for step, happening in made
-            for target in targets
-            if is_wanted(target, step, happening, names)
-        ]
+        notices: list[tuple[str, str]] = []
+        try:
+            for step, happening in happenings(
+                steps, now, names=names, vm_id=vm_id, mode=self._settings.agent.mode
+            ):
+                body = msgspec.json.encode(happening).decode()
+                wanting = [target for target in targets if is_wanted(target, step, happening, names)]
+                notices += [(target.name, body) for target in wanting]
+        except Exception:  # noqa: BLE001 - no event may suffer from it
+            get_logger().exception("a bug in the agent: a notice is missing", log_id=LogId.NOTICES_DROPPED)
+        return notices
 
-    def committed(self, notices: list[tuple[str, str]], lost: Mapping[str, int], steps: Iterable[Step]) -> None:
-        """They are on the disk: have them sent."""
-        for target, count in lost.items():
-            self._drop(target, count, "too_many")
-        if notices:
+    def perform(self, steps: Iterable[Step]) -> None:
+        """Have what was committed sent."""
+        if self._has_new:
             is_urgent = any(step.workflow.event.type in _URGENT_TYPES for step in steps)
             self._executor.notify(is_urgent=is_urgent)
-            self._is_settled = False
+            self._has_new = self._is_settled = False
 
     def settle(self) -> None:
         """Forget what has ended, and what waits for targets that the policy lacks. Raises StoreError."""

@@ -188,7 +188,7 @@ def _parse_url(text: str) -> httpx.URL:
         url = httpx.URL(text)
     except httpx.InvalidURL:
         url = httpx.URL("")
-    if url.scheme not in ("https", "http") or not url.host:
+    if url.scheme not in ("https", "http") or not url.host or not 0 < (url.port or 1) < 65536:
         raise NoticeError("to: expected a URL such as https://example.com/hook", kind="setup")
     return url
 
@@ -215,6 +215,6 @@ def _proxy_for(target: NotifyTarget, url: httpx.URL) -> httpx.Proxy | None:
         found = httpx.Proxy(proxy)
     except (httpx.InvalidURL, ValueError):
         found = None
-    if found is None or found.url.scheme != "http":
+    if found is None or found.url.scheme != "http" or not 0 < (found.url.port or 1) < 65536:
         raise NoticeError("proxy: expected http://HOST:PORT", kind="setup")
     return found

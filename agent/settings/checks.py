@@ -16,6 +16,8 @@ _LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _URL = re.compile(r"https?://[^\s/]+\S*")
 _UNENCRYPTED = re.compile(r"http://(?!localhost\b|127\.|\[::1\])")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_OWN_HEADERS = ("connection", "content-length", "host", "transfer-encoding")
 _PROXY = re.compile(r"http://[^\s/]+/?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _UNIT = re.compile(r"(?=.{,255}$)[A-Za-z0-9_][A-Za-z0-9:_.\\-]*(@[A-Za-z0-9:_.\\-]+)?\.service")
@@ -85,7 +87,13 @@ def _notify_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
         files = {"to": target.to, **{f"headers.{name}": value for name, value in target.headers.items()}}
         for key, value in files.items():
             if isinstance(value, SecretFile) and not Path(value.file).is_absolute():
-                yield f"{path}.{key}.file", f'expected an absolute path; got "{value.file}"'
+                expected = "an absolute path; it is not shown here, as it may be the secret itself"
+                yield f"{path}.{key}.file", f"expected {expected}"
+        for name, value in target.headers.items():
+            if not _HEADER_NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
+                yield f"{path}.headers", f'a header cannot be called "{name}" here: take it out'
+            if isinstance(value, str) and not (value.isascii() and value.isprintable()):
+                yield f"{path}.headers.{name}", "expected one line of printable ASCII characters"
         if target.body == "pagerduty" and not any(name.lower() == "x-routing-key" for name in target.headers):
             yield f"{path}.headers", "PagerDuty needs its integration key as the header X-Routing-Key"
         yield from _when_faults(f"{path}.when", target.when, parsed)

@@ -13,12 +13,17 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from agent import store as store_module
+from agent.engine import Executor
+from agent.engine.notifying import Notifying
 from agent.events import ScheduledEvent
+from agent.metrics import Metrics
 from agent.policy import Decision
+from agent.settings import NotifyTarget, Settings
 from agent.status import JournalEntry
 from agent.store import FILE_NAME, Store, StoreError, Waiting, WithdrawnError
 from agent.store import file as store_file
@@ -172,6 +177,27 @@ def test_a_commit_that_fails_in_the_middle_leaves_nothing_behind(store: Store) -
     store._connection.execute("PRAGMA max_page_count = 1000000")
     assert [workflow.id for workflow in store.load_workflows()] == ["one"]
     assert [entry.text for entry in store.load_journal()] == ["seen"]
+
+
+def test_without_room_for_notices_the_step_is_committed_and_they_are_counted(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, metrics = store.commit, Metrics(tuple)
+
+    def commit_without_room(*arguments: Any) -> dict[str, int]:
+        if arguments[3:] and arguments[3]:
+            raise StoreError("database or disk is full", kind="write")
+        return commit(*arguments)
+
+    monkeypatch.setattr(store, "commit", commit_without_room)
+    settings = Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),))
+    executor = mock.create_autospec(Executor, instance=True)
+    notifying = Notifying(settings, store, metrics, executor)
+    notifying.commit([make_step("one", "seen")], NOW, {}, ("vm-1",), "")
+    notifying.perform([make_step("one", "seen")])
+    assert [workflow.id for workflow in store.load_workflows()] == ["one"]
+    assert metrics.notices_dropped.labels("ops", "no_room")._value.get() == 1
+    executor.notify.assert_not_called()
 
 
 def test_notices_are_committed_with_their_step_or_not_at_all(store: Store) -> None:
