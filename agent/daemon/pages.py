@@ -232,7 +232,7 @@ class Pages:
             last_poll_at=self._poller.succeeded_at,
             poll_failure=self._poller.failure,
             incarnation=engine.incarnation(),
-            others_events=engine.others_events,
+            others_events=engine.documents.others_events,
             running=self._executor.running(),
             pending=self._pending(),
             command_options=self._command_options,

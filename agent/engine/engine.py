@@ -95,7 +95,7 @@ class Engine:
         self._answer_remembered_at: datetime | None = None
         self._is_state_lost = bool(store.load_fact("state_lost"))
         # What the next turn has to take in, and no commit has held yet.
-        self._documents = Documents()
+        self.documents = Documents()
         self._signals: list[Signal] = []
         self._requests: list[Request] = []
         self._document_at: datetime | None = None
@@ -133,7 +133,7 @@ class Engine:
         """Note down what has come; the next turn decides on it."""
         match message:
             case Document():
-                self._documents.take(message, self._machine.monotonic())
+                self.documents.take(message, self._machine.monotonic())
             case Identity():
                 self._new_identity = message
             case ApprovalAnswered():
@@ -168,7 +168,7 @@ class Engine:
         try:
             self._learn_identity(now)
             self._take_requests(now)
-            has_document = bool(self._documents.new or self._documents.latest) and not self._is_stopping
+            has_document = bool(self.documents.new or self.documents.latest) and not self._is_stopping
             if has_document and (self._is_identity_sure or self.settings.vm.name):
                 self._document_at = document_at or now
             if self._hook_runs.delayed and not self._is_stopping and self._machine.is_shutting_down() is False:
@@ -198,7 +198,7 @@ class Engine:
     @property
     def is_restless(self) -> bool:
         """Whether the next turn should come soon: for another try, or for a time of a clock that may be set."""
-        is_behind = bool(self._documents.new or self._hook_runs.delayed or self.store_failure)
+        is_behind = bool(self.documents.new or self._hook_runs.delayed or self.store_failure)
         return is_behind or self._upkeep.has_more or self.wake_at is not None
 
     def begin_stop(self) -> None:
@@ -264,7 +264,7 @@ class Engine:
     def _reconsider(self) -> None:
         """Decide anew, also on events that did not concern this VM."""
         self._signals.append(Reconsider())
-        self._documents.look_again()
+        self.documents.look_again()
 
     # --- a turn
 
@@ -292,12 +292,12 @@ class Engine:
             self._signals.append(ClockSet(seconds))
 
     def _decide_and_do(self, now: datetime) -> None:
-        has_news = bool(self._signals) or self._documents.new is not None
+        has_news = bool(self._signals) or self.documents.new is not None
         is_due = self.wake_at is not None and self.wake_at <= now
         if not (has_news or (self.board and (is_due or self.turned_at - self._decided_at > _DECIDE_SECONDS))):
             return
-        signals = [*self._signals, *self._documents.compare(self.board, self.names(), self.settings)]
-        self._metrics.others_events.set(self._documents.others_events)
+        signals = [*self._signals, *self.documents.compare(self.board, self.names(), self.settings)]
+        self._metrics.others_events.set(self.documents.others_events)
         progression = proceed(self.board, signals, self._context(now, self._document_at))
         try:
             answers = self._answers(progression)
@@ -308,7 +308,7 @@ class Engine:
             self._decide_and_do(now)
             return
         self._requests = []
-        self._documents.committed(has_faults=bool(progression.faults))
+        self.documents.committed(has_faults=bool(progression.faults))
         self.board, self._signals = progression.board, []
         self._teller.tell_steps(progression.steps, now)
         self._teller.forget_closed(self.board)
@@ -318,11 +318,6 @@ class Engine:
         self._perform(progression.steps, now)
         self._decided_at = self.turned_at
         self.wake_at = next_wake_at(self.board, self._context(now, self._document_at))
-
-    @property
-    def others_events(self) -> int:
-        """How many events of the last document only concern other VMs, and are not followed."""
-        return self._documents.others_events
 
     def lacks_event(self) -> bool:
         """Whether the last answer lacked an event that is not over yet: the next one counts. For any thread."""
@@ -353,7 +348,7 @@ class Engine:
 
     def incarnation(self) -> str:
         """Of the last document that was decided on."""
-        return self._documents.latest.incarnation if self._documents.latest else ""
+        return self.documents.latest.incarnation if self.documents.latest else ""
 
     # --- the service
 
@@ -433,7 +428,7 @@ class Engine:
             text = f"{both}: the agent ignores it"
             self._store.disown_workflows(now, text)
             self.board = {}
-            self._documents.look_again()
+            self.documents.look_again()
             self._log.warning(text, log_id=LogId.OTHER_VM)
         learned = Identity(name=identity.name or known.name, vm_id=identity.vm_id or known.vm_id)
         if learned != known or not self._is_identity_sure:

@@ -451,12 +451,12 @@ def test_events_of_other_vms_are_counted_and_no_more(engine: Engine, operator: S
         engine.take(Document(incarnation="2", events=(EVENT, *events_of("vm-2", "vm-3").events)))
         assert engine.turn(datetime.now(UTC))
     assert followed(engine) == ["E1"]
-    assert engine.others_events == 2
+    assert engine.documents.others_events == 2
     assert log == []
     assert len(list(operator.load_histories(limit=-1))) == before
     engine.take(Document(incarnation="3", events=(EVENT,)))
     assert engine.turn(datetime.now(UTC))
-    assert engine.others_events == 0
+    assert engine.documents.others_events == 0
 
 
 def test_a_rule_for_other_vms_has_their_events_followed_at_once(engine: Engine) -> None:
@@ -465,7 +465,7 @@ def test_a_rule_for_other_vms_has_their_events_followed_at_once(engine: Engine) 
     engine.change_settings(Settings(rules=(Rule(name="tell", when=When(affects=("others",))),)))
     assert engine.turn(datetime.now(UTC))
     assert followed(engine) == ["E1", "E-vm-2"]
-    assert engine.others_events == 0
+    assert engine.documents.others_events == 0
 
 
 def test_until_this_vm_has_a_name_every_event_is_followed_and_goes_on_being_so(tmp_path: Path) -> None:
@@ -479,7 +479,7 @@ def test_until_this_vm_has_a_name_every_event_is_followed_and_goes_on_being_so(t
         engine.take(events_of("vm-1", "vm-2", "vm-3"))
         assert engine.turn(datetime.now(UTC))
         assert followed(engine) == ["E-vm-1", "E-vm-2"]
-        assert engine.others_events == 1
+        assert engine.documents.others_events == 1
     finally:
         store.close()
 
