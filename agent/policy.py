@@ -319,7 +319,7 @@ def decide(
     """The decision of the first rule that matches, or to observe."""
     affects = event.affects(facts.names)
     for rule in rules:
-        if mismatch(rule.when, event, facts) is None:
+        if refusal(rule, event, facts) is None:
             return _decision_of(rule, windows, event, affects, facts)
     reasons = {
         "unknown": "this VM's name is not known, or the event names no VM: observe",
@@ -328,12 +328,17 @@ def decide(
     return Decision(rule=None, reason=reasons.get(affects, "no rule takes it: observe"), affects=affects)
 
 
+def refusal(rule: Rule, event: ScheduledEvent, facts: Facts) -> str | None:
+    """Why the rule does not take the event, as a phrase; None if it does, unless an earlier one takes it."""
+    if event.is_recommendation and RECOMMENDATION not in rule.when.type:
+        return f"only a rule whose type names {RECOMMENDATION} takes one"
+    return mismatch(rule.when, event, facts)
+
+
 def mismatch(when: When, event: ScheduledEvent, facts: Facts) -> str | None:
     """Why the conditions do not hold, as a phrase; None if they do."""
     affects = event.affects(facts.names)
     seconds = event.duration_seconds
-    if event.is_recommendation and RECOMMENDATION not in when.type:
-        return f"only a rule whose type names {RECOMMENDATION} takes one"
     if when.type and event.type not in when.type:
         return f"type is {event.type or 'missing'}, not {_either(when.type)}"
     if when.source and event.source not in when.source:

@@ -24,7 +24,7 @@ from agent.cli.status import event_rows, head
 from agent.cli.terminal import Row, Terminal, print_json
 from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event
 from agent.hook_times import KnownTimes, decode, may_take_seconds
-from agent.policy import Decision, Facts, mismatch
+from agent.policy import Decision, Facts, refusal
 from agent.settings import Settings, find_config, load_settings
 from agent.status import SCHEMA_VERSION, Vm
 from agent.store import Store, StoreError
@@ -176,7 +176,7 @@ def explain_event(
         event=event,
         decision=decision,
         passed_over=tuple(
-            PassedOver(rule=rule.name, reason=mismatch(rule.when, event, facts) or "")
+            PassedOver(rule=rule.name, reason=refusal(rule, event, facts) or "")
             for rule in takewhile(lambda rule: rule.name != decision.rule, settings.rules)
         ),
         begins_at=life.begins_at,

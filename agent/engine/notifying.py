@@ -15,8 +15,8 @@ from agent.settings import Settings
 from agent.store import Store, StoreError, Waiting
 from agent.workflow import Step
 
-# An event of these types leaves seconds: its notices do not wait for a pause after a failure to end.
-_URGENT_TYPES = ("Preempt", "Terminate")
+# An event of these types may leave only seconds: its notices do not wait for a pause after a failure to end.
+_URGENT_TYPES = ("SpotRebalanceRecommendation", "Preempt", "Terminate")
 
 
 class Notifying:

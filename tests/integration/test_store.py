@@ -16,13 +16,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from msgspec.structs import replace
 
 from agent import store as store_module
 from agent.engine import Executor
 from agent.engine.notifying import Notifying
 from agent.events import ScheduledEvent
 from agent.metrics import Metrics
-from agent.policy import Decision
+from agent.policy import Decision, When
 from agent.settings import NotifyTarget, Settings
 from agent.status import JournalEntry
 from agent.store import FILE_NAME, Store, StoreError, Waiting, WithdrawnError
@@ -198,6 +199,20 @@ def test_without_room_for_notices_the_step_is_committed_and_they_are_counted(
     assert [workflow.id for workflow in store.load_workflows()] == ["one"]
     assert metrics.notices_dropped.labels("ops", "no_room")._value.get() == 1
     executor.notify.assert_not_called()
+
+
+def test_a_target_without_conditions_hears_of_recommendations_too(store: Store) -> None:
+    settings = Settings(
+        notify=(
+            NotifyTarget(name="all", to="https://example.com"),
+            NotifyTarget(name="reboots", to="https://example.com", when=When(type=("Reboot",))),
+        )
+    )
+    notifying = Notifying(settings, store, Metrics(tuple), mock.create_autospec(Executor, instance=True))
+    step = make_step("one", "seen")
+    event = replace(step.workflow.event, type="SpotRebalanceRecommendation")
+    notifying.commit([replace(step, workflow=replace(step.workflow, event=event))], NOW, {}, ("vm-1",), "")
+    assert [*store.notices.waiting()] == ["all"]
 
 
 def test_notices_are_committed_with_their_step_or_not_at_all(store: Store) -> None:
