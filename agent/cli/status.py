@@ -139,7 +139,7 @@ def _rows(status: Status) -> Iterator[Row]:
     for target in status.notify:
         if failure := target.failure:
             text = f"{target.name} has failed since {clock(failure.since, now)}: {failure.reason}"
-            yield Row("notify", f"{text}; {target.waiting} wait", "yellow")
+            yield Row("notify", f"{text}; notices waiting: {target.waiting}", "yellow")
     for hook in status.running_for(""):
         yield Row("runs", f"the on_clear hook {hook.hook}, {span(hook.since, now)} so far", "cyan")
 

@@ -104,7 +104,7 @@
     const note = (text) => notes.push(["busy", text]);
     if (status.poll_failure && isHealthy) note(`The last poll failed: ${status.poll_failure}`);
     for (const {name, waiting, failure} of status.notify.filter((target) => target.failure).slice(0, MOST.names)) {
-      note(`Notifying ${name} fails: ${failure.reason}; ${waiting} wait`);
+      note(`Notifying ${name} fails: ${failure.reason}; notices waiting: ${waiting}`);
     }
     if (status.is_paused) note("The service manager has paused the agent: it watches, and does nothing.");
     if (!status.vm.names.length) note("It is not known yet which name this VM has in events, so none counts as its own.");
@@ -157,9 +157,10 @@
   const events = () => (histories || []).filter((history) => history.workflow);
 
   const countdown = (workflow) => {
-    const {status: state, not_before: at} = workflow.event;
+    const {status: state, not_before: at, type} = workflow.event;
     const count = (big, small) => el("p", {class: "count"}, el("b", {}, big), el("small", {}, small));
     if (workflow.is_gone) return count("over", "at Azure");
+    if (type === "SpotRebalanceRecommendation") return count("a warning", "an eviction may follow");
     if (state === "Started") return count("started", "by Azure");
     if (!at || Date.parse(at) <= now()) return count("any moment", "it may start");
     const isSoon = Date.parse(at) - now() < DAY_MS;
