@@ -39,7 +39,7 @@ from agent.daemon.threads import Threads
 from agent.daemon.watchdog import Watchdog
 from agent.engine import Engine
 from agent.hooks import end_leftovers
-from agent.imds import connect
+from agent.imds import ImdsClient, connect
 from agent.log import get_logger
 from agent.log_ids import LogId
 from agent.metrics import Metrics
@@ -95,12 +95,7 @@ class Daemon:
         self._instance = str(store.path.resolve())
         self._metrics = Metrics(lambda: tuple(self._engine.board.values()))
         self._senders = Senders(store.path.parent, self._put, self._metrics)
-        self._executor = Threads(
-            lambda: connect(self._engine.settings.imds, self._poller.api_version),
-            self._put,
-            self._instance,
-            self._senders,
-        )
+        self._executor = Threads(self._connect, self._put, self._instance, self._senders)
         self._engine = Engine(
             settings,
             store,
@@ -206,6 +201,10 @@ class Daemon:
     def _hear_operators(self, wake_up: host.WakeUp) -> None:
         while wake_up.wait():
             self._put(Command("look"))
+
+    def _connect(self) -> ImdsClient:
+        """For one approval."""
+        return connect(self._engine.settings.imds, self._poller.api_version)
 
     def _poll(self) -> None:
         # Whose the state on disk is, and what Resources call this VM, is best known before the first document.
