@@ -116,7 +116,8 @@ def test_a_reload_brings_targets_and_takes_them_away(sim: Simulator, agent: Agen
         agent.wait_log("notifying away fails")
         agent.wait_until(lambda: agent.status()["notify"][0]["failure"], "/status told of it")
         shown = agent.run("status", "--state-dir", str(agent.state_dir)).stdout
-        assert re.search(r"notify +away has failed since [0-9:]+Z: it answers 503; notices waiting: 1\n", shown), shown
+        failing = r"notify +away has failed since [0-9:]+Z: it answers 503; notices waiting: 1\n"
+        assert re.search(failing, shown), shown
         agent.write_policy(notify=[target(here, "here")])
         agent.reload()
         agent.wait_log("notices are dropped", target="away", count=1)
