@@ -274,7 +274,7 @@ def test_the_dashboard_has_what_is_asked_of_an_agent() -> None:
         *("Hooks running", "Pending events", "Ready", "Pending by phase", "Documents", "Events seen", "Decisions"),
         *("How events ended", "Hooks", "Failures", "Approvals", "Approval delay", "Polls", "Poll latency"),
         *("Measured pauses", "Agent trouble", "Versions", "Agent processor time", "Agent memory"),
-        "Age of the policy in force",
+        *("Age of the policy in force", "Notices", "Notices waiting", "Oldest waiting notice"),
     ]
     shown = {selector.metric for _, query in dashboard_queries() for selector in parse_query(query).selectors}
     agents = {name for name in exposed() if name.startswith("scheduled_events_")}
@@ -308,7 +308,7 @@ def test_no_panel_shows_a_series_for_each_of_thousands_of_machines() -> None:
         for target in panel["targets"]
         if "{{instance}}" in target["legendFormat"] or panel["title"] == "Pending events"
     ]
-    assert len(told_apart) == 12
+    assert len(told_apart) == 14
     unbounded = [title for title, query in told_apart if not re.match(r"(topk|bottomk)\(\d+, ", query)]
     assert unbounded == []
 
