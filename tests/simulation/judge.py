@@ -23,6 +23,9 @@ what the agent knows, both are right.
     10 what this VM does not approve by itself is prepared for, and no earlier before NotBefore than it takes; both
        by this VM's clock, which may be wrong
     11 no drain and no prepare hook starts against an operator's hold
+    12 every notice whose happening is on disk arrives at its target, those of a target in order, or is counted as
+       given up; no other notice arrives. The counts of an agent that is killed and the notices of a state that is
+       lost are excused
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +34,7 @@ from datetime import datetime, timedelta
 
 from agent.events import RECOMMENDATION
 from agent.policy import Hook, Rule
+from agent.settings.model import NotifyTarget
 from agent.workflow import HookOutcome
 
 VM = "vm_1"
@@ -38,6 +42,8 @@ VM = "vm_1"
 _POLLS_APART = 0.9
 Key = tuple[str, str]
 """Event and hook."""
+News = tuple[str, str, datetime]
+"""Workflow, what has happened to its event, and when."""
 
 
 class BrokenError(AssertionError):
@@ -109,6 +115,19 @@ class Run:
     is_told_to_end: bool = False
 
 
+@dataclass
+class Notice:
+    """What a target must hear of."""
+
+    target: str
+    news: News
+    is_sure: bool
+    """It is on disk; otherwise the power went while it was written."""
+    is_settled: bool = False
+    """It has arrived, is counted as given up, or is excused."""
+    has_arrived: bool = False
+
+
 class Judge:
     """Is told what happens, in order; raises BrokenError at the first thing that must not be."""
 
@@ -134,6 +153,9 @@ class Judge:
         """(event, recover hook): may run."""
         self._fresh: list[Life] = []
         self._policies = 0
+        self.targets: tuple[NotifyTarget, ...] = ()
+        self._notices: list[Notice] = []
+        self._unwritten: list[Notice] = []
 
     # --- What the world tells.
 
@@ -363,6 +385,8 @@ class Judge:
         self.runs, self._fresh, self.is_blind, self.on_clear_runs = [], [], True, 0
         for life in self.lives.values():
             life.is_posted, life.missing_since = False, None
+        self._notices += self._unwritten
+        self._unwritten = []
 
     def forgotten(self, event: str, stage: str, hook: str) -> None:
         """The hook had ended, and the agent was killed before that was on disk."""
@@ -372,6 +396,57 @@ class Judge:
         """The state file is gone: what was begun is not known any more."""
         self._used, self._owed, self._allowed = set(), set(), set()
         self.lives = {}
+        self._excuse(self._notices)
+
+    def writes_news(self, news: Iterable[tuple[News, str, tuple[str, ...]]]) -> None:
+        """These, each with type and VMs of its event, are about to be written."""
+        self._unwritten = [
+            Notice(target.name, one, is_sure=False)
+            for one, type_, vms in news
+            for target in self.targets
+            if one[1] in target.on
+            and (type_ in target.when.type or not target.when.type)
+            and (VM in vms or "others" in target.when.affects)
+        ]
+
+    def has_written_news(self) -> None:
+        """They are on disk."""
+        for notice in self._unwritten:
+            notice.is_sure = self.has_name  # without one, whom the event affects is not known
+        self._notices += self._unwritten
+        self._unwritten = []
+
+    def notified(self, target: str, news: News, *, is_refused: bool) -> None:
+        """The target has heard of it, or refuses it for good."""
+        text = f"(12) {target} hears that {news[0]} is {news[1]}"
+        all_ = [notice for notice in self._notices if notice.target == target]
+        same = [index for index, notice in enumerate(all_) if notice.news == news]
+        self._expect(bool(same), f"{text}, which was never written")
+        index = next((index for index in same if not all_[index].is_settled), None)
+        if index is None:
+            return  # once more
+        early = [notice.news for notice in all_[:index] if notice.is_sure and not notice.is_settled]
+        self._expect(not early, f"{text} before {early}")
+        late = [notice.news for notice in all_[index + 1 :] if notice.has_arrived]
+        self._expect(not late, f"{text} after {late}")
+        all_[index].is_settled, all_[index].has_arrived = True, not is_refused
+
+    def dropped(self, target: str, count: int) -> None:
+        """The agent counts so many notices as dropped because the policy has no such target."""
+        gone = [notice for notice in self._notices if notice.target == target and not notice.is_settled]
+        owed = [notice.news for notice in gone if notice.is_sure]
+        self._expect(len(owed) <= count, f"(12) {count} notices of {target} are counted as dropped, not {owed}")
+        self._excuse(gone)
+
+    def lost_counts(self) -> None:
+        """The agent may have been killed after it dropped notices, and before it counted them."""
+        names = {target.name for target in self.targets}
+        self._excuse(notice for notice in self._notices if notice.target not in names)
+
+    @staticmethod
+    def _excuse(notices: Iterable[Notice]) -> None:
+        for notice in notices:
+            notice.is_settled = True
 
     def finished(self, *, is_ready: bool, pending: Iterable[str]) -> None:
         """The world has been fair for long, and every event is over."""
@@ -379,6 +454,8 @@ class Judge:
         self._expect(not self._owed, f"(4) never recovered: {sorted(self._owed)}")
         self._expect(is_ready, "(9) the VM stays out of service")
         self._expect(not [*pending], f"(9) events that are over stay pending: {[*pending]}")
+        owed = [(one.target, one.news) for one in self._notices if one.is_sure and not one.is_settled]
+        self._expect(not owed, f"(12) never arrived: {owed}")
 
     def unprepared(self, name: str) -> None:
         """The event starts in a world that has been fair for long enough."""

@@ -22,12 +22,13 @@ from agent.daemon.inbox import Inbox
 from agent.engine import Engine, Executor, HookEnded, Machine
 from agent.engine import engine as engine_module
 from agent.engine.documents import Documents
+from agent.engine.notifying import Notifying
 from agent.events import Document, ScheduledEvent
 from agent.imds import Identity
 from agent.metrics import Metrics
 from agent.policy import Rule
 from agent.settings import Settings
-from agent.store import Store
+from agent.store import Notices, Store, StoredNotice
 from agent.workflow import (
     Approval,
     ApprovalAnswered,
@@ -126,6 +127,7 @@ def _open_gate(name: str) -> dict[str, Any]:
 REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, approving.take_answer, stages.cut_short
 REAL_FINISH, REAL_END = Engine.finish, stages.with_end
 REAL_TAKE, REAL_EXPIRES = Documents.take, times.expires_at
+REAL_LOAD_NEXT = Notices.load_next
 REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.turn, Engine._decide_and_do
 
 
@@ -271,6 +273,29 @@ def _expires_at_once(workflow: Workflow) -> datetime | None:
     return workflow.first_seen_at if REAL_EXPIRES(workflow) else None
 
 
+def _commit_notices_later(self: Notifying, steps: Any, now: datetime, answers: Any, *whose: Any) -> None:
+    """Notices in a transaction of their own, after that of their steps."""
+    self._store.commit(steps, now, answers)
+    notices = self._make(steps, now, *whose)
+    with self._store._transaction():
+        self._store.notices.add(now.isoformat(), notices)
+    self._has_new = bool(notices)
+
+
+def _load_and_delete(self: Notices, target: str, after_id: int) -> StoredNotice | None:
+    notice = REAL_LOAD_NEXT(self, target, after_id)
+    if notice is not None:
+        self._connection.execute("DELETE FROM notice WHERE id = ?", (notice.id,))
+    return notice
+
+
+def _load_newest(self: Notices, target: str, after_id: int) -> StoredNotice | None:
+    notice, last = None, REAL_LOAD_NEXT(self, target, after_id)
+    while last is not None:
+        notice, last = last, REAL_LOAD_NEXT(self, target, last.id)
+    return notice
+
+
 WORKFLOW = "agent.workflow"
 
 
@@ -369,6 +394,16 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "10: what others approve is never prepared for": Mutant(
         WORKFLOW, {"_begin_when_due": _begin_only_what_it_approves}, "(10)", frozenset({"many events"})
+    ),
+    "12: a notice is deleted before its answer": Mutant(
+        Notices, {"load_next": _load_and_delete}, "(12)", frozenset({"bad receivers"})
+    ),
+    "12: a notice is not committed with its step": Mutant(
+        Notifying, {"commit": _commit_notices_later}, "(12)", frozenset({"power cuts"})
+    ),
+    "12: the newest notice goes first": Mutant(Notices, {"load_next": _load_newest}, "(12)"),
+    "12: what is dropped is not counted": Mutant(
+        Notifying, {"_drop": lambda *_: None}, "(12)", frozenset({"bad receivers", "reloads"})
     ),
     "9: results are lost": Mutant(engine_module, {"proceed": _proceed_that_loses_what_fails}, "", first=129),
 }

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import msgspec
-from judge import VM, BrokenError, Judge
+from judge import VM, BrokenError, Judge, News
 from msgspec.structs import replace
 
 from agent import log
@@ -33,6 +33,7 @@ from agent.engine import (
     HookKey,
     HookStart,
     Machine,
+    NoticeEnded,
     Paused,
     RunOnClear,
     key_of,
@@ -41,16 +42,18 @@ from agent.engine import (
 from agent.events import EventTypeName, parse_document
 from agent.imds import Identity
 from agent.metrics import Metrics
-from agent.policy import Hook, Rule, When
+from agent.notices import Happening
+from agent.policy import Hook, Rule, RuleAffects, When
 from agent.settings import AgentSettings, Settings
+from agent.settings.model import NoticeWord, NotifyTarget
 from agent.simulator.azure import Azure, EventType, Plan
-from agent.store import FactName, RequestWord, Store, StoreError
-from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Step, Workflow, is_ready
+from agent.store import FactName, RequestWord, Store, StoredNotice, StoreError
+from agent.workflow import ApprovalAnswered, Approve, HookOutcome, NoteKind, RunHook, Step, Workflow, is_ready
 
 Trouble = Literal[
     "many events", "bad hooks", "deaf service", "lost answers", "kills", "power cuts", "torn writes", "reboots",
     "stops", "full disk", "lost state", "clock jumps", "freezes", "operator", "reloads", "late name", "on clear",
-    "slow inbox", "empty answers", "recommendations",
+    "slow inbox", "empty answers", "recommendations", "bad receivers",
 ]  # fmt: skip
 TROUBLES: tuple[Trouble, ...] = get_args(Trouble)
 
@@ -62,6 +65,11 @@ _LIMIT_SECONDS = 40000.0
 _QUIET_SECONDS = 60.0
 _VERSION, _PREVIEW = "2020-07-01", "2024-07-09"
 _TYPES: tuple[EventType, ...] = ("Freeze", "Reboot", "Redeploy")
+_TARGETS = ("chat", "pager")
+_NEWS: dict[NoteKind, NoticeWord] = {
+    "seen": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held", "approved": "approved",
+    "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
+}  # fmt: skip
 _HOOKS = ("drain", "save", "stop", "load", "resume", "go", "tell")
 
 
@@ -85,6 +93,8 @@ class CrashingStore(Store):
         answers: Mapping[int, str] | None = None,
         notices: Sequence[tuple[str, str]] = (),
     ) -> dict[str, int]:
+        if self.world is not None:
+            self.world.commits(steps, at)
         lost = super().commit(steps, at, answers, notices)
         if self.world is not None:
             self.world.committed(steps)
@@ -158,6 +168,9 @@ class World(Machine):
         self._poll_at = -1.0
         self._wake_at = -1.0
         self._metrics = _metrics()
+        dropped = self._metrics.notices_dropped
+        self._dropped = {name: dropped.labels(name, "removed") for name in _TARGETS}
+        self._drops = self._count_drops()
         self._executor = Executor(self)
         self._store: CrashingStore | None = None
         self._document: Any = None
@@ -286,6 +299,8 @@ class World(Machine):
             raise BrokenError("the agent is not started again")
         self.judge.finished(is_ready=is_ready(self.engine.board), pending=self.engine.board)
         faults = self._metrics.faults._value.get()
+        if self._store is not None and self._store.notices.waiting():
+            raise BrokenError("(12) notices that have ended stay in the state file")
         if faults:
             raise BrokenError(f"the engine has met {faults:.0f} bugs of its own")
 
@@ -494,6 +509,7 @@ class World(Machine):
         if self._was_ready is not None and is_ready(self.engine.board) != self._was_ready:
             raise BrokenError("(9) a restart has made the VM ready, or not ready")
         self._see_readiness()
+        self._executor.use(self._settings.notify)
         self.judge.has_name = bool(self.engine.identity.name) and self.engine._is_identity_sure
         delay = self.chance("late name").choice((0.1, 5.0, 60.0)) if self.has("late name") else 0.01
         self.after(delay, self._identify(self._life))
@@ -534,7 +550,10 @@ class World(Machine):
 
     def _end_life(self, *, may_restart: bool) -> None:
         assert self._store is not None
-        if not self._torn:
+        self._see_drops()
+        if self._torn:
+            self.judge.lost_counts()
+        else:
             self._torn = _contents(self._store.path)
         # A process that was killed closes nothing: what it has left is copied by now.
         self._store.world, self.is_cut_after_commit = None, False
@@ -738,6 +757,7 @@ class World(Machine):
             is_done = engine.turn(document_at)
             self.judge.turned(may_be_late=not self.judge.has_name)
             self._see_readiness()
+            self._see_drops()
             if is_done:
                 engine.tidy()
             if self.is_cut_after_commit:
@@ -783,14 +803,24 @@ class World(Machine):
                 self._answers.append(item)
             case Identity():
                 self.judge.has_name = True
-            case Paused() | Command():
+            case Paused() | Command() | NoticeEnded():
                 pass
             case _:
                 self._document = item
                 self.judge.heard(self._azure.event(event.id).ids[0] for event in item.events)
 
+    def commits(self, steps: Sequence[Step], at: datetime) -> None:
+        """The agent is about to write these."""
+        self.judge.writes_news(
+            ((step.workflow.id, _NEWS[note.kind], at), step.workflow.event.type, step.workflow.event.resources)
+            for step in steps
+            for note in step.notes
+            if note.kind in _NEWS
+        )
+
     def committed(self, steps: Sequence[Step]) -> None:
         """What the agent has taken in and decided is on the disk, and nothing of it is done yet."""
+        self.judge.has_written_news()
         for step in steps:
             self._names[step.workflow.id] = self._azure.event(step.workflow.event.id).ids[0]
         if self._document is not None:
@@ -900,6 +930,44 @@ class World(Machine):
         if life == self._life:
             self._deliver(ended)
 
+    def next_notice(self, target: str, after_id: int) -> StoredNotice | None:
+        assert self._store is not None
+        return self._store.notices.load_next(target, after_id)
+
+    def notify(self, target: str, notice: StoredNotice, answer: Callable[[bool], None]) -> None:
+        """A notice is sent, and meets what it meets. ``answer``: whether it is settled."""
+        happening = msgspec.json.decode(notice.body, type=Happening)
+        news: News = (happening.workflow_id, happening.what, happening.at)
+        chance, fate, life = self.chance("receivers"), "", self._life
+        if self.has("bad receivers"):
+            fate = chance.choice(("", "", "refused", "not sent", "server error", "answer lost"))
+        # What it sends takes its time, also when the agent is dead by then.
+        arrives_after = chance.choice((0.01, 1.0, 10.0)) if "bad receivers" in self.troubles else 0.01
+
+        def arrive() -> None:
+            # A refusal is counted by the agent, if it still lives.
+            if fate in ("", "answer lost") or (fate == "refused" and life == self._life):
+                self.tell(f"{target} hears that {self._names.get(news[0], news[0])} is {news[1]}: {fate or 'ok'}")
+                self.judge.notified(target, news, is_refused=fate == "refused")
+            answer(fate in ("", "refused"))
+
+        self.after(arrives_after, arrive)
+
+    def end_notice(self, notice_id: int) -> None:
+        # The agent forgets several in one turn: that saves the simulation turns, and leaves time for a crash.
+        self._mail.items.append(NoticeEnded(notice_id))
+        self._wake_soon(5.0)
+
+    def _count_drops(self) -> dict[str, float]:
+        return {name: counter._value.get() for name, counter in self._dropped.items()}
+
+    def _see_drops(self) -> None:
+        before, self._drops = self._drops, self._count_drops()
+        for name in _TARGETS:
+            if count := int(self._drops[name] - before[name]):
+                self.tell(f"{count} notices of {name} are dropped")
+                self.judge.dropped(name, count)
+
     @property
     def life(self) -> int:
         return self._life
@@ -937,8 +1005,19 @@ class World(Machine):
             rules=rules,
             hooks=hooks,
             on_clear=("go",) if "on clear" in self.troubles else (),
+            notify=tuple(self._some_targets()),
             agent=AgentSettings(listen="off"),
         )
+
+    def _some_targets(self) -> Iterator[NotifyTarget]:
+        chance = self.chance("targets")
+        for name in _TARGETS:
+            on = chance.choice((NotifyTarget(name="", to="").on, (*_NEWS.values(),)))
+            types: tuple[EventTypeName, ...] = ("Freeze", "Reboot", "SpotRebalanceRecommendation")
+            affects: tuple[RuleAffects, ...] = chance.choice((("self",), ("self", "others")))
+            when = When(type=chance.choice(((), (), types)), affects=affects)
+            if chance.random() < 0.3:
+                yield NotifyTarget(name=name, to="https://example.com/", on=on, when=when)
 
     def _spot_rules(self) -> tuple[Rule, ...]:
         chance = self.chance("spot rules")
@@ -958,6 +1037,7 @@ class World(Machine):
 
     def _enforce(self) -> None:
         self.judge.policy(self._settings.rules)
+        self.judge.targets = self._settings.notify
         self.judge.hooks, self.judge.reserve = self._settings.hooks, self._settings.agent.reserve
 
     def _reload(self) -> None:
@@ -968,9 +1048,11 @@ class World(Machine):
             self.engine.refuse_settings("it is bad")
         else:
             self.tell("another policy is put in force")
+            self._see_drops()
             self._settings = self._a_policy()
             self._enforce()
             self.engine.change_settings(self._settings)
+            self._executor.use(self._settings.notify)
         self._wake_soon(0.0)
 
     def _speak(self) -> None:
@@ -1059,6 +1141,15 @@ class Executor:
         self._live: set[HookKey] = set()
         self._numbers: dict[HookKey, int] = {}
         self._count = itertools.count()
+        self._senders: dict[str, Sender] = {}
+
+    def use(self, targets: Sequence[NotifyTarget]) -> None:
+        """These targets are notified."""
+        old, names = self._senders, [target.name for target in targets]
+        self._senders = {name: old[name] if name in old else Sender(self._world, name) for name in names}
+        for name in old.keys() - set(names):
+            old[name].has_ended = True
+        self.notify(is_urgent=True)
 
     def start_hook(
         self,
@@ -1117,7 +1208,8 @@ class Executor:
         self._world.post(approvals)
 
     def notify(self, *, is_urgent: bool) -> None:
-        del is_urgent
+        for sender in self._senders.values():
+            sender.wake(is_urgent=is_urgent)
 
     def forget_approval(self, workflow_id: str) -> None:
         self._unanswered.discard(workflow_id)
@@ -1148,6 +1240,51 @@ class Executor:
         effect = self._runs[key]
         self._world.hook_ends(effect, outcome)
         self._world.give(self._life, HookEnded(effect, without_run(effect.hook, outcome, outcome)))
+
+
+class Sender:
+    """Stands for the thread of one target."""
+
+    def __init__(self, world: World, target: str) -> None:
+        self.has_ended = False
+        self._world = world
+        self._life = world.life
+        self._target = target
+        self._last_id = 0
+        self._turn = 0
+        self._is_idle = True
+        self._is_sending = False
+
+    def wake(self, *, is_urgent: bool) -> None:
+        if is_urgent or self._is_idle:
+            self._go_on(0.0)
+
+    def _go_on(self, seconds: float) -> None:
+        self._turn, self._is_idle = self._turn + 1, False
+        turn = self._turn
+        self._world.after(seconds, lambda: self._send(turn))
+
+    def _send(self, turn: int) -> None:
+        if turn != self._turn or self._is_sending or not self._is_alive():
+            return
+        notice = self._world.next_notice(self._target, self._last_id)
+        if notice is None:
+            self._is_idle = True
+            return
+        self._is_sending = True
+        self._world.notify(self._target, notice, lambda is_settled: self._take(notice, is_settled=is_settled))
+
+    def _take(self, notice: StoredNotice, *, is_settled: bool) -> None:
+        self._is_sending = False
+        if self._life != self._world.life or self._world.engine is None:
+            return
+        if is_settled:
+            self._last_id = notice.id
+            self._world.end_notice(notice.id)
+        self._go_on(0.0 if is_settled else self._world.chance("receivers").choice((1.0, 20.0, 200.0)))
+
+    def _is_alive(self) -> bool:
+        return not self.has_ended and self._life == self._world.life and self._world.engine is not None
 
 
 def _describe(event: Any) -> str:
