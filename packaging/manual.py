@@ -58,10 +58,12 @@ def policy_page(version: str, epoch: int) -> Iterator[str]:
 def _sections(path: str, value: dict[str, Any], types: dict[str, Any]) -> Iterator[str]:
     """The keys of what is below this one, and of what is below these."""
     inner = value.get("items") or value.get("additionalProperties") or value
-    if not isinstance(inner, dict) or "$ref" not in inner:
+    choices = (inner, *inner.get("anyOf", ())) if isinstance(inner, dict) else ()
+    types_here = [choice["$ref"].rpartition("/")[2] for choice in choices if "$ref" in choice]
+    if not types_here:
         return
     place = f"{path}[]" if "items" in value else f"{path}.NAME" if inner is not value else path
-    keys = types[inner["$ref"].rpartition("/")[2]]["properties"]
+    keys = types[types_here[0]]["properties"]
     yield from (f'.SH "KEYS OF {_text(place)}"', *_keys(keys))
     for key, below in keys.items():
         yield from _sections(f"{place}.{key}", below, types)
@@ -79,7 +81,7 @@ def _kind(value: dict[str, Any]) -> str:
     """What may stand there, as far as words or a list of them can tell."""
     kinds = [_kind(choice) for choice in value.get("anyOf", ()) if choice.get("type") != "null"]
     if kinds:
-        return " or ".join(dict.fromkeys(kinds))
+        return " or ".join(kind for kind in dict.fromkeys(kinds) if kind)
     if "enum" in value:
         return "|".join(rf"\fI{_text(str(word))}\fR" for word in value["enum"])
     if value.get("type") == "array":
