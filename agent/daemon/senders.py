@@ -62,7 +62,7 @@ class Senders:
         for target in targets:
             sender = old.pop(target.name, None) or _Sender(target, self._state_dir, self._report, self._metrics)
             if sender.target != target:
-                sender.target, sender.failure = target, None
+                sender.retarget(target)
             senders[target.name] = sender
         self._senders = senders
         for sender in old.values():
@@ -122,6 +122,10 @@ class _Sender:
             except RuntimeError:  # no memory for a thread; the next notice tries again
                 return
             self._thread = thread
+
+    def retarget(self, target: NotifyTarget) -> None:
+        # How long the old service failed says nothing about this one.
+        self.target, self.failure, self._failing_since = target, None, None
 
     def end(self) -> None:
         self._has_ended = True

@@ -3,6 +3,7 @@
 import queue
 import random
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -236,6 +237,27 @@ def test_a_target_that_is_taken_out_of_the_policy_hears_no_more(store: Store) ->
         put(store, 1, "other", first=1)
         run.senders.notify(is_urgent=False)
         wait_until(lambda: ids(receiver) == [1], "the other target was notified")
+
+
+def test_how_long_an_old_target_failed_does_not_count_for_its_successor(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[int] = []
+
+    def long_pause(failures: int, _: object) -> float:
+        pauses.append(failures)
+        return 3600.0
+
+    monkeypatch.setattr(module, "pause_after", long_pause)
+    answers = iter(["503", "ok"])
+    put(store, 1, at=NOW - timedelta(days=2))
+    with Receiver(lambda: "503") as old, Receiver(lambda: next(answers)) as new, sending(store, to(old)) as run:
+        wait_until(lambda: len(pauses) == 1, "the old service refused it")
+        run.senders._senders["ops"]._failing_since = time.monotonic() - 3600
+        run.senders.use([to(new)])
+        wait_until(lambda: len(pauses) == 2, "the new service refused it once")
+        run.senders.notify(is_urgent=True)
+        wait_until(lambda: ids(new) == [0], "it arrived")
 
 
 def test_pauses_grow_and_follow_the_service() -> None:
