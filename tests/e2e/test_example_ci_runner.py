@@ -28,6 +28,7 @@ from harness import CHECKOUT, PATIENCE, Agent, Answer, Request, Server, Simulato
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are scripts for a Unix shell")
 
+PREPARE, RECOVER = "ci-runner-prepare: ", "ci-runner-recover: "  # what their lines begin with
 HOOKS = CHECKOUT / "config/hooks"
 TOKEN = "ghp_nobody-must-see-this"
 # Takes jobs, each of which lasts until there is a file of its name, and notes what it does. Told twice to finish,
@@ -171,7 +172,7 @@ def test_a_job_ends_before_the_approval_and_the_next_begins_after_the_reboot(
     busy.wait_note("two begins")
     assert agent.wait_log("closed", event_id=event)["reason"] == "is over: completed"
     lines = [line["line"] for line in agent.log("hook output", hook="take-jobs")]
-    assert lines == ["the runner was started"]
+    assert lines == [f"{RECOVER}the runner was started"]
 
 
 def test_when_the_event_is_canceled_the_runner_ends_its_job_and_is_started_anew(
@@ -188,7 +189,10 @@ def test_when_the_event_is_canceled_the_runner_ends_its_job_and_is_started_anew(
     agent.wait_log("closed", event_id=event)
     assert busy.notes() == ["one begins", "one is done", "ends"]
     lines = [line["line"] for line in agent.log("hook output", hook="take-jobs", event_id=event)]
-    assert lines == [f"the runner ({pid}) is finishing its jobs; waiting for its end", "the runner was started"]
+    assert lines == [
+        f"{RECOVER}the runner ({pid}) is finishing its jobs; waiting for its end",
+        f"{RECOVER}the runner was started",
+    ]
 
 
 def test_a_job_that_takes_too_long_has_the_event_held_and_goes_on(
@@ -232,23 +236,22 @@ def run_hook(runner: Runner, name: str, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-LEFT = (0, "not stopped by ci-runner-prepare: left as it is\n")
+LEFT = (0, f"{RECOVER}not stopped by ci-runner-prepare: left as it is\n")
 
 
 def test_the_hooks_may_run_again(runner: Runner) -> None:
     runner.start()
     pid = runner.pid()
     assert run_hook(runner, "ci-runner-recover") == LEFT
-    assert run_hook(runner, "ci-runner-prepare") == (
-        *(0, f"the runner ({pid}) takes no more jobs; waiting for those that it runs\nthe runner has ended\n"),
-    )
-    assert run_hook(runner, "ci-runner-prepare") == (0, "the runner does not run\n")
-    assert run_hook(runner, "ci-runner-recover") == (0, "the runner was started\n")
+    waits = f"{PREPARE}the runner ({pid}) takes no more jobs; waiting for those that it runs\n"
+    assert run_hook(runner, "ci-runner-prepare") == (0, f"{waits}{PREPARE}the runner has ended\n")
+    assert run_hook(runner, "ci-runner-prepare") == (0, f"{PREPARE}the runner does not run\n")
+    assert run_hook(runner, "ci-runner-recover") == (0, f"{RECOVER}the runner was started\n")
     assert run_hook(runner, "ci-runner-recover") == LEFT
 
 
 def test_a_runner_that_did_not_run_before_the_event_is_not_started_after_it(runner: Runner) -> None:
-    assert run_hook(runner, "ci-runner-prepare") == (0, "the runner does not run\n")
+    assert run_hook(runner, "ci-runner-prepare") == (0, f"{PREPARE}the runner does not run\n")
     assert run_hook(runner, "ci-runner-recover") == LEFT
     assert not (runner.place / "to be started").exists()
 
@@ -267,14 +270,17 @@ def test_a_runner_is_told_once_to_finish_whatever_hooks_wait_for_it(runner: Runn
             runner.let_end("one")
             assert second.wait(PATIENCE) == 0
     assert runner.notes() == ["one begins", "one is done", "ends"]
-    assert run_hook(runner, "ci-runner-recover") == (0, "the runner was started\n")
+    assert run_hook(runner, "ci-runner-recover") == (0, f"{RECOVER}the runner was started\n")
 
 
 def test_a_mark_that_is_older_than_the_boot_is_of_no_runner_that_finishes(runner: Runner) -> None:
     runner.start()
     mark = runner.place / "mark"
     mark.write_text(f"A\n\n{runner.pid()} the-boot-before\n")
-    assert run_hook(runner, "ci-runner-recover") == (0, f"the runner ({runner.pid()}) runs already\n")
+    assert run_hook(runner, "ci-runner-recover") == (
+        0,
+        f"{RECOVER}the runner ({runner.pid()}) runs already\n",
+    )
     assert not mark.exists()
 
 
@@ -282,7 +288,7 @@ def test_without_a_place_for_the_mark_no_runner_is_stopped(runner: Runner) -> No
     runner.start()
     code, output = run_hook(runner, "ci-runner-prepare", CI_RUNNER_MARK="/nowhere/mark")
     assert code == 1
-    assert output.splitlines()[-1] == "no mark: see CI_RUNNER_MARK"
+    assert output.splitlines()[-1] == f"{PREPARE}the mark cannot be written: /nowhere/mark"
     runner.give("one")
     runner.wait_note("one begins")
 
@@ -294,7 +300,7 @@ def test_a_runner_that_is_started_again_at_once_is_told(runner: Runner) -> None:
         stop = f"echo {another.pid} >'{runner_file}'"
         code, output = run_hook(runner, "ci-runner-prepare", CI_RUNNER_STOP=stop)
         another.kill()
-    said = f"the runner ({another.pid}) was started again: see CI_RUNNER_STOP"
+    said = f"{PREPARE}the runner ({another.pid}) was started again: see CI_RUNNER_STOP"
     assert (code, output.splitlines()[-1]) == (1, said)
 
 
@@ -309,10 +315,10 @@ def zombie() -> Iterator[int]:
 
 def test_a_runner_that_has_ended_unnoticed_does_not_run(runner: Runner, zombie: int) -> None:
     (runner.place / "pid").write_text(str(zombie))
-    assert run_hook(runner, "ci-runner-prepare") == (0, "the runner does not run\n")
+    assert run_hook(runner, "ci-runner-prepare") == (0, f"{PREPARE}the runner does not run\n")
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     (runner.place / "mark").write_text(f"A\n\n{zombie} {boot}")
-    assert run_hook(runner, "ci-runner-recover") == (0, "the runner was started\n")
+    assert run_hook(runner, "ci-runner-recover") == (0, f"{RECOVER}the runner was started\n")
 
 
 @pytest.mark.parametrize("hook", ["ci-runner-prepare", "ci-runner-recover"])

@@ -55,7 +55,7 @@ def web(tmp_path: Path) -> Iterator[Web]:
 @pytest.fixture
 def machine(installed: Container) -> Iterator[Container]:
     with Container(installed) as machine:
-        for hook in ("nginx-prepare", "nginx-recover", "ci-runner-prepare", "ci-runner-recover"):
+        for hook in ("common.sh", "nginx-prepare", "nginx-recover", "ci-runner-prepare", "ci-runner-recover"):
             machine.copy_in(HOOKS / hook, f"{PLACE}/{hook}")
         yield machine
         sys.stdout.write(machine.account())
@@ -117,7 +117,7 @@ def test_nginx_answers_what_it_has_begun_and_is_then_stopped_and_started_by_syst
     machine.write("/etc/nginx/nginx.conf", site)
     machine.run("systemctl", "unmask", "nginx")
     machine.run("systemctl", "start", "nginx")
-    assert recover(machine, "nginx") == "not stopped by nginx-prepare: left as it is\n"
+    assert recover(machine, "nginx") == "nginx-recover: not stopped by nginx-prepare: left as it is\n"
 
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/slow")
@@ -128,10 +128,10 @@ def test_nginx_answers_what_it_has_begun_and_is_then_stopped_and_started_by_syst
     said = machine.run(f"{PLACE}/nginx-prepare").stdout
     reader.join(60)
     connection.close()
-    assert said.splitlines()[1:] == ["nginx has answered them all"]
+    assert said.splitlines()[1:] == ["nginx-prepare: nginx has answered them all"]
     assert [len(body) for body in bodies] == [size]
     assert is_active(machine, "nginx") == "inactive"
-    assert machine.run(f"{PLACE}/nginx-prepare").stdout == "nginx does not run\n"
+    assert machine.run(f"{PLACE}/nginx-prepare").stdout == "nginx-prepare: nginx does not run\n"
     assert recover(machine, "nginx").endswith(" takes requests\n")
     assert is_active(machine, "nginx") == "active"
 
@@ -189,7 +189,7 @@ def test_a_service_that_an_administrator_has_stopped_stays_so(simple: Container,
     simple.run("systemctl", "enable", "--now", unit)
     simple.run("systemctl", "stop", unit)
     prepare(simple, name)
-    assert recover(simple, name) == f"not stopped by {name}-prepare: left as it is\n"
+    assert recover(simple, name) == f"{name}-recover: not stopped by {name}-prepare: left as it is\n"
     assert is_active(simple, unit) == "inactive"
 
 
@@ -204,7 +204,7 @@ def test_a_service_that_is_not_started_at_boot_is_started_when_the_event_is_over
     prepare(simple, name, "B")  # another event, which finds it stopped for the first
     recover(simple, name, "B")
     assert is_active(simple, unit) == "active"
-    assert recover(simple, name) == f"not stopped by {name}-prepare: left as it is\n"
+    assert recover(simple, name) == f"{name}-recover: not stopped by {name}-prepare: left as it is\n"
 
 
 @services
@@ -226,7 +226,7 @@ def test_a_service_started_and_stopped_since_is_not_started_for_an_old_event(
     assert " was started and stopped since then: left as it is\n" in said
     mark.write_text(old)
     prepare(simple, name, "B")
-    assert recover(simple, name, "B") == f"not stopped by {name}-prepare: left as it is\n"
+    assert recover(simple, name, "B") == f"{name}-recover: not stopped by {name}-prepare: left as it is\n"
     assert is_active(simple, unit) == "inactive"
 
 
@@ -288,8 +288,8 @@ def test_a_runners_job_is_done_before_its_service_stops_and_it_stays_stopped(mac
     machine.wait_for(lambda: is_active(machine, "gitlab-runner") == "inactive", "it was stopped")
     assert notes.read_text() == "begins\ndone\nends\n"
     assert machine.run("systemctl", "show", "--property=Result", "--value", "hook").stdout == "success\n"
-    assert machine.run(f"{PLACE}/ci-runner-prepare").stdout == "the runner does not run\n"
-    assert machine.run(f"{PLACE}/ci-runner-recover").stdout == "the runner was started\n"
+    assert machine.run(f"{PLACE}/ci-runner-prepare").stdout == "ci-runner-prepare: the runner does not run\n"
+    assert machine.run(f"{PLACE}/ci-runner-recover").stdout == "ci-runner-recover: the runner was started\n"
     assert is_active(machine, "gitlab-runner") == "active"
 
 
@@ -310,7 +310,7 @@ def test_a_training_job_is_started_again_only_if_the_hook_has_stopped_it(machine
     machine.write("/usr/local/bin/trainer", TRAINER, 0o755)
     service = "[Service]\nExecStart=/usr/local/bin/trainer\nRestart=on-failure\nRestartSec=600\n"
     machine.write("/etc/systemd/system/training.service", f"{service}[Install]\nWantedBy=multi-user.target\n")
-    for hook in ("training-checkpoint", "training-resume"):
+    for hook in ("common.sh", "training-checkpoint", "training-resume"):
         machine.copy_in(HOOKS / hook, f"{PLACE}/{hook}")
 
     def run(hook: str, event: str = "A") -> str:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from balanced import PATIENCE, SLOW, Nginx, Web, wait_answered
 from harness import Agent, Simulator
 
+PREPARE, RECOVER = "nginx-prepare: ", "nginx-recover: "  # what their lines begin with
 PROBES = ("through-nginx", "directly")
 
 pytestmark = pytest.mark.timeout(300)  # on a machine with far too much to do
@@ -180,18 +181,18 @@ def wait_gone(nginx: Nginx) -> None:
         time.sleep(0.02)
 
 
-LEFT = (0, "not stopped by nginx-prepare: left as it is\n")
+LEFT = (0, "nginx-recover: not stopped by nginx-prepare: left as it is\n")
 
 
 def test_the_hooks_may_run_again(nginx: Nginx) -> None:
     pid = master(nginx)
     assert nginx.run_hook("nginx-recover") == LEFT
-    told = f"nginx ({pid}) has 60 s for the requests that it is answering\nnginx has answered them all\n"
-    assert nginx.run_hook("nginx-prepare") == (0, told)
+    told = f"{PREPARE}nginx ({pid}) has 60 s for the requests that it is answering\n"
+    assert nginx.run_hook("nginx-prepare") == (0, f"{told}{PREPARE}nginx has answered them all\n")
     wait_gone(nginx)
-    assert nginx.run_hook("nginx-prepare") == (0, "nginx does not run\n")
+    assert nginx.run_hook("nginx-prepare") == (0, f"{PREPARE}nginx does not run\n")
     code, output = nginx.run_hook("nginx-recover")
-    assert (code, output) == (0, f"nginx ({master(nginx)}) takes requests\n")
+    assert (code, output) == (0, f"{RECOVER}nginx ({master(nginx)}) takes requests\n")
     wait_answered(nginx.port)
     assert nginx.run_hook("nginx-recover") == LEFT
     wait_answered(nginx.port)
@@ -199,7 +200,7 @@ def test_the_hooks_may_run_again(nginx: Nginx) -> None:
 
 def test_an_nginx_that_did_not_run_before_the_event_is_not_started_after_it(nginx: Nginx) -> None:
     nginx.kill()
-    assert nginx.run_hook("nginx-prepare") == (0, "nginx does not run\n")
+    assert nginx.run_hook("nginx-prepare") == (0, f"{PREPARE}nginx does not run\n")
     assert nginx.run_hook("nginx-recover") == LEFT
     assert not nginx.is_running
 
@@ -209,7 +210,7 @@ def test_an_nginx_that_was_started_meanwhile_is_no_more_the_agents(nginx: Nginx)
     wait_gone(nginx)
     nginx.start()  # by a boot, say
     wait_answered(nginx.port)
-    assert nginx.run_hook("nginx-recover") == (0, f"nginx ({master(nginx)}) runs already\n")
+    assert nginx.run_hook("nginx-recover") == (0, f"{RECOVER}nginx ({master(nginx)}) runs already\n")
     nginx.kill()
     assert nginx.run_hook("nginx-recover") == LEFT
 
@@ -219,24 +220,27 @@ def test_two_events_may_have_the_same_hooks_at_a_time(web: Web, nginx: Nginx) ->
     runs = [nginx.hook("nginx-prepare", SCHEDULED_EVENT_ID=event) for event in ("A", "B")]
     for run in runs:
         output, _ = run.communicate(timeout=PATIENCE)
-        assert (run.returncode, output.splitlines()[-1]) == (0, "nginx has answered them all")
+        assert (run.returncode, output.splitlines()[-1]) == (0, f"{PREPARE}nginx has answered them all")
     thread.join(PATIENCE)
     assert downloads == [SLOW]
     code, output = nginx.run_hook("nginx-recover", SCHEDULED_EVENT_ID="A")  # once for both
-    assert (code, output) == (0, f"nginx ({master(nginx)}) takes requests\n")
+    assert (code, output) == (0, f"{RECOVER}nginx ({master(nginx)}) takes requests\n")
 
 
 def test_without_a_place_for_the_mark_nothing_is_stopped(nginx: Nginx) -> None:
     code, output = nginx.run_hook("nginx-prepare", NGINX_MARK="/nowhere/mark")
     assert code == 1
-    assert output.splitlines()[-1] == "no mark: see NGINX_MARK"
+    assert output.splitlines()[-1] == f"{PREPARE}the mark cannot be written: /nowhere/mark"
     wait_answered(nginx.port)
 
 
 def test_an_nginx_that_somebody_starts_again_at_once_is_told(nginx: Nginx) -> None:
     start = f"{nginx.environment['NGINX_START']}; until [ -s '{nginx.pid_file}' ]; do sleep 0.1; done"
     code, output = nginx.run_hook("nginx-prepare", NGINX_STOP=start)
-    assert (code, output.splitlines()[-1]) == (1, f"nginx ({master(nginx)}) was started again: see NGINX_STOP")
+    assert (code, output.splitlines()[-1]) == (
+        1,
+        f"{PREPARE}nginx ({master(nginx)}) was started again: see NGINX_STOP",
+    )
 
 
 def test_a_request_that_takes_too_long_is_cut_off_and_that_is_said(web: Web, nginx: Nginx) -> None:
@@ -246,8 +250,8 @@ def test_a_request_that_takes_too_long_is_cut_off_and_that_is_said(web: Web, ngi
     assert (code, output.splitlines()) == (
         0,
         [
-            f"nginx ({pid}) has 1 s for the requests that it is answering",
-            "requests still run after 1 s: nginx ends them",
+            f"{PREPARE}nginx ({pid}) has 1 s for the requests that it is answering",
+            f"{PREPARE}requests still run after 1 s: nginx ends them",
         ],
     )
     thread.join(PATIENCE)
@@ -258,7 +262,9 @@ def test_a_request_that_takes_too_long_is_cut_off_and_that_is_said(web: Web, ngi
 @pytest.mark.parametrize(("left", "seconds"), [("21", 11), ("7", 0), ("900", 60), ("", 60)])
 def test_requests_have_no_longer_than_the_event_leaves(nginx: Nginx, left: str, seconds: int) -> None:
     _, output = nginx.run_hook("nginx-prepare", SCHEDULED_EVENT_SECONDS_LEFT=left)
-    assert output.startswith(f"nginx ({output.split('(')[1].split(')')[0]}) has {seconds} s for the requests ")
+    assert output.startswith(
+        f"{PREPARE}nginx ({output.split('(')[1].split(')')[0]}) has {seconds} s for the requests "
+    )
 
 
 def titles(pid: int) -> list[str]:
@@ -280,7 +286,7 @@ def test_an_nginx_that_is_finishing_is_awaited_and_started_anew(web: Web, nginx:
             time.sleep(0.02)
         stop.kill()  # the event is canceled
     code, output = nginx.run_hook("nginx-recover")
-    assert (code, output) == (0, f"nginx ({master(nginx)}) takes requests\n")
+    assert (code, output) == (0, f"{RECOVER}nginx ({master(nginx)}) takes requests\n")
     assert master(nginx) != pid
     wait_answered(nginx.port)
     thread.join(PATIENCE)
@@ -292,7 +298,7 @@ def test_a_stale_pid_file_that_names_a_stranger_harms_nobody(nginx: Nginx) -> No
     wait_gone(nginx)
     with subprocess.Popen(["sleep", "600"]) as stranger:
         nginx.pid_file.write_text(f"{stranger.pid}\n")
-        assert nginx.run_hook("nginx-prepare") == (0, "nginx does not run\n")
+        assert nginx.run_hook("nginx-prepare") == (0, f"{PREPARE}nginx does not run\n")
         assert nginx.run_hook("nginx-recover")[0] == 0
         wait_answered(nginx.port)
         assert stranger.poll() is None
@@ -303,7 +309,7 @@ def test_an_nginx_that_does_not_start_is_told_and_the_next_attempt_starts_it(ngi
     nginx.run_hook("nginx-prepare")
     wait_gone(nginx)
     code, output = nginx.run_hook("nginx-recover", NGINX_START="echo trying", NGINX_WAIT="1")
-    assert (code, output) == (1, "trying\nnginx takes no requests 1 s after: echo trying\n")
+    assert (code, output) == (1, f"trying\n{RECOVER}nginx takes no requests 1 s after: echo trying\n")
     code, output = nginx.run_hook("nginx-recover", NGINX_START="echo no such service; exit 5")
     assert (code, output) == (5, "no such service\n")
-    assert nginx.run_hook("nginx-recover") == (0, f"nginx ({master(nginx)}) takes requests\n")
+    assert nginx.run_hook("nginx-recover") == (0, f"{RECOVER}nginx ({master(nginx)}) takes requests\n")

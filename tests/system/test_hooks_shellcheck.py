@@ -1,6 +1,7 @@
 """Every shell script that is shipped as a hook, and every one that the cookbook shows, read by shellcheck."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,9 @@ def scripts() -> dict[str, str]:
     for page in (ROOT / "config/hooks/README.md", *(ROOT / "docs/cookbook").glob("*.md")):
         blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
         found |= {f"{page.relative_to(ROOT)}, {index}": text for index, text in enumerate(blocks)}
-    return {place: text for place, text in found.items() if text.startswith("#!/bin/sh\n")}
+    return {
+        place: text for place, text in found.items() if text.startswith(("#!/bin/sh\n", "# shellcheck shell=sh\n"))
+    }
 
 
 SCRIPTS = scripts()
@@ -34,8 +37,10 @@ def shellcheck() -> str:
 
 
 def complaints(program: str, script: str) -> str:
-    command = [program, "--shell=sh", "--severity=style", "--format=gcc", "-"]
-    return subprocess.run(command, input=script, capture_output=True, text=True, timeout=60, check=False).stdout
+    command = [program, "--shell=sh", "--severity=style", "--format=gcc", "--external-sources", "-"]
+    return subprocess.run(
+        command, input=script, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    ).stdout
 
 
 @pytest.mark.parametrize("place", sorted(SCRIPTS))
@@ -48,4 +53,13 @@ def test_it_would_speak_of_a_variable_without_quotes(shellcheck: str) -> None:
 
 
 def test_the_hooks_of_the_examples_are_among_them() -> None:
-    assert {"config/hooks/nginx-prepare", "config/hooks/ci-runner-prepare"} <= set(SCRIPTS)
+    assert {"config/hooks/common.sh", "config/hooks/nginx-prepare", "config/hooks/ci-runner-prepare"} <= set(
+        SCRIPTS
+    )
+
+
+def test_a_hook_without_what_it_shares_with_others_says_what_is_missing(tmp_path: Path) -> None:
+    alone = shutil.copy(ROOT / "config/hooks/nginx-prepare", tmp_path)
+    done = subprocess.run([alone], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert f"{tmp_path}/common.sh" in done.stderr

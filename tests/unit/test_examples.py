@@ -15,7 +15,8 @@ from agent.settings import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "config/examples").glob("*.yaml"))
-HOOKS = sorted(path for path in (ROOT / "config/hooks").iterdir() if path.name != "README.md")
+FILES = sorted(path for path in (ROOT / "config/hooks").iterdir() if path.name != "README.md")
+HOOKS = [path for path in FILES if path.suffix != ".sh"]  # what hooks read is none itself
 PAGES = sorted((ROOT / "docs/cookbook").glob("*.md"))
 # Where hooks are installed, and what stands there in config/hooks.
 PLACES = ("/etc/scheduled-events-agent/hooks/", "C:\\ProgramData\\ScheduledEventsAgent\\hooks\\")
@@ -106,8 +107,8 @@ def test_a_hook_can_be_started(hook: Path) -> None:
 
 def test_the_list_of_hooks_is_complete() -> None:
     text = (ROOT / "config/hooks/README.md").read_text("utf-8")
-    listed = set(re.findall(r"`([\w-]+(?:\.ps1)?)`", "".join(re.findall(r"^\| .*", text, re.MULTILINE))))
-    assert {hook.name for hook in HOOKS} <= listed
+    listed = set(re.findall(r"`([\w-]+(?:\.ps1|\.sh)?)`", "".join(re.findall(r"^\| .*", text, re.MULTILINE))))
+    assert {file.name for file in FILES} <= listed
 
 
 def test_the_list_of_examples_is_complete() -> None:

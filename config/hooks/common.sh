@@ -1,0 +1,80 @@
+# shellcheck shell=sh
+# What the hooks in sh share: log lines, time limits, and the mark on what a hook has stopped. Not a hook itself.
+#
+# Needs Linux. Install it beside the hooks: each reads it with `. "$(dirname "$0")/common.sh"`, after `set -eu`, and
+# ends with "cannot open" and its place if it is not there.
+#
+#   say TEXT                  a line for the log; fail TEXT: the same as an error, and the hook fails
+#   time_left LIMIT [SPARE]   prints how many seconds the hook may take from now on: LIMIT, but SPARE (10) less than the
+#                             event leaves, if that is known; 0 at least
+#   within SECONDS COMMAND    runs the command every 0.1 s until it succeeds; fails if it has not in this time
+#   ask COMMAND               runs a client that a busy server may leave without an answer: again after 15 s
+#   ask_systemd PROPERTY      prints a property of $unit
+#
+# The mark is the file $mark. A prepare hook sets it before it stops something; a recover hook starts only what is
+# marked, and removes the mark. It says for which event, and when what was stopped had been started: if that has changed,
+# an administrator has started it since, and its next stop is theirs.
+#
+#   set_mark                  sets it; with a third line, if $mark_text is set
+#   holds                     succeeds if there is a mark that holds
+#   drop_void_mark            removes one that does not
+#   last_start                when it was started, or nothing; asks systemd for $unit; a hook may define another
+#   as_mark_owner COMMAND     runs what writes the mark; a hook may define another
+
+name=${0##*/}
+say() { echo "$name: $*"; }
+fail() { say "$*" >&2; exit 1; }
+
+# Not the clock: it may be set while a hook waits, after a freeze above all.
+uptime() { read -r up _ </proc/uptime && echo "${up%%.*}"; }
+began=$(uptime)
+
+time_left() {
+    left=$1
+    if [ -n "${SCHEDULED_EVENT_SECONDS_LEFT:-}" ]; then
+        event_leaves=$((SCHEDULED_EVENT_SECONDS_LEFT - ${2:-10} - $(uptime) + began))
+        if [ "$event_leaves" -lt "$left" ]; then left=$event_leaves; fi
+    fi
+    echo $((left > 0 ? left : 0))
+}
+
+within() {
+    until=$(($(uptime) + $1))
+    shift
+    while ! "$@"; do
+        [ "$(uptime)" -lt "$until" ] || return 1
+        sleep 0.1
+    done
+}
+
+ask() {
+    while :; do
+        code=0
+        timeout 15 "$@" || code=$?
+        [ "$code" -eq 124 ] || return "$code"
+        say "$1 does not answer; asking again" >&2
+    done
+}
+
+ask_systemd() { TZ=UTC systemctl show --property="$1" --value "${unit:?}"; }
+
+last_start() { ask_systemd ActiveEnterTimestamp; }
+as_mark_owner() { "$@"; }
+
+mark_text=
+set_mark() {
+    printf '%s\n' "${SCHEDULED_EVENT_ID:-by-hand}" "$(last_start)" "$mark_text" |
+        as_mark_owner tee "${mark:?}.$$" >/dev/null ||
+        fail "the mark cannot be written: $mark"
+    as_mark_owner sync "$mark.$$"
+    as_mark_owner mv "$mark.$$" "$mark"
+}
+
+holds() {
+    [ -e "$mark" ] || return 1
+    [ "$(sed -n 1p "$mark")" != "${SCHEDULED_EVENT_ID:-}" ] || return 0
+    started=$(last_start)
+    [ -z "$started" ] || [ "$started" = "$(sed -n 2p "$mark")" ]
+}
+
+drop_void_mark() { if [ -e "$mark" ] && ! holds; then as_mark_owner rm -f "$mark"; fi; }
