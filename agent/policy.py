@@ -23,7 +23,7 @@ from agent.events import (
     SourceName,
     StatusName,
 )
-from agent.typed_yaml import format_duration, nearest
+from agent.spelling import format_duration, nearest
 
 ApproveMode = Literal["immediately", "when-prepared", "manual", "never"]
 FailureMode = Literal["hold", "approve"]

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import NODEFAULT, Meta
 
 from agent import yaml_nodes
+from agent.spelling import NUMBER, format_duration, nearest, parse_duration, quote, shortened
 from agent.yaml_nodes import Node
 
 T = TypeVar("T")
@@ -28,15 +29,11 @@ _MAX_VALUES = 100_000
 # An alias may repeat a value that has many faults, or a long text, often.
 _MAX_PROBLEMS = 100
 _MAX_MESSAGE = 1000
-_MAX_KNOWN = 1000  # there are six hundred time zones
-# Keeps NotBefore less a duration inside the calendar.
-_MAX_DURATION_SECONDS = 3650 * 86400.0
 _KNOWN_TAGS = frozenset(
     f"tag:yaml.org,2002:{word}"
     for word in ("str", "int", "float", "bool", "null", "timestamp", "map", "seq", "merge", "value")
 )
 _INTEGER = re.compile(r"[-+]?[0-9]+")
-_NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 TIME = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])(?::([0-5][0-9]))?")
 _SCALARS = {
     str: "a text",
@@ -45,8 +42,6 @@ _SCALARS = {
     float: "a number",
     time: "a time of day such as 02:00",
 }
-_UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
-_DURATION = re.compile("".join(rf"(?:(?P<{unit}>[0-9]+(?:\.[0-9]+)?){unit}(?![a-z]))?" for unit in _UNITS_MS))
 _BARE_KEY = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_./\\%+=-]+")
 _LAST_STEP = re.compile(r"[.\[]?[^.\[]*$")
@@ -84,7 +79,7 @@ class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
 
     def problem(self, path: str, message: str) -> Problem:
         """A problem found by a later check, at the line of ``path``."""
-        return Problem(self.name, self.line_of(path), path, _shortened(message, _MAX_MESSAGE))
+        return Problem(self.name, self.line_of(path), path, shortened(message, _MAX_MESSAGE))
 
     def gather(self, findings: Iterable[tuple[str, str]]) -> tuple[Problem, ...]:
         """The problems of paths and messages, in the order of their lines; no further than the first hundred."""
@@ -109,42 +104,6 @@ def parse(text: str | bytes, type_: type[T], name: str) -> Parsed[T]:
     problems = tuple(sorted(reader.problems, key=lambda problem: problem.line))
     value = None if problems else draft
     return Parsed(name=name, value=value, problems=problems, draft=draft, lines=reader.lines)
-
-
-def parse_duration(text: str) -> float:
-    """Seconds of a duration such as 9s, 1h30m or 500ms. Raises ValueError, which says how to write one."""
-    match = _DURATION.fullmatch(text) if text else None
-    if match is None:
-        way_out = f": write {text}s if seconds are meant" if _NUMBER.fullmatch(text) else ""
-        raise ValueError(f"expected a duration such as 9s, 5m, 1h30m or 2d; got {_quote(text)}{way_out}")
-    seconds = sum(float(match[unit] or 0) * size for unit, size in _UNITS_MS.items()) / 1000
-    if seconds > _MAX_DURATION_SECONDS:
-        raise ValueError(f"expected at most {format_duration(_MAX_DURATION_SECONDS)}; got {_quote(text)}")
-    return seconds
-
-
-def format_duration(seconds: float) -> str:
-    """The shortest text that ``parse_duration`` reads as ``seconds``, to the millisecond."""
-    left = round(seconds * 1000)
-    if 0 < left < 1000:
-        return f"{left}ms"
-    parts = []
-    for unit in ("d", "h", "m"):
-        count, left = divmod(left, _UNITS_MS[unit])
-        if count:
-            parts.append(f"{count}{unit}")
-    if left or not parts:
-        parts.append(f"{left / 1000:g}s")
-    return "".join(parts)
-
-
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word that ``word`` was probably meant to be, of the first thousand."""
-    from difflib import get_close_matches  # noqa: PLC0415  # only a faulty file needs it
-
-    by_folded = {name.casefold(): name for name in islice(known, _MAX_KNOWN)}
-    found = get_close_matches(word.casefold(), by_folded, n=1)
-    return by_folded[found[0]] if found else None
 
 
 def default_of(item: msgspec.structs.FieldInfo) -> Any:
@@ -185,7 +144,7 @@ class _Reader:
         return self._read(yaml_nodes.EMPTY if _is_null(root) else root, type_, "")
 
     def _problem(self, line: int, path: str, message: str) -> _Bad:
-        self.problems.append(Problem(self.name, line, path, _shortened(message, _MAX_MESSAGE)))
+        self.problems.append(Problem(self.name, line, path, shortened(message, _MAX_MESSAGE)))
         if len(self.problems) >= _MAX_PROBLEMS:
             raise _EnoughError
         return _BAD
@@ -235,7 +194,7 @@ class _Reader:
             if key not in fields:
                 guess = nearest(key, fields)
                 hint = f'did you mean "{guess}"?' if guess else f"known here: {', '.join(fields)}"
-                self._problem(self.lines[_join(path, key)], path, f"unknown key {_quote(key)}; {hint}")
+                self._problem(self.lines[_join(path, key)], path, f"unknown key {quote(key)}; {hint}")
                 continue
             values[fields[key].name] = self._read(value, fields[key].type, _join(path, key))
         for item in fields.values():
@@ -278,7 +237,7 @@ class _Reader:
             try:
                 _check(key, key_metas)
             except _ValueProblemError as error:
-                self._problem(self.lines[_join(path, key)], path, f"the key {_quote(key)}: {error}")
+                self._problem(self.lines[_join(path, key)], path, f"the key {quote(key)}: {error}")
             values[key] = self._read(value, types[1], _join(path, key))
         if len(self.problems) > before:
             return {key: value for key, value in values.items() if value is not _BAD}
@@ -297,7 +256,7 @@ class _Reader:
                 self._problem(line, path, "merge keys (<<) cannot be used: write the keys out")
             elif key_node.value in items:
                 first = self.lines[_join(path, key_node.value)]
-                self._problem(line, path, f"the key {_quote(key_node.value)} is in line {first} already")
+                self._problem(line, path, f"the key {quote(key_node.value)} is in line {first} already")
             else:
                 items[key_node.value] = value
                 self.lines[_join(path, key_node.value)] = line
@@ -328,13 +287,13 @@ def _scalar(node: Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
         if _INTEGER.fullmatch(text) and len(text) < 20:
             return int(text)
     elif type_ is float:
-        if _NUMBER.fullmatch(text) and math.isfinite(float(text)):
+        if NUMBER.fullmatch(text) and math.isfinite(float(text)):
             return float(text)
     elif type_ is time:
         match = TIME.fullmatch(text)
         if match:
             return time(int(match[1]), int(match[2]), int(match[3] or 0))
-    raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {_quote(text)}")
+    raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {quote(text)}")
 
 
 def _expected(type_: Any, metas: tuple[Meta, ...]) -> str:
@@ -348,7 +307,7 @@ def _expected(type_: Any, metas: tuple[Meta, ...]) -> str:
 
 def _check(value: Any, metas: tuple[Meta, ...]) -> Any:
     """The value, if it keeps the limits of its annotations."""
-    found = _quote(value) if isinstance(value, str) else value
+    found = quote(value) if isinstance(value, str) else value
     for meta in metas:
         if meta.extra and (check := meta.extra.get("check")) and (fault := check(value)):
             raise _ValueProblemError(fault)
@@ -407,18 +366,10 @@ def _found(node: Node, empty: str = "") -> str:
         return "keys with values"
     if _is_null(node):
         return "nothing: remove the key" + (f", or write {empty}" if empty else "")
-    return _quote(node.value)
-
-
-def _quote(text: str) -> str:
-    return '"' + _shortened(text, 60).replace("\n", "\\n") + '"'
-
-
-def _shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 3]}..."
+    return quote(node.value)
 
 
 def _join(path: str, key: str) -> str:
     if not _BARE_KEY.fullmatch(key):
-        return f"{path}[{_quote(key)}]"
+        return f"{path}[{quote(key)}]"
     return f"{path}.{key}" if path else key

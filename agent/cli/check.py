@@ -14,7 +14,7 @@ from agent.policy import Rule, When
 from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
 from agent.settings.files import check_files, refuse_exposed
 from agent.settings.schema import policy_schema
-from agent.typed_yaml import format_duration
+from agent.spelling import format_duration
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

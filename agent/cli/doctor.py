@@ -20,7 +20,6 @@ from agent import __version__, host
 from agent.api_version import versions_to_ask
 from agent.cli import add_state_options, diagnosis
 from agent.cli.diagnosis import START, UNMASK, Finding, count, failure, ok, warning
-from agent.cli.operator import state_dir_of
 from agent.cli.status import ask_status
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
 from agent.events import ApiVersion
@@ -28,7 +27,15 @@ from agent.host import processes, systemd_unit
 from agent.host.surroundings import OwnService
 from agent.imds import Answer, ImdsClient, ImdsError, parse_identity, resolve_endpoint
 from agent.policy import Hook
-from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
+from agent.settings import (
+    BUILT_IN_NAME,
+    ConfigError,
+    Loaded,
+    Settings,
+    find_config,
+    load_policy,
+    state_dir_of,
+)
 from agent.settings.files import check_files, hook_tampering_fault
 from agent.status import Status
 

@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from agent import host
 from agent.api_version import ask_best, versions_to_ask
 from agent.cli import add_state_options
-from agent.cli.operator import find_agent, state_dir_of
+from agent.cli.operator import find_agent
 from agent.cli.status import event_rows, head
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, remark_if_slow
 from agent.events import ApiVersion, Document, parse_document
 from agent.imds import ImdsClient, connect
-from agent.settings import Settings, find_config, load_settings
+from agent.settings import Settings, find_config, load_settings, state_dir_of
 from agent.status import CurrentEvent, CurrentEvents, ShownWorkflow, Vm
 from agent.store import Store, StoreError
 from agent.words import activity, as_shown, last_known_activity

@@ -19,16 +19,15 @@ from msgspec.structs import replace
 from agent import AgentError, host
 from agent.cli import add_config_option, parse_time
 from agent.cli.events import fetch_document
-from agent.cli.operator import state_dir_of
 from agent.cli.status import event_rows, head
 from agent.cli.terminal import Row, Terminal, print_json
 from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event
 from agent.hook_times import KnownTimes, decode, may_take_seconds
 from agent.policy import Decision, Facts, refusal
-from agent.settings import Settings, find_config, load_settings
+from agent.settings import Settings, find_config, load_settings, state_dir_of
+from agent.spelling import format_duration
 from agent.status import SCHEMA_VERSION, Vm
 from agent.store import Store, StoreError
-from agent.typed_yaml import format_duration
 from agent.words import clock, wait_in_words
 from agent.workflow import (
     ApprovalAnswered,

@@ -17,9 +17,9 @@ from agent.cli import add_state_options, parse_time
 from agent.cli.operator import find_by_prefix, find_state_dir
 from agent.cli.status import title
 from agent.cli.terminal import Style, Terminal, print_json
+from agent.spelling import parse_duration
 from agent.status import History, HistoryItem, Journal, JournalEntry
 from agent.store import Store
-from agent.typed_yaml import parse_duration
 from agent.words import as_shown, clock, span
 
 _DEFAULT_LIMIT = 20

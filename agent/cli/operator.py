@@ -16,7 +16,6 @@ from pathlib import Path
 from agent import AgentError, host
 from agent.cli import add_state_options
 from agent.cli.terminal import print_json, printable
-from agent.settings import ConfigError, Settings, find_config, load_settings
 from agent.status import OperatorAnswer
 from agent.store import FILE_NAME, REQUEST_VALID_SECONDS, RequestWord, Store, StoreError
 from agent.words import clock
@@ -46,16 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler=_request)
 
 
-def state_dir_of(settings: Settings, option: str | None = None) -> Path:
-    """Where an agent with these settings, and this option --state-dir, keeps its state."""
-    chosen = option or settings.agent.state_dir
-    return Path(chosen) if chosen else host.default_state_dir()
-
-
 def find_state_dir(arguments: argparse.Namespace) -> Path:
     """Where the agent keeps its state. Raises AgentError if that is not known."""
     if arguments.state_dir:
         return Path(arguments.state_dir)
+    from agent.settings import (  # noqa: PLC0415  # 25 ms, most of it PyYAML's
+        ConfigError,
+        find_config,
+        load_settings,
+        state_dir_of,
+    )
+
     try:
         return state_dir_of(load_settings(find_config(arguments.config, host.default_config_path())))
     except ConfigError as error:

@@ -18,10 +18,20 @@ from agent.daemon import Daemon
 from agent.log import get_logger, set_up
 from agent.log_ids import LogId
 from agent.notices import doubts
-from agent.settings import BUILT_IN_NAME, Loaded, LogFormat, LogLevel, Settings, find_config, load_policy
+from agent.settings import (
+    BUILT_IN_NAME,
+    Loaded,
+    LogFormat,
+    LogLevel,
+    Settings,
+    find_config,
+    load_policy,
+    state_dir_of,
+)
 from agent.settings.files import check_files, refuse_exposed
+from agent.spelling import parse_duration
 from agent.store import Store
-from agent.typed_yaml import Problem, parse_duration
+from agent.typed_yaml import Problem
 from agent.words import quoted
 
 
@@ -166,7 +176,7 @@ def open_daemon(
     path = find_config(config, host.default_config_path())
     policy = _PolicyFile(path, state_dir, set_up_log, is_observing=is_observing)
     settings = policy.load()
-    directory = Path(settings.agent.state_dir) if settings.agent.state_dir else host.default_state_dir()
+    directory = state_dir_of(settings)
     is_elsewhere = bool(state_dir) or path not in (None, host.default_config_path())
     host.create_private_dir(directory)
     with (

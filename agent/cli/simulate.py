@@ -20,7 +20,7 @@ from agent.simulator.control import Control
 from agent.simulator.recorder import REAL_ENDPOINT, record
 from agent.simulator.recording import SUFFIX, Recording, load_recording, rename_vm
 from agent.simulator.scenario import DEFAULT_SCENARIO
-from agent.typed_yaml import parse_duration
+from agent.spelling import parse_duration
 
 _LINGER_SECONDS = 3.0  # in which clients can still see that the last event is gone
 

@@ -24,7 +24,7 @@ from agent.hooks.output import HookOutput, secrets_of
 from agent.host import processes
 from agent.policy import Hook
 from agent.settings.files import hook_tampering_fault
-from agent.typed_yaml import format_duration
+from agent.spelling import format_duration
 from agent.workflow import HookOutcome
 
 # From SIGTERM to SIGKILL. (Windows has no SIGTERM.)

@@ -28,7 +28,7 @@ from agent.typed_yaml import Parsed, Problem, parse
 __all__ = [
     "BUILT_IN_NAME", "CONFIG_VARIABLE", "DEFAULT_RULES", "AgentSettings", "ConfigError", "ImdsSettings", "Loaded",
     "LogFormat", "LogLevel", "LogSettings", "NotifyTarget", "Settings", "VmSettings", "find_config", "load_policy",
-    "load_settings", "parse_endpoint", "parse_settings",
+    "load_settings", "parse_endpoint", "parse_settings", "state_dir_of",
 ]  # fmt: skip
 
 CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"
@@ -79,6 +79,12 @@ def find_config(argument: str | None, system_path: Path) -> Path | None:
     except OSError:
         return system_path  # it is there but out of reach: reading it will say so
     return system_path
+
+
+def state_dir_of(settings: Settings, option: str | None = None) -> Path:
+    """Where an agent with these settings, and this option --state-dir, keeps its state."""
+    chosen = option or settings.agent.state_dir
+    return Path(chosen) if chosen else host.default_state_dir()
 
 
 def load_settings(path: Path | None) -> Settings:

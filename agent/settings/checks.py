@@ -10,7 +10,8 @@ import msgspec
 from agent.events import RECOMMENDATION, RECOMMENDING_VERSION
 from agent.policy import DEFAULT_EXPIRE_SECONDS, Hook, Rule, When
 from agent.settings.model import NOTICE_BODIES, SecretFile, Settings, ip_address_of, is_open, parse_endpoint
-from agent.typed_yaml import Parsed, format_duration, nearest
+from agent.spelling import format_duration, nearest
+from agent.typed_yaml import Parsed
 
 _LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")

@@ -10,7 +10,7 @@ from pathlib import Path
 from agent import host
 from agent.host import processes
 from agent.policy import Hook
-from agent.settings import BUILT_IN_NAME, ConfigError, Loaded
+from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, state_dir_of
 from agent.settings.checks import Finding
 from agent.settings.model import AgentSettings, Settings, is_open
 from agent.typed_yaml import Problem
@@ -59,7 +59,7 @@ def _exposed(settings: Settings, policy: Path | None) -> Iterator[Finding]:
     """Where the policy and the state are not safe from others, or from Azure."""
     if policy is not None and (fault := host.tampering_fault(policy)):
         yield "", fault
-    state_dir = Path(settings.agent.state_dir) if settings.agent.state_dir else host.default_state_dir()
+    state_dir = state_dir_of(settings)
     if disk := processes.temporary_disk(state_dir):
         yield (
             "agent.state_dir",

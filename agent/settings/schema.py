@@ -8,7 +8,8 @@ import msgspec
 from msgspec import NODEFAULT, Meta
 
 from agent.settings.model import Settings
-from agent.typed_yaml import TIME, default_of, format_duration, kinds, peel
+from agent.spelling import format_duration
+from agent.typed_yaml import TIME, default_of, kinds, peel
 
 
 def policy_schema() -> dict[str, Any]:

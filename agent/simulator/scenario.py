@@ -16,6 +16,7 @@ from msgspec import Meta
 from agent import typed_yaml
 from agent.simulator.azure import Duration, Name, Plan, SimulatorError
 from agent.simulator.faults import Fault
+from agent.spelling import nearest
 
 DEFAULT_SCENARIO = "platform-reboot"
 _MAX_FILE_BYTES = 1024 * 1024
@@ -88,7 +89,7 @@ def load_scenario(name: str) -> Scenario:
     if name in names:
         text = (resources.files(__package__) / "scenarios" / f"{name}.yaml").read_text(encoding="utf-8")
         return parse_scenario(text, f"{name}.yaml")
-    guess = typed_yaml.nearest(name, names)
+    guess = nearest(name, names)
     hint = f'perhaps "{guess}" is meant' if guess else f"there are {', '.join(names)}"
     raise SimulatorError(
         f'no scenario is called "{name}": {hint}; a file of your own is given by its path, ending in .yaml',

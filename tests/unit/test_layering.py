@@ -11,7 +11,7 @@ import pytest
 import agent
 
 ROOT = Path(agent.__file__).parent
-PURE = {"api_version", "events", "log_ids", "policy", "workflow", "status", "words", "hook_times"}
+PURE = {"api_version", "events", "log_ids", "policy", "spelling", "workflow", "status", "words", "hook_times"}
 EDGES = {"imds", "hooks", "store", "web", "metrics", "log", "notices"}
 
 # Module of agent/ -> the modules of agent/ that it may import besides agent itself. A folder counts as one module.
@@ -21,24 +21,25 @@ ALLOWED: dict[str, set[str]] = {
     "events": set(),
     "log_ids": set(),
     "yaml_nodes": set(),
-    "typed_yaml": {"yaml_nodes"},
+    "spelling": set(),
+    "typed_yaml": {"spelling", "yaml_nodes"},
     "host": {"host"},
-    "policy": {"events", "typed_yaml"},
+    "policy": {"events", "spelling"},
     "api_version": {"events", "policy"},
     "workflow": {"events", "policy", "workflow"},
     "status": {"events", "workflow"},
     "hook_times": {"policy", "workflow"},
     "words": {"events", "workflow", "status"},
-    "settings": {"events", "policy", "typed_yaml", "host", "web", "settings"},
+    "settings": {"events", "policy", "spelling", "typed_yaml", "host", "web", "settings"},
     "transport": set(),
     "imds": PURE | {"settings", "host", "transport"},
     "notices": PURE | {"settings", "host", "transport", "notices"},
-    "hooks": PURE | {"settings", "host", "typed_yaml", "hooks"},
+    "hooks": PURE | {"settings", "host", "hooks"},
     "store": PURE | {"settings", "host", "store"},
     "web": {"web", "typed_yaml", "host"},
     "metrics": PURE | {"settings"},
     "log": PURE | {"settings", "host"},
-    "simulator": {"simulator", "typed_yaml"},
+    "simulator": {"simulator", "spelling", "typed_yaml"},
     "engine": PURE | EDGES - {"web"} | {"settings", "host", "engine"},
     "daemon": PURE | EDGES | {"settings", "host", "engine", "daemon"},
     "cli": PURE | EDGES | {"settings", "host", "typed_yaml", "simulator", "daemon", "cli"},
@@ -171,7 +172,7 @@ def test_an_agent_that_runs_has_loaded_all_of_its_own_before_an_upgrade() -> Non
 
 @pytest.mark.parametrize("module", ["history", "ids", "operator", "status"])
 def test_a_command_that_only_reads_the_state_loads_little(module: str) -> None:
-    slow = {"asyncio", "httpx", "prometheus_client", "structlog"}
+    slow = {"asyncio", "httpx", "prometheus_client", "structlog", "yaml"}
     if sys.platform != "win32":  # which asks psutil for the boot's time, and hashlib for the service's account
         slow |= {"hashlib", "jeepney", "psutil", "subprocess"}
     command = [sys.executable, "-c", f"import sys, agent.cli.{module}; print(*sys.modules)"]

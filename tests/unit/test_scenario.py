@@ -15,7 +15,7 @@ from agent.simulator.azure import Plan
 from agent.simulator.control import _ACTIONS as ACTIONS
 from agent.simulator.faults import Fault, FaultKind
 from agent.simulator.scenario import DEFAULT_SCENARIO, Scenario, Step
-from agent.typed_yaml import format_duration
+from agent.spelling import format_duration
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
 LIVES = {

@@ -21,7 +21,8 @@ from agent.settings import (
 )
 from agent.settings.model import SecretFile
 from agent.settings.schema import plain
-from agent.typed_yaml import default_of, format_duration
+from agent.spelling import format_duration
+from agent.typed_yaml import default_of
 
 ROOT = Path(__file__).parents[2]
 TYPES = (

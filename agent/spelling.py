@@ -1,0 +1,61 @@
+"""How people write what a file or an option says: durations, numbers, and words that are nearly right.
+
+Knows neither YAML nor the policy. The one invariant: what ``format_duration`` writes, ``parse_duration`` reads.
+"""
+
+import re
+from collections.abc import Iterable
+from itertools import islice
+
+_MAX_KNOWN = 1000  # there are six hundred time zones
+# Keeps NotBefore less a duration inside the calendar.
+_MAX_DURATION_SECONDS = 3650 * 86400.0
+NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_UNITS_MS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}
+_DURATION = re.compile("".join(rf"(?:(?P<{unit}>[0-9]+(?:\.[0-9]+)?){unit}(?![a-z]))?" for unit in _UNITS_MS))
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of a duration such as 9s, 1h30m or 500ms. Raises ValueError, which says how to write one."""
+    match = _DURATION.fullmatch(text) if text else None
+    if match is None:
+        way_out = f": write {text}s if seconds are meant" if NUMBER.fullmatch(text) else ""
+        raise ValueError(f"expected a duration such as 9s, 5m, 1h30m or 2d; got {quote(text)}{way_out}")
+    seconds = sum(float(match[unit] or 0) * size for unit, size in _UNITS_MS.items()) / 1000
+    if seconds > _MAX_DURATION_SECONDS:
+        raise ValueError(f"expected at most {format_duration(_MAX_DURATION_SECONDS)}; got {quote(text)}")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """The shortest text that ``parse_duration`` reads as ``seconds``, to the millisecond."""
+    left = round(seconds * 1000)
+    if 0 < left < 1000:
+        return f"{left}ms"
+    parts = []
+    for unit in ("d", "h", "m"):
+        count, left = divmod(left, _UNITS_MS[unit])
+        if count:
+            parts.append(f"{count}{unit}")
+    if left or not parts:
+        parts.append(f"{left / 1000:g}s")
+    return "".join(parts)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that ``word`` was probably meant to be, of the first thousand."""
+    from difflib import get_close_matches  # noqa: PLC0415  # only a faulty file needs it
+
+    by_folded = {name.casefold(): name for name in islice(known, _MAX_KNOWN)}
+    found = get_close_matches(word.casefold(), by_folded, n=1)
+    return by_folded[found[0]] if found else None
+
+
+def quote(text: str) -> str:
+    """As errors show it: its beginning, in one line."""
+    return '"' + shortened(text, 60).replace("\n", "\\n") + '"'
+
+
+def shortened(text: str, length: int) -> str:
+    """At most so many characters of it."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
