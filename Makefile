@@ -7,7 +7,7 @@ SEEDS ?= 10000
 IN_WINE := tests/system/test_windows.py tests/system/test_windows_service.py tests/system/test_msi.py
 LONGEST := $(addprefix tests/system/test_,install_other.py packages.py rpm.py deb.py systemd_service.py)
 
-.PHONY: demo test lint audit faults simulation fuzz nightly soak bench system system-linux system-windows packages deb rpm msi clean
+.PHONY: demo test lint audit faults simulation fuzz nightly soak bench recipes system system-linux system-windows packages deb rpm msi clean
 
 demo: $(VENV)/.ready          ## The main job, end to end, against the built-in simulator
 	$(BIN)/scheduled-events-agent demo
@@ -44,6 +44,9 @@ soak: $(VENV)/.ready          ## Whether the agent grows, at a hundred times its
 
 bench: $(VENV)/.ready         ## Speed and size, as a table
 	$(BIN)/python -m benchmarks
+
+recipes: $(VENV)/.ready       ## What the cookbook's recipes save, measured with load (root; NAME=web_server: only this one)
+	$(BIN)/python tests/recipes/run_recipes.py $(NAME)
 
 system: system-linux system-windows   ## Tests in real surroundings (root: fetches them once; make -j2 halves the time)
 

@@ -204,6 +204,12 @@ class Agent:
         self.history.append(f"--- process {process.pid} has ended: {code}\n")
         return code
 
+    def forget_boot(self) -> None:
+        """While it does not run: have its machine be another boot than the one that its state file knows."""
+        with contextlib.closing(sqlite3.connect(self.state_dir / "state.db")) as state, state:
+            state.execute("UPDATE workflow SET body = json_set(body, '$.boot_id', 'the boot before')")
+            state.execute("UPDATE fact SET value = 'the boot before' WHERE name = 'boot_id'")
+
     def close(self) -> None:
         """End the process and the hooks it may have left behind."""
         self.give_up_file.touch()

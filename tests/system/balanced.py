@@ -140,6 +140,16 @@ class Nginx:
                     command, env=programs().environment, cwd=self._directory, start_new_session=True
                 )
 
+    def stop(self) -> None:
+        """Stop it as Debian's unit does: requests have five seconds to end."""
+        with self._lock:
+            if self._process is not None and self._process.poll() is None:
+                self._process.send_signal(signal.SIGQUIT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(5)
+                self._process.terminate()
+                self._process.wait(PATIENCE)
+
     def kill(self) -> None:
         """End it, master and workers, as a power cut would."""
         with self._lock:
@@ -288,7 +298,9 @@ class Load:
 class Web:
     """Two nginx behind a HAProxy that probes A as the page says, and asks of B only whether it listens."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, interval: str = "200ms", drain_for: str = "4s") -> None:
+        self._interval = interval
+        self._drain_for = drain_for
         self.agent_port = free_port()
         self.port = free_port()
         self.a = Nginx(directory / "a", "a", self.agent_port)
@@ -302,7 +314,7 @@ class Web:
         policy: dict[str, Any] = yaml.safe_load((ROOT / "config/examples/web-server.yaml").read_text("utf-8"))
         for rule in policy["rules"]:
             if "drain_for" in rule:
-                rule["drain_for"] = "4s"
+                rule["drain_for"] = self._drain_for
         policy["imds"] = {"endpoint": endpoint, "poll_interval": "250ms"}
         policy["agent"] = {"listen": f"127.0.0.1:{self.agent_port}"}
         return policy
@@ -325,7 +337,7 @@ class Web:
         if not probe:
             backend = backend.replace("GET /ready", "GET /")
         changes = {
-            "inter 5s": "inter 200ms",
+            "inter 5s": f"inter {self._interval}",
             "port 9769": f"port {self.agent_port}",
             "server a 10.0.0.4:80 check": f"server a 127.0.0.1:{self.a.port} check",
             "server b 10.0.0.5:80 check": f"server b 127.0.0.1:{self.b.port}",

@@ -1,11 +1,7 @@
-"""The example policy for a Slurm node, with a real Slurm: one controller, one node, both on loopback.
-
-Jobs run as root without authentication between the daemons, which only a test may do.
-"""
+"""The example policy for a Slurm node, with a real Slurm: one controller, one node, both on loopback."""
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -20,114 +16,10 @@ if sys.platform == "win32":
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-import apt
-from examples import copy_hooks, example
 from harness import PATIENCE, Agent, Simulator
+from one_node import NODE, Slurm
 
-NODE = "node-1"
 MARK = "scheduled-events-agent:"
-CONFIGURATION = """
-ClusterName=test
-SlurmctldHost=localhost(127.0.0.1)
-SlurmctldPort={controller_port}
-SlurmdPort={node_port}
-AuthType=auth/none
-CredType=cred/none
-SlurmUser=root
-StateSaveLocation={directory}/state
-SlurmdSpoolDir={directory}/spool
-SlurmctldPidFile={directory}/slurmctld.pid
-SlurmdPidFile={directory}/slurmd.pid
-SlurmctldLogFile={directory}/slurmctld.log
-SlurmdLogFile={directory}/slurmd.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/linear
-SwitchType=switch/none
-MpiDefault=none
-AccountingStorageType=accounting_storage/none
-JobAcctGatherType=jobacct_gather/none
-SchedulerParameters=sched_interval=1,sched_min_interval=100000
-NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 CPUs=1
-PrologSlurmctld={directory}/prolog
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-class Slurm:
-    """A cluster of one node."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.configuration = directory / "slurm.conf"
-        text = CONFIGURATION.format(
-            directory=directory,
-            controller_port=free_port(),
-            node_port=free_port(),
-            node=NODE,
-            host=socket.gethostname().partition(".")[0],
-        )
-        self.configuration.write_text(text, encoding="utf-8")
-        prolog = directory / "prolog"
-        prolog.write_text(f"#!/bin/sh\nwhile [ -e {directory}/prolog-waits ]; do sleep 0.1; done\n")
-        prolog.chmod(0o755)
-        self._environment = {**os.environ, "SLURM_CONF": str(self.configuration)}
-
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, daemon: str, *arguments: str) -> None:
-        with (self.directory / f"{daemon}.out").open("ab") as log:
-            command = [daemon, "-D", *arguments]
-            self._daemons[daemon] = subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
-
-    def stop(self, daemon: str) -> None:
-        self._daemons[daemon].terminate()
-        self._daemons.pop(daemon).wait(PATIENCE)
-
-    def reboot_node(self, agent: Agent) -> None:
-        """Let the controller see a node that was booted anew: slurmd -b says so, whenever it registers."""
-        self.stop("slurmd")
-        self.start("slurmd", "-N", NODE, "-b")
-        log = self.directory / "slurmctld.log"
-        agent.wait_until(lambda: "unexpectedly rebooted" in log.read_text(), "the controller saw the reboot")
-        self.stop("slurmd")
-        self.start("slurmd", "-N", NODE)
-
-    def close(self) -> None:
-        """End the daemons; and the jobs first, which outlive them."""
-        (self.directory / "prolog-waits").unlink(missing_ok=True)
-        for number in self.run("squeue", "--noheader", "--format=%A").split():
-            self.run("scancel", number)
-        while self.run("squeue", "--noheader", "--format=%A"):  # empty as well if the controller is gone
-            time.sleep(0.1)
-        for daemon in [*self._daemons]:
-            self.stop(daemon)
-
-    def run(self, *command: str) -> str:
-        done = subprocess.run(
-            command, env=self._environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-        )
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    def node(self, field: str) -> str:
-        """A field of the node, such as State; of the reason, all of it."""
-        facts = self.run("scontrol", "show", "node", NODE, "--oneliner")
-        after = facts.partition(f" {field}=")[2]
-        return after if field == "Reason" else after.partition(" ")[0]
-
-    def submit(self, script: str, *options: str) -> str:
-        """Submit a job; returns its number."""
-        return self.run("sbatch", "--parsable", "--output=/dev/null", "--chdir=/", *options, f"--wrap={script}")
-
-    def job(self, number: str) -> str:
-        """The state of a job, such as R or PD; empty when it is over."""
-        return self.run("squeue", "--noheader", f"--jobs={number}", "--format=%t")
 
 
 @pytest.fixture
@@ -147,20 +39,10 @@ def agent(tmp_path: Path, sim: Simulator) -> Iterator[Agent]:
 @pytest.fixture
 def slurm(tmp_path: Path, sim: Simulator, agent: Agent) -> Iterator[Slurm]:
     """A cluster whose node is idle, and the policy of its agent."""
-    for program in ("slurmctld", "slurmd", "scontrol"):
-        apt.need(program, "slurmctld", "slurmd", "slurm-client")
     one = Slurm(tmp_path)
-    # All that the test changes in the example.
-    replacements = {
-        "SLURM_CONF: /etc/slurm/slurm.conf\n": f"SLURM_CONF: {one.configuration}\n      SLURM_NODE: {NODE}\n",
-        "retry_delay: 15s": "retry_delay: 500ms",
-    }
-    policy = example("slurm-node.yaml", copy_hooks(tmp_path), sim.endpoint(), replacements)
-    agent.config.write_text(policy, encoding="utf-8")
+    agent.config.write_text(one.policy(sim.endpoint()), encoding="utf-8")
     with closing(one):
-        one.start("slurmctld")
-        one.start("slurmd", "-N", NODE)
-        agent.wait_until(lambda: one.node("State") == "IDLE", "the node was idle")
+        one.start_all(agent)
         yield one
         for name in ("slurmctld.log", "slurmd.log"):  # pytest shows them on failure only
             sys.stdout.write(f"--- {name}\n{(tmp_path / name).read_text()}")

@@ -5,7 +5,6 @@ On A's machine runs the agent, with the policy and the hooks that are shipped; b
 
 import contextlib
 import http.client
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -94,9 +93,7 @@ def test_no_request_fails_through_drain_approval_reboot_and_recovery(
     # The reboot: nothing of the machine's is left, and when it is up again, that is another boot.
     agent.kill()
     web.a.kill()
-    with contextlib.closing(sqlite3.connect(agent.state_dir / "state.db")) as state, state:
-        state.execute("UPDATE workflow SET body = json_set(body, '$.boot_id', 'the boot before')")
-        state.execute("UPDATE fact SET value = 'the boot before' WHERE name = 'boot_id'")
+    agent.forget_boot()
     load.wait_served("b")
     if probe == "through-nginx":  # a service that starts with the machine, before the agent
         web.a.start()

@@ -1,0 +1,157 @@
+"""One event under load, in three ways: nothing is done about it, a naive hook stops the service, the agent acts.
+
+A ``Recipe`` is one such run of a set-up. The frame owns the order in which things happen, endpoint and agent; the
+recipe owns the service, its load, and what an event does to the machine.
+"""
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal, get_args
+
+from harness import PATIENCE, Agent, Simulator
+
+from agent.simulator.azure import EventType
+
+Way = Literal["nothing", "naive stop hook", "agent"]
+WAYS: tuple[Way, ...] = get_args(Way)
+CALM_SECONDS = 10.0
+"""How long the load runs before the event is announced, and after everything is as it was."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the load saw: how many of all its requests (or jobs) failed.
+
+    ``outage_seconds``: the longest time without a success. ``lost``: what had succeeded, and was gone afterwards.
+    """
+
+    failed: int
+    total: int
+    outage_seconds: float | None = None
+    lost: int | None = None
+
+
+class Recipe(ABC):
+    """One run, in one way. The methods are called once each, in the order in which they stand here."""
+
+    title: ClassVar[str]
+    page: ClassVar[str]
+    """With the table and the command; from the root of the checkout."""
+    load: ClassVar[str]
+    """In words, as the page says it."""
+    columns: ClassVar[tuple[str, ...]] = ("requests failed",)
+    """The heads for ``failed``, then for ``outage_seconds`` and ``lost`` if the outcome has them."""
+    event: ClassVar[EventType] = "Reboot"
+    notice_seconds: ClassVar[float] = 60.0
+    down_seconds: ClassVar[float] = 10.0
+
+    def __init__(self, place: Path, way: Way) -> None:
+        self.place = place
+        self.way = way
+
+    @abstractmethod
+    def start(self) -> None:
+        """Install what is missing, and start the service."""
+
+    @abstractmethod
+    def versions(self) -> str:
+        """Of the programs that run."""
+
+    @abstractmethod
+    def write_policy(self, agent: Agent) -> None:
+        """Write the shipped policy for this set-up; in the agent's way only."""
+
+    @abstractmethod
+    def start_load(self) -> None:
+        """Start the load, and wait until the service answers it."""
+
+    @abstractmethod
+    def stop_service(self) -> None:
+        """What a naive hook does as soon as it sees the event; in its way only."""
+
+    @abstractmethod
+    def go_down(self) -> None:
+        """What the event does to the machine: a power cut, or a pause if it is a Freeze."""
+
+    @abstractmethod
+    def come_back(self) -> None:
+        """Start what starts with the machine (with the one that replaces it, if it was evicted)."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until the service is as it was before, or for as long as is fair."""
+
+    @abstractmethod
+    def finish(self) -> Outcome:
+        """End the load, and count."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End everything that runs, however far the run came."""
+
+
+def run(recipe: Recipe) -> tuple[str, Outcome]:
+    """Run it to its end; returns the versions of the programs, and what the load saw."""
+    with contextlib.ExitStack() as stack:
+        sim = stack.enter_context(Simulator(vms=("vm-1",), rate_limit=None))
+        stack.callback(recipe.close)
+        agent = Agent(recipe.place / "agent", sim.endpoint())
+        stack.callback(agent.close)
+        recipe.start()
+        if recipe.way == "agent":
+            recipe.write_policy(agent)
+            agent.start()
+        recipe.start_load()
+        time.sleep(CALM_SECONDS)
+        _have_event(recipe, sim, agent)
+        recipe.settle()
+        time.sleep(CALM_SECONDS)
+        return recipe.versions(), recipe.finish()
+
+
+def _have_event(recipe: Recipe, sim: Simulator, agent: Agent) -> None:
+    """Announce the event, let it happen, and end it; the agent goes down and comes back with its machine."""
+    event = sim.schedule(recipe.event, notice_seconds=recipe.notice_seconds, lasts_seconds=None)
+    if recipe.way == "naive stop hook":
+        recipe.stop_service()
+        sim.approve(event)
+    sim.wait_started(event, recipe.notice_seconds + PATIENCE)
+    is_agents = recipe.way == "agent"
+    is_frozen = recipe.event == "Freeze"
+    if is_agents and is_frozen:
+        agent.freeze()
+    elif is_agents:
+        agent.kill()
+    recipe.go_down()
+    time.sleep(recipe.down_seconds)
+    recipe.come_back()
+    is_back = is_agents and recipe.event not in ("Preempt", "Terminate")  # of those, the VM is gone for good
+    if is_back and is_frozen:
+        agent.thaw()
+    elif is_back:
+        agent.forget_boot()
+        agent.start()
+    sim.end(event)
+    if is_back:
+        agent.wait_log("closed", timeout=PATIENCE + recipe.notice_seconds, event_id=event)
+
+
+def table_head(columns: tuple[str, ...]) -> str:
+    """The first line of a recipe's table, as its page has it."""
+    return f"| | {' | '.join(columns)} |"
+
+
+def table(columns: tuple[str, ...], outcomes: dict[Way, Outcome]) -> str:
+    """For its page, in Markdown."""
+    lines = [table_head(columns), "|---" * (len(columns) + 1) + "|"]
+    for way, outcome in outcomes.items():
+        cells = [f"{outcome.failed:,} of {outcome.total:,}"]
+        if outcome.outage_seconds is not None:
+            cells.append(f"{outcome.outage_seconds:.1f} s")
+        if outcome.lost is not None:
+            cells.append(f"{outcome.lost:,}")
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    return "\n".join(lines)

@@ -1,0 +1,86 @@
+"""What the recipes of the cookbook save, measured with load; printed as Markdown tables.
+
+Installs what a recipe needs, which root on Debian or Ubuntu may do. recipe_NAME.py is for one page of the
+cookbook, and has a ``Recipe`` for each table on it.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("system", "e2e", "fixtures"))
+
+from frame import WAYS, Outcome, Recipe, Way, run, table
+
+from benchmarks.programs import describe_machine
+
+NAMES = sorted(path.stem.removeprefix("recipe_") for path in Path(__file__).parent.glob("recipe_*.py"))
+
+
+def recipes_of(name: str) -> list[type[Recipe]]:
+    """The recipes of a file of this folder, in its order."""
+    module = importlib.import_module(f"recipe_{name}")
+    classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Recipe)]
+    return [recipe for recipe in classes if recipe.__module__ == module.__name__]
+
+
+def main() -> int:
+    """Print the tables; exits with 1 if a recipe could not run here."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", metavar="NAME", nargs="*", help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures as JSON, too")
+    parser.add_argument("--verbose", action="store_true", help="show the logs of the programs")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - set(NAMES):
+        parser.error(f"no such recipe: {', '.join(sorted(unknown))}")
+    results: list[dict[str, Any]] = []
+    skipped = 0
+    for name in arguments.names or NAMES:
+        for recipe in recipes_of(name):
+            try:
+                results.append(_measure(name, recipe, is_verbose=arguments.verbose))
+            except pytest.skip.Exception as reason:
+                skipped += 1
+                print(f"{recipe.title}: not run: {reason}", file=sys.stderr)
+    machine = describe_machine()
+    print(f"\n{machine}")
+    for result in results:
+        print(
+            f"\n{result['title']}, {result['versions']}; {result['event']}; {result['load']}\n\n{result['table']}"
+        )
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"machine": machine, "recipes": results}, indent=2), "utf-8")
+    return 1 if skipped else 0
+
+
+def _measure(name: str, recipe: type[Recipe], *, is_verbose: bool) -> dict[str, Any]:
+    outcomes: dict[Way, Outcome] = {}
+    versions = ""
+    for way in WAYS:
+        print(f"{recipe.title}: {way} ...", file=sys.stderr, flush=True)
+        logs = contextlib.redirect_stdout(sys.stderr if is_verbose else io.StringIO())
+        with tempfile.TemporaryDirectory(prefix="recipe-") as place, logs:
+            versions, outcomes[way] = run(recipe(Path(place), way))
+        print(f"{recipe.title}: {way}: {outcomes[way]}", file=sys.stderr, flush=True)
+    return {
+        "name": name,
+        "title": recipe.title,
+        "versions": versions,
+        "event": recipe.event,
+        "load": recipe.load,
+        "outcomes": {way: asdict(outcome) for way, outcome in outcomes.items()},
+        "table": table(recipe.columns, outcomes),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
