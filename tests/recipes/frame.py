@@ -5,11 +5,14 @@ recipe owns the service, its load, and what an event does to the machine.
 """
 
 import contextlib
+import sys
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
+
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("system", "e2e", "fixtures"))
 
 from harness import PATIENCE, Agent, Simulator
 

@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("system", "e2e", "fixtures"))
-
 from frame import WAYS, Outcome, Recipe, Way, run, table
 
 from benchmarks.programs import describe_machine
