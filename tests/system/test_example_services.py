@@ -55,7 +55,14 @@ def web(tmp_path: Path) -> Iterator[Web]:
 @pytest.fixture
 def machine(installed: Container) -> Iterator[Container]:
     with Container(installed) as machine:
-        for hook in ("common.sh", "nginx-prepare", "nginx-recover", "ci-runner-prepare", "ci-runner-recover"):
+        for hook in (
+            "common.sh",
+            "service",
+            "nginx-prepare",
+            "nginx-recover",
+            "ci-runner-prepare",
+            "ci-runner-recover",
+        ):
             machine.copy_in(HOOKS / hook, f"{PLACE}/{hook}")
         yield machine
         sys.stdout.write(machine.account())
@@ -246,11 +253,26 @@ def test_a_service_that_waits_to_be_started_again_is_started_when_the_event_is_o
     assert is_active(simple, unit) == "active"
 
 
+def test_any_unit_is_stopped_and_after_a_reboot_started_and_checked(simple: Container) -> None:
+    site = simple.path("/etc/nginx/nginx.conf").read_text()
+    (port,) = re.findall(r"127\.0\.0\.1:(\d+)", site)
+    environment = {"SERVICE_UNIT": "nginx.service", "SCHEDULED_EVENT_ID": "A"}
+    simple.run("systemctl", "start", "nginx")
+    stop = simple.run(f"{PLACE}/service", "stop", environment=environment)
+    assert stop.stdout == "service: nginx.service has stopped\n"
+    assert is_active(simple, "nginx") == "inactive"
+    simple.reboot()
+    environment["SERVICE_HEALTH"] = f"tcp:127.0.0.1:{port}"
+    start = simple.run(f"{PLACE}/service", "start", environment=environment)
+    assert start.stdout == "service: nginx.service runs, and is healthy\n"
+    assert is_active(simple, "nginx") == "active"
+
+
 def test_a_service_whose_process_is_no_nginx_is_not_stopped(simple: Container) -> None:
     simple.write("/etc/systemd/system/web.service", "[Service]\nExecStart=/bin/sleep 600\n")
     simple.run("systemctl", "start", "web")
     failed = simple.run(f"{PLACE}/nginx-prepare", environment={"NGINX_UNIT": "web.service"}, check=False)
-    said = "web.service is active, and its main process is no nginx: set NGINX_PID_FILE\n"
+    said = "nginx-prepare: web.service is active, and its main process is no nginx: set NGINX_PID_FILE\n"
     assert (failed.returncode, failed.stderr) == (1, said)
     assert is_active(simple, "web") == "active"
 
@@ -296,7 +318,7 @@ def test_a_runners_job_is_done_before_its_service_stops_and_it_stays_stopped(mac
 def test_a_runner_of_another_name_is_not_taken_for_an_idle_one(machine: Container) -> None:
     failed = machine.run(f"{PLACE}/ci-runner-prepare", check=False)
     assert failed.returncode == 1
-    way_out = "see CI_RUNNER_UNIT; without systemd, CI_RUNNER_PID_FILE, _STOP and _START"
+    way_out = "ci-runner-prepare: see CI_RUNNER_UNIT; without systemd, CI_RUNNER_PID_FILE, _STOP and _START"
     assert failed.stderr == f"No files found for gitlab-runner.service.\n{way_out}\n"
 
 
