@@ -45,7 +45,7 @@ soak: $(VENV)/.ready          ## Whether the agent grows, at a hundred times its
 bench: $(VENV)/.ready         ## Speed and size, as a table
 	$(BIN)/python -m benchmarks
 
-recipes: $(VENV)/.ready       ## What the cookbook's recipes save, measured with load (root; NAME=web_server: only this one)
+recipes: $(VENV)/.ready       ## What the cookbook's recipes save, measured with load (root; NAME=slurm: only this one)
 	$(BIN)/python tests/recipes/run_recipes.py $(NAME)
 
 system: system-linux system-windows   ## Tests in real surroundings (root: fetches them once; make -j2 halves the time)
