@@ -63,7 +63,9 @@ class Metrics:
         self._add_outcomes_and_state()
         self._add_notices()
         self._count_from_zero()
-        self._registry.register(_Pending(load_pending))
+        self._load_pending = load_pending
+        self._exposed: tuple[tuple[Workflow, ...], bytes] | None = None
+        """What was pending at the last scrape, and its text."""
         ProcessCollector(registry=self._registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -229,8 +231,13 @@ class Metrics:
             self.closed.labels(event_type(event.type), workflow.outcome).inc()
 
     def expose(self) -> bytes:
-        """All of them in Prometheus' text format."""
-        return generate_latest(self._registry)
+        """All of them in Prometheus' text format; what is pending is written anew only when it has changed."""
+        pending, exposed = tuple(self._load_pending()), self._exposed
+        if exposed is None or exposed[0] != pending:
+            registry = CollectorRegistry()
+            registry.register(_Pending(pending))
+            exposed = self._exposed = (pending, generate_latest(registry))
+        return generate_latest(self._registry) + exposed[1]
 
 
 def _age(since: float | None) -> float:
@@ -251,10 +258,10 @@ def _status(word: str) -> str:
 
 
 class _Pending(Collector):
-    """What is pending, read at each scrape, so that no series outlives its event."""
+    """What is pending now, so that no series outlives its event."""
 
-    def __init__(self, load_pending: Callable[[], Iterable[Workflow]]) -> None:
-        self._load_pending = load_pending
+    def __init__(self, pending: Iterable[Workflow]) -> None:
+        self._pending = pending
 
     def collect(self) -> Iterable[Metric]:
         not_before = GaugeMetricFamily(
@@ -268,7 +275,7 @@ class _Pending(Collector):
         phases = [phase for phase in get_args(Phase) if phase != "closed"]
         counts: dict[tuple[str, str], int] = dict.fromkeys(product(phases, get_args(Affects)), 0)
         hooks = failed = 0
-        for workflow in self._load_pending():
+        for workflow in self._pending:
             event, decision = workflow.event, workflow.decision
             what = (event.id or event.key, event_type(event.type), _status(event.status), decision.affects)
             time = event.not_before.timestamp() if event.not_before else 0.0

@@ -1,7 +1,7 @@
 """The metrics as a scraper sees them: what docs/metrics.md promises, closed labels, no series left behind."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import get_args
@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+import agent.metrics
 from agent import __version__
 from agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
 from agent.imds import IMDS_ERROR_KINDS
@@ -171,6 +172,28 @@ def test_an_id_stands_only_in_the_gauge_of_what_is_pending(metrics: Metrics, pen
     assert [line.partition("{")[0] for line in metrics.expose().decode().splitlines() if ID in line] == [PENDING]
     pending.clear()
     assert ID not in metrics.expose().decode()
+
+
+def test_what_is_pending_is_written_anew_only_when_it_has_changed(
+    metrics: Metrics, pending: list[Workflow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+
+    class Watched(agent.metrics._Pending):
+        def collect(self) -> Iterable[Metric]:
+            families = tuple(super().collect())
+            written.extend(sample.labels["phase"] for sample in families[0].samples)
+            return families
+
+    monkeypatch.setattr(agent.metrics, "_Pending", Watched)
+    pending.append(make_workflow())
+    texts = [metrics.expose().decode() for _ in range(3)]
+    assert written == ["preparing"]
+    pending[0] = replace(pending[0], phase="prepared")
+    texts.append(metrics.expose().decode())
+    assert written == ["preparing", "prepared"]
+    phases = [re.findall(f'{PENDING}{{[^}}]*phase="(\\w+)"', text) for text in texts]
+    assert phases == [["preparing"]] * 3 + [["prepared"]]
 
 
 def test_an_id_cannot_break_the_exposition(metrics: Metrics, pending: list[Workflow]) -> None:
