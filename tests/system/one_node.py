@@ -157,6 +157,11 @@ class Slurm:
         """Submit a job; returns its number."""
         return self.run("sbatch", "--parsable", "--output=/dev/null", "--chdir=/", *options, f"--wrap={script}")
 
+    def srun(self, script: str) -> subprocess.Popen[bytes]:
+        """Run a job that has a terminal, and no batch script."""
+        command = ["srun", "--job-name=by-srun", "--chdir=/", "sh", "-c", script]
+        return subprocess.Popen(command, env=self._environment, stdin=subprocess.DEVNULL)
+
     def job(self, number: str) -> str:
         """The state of a job, such as R or PD; empty when it is over."""
         return self.run("squeue", "--noheader", f"--jobs={number}", "--format=%t")

@@ -114,7 +114,11 @@ def start_hook(slurm: Slurm, name: str, **more: str) -> subprocess.Popen[str]:
         **more,
     }
     return subprocess.Popen(
-        [str(slurm.directory / "hooks" / name)], env=environment, stdout=subprocess.PIPE, text=True
+        [str(slurm.directory / "hooks" / name)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -123,7 +127,7 @@ def test_a_job_that_cannot_be_requeued_is_said_so_from_time_to_time_and_waited_f
 ) -> None:
     job = slurm.submit(f"until [ -e {tmp_path}/finish ]; do sleep 0.1; done", "--no-requeue")
     agent.wait_until(lambda: slurm.job(job) == "R", "the job ran")
-    with start_hook(slurm, "slurm-prepare", SLURM_REQUEUE="yes", SCHEDULED_EVENT_SECONDS_LEFT="25") as hook:
+    with start_hook(slurm, "slurm-prepare", SLURM_REQUEUE="yes", SCHEDULED_EVENT_SECONDS_LEFT="110") as hook:
         assert hook.stdout is not None
         until = time.monotonic() + 6
         assert [hook.stdout.readline() for _ in range(2)][1] == f"slurm-prepare: requeueing job {job}\n"
@@ -133,6 +137,58 @@ def test_a_job_that_cannot_be_requeued_is_said_so_from_time_to_time_and_waited_f
     assert hook.returncode == 0
     assert rest.count("requeueing") <= 1
     assert rest.endswith(f"slurm-prepare: no job runs on {NODE}\n")
+
+
+def test_a_job_of_srun_is_named_once_and_ends_with_the_machine(slurm: Slurm, agent: Agent) -> None:
+    with slurm.srun("exec sleep 300") as client:
+        job = agent.wait_until(
+            lambda: slurm.run("squeue", "--noheader", "--name=by-srun", "--states=R", "--format=%A"), "the job ran"
+        )
+        with start_hook(slurm, "slurm-prepare", SLURM_REQUEUE="yes", SCHEDULED_EVENT_SECONDS_LEFT="30") as hook:
+            output, errors = hook.communicate(timeout=PATIENCE)
+        assert hook.returncode == 1
+        taken, kill_wait, named = output.splitlines()
+        assert taken == f"slurm-prepare: {NODE} takes no new jobs"
+        assert kill_wait.startswith("slurm-prepare: jobs have 30 s to end (KillWait), and the event leaves ")
+        assert named == (
+            f"slurm-prepare: of srun or salloc, cannot be requeued, and end with the machine at the latest: {job}"
+        )
+        assert errors == f"slurm-prepare: the event comes, and on {NODE} still run: {job}\n"
+        assert slurm.job(job) == "R"
+        slurm.run("scancel", job)
+        client.wait(PATIENCE)
+
+
+def test_a_freeze_of_unknown_length_that_is_announced_days_ahead_drains_nothing(
+    slurm: Slurm, sim: Simulator, agent: Agent
+) -> None:
+    agent.start()
+    event = sim.schedule("Freeze", notice_seconds=3 * 86400, duration_seconds=-1, lasts_seconds=None)
+    sim.wait_seen(event)
+    sim.wait_polls(5)
+    assert "DRAIN" not in slurm.node("State")
+    sim.start_event(event)
+    agent.wait_log("started", event_id=event)
+    sim.end(event)
+    agent.wait_log("closed", event_id=event)
+    assert "DRAIN" not in slurm.node("State")
+    assert sim.approvals() == ()
+
+
+def test_a_configuration_file_that_is_not_there_is_left_to_slurm(slurm: Slurm, tmp_path: Path) -> None:
+    finds = tmp_path / "bin" / "scontrol"
+    finds.parent.mkdir()
+    # A configless node's programs find the configuration by themselves, unless SLURM_CONF leads them astray.
+    script = f'#!/bin/sh\nSLURM_CONF="${{SLURM_CONF:-{slurm.configuration}}}" exec "/usr/bin/${{0##*/}}" "$@"\n'
+    finds.write_text(script)
+    finds.chmod(0o755)
+    (finds.parent / "squeue").symlink_to(finds)
+    path = f"{finds.parent}:{os.environ['PATH']}"
+    for hook in ("slurm-prepare", "slurm-recover"):
+        with start_hook(slurm, hook, PATH=path, SLURM_CONF="/etc/slurm/not-here") as process:
+            process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0
+    assert "DRAIN" not in slurm.node("State")
 
 
 def test_a_request_without_an_answer_is_sent_again(slurm: Slurm, tmp_path: Path) -> None:
