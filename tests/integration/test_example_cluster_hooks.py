@@ -56,6 +56,7 @@ class Cluster(Server):
         }
         self.pods: dict[str, dict[str, Any]] = {}
         self.budgets_allow = True
+        self.budgets_keep: set[str] = set()
         self.writes: list[tuple[str, str, Any]] = []
         self.asked: set[tuple[str, str, str]] = set()
         """API group, resource and verb of each request, discovery left out."""
@@ -133,7 +134,7 @@ class Cluster(Server):
             return 200, self.node
         if method == "POST" and path.endswith("/eviction"):
             self.asked.add(("", "pods/eviction", "create"))
-            if not self.budgets_allow:
+            if not self.budgets_allow or path.split("/")[-2] in self.budgets_keep:
                 return 429, status("TooManyRequests", 429, "Cannot evict pod as it would violate the budget.")
             del self.pods[path.split("/")[-2]]
             return 201, {"kind": "Status", "apiVersion": "v1", "status": "Success"}
@@ -302,6 +303,32 @@ def test_a_pod_that_nobody_would_start_again_is_only_evicted_when_told_to(cluste
     assert [*cluster.pods] == ["web", "logs", "lonely"]
     assert node.run_hook("kubernetes-prepare", KUBERNETES_FORCE="yes").returncode == 0
     assert [*cluster.pods] == ["logs"]
+
+
+@pytest.mark.parametrize("type_", ["Preempt", "Terminate"])
+def test_a_pod_without_a_controller_does_not_stop_the_drain_before_the_vm_is_deleted(
+    cluster: Cluster, node: Node, type_: str
+) -> None:
+    cluster.add_pod("lonely")
+    done = node.run_hook("kubernetes-prepare", SCHEDULED_EVENT_TYPE=type_)
+    assert done.returncode == 0, done.stderr
+    assert [*cluster.pods] == ["logs"]
+    assert re.search(r"declare no controller.*: default/lonely", done.stderr)
+    cluster.add_pod("lonely")
+    done = node.run_hook("kubernetes-prepare", SCHEDULED_EVENT_TYPE=type_, KUBERNETES_FORCE="no")
+    assert done.returncode == 1
+    assert [*cluster.pods] == ["logs", "lonely"]
+
+
+def test_what_a_budget_keeps_is_named_and_the_rest_evicted(cluster: Cluster, node: Node) -> None:
+    cluster.add_pod("guarded", "ReplicaSet")
+    cluster.budgets_keep = {"guarded"}
+    done = node.run_hook("kubernetes-prepare", SCHEDULED_EVENT_TYPE="Preempt", SCHEDULED_EVENT_SECONDS_LEFT="20")
+    assert done.returncode == 1
+    assert [*cluster.pods] == ["logs", "guarded"]
+    assert done.stderr.endswith(
+        f"kubernetes-prepare: {NODE} is not drained; pods that run there: default/logs default/guarded \n"
+    )
 
 
 def test_the_role_in_the_cookbook_allows_what_the_hooks_ask_for_and_no_more(cluster: Cluster, node: Node) -> None:
