@@ -6,7 +6,8 @@ Lets IIS finish the requests that an application pool is answering, then stops t
 .DESCRIPTION
 Needs the features Web-Scripting-Tools and Web-Request-Monitor (Install-WindowsFeature), and an administrator; the
 agent's service is one. May run again at any time: a pool that is stopped is as it should be. What it has stopped itself
-it marks, for iis-recover.ps1 to start that and nothing else.
+it marks, for iis-recover.ps1 to start that and nothing else. The mark says for which event, and how many worker
+processes the pool had had by then: if that has changed, an administrator has started it since, and its next stop is theirs.
 
 Exit code 0: the pool is stopped, or IIS itself does not run. 1: an error, which the log shows.
 
@@ -32,6 +33,11 @@ Import-Module WebAdministration
 
 function Get-State { (Get-WebAppPoolState -Name $Pool).Value }
 
+function Get-WorkerCount {   # since IIS was started; nothing if Windows does not count
+    Get-CimInstance -ClassName Win32_PerfRawData_APPPOOLCountersProvider_APPPOOLWAS -ErrorAction SilentlyContinue |
+        Where-Object { $_.Name -eq $Pool } | ForEach-Object { "$($_.TotalWorkerProcessesCreated)" }
+}
+
 # Pools have no state then.
 if ((Get-Service -Name W3SVC).Status -eq 'Stopped') {
     'IIS does not run'
@@ -42,7 +48,7 @@ if ($env:SCHEDULED_EVENT_SECONDS_LEFT) {
 }
 while ((Get-State) -eq 'Starting') { Start-Sleep -Seconds 1 }
 if ((Get-State) -eq 'Started') {
-    "$env:SCHEDULED_EVENT_ID" | Set-Content -LiteralPath $Mark -Encoding ASCII
+    "$env:SCHEDULED_EVENT_ID", "$(Get-WorkerCount)" | Set-Content -LiteralPath $Mark -Encoding ASCII
     "$Pool has $Finish s for the requests that it is answering"
     $deadline = (Get-Date).AddSeconds($Finish)
     while (($busy = @(Get-WebRequest -AppPool $Pool).Count) -gt 0) {
@@ -54,6 +60,7 @@ if ((Get-State) -eq 'Started') {
     }
     # An administrator may have stopped it meanwhile.
     if ((Get-State) -eq 'Started') { Stop-WebAppPool -Name $Pool }
+    "$env:SCHEDULED_EVENT_ID", "$(Get-WorkerCount)" | Set-Content -LiteralPath $Mark -Encoding ASCII
 }
 while ((Get-State) -eq 'Stopping') { Start-Sleep -Seconds 1 }   # the hook's timeout ends it
 if ((Get-State) -ne 'Stopped') { throw "expected the pool $Pool to be stopped; it is $(Get-State)" }

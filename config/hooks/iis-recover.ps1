@@ -1,18 +1,24 @@
 #Requires -Version 5.1
 <#
 .SYNOPSIS
-Starts the application pool of IIS that iis-prepare.ps1 has stopped, and ends when it is started: a recover hook, and one
-for on_clear.
+Starts the application pool of IIS that iis-prepare.ps1 has stopped, and ends when its site answers: a recover hook, and
+one for on_clear.
 
 .DESCRIPTION
 Needs the feature Web-Scripting-Tools (Install-WindowsFeature), and an administrator; the agent's service is one. May run
-again at any time: a pool that is started is as it should be, and one that an operator stopped before the event is
-left as it is. One that is just stopping (the event was canceled in the middle of iis-prepare.ps1) is awaited first.
+again at any time: a pool that is started is as it should be, and one that an administrator stopped, before the event or
+after it was started again, is left as it is. One that is just stopping (the event was canceled in the middle of
+iis-prepare.ps1) is awaited first.
 
-Exit code 0: the pool is started, or was not stopped by iis-prepare.ps1. 1: an error, which the log shows.
+Exit code 0: the pool is started and the site answers, or the pool was not stopped by iis-prepare.ps1. 1: an error, which
+the log shows.
 
 .PARAMETER Pool
 The application pool.
+
+.PARAMETER WarmUp
+An address of the site, such as http://localhost/. It is asked until the answer is 2xx or 3xx; the hook's timeout ends
+that. Without it, the pool counts as ready when it is started, and the first clients wait for the application.
 
 .PARAMETER Mark
 As for iis-prepare.ps1.
@@ -20,6 +26,7 @@ As for iis-prepare.ps1.
 [CmdletBinding()]
 param(
     [Parameter(Mandatory)] [string] $Pool,
+    [string] $WarmUp = '',
     [string] $Mark = "$env:ProgramData\ScheduledEventsAgent\state\$([uri]::EscapeDataString($Pool)).stopped-by-agent"
 )
 Set-StrictMode -Version 3.0
@@ -33,14 +40,42 @@ Import-Module WebAdministration
 
 function Get-State { (Get-WebAppPoolState -Name $Pool).Value }
 
+function Get-WorkerCount {   # since IIS was started; nothing if Windows does not count
+    Get-CimInstance -ClassName Win32_PerfRawData_APPPOOLCountersProvider_APPPOOLWAS -ErrorAction SilentlyContinue |
+        Where-Object { $_.Name -eq $Pool } | ForEach-Object { "$($_.TotalWorkerProcessesCreated)" }
+}
+
+function Test-Mark {   # not if an administrator has started the pool since: then the mark is void
+    $id, $count = (@(Get-Content -LiteralPath $Mark) + '', '')[0, 1]
+    $now = "$(Get-WorkerCount)"
+    ($id -and $id -eq $env:SCHEDULED_EVENT_ID) -or -not $count -or -not $now -or $now -eq $count
+}
+
 # After a boot, IIS may still be starting.
 $iis = Get-Service -Name W3SVC
 if ($iis.Status -ne 'Running') { Start-Service -InputObject $iis }
 $iis.WaitForStatus('Running', [TimeSpan]::FromMinutes(1))
 
 while ((Get-State) -eq 'Stopping') { Start-Sleep -Seconds 1 }   # the hook's timeout ends it
-if ((Get-State) -eq 'Stopped') { Start-WebAppPool -Name $Pool }
+if ((Get-State) -eq 'Stopped') {
+    if (-not (Test-Mark)) {
+        Remove-Item -LiteralPath $Mark
+        "$Pool was started and stopped since then: left as it is"
+        exit 0
+    }
+    Start-WebAppPool -Name $Pool
+}
 while ((Get-State) -eq 'Starting') { Start-Sleep -Seconds 1 }
 if ((Get-State) -ne 'Started') { throw "expected the pool $Pool to be started; it is $(Get-State)" }
+while ($WarmUp) {
+    try {
+        $answer = Invoke-WebRequest -Uri $WarmUp -UseBasicParsing -TimeoutSec 60
+        "$WarmUp answers: $($answer.StatusCode)"
+        break
+    } catch {
+        "$WarmUp does not answer yet: $($_.Exception.Message)"
+        Start-Sleep -Seconds 5
+    }
+}
 Remove-Item -LiteralPath $Mark
 "$Pool is started"
