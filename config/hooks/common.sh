@@ -10,6 +10,7 @@
 #   within SECONDS COMMAND    runs the command every 0.1 s until it succeeds; fails if it has not in this time
 #   ask COMMAND               runs a client that a busy server may leave without an answer: again after 15 s
 #   ask_systemd PROPERTY      prints a property of $unit
+#   unit_processes            prints the processes of $unit, one a line
 #
 # The mark is the file $mark. A prepare hook sets it before it stops something; a recover hook starts only what is
 # marked, and removes the mark. It says for which event, and when what was stopped had been started: if that has changed,
@@ -57,6 +58,13 @@ ask() {
 }
 
 ask_systemd() { TZ=UTC systemctl show --property="$1" --value "${unit:?}"; }
+unit_processes() {
+    group=$(ask_systemd ControlGroup)
+    [ -n "$group" ] || return 0
+    for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/systemd; do # of version 2; of version 1
+        [ ! -d "$hierarchy$group" ] || find "$hierarchy$group" -name cgroup.procs -exec cat {} +
+    done
+}
 
 last_start() { ask_systemd ActiveEnterTimestamp; }
 as_mark_owner() { "$@"; }

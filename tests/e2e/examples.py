@@ -5,7 +5,9 @@ each of which must be there. ``ServiceManager`` stands for systemd where there i
 outside of every hook, and knows no more of systemctl than the hooks use.
 """
 
+import contextlib
 import json
+import os
 import shutil
 import signal
 import socket
@@ -20,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
 from harness import CHECKOUT, PATIENCE
 
 HOOKS = "/etc/scheduled-events-agent/hooks"
@@ -114,18 +117,31 @@ class ServiceManager:
                     )
 
     def stop(self, name: str) -> None:
-        """Stop a unit, if it runs."""
-        with self._lock:
-            if self._runs(name):
-                self._processes[name].send_signal(self._units[name].stop_signal)
-                self._processes[name].wait(PATIENCE)
+        """Stop a unit, if it runs: every process of it gets the signal; what outlives the first one is killed."""
+        self._end(name, self._units[name].stop_signal)
 
     def power_off(self, name: str) -> None:
         """End a unit as a power cut does."""
+        self._end(name, signal.SIGKILL)
+
+    def _end(self, name: str, number: int) -> None:
         with self._lock:
             if self._runs(name):
-                self._processes[name].kill()
+                processes = self._tree(name)
+                for process in processes:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.send_signal(number)
                 self._processes[name].wait(PATIENCE)
+                for process in processes:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+                psutil.wait_procs(processes, PATIENCE)
+
+    def _tree(self, name: str) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            top = psutil.Process(self._processes[name].pid)
+            return [top, *top.children(recursive=True)]
+        return []
 
     def runs(self, name: str) -> bool:
         with self._lock:
@@ -133,6 +149,15 @@ class ServiceManager:
 
     def _runs(self, name: str) -> bool:
         return name in self._processes and self._processes[name].poll() is None
+
+    def _control_group(self, name: str) -> str:
+        """A folder with the unit's processes, as seen from where the kernel has such folders."""
+        if not self.runs(name):
+            return ""
+        folder = self.directory / f"{name}.cgroup"
+        folder.mkdir(exist_ok=True)
+        (folder / "cgroup.procs").write_text("".join(f"{process.pid}\n" for process in self._tree(name)))
+        return "/" + os.path.relpath(folder, "/sys/fs/cgroup")
 
     def _serve(self) -> None:
         while True:
@@ -162,6 +187,8 @@ class ServiceManager:
                 return 0, self._started.get(name, "")
             case ["show", "--property=MainPID", "--value"]:
                 return 0, str(self._processes[name].pid) if self.runs(name) else "0"
+            case ["show", "--property=ControlGroup", "--value"]:
+                return 0, self._control_group(name)
             case ["is-active", "--quiet"]:
                 return (0 if self.runs(name) else 3), ""
             case ["cat"] | ["is-enabled", "--quiet"]:

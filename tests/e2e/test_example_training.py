@@ -1,4 +1,7 @@
-"""The example policy for a training job on a Spot VM, with a real job that answers SIGUSR1 with a checkpoint."""
+"""The example policy for a training job on a Spot VM, with jobs that answer SIGUSR1 with a checkpoint.
+
+One is a single process; another has a launcher and workers, and writes as three frameworks do under torchrun.
+"""
 
 import json
 import re
@@ -20,13 +23,13 @@ UNIT = "training.service"
 TRAINER = Path(__file__).with_name("trainer.py")
 NEVER = 10**9  # steps
 LEFT = "training-resume: not stopped by training-checkpoint: left as it is\n"
-# A job that does nothing at the signal.
-DEAF = """
-import signal, time
-signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-print("deaf", flush=True)
+ENDS = """
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(1))
+print("up", flush=True)
 time.sleep(300)
 """
+LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
 class Job:
@@ -72,7 +75,7 @@ class Job:
     def saved_step(self) -> int:
         return int(json.loads(self.checkpoint.read_text(encoding="utf-8"))["step"])
 
-    def hook(self, name: str, event: str = "A") -> subprocess.Popen[str]:
+    def hook(self, name: str, event: str = "A", **more: str) -> subprocess.Popen[str]:
         """Start a hook by itself, as its user would."""
         return subprocess.Popen(
             [str(self._hooks / name)],
@@ -81,16 +84,18 @@ class Job:
                 "TRAINING_UNIT": UNIT,
                 "TRAINING_CHECKPOINT": str(self.checkpoint),
                 "TRAINING_MARK": str(self.mark),
+                "TRAINING_SETTLED": "0.2",
                 "SCHEDULED_EVENT_ID": event,
+                **more,
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def run_hook(self, name: str, event: str = "A") -> subprocess.CompletedProcess[str]:
+    def run_hook(self, name: str, event: str = "A", **more: str) -> subprocess.CompletedProcess[str]:
         """``event``: empty for an on_clear hook."""
-        with self.hook(name, event) as process:
+        with self.hook(name, event, **more) as process:
             output, errors = process.communicate(timeout=PATIENCE)
         return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
@@ -206,16 +211,90 @@ def test_without_the_agent_the_work_since_the_last_periodic_checkpoint_is_lost(
         assert lost > again
 
 
-def test_a_job_that_does_not_know_the_signal_is_a_failure(sim: Simulator, tmp_path: Path) -> None:
+def launched(directory: Path, kind: str) -> tuple[str, ...]:
+    return (sys.executable, "-IS", str(LAUNCHER), str(directory / "disk"), kind)
+
+
+# What each kind writes last, and what else belongs to a complete checkpoint.
+KINDS = {
+    "dcp": ("step-*/.metadata", {"step-1/__0_0.distcp", "step-1/__1_0.distcp"}),
+    "lightning": ("*.ckpt", {"step=1.ckpt"}),
+    "huggingface": ("checkpoint-*/trainer_state.json", {"checkpoint-1/rng_state_1.pth"}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_below_a_launcher_write_a_checkpoint_that_is_complete(
+    sim: Simulator, agent: Agent, tmp_path: Path, kind: str
+) -> None:
+    last, others = KINDS[kind]
+    with a_job(tmp_path, sim, run=launched(tmp_path, kind)) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: len(job.numbers(r"worker (\d) is ready")) == 2, "the workers were ready")
+        disk = tmp_path / "disk"
+        done = job.run_hook("training-checkpoint", TRAINING_CHECKPOINT=str(disk / last), TRAINING_STOP="no")
+        complete = {file for file in others if (disk / file).read_text() == "first second"}
+        (path,) = disk.glob(last)
+        assert complete == others
+        assert (done.returncode, done.stderr) == (0, "")
+        folder = path if path.parent == disk else path.parent
+        assert done.stdout.startswith(f"training-checkpoint: checkpoint complete: {folder}, ")
+        assert job.manager.runs(UNIT)  # the launcher did not get the signal
+
+        # Another one, from which the job goes on elsewhere. The first does not count.
+        done = job.run_hook("training-checkpoint", TRAINING_CHECKPOINT=str(disk / last))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert len([*disk.glob(last)]) == 2
+        assert not job.manager.runs(UNIT)
+
+
+def test_a_checkpoint_that_is_not_complete_in_time_is_a_failure_that_says_how_far_it_came(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    with a_job(tmp_path, sim, run=launched(tmp_path, "stuck")) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: len(job.numbers(r"worker (\d) is ready")) == 2, "the workers were ready")
+        disk = tmp_path / "disk"
+        last = {"TRAINING_CHECKPOINT": str(disk / "step-*/.metadata")}
+        shard = disk / "step-1/__0_0.distcp"
+        with job.hook("training-checkpoint", **last) as hook:
+            agent.wait_until(lambda: shard.exists() and shard.read_text() == "first ", "a part was written")
+            hook.terminate()
+            output, errors = hook.communicate(timeout=PATIENCE)
+        how_far = "6 bytes in 1 file written since the signal"
+        assert (hook.returncode, output, errors) == (143, "", f"training-checkpoint: not complete: {how_far}\n")
+        assert not (disk / ".asked").exists()
+        assert job.manager.runs(UNIT)
+
+        done = job.run_hook("training-checkpoint", **last, TRAINING_WAIT="1")
+        how_far = r"\d+ bytes in \d files? written since the signal; the job runs on"
+        assert re.fullmatch(rf"training-checkpoint: no new checkpoint is complete: {how_far}\n", done.stderr)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert job.manager.runs(UNIT)
+
+
+def test_the_wait_for_a_checkpoint_ends_before_the_event(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
+    with a_job(tmp_path, sim, run=launched(tmp_path, "stuck")) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: len(job.numbers(r"worker (\d) is ready")) == 2, "the workers were ready")
+        # It would wait for longer than this test may take.
+        done = job.run_hook("training-checkpoint", TRAINING_WAIT="900", SCHEDULED_EVENT_SECONDS_LEFT="9")
+        assert done.returncode == 1
+        assert "no new checkpoint is complete: " in done.stderr
+
+
+def test_a_job_that_does_not_handle_the_signal_is_a_failure_and_lives_on(sim: Simulator, tmp_path: Path) -> None:
     with a_job(tmp_path, sim, run=("sleep", "300")) as job:
         job.manager.start(UNIT)
-        done = job.run_hook("training-checkpoint")
+        done = job.run_hook("training-checkpoint", TRAINING_WAIT="1")
         assert (done.returncode, done.stdout, done.stderr) == (
             1,
             "",
-            f"training-checkpoint: {UNIT} has ended without a new checkpoint\n",
+            f"training-checkpoint: no process of {UNIT} handles USR1; the job runs on\n",
         )
+        assert job.manager.runs(UNIT)
         # Nor may a second run call that a success, while there is no checkpoint at all.
+        job.manager.stop(UNIT)
         done = job.run_hook("training-checkpoint")
         assert (done.returncode, done.stderr) == (
             1,
@@ -223,19 +302,24 @@ def test_a_job_that_does_not_know_the_signal_is_a_failure(sim: Simulator, tmp_pa
         )
 
 
-def test_a_hook_that_is_ended_leaves_nothing_beside_the_checkpoint(
+def test_a_job_that_ends_without_a_checkpoint_is_a_failure(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
+    with a_job(tmp_path, sim, run=(sys.executable, "-ISc", ENDS)) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: "up" in job.manager.log.read_text("utf-8"), "the job was at work")
+        done = job.run_hook("training-checkpoint")
+        message = "no new checkpoint is complete: 0 bytes in 0 files written since the signal; the job has ended"
+        assert (done.returncode, done.stderr) == (1, f"training-checkpoint: {message}\n")
+
+
+def test_only_processes_that_match_the_pattern_get_the_signal(
     sim: Simulator, agent: Agent, tmp_path: Path
 ) -> None:
-    with a_job(tmp_path, sim, run=(sys.executable, "-ISc", DEAF)) as job:
+    with a_job(tmp_path, sim) as job:
         job.manager.start(UNIT)
-        agent.wait_until(lambda: "deaf" in job.manager.log.read_text("utf-8"), "the job was deaf")
-        with job.hook("training-checkpoint") as hook:
-            disk = job.checkpoint.parent
-            agent.wait_until(lambda: [path.name for path in disk.iterdir()] == ["latest.asked"], "it had asked")
-            hook.terminate()
-        assert hook.returncode == 143
-        assert [*disk.iterdir()] == []
-        assert job.manager.runs(UNIT)
+        agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
+        done = job.run_hook("training-checkpoint", TRAINING_PROCESSES="no-such-job", TRAINING_WAIT="1")
+        assert done.stderr == f"training-checkpoint: no process of {UNIT} handles USR1; the job runs on\n"
+        assert job.run_hook("training-checkpoint", TRAINING_PROCESSES="trainer[.]py").returncode == 0
 
 
 def test_both_hooks_may_run_again(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
@@ -290,7 +374,7 @@ def test_a_job_started_and_stopped_since_is_not_started_for_an_old_event(
 def test_a_job_whose_event_was_taken_back_before_its_checkpoint_runs_on(
     sim: Simulator, agent: Agent, tmp_path: Path
 ) -> None:
-    with a_job(tmp_path, sim, run=(sys.executable, "-ISc", DEAF)) as job:
+    with a_job(tmp_path, sim, run=launched(tmp_path, "deaf")) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: "deaf" in job.manager.log.read_text("utf-8"), "the job was deaf")
         with job.hook("training-checkpoint") as hook:
