@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -118,19 +118,19 @@ class ServiceManager:
 
     def stop(self, name: str) -> None:
         """Stop a unit, if it runs: every process of it gets the signal; what outlives the first one is killed."""
-        self._end(name, self._units[name].stop_signal)
+        self._end(name, lambda process: process.send_signal(self._units[name].stop_signal))
 
     def power_off(self, name: str) -> None:
         """End a unit as a power cut does."""
-        self._end(name, signal.SIGKILL)
+        self._end(name, psutil.Process.kill)
 
-    def _end(self, name: str, number: int) -> None:
+    def _end(self, name: str, first: Callable[[psutil.Process], None]) -> None:
         with self._lock:
             if self._runs(name):
                 processes = self._tree(name)
                 for process in processes:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        process.send_signal(number)
+                        first(process)
                 self._processes[name].wait(PATIENCE)
                 for process in processes:
                     with contextlib.suppress(psutil.NoSuchProcess):
