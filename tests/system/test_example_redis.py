@@ -1,0 +1,157 @@
+"""The example of Redis with Sentinel, with real ones and a client that writes all the time."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.platform == "win32":
+    pytest.skip("Redis, and the hooks, are for Unix", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+from examples import copy_hooks
+from harness import CHECKOUT, PATIENCE, Agent, Simulator
+from redis_set import NAME, UNIT, RedisSet, Writer, ask, wait
+
+pytestmark = pytest.mark.timeout(600)  # the first time, packages are fetched
+
+HOOKS = CHECKOUT / "config/hooks"
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[RedisSet]:
+    servers = RedisSet(tmp_path / "redis")
+    try:
+        servers.start()
+        yield servers
+    finally:
+        servers.close()
+
+
+@pytest.fixture
+def writer(servers: RedisSet) -> Iterator[Writer]:
+    writer = Writer(servers)
+    writer.wait_written()
+    yield writer
+    writer.stop()
+
+
+@pytest.fixture
+def sim() -> Iterator[Simulator]:
+    with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
+        yield simulator
+
+
+@pytest.fixture
+def agent(tmp_path: Path, sim: Simulator, servers: RedisSet) -> Iterator[Agent]:
+    agent = Agent(tmp_path / "agent", sim.endpoint())
+    agent.config.write_text(servers.policy(copy_hooks(tmp_path), sim.endpoint()), encoding="utf-8")
+    yield agent
+    agent.close()
+    sys.stdout.write("".join(agent.history))  # pytest shows it on failure only
+
+
+def run_hook(servers: RedisSet, name: str, **more: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [HOOKS / name],
+        env={**servers.environment, "SCHEDULED_EVENT_ID": "A", **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def test_a_primary_hands_over_loses_no_write_and_comes_back_as_a_replica(
+    servers: RedisSet, writer: Writer, agent: Agent, sim: Simulator
+) -> None:
+    agent.start()
+    event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
+    sim.wait_started(event)
+    assert not servers.manager.runs(UNIT)
+    assert servers.primary() in servers.replicas
+    writer.wait_written()
+    sim.end(event)
+    agent.wait_log("closed", event_id=event)
+    assert servers.fact(servers.port, "role") == "slave"
+    assert servers.fact(servers.port, "master_link_status") == "up"
+    writer.wait_written()
+    writer.stop()
+    assert writer.lost() == set()
+
+
+@pytest.mark.nightly
+def test_by_sentinels_own_failover_writes_are_lost(servers: RedisSet, writer: Writer) -> None:
+    ask(servers.sentinels[0], "SENTINEL", "FAILOVER", NAME)
+    wait(lambda: servers.fact(servers.port, "role") == "slave", "the old primary was a replica")
+    writer.wait_written()
+    writer.stop()
+    assert writer.lost() != set()
+
+
+def test_for_a_freeze_of_unknown_length_it_hands_over_and_runs_on(
+    servers: RedisSet, writer: Writer, agent: Agent, sim: Simulator
+) -> None:
+    agent.start()
+    event = sim.schedule("Freeze", notice_seconds=600, lasts_seconds=None)
+    sim.wait_started(event)
+    assert servers.manager.runs(UNIT)
+    assert servers.fact(servers.port, "role") == "slave"
+    sim.end(event)
+    agent.wait_log("closed", event_id=event)
+    writer.wait_written()
+    writer.stop()
+    assert writer.lost() == set()
+
+
+def test_the_hooks_may_run_again_and_a_replica_is_just_stopped(servers: RedisSet) -> None:
+    assert run_hook(servers, "redis-recover") == (
+        0,
+        "redis-recover: not stopped by redis-prepare: left as it is\n",
+    )
+    code, said = run_hook(servers, "redis-prepare")
+    new = servers.primary()
+    assert (code, said.splitlines()) == (
+        *(0, [f"redis-prepare: 127.0.0.1:{new} is the primary now", "redis-prepare: stopped"]),
+    )
+    assert run_hook(servers, "redis-prepare") == (0, f"redis-prepare: {UNIT} does not run\n")
+    assert run_hook(servers, "redis-recover") == (0, f"redis-recover: {UNIT} serves as a replica\n")
+    code, said = run_hook(servers, "redis-prepare")
+    assert (code, said.splitlines()) == (
+        *(0, ["redis-prepare: this server is a replica", "redis-prepare: stopped"]),
+    )
+    assert servers.primary() == new
+
+
+def test_without_a_replica_nothing_is_stopped_and_writes_go_on(servers: RedisSet, writer: Writer) -> None:
+    for port in servers.replicas:
+        ask(port, "REPLICAOF", "NO", "ONE")
+    wait(lambda: servers.fact(servers.port, "connected_slaves") == "0", "it had none")
+    code, said = run_hook(servers, "redis-prepare")
+    assert (code, said) == (1, "redis-prepare: no replica is online; nothing was stopped\n")
+    assert servers.manager.runs(UNIT)
+    assert servers.fact(servers.port, "role") == "master"
+    writer.wait_written()
+
+
+def test_when_sentinel_refuses_writes_go_on(servers: RedisSet, writer: Writer) -> None:
+    for port in servers.replicas:  # which Sentinel then promotes none of
+        ask(port, "CONFIG", "SET", "replica-priority", "0")
+    wait(lambda: _priorities(servers) == {"0"}, "Sentinel knew it")
+    code, said = run_hook(servers, "redis-prepare")
+    assert (code, said.splitlines()[-1]) == (
+        *(1, "redis-prepare: Sentinel does not hand over; nothing was stopped"),
+    )
+    assert servers.fact(servers.port, "role") == "master"
+    writer.wait_written()
+
+
+def _priorities(servers: RedisSet) -> set[str]:
+    words = ask(servers.sentinels[0], "SENTINEL", "REPLICAS", NAME)
+    return {after for word, after in itertools.pairwise(words) if word == "slave-priority"}
