@@ -1,17 +1,11 @@
-"""The example policy for a database, with a real PostgreSQL: a clean stop, and no committed row is lost.
-
-A cluster of our own in a temporary directory, on a Unix socket; ``systemctl`` is a stand-in (see examples.py).
-"""
+"""The example policy for a database, with a real PostgreSQL: a clean stop, and no committed row is lost."""
 
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,166 +15,14 @@ if sys.platform == "win32":
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-import apt
-from examples import ServiceManager, Unit, copy_hooks, example
-from harness import PATIENCE, Agent, Simulator
-
-BIN = Path("/usr/lib/postgresql/15/bin")
-USER = "postgres"
-UNIT = "postgresql@15-main.service"
-STANDBY_UNIT = "standby.service"
+import database_stage
+from database_stage import BIN, UNIT, USER, Writer, staged
+from harness import PATIENCE, Simulator
 
 
 @pytest.fixture(scope="module", autouse=True)
 def postgresql() -> None:
-    """PostgreSQL 15's programs; installed if need be."""
-    apt.need(str(BIN / "postgres"), "postgresql-15")
-
-
-def as_user(program: str, *arguments: str) -> str:
-    """Run one of PostgreSQL's programs as its account."""
-    command = ["runuser", "-u", USER, "--", str(BIN / program), *arguments]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
-    return done.stdout
-
-
-class Writer:
-    """A client that inserts without a pause, comes back after each failure, and notes what was committed."""
-
-    def __init__(self, socket: Path) -> None:
-        self.committed: list[int] = []
-        self._command = ["runuser", "-u", USER, "--", str(BIN / "psql"), "-XAtq", "-h", str(socket), "postgres"]
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._write)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._is_over.set()
-        self._thread.join(PATIENCE)
-
-    def _write(self) -> None:
-        number = 0
-        while not self._is_over.is_set():
-            with subprocess.Popen(
-                self._command,
-                cwd="/",
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-            ) as client:
-                assert client.stdin is not None
-                assert client.stdout is not None
-                try:
-                    while not self._is_over.is_set():
-                        number += 1  # a number whose answer was lost is never used again
-                        client.stdin.write(f"INSERT INTO numbers VALUES ({number}) RETURNING n;\n")
-                        client.stdin.flush()
-                        if client.stdout.readline() != f"{number}\n":
-                            break
-                        self.committed.append(number)
-                    client.stdin.close()
-                except BrokenPipeError:
-                    client.stdin = None  # what is in its buffer cannot be written any more
-            self._is_over.wait(0.1)
-
-
-class Stage:
-    """A primary, an agent with the example policy, and what there is to look at."""
-
-    def __init__(self, directory: Path, sim: Simulator, *, has_standby: bool, stop_signal: int) -> None:
-        self.server = directory / "server"  # PostgreSQL's own: its sockets and its data
-        self.data = self.server / "primary"
-        self.standby_data = self.server / "standby"
-        units = {
-            UNIT: self._unit(self.data, 5432, stop_signal),
-            STANDBY_UNIT: self._unit(self.standby_data, 5433, signal.SIGINT),
-        }
-        self.manager = ServiceManager(directory / "bin", units)
-        self.agent = Agent(directory / "agent", sim.endpoint())
-        self.hooks = copy_hooks(directory)
-        self.environment = {
-            "PATH": f"{directory}/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            "PGDATA": str(self.data),
-            "PGHOST": str(self.server),
-            "POSTGRESQL_BIN": str(BIN),
-            "POSTGRESQL_UNIT": UNIT,
-        }
-        self.conninfo = f"host={self.server} port=5433 user={USER}"
-        failover = {"POSTGRESQL_FAILOVER": "standby", "POSTGRESQL_STANDBY": self.conninfo} if has_standby else {}
-        self.environment |= failover
-        # All that the test changes in the example.
-        replacements = {
-            "/var/lib/postgresql/15/main": str(self.data),
-            "/var/run/postgresql": str(self.server),
-            "env: &server\n": f"env: &server\n      PATH: {self.environment['PATH']}\n",
-            "POSTGRESQL_FAILOVER: none": "\n      ".join(f"{name}: {value}" for name, value in failover.items()),
-            "    window: night\n": "",  # at once, not in the night
-        }
-        policy = example("database.yaml", self.hooks, sim.endpoint(), replacements)
-        self.agent.config.write_text(policy, encoding="utf-8")
-
-    def _unit(self, data: Path, port: int, stop_signal: int) -> Unit:
-        run = [str(BIN / "postgres"), "-D", str(data), "-k", str(self.server), "-p", str(port), "-h", ""]
-        # No machine crashes here, only processes end; and a standby should be back in less than its usual 5 s.
-        run += ["-c", "fsync=off", "-c", "wal_retrieve_retry_interval=200ms"]
-        return Unit(run, USER, stop_signal)
-
-    def start_primary(self) -> None:
-        as_user("initdb", "-D", str(self.data), "--auth=trust", "--no-sync", "--encoding=UTF8")
-        self.manager.start(UNIT)
-        self.wait_up(5432)
-        self.ask("CREATE TABLE numbers (n integer)")
-
-    def start_standby(self) -> None:
-        options = ["-D", str(self.standby_data), "-R", "--checkpoint=fast", "--no-sync"]
-        as_user("pg_basebackup", "-h", str(self.server), *options)
-        self.manager.start(STANDBY_UNIT)
-        self.wait_up(5433)
-        self.wait_streaming()
-
-    def wait_streaming(self) -> None:
-        question = "SELECT state FROM pg_stat_replication"
-        self.agent.wait_until(lambda: self.ask(question) == "streaming", "the standby streamed")
-
-    def wait_up(self, port: int) -> None:
-        ready = [str(BIN / "pg_isready"), "-q", "-h", str(self.server), "-p", str(port)]
-        self.agent.wait_until(lambda: subprocess.run(ready, check=False).returncode == 0, f"{port} was up")
-
-    def ask(self, question: str, port: int = 5432) -> str:
-        return as_user(
-            "psql", "-XAtq", "-h", str(self.server), "-p", str(port), "-c", question, "postgres"
-        ).strip()
-
-    def rows(self, port: int = 5432) -> set[int]:
-        return {int(row) for row in self.ask("SELECT n FROM numbers", port).split()}
-
-    def state(self) -> str:
-        lines = as_user("pg_controldata", "-D", str(self.data)).splitlines()
-        return next(line for line in lines if line.startswith("Database cluster state:")).partition(":")[2].strip()
-
-    def systemctl(self, verb: str) -> None:
-        subprocess.run([str(self.manager.directory / "systemctl"), verb, UNIT], check=True)
-
-    def stop_for_a_hand_over(self) -> None:
-        """As postgresql-prepare does, when it is ended just before the promotion."""
-        self.systemctl("stop")
-        for mark in ("stopped-by-agent", "standby.signal"):
-            (self.data / mark).touch()
-            shutil.chown(self.data / mark, USER)
-
-    def run_hook(self, name: str, event: str = "A") -> subprocess.CompletedProcess[str]:
-        """``event``: empty for an on_clear hook."""
-        return subprocess.run(
-            [str(self.hooks / name)],
-            cwd="/",
-            env=self.environment | {"SCHEDULED_EVENT_ID": event},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
+    database_stage.need()
 
 
 @pytest.fixture
@@ -189,27 +31,8 @@ def sim() -> Iterator[Simulator]:
         yield simulator
 
 
-@contextmanager
-def staged(sim: Simulator, *, has_standby: bool = False, stop_signal: int = signal.SIGINT) -> Iterator[Stage]:
-    # Not in tmp_path, which is pytest's account's alone.
-    directory = Path(tempfile.mkdtemp(prefix="database-", dir="/tmp"))
-    directory.chmod(0o755)
-    stage = Stage(directory, sim, has_standby=has_standby, stop_signal=stop_signal)
-    stage.server.mkdir()
-    shutil.chown(stage.server, USER)
-    try:
-        with stage.manager:
-            stage.start_primary()
-            yield stage
-    finally:
-        stage.agent.close()
-        sys.stdout.write("".join(stage.agent.history))  # pytest shows it on failure only
-        sys.stdout.write(stage.manager.log.read_text(encoding="utf-8"))
-        shutil.rmtree(directory)
-
-
 def test_a_reboot_waits_for_a_checkpoint_and_a_clean_stop_and_loses_no_row(sim: Simulator) -> None:
-    with staged(sim) as stage, closing(Writer(stage.server)) as writer:
+    with staged(sim) as stage, closing(Writer(stage.primary)) as writer:
         agent = stage.agent
         agent.start()
         agent.wait_until(lambda: len(writer.committed) > 50, "the writer was at work")
@@ -221,7 +44,7 @@ def test_a_reboot_waits_for_a_checkpoint_and_a_clean_stop_and_loses_no_row(sim: 
         assert sim.approvals(event)[0].monotonic > stopped.answered_at
         log = stage.manager.log.read_text(encoding="utf-8")
         assert 0 < log.index("checkpoint starting: immediate force wait") < log.index("received fast shutdown")
-        told = [line["line"] for line in agent.log("hook output", hook="stop-cleanly")]
+        told = [line["line"] for line in agent.log("hook output", hook="stop-in-time")]
         assert told == ["postgresql-prepare: checkpoint done", "postgresql-prepare: stopped: shut down"]
 
         committed = list(writer.committed)
@@ -235,8 +58,38 @@ def test_a_reboot_waits_for_a_checkpoint_and_a_clean_stop_and_loses_no_row(sim: 
         assert "was not properly shut down" not in log  # what a crash would have left to do
 
 
+def test_a_freeze_waits_for_a_checkpoint_and_stops_nothing(sim: Simulator) -> None:
+    with staged(sim) as stage, closing(Writer(stage.primary)) as writer:
+        stage.agent.start()
+        event = sim.schedule("Freeze", lasts_seconds=None)
+        sim.wait_started(event)
+        told = [line["line"] for line in stage.agent.log("hook output", hook="checkpoint")]
+        assert told == ["postgresql-prepare: checkpoint done"]
+        committed = len(writer.committed)
+        stage.agent.wait_until(lambda: len(writer.committed) > committed, "the writer was at work")
+        sim.end(event)
+        stage.agent.wait_log("closed", event_id=event)
+        assert stage.stops() == []
+        stage.systemctl("stop")
+        done = stage.run_hook("postgresql-prepare", "B", "checkpoint")
+        left = "postgresql-prepare: the server accepts no connections: no checkpoint\n"
+        assert (done.returncode, done.stdout) == (0, left)
+
+
+def test_without_a_standby_the_server_is_stopped_in_the_last_half_minute_only(sim: Simulator) -> None:
+    with staged(sim, is_late=True) as stage:
+        stage.agent.start()
+        event = sim.schedule("Reboot", notice_seconds=900, lasts_seconds=None)
+        stage.agent.wait_phase(event, "waiting")
+        explained = stage.agent.run("explain", "--config", str(stage.agent.config))
+        assert "lead 30s" in explained.stdout, explained
+        soon = sim.schedule("Reboot", notice_seconds=29, lasts_seconds=None)
+        stage.agent.wait_log("hook started", hook="stop-in-time", event_id=soon)
+        assert stage.agent.log("hook started", event_id=event) == []
+
+
 def test_an_eviction_leaves_time_for_a_clean_stop(sim: Simulator) -> None:
-    with staged(sim) as stage, closing(Writer(stage.server)) as writer:
+    with staged(sim) as stage, closing(Writer(stage.primary)) as writer:
         stage.agent.start()
         stage.agent.wait_until(lambda: len(writer.committed) > 50, "the writer was at work")
         event = sim.schedule("Preempt", notice_seconds=30, lasts_seconds=None)
@@ -348,7 +201,7 @@ def test_both_hooks_may_run_again(sim: Simulator) -> None:
 
 
 def test_a_standby_takes_over_with_every_row_and_the_old_primary_follows(sim: Simulator) -> None:
-    with staged(sim, has_standby=True) as stage, closing(Writer(stage.server)) as writer:
+    with staged(sim, has_standby=True) as stage, closing(Writer(stage.primary)) as writer:
         stage.start_standby()
         agent = stage.agent
         agent.start()
@@ -376,17 +229,34 @@ def test_without_a_standby_to_take_over_nothing_is_stopped_and_the_event_is_held
         stage.agent.wait_phase(event, "held")
         assert sim.approvals() == ()
         assert stage.ask("SELECT pg_is_in_recovery()") == "f"
-        told = [line["line"] for line in stage.agent.log("hook output", hook="stop-cleanly")]
+        told = [line["line"] for line in stage.agent.log("hook output", hook="stop-in-time")]
         assert told[-1] == (
             "postgresql-prepare: the server at POSTGRESQL_STANDBY does not answer, or is none of this one's; "
             "nothing was stopped"
         )
 
 
-def test_a_standby_that_lags_behind_is_not_promoted_and_the_primary_serves_again(sim: Simulator) -> None:
+def test_a_standby_that_lags_behind_is_found_before_anything_is_stopped(sim: Simulator) -> None:
     with staged(sim, has_standby=True) as stage:
         stage.start_standby()
         stage.ask("SELECT pg_wal_replay_pause()", 5433)  # it goes on to receive
+        stage.environment["POSTGRESQL_LAG_LIMIT"] = "1"
+        done = stage.run_hook("postgresql-prepare")
+        assert done.returncode == 1
+        assert re.fullmatch(
+            r"postgresql-prepare: the standby has not replayed up to \S+ within 1 s; nothing was stopped. "
+            r"When it has, then: scheduled-events-agent retry A\n",
+            done.stderr,
+        )
+        assert stage.stops() == []
+
+
+def test_a_standby_that_lags_after_the_stop_is_not_promoted_and_the_primary_serves_again(sim: Simulator) -> None:
+    with staged(sim, has_standby=True) as stage:
+        stage.start_standby()
+        stage.ask("SELECT pg_wal_replay_pause()", 5433)
+        stage.systemctl("stop")
+        stage.mark("stopped-by-agent")  # a run before this one has stopped it
         done = stage.run_hook("postgresql-prepare")
         assert done.returncode == 1
         started, failed = done.stderr.splitlines()
@@ -396,6 +266,49 @@ def test_a_standby_that_lags_behind_is_not_promoted_and_the_primary_serves_again
         )
         stage.wait_up(5432)
         assert [stage.ask("SELECT pg_is_in_recovery()", port) for port in (5432, 5433)] == ["f", "t"]
+
+
+def test_pg_receivewal_is_no_standby_that_could_take_over(sim: Simulator) -> None:
+    with staged(sim, has_standby=True) as stage:
+        stage.start_standby()
+        stage.ask("ALTER SYSTEM SET primary_conninfo = 'host=/nowhere'", 5433)
+        stage.ask("SELECT pg_reload_conf()", 5433)
+        receive = [str(BIN / "pg_receivewal"), "-h", str(stage.server), "-D", str(stage.server)]
+        with subprocess.Popen(["runuser", "-u", USER, "--", *receive], cwd="/") as receiver:
+            try:
+                names = "SELECT string_agg(application_name, ' ') FROM pg_stat_replication"
+                stage.agent.wait_until(lambda: stage.ask(names) == "pg_receivewal", "only pg_receivewal streamed")
+                done = stage.run_hook("postgresql-prepare")
+            finally:
+                receiver.terminate()
+                receiver.wait(PATIENCE)
+        assert done.returncode == 1
+        assert done.stderr == "postgresql-prepare: no standby streams from this server; nothing was stopped\n"
+        assert stage.stops() == []
+
+
+def test_a_standby_whose_commits_would_wait_for_this_server_is_promoted_only_if_allowed(sim: Simulator) -> None:
+    with staged(sim, has_standby=True) as stage:
+        stage.start_standby()
+        stage.ask("ALTER SYSTEM SET synchronous_standby_names = '*'", 5433)
+        stage.ask("SELECT pg_reload_conf()", 5433)
+        waits = "SHOW synchronous_standby_names"
+        stage.agent.wait_until(lambda: stage.ask(waits, 5433) == "*", "the standby had read its setting")
+        done = stage.run_hook("postgresql-prepare")
+        assert done.returncode == 1
+        assert done.stderr == (
+            "postgresql-prepare: the standby has synchronous_standby_names = '*': once it is promoted, every "
+            "commit waits until this server is back; nothing was stopped. On the standby, ALTER SYSTEM RESET "
+            "synchronous_standby_names; SELECT pg_reload_conf(); or set POSTGRESQL_COMMITS_MAY_WAIT: yes; "
+            "then: scheduled-events-agent retry A\n"
+        )
+        assert stage.stops() == []
+
+        stage.environment["POSTGRESQL_COMMITS_MAY_WAIT"] = "yes"
+        done = stage.run_hook("postgresql-prepare")
+        assert done.returncode == 0, done.stderr
+        assert "after the promotion commits wait for '*': until this server is back\n" in done.stdout
+        assert stage.ask("SELECT pg_is_in_recovery()", 5433) == "f"
 
 
 def test_a_server_that_does_not_say_whether_it_is_the_primary_is_not_handed_over(sim: Simulator) -> None:
