@@ -9,12 +9,12 @@ from agent.api_version import versions_to_ask
 from agent.cli import add_config_option
 from agent.cli.terminal import Row, Terminal, print_json
 from agent.events import RECOMMENDATION
-from agent.notices import doubts
 from agent.policy import Rule, When
 from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
 from agent.settings.files import check_files, refuse_exposed
 from agent.settings.schema import policy_schema
 from agent.spelling import format_duration
+from agent.typed_yaml import Problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +40,7 @@ def _run(arguments: argparse.Namespace) -> int:
             count = len(error.problems)
             print(*error.problems, f"not valid: {count} problem{'s' if count > 1 else ''}", sep="\n")
         return 2
-    targets = loaded.parsed.gather(doubts(loaded.settings.notify))
-    warnings = [str(warning) for warning in (*loaded.warnings, *check_files(loaded), *targets)]
+    warnings = [str(warning) for warning in (*loaded.warnings, *check_files(loaded), *_check_targets(loaded))]
     if arguments.json:
         about = {"file": loaded.name, "hash": loaded.hash}
         print_json({**about, "valid": True, "problems": [], "warnings": warnings})
@@ -49,6 +48,15 @@ def _run(arguments: argparse.Namespace) -> int:
     print(f"{loaded.name}: valid", *(f"warning: {warning}" for warning in warnings), "", sep="\n")
     print(*_policy_in_words(loaded, Terminal.of(sys.stdout)), sep="\n")
     return 0
+
+
+def _check_targets(loaded: Loaded) -> tuple[Problem, ...]:
+    """Warnings about services that are to be notified."""
+    if not loaded.settings.notify:
+        return ()
+    from agent.notices import doubts  # noqa: PLC0415  # with httpx, half of this command's start
+
+    return loaded.parsed.gather(doubts(loaded.settings.notify))
 
 
 def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:

@@ -14,7 +14,6 @@ from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, state_dir_of
 from agent.settings.checks import Finding
 from agent.settings.model import AgentSettings, Settings, is_open
 from agent.typed_yaml import Problem
-from agent.web.tls import TlsError, doubts, load_web_config, named_files
 
 # Endings of files that an interpreter may be given, and interpreters that take any file first.
 _SCRIPTS = (".py", ".sh", ".ps1", ".cmd", ".bat", ".pl", ".rb", ".js", ".vbs")
@@ -73,6 +72,8 @@ def _web_doubts(agent: AgentSettings) -> Iterator[Finding]:
     """Why the pages would not be shown, or to too many."""
     if agent.web_config is None or agent.listen == "off":
         return
+    from agent.web.tls import TlsError, doubts, load_web_config, named_files  # noqa: PLC0415  # 8 ms of OpenSSL
+
     path = Path(agent.web_config)
     faults = {host.tampering_fault(path): None}
     try:

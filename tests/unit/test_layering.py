@@ -180,6 +180,12 @@ def test_a_command_that_only_reads_the_state_loads_little(module: str) -> None:
     assert slow & set(loaded) == set()
 
 
+def test_a_check_loads_neither_http_nor_tls_unless_the_policy_has_them() -> None:
+    command = [sys.executable, "-c", "import sys, agent.cli.check; print(*sys.modules)"]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert {"asyncio", "httpx", "prometheus_client", "ssl", "structlog"} & set(loaded) == set()
+
+
 def test_only_the_plugin_for_users_tests_knows_pytest_and_nobody_else_loads_it() -> None:
     plugin = "agent.simulator.testing"
     knowing = {name_of(path) for path in files() if any(is_in(name, {"pytest", plugin}) for name in imports(path))}
