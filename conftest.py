@@ -1,6 +1,13 @@
 """Every test: what it leaves behind is cleared or a failure. Generated inputs are the same in every run."""
 
+import os
+import sys
+
 from hypothesis import HealthCheck, settings
+
+# Where the environment forbids bytecode, each worker and each agent would compile everything again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 pytest_plugins = ["leftovers"]
 

@@ -37,9 +37,6 @@ _TEST_SECONDS = 300
 @pytest.fixture(scope="module")
 def python() -> Iterator[WinePython]:
     with wine_python() as ready:
-        # The agent is started some hundred times: compiled modules are kept, in a place of their own.
-        ready.environment.pop("PYTHONDONTWRITEBYTECODE", None)
-        ready.environment["PYTHONPYCACHEPREFIX"] = r"C:\bytecode"
         yield ready
 
 

@@ -213,7 +213,7 @@ def _environment(root: Path) -> dict[str, str]:
         "WINELOADER": "/usr/lib/wine/wine64",
         "WINEDLLOVERRIDES": "mscoree,mshtml=;winedbg.exe=d",  # neither prompts to install things nor a debugger
         "PYTHONPATH": windows_path(CHECKOUT),
-        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPYCACHEPREFIX": r"C:\bytecode",  # the agent is started some hundred times
         "HYPOTHESIS_STORAGE_DIRECTORY": r"C:\hypothesis",
     }
 

@@ -171,7 +171,7 @@ def test_it_is_not_recovered_while_an_eviction_is_pending_and_then_is_once() -> 
     assert agent.board == {}
 
 
-def test_an_eviction_that_no_rule_takes_counts_as_well_and_one_of_another_vm_does_not() -> None:
+def test_an_eviction_counts_without_a_rule_and_one_of_another_vm_does_not() -> None:
     agent = prepared(advice(), a_rule(when=When(affects=("others",)), prepare=(), recover=()))
     assert agent.document(a_preempt()) == []
     assert agent.of("R").phase == "recovering"
@@ -208,7 +208,7 @@ def test_the_eviction_runs_its_whole_list_of_hooks() -> None:
     assert agent.ends("drain", event="P") == ["P: prepare save"]
 
 
-def test_a_hook_that_is_to_run_once_is_left_out_if_it_succeeded_for_the_recommendation() -> None:
+def test_a_hook_with_once_is_left_out_if_it_succeeded_for_the_recommendation() -> None:
     agent = prepared(*BOTH, once_hooks=("drain",))
     assert agent.document(a_recommendation(), a_preempt()) == ["P: prepare save"]
     assert "preparing: hook drain is left out: it has succeeded for the recommendation R" in agent.journal

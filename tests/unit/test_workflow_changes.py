@@ -388,7 +388,7 @@ def lives(first: int = 0) -> None:
         Life(seed).live(steps=(10, 30, 60)[seed % 3])
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.nightly) for part in range(1, 8))])
 def test_whatever_changes_nothing_is_done_too_early_or_twice_or_never_undone(part: int) -> None:
     lives(part * LIVES)
 
