@@ -4,6 +4,7 @@ Whether systemd is understood, only a systemd can tell: see test_unit_hooks.py i
 """
 
 import contextlib
+import errno
 import gc
 import os
 import socket
@@ -271,6 +272,15 @@ def test_no_answer_is_waited_for_longer_than_the_limit(
     with pytest.raises(dbus.BusError, match=_SILENT):
         use()
     assert 0.2 <= time.monotonic() - begun_at < 60
+
+
+def test_a_limit_that_passes_between_two_steps_is_no_other_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_time(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(dbus, "prep_socket", out_of_time)
+    with pytest.raises(dbus.BusError, match=_SILENT):
+        dbus.Bus(0.2)
 
 
 def test_a_bus_that_reads_nothing_is_not_waited_for_either(bus: _FakeBus) -> None:

@@ -120,7 +120,7 @@ class Bus:
 
 
 def _lost(error: Exception) -> BusError:
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError | BlockingIOError):  # jeepney's socket says the latter with no time left
         return BusError("systemd or the system bus did not answer in time")
     told = error.strerror if isinstance(error, OSError) and error.strerror else error
     return BusError(f"the system bus cannot be used: {told}")
