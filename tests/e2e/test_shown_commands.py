@@ -49,7 +49,7 @@ ELSEWHERE = {
     "promtool ": ("tests/system/test_prometheus.py", "promtool"),
     "journalctl ": ("tests/system/test_systemd_service.py", '"journalctl", "--quiet"'),
     "systemctl restart scheduled-events-agent": ("tests/system/test_deb.py", 'systemctl("restart")'),
-    "env PGDATA=": ("tests/system/test_example_database.py", "POSTGRESQL_BIN"),
+    "env PGDATA=": ("tests/system/database_stage.py", "POSTGRESQL_BIN"),
 }
 # The same -> why it is run nowhere.
 NOT_RUN = {
