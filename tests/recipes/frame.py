@@ -50,6 +50,8 @@ class Recipe(ABC):
     event: ClassVar[EventType] = "Reboot"
     notice_seconds: ClassVar[float] = 60.0
     down_seconds: ClassVar[float] = 10.0
+    is_awaited: ClassVar[bool] = False
+    """Whether the host waits for other VMs, so that the event starts at NotBefore in spite of the approval."""
 
     def __init__(self, place: Path, way: Way) -> None:
         self.place = place
@@ -117,7 +119,12 @@ def run(recipe: Recipe) -> tuple[str, Outcome]:
 
 def _have_event(recipe: Recipe, sim: Simulator, agent: Agent) -> None:
     """Announce the event, let it happen, and end it; the agent goes down and comes back with its machine."""
-    event = sim.schedule(recipe.event, notice_seconds=recipe.notice_seconds, lasts_seconds=None)
+    event = sim.schedule(
+        recipe.event,
+        notice_seconds=recipe.notice_seconds,
+        lasts_seconds=None,
+        starts_when_approved=not recipe.is_awaited,
+    )
     if recipe.way == "naive stop hook":
         recipe.stop_service()
         sim.approve(event)

@@ -27,7 +27,8 @@ def recipes_of(name: str) -> list[type[Recipe]]:
     """The recipes of a file of this folder, in its order."""
     module = importlib.import_module(f"recipe_{name}")
     classes = [value for value in vars(module).values() if isinstance(value, type) and issubclass(value, Recipe)]
-    return [recipe for recipe in classes if recipe.__module__ == module.__name__]
+    own = [recipe for recipe in classes if recipe.__module__ == module.__name__]
+    return [recipe for recipe in own if not recipe.__name__.startswith("_")]
 
 
 def main() -> int:
