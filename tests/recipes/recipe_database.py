@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import signal
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -60,7 +59,10 @@ class _Database(Recipe):
     def go_down(self) -> None:
         for process in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGSTOP if self.event == "Freeze" else signal.SIGKILL)
+                if self.event == "Freeze":
+                    process.suspend()
+                else:
+                    process.kill()
         if self.event != "Freeze":
             self._servers.manager.power_off(UNIT)
 
@@ -68,7 +70,7 @@ class _Database(Recipe):
         if self.event == "Freeze":
             for process in self._processes():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.send_signal(signal.SIGCONT)
+                    process.resume()
         self._servers.manager.start(UNIT)
 
     def settle(self) -> None:
