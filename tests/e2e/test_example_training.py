@@ -135,7 +135,7 @@ def test_an_eviction_leaves_a_complete_checkpoint_from_which_the_next_vm_goes_on
         assert job.numbers(r"begins after step (\d+)") == [0, saved]
 
 
-def test_an_early_warning_leaves_a_checkpoint_and_a_job_at_work_and_the_eviction_another_one(
+def test_an_early_warning_leaves_a_checkpoint_and_a_job_at_work(
     sim: Simulator, agent: Agent, tmp_path: Path
 ) -> None:
     with a_job(tmp_path, sim) as job:
@@ -248,7 +248,7 @@ def test_workers_below_a_launcher_write_a_checkpoint_that_is_complete(
         assert not job.manager.runs(UNIT)
 
 
-def test_a_checkpoint_that_is_not_complete_in_time_is_a_failure_that_says_how_far_it_came(
+def test_a_checkpoint_that_is_late_is_a_failure_that_says_how_far_it_came(
     sim: Simulator, agent: Agent, tmp_path: Path
 ) -> None:
     with a_job(tmp_path, sim, run=launched(tmp_path, "stuck")) as job:

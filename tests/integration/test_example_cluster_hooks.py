@@ -306,7 +306,7 @@ def test_a_pod_that_nobody_would_start_again_is_only_evicted_when_told_to(cluste
 
 
 @pytest.mark.parametrize("type_", ["Preempt", "Terminate"])
-def test_a_pod_without_a_controller_does_not_stop_the_drain_before_the_vm_is_deleted(
+def test_a_pod_without_a_controller_does_not_stop_the_drain_before_a_deletion(
     cluster: Cluster, node: Node, type_: str
 ) -> None:
     cluster.add_pod("lonely")

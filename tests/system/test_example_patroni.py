@@ -83,7 +83,7 @@ def agent(stage: Stage, sim: Simulator) -> Iterator[Agent]:
         sys.stdout.write("".join(agent.history))
 
 
-def test_the_other_member_leads_with_every_row_and_this_one_comes_back_as_its_standby(
+def test_the_other_member_leads_with_every_row_and_this_one_becomes_its_standby(
     sim: Simulator, stage: Stage, agent: Agent
 ) -> None:
     cluster = stage.cluster
