@@ -1,5 +1,9 @@
-"""Speed and size of the agent, each figure beside that of a bare loop that was measured in the same run.
+"""Speed and size of the agent beside bare loops, and (soak.py) whether it grows.
 
-``python -m benchmarks`` prints the table; docs/benchmarks.md says what each row means. Nothing here is a timed
-test, and nothing in the agent knows of it: what is measured is the agent as it is installed.
+No timed test, and nothing in the agent knows of it. Linux only.
 """
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "e2e"))  # harness.py

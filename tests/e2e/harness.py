@@ -69,6 +69,8 @@ class Agent:
         self.hook_file = Path(shutil.copy(HOOK, directory))
         self.endpoint = endpoint
         self.environment: dict[str, str] = {}
+        self.in_child: Callable[[], None] | None = None
+        """What a new process runs first (POSIX only)."""
         self.lines: list[dict[str, Any]] = []
         """The log of the process that runs now, or of the last one."""
         self.history: list[str] = []
@@ -139,6 +141,7 @@ class Agent:
             stderr=subprocess.PIPE,
             text=True,
             encoding="utf-8",
+            preexec_fn=self.in_child,  # noqa: PLW1509 - for what is a single system call
         )
         self.history.append(f"--- process {self._process.pid} starts\n")
         self._reader = threading.Thread(target=self._read, args=(self._process, self.lines), daemon=True)

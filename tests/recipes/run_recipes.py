@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from frame import WAYS, Outcome, Recipe, Way, run, table
 
-from benchmarks.programs import describe_machine
+from benchmarks.sides import describe_machine
 
 NAMES = sorted(path.stem.removeprefix("recipe_") for path in Path(__file__).parent.glob("recipe_*.py"))
 
