@@ -61,6 +61,8 @@ class Unit:
     run: Sequence[str]
     user: str | None = None
     stop_signal: int = signal.SIGTERM
+    is_mixed: bool = False
+    """KillMode=mixed: only the main process gets the signal, as PostgreSQL's units have it."""
 
 
 @dataclass(frozen=True)
@@ -117,18 +119,19 @@ class ServiceManager:
                     )
 
     def stop(self, name: str) -> None:
-        """Stop a unit, if it runs: every process of it gets the signal; what outlives the first one is killed."""
-        self._end(name, lambda process: process.send_signal(self._units[name].stop_signal))
+        """Stop a unit, if it runs: its processes get the signal; what outlives the first one is killed."""
+        unit = self._units[name]
+        self._end(name, lambda process: process.send_signal(unit.stop_signal), is_mixed=unit.is_mixed)
 
     def power_off(self, name: str) -> None:
         """End a unit as a power cut does."""
         self._end(name, psutil.Process.kill)
 
-    def _end(self, name: str, first: Callable[[psutil.Process], None]) -> None:
+    def _end(self, name: str, first: Callable[[psutil.Process], None], *, is_mixed: bool = False) -> None:
         with self._lock:
             if self._runs(name):
                 processes = self._tree(name)
-                for process in processes:
+                for process in processes[:1] if is_mixed else processes:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         first(process)
                 self._processes[name].wait(PATIENCE)

@@ -433,8 +433,7 @@ class Container:
         """Have nobody write to its layer any more, so that others can lie on it."""
         if self._nspawn is not None:
             raise ContainerError(f"{self.id} is running; stop it before another machine is put on it")
-        if self._root.is_mount():
-            _host("umount", str(self._root))
+        _unmount(self._root)
 
     def _reset_control_groups(self) -> None:
         """Control groups to start in, which a container takes for the root of its own."""
@@ -509,11 +508,22 @@ def _remove(machine: str) -> None:
     _end_control_groups(machine)
     place = _MACHINES / machine
     for mount in (place / "root", place):
-        if mount.is_mount():
-            _host("umount", str(mount))
+        _unmount(mount)
     with contextlib.suppress(FileNotFoundError):
         place.rmdir()
     (_MACHINES / f"{machine}.claim").unlink(missing_ok=True)
+
+
+def _unmount(mount: Path) -> None:
+    """Unmount it, if it is mounted. Raises ContainerError."""
+    deadline = time.monotonic() + PATIENCE
+    while mount.is_mount():
+        try:
+            _host("umount", str(mount))
+        except ContainerError:  # a process that has just ended may still hold it
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def _end_control_groups(machine: str) -> None:

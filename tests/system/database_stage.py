@@ -133,7 +133,7 @@ class Servers:
         run = [str(BIN / "postgres"), "-D", str(data), "-k", str(self.server), "-p", str(port), "-h", ""]
         # No machine crashes here, only processes end; and a standby should be back in less than its usual 5 s.
         run += ["-c", "fsync=off", "-c", "wal_retrieve_retry_interval=200ms"]
-        return Unit(run, USER, stop_signal)
+        return Unit(run, USER, stop_signal, is_mixed=True)
 
     def start_primary(self) -> None:
         as_user("initdb", "-D", str(self.data), "--auth=trust", "--no-sync", "--encoding=UTF8")
