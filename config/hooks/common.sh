@@ -9,6 +9,8 @@
 #                             event leaves, if that is known; 0 at least
 #   within SECONDS COMMAND    runs the command every 0.1 s until it succeeds; fails if it has not in this time
 #   ask COMMAND               runs a client that a busy server may leave without an answer: again after 15 s
+#   ask_for_a_minute COMMAND  runs a client until its server, which may be restarting, does what is asked; fails after a
+#                             minute, or 10 s before the event. What it printed is in $answer
 #   ask_systemd PROPERTY      prints a property of $unit
 #   unit_processes            prints the processes of $unit, one a line
 #
@@ -54,6 +56,16 @@ ask() {
         timeout 15 "$@" || code=$?
         [ "$code" -eq 124 ] || return "$code"
         say "$1 does not answer; asking again" >&2
+    done
+}
+
+ask_for_a_minute() {
+    give_up_at=$(($(uptime) + $(time_left 60)))
+    until answer=$("$@"); do
+        case $answer in *"not found"*) fail "$answer" ;; esac # a wrong name, says scontrol
+        [ "$(uptime)" -lt "$give_up_at" ] || fail "gave up: $*"
+        say "did not succeed, and is tried again: $*" >&2
+        sleep 5
     done
 }
 

@@ -159,6 +159,68 @@ def test_a_job_of_srun_is_named_once_and_ends_with_the_machine(slurm: Slurm, age
         client.wait(PATIENCE)
 
 
+def test_of_a_job_array_the_task_is_requeued_and_not_the_whole(slurm: Slurm, agent: Agent) -> None:
+    array = slurm.submit("[ $SLURM_ARRAY_TASK_ID = 1 ] || exec sleep 300", "--array=1-2%1")
+    task = f"{array}_2"  # the last one, whose own id is that of the array
+    agent.wait_until(
+        lambda: (
+            slurm.run("squeue", "--noheader", "--states=R", "--Format=JobArrayID:20,JobID:20").split()
+            == [task, array]
+        ),
+        "the last task ran",
+    )
+    with start_hook(slurm, "slurm-prepare", SLURM_REQUEUE="yes", SCHEDULED_EVENT_SECONDS_LEFT="110") as hook:
+        output, _ = hook.communicate(timeout=PATIENCE)
+    assert hook.returncode == 0
+    assert f"slurm-prepare: requeueing job {task}\n" in output
+    assert f"requeueing job {array}\n" not in output
+
+
+def test_a_hook_that_the_agent_ends_names_the_jobs_that_still_run(slurm: Slurm, agent: Agent) -> None:
+    job = slurm.submit("exec sleep 300", "--no-requeue")
+    agent.wait_until(lambda: slurm.job(job) == "R", "the job ran")
+    with start_hook(slurm, "slurm-prepare", SLURM_REQUEUE="yes", SCHEDULED_EVENT_SECONDS_LEFT="110") as hook:
+        assert hook.stdout is not None
+        assert [hook.stdout.readline() for _ in range(2)][1] == f"slurm-prepare: requeueing job {job}\n"
+        hook.terminate()
+        _, errors = hook.communicate(timeout=PATIENCE)
+    assert hook.returncode == 143
+    assert errors.endswith(f"slurm-prepare: ended; on {NODE} still run: {job}\n")
+
+
+def test_a_node_that_does_not_respond_is_drained_and_one_taken_down_is_not(slurm: Slurm) -> None:
+    for reason, is_drained in (("Not responding", True), ("bad disk", False)):
+        slurm.run("scontrol", "update", f"NodeName={NODE}", "State=DOWN", f"Reason={reason}")
+        with start_hook(slurm, "slurm-prepare") as hook:
+            hook.communicate(timeout=PATIENCE)
+        assert hook.returncode == 0
+        assert ("DRAIN" in slurm.node("State")) == is_drained
+        assert slurm.node("Reason").startswith(MARK if is_drained else reason)
+        with start_hook(slurm, "slurm-recover") as hook:
+            hook.communicate(timeout=PATIENCE)
+        assert hook.returncode == 0
+        assert ("DOWN" in slurm.node("State")) != is_drained
+
+
+def test_a_refusal_is_asked_again_unless_the_node_is_unknown(slurm: Slurm, tmp_path: Path) -> None:
+    real = shutil.which("scontrol")
+    refusing = tmp_path / "bin" / "scontrol"
+    refusing.parent.mkdir()
+    # The first run of each command fails, as while the controller is being restarted; the later ones are Slurm's.
+    refusing.write_text(f'#!/bin/sh\nmkdir "{tmp_path}/refused-$1" 2>/dev/null && exit 1\nexec {real} "$@"\n')
+    refusing.chmod(0o755)
+    path = f"{refusing.parent}:{os.environ['PATH']}"
+    with start_hook(slurm, "slurm-prepare", PATH=path) as hook:
+        output, errors = hook.communicate(timeout=PATIENCE)
+    assert hook.returncode == 0
+    assert output == f"slurm-prepare: {NODE} takes no new jobs\nslurm-prepare: no job runs on {NODE}\n"
+    assert errors.count("slurm-prepare: did not succeed, and is tried again: ask scontrol ") == 2
+    with start_hook(slurm, "slurm-prepare", SLURM_NODE="not-there") as hook:
+        _, errors = hook.communicate(timeout=PATIENCE)
+    assert hook.returncode == 1
+    assert errors == "slurm-prepare: Node not-there not found\n"
+
+
 def test_a_freeze_of_unknown_length_that_is_announced_days_ahead_drains_nothing(
     slurm: Slurm, sim: Simulator, agent: Agent
 ) -> None:
