@@ -57,17 +57,22 @@ class Cluster(Server):
         self.pods: dict[str, dict[str, Any]] = {}
         self.budgets_allow = True
         self.budgets_keep: set[str] = set()
+        self.refuses: set[str] = set()
+        """Methods whose next request fails."""
         self.writes: list[tuple[str, str, Any]] = []
         self.asked: set[tuple[str, str, str]] = set()
         """API group, resource and verb of each request, discovery left out."""
 
     def answer(self, request: Request) -> Answer:
         path = request.path.partition("?")[0]
-        if request.method == "GET":
-            status, content = self.get(path)
+        if path == f"/api/v1/nodes/{NODE}" and request.method in self.refuses:
+            self.refuses.remove(request.method)
+            code, content = 500, status("InternalError", 500, "the server is being restarted")
+        elif request.method == "GET":
+            code, content = self.get(path)
         else:
-            status, content = self.write(request.method, path, json.loads(request.body))
-        return Answer(status, json.dumps(content).encode(), {"Content-Type": "application/json"})
+            code, content = self.write(request.method, path, json.loads(request.body))
+        return Answer(code, json.dumps(content).encode(), {"Content-Type": "application/json"})
 
     def add_pod(self, name: str, owner: str = "") -> None:
         controller = {"apiVersion": "apps/v1", "kind": owner, "name": "owner", "uid": owner, "controller": True}
@@ -320,6 +325,22 @@ def test_a_pod_without_a_controller_does_not_stop_the_drain_before_a_deletion(
     assert [*cluster.pods] == ["logs", "lonely"]
 
 
+def test_a_request_that_fails_before_the_drain_is_sent_again(cluster: Cluster, node: Node) -> None:
+    cluster.refuses = {"GET", "PATCH"}
+    done = node.run_hook("kubernetes-prepare")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("kubernetes-prepare: did not succeed, and is tried again: api ") == 2
+    assert cluster.mark == "ABC-1"
+    assert list(cluster.pods) == ["logs"]
+
+
+def test_the_drain_ends_in_its_own_time_and_names_what_is_left(cluster: Cluster, node: Node) -> None:
+    cluster.budgets_allow = False
+    done = node.run_hook("kubernetes-prepare", KUBERNETES_WAIT="5")
+    assert done.returncode == 1
+    assert "daemon sets' included: default/web default/logs" in done.stderr
+
+
 def test_what_a_budget_keeps_is_named_and_the_rest_evicted(cluster: Cluster, node: Node) -> None:
     cluster.add_pod("guarded", "ReplicaSet")
     cluster.budgets_keep = {"guarded"}
@@ -327,7 +348,8 @@ def test_what_a_budget_keeps_is_named_and_the_rest_evicted(cluster: Cluster, nod
     assert done.returncode == 1
     assert [*cluster.pods] == ["logs", "guarded"]
     assert done.stderr.endswith(
-        f"kubernetes-prepare: {NODE} is not drained; pods that run there: default/logs default/guarded \n"
+        f"kubernetes-prepare: {NODE} is not drained; "
+        "pods there, daemon sets' included: default/logs default/guarded \n"
     )
 
 
