@@ -58,9 +58,12 @@ if ((Get-State) -eq 'Started') {
         }
         Start-Sleep -Seconds 1
     }
-    # An administrator may have stopped it meanwhile.
-    if ((Get-State) -eq 'Started') { Stop-WebAppPool -Name $Pool }
-    "$env:SCHEDULED_EVENT_ID", "$(Get-WorkerCount)" | Set-Content -LiteralPath $Mark -Encoding ASCII
+    if ((Get-State) -eq 'Started') {
+        Stop-WebAppPool -Name $Pool
+        "$env:SCHEDULED_EVENT_ID", "$(Get-WorkerCount)" | Set-Content -LiteralPath $Mark -Encoding ASCII
+    } else {   # by an administrator, meanwhile
+        Remove-Item -LiteralPath $Mark
+    }
 }
 while ((Get-State) -eq 'Stopping') { Start-Sleep -Seconds 1 }   # the hook's timeout ends it
 if ((Get-State) -ne 'Stopped') { throw "expected the pool $Pool to be stopped; it is $(Get-State)" }

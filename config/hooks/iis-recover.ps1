@@ -18,7 +18,8 @@ The application pool.
 
 .PARAMETER WarmUp
 An address of the site, such as http://localhost/. It is asked until the answer is 2xx or 3xx; the hook's timeout ends
-that. Without it, the pool counts as ready when it is started, and the first clients wait for the application.
+that. A redirect is not followed, for it may lead to another VM. Without an address, the pool counts as ready when it is
+started, and the first clients wait for the application.
 
 .PARAMETER Mark
 As for iis-prepare.ps1.
@@ -48,7 +49,7 @@ function Get-WorkerCount {   # since IIS was started; nothing if Windows does no
 function Test-Mark {   # not if an administrator has started the pool since: then the mark is void
     $id, $count = (@(Get-Content -LiteralPath $Mark) + '', '')[0, 1]
     $now = "$(Get-WorkerCount)"
-    ($id -and $id -eq $env:SCHEDULED_EVENT_ID) -or -not $count -or -not $now -or $now -eq $count
+    ($id -and $id -eq $env:SCHEDULED_EVENT_ID) -or -not $count -or $now -in '', '0' -or $now -eq $count
 }
 
 # After a boot, IIS may still be starting.
@@ -69,8 +70,12 @@ while ((Get-State) -eq 'Starting') { Start-Sleep -Seconds 1 }
 if ((Get-State) -ne 'Started') { throw "expected the pool $Pool to be started; it is $(Get-State)" }
 while ($WarmUp) {
     try {
-        $answer = Invoke-WebRequest -Uri $WarmUp -UseBasicParsing -TimeoutSec 60
-        "$WarmUp answers: $($answer.StatusCode)"
+        $request = [System.Net.WebRequest]::Create($WarmUp)
+        $request.Timeout = 60000
+        $request.AllowAutoRedirect = $false
+        $answer = $request.GetResponse()   # an error from 400 on
+        "$WarmUp answers: $([int] $answer.StatusCode)"
+        $answer.Close()
         break
     } catch {
         "$WarmUp does not answer yet: $($_.Exception.Message)"
