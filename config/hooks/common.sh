@@ -13,6 +13,7 @@
 #                             minute, or 10 s before the event. What it printed is in $answer
 #   ask_systemd PROPERTY      prints a property of $unit
 #   unit_processes            prints the processes of $unit, one a line
+#   unit_process NAME         prints the first of them with this name; fails if there is none
 #
 # The mark is the file $mark. A prepare hook sets it before it stops something; a recover hook starts only what is
 # marked, and removes the mark. It says for which event, and when what was stopped had been started: if that has changed,
@@ -76,6 +77,15 @@ unit_processes() {
     for hierarchy in /sys/fs/cgroup /sys/fs/cgroup/systemd; do # of version 2; of version 1
         [ ! -d "$hierarchy$group" ] || find "$hierarchy$group" -name cgroup.procs -exec cat {} +
     done
+}
+unit_process() {
+    for process in $(unit_processes); do
+        if [ "$(cat "/proc/$process/comm" 2>/dev/null)" = "$1" ]; then
+            echo "$process"
+            return
+        fi
+    done
+    return 1
 }
 
 last_start() { ask_systemd ActiveEnterTimestamp; }

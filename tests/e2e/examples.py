@@ -80,6 +80,8 @@ class ServiceManager:
         self.directory = directory
         self.calls: list[Call] = []
         self.log = directory / "units.log"
+        self.states: dict[str, str] = {}  # for systemctl, until the unit is stopped; else active or inactive
+        self.disabled: set[str] = set()
         self._units = units
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._started: dict[str, str] = {}
@@ -153,6 +155,9 @@ class ServiceManager:
     def _runs(self, name: str) -> bool:
         return name in self._processes and self._processes[name].poll() is None
 
+    def _state(self, name: str) -> str:
+        return self.states.get(name) or ("active" if self.runs(name) else "inactive")
+
     def _control_group(self, name: str) -> str:
         """A folder with the unit's processes, as seen from where the kernel has such folders."""
         if not self.runs(name):
@@ -184,8 +189,9 @@ class ServiceManager:
                 self.start(name)
             case ["stop"]:
                 self.stop(name)
+                self.states.pop(name, None)
             case ["show", "--property=ActiveState", "--value"]:
-                return 0, "active" if self.runs(name) else "inactive"
+                return 0, self._state(name)
             case ["show", "--property=ActiveEnterTimestamp", "--value"]:
                 return 0, self._started.get(name, "")
             case ["show", "--property=MainPID", "--value"]:
@@ -193,8 +199,10 @@ class ServiceManager:
             case ["show", "--property=ControlGroup", "--value"]:
                 return 0, self._control_group(name)
             case ["is-active", "--quiet"]:
-                return (0 if self.runs(name) else 3), ""
-            case ["cat"] | ["is-enabled", "--quiet"]:
+                return (0 if self._state(name) == "active" else 3), ""
+            case ["is-enabled", "--quiet"]:
+                return (1 if name in self.disabled else 0), ""
+            case ["cat"]:
                 pass
             case ["kill", "--kill-who=main", option] if option.startswith("--signal="):
                 if not self.runs(name):

@@ -29,6 +29,16 @@ signal.signal(signal.SIGUSR1, lambda *_: sys.exit(1))
 print("up", flush=True)
 time.sleep(300)
 """
+# Writes a checkpoint at SIGUSR1, and ends after SIGTERM only when it may: disk/latest, disk/end.
+SLOW_TO_END = """
+import pathlib, signal, sys, time
+disk = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGUSR1, lambda *_: disk.joinpath("latest").write_text("all"))
+signal.signal(signal.SIGTERM, lambda *_: print("is to end", flush=True))
+print("up", flush=True)
+while not disk.joinpath("end").exists():
+    time.sleep(0.05)
+"""
 LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
@@ -382,3 +392,77 @@ def test_a_job_whose_event_was_taken_back_before_its_checkpoint_runs_on(
             hook.terminate()
         assert job.run_hook("training-resume").stdout == f"training-resume: {UNIT} runs already\n"
         assert not job.mark.exists()
+
+
+@pytest.mark.parametrize("stop", ["yes", "no"])
+def test_a_job_that_systemd_takes_for_starting_is_a_failure_and_lives_on(
+    sim: Simulator, agent: Agent, tmp_path: Path, stop: str
+) -> None:
+    with a_job(tmp_path, sim) as job:
+        job.manager.start(UNIT)
+        job.manager.states[UNIT] = "activating"  # as Type=oneshot for as long as it runs
+        job.checkpoint.write_text('{"step": 0, "slope": 0, "offset": 0}')
+        agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
+        done = job.run_hook("training-checkpoint", TRAINING_STOP=stop)
+        message = f"to systemd {UNIT} is still starting, but its workers run: give it Type=simple or Type=exec"
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", f"training-checkpoint: {message}\n")
+        assert job.manager.runs(UNIT)
+
+
+def test_a_disk_without_room_for_a_file_of_the_hook_gets_a_checkpoint_all_the_same(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    with a_job(tmp_path, sim) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
+        (tmp_path / "disk" / ".asked").symlink_to(tmp_path / "missing" / "file")
+        done = job.run_hook("training-checkpoint")
+        assert done.returncode == 1
+        assert done.stderr.endswith("the workers have the signal, but their checkpoint is not awaited\n")
+        agent.wait_until(job.checkpoint.exists, "there was a checkpoint")
+        assert job.manager.runs(UNIT)
+
+
+def test_a_hook_ended_while_it_stops_the_job_says_that_the_checkpoint_is_complete(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    with a_job(tmp_path, sim, run=(sys.executable, "-ISc", SLOW_TO_END, str(disk))) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: "up" in job.manager.log.read_text("utf-8"), "the job was at work")
+        with job.hook("training-checkpoint") as hook:
+            agent.wait_until(lambda: "is to end" in job.manager.log.read_text("utf-8"), "it was being stopped")
+            hook.terminate()
+            (disk / "end").touch()
+            _, errors = hook.communicate(timeout=PATIENCE)
+        said = "training-checkpoint: the checkpoint is complete; the job may not have ended yet\n"
+        assert (hook.returncode, errors) == (143, said)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_only_a_job_that_was_disabled_since_its_stop_stays_stopped(
+    sim: Simulator, agent: Agent, tmp_path: Path, enabled: bool
+) -> None:
+    with a_job(tmp_path, sim) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
+        if not enabled:
+            job.manager.disabled.add(UNIT)
+        assert job.run_hook("training-checkpoint").returncode == 0
+        job.manager.disabled.add(UNIT)
+        said = f"{UNIT} has been disabled since then: left as it is" if enabled else f"{UNIT} runs"
+        assert job.run_hook("training-resume").stdout == f"training-resume: {said}\n"
+        assert job.manager.runs(UNIT) is not enabled
+
+
+def test_a_job_that_ends_as_soon_as_it_is_started_again_is_a_failure(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    with a_job(tmp_path, sim) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
+        assert job.run_hook("training-checkpoint").returncode == 0
+        job.checkpoint.write_text("damaged")
+        done = job.run_hook("training-resume")
+        assert (done.returncode, done.stderr) == (1, f"training-resume: {UNIT} has not stayed up\n")
+        assert job.mark.exists()
