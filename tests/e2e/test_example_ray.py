@@ -21,7 +21,7 @@ until [ -e {directory}/drained ]; do sleep 0.1; done
 """
 STARTS = """#!/bin/sh
 until [ -e {directory}/ready ]; do sleep 0.1; done
-exec {directory}/raylet --node_id=n1 --gcs-address=head:6379 --static_resource_list=CPU,2
+{directory}/raylet --node_id=n1 --gcs-address=head:6379 --static_resource_list=CPU,2
 """
 RAY = """#!/bin/sh
 echo "$*" >>{directory}/commands

@@ -453,16 +453,3 @@ def test_only_a_job_that_was_disabled_since_its_stop_stays_stopped(
         said = f"{UNIT} has been disabled since then: left as it is" if enabled else f"{UNIT} runs"
         assert job.run_hook("training-resume").stdout == f"training-resume: {said}\n"
         assert job.manager.runs(UNIT) is not enabled
-
-
-def test_a_job_that_ends_as_soon_as_it_is_started_again_is_a_failure(
-    sim: Simulator, agent: Agent, tmp_path: Path
-) -> None:
-    with a_job(tmp_path, sim) as job:
-        job.manager.start(UNIT)
-        agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
-        assert job.run_hook("training-checkpoint").returncode == 0
-        job.checkpoint.write_text("damaged")
-        done = job.run_hook("training-resume")
-        assert (done.returncode, done.stderr) == (1, f"training-resume: {UNIT} has not stayed up\n")
-        assert job.mark.exists()
