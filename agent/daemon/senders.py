@@ -204,6 +204,8 @@ class _Sender:
             )
             return None
         self._metrics.notice_failures.labels(self._name, failed.kind).inc()
+        if self.target is not target:  # replaced meanwhile: its successor is asked before the notice is given up
+            return NoticeError(str(failed), kind="unreachable")
         self._fail(failed.kind, str(failed))
         return failed
 

@@ -189,7 +189,7 @@ def test_a_freeze_is_approved_and_nothing_is_stopped(
 
 def test_an_eviction_stops_it_and_is_not_approved(agent: Agent, sim: Simulator, manager: ServiceManager) -> None:
     agent.start()
-    sim.schedule("Preempt", notice_seconds=30, lasts_seconds=None)
+    sim.schedule("Preempt", notice_seconds=200, lasts_seconds=None)
     agent.wait_log("hook finished", hook="stop-service")
     assert not manager.runs(UNIT)
     assert sim.approvals() == ()

@@ -344,7 +344,7 @@ def test_the_drain_ends_in_its_own_time_and_names_what_is_left(cluster: Cluster,
 def test_what_a_budget_keeps_is_named_and_the_rest_evicted(cluster: Cluster, node: Node) -> None:
     cluster.add_pod("guarded", "ReplicaSet")
     cluster.budgets_keep = {"guarded"}
-    done = node.run_hook("kubernetes-prepare", SCHEDULED_EVENT_TYPE="Preempt", SCHEDULED_EVENT_SECONDS_LEFT="20")
+    done = node.run_hook("kubernetes-prepare", SCHEDULED_EVENT_TYPE="Preempt", SCHEDULED_EVENT_SECONDS_LEFT="40")
     assert done.returncode == 1
     assert [*cluster.pods] == ["logs", "guarded"]
     assert done.stderr.endswith(

@@ -260,6 +260,23 @@ def test_how_long_an_old_target_failed_does_not_count_for_its_successor(
         wait_until(lambda: ids(new) == [0], "it arrived")
 
 
+def test_what_an_old_target_refuses_late_is_sent_to_its_successor(store: Store) -> None:
+    is_asked, may_answer = threading.Event(), threading.Event()
+
+    def refuse_late() -> str:
+        is_asked.set()
+        may_answer.wait(60)
+        return "404"
+
+    put(store, 1)
+    with Receiver(refuse_late) as old, Receiver() as new, sending(store, to(old, timeout=60)) as run:
+        assert is_asked.wait(60)
+        run.senders.use([to(new)])
+        may_answer.set()
+        wait_until(lambda: ids(new) == [0], "it arrived")
+        assert run.dropped("refused") == 0
+
+
 def test_pauses_grow_and_follow_the_service() -> None:
     for failures, longest in ((1, 1), (2, 2), (5, 16), (9, 256), (10, 300), (10_000, 300)):
         assert longest / 2 <= pause_after(failures, None) <= longest

@@ -22,7 +22,7 @@ class RedisSentinel(Recipe):
 
     def __init__(self, place: Path, way: Way) -> None:
         super().__init__(place, way)
-        self._servers = RedisSet(place / "redis")
+        self._servers = RedisSet(place / "redis", down_after_seconds=5)
         self._writer: Writer | None = None
 
     @property

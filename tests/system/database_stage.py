@@ -30,9 +30,9 @@ def need() -> None:
 
 
 def wait_until(test: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + 3 * PATIENCE
     while not test():
-        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE:.0f} s"
+        assert time.monotonic() < deadline, f"{what}: not within {3 * PATIENCE:.0f} s"
         time.sleep(0.05)
 
 
@@ -54,7 +54,7 @@ class Writer:
         self._first = first
         self._command = ["runuser", "-u", USER, "--", str(BIN / "psql"), "-XAtq", conninfo]
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._write)
+        self._thread = threading.Thread(target=self._write, daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -112,6 +112,8 @@ class Servers:
         self.primary = f"host={self.server} user={USER} dbname=postgres"
         self.conninfo = f"host={self.server} port=5433 user={USER}"
         failover = {"POSTGRESQL_FAILOVER": "standby", "POSTGRESQL_STANDBY": self.conninfo} if has_standby else {}
+        if has_standby:  # of a busy machine
+            failover["POSTGRESQL_LAG_LIMIT"] = "60"
         self.environment |= failover
         self._failover = failover
 
@@ -122,7 +124,7 @@ class Servers:
             "/var/run/postgresql": str(self.server),
             "env: &server\n": f"env: &server\n      PATH: {self.environment['PATH']}\n",
             "POSTGRESQL_FAILOVER: none": "\n      ".join(
-                f"{name}: {value}" for name, value in self._failover.items()
+                f'{name}: "{value}"' for name, value in self._failover.items()
             ),
         }
         if not is_late:

@@ -19,6 +19,7 @@ import apt
 import psutil
 from examples import copy_hooks, example
 from harness import PATIENCE, Agent
+from ports import free_port
 
 NODE = "node-1"
 CONFIGURATION = """
@@ -47,12 +48,6 @@ NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 CPUs=1
 PrologSlurmctld={directory}/prolog
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class Slurm:

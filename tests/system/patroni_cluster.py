@@ -5,13 +5,13 @@ Owns the configuration of its processes and what can be asked of them. Knows not
 
 import contextlib
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
 import apt
 import httpx
 from examples import ServiceManager, Unit
+from ports import free_port
 
 BIN = Path("/usr/lib/postgresql/15/bin")
 USER = "postgres"
@@ -47,7 +47,7 @@ def need() -> None:
     """PostgreSQL 15 and Patroni; installed if need be."""
     apt.need(str(BIN / "postgres"), "postgresql-15")
     apt.need("patroni", "patroni", "python3-pysyncobj")
-    apt.need("patroni_raft_controller", "python3-pysyncobj")
+    apt.need("syncobj_admin", "python3-pysyncobj")
 
 
 class PatroniCluster:
@@ -55,7 +55,7 @@ class PatroniCluster:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        ports = _free_ports(7)
+        ports = [free_port() for _ in range(7)]
         self.witness_unit = "patroni-witness.service"
         self._ports = dict(zip(MEMBERS, ports[:2], strict=True))
         self._rafts, self._witness = dict(zip(MEMBERS, ports[2:4], strict=True)), ports[4]
@@ -143,11 +143,3 @@ class PatroniCluster:
             stop = [str(BIN / "pg_ctl"), "stop", "-m", "immediate", "-D", str(self.data(name))]
             stop = ["runuser", "-u", USER, "--", *stop]
             subprocess.run(stop, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-
-
-def _free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports

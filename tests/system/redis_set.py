@@ -31,7 +31,7 @@ port {port}
 bind 127.0.0.1
 dir {directory}
 sentinel monitor {name} 127.0.0.1 {primary} 2
-sentinel down-after-milliseconds {name} 5000
+sentinel down-after-milliseconds {name} {down_after}
 sentinel failover-timeout {name} 20000
 """
 
@@ -78,7 +78,8 @@ def _answer(read_line: Callable[[], bytes]) -> list[str]:
 class RedisSet:
     """All of it; the machine's own server is ``port``, started as a unit."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, down_after_seconds: int = 60) -> None:
+        """``down_after_seconds``: until Sentinel takes a server for down; on a busy machine one may be slow."""
         for program in ("redis-server", "redis-sentinel", "redis-cli"):
             apt.need(program, "redis-server", "redis-sentinel", "redis-tools")
         self.directory = directory
@@ -94,7 +95,13 @@ class RedisSet:
             )
             (place / "redis.conf").write_text(text)
         for port in self.sentinels:
-            text = SENTINEL.format(port=port, directory=directory, name=NAME, primary=self.port)
+            text = SENTINEL.format(
+                port=port,
+                directory=directory,
+                name=NAME,
+                primary=self.port,
+                down_after=1000 * down_after_seconds,
+            )
             (directory / f"{port}.conf").write_text(text)
         own = ("redis-server", str(directory / str(self.port) / "redis.conf"))
         self.manager = ServiceManager(directory / "bin", {UNIT: Unit(own)})

@@ -257,6 +257,7 @@ def test_a_standby_that_lags_after_the_stop_is_not_promoted(sim: Simulator) -> N
         stage.ask("SELECT pg_wal_replay_pause()", 5433)
         stage.systemctl("stop")
         stage.mark("stopped-by-agent")  # a run before this one has stopped it
+        stage.environment["POSTGRESQL_LAG_LIMIT"] = "1"
         done = stage.run_hook("postgresql-prepare")
         assert done.returncode == 1
         started, failed = done.stderr.splitlines()

@@ -110,7 +110,7 @@ def test_the_other_member_leads_with_every_row_and_this_one_becomes_its_standby(
         agent.start()
         agent.wait_until(lambda: len(writer.committed) > 50, "the writer was at work")
         event = sim.schedule("Reboot", lasts_seconds=None)
-        sim.wait_started(event)
+        sim.wait_started(event, 3 * PATIENCE)
         committed = len(writer.committed)
         assert cluster.leader() == new
         assert "shut down in recovery" in as_user("pg_controldata", "-D", str(cluster.data(old)))
