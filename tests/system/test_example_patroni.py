@@ -1,5 +1,6 @@
 """The hooks for a database under a real Patroni: the other member leads, no row is lost, every wait ends."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -30,9 +31,9 @@ class Stage:
         self.hooks = copy_hooks(directory)
         self.path = f"{manager.directory}:/usr/sbin:/usr/bin:/sbin:/bin"
 
-    def run_hook(self, name: str, member: str) -> subprocess.CompletedProcess[str]:
+    def run_hook(self, name: str, member: str, lag_limit: str = "60") -> subprocess.CompletedProcess[str]:
         environment = {"PATH": self.path, "SCHEDULED_EVENT_ID": "A", **self.cluster.environment(member)}
-        environment["POSTGRESQL_HANDOVER_LIMIT"] = "3"
+        environment |= {"POSTGRESQL_HANDOVER_LIMIT": "3", "POSTGRESQL_LAG_LIMIT": lag_limit}
         return subprocess.run(
             [str(self.hooks / name)],
             cwd="/",
@@ -89,7 +90,7 @@ def test_the_other_member_leads_with_every_row_and_this_one_becomes_its_standby(
     cluster = stage.cluster
     old = cluster.leader()
     (new,) = set(MEMBERS) - {old}
-    env = {"PATH": stage.path, **cluster.environment(old)}
+    env = {"PATH": stage.path, "POSTGRESQL_LAG_LIMIT": "60", **cluster.environment(old)}
     agent.write_policy(
         rules=[
             {
@@ -125,6 +126,25 @@ def test_the_other_member_leads_with_every_row_and_this_one_becomes_its_standby(
     assert told == ["postgresql-recover: accepts connections, as standby"]
     stage.wait_complete()
     assert cluster.leader() == new
+
+
+def test_a_replica_that_lags_is_not_handed_over_to(stage: Stage) -> None:
+    cluster = stage.cluster
+    leader = cluster.leader()
+    (replica,) = set(MEMBERS) - {leader}
+    where = cluster.environment(replica)
+    ask_replica = ("psql", "-XAtq", "-h", where["PGHOST"], "-p", where["PGPORT"], "-c")
+    as_user(*ask_replica, "SELECT pg_wal_replay_pause()")
+    stage.ask("CREATE TABLE not_replayed (n integer)")
+    done = stage.run_hook("postgresql-prepare", leader, lag_limit="1")
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"postgresql-prepare: no standby streams and has replayed up to \S+ within 1 s; nothing was stopped. "
+        r"When one has, then: scheduled-events-agent retry A\n",
+        done.stderr,
+    )
+    assert cluster.leader() == leader
+    as_user(*ask_replica, "SELECT pg_wal_replay_resume()")
 
 
 def test_in_a_paused_cluster_each_hook_fails_in_time_and_both_members_run(stage: Stage) -> None:
