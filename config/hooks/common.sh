@@ -11,6 +11,7 @@
 #   ask COMMAND               runs a client that a busy server may leave without an answer: again after 15 s
 #   ask_for_a_minute COMMAND  runs a client until its server, which may be restarting, does what is asked; fails after a
 #                             minute, or 10 s before the event. What it printed is in $answer
+#   answers WHERE             succeeds if it answers: a URL with 2xx, or tcp:HOST:PORT, which accepts; needs python3
 #   ask_systemd PROPERTY      prints a property of $unit
 #   unit_processes            prints the processes of $unit, one a line
 #   unit_process NAME         prints the first of them with this name; fails if there is none
@@ -68,6 +69,18 @@ ask_for_a_minute() {
         say "did not succeed, and is tried again: $*" >&2
         sleep 5
     done
+}
+
+answers() {
+    timeout 10 python3 -ISc 'import sys
+where = sys.argv[1]
+if where.startswith("tcp:"):
+    import socket
+    host, _, port = where[4:].rpartition(":")
+    socket.create_connection((host, int(port)), 5)
+else:
+    import urllib.request as r
+    r.build_opener(r.ProxyHandler({})).open(where, timeout=5)' "$1"
 }
 
 ask_systemd() { TZ=UTC systemctl show --property="$1" --value "${unit:?}"; }

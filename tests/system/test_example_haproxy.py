@@ -1,0 +1,118 @@
+"""The example of a pair of HAProxy, with real ones, a real keepalived, and clients of the virtual address."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.platform == "win32":
+    pytest.skip("keepalived, and the hooks, are for Linux", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+from examples import copy_hooks
+from haproxy_pair import Load, Pair, wait
+from harness import CHECKOUT, PATIENCE, Agent, Simulator
+
+pytestmark = pytest.mark.timeout(600)  # the first time, packages are fetched
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pair = Pair(tmp_path_factory.mktemp("haproxy") / "pair", priority_of_b=140)
+    try:
+        pair.start()
+        yield pair
+    finally:
+        pair.close()
+
+
+@pytest.fixture
+def load(pair: Pair) -> Iterator[Load]:
+    pair.wait_answered("a")  # its priority is the higher one
+    load = Load(pair)
+    load.wait_answered()
+    yield load
+    load.stop()
+
+
+def run_hook(pair: Pair, name: str, **more: str) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        [CHECKOUT / "config/hooks" / name],
+        env={**pair.environment, "SCHEDULED_EVENT_ID": "A", **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=2 * PATIENCE,
+        check=False,
+    )
+    return done.returncode, [line.removeprefix(f"{name}: ") for line in done.stdout.splitlines()]
+
+
+def test_the_other_one_has_the_address_before_the_event_and_gives_it_back(
+    pair: Pair, load: Load, tmp_path: Path
+) -> None:
+    with Simulator(vms=("vm-1",), rate_limit=None) as sim:
+        agent = Agent(tmp_path / "agent", sim.endpoint())
+        agent.config.write_text(pair.policy(copy_hooks(tmp_path), sim.endpoint()), encoding="utf-8")
+        try:
+            agent.start()
+            event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
+            sim.wait_started(event)
+            assert (pair.node_at(), pair.manager.runs(pair.unit())) == ("b", False)
+            pair.cut_power("a")
+            load.wait_answered()
+            pair.boot("a")
+            pair.manager.stop(pair.unit())  # a machine on which HAProxy does not start by itself
+            sim.end(event)
+            agent.wait_log("closed", event_id=event)
+        finally:
+            agent.close()
+            sys.stdout.write("".join(agent.history))  # pytest shows it on failure only
+    pair.wait_answered("a")
+    load.wait_answered()
+    load.stop()
+    # Only what the first move and the one back had cut off: a request of each client, at most.
+    assert len(load.faults) <= 2 * load.clients, load.faults
+
+
+def test_for_a_freeze_it_runs_on_and_has_the_address_again_only_when_it_is_healthy(pair: Pair) -> None:
+    pair.wait_answered("a")
+    assert run_hook(pair, "haproxy-prepare", HAPROXY_STOP="no") == (0, ["another machine has 10.0.0.100"])
+    assert (pair.node_at(), pair.manager.runs(pair.unit())) == ("b", True)
+    code, said = run_hook(pair, "haproxy-recover", HAPROXY_HEALTH="tcp:127.0.0.1:1", HAPROXY_HEALTH_LIMIT="0")
+    message = f"{pair.unit()} is not healthy after 0 s; 10.0.0.100 stays with the other machine"
+    assert (code, said) == (1, [message])
+    assert pair.files["a"].read_text() == "1\n"
+    code, said = run_hook(pair, "haproxy-recover", HAPROXY_HEALTH="http://127.0.0.1/ready")
+    assert (code, said) == (0, ["this machine may have 10.0.0.100 again", f"{pair.unit()} is healthy"])
+    pair.wait_answered("a")
+
+
+def test_without_another_machine_nothing_is_stopped(pair: Pair) -> None:
+    pair.wait_answered("a")
+    pair.cut_power("b")
+    try:
+        code, said = run_hook(pair, "haproxy-prepare", KEEPALIVED_LIMIT="1")
+        assert (code, said) == (1, ["no other machine answers at 10.0.0.100 within 1 s; nothing was stopped"])
+        assert pair.files["a"].read_text() == "0\n"
+        assert (pair.node_at(), pair.manager.runs(pair.unit())) == ("a", True)
+    finally:
+        pair.boot("b")
+    assert run_hook(pair, "haproxy-recover") == (0, ["not stopped by haproxy-prepare: left as it is"])
+
+
+def test_one_that_an_administrator_has_stopped_stays_so_and_the_other_one_has_the_address(pair: Pair) -> None:
+    pair.wait_answered("a")
+    wait(lambda: pair.node_at("10.0.0.5") == "b", "b was up")
+    assert run_hook(pair, "haproxy-prepare")[0] == 0
+    assert run_hook(pair, "haproxy-prepare") == (0, [f"{pair.unit()} does not run"])
+    pair.manager.start(pair.unit())
+    pair.manager.stop(pair.unit())
+    said = f"{pair.unit()} was stopped by an administrator: left as it is, and 10.0.0.100 with the other machine"
+    assert run_hook(pair, "haproxy-recover", SCHEDULED_EVENT_ID="") == (0, [said])
+    assert pair.node_at() == "b"
+    pair.manager.start(pair.unit())
+    assert run_hook(pair, "haproxy-recover")[0] == 0
