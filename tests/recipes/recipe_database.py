@@ -25,13 +25,13 @@ class _Database(Recipe):
     has_standby: ClassVar[bool] = False
 
     def __init__(self, place: Path, way: Way) -> None:
+        database_stage.need()
         super().__init__(place, way)
         place.chmod(0o755)
         self._servers = Servers(place, has_standby=self.has_standby)
         self._writers: list[Writer] = []
 
     def start(self) -> None:
-        database_stage.need()
         self._servers.server.mkdir()
         shutil.chown(self._servers.server, USER)
         self._servers.manager.__enter__()

@@ -11,6 +11,7 @@ import io
 import json
 import sys
 import tempfile
+import traceback
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def recipes_of(name: str) -> list[type[Recipe]]:
 
 
 def main() -> int:
-    """Print the tables; exits with 1 if a recipe could not run here."""
+    """Print the tables; exits with 1 if a recipe could not run here, or failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", metavar="NAME", nargs="*", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures as JSON, too")
@@ -41,14 +42,17 @@ def main() -> int:
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"no such recipe: {', '.join(sorted(unknown))}")
     results: list[dict[str, Any]] = []
-    skipped = 0
+    missing = 0
     for name in arguments.names or NAMES:
         for recipe in recipes_of(name):
             try:
                 results.append(_measure(name, recipe, is_verbose=arguments.verbose))
             except pytest.skip.Exception as reason:
-                skipped += 1
+                missing += 1
                 print(f"{recipe.title}: not run: {reason}", file=sys.stderr)
+            except Exception:  # noqa: BLE001 - the tables of the others are worth having
+                missing += 1
+                print(f"{recipe.title}: failed:\n{traceback.format_exc()}", file=sys.stderr)
     machine = describe_machine()
     print(f"\n{machine}")
     for result in results:
@@ -57,7 +61,7 @@ def main() -> int:
         )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"machine": machine, "recipes": results}, indent=2), "utf-8")
-    return 1 if skipped else 0
+    return 1 if missing else 0
 
 
 def _measure(name: str, recipe: type[Recipe], *, is_verbose: bool) -> dict[str, Any]:

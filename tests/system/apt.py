@@ -45,6 +45,12 @@ def need(program: str, *packages: str) -> str:
     return found
 
 
+def need_root(program: str) -> None:
+    """Skip the test if this account cannot run the program as another one."""
+    if os.geteuid() != 0:
+        pytest.skip(f"{program} needs root here")
+
+
 def unpack(into: Path, *packages: str) -> None:
     """Have these packages unpacked in a folder of their own, with what they depend on and is missing here."""
     if into.exists():

@@ -25,7 +25,8 @@ STANDBY_UNIT = "standby.service"
 
 
 def need() -> None:
-    """PostgreSQL 15's programs; installed if need be."""
+    """PostgreSQL 15's programs, installed if need be, and root to run them as their account."""
+    apt.need_root("PostgreSQL")
     apt.need(str(BIN / "postgres"), "postgresql-15")
 
 

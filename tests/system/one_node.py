@@ -13,6 +13,7 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import apt
@@ -54,6 +55,7 @@ class Slurm:
     """A cluster of one node; installed if need be, or the test is skipped."""
 
     def __init__(self, directory: Path) -> None:
+        apt.need_root("Slurm")
         for program in ("slurmctld", "slurmd", "scontrol"):
             apt.need(program, "slurmctld", "slurmd", "slurm-client")
         self.directory = directory
@@ -124,17 +126,28 @@ class Slurm:
 
     def close(self) -> None:
         """End the daemons; and the jobs first, which outlive them."""
+        try:
+            self._end_jobs()
+        finally:
+            for process in self._daemons.values():
+                process.terminate()
+            for process in self._daemons.values():
+                try:
+                    process.wait(PATIENCE)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait(PATIENCE)
+            self._daemons.clear()
+            self.cut_power()  # of what has outlived them
+
+    def _end_jobs(self) -> None:
         (self.directory / "prolog-waits").unlink(missing_ok=True)
         for number in self.run("squeue", "--noheader", "--format=%A").split():
             self.run("scancel", number)
         until = time.monotonic() + PATIENCE  # without slurmd, the controller waits for longer
-        while self.run("squeue", "--noheader", "--format=%A"):  # empty as well if the controller is gone
-            if time.monotonic() > until:
-                self.cut_power()
-                break
+        # Empty as well if the controller is gone.
+        while self.run("squeue", "--noheader", "--format=%A") and time.monotonic() < until:
             time.sleep(0.1)
-        for daemon in [*self._daemons]:
-            self.stop(daemon)
 
     def run(self, *command: str) -> str:
         done = subprocess.run(
@@ -148,14 +161,25 @@ class Slurm:
         after = facts.partition(f" {field}=")[2]
         return after if field == "Reason" else after.partition(" ")[0]
 
+    def is_drained(self) -> bool:
+        """Whether the node takes no jobs; fails if Slurm does not say."""
+        state = self.node("State")
+        assert state, "Slurm says nothing of the node"
+        return "DRAIN" in state
+
     def submit(self, script: str, *options: str) -> str:
         """Submit a job; returns its number."""
         return self.run("sbatch", "--parsable", "--output=/dev/null", "--chdir=/", *options, f"--wrap={script}")
 
-    def srun(self, script: str) -> subprocess.Popen[bytes]:
-        """Run a job that has a terminal, and no batch script."""
+    @contextlib.contextmanager
+    def srun(self, script: str) -> Iterator[subprocess.Popen[bytes]]:
+        """Run a job that has a terminal, and no batch script; its client ends with the block."""
         command = ["srun", "--job-name=by-srun", "--chdir=/", "sh", "-c", script]
-        return subprocess.Popen(command, env=self._environment, stdin=subprocess.DEVNULL)
+        with subprocess.Popen(command, env=self._environment, stdin=subprocess.DEVNULL) as client:
+            try:
+                yield client
+            finally:
+                client.kill()
 
     def job(self, number: str) -> str:
         """The state of a job, such as R or PD; empty when it is over."""

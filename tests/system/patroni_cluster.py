@@ -44,7 +44,8 @@ postgresql:
 
 
 def need() -> None:
-    """PostgreSQL 15 and Patroni; installed if need be."""
+    """PostgreSQL 15 and Patroni, installed if need be, and root to run them as their account."""
+    apt.need_root("Patroni")
     apt.need(str(BIN / "postgres"), "postgresql-15")
     apt.need("patroni", "patroni", "python3-pysyncobj")
     apt.need("syncobj_admin", "python3-pysyncobj")

@@ -55,8 +55,8 @@ def _request(words: tuple[str, ...]) -> bytes:
 
 def _answer(read_line: Callable[[], bytes]) -> list[str]:
     """Texts hold no line breaks here, except those of INFO, which come as lines."""
-    line = read_line().decode().rstrip("\r\n")
-    kind, rest = line[:1], line[1:]
+    line = _line(read_line)
+    kind, rest = line[:1], line[1:].rstrip("\r\n")
     match kind:
         case "+" | ":":
             return [rest]
@@ -65,14 +65,21 @@ def _answer(read_line: Callable[[], bytes]) -> list[str]:
         case "$" if rest == "-1":
             return []
         case "$":
-            text = b""
-            while len(text) < int(rest) + 2:
-                text += read_line()
-            return text.decode().splitlines()
+            text = ""
+            while len(text.encode()) < int(rest) + 2:
+                text += _line(read_line)
+            return text.splitlines()
         case "*":
             return [word for _ in range(max(0, int(rest))) for word in _answer(read_line)]
         case _:
-            raise OSError(f"the connection has ended: {line!r}")
+            raise OSError(f"no answer of Redis: {line!r}")
+
+
+def _line(read_line: Callable[[], bytes]) -> str:
+    line = read_line().decode()
+    if not line.endswith("\n"):
+        raise OSError(f"the connection has ended: {line!r}")
+    return line
 
 
 class RedisSet:
@@ -158,7 +165,10 @@ class RedisSet:
 
     def primary(self) -> int:
         """The port of the server that Sentinel calls the primary."""
-        return int(ask(self.sentinels[0], "SENTINEL", "GET-MASTER-ADDR-BY-NAME", NAME)[1])
+        told = ask(self.sentinels[0], "SENTINEL", "GET-MASTER-ADDR-BY-NAME", NAME)
+        if not told:
+            raise RedisError("Sentinel knows no primary")
+        return int(told[1])
 
     def close(self) -> None:
         for process in self._processes:

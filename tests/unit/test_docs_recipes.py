@@ -19,7 +19,7 @@ RECIPES = [pytest.param(name, recipe, id=recipe.__name__) for name in NAMES for 
 
 
 def test_every_file_has_a_recipe() -> None:
-    assert {"slurm", "web_server"} <= {*NAMES}
+    assert {"database", "redis", "slurm", "web_server"} <= {*NAMES}
     assert all(recipes_of(name) for name in NAMES)
 
 

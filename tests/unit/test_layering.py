@@ -180,10 +180,20 @@ def test_a_command_that_only_reads_the_state_loads_little(module: str) -> None:
     assert slow & set(loaded) == set()
 
 
-def test_a_check_loads_neither_http_nor_tls_unless_the_policy_has_them() -> None:
-    command = [sys.executable, "-c", "import sys, agent.cli.check; print(*sys.modules)"]
-    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert {"asyncio", "httpx", "prometheus_client", "ssl", "structlog"} & set(loaded) == set()
+def test_a_check_loads_neither_http_nor_tls_unless_the_policy_has_them(tmp_path: Path) -> None:
+    config = tmp_path / "policy.yaml"
+    command = [sys.executable, "-X", "importtime", "-m", "agent", "check", "--config", str(config)]
+    slow = {"asyncio", "httpx", "prometheus_client", "ssl", "structlog"}
+    for policy, is_with_http in (
+        ("rules: [{name: all, approve: never}]", False),
+        ("notify: [{name: chat, to: 'https://127.0.0.1/'}]", True),
+    ):
+        config.write_text(policy)
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        loaded = {line.rpartition("|")[2].strip() for line in told.splitlines()}
+        assert "agent.settings" in loaded
+        assert ({"httpx", "ssl"} <= loaded) == is_with_http
+        assert is_with_http or slow & loaded == set()
 
 
 def test_only_the_plugin_for_users_tests_knows_pytest_and_nobody_else_loads_it() -> None:
