@@ -1,9 +1,10 @@
 """The agent inside the Windows service: its log, its daemon and its exit code."""
 
+import sys
 from functools import partial
 
 from agent import AgentError
-from agent.cli.run import open_daemon
+from agent.cli.run import SWITCH_SECONDS, open_daemon
 from agent.host.windows.event_log import EventLog, directory_fault, open_log_file
 from agent.host.windows.files import log_dir
 from agent.host.windows.service import STOP_TIMEOUT
@@ -17,6 +18,7 @@ def run_agent(config: str | None, state_dir: str | None, service: Service, left:
 
     ``left``: what an agent that crashed or hung before this one left behind.
     """
+    sys.setswitchinterval(SWITCH_SECONDS)
     events = EventLog()
     set_up_log = partial(set_up, stream=open_log_file(log_dir()), on_entry=events.report)
     set_up_log("info", "auto")

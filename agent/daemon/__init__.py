@@ -20,7 +20,6 @@ from its next turn.
 
 import contextlib
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -63,8 +62,6 @@ _COMMIT_RETRY_SECONDS = 1.0
 # For the web server to be there at the start, and gone at the end.
 _WEB_PATIENCE_SECONDS = 2.0
 DEFAULT_STOP_TIMEOUT = 5.0
-# Between threads; Python's 5 ms is as long as all the work for an event, which passes through four of them.
-_SWITCH_SECONDS = 0.0005
 _MOST_DESCRIBED = 10
 
 
@@ -154,7 +151,6 @@ class Daemon:
 
     def run(self) -> None:
         """Work until ``stop`` is called. Blocks. Raises what ended a thread that must not end."""
-        sys.setswitchinterval(_SWITCH_SECONDS)
         self._start()
         try:
             while self._turn():
