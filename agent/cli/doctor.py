@@ -23,7 +23,7 @@ from agent.cli.diagnosis import START, UNMASK, Finding, count, failure, ok, warn
 from agent.cli.status import ask_status
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
 from agent.events import ApiVersion
-from agent.host import processes, systemd_unit
+from agent.host import processes, systemd_unit, units
 from agent.host.surroundings import OwnService
 from agent.imds import Answer, ImdsClient, ImdsError, parse_identity, resolve_endpoint
 from agent.policy import Hook
@@ -93,7 +93,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
     service: OwnService | None = None
     service_fault = ""
     try:
-        service = processes.own_service()
+        service = units.own_service()
     except host.HostError as error:
         service_fault = str(error)
     account = service.account if service is not None and service.account != host.account_name() else None

@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from agent import AgentError, host
 from agent.cli import add_config_option, parse_time
-from agent.cli.events import fetch_document
 from agent.cli.status import event_rows, head
 from agent.cli.terminal import Row, Terminal, print_json
 from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event
@@ -209,6 +208,8 @@ def _run(arguments: argparse.Namespace) -> int:
     now = arguments.at or datetime.now(UTC).replace(microsecond=0)
     name, hint = arguments.vm or settings.vm.name or "", ""
     if arguments.document is None:
+        from agent.cli.events import fetch_document  # noqa: PLC0415  # httpx: half of this command's start
+
         document, client = fetch_document(settings)
         name = name or client.fetch_identity().name
     else:

@@ -21,7 +21,7 @@ import msgspec
 from agent import AgentError, host
 from agent.events import ScheduledEvent
 from agent.hooks.output import HookOutput, secrets_of
-from agent.host import processes
+from agent.host import processes, units
 from agent.policy import Hook
 from agent.settings.files import hook_tampering_fault
 from agent.spelling import format_duration
@@ -215,7 +215,7 @@ class HookRun:
         hook = self._hook
         own = {**hook.env, **self._environment}
         if hook.unit is not None:
-            return processes.start_unit(hook.unit, own, self._stdin, output)
+            return units.start_unit(hook.unit, own, self._stdin, output)
         return processes.start_tree(
             run=hook.run,
             shell=hook.shell,

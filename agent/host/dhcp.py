@@ -8,12 +8,11 @@ import struct
 
 # dhclient writes "option unknown-245 a8:3f:81:10;" (since 4.4 on some systems private-245), systemd-networkd
 # "OPTION_245=a83f8110", NetworkManager "private_245" or "unknown_245".
-_OPTION = re.compile(
-    r"^[ \t]*(?:option[ \t]+(?:unknown|private)-245[ \t]+|(?:option|private|unknown)_245[ \t]*=[ \t]*)"
-    r'(".*"|[0-9a-f:.]+)',
-    re.IGNORECASE | re.MULTILINE,
+_OPTION = (
+    r"(?im)^[ \t]*(?:option[ \t]+(?:unknown|private)-245[ \t]+|(?:option|private|unknown)_245[ \t]*=[ \t]*)"
+    r'(".*"|[0-9a-f:.]+)'
 )
-_ESCAPE = re.compile(r"\\([0-7]{3}|.)")
+_ESCAPE = r"\\([0-7]{3}|.)"
 
 # Windows' DhcpInterfaceOptions: option, class, length of the data, vendor flag, expiry in Unix time;
 # then the data, padded to whole double words.
@@ -25,7 +24,7 @@ def parse_lease(text: str) -> str | None:
 
     dhclient appends its leases: the last with the option holds.
     """
-    found = [address for value in _OPTION.findall(text) if (address := _to_address(value))]
+    found = [address for value in re.findall(_OPTION, text) if (address := _to_address(value))]
     return found[-1] if found else None
 
 
@@ -49,7 +48,7 @@ def _to_address(value: str) -> str | None:
     """
     try:
         if value.startswith('"'):
-            return _dotted(_ESCAPE.sub(_unescape, value[1:-1]).encode("latin-1"))
+            return _dotted(re.sub(_ESCAPE, _unescape, value[1:-1]).encode("latin-1"))
         if ":" in value:
             return _dotted(bytes(int(pair, 16) for pair in value.split(":")))
         if "." in value:

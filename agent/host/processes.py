@@ -1,6 +1,6 @@
-"""What differs of processes: hooks, units, other programs; and the disks, which psutil knows as well.
+"""What differs of processes: hooks, other programs; and the disks, which psutil knows as well.
 
-Apart from ``agent.host``, as psutil and what asks systemd take longer to load than Python itself.
+Apart from ``agent.host``, as psutil takes longer to load than Python itself.
 """
 
 import sys
@@ -8,15 +8,7 @@ import sys
 if sys.platform == "win32":
     from agent.host.windows.files import access_fault, file_system, temporary_disk  # noqa: F401
     from agent.host.windows.process import *  # noqa: F403
-    from agent.host.windows.service import own_service  # noqa: F401
-    from agent.host.windows.system import (  # noqa: F401
-        find_systemctl,
-        is_shutting_down,
-        other_approvers,
-        start_unit,
-        unit_fault,
-    )
+    from agent.host.windows.system import find_systemctl, is_shutting_down, other_approvers  # noqa: F401
 else:
     from agent.host.linux.process import *  # noqa: F403
     from agent.host.linux.programs import *  # noqa: F403
-    from agent.host.linux.units import start_unit, unit_fault  # noqa: F401

@@ -22,7 +22,7 @@ import pytest
 
 from agent import __version__, cli, host
 from agent.cli import doctor, operator, terminal
-from agent.host import processes
+from agent.host import units
 from agent.host.surroundings import OwnService
 from agent.settings import CONFIG_VARIABLE
 from agent.simulator import Simulator
@@ -489,7 +489,7 @@ def test_a_state_directory_of_a_wrong_account_is_a_failure(
         assert examine(endpoint.url).one("state") == Check(
             "ok", f"{state} is there, for the agent that runs with it", ""
         )
-    monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
+    monkeypatch.setattr(units, "own_service", lambda: service_of("daemon"))
     assert examine(endpoint.url).one("state") == Check(
         "failure", f"{finding} daemon {state}", "run that command: the agent does not start before"
     )
@@ -514,12 +514,12 @@ def test_an_ordinary_account_makes_no_failure_of_what_it_may_not_see(
         (closed / "drain").write_text("#!/bin/sh\n")
         file = place / "p.yaml"
         file.write_text(f"agent: {{state_dir: '{closed}'}}\n" + HOOKS.format(f"{{run: ['{closed / 'drain'}']}}"))
-        monkeypatch.setattr(processes, "own_service", lambda: service_of("root"))
+        monkeypatch.setattr(units, "own_service", lambda: service_of("root"))
         seen = examine_as_nobody(file)
         told = "the agent runs as root, and nobody cannot tell what that account may do"
         assert (seen["hooks"], seen["files"]) == (("warning", told), ("warning", told))
         assert seen["state"] == ("warning", f"{closed}: only root can tell what root may do")
-        monkeypatch.setattr(processes, "own_service", lambda: None)
+        monkeypatch.setattr(units, "own_service", lambda: None)
         file.chmod(0o600)
         seen = examine_as_nobody(file, "--state-dir", str(closed))
         assert seen["policy"] == ("warning", f"{file}: cannot be read: Permission denied")

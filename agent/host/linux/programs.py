@@ -1,22 +1,19 @@
-"""What surrounds the agent on Linux: its service in systemd, shutting down, other programs, disks."""
+"""What surrounds the agent on Linux: shutting down, other programs, disks."""
 
 import os
 import shutil
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 from agent.host import surroundings
 from agent.host.error import HostError
-from agent.host.linux.bus import Bus
 from agent.host.linux.process import DEFAULT_PATH
-from agent.host.surroundings import Approver, OwnService
+from agent.host.surroundings import Approver
 
 if sys.platform == "win32":
     raise ImportError("agent.host.linux is for Linux; import agent.host instead")
 
-_SERVICE = "scheduled-events-agent.service"
 _SHUTDOWN_QUESTION_SECONDS = 2.0
 _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the root of that disk
 
@@ -24,23 +21,6 @@ _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the roo
 def other_approvers() -> list[Approver]:
     """Other programs on this machine that approve events, as far as they are known."""
     return surroundings.linux_approvers()
-
-
-def own_service() -> OwnService | None:
-    """The agent's service as systemd has it; None if it has none. Raises HostError if systemd does not answer."""
-    with closing(Bus()) as bus:
-        unit = bus.unit(_SERVICE)
-    if unit["LoadState"] == "not-found":
-        return None
-    return OwnService(
-        is_enabled=unit["UnitFileState"].startswith("enabled"),
-        state=f"{unit['ActiveState']} ({unit['SubState']})",
-        is_running=unit["ActiveState"] in ("active", "reloading"),
-        pid=unit["MainPID"],
-        account=unit["User"] or "root",
-        is_stale=unit["NeedDaemonReload"],
-        is_masked=unit["UnitFileState"].startswith("masked"),
-    )
 
 
 def find_systemctl() -> str:

@@ -1,4 +1,4 @@
-"""Hooks that are systemd units: start one, wait for it, end it, judge its run.
+"""Hooks that are systemd units: start one, wait for it, end it, judge its run; and the agent's own unit.
 
 Asks systemd over D-Bus, and needs no privileges but a polkit rule that lets it start, stop and kill the unit.
 Knows nothing of events, policy or hooks. The one invariant: a run is a success only if systemd says so and nothing
@@ -26,10 +26,12 @@ from agent.host.linux.bus import Bus, BusError
 from agent.host.linux.files import account_name
 from agent.host.linux.journal import read_journal
 from agent.host.linux.process import ProcessTree
+from agent.host.surroundings import OwnService
 
 if sys.platform == "win32":
     raise ImportError("agent.host.linux is for Linux; import agent.host instead")
 
+_SERVICE = "scheduled-events-agent.service"
 _DEFAULT_DIRECTORY = "/run/scheduled-events-agent"
 _ENDED = ("inactive", "failed")
 # Services that go on when they have started, and those that systemd starts again when they end well.
@@ -312,3 +314,20 @@ def _order(member: str, signature: str, *arguments: Any) -> None:
     """Give systemd an order about a unit; what comes of it shows in the unit's state."""
     with suppress(HostError), closing(Bus(_STOP_SECONDS)) as bus:
         bus.manager(member, signature, *arguments)
+
+
+def own_service() -> OwnService | None:
+    """The agent's service as systemd has it; None if it has none. Raises HostError if systemd does not answer."""
+    with closing(Bus()) as bus:
+        unit = bus.unit(_SERVICE)
+    if unit["LoadState"] == "not-found":
+        return None
+    return OwnService(
+        is_enabled=unit["UnitFileState"].startswith("enabled"),
+        state=f"{unit['ActiveState']} ({unit['SubState']})",
+        is_running=unit["ActiveState"] in ("active", "reloading"),
+        pid=unit["MainPID"],
+        account=unit["User"] or "root",
+        is_stale=unit["NeedDaemonReload"],
+        is_masked=unit["UnitFileState"].startswith("masked"),
+    )
