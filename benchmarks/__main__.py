@@ -32,7 +32,8 @@ FAST_SECONDS = 0.02  # between two polls where there are thousands of events to 
 LIFE_SECONDS = 7200  # far more than it takes: a run that hangs is not left behind
 PAGES = ("/metrics", "/status", "/")
 KINDS = {"hook": ("Redeploy", "Platform"), "approval": ("Reboot", "User")}
-COMMANDS = ("--help", "--version", "status", "check", "history")
+COMMANDS = ("--help", "--version", "status", "history", "check", "events", "explain DOCUMENT")
+OF_HISTORY = ("status", "history")  # what a large history could slow down
 OWN = 100  # of the events, as many as the agent follows; the others are of another VM
 
 
@@ -69,8 +70,8 @@ def rows(pending: tuple[int, ...], past: int, polls: int) -> list[Row]:
         table.append(Row(f"CPU from exec to the first poll{history}", "ms", f"start{history}", 200.0))
     table.append(Row("CPU of python -c pass", "ms", "python"))
     table.append(Row("CPU of --help as a ratio to it", "x", "--help", 3.0, over=("python", 0)))
-    for history in ("", f", {past:,} past events"):
-        table += [Row(f"CPU of {name}{history}", "ms", f"{name}{history}", 100.0) for name in COMMANDS]
+    names = [*COMMANDS, *(f"{name}, {past:,} past events" for name in OF_HISTORY)]
+    table += [Row(f"CPU of {name}", "ms", name, 100.0) for name in names]
     return [
         *table,
         Row("resident memory after the first event", "MiB", "memory", 36.0),
@@ -199,12 +200,15 @@ class Measures:
                     self.add("start", *used[:3])
                     self.add(f"start{past}", used[3])
             commands = {"python": [sys.executable, "-c", "pass"]}
-            for history, agent in (("", new.agent), (past, old.agent)):
+            document = new.agent.directory / "document.json"
+            document.write_bytes(new.agent.service.body)
+            for history, agent, names in (("", new.agent, COMMANDS), (past, old.agent, OF_HISTORY)):
                 agent.start()
-                state, config = ["--state-dir", str(agent.state_dir)], ["--config", str(agent.config)]
-                options = {"status": state, "history": state, "check": config}
-                for name in COMMANDS:
-                    commands[f"{name}{history}"] = agent.command(name, *options.get(name, []))
+                state, config = f"--state-dir {agent.state_dir}", f"--config {agent.config}"
+                options = dict.fromkeys(OF_HISTORY, state) | dict.fromkeys(COMMANDS[4:], config)
+                for name in names:
+                    words = f"{name} {options.get(name, '')}".replace("DOCUMENT", str(document)).split()
+                    commands[f"{name}{history}"] = agent.command(*words)
             for run in range(self.windows + 1):
                 for name, command in commands.items():
                     cpu = cpu_of(command, new.agent.environment)
@@ -320,6 +324,15 @@ def write_history(state_dir: Path, count: int) -> None:
             store.commit([Step(workflow=workflow, notes=notes) for workflow in closed], at)
 
 
+PARTS = {
+    "polls": Measures.measure_polls,
+    "pages": Measures.measure_pages,
+    "tail": Measures.measure_tail,
+    "start": Measures.measure_start_and_commands,
+    "memory": Measures.measure_memory,
+}
+
+
 def main() -> int:
     """Print the table; the exit code says nothing about targets."""
     if sys.platform == "win32":
@@ -328,18 +341,22 @@ def main() -> int:
         prog="python -m benchmarks", description="Measure the agent's speed and size."
     )
     parser.add_argument("--quick", action="store_true", help="a smoke run in two minutes; its figures mean little")
-    measures = Measures(is_quick=parser.parse_args().quick)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - PARTS.keys():
+        parser.error(f"no such part: {', '.join(unknown)}")
+    measures = Measures(is_quick=arguments.quick)
     signal.alarm(LIFE_SECONDS)
     sys.setswitchinterval(0.0005)  # the services share this process
     began = time.monotonic()
-    for name, measure in vars(Measures).items():
-        if name.startswith("measure_"):
-            print(f"{name.replace('_', ' ')} ...", file=sys.stderr, flush=True)
-            measure(measures)
+    for name in arguments.parts or PARTS:
+        print(f"measure {name} ...", file=sys.stderr, flush=True)
+        PARTS[name](measures)
     print(f"{describe_machine()}; the run took {time.monotonic() - began:.0f} s\n")
     print(formatted("figure", "unit", "n", *SIDES, "target"))
     for row in rows(measures.pending, measures.past, measures.polls):
-        print(measures.line(row))
+        if row.series in measures.samples:
+            print(measures.line(row))
     return 0
 
 

@@ -56,7 +56,8 @@ class PacedAgent(Agent):
         super().__init__(directory, endpoint)
         self.interval, self._keep_seconds = interval, keep_seconds
         self.imds = {"endpoint": endpoint, "poll_interval": f"{max(FASTEST_SECONDS, interval):g}s"}
-        self.in_child = lambda: ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 9)
+        prctl = ctypes.CDLL(None).prctl  # looked up here: a child of many threads may not load anything
+        self.in_child = lambda: prctl(PR_SET_PDEATHSIG, 9)
         unit = (CHECKOUT / "systemd" / "scheduled-events-agent.service").read_text(encoding="utf-8").splitlines()
         words = [word for line in unit if line.startswith("Environment=") for word in line[12:].split()]
         # Compiled modules are at hand, as after an installation.
@@ -80,13 +81,18 @@ class Side(PacedAgent):
 
     def __init__(self, kind: str, directory: Path, service: "Service", interval: float, hook: list[str]) -> None:
         super().__init__(directory, service.url, interval)
-        self.service = service
+        self.service, service.fault = service, self.fault
         loop = [sys.executable, "-m", "benchmarks.bare_loop", kind, service.url, str(interval), *hook]
         self._loop = None if kind == "agent" else loop
         self.write_policy(imds=self.imds, rules=RULES, hooks={"drain": {"run": hook}})
 
     def command(self, *arguments: str) -> list[str]:
         return self._loop or super().command(*arguments)
+
+    def fault(self) -> str:
+        """That the program has ended, and what it wrote; empty while it runs."""
+        code = None if self._process is None else self._process.poll()
+        return "" if code is None else f"The program has ended with {code}:\n{''.join(self.history)}"
 
     def readings(self) -> tuple[float, float, int]:
         """CPU in ms, how often its threads have gone to sleep, polls."""
@@ -117,6 +123,8 @@ class Service(Endpoint):
         self.approved_at: dict[str, float] = {}
         self.on_poll: Callable[[], None] = lambda: None
         """Called before the answer."""
+        self.fault: Callable[[], str] = str
+        """Why no answer will come, if that is known."""
 
     def announce(self, *events: dict[str, Any]) -> None:
         """Serve these events, and no others, from now on."""
@@ -142,9 +150,11 @@ class Service(Endpoint):
         self.wait(lambda: self.polls >= goal, f"{count} more polls had come")
 
     def wait(self, test: Callable[[], bool], what: str) -> None:
+        gives_up_at = time.monotonic() + PATIENCE_SECONDS
         with self._news:
-            if not self._news.wait_for(test, PATIENCE_SECONDS):
-                raise TimeoutError(f"gave up waiting until {what}")
+            while not self._news.wait_for(test, 1.0):
+                if (fault := self.fault()) or time.monotonic() > gives_up_at:
+                    raise TimeoutError(f"gave up waiting until {what}. {fault}")
 
 
 def cpu_ms(pid: int) -> float:

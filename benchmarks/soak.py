@@ -281,6 +281,7 @@ class Soak:
         """What must not be there at the end, by name."""
         steady, killed = self.agents
         with contextlib.suppress(AssertionError):
+            killed.wait_until(lambda: killed.get("/status")[0] == 200, "the second agent has started again")
             steady.wait_until(lambda: not self._pending(), "all events are over")
         self.counts["polls of the first agent"] = int(steady.metric("polls_total"))
         self.counts["events it saw"] = int(steady.metric("events_total"))

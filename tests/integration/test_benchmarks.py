@@ -3,13 +3,17 @@
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from benchmarks.sides import Service, Side
+
 PAST = "100 past events"
-COMMANDS = ("--help", "--version", "status", "check", "history")
+COMMANDS = ("--help", "--version", "status", "history", "check", "events", "explain DOCUMENT")
 ROWS = [
     ("CPU of a poll, 0 events pending", "ms", None),
     ("the same as a ratio to httpx", "x", "1.3"),
@@ -30,7 +34,7 @@ ROWS = [
     ("CPU of python -c pass", "ms", None),
     ("CPU of --help as a ratio to it", "x", "3"),
     *((f"CPU of {command}", "ms", "100") for command in COMMANDS),
-    *((f"CPU of {command}, {PAST}", "ms", "100") for command in COMMANDS),
+    *((f"CPU of {command}, {PAST}", "ms", "100") for command in ("status", "history")),
     ("resident memory after the first event", "MiB", "36"),
     ("more of it when 1,000 x 100 have come and gone", "MiB", "8"),
     ("growth over 300 polls after that", "MiB", "1"),
@@ -80,11 +84,26 @@ def test_a_run_that_is_killed_leaves_no_agent_behind() -> None:
             assert bench.stderr is not None
             assert bench.stderr.readline() == "measure polls ...\n"
             programs: list[psutil.Process] = []
-            while len(programs) < 2:  # the agent and the loop
-                programs = psutil.Process(bench.pid).children()
+            while len(programs) < 3:  # the agent and both loops, beyond the fork
+                time.sleep(0.05)
+                children = psutil.Process(bench.pid).children()
+                programs = [child for child in children if child.cmdline() not in ([], command)]
         finally:
             bench.kill()
     gone, alive = psutil.wait_procs(programs, timeout=60)
     for process in alive:
         process.kill()
-    assert (len(gone), alive) == (2, [])
+    assert (len(gone), alive) == (3, [])
+
+
+@on_linux
+def test_an_agent_that_cannot_start_ends_the_wait_with_what_it_wrote(tmp_path: Path) -> None:
+    with Service(threading.Condition()) as service:
+        agent = Side("agent", tmp_path, service, 1.0, ["/bin/true"])
+        agent.config.write_text("rulez: []", encoding="utf-8")
+        agent.start(is_awaited=False)
+        try:
+            with pytest.raises(TimeoutError, match=r"(?s)has ended with 2:.*rulez"):
+                service.wait_polls(1)
+        finally:
+            agent.close()
