@@ -39,6 +39,7 @@ from agent.daemon.threads import Threads
 from agent.daemon.watchdog import Watchdog
 from agent.engine import Engine
 from agent.hooks import end_leftovers
+from agent.host import processes
 from agent.imds import ImdsClient, connect
 from agent.log import get_logger
 from agent.log_ids import LogId
@@ -301,6 +302,9 @@ class Daemon:
             if not (self._poller.has_tried or self._engine.turned_at - self._started > _READY_PATIENCE_SECONDS):
                 return
             self._service.tell("ready", status)
+            if self._engine.settings.hooks:
+                with contextlib.suppress(OSError, ImportError):  # start_tree will tell
+                    processes.adopt_orphans()  # 4 ms and more, which the first hook need not wait for then
         elif status != self._told_status:
             self._service.tell_status(status)
         self._told_status = status

@@ -123,6 +123,13 @@ class ProcessTree:
             return None
 
 
+def adopt_orphans() -> None:
+    """Be the parent of processes that lose theirs. Done early, the first tree need not wait for it."""
+    import ctypes  # noqa: PLC0415 - of no use without hooks
+
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 def start_tree(
     *,
     run: Sequence[str] | None,
@@ -147,9 +154,7 @@ def start_tree(
     with _trees_lock:
         _trees[token] = None  # from here on a stray may be ours, and a new child is no orphan
     try:
-        import ctypes  # noqa: PLC0415 - of no use before the first hook
-
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        adopt_orphans()
         with os.fdopen(os.memfd_create("stdin"), "r+b") as source:
             source.write(stdin)
             source.seek(0)
