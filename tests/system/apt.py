@@ -71,6 +71,12 @@ def unpack(into: Path, *packages: str) -> None:
         fresh.rename(into)
 
 
+def libraries(unpacked: Path) -> str:
+    """What programs that were unpacked there need as LD_LIBRARY_PATH."""
+    folders = [path for folder in ("lib", "usr/lib") for path in (unpacked / folder).glob("*-linux-gnu*")]
+    return ":".join(str(path) for path in sorted(folders))
+
+
 def update() -> None:
     """Read the lists of packages anew."""
     with _locked("a list of packages"):

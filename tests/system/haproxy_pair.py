@@ -70,9 +70,7 @@ def programs() -> Programs:
     if keepalived and haproxy:
         return Programs((keepalived,), (haproxy,))
     apt.unpack(_CACHE, "keepalived", "haproxy")
-    folders = [path for folder in ("lib", "usr/lib") for path in (_CACHE / folder).glob("*-linux-gnu*")]
-    libraries = f"LD_LIBRARY_PATH={':'.join(str(path) for path in sorted(folders))}"
-    command = ("env", libraries)
+    command = ("env", f"LD_LIBRARY_PATH={apt.libraries(_CACHE)}")
     return Programs((*command, str(_CACHE / "usr/sbin/keepalived")), (*command, str(_CACHE / "usr/sbin/haproxy")))
 
 
