@@ -13,6 +13,7 @@
 #                             minute, or 10 s before the event. What it printed is in $answer
 #   answers WHERE             succeeds if it answers: a URL with 2xx, or tcp:HOST:PORT, which accepts; needs python3
 #   ask_systemd PROPERTY      prints a property of $unit
+#   lives PID                 succeeds if the process is there, and has not ended without its parent's notice
 #   unit_processes            prints the processes of $unit, one a line
 #   unit_process NAME         prints the first of them with this name; fails if there is none
 #
@@ -21,6 +22,7 @@
 # an administrator has started it since, and its next stop is theirs.
 #
 #   set_mark                  sets it; with a third line, if $mark_text is set
+#   keep_mark                 sets it anew after a start, which may yet turn out to have failed: no administrator's start
 #   holds                     succeeds if there is a mark that holds
 #   drop_void_mark            removes one that does not
 #   last_start                when it was started, or nothing; asks systemd for $unit; a hook may define another
@@ -84,6 +86,7 @@ else:
 }
 
 ask_systemd() { TZ=UTC systemctl show --property="$1" --value "${unit:?}"; }
+lives() { grep -qs '^State:[[:space:]]*[^ZX[:space:]]' "/proc/$1/status"; }
 unit_processes() {
     group=$(ask_systemd ControlGroup)
     [ -n "$group" ] || return 0
@@ -111,6 +114,11 @@ set_mark() {
         fail "the mark cannot be written: $mark"
     as_mark_owner sync "$mark.$$"
     as_mark_owner mv "$mark.$$" "$mark"
+}
+
+keep_mark() {
+    mark_text=$(sed -n 3p "$mark")
+    (set_mark) || :
 }
 
 holds() {

@@ -322,6 +322,35 @@ def test_a_runner_that_has_ended_unnoticed_does_not_run(runner: Runner, zombie: 
 
 
 @pytest.mark.parametrize("hook", ["ci-runner-prepare", "ci-runner-recover"])
+def test_a_runner_whose_end_is_noticed_during_a_look_at_it_does_not_run(
+    runner: Runner, tmp_path: Path, hook: str
+) -> None:
+    with subprocess.Popen(["true"]) as process:
+        (runner.place / "pid").write_text(str(process.pid))
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        (runner.place / "mark").write_text(f"A\n\n{process.pid} {boot}")
+        # Looks only when the parent has asked after the process.
+        slow = tmp_path / "bin" / "grep"
+        slow.parent.mkdir()
+        slow.write_text(
+            f"#!/bin/sh\n>'{tmp_path}/looks'\nuntil [ -e '{tmp_path}/reaped' ]; do sleep 0.02; done\n"
+            f'exec {shutil.which("grep")} "$@"\n'
+        )
+        slow.chmod(0o755)
+        environment = {**environment_of(runner), "PATH": f"{slow.parent}:{os.environ['PATH']}"}
+        with subprocess.Popen([HOOKS / hook], env=environment, stdout=subprocess.PIPE, text=True) as looking:
+            runner.wait((tmp_path / "looks").exists, "it looked")
+            process.wait(PATIENCE)
+            (tmp_path / "reaped").touch()
+            try:
+                output, _ = looking.communicate(timeout=PATIENCE)
+            finally:
+                looking.kill()
+    does = f"{PREPARE}the runner does not run\n" if "prepare" in hook else f"{RECOVER}the runner was started\n"
+    assert (looking.returncode, output) == (0, does)
+
+
+@pytest.mark.parametrize("hook", ["ci-runner-prepare", "ci-runner-recover"])
 def test_a_runner_that_ends_unnoticed_is_not_waited_for_any_longer(runner: Runner, hook: str) -> None:
     with subprocess.Popen(["sleep", "600"]) as process:  # nobody asks after it before this block ends
         (runner.place / "pid").write_text(str(process.pid))

@@ -3,6 +3,8 @@
 import http.client
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -224,24 +226,59 @@ def test_a_drain_that_fails_stops_nothing(manager: ServiceManager) -> None:
     assert manager.runs(UNIT)
 
 
+def test_what_was_drained_takes_work_again_when_its_event_is_over(manager: ServiceManager, tmp_path: Path) -> None:
+    manager.start(UNIT)
+    place, drained = manager.directory, tmp_path / "drained"
+    more = {"SERVICE_UNIT": UNIT, "SERVICE_RESUME": f"rm '{drained}'"}
+    code, _ = run(place, "stop", SERVICE_DRAIN=f"touch '{drained}'; exit 3", **more)
+    assert (code, drained.exists()) == (1, False)
+
+    hook = [str(HOOK), "stop"]
+    drain = {"SERVICE_DRAIN": f"touch '{drained}'; while sleep 1; do :; done", "SERVICE_MARK": str(place / "mark")}
+    path = f"{place}:{os.environ['PATH']}"
+    with subprocess.Popen(hook, env={"PATH": path, **more, **drain}, start_new_session=True) as process:
+        deadline = time.monotonic() + PATIENCE
+        while not drained.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGTERM)  # the event is canceled
+    assert run(place, "start", **more) == (0, f"service: {UNIT} runs, and is healthy\n")
+    assert manager.runs(UNIT)
+    assert not drained.exists()
+    assert not (place / "mark").exists()
+
+
+def test_a_service_whose_start_failed_is_still_the_hooks_to_start(manager: ServiceManager) -> None:
+    manager.start(UNIT)
+    place, unit = manager.directory, {"SERVICE_UNIT": UNIT}
+    run(place, "stop", **unit)
+    assert run(place, "start", "false", SERVICE_HEALTH_LIMIT="0", **unit)[0] == 1
+    manager.power_off(UNIT)  # as if it had ended by itself
+    assert run(place, "start", event="", **unit) == (0, f"service: {UNIT} runs, and is healthy\n")
+
+
 def test_a_unit_that_does_not_exist_is_not_taken_for_a_stopped_one(manager: ServiceManager) -> None:
     code, said = run(manager.directory, "stop", SERVICE_UNIT="wbe.service")
     assert code == 1
     assert said.endswith("service: the state of wbe.service is not known; nothing was stopped\n")
 
 
-@pytest.mark.parametrize("check", ["http://127.0.0.1:{}/none", "tcp:127.0.0.1:1", "command"])
+@pytest.mark.parametrize("check", ["http://127.0.0.1:{}/none", "tcp:127.0.0.1:{}", "command"])
 def test_what_runs_and_is_not_healthy_fails_the_recovery_and_the_next_try_goes_on(
     manager: ServiceManager, port: int, check: str
 ) -> None:
     manager.start(UNIT)
-    place, unit = manager.directory, {"SERVICE_UNIT": UNIT, "SERVICE_HEALTH_LIMIT": "1"}
+    place, unit = manager.directory, {"SERVICE_UNIT": UNIT}
     run(place, "stop", **unit)
+    bad = {"SERVICE_HEALTH_LIMIT": "1", **unit}
     if check == "command":
-        code, said = run(place, "start", "sh", "-c", "echo is warming up; false", **unit)
+        code, said = run(place, "start", "sh", "-c", "echo is warming up; false", **bad)
         assert said.endswith(": is warming up\n")
     else:
-        code, said = run(place, "start", SERVICE_HEALTH=check.format(port), **unit)
+        with socket.socket() as taken:  # by what does not listen
+            taken.bind(("127.0.0.1", 0))
+            where = taken.getsockname()[1] if check.startswith("tcp") else port
+            code, said = run(place, "start", SERVICE_HEALTH=check.format(where), **bad)
     assert code == 1
     assert f"{UNIT} is not healthy 1 s after its start: " in said
     wait_answered(port)
@@ -274,6 +311,19 @@ def test_of_a_project_those_services_are_started_that_ran(docker: Docker) -> Non
     docker.start("shop-web")  # as if a run before this one had been cut off in the middle
     assert run(place, "stop", **project) == (0, "service: shop has stopped\n")
     assert run(place, "start", **project) == (0, "service: shop runs, and is healthy\n")
+    assert docker.running == {"shop-db", "shop-web"}
+
+
+def test_a_project_without_one_of_its_services_is_not_healthy(docker: Docker) -> None:
+    place, project = docker.directory, {"SERVICE_COMPOSE": "shop"}
+    run(place, "stop", **project)
+    program = place / "docker"
+    real = program.read_text()
+    program.write_text(real.replace('containers[name]["runs"] = runs', 'containers[name]["runs"] = "db" in name'))
+    code, said = run(place, "start", SERVICE_HEALTH_LIMIT="1", **project)
+    assert (code, said) == (1, "service: shop is not healthy 1 s after its start: web does not run\n")
+    program.write_text(real)
+    assert run(place, "start", event="", **project) == (0, "service: shop runs, and is healthy\n")
     assert docker.running == {"shop-db", "shop-web"}
 
 

@@ -3,25 +3,19 @@
 One is a single process; another has a launcher and workers, and writes as three frameworks do under torchrun.
 """
 
-import json
 import re
-import subprocess
+import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from examples import ServiceManager, Unit, copy_hooks, example
 from harness import PATIENCE, Agent, Simulator
+from training_job import UNIT, a_job, launched, trainer
 
 from conftest import MakeAgent
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the hooks are shell scripts for Linux")
 
-UNIT = "training.service"
-TRAINER = Path(__file__).with_name("trainer.py")
-NEVER = 10**9  # steps
 LEFT = "training-resume: not stopped by training-checkpoint: left as it is\n"
 ENDS = """
 import signal, sys, time
@@ -39,83 +33,6 @@ print("up", flush=True)
 while not disk.joinpath("end").exists():
     time.sleep(0.05)
 """
-LAUNCHER = Path(__file__).with_name("launcher.py")
-
-
-class Job:
-    """A training job, the disk with its checkpoint that outlives a VM, and the policy for it."""
-
-    def __init__(self, directory: Path, manager: ServiceManager, endpoint: str) -> None:
-        self.manager = manager
-        self.checkpoint = directory / "disk" / "latest"
-        self.mark = directory / "stopped-by-agent"
-        self._hooks = copy_hooks(directory)
-        self._endpoint = endpoint
-
-    def boot(self, agent: Agent) -> None:
-        """Start the unit, for it is enabled, and the agent of a VM that has nothing of the one before."""
-        self.mark.unlink(missing_ok=True)
-        self.manager.start(UNIT)
-        self._give_policy(agent)
-        agent.start()
-
-    def _give_policy(self, agent: Agent) -> None:
-        # All that the test changes in the example.
-        variables = {"PATH": f"{self.manager.directory}:/usr/bin:/bin", "TRAINING_MARK": self.mark}
-        replacements = {
-            "env: &job\n": "".join(
-                ["env: &job\n", *(f"      {key}: {value}\n" for key, value in variables.items())]
-            ),
-            "/mnt/checkpoints/latest": str(self.checkpoint),
-            'TRAINING_STOP: "no"': "\n      ".join(
-                ['TRAINING_STOP: "no"', *(f"{key}: {value}" for key, value in variables.items())]
-            ),
-        }
-        policy = example("spot-training.yaml", self._hooks, self._endpoint, replacements)
-        agent.config.write_text(policy, encoding="utf-8")
-
-    def numbers(self, pattern: str) -> list[int]:
-        """What stands in the job's log where the pattern has its group."""
-        log = self.manager.log.read_text(encoding="utf-8") if self.manager.log.exists() else ""
-        return [int(found) for found in re.findall(rf"^{pattern}$", log, re.MULTILINE)]
-
-    def last_step(self) -> int:
-        return max(self.numbers(r"step (\d+)"), default=0)
-
-    def saved_step(self) -> int:
-        return int(json.loads(self.checkpoint.read_text(encoding="utf-8"))["step"])
-
-    def hook(self, name: str, event: str = "A", **more: str) -> subprocess.Popen[str]:
-        """Start a hook by itself, as its user would."""
-        return subprocess.Popen(
-            [str(self._hooks / name)],
-            env={
-                "PATH": f"{self.manager.directory}:/usr/bin:/bin",
-                "TRAINING_UNIT": UNIT,
-                "TRAINING_CHECKPOINT": str(self.checkpoint),
-                "TRAINING_MARK": str(self.mark),
-                "TRAINING_SETTLED": "0.2",
-                "SCHEDULED_EVENT_ID": event,
-                **more,
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run_hook(self, name: str, event: str = "A", **more: str) -> subprocess.CompletedProcess[str]:
-        """``event``: empty for an on_clear hook."""
-        with self.hook(name, event, **more) as process:
-            output, errors = process.communicate(timeout=PATIENCE)
-        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-
-@contextmanager
-def a_job(directory: Path, sim: Simulator, *, every: int = NEVER, run: tuple[str, ...] = ()) -> Iterator[Job]:
-    (directory / "disk").mkdir()
-    trainer = (sys.executable, "-IS", str(TRAINER), str(directory / "disk" / "latest"), str(every))
-    with ServiceManager(directory / "bin", {UNIT: Unit(run or trainer)}) as manager:
-        yield Job(directory, manager, sim.endpoint())
 
 
 def test_an_eviction_leaves_a_complete_checkpoint_from_which_the_next_vm_goes_on(
@@ -128,7 +45,7 @@ def test_an_eviction_leaves_a_complete_checkpoint_from_which_the_next_vm_goes_on
         assert not job.checkpoint.exists()
 
         before = job.last_step()
-        event = sim.schedule("Preempt", notice_seconds=30, lasts_seconds=None)
+        event = sim.schedule("Preempt", notice_seconds=300, lasts_seconds=None)
         agent.wait_log("hook finished", reason="hook checkpoint: exit code 0 (succeeded)")
         assert sim.event(event).status == "Scheduled"  # there was time to spare
         assert sim.approvals() == ()
@@ -219,10 +136,6 @@ def test_without_the_agent_the_work_since_the_last_periodic_checkpoint_is_lost(
         again = job.numbers(r"begins after step (\d+)")[1]
         assert again % 200 == 0
         assert lost > again
-
-
-def launched(directory: Path, kind: str) -> tuple[str, ...]:
-    return (sys.executable, "-IS", str(LAUNCHER), str(directory / "disk"), kind)
 
 
 # What each kind writes last, and what else belongs to a complete checkpoint.
@@ -379,6 +292,24 @@ def test_a_job_started_and_stopped_since_is_not_started_for_an_old_event(
         assert job.run_hook("training-checkpoint", "B").returncode == 0
         assert job.run_hook("training-resume", "B").stdout == LEFT
         assert not job.manager.runs(UNIT)
+
+
+def test_a_job_whose_start_failed_is_still_the_hooks_to_start(
+    sim: Simulator, agent: Agent, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    broken = disk / "broken"
+    run = ("/bin/sh", "-c", f"[ ! -e {broken} ] || exit 1; exec {shlex.join(trainer(disk))}")
+    with a_job(tmp_path, sim, run=run) as job:
+        job.manager.start(UNIT)
+        agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
+        assert job.run_hook("training-checkpoint").returncode == 0
+        broken.touch()
+        done = job.run_hook("training-resume")
+        assert (done.returncode, done.stderr) == (1, f"training-resume: {UNIT} has not stayed up\n")
+        broken.unlink()
+        assert job.run_hook("training-resume", "").stdout == f"training-resume: {UNIT} runs\n"
+        assert job.manager.runs(UNIT)
 
 
 def test_a_job_whose_event_was_taken_back_before_its_checkpoint_runs_on(
