@@ -10,7 +10,9 @@ from pathlib import Path
 
 import apt
 import httpx
+import psutil
 from examples import ServiceManager, Unit
+from harness import PATIENCE
 from ports import free_port
 
 BIN = Path("/usr/lib/postgresql/15/bin")
@@ -137,10 +139,16 @@ class PatroniCluster:
         subprocess.run(command, cwd="/", stdout=subprocess.DEVNULL, timeout=60, check=True)
 
     def close(self, manager: ServiceManager) -> None:
-        """Stop Patroni, then every PostgreSQL that it has left."""
+        """End Patroni, then all that it has left, however far it came: initdb, a copy of the data, PostgreSQL."""
         for name in self.units:
             manager.power_off(name)
-        for name in MEMBERS:
-            stop = [str(BIN / "pg_ctl"), "stop", "-m", "immediate", "-D", str(self.data(name))]
-            stop = ["runuser", "-u", USER, "--", *stop]
-            subprocess.run(stop, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+        left = [process for process in psutil.process_iter() if self._is_of_this(process)]
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, PATIENCE)
+
+    def _is_of_this(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return any(text.startswith(f"{self.directory}/") for text in (process.cwd(), *process.cmdline()))
+        return False

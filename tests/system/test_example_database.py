@@ -92,7 +92,7 @@ def test_an_eviction_leaves_time_for_a_clean_stop(sim: Simulator) -> None:
     with staged(sim) as stage, closing(Writer(stage.primary)) as writer:
         stage.agent.start()
         stage.agent.wait_until(lambda: len(writer.committed) > 50, "the writer was at work")
-        event = sim.schedule("Preempt", notice_seconds=30, lasts_seconds=None)
+        event = sim.schedule("Preempt", notice_seconds=300, lasts_seconds=None)
         stage.agent.wait_log("hook finished", reason="hook stop-cleanly: exit code 0 (succeeded)")
         assert sim.event(event).status == "Scheduled"
         assert sim.approvals() == ()

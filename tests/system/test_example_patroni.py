@@ -51,7 +51,7 @@ class Stage:
         wait_until(self.cluster.is_complete, "both members ran")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def stage() -> Iterator[Stage]:
     patroni_cluster.need()
     directory = Path(tempfile.mkdtemp(prefix="patroni-", dir="/tmp"))  # not pytest's account's alone
