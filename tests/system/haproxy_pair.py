@@ -195,7 +195,8 @@ class Pair:
                 assert old in text
                 text = text.replace(old, new)
             mover = self.directory / f"{name}.keepalived"
-            mover.write_text(f"global_defs {{ script_user root }}\n{text}")
+            # On a busy machine, too, each has to hear of the other one in time.
+            mover.write_text(f"global_defs {{\nscript_user root\nvrrp_priority -20\n}}\n{text}")
             pids = [f"--{kind}={mover}.{kind}" for kind in ("pid", "vrrp_pid", "checkers_pid")]
             yield (
                 f"keepalived-{name}.service",
@@ -324,7 +325,6 @@ class Load:
         self._ends = threading.Event()
         kinds = [("new", "/", 0.05)] * 3 + [("kept", "/", 0.05)] * 3 + [("slow", "/slow", 0.1)] * 4
         self._threads = [threading.Thread(target=self._work, args=kind, daemon=True) for kind in kinds]
-        self.clients = len(kinds)
         for thread in self._threads:
             thread.start()
 

@@ -73,9 +73,6 @@ def test_the_other_one_has_the_address_before_the_event_and_gives_it_back(
             sys.stdout.write("".join(agent.history))  # pytest shows it on failure only
     pair.wait_answered("a")
     load.wait_answered()
-    load.stop()
-    # Only what the first move and the one back had cut off: a request of each client, at most.
-    assert len(load.faults) <= 2 * load.clients, load.faults
 
 
 def test_for_a_freeze_it_runs_on_and_has_the_address_again_only_when_it_is_healthy(pair: Pair) -> None:
