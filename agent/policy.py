@@ -27,7 +27,7 @@ from agent.spelling import format_duration, nearest
 
 ApproveMode = Literal["immediately", "when-prepared", "manual", "never"]
 FailureMode = Literal["hold", "approve"]
-SharedMode = Literal["hold", "first", "any"]
+SharedMode = Literal["hold", "first", "any", "all-ready"]
 EarlyStartMode = Literal["cancel", "finish"]
 RuleAffects = Literal["self", "shared", "others"]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
@@ -121,8 +121,8 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         SharedMode | None,
         Meta(
             description="Who approves an event that names other VMs too: hold, this VM does not; first, the "
-            "first VM listed (if immediately, each one after it 10s later); any. Default: first if immediately, "
-            "else hold."
+            "first VM listed (if immediately, each one after it 10s later); any; all-ready, any once all are "
+            "prepared (needs fleet). Default: first if immediately, else hold."
         ),
     ] = None
     on_early_start: Annotated[
@@ -378,7 +378,7 @@ def _decision_of(
     approve = rule.approve
     place = event.position(facts.names) or 0
     # What is approved without preparation may be approved by any of its VMs, should those before it be away.
-    may_speak = shared == "any" or (shared == "first" and (place == 0 or approve == "immediately"))
+    may_speak = shared in ("any", "all-ready") or (shared == "first" and (place == 0 or approve == "immediately"))
     reason = f"rule {rule.name} takes it: {_summary(rule.when, event, affects)}"
     if approve != "never" and affects not in ("self", "shared"):
         approve, reason = "never", f"{reason}; it does not name this VM, so it is not approved from here"

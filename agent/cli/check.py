@@ -80,6 +80,13 @@ def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
     for target in settings.notify:
         words = f"{_when_in_words(target.when)}: when {_either(target.on).replace('_', ' ')}"
         yield from terminal.line(f"It notifies {target.name} (body {target.body}). {words}.")
+    if fleet := settings.fleet:
+        count = fleet.max_events
+        limit = f", {count} event{'s' if count > 1 else ''} at a time" if count else ""
+        away = "holds events" if fleet.when_away == "hold" else "proceeds alone"
+        group = f"group {fleet.group}" if fleet.group else "its scale set"
+        words = f"It acts with the VMs of {group} through {fleet.table}{limit}; without the table it {away}."
+        yield from terminal.line(words)
 
 
 def _when_in_words(when: When) -> str:
@@ -158,6 +165,8 @@ def _sharing_in_words(rule: Rule, settings: Settings) -> str:
     is_approved = rule.approve in ("immediately", "when-prepared")
     if not is_approved or mode == "any" or not {"self", "shared"} & set(rule.when.affects):
         return ""
+    if mode == "all-ready":
+        return "; if it names other VMs too, not before all of them are prepared"
     if rule.approve == "immediately" and mode == "first":
         return ""
     unless = ", unless it names this VM first" if mode == "first" else ""

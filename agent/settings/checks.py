@@ -9,7 +9,16 @@ import msgspec
 
 from agent.events import RECOMMENDATION, RECOMMENDING_VERSION
 from agent.policy import DEFAULT_EXPIRE_SECONDS, Hook, Rule, When
-from agent.settings.model import NOTICE_BODIES, SecretFile, Settings, ip_address_of, is_open, parse_endpoint
+from agent.settings.model import (
+    NOTICE_BODIES,
+    FleetCredential,
+    SecretFile,
+    Settings,
+    ip_address_of,
+    is_open,
+    parse_endpoint,
+    parse_table,
+)
 from agent.spelling import format_duration, nearest
 from agent.typed_yaml import Parsed
 
@@ -20,6 +29,7 @@ _UNENCRYPTED = re.compile(r"http://(?!localhost\b|127\.|\[::1\])")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _OWN_HEADERS = ("connection", "content-length", "host", "transfer-encoding")
 _PROXY = re.compile(r"http://[^\s/]+/?")
+_GUID = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _UNIT = re.compile(r"(?=.{,255}$)[A-Za-z0-9_][A-Za-z0-9:_.\\-]*(@[A-Za-z0-9:_.\\-]+)?\.service")
 # Searching backtracks, and nothing can end it. These limits, with that of the text searched (policy.py), keep the
@@ -56,7 +66,9 @@ def faults(settings: Settings, parsed: Parsed[Settings], *, has_units: bool) -> 
         if rule.window is not None and not _has("maintenance_windows", rule.window, settings, parsed):
             yield f"{path}.window", _unknown("maintenance window", rule.window, settings.maintenance_windows)
         yield from _when_faults(f"{path}.when", rule.when, parsed)
+        yield from _fleet_rule_faults(path, rule, settings, parsed)
     yield from _notify_faults(settings, parsed)
+    yield from _fleet_faults(settings, parsed)
     yield from _hook_list_faults("on_clear", settings.on_clear, settings, parsed)
     for name, hook in settings.hooks.items():
         yield from _hook_faults(f"hooks.{name}", hook, parsed, has_units=has_units)
@@ -98,6 +110,38 @@ def _notify_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
         if target.body == "pagerduty" and not any(name.lower() == "x-routing-key" for name in target.headers):
             yield f"{path}.headers", "PagerDuty needs its integration key as the header X-Routing-Key"
         yield from _when_faults(f"{path}.when", target.when, parsed)
+
+
+def _fleet_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
+    fleet = settings.fleet
+    if fleet is None:
+        return
+    if parse_table(fleet.table) is None:
+        expected = "https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits"
+        got = "it is not shown here, as it may hold a secret" if "?" in fleet.table else f'got "{fleet.table}"'
+        yield "fleet.table", f"expected {expected}; {got}"
+    if isinstance(fleet.credential, FleetCredential):
+        credential, path = fleet.credential, "fleet.credential"
+        if (credential.client_id is None) == (credential.sas_file is None):
+            yield path, "expected managed-identity, or one of client_id and sas_file"
+        if credential.client_id is not None and not _GUID.fullmatch(credential.client_id):
+            yield f"{path}.client_id", f'expected a client id in the form of a UUID; got "{credential.client_id}"'
+        if credential.sas_file is not None and not Path(credential.sas_file).is_absolute():
+            expected = "an absolute path; it is not shown here, as it may be the secret itself"
+            yield f"{path}.sas_file", f"expected {expected}"
+    if fleet.proxy not in (None, "environment") and not _PROXY.fullmatch(fleet.proxy or ""):
+        yield "fleet.proxy", "expected http://HOST:PORT or environment"
+    if not fleet.expect and "fleet.expect" in parsed.lines:
+        yield "fleet.expect", 'expected at least one; got an empty list: write ["*"] if all VMs count'
+
+
+def _fleet_rule_faults(path: str, rule: Rule, settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
+    if rule.shared != "all-ready":
+        return
+    if settings.fleet is None and "fleet" not in parsed.lines:
+        yield f"{path}.shared", "all-ready needs the table through which VMs tell that they are ready: add fleet"
+    if rule.approve == "immediately":
+        yield f"{path}.shared", "all-ready waits for all VMs, and approve: immediately for none: use when-prepared"
 
 
 def _setting_faults(settings: Settings) -> Iterator[Finding]:
@@ -246,6 +290,9 @@ def doubts(settings: Settings) -> Iterator[Finding]:
             yield f"notify[{index}].to", "the notices go over the network unencrypted: use https"
         if target.body == "pagerduty" and "recovered" not in target.on:
             yield f"notify[{index}].on", "without recovered no alert is ever resolved"
+    fleet = settings.fleet
+    if fleet and fleet.max_events is None and all(rule.shared != "all-ready" for rule in settings.rules):
+        yield "fleet", "does nothing: it has no max_events, and no rule has shared: all-ready"
     if is_open(settings.agent.listen) and settings.agent.web_config is None:
         text = "every client that reaches this address may read the pages: name a file with TLS as web_config"
         yield "agent.listen", text
@@ -285,7 +332,9 @@ def _rule_doubts(path: str, rule: Rule) -> Iterator[Finding]:
         yield f"{path}.approve", f"does not wait for {end}: write when-prepared if it should"
     if prepares and rule.approve == "when-prepared" and rule.shared in ("first", "any"):
         text = "approves for all VMs of an event, but does not know whether the others are prepared"
-        yield f"{path}.shared", f"{text}: write hold, or approve: immediately"
+        yield f"{path}.shared", f"{text}: write hold, all-ready, or approve: immediately"
+    if rule.shared == "all-ready" and rule.approve in ("manual", "never"):
+        yield f"{path}.shared", f"does nothing with approve: {rule.approve}: use when-prepared"
     if rule.window is not None and rule.approve in ("manual", "never"):
         yield (
             f"{path}.window",

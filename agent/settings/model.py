@@ -3,7 +3,7 @@
 import re
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -12,6 +12,12 @@ from agent.events import ApiVersionSetting
 from agent.policy import ONE_OR_MANY, Duration, Hook, MaintenanceWindow, Name, Rule, When
 
 _ENDPOINT = re.compile(r"http://(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?/?")
+
+# Azure's emulator has the account's name in the path.
+_TABLE = re.compile(
+    r"(?P<account>(https://[A-Za-z0-9][A-Za-z0-9.-]*|http://(localhost|127\.[0-9.]+|\[::1\]))"
+    r"(:(?P<port>[0-9]{1,5}))?(/[a-z0-9]{3,24})?)/(?P<name>[A-Za-z][A-Za-z0-9]{2,62})"
+)
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "console"]
@@ -139,6 +145,58 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
 
 
+class FleetCredential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to sign in to the table, if not with the only identity of this VM. One of the two."""
+
+    client_id: Annotated[
+        str | None, Meta(description="Client id of the identity to use, if this VM has several.")
+    ] = None
+    sas_file: Annotated[
+        str | None,
+        Meta(description="Absolute path of a file that holds a shared access signature, read for each request."),
+    ] = None
+
+
+class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The VMs that act together, and the table through which they do."""
+
+    group: Annotated[
+        str | None,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$",
+            description="Letters, digits, . _ -; the same on all VMs. Default: the scale set's name.",
+        ),
+    ] = None
+    table: Annotated[str, Meta(description="URL of the table in Azure Table Storage.")]
+    credential: Annotated[
+        Literal["managed-identity"] | FleetCredential,
+        Meta(description="The identity of this VM, or the keys below."),
+    ] = "managed-identity"
+    proxy: Annotated[
+        str | None,
+        Meta(description="http://HOST:PORT, or environment: as HTTPS_PROXY and NO_PROXY say. Default: none."),
+    ] = None
+    max_events: Annotated[
+        int | None,
+        Meta(
+            ge=1,
+            le=1000,
+            description="How many events of the group are prepared for at the same time. Default: no limit.",
+        ),
+    ] = None
+    expect: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Globs of the VMs in Resources that must be ready; leave out VMs without the agent.",
+            extra=ONE_OR_MANY,
+        ),
+    ] = ("*",)
+    when_away: Annotated[
+        Literal["hold", "proceed"],
+        Meta(description="What to do while the table cannot be used: hold, wait; proceed, act as if alone."),
+    ] = "hold"
+
+
 DEFAULT_RULES = (
     Rule(name="user-initiated", when=When(source=("User",)), approve="immediately"),
     Rule(name="short-freeze", when=When(type=("Freeze",), duration_below=9.0), approve="immediately"),
@@ -163,6 +221,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         dict[Name, MaintenanceWindow], Meta(description="Named times of the week for early maintenance.")
     ] = {}
     notify: Annotated[tuple[NotifyTarget, ...], Meta(description="Services that hear of events by HTTP.")] = ()
+    fleet: Annotated[FleetSettings | None, Meta(description="The VMs that act together, through a table.")] = None
 
 
 def parse_endpoint(text: str) -> tuple[str, int] | None:
@@ -170,6 +229,21 @@ def parse_endpoint(text: str) -> tuple[str, int] | None:
     match = _ENDPOINT.fullmatch(text)
     port = int(match["port"] or 80) if match else 0
     return (match["host"], port) if match and 0 < port < 65536 and _can_be_host(match["host"]) else None
+
+
+class TableAddress(NamedTuple):
+    """Where a table is."""
+
+    account_url: str
+    name: str
+
+
+def parse_table(text: str) -> TableAddress | None:
+    """The parts of a table's URL; None if it is none. Plain http goes to this machine only."""
+    match = _TABLE.fullmatch(text)
+    if match is None or not 0 < int(match["port"] or 443) < 65536:
+        return None
+    return TableAddress(match["account"], match["name"])
 
 
 def _can_be_host(host: str) -> bool:

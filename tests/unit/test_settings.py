@@ -10,6 +10,7 @@ import pytest
 
 from agent.policy import Hook, When
 from agent.settings import ConfigError, Settings, checks, load_policy, parse_settings
+from agent.settings.model import parse_table
 
 
 def faults(text: str, *, has_units: bool = True) -> Sequence[str]:
@@ -24,6 +25,8 @@ def warnings(text: str) -> list[str]:
     return [str(warning) for warning in parse_settings(text, "policy.yaml").warnings]
 
 
+FLEET = "fleet: {table: 'https://a.example/abc', max_events: 1}\n"
+GUID = "6f1c1d6a-7a1c-4a1e-9f0e-0a1b2c3d4e5f"
 HOOKS = "hooks: {drain: {run: [/d]}, resume: {run: [/r]}}\n"
 
 
@@ -109,12 +112,57 @@ def test_the_fault_form_is_the_documented_one() -> None:
         ("\nnotify: [{name: a, to: 'https://x', headers: {A b: c}}]", 'notify[0].headers: a header cannot be called "A b" here: take it out'),
         ("\nnotify: [{name: a, to: 'https://x', headers: {Content-Length: '3'}}]", 'notify[0].headers: a header cannot be called "Content-Length" here: take it out'),
         ("\nnotify: [{name: a, to: 'https://x', headers: {A: é}}]", "notify[0].headers.A: expected one line of printable ASCII characters"),
+        ("\nfleet: {table: 'https://a.example/x'}", 'fleet.table: expected https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits; got "https://a.example/x"'),
+        ("\nfleet: {table: 'https://a.example/1abc'}", 'fleet.table: expected https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits; got "https://a.example/1abc"'),
+        ("\nfleet: {table: 'https://a.example:65536/abc'}", 'fleet.table: expected https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits; got "https://a.example:65536/abc"'),
+        ("\nfleet: {table: 'http://a.example/abc'}", 'fleet.table: expected https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits; got "http://a.example/abc"'),
+        ("\nfleet: {table: 'https://a.example/abc?sig=KEY'}", "fleet.table: expected https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits; it is not shown here, as it may hold a secret"),
+        ("\nfleet: {table: 'https://a.example/abc', credential: {}}", "fleet.credential: expected managed-identity, or one of client_id and sas_file"),
+        (f"\nfleet: {{table: 'https://a.example/abc', credential: {{sas_file: /f, client_id: {GUID}}}}}", "fleet.credential: expected managed-identity, or one of client_id and sas_file"),
+        ("\nfleet: {table: 'https://a.example/abc', credential: {client_id: web}}", 'fleet.credential.client_id: expected a client id in the form of a UUID; got "web"'),
+        ("\nfleet: {table: 'https://a.example/abc', credential: {sas_file: '?sig=KEY'}}", "fleet.credential.sas_file: expected an absolute path; it is not shown here, as it may be the secret itself"),
+        ("\nfleet: {table: 'https://a.example/abc', proxy: x}", "fleet.proxy: expected http://HOST:PORT or environment"),
+        ("\nfleet: {table: 'https://a.example/abc', expect: []}", 'fleet.expect: expected at least one; got an empty list: write ["*"] if all VMs count'),
+        ("\nfleet: {table: 'https://a.example/abc', max_events: 0}", "fleet.max_events: expected at least 1; got 0"),
+        ("\nfleet: {table: 'https://a.example/abc', group: a/b}", 'fleet.group: expected a text that matches ^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$ (Letters, digits, . _ -; the same on all VMs. Default: the scale set\'s name.); got "a/b"'),
+        ("\nfleet: {table: 'https://a.example/abc', credential: managed}", 'fleet.credential: expected managed-identity; got "managed"'),
+        ("\nrules: [{name: a, approve: when-prepared, shared: all-ready}]", "rules[0].shared: all-ready needs the table through which VMs tell that they are ready: add fleet"),
+        (FLEET + "rules: [{name: a, approve: immediately, shared: all-ready}]", "rules[0].shared: all-ready waits for all VMs, and approve: immediately for none: use when-prepared"),
         ("\nvm: {name: ''}", "vm.name: expected a text; got an empty one"),
         ("\nvm: {aliases: [a, '']}", "vm.aliases[1]: expected a text; got an empty one"),
     ],
 )  # fmt: skip
 def test_a_fault_between_keys_names_its_line_and_the_way_out(text: str, fault: str) -> None:
     assert faults(text) == (f"policy.yaml:2: {fault}",)
+
+
+@pytest.mark.parametrize(
+    ("url", "account_url", "name"),
+    [
+        ("https://acme.table.core.windows.net/events", "https://acme.table.core.windows.net", "events"),
+        ("https://127.0.0.1:10002/devstore/Events1", "https://127.0.0.1:10002/devstore", "Events1"),
+        ("http://127.0.0.1:10002/devstore/abc", "http://127.0.0.1:10002/devstore", "abc"),
+    ],
+)
+def test_the_url_of_a_table_has_account_and_name(url: str, account_url: str, name: str) -> None:
+    assert parse_table(url) == (account_url, name)
+    assert parse_settings(f"fleet: {{table: '{url}', max_events: 1}}", "p").warnings == ()
+
+
+def test_a_wrong_table_does_not_make_the_rules_wrong() -> None:
+    text = "fleet: {table: 7}\nrules: [{name: a, approve: when-prepared, shared: all-ready}]"
+    assert [fault.partition(": expected")[0] for fault in faults(text)] == ["policy.yaml:1: fleet.table"]
+
+
+@pytest.mark.parametrize(
+    ("text", "warning"),
+    [
+        ("fleet: {table: 'https://a.example/abc'}", "fleet: does nothing: it has no max_events, and no rule has shared: all-ready"),
+        (FLEET + "rules: [{name: a, shared: all-ready}]", "rules[0].shared: does nothing with approve: never: use when-prepared"),
+    ],
+)  # fmt: skip
+def test_what_a_fleet_does_not_do_is_a_warning(text: str, warning: str) -> None:
+    assert [text.partition(": ")[2] for text in warnings(text)] == [warning]
 
 
 @pytest.mark.parametrize("listen", ["off", "127.0.0.1:0", "0.0.0.0:9769", "'[::1]:9769'", "localhost:80"])
@@ -261,8 +309,8 @@ def test_a_rule_that_may_still_match_is_no_warning(one: str, other: str) -> None
 @pytest.mark.parametrize(
     ("rule", "warning"),
     [
-        ("prepare: [drain], recover: [resume], approve: when-prepared, shared: first", "rules[0].shared: approves for all VMs of an event, but does not know whether the others are prepared: write hold, or approve: immediately"),
-        ("prepare: [drain], recover: [resume], approve: when-prepared, shared: any", "rules[0].shared: approves for all VMs of an event, but does not know whether the others are prepared: write hold, or approve: immediately"),
+        ("prepare: [drain], recover: [resume], approve: when-prepared, shared: first", "rules[0].shared: approves for all VMs of an event, but does not know whether the others are prepared: write hold, all-ready, or approve: immediately"),
+        ("prepare: [drain], recover: [resume], approve: when-prepared, shared: any", "rules[0].shared: approves for all VMs of an event, but does not know whether the others are prepared: write hold, all-ready, or approve: immediately"),
         ("prepare: [drain], recover: [resume], lead: 4m", "rules[0].prepare[0]: the timeout of drain (5m) is longer than lead (4m): NotBefore may cut it short"),
         ("prepare: [drain], recover: [resume], drain_for: 11m, lead: 10m, when: {type: Reboot}", "rules[0].drain_for: it (11m) is longer than lead (10m): NotBefore may cut it short"),
         ("prepare: [drain], recover: [resume], approve: immediately", "rules[0].approve: does not wait for the hooks of prepare: write when-prepared if it should"),

@@ -19,7 +19,7 @@ from agent.settings import (
     load_settings,
     parse_settings,
 )
-from agent.settings.model import SecretFile
+from agent.settings.model import FleetCredential, FleetSettings, SecretFile
 from agent.settings.schema import plain
 from agent.spelling import format_duration
 from agent.typed_yaml import default_of
@@ -27,7 +27,7 @@ from agent.typed_yaml import default_of
 ROOT = Path(__file__).parents[2]
 TYPES = (
     Settings, Rule, When, Hook, MaintenanceWindow, VmSettings, ImdsSettings, AgentSettings, LogSettings,
-    NotifyTarget, SecretFile,
+    NotifyTarget, SecretFile, FleetSettings, FleetCredential,
 )  # fmt: skip
 
 
@@ -54,6 +54,8 @@ def kind_of(annotation: Any) -> str:
         return kind_of(next(word for word in words if word is not NoneType))
     if SecretFile in words:
         return "text, or `file`"
+    if FleetCredential in words:
+        return "`managed-identity`, or keys below"
     names = {str: "text", int: "whole number", bool: "`true`, `false`", Rule: "rules", Hook: "hooks"}
     names |= {MaintenanceWindow: "windows", When: "conditions", NotifyTarget: "targets"}
     return names.get(annotation, "keys below" if issubclass(annotation, msgspec.Struct) else "time of day")
@@ -122,7 +124,7 @@ def test_the_shipped_policy_shows_every_key(type_: type[msgspec.Struct]) -> None
 def test_the_comments_of_the_shipped_policy_are_themselves_a_valid_policy() -> None:
     text = (ROOT / "config/policy.yaml").read_text()
     text = text.replace("hooks: {}", "hooks:").replace("maintenance_windows: {}", "maintenance_windows:")
-    text = text.replace("notify: []", "notify:")
+    text = text.replace("notify: []", "notify:").replace("# fleet:", "fleet:")
     head, rules = text.split("# Every key that a rule can have is here; only the name is needed.\n")
     rules = re.sub(r"^  # ( *[-a-z])", r"  \1", rules, count=0, flags=re.MULTILINE)
     rules = re.sub(r"^#( {2,})", r"\1", rules, flags=re.MULTILINE)
@@ -131,6 +133,8 @@ def test_the_comments_of_the_shipped_policy_are_themselves_a_valid_policy() -> N
     assert list(settings.hooks) == ["drain", "checkpoint", "resume", "detach"]
     assert list(settings.maintenance_windows) == ["night"]
     assert [target.name for target in settings.notify] == ["ops"]
+    assert settings.fleet is not None
+    assert settings.fleet.max_events == 1
     assert format_duration(settings.rules[2].lead or 0) == "15m"
 
 
