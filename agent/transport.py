@@ -14,12 +14,15 @@ from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import lru_cache
 from itertools import islice
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 import httpcore
 import httpx
+
+from agent import AgentError
 
 # httpx logs whole URLs, which may hold secrets.
 logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -35,6 +38,55 @@ _SLICE_SECONDS = 1.0
 
 class TooLargeError(httpx.ReadError):
     """The answer is over its limit."""
+
+
+class SetupError(AgentError):
+    """A setting of a connection cannot be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, kind="setup")
+
+
+@lru_cache(maxsize=4)  # reading the system's certificates takes a tenth of a second
+def trusting(ca_file: str | None) -> ssl.SSLContext:
+    """A context that trusts the certificates of the file, or of the system. Raises SetupError."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        reason = error.strerror if not isinstance(error, ssl.SSLError) else "no certificates in PEM form"
+        raise SetupError(f"ca_file: {ca_file} cannot be used: {reason}") from None
+
+
+def proxy_for(setting: str | None, url: httpx.URL) -> httpx.Proxy | None:
+    """The proxy on the way to a URL; the setting may be ``environment``. Raises SetupError."""
+    proxy = setting
+    if proxy == "environment":
+        variables = {name.lower(): value for name, value in os.environ.items()}
+        spared = [name.strip().lstrip("*").lstrip(".") for name in variables.get("no_proxy", "").split(",")]
+        is_spared = any(f".{url.host}".endswith(f".{name}") for name in spared if name)
+        proxy = None if is_spared or "*" in variables.get("no_proxy", "") else variables.get(f"{url.scheme}_proxy")
+    if not proxy:
+        return None
+    try:
+        found = httpx.Proxy(proxy)
+    except (httpx.InvalidURL, ValueError):
+        found = None
+    if found is None or found.url.scheme != "http" or not 0 < (found.url.port or 1) < 65536:
+        raise SetupError("proxy: expected http://HOST:PORT")
+    return found
+
+
+def connect_fault(error: httpx.ConnectError) -> tuple[Literal["tls", "refused", "unreachable"], str]:
+    """Why ``SecureTransport`` has no connection: a kind, and the words for it without any text of the service."""
+    cause = error.__cause__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return "tls", f"its certificate is not trusted: {cause.verify_message}"
+    if isinstance(cause, ssl.SSLError):
+        return "tls", f"no TLS: {cause.reason or 'the handshake failed'}"
+    if isinstance(cause, ConnectionRefusedError):
+        return "refused", "connection refused"
+    reason = cause.strerror if isinstance(cause, OSError) else None
+    return "unreachable", reason or "it cannot be reached"
 
 
 class BoundedTransport(httpx.BaseTransport):

@@ -3,12 +3,9 @@
 Errors are worded here by their kind: the texts of libraries may hold the URL or a header, which are secrets.
 """
 
-import os
 import re
-import ssl
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -20,7 +17,15 @@ from agent.events import excerpt
 from agent.notices.bodies import BodyError, render
 from agent.notices.happening import SAMPLE, Happening
 from agent.settings.model import NotifyTarget, SecretFile
-from agent.transport import SecureTransport, TooLargeError, parse_retry_after
+from agent.transport import (
+    SecureTransport,
+    SetupError,
+    TooLargeError,
+    connect_fault,
+    parse_retry_after,
+    proxy_for,
+    trusting,
+)
 
 NoticeErrorKind = Literal[
     "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "setup",
@@ -112,8 +117,11 @@ def _prepare(target: NotifyTarget, happening: Happening) -> _Post:
         "accept-encoding": "identity",
         "connection": "close",
     }
-    context = _trusting(target.ca_file) if url.scheme == "https" else None
-    transport = SecureTransport(_MAX_ANSWER_BYTES, context, _proxy_for(target, url))
+    try:
+        context = trusting(target.ca_file) if url.scheme == "https" else None
+        transport = SecureTransport(_MAX_ANSWER_BYTES, context, proxy_for(target.proxy, url))
+    except SetupError as error:
+        raise NoticeError(str(error), kind="setup") from None
     return _Post(url=url, headers=own | headers, body=body, transport=transport, secrets=secrets)
 
 
@@ -128,7 +136,7 @@ def _exchange(client: httpx.Client, post: _Post) -> httpx.Response:
     except httpx.TimeoutException:
         kind, what = "timeout", f"no whole answer within {client.timeout.read:g} s"
     except httpx.ConnectError as error:
-        kind, what = _connect_fault(error.__cause__)
+        kind, what = connect_fault(error)
     except httpx.ProxyError as error:
         status = re.match(r"\d{3}\b", str(error))
         kind, what = "proxy", f"the proxy answers {status[0] if status else 'with an error'}"
@@ -139,20 +147,9 @@ def _exchange(client: httpx.Client, post: _Post) -> httpx.Response:
     except (httpx.TransportError, httpx.InvalidURL, ValueError):
         kind, what = "malformed", "not a whole HTTP answer, or a header that cannot be sent"
     if kind == "tls":
-        _trusting.cache_clear()  # they may be other ones by now
+        trusting.cache_clear()  # they may be other ones by now
     # Outside of the except clauses, so that no traceback has the library's text.
     raise NoticeError(what, kind=kind)
-
-
-def _connect_fault(cause: BaseException | None) -> tuple[NoticeErrorKind, str]:
-    if isinstance(cause, ssl.SSLCertVerificationError):
-        return "tls", f"its certificate is not trusted: {cause.verify_message}"
-    if isinstance(cause, ssl.SSLError):
-        return "tls", f"no TLS: {cause.reason or 'the handshake failed'}"
-    if isinstance(cause, ConnectionRefusedError):
-        return "refused", "connection refused"
-    reason = cause.strerror if isinstance(cause, OSError) else None
-    return "unreachable", reason or "it cannot be reached"
 
 
 def _refusal(response: httpx.Response, answer: str) -> NoticeError:
@@ -191,30 +188,3 @@ def _parse_url(text: str) -> httpx.URL:
     if url.scheme not in ("https", "http") or not url.host or not 0 < (url.port or 1) < 65536:
         raise NoticeError("to: expected a URL such as https://example.com/hook", kind="setup")
     return url
-
-
-@lru_cache(maxsize=4)  # reading the system's certificates takes a tenth of a second
-def _trusting(ca_file: str | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as error:  # ssl.SSLError is one
-        reason = error.strerror if not isinstance(error, ssl.SSLError) else "no certificates in PEM form"
-        raise NoticeError(f"ca_file: {ca_file} cannot be used: {reason}", kind="setup") from None
-
-
-def _proxy_for(target: NotifyTarget, url: httpx.URL) -> httpx.Proxy | None:
-    proxy = target.proxy
-    if proxy == "environment":
-        variables = {name.lower(): value for name, value in os.environ.items()}
-        spared = [name.strip().lstrip("*").lstrip(".") for name in variables.get("no_proxy", "").split(",")]
-        is_spared = any(f".{url.host}".endswith(f".{name}") for name in spared if name)
-        proxy = None if is_spared or "*" in variables.get("no_proxy", "") else variables.get(f"{url.scheme}_proxy")
-    if not proxy:
-        return None
-    try:
-        found = httpx.Proxy(proxy)
-    except (httpx.InvalidURL, ValueError):
-        found = None
-    if found is None or found.url.scheme != "http" or not 0 < (found.url.port or 1) < 65536:
-        raise NoticeError("proxy: expected http://HOST:PORT", kind="setup")
-    return found

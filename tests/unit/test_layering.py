@@ -12,7 +12,7 @@ import agent
 
 ROOT = Path(agent.__file__).parent
 PURE = {"api_version", "events", "log_ids", "policy", "spelling", "workflow", "status", "words", "hook_times"}
-EDGES = {"imds", "hooks", "store", "web", "metrics", "log", "notices"}
+EDGES = {"imds", "hooks", "store", "web", "metrics", "log", "notices", "fleet"}
 
 # Module of agent/ -> the modules of agent/ that it may import besides agent itself. A folder counts as one module.
 ALLOWED: dict[str, set[str]] = {
@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "transport": set(),
     "imds": PURE | {"settings", "host", "transport"},
     "notices": PURE | {"settings", "host", "transport", "notices"},
+    "fleet": PURE | {"settings", "transport", "fleet"},
     "hooks": PURE | {"settings", "host", "hooks"},
     "store": PURE | {"settings", "host", "store"},
     "web": {"web", "typed_yaml", "host"},
