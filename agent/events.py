@@ -127,20 +127,20 @@ class ScheduledEvent(msgspec.Struct, frozen=True, kw_only=True):
 
     def affects(self, names: Iterable[str]) -> Affects:
         """Whom the event touches, seen from the VM that goes by any of ``names``."""
-        mine = _plain_names(names)
+        mine = plain_names(names)
         if not mine or not self.resources:
             return "unknown"
         found = set()
         for resource in self.resources:
-            found.add(_plain_name(resource) in mine)
+            found.add(plain_name(resource) in mine)
             if len(found) == 2:  # no need to look at the rest; there may be a hundred
                 return "shared"
         return "self" if True in found else "others"
 
     def position(self, names: Iterable[str]) -> int | None:
         """How many Resources stand before the VM that goes by any of ``names``; None if it is not there."""
-        mine = _plain_names(names)
-        return next((i for i, resource in enumerate(self.resources) if _plain_name(resource) in mine), None)
+        mine = plain_names(names)
+        return next((i for i, resource in enumerate(self.resources) if plain_name(resource) in mine), None)
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -428,12 +428,12 @@ def _parse_time(text: str) -> datetime | None:
         return None
 
 
-def _plain_names(names: Iterable[str]) -> set[str]:
+def plain_names(names: Iterable[str]) -> set[str]:
     # A name we do not know must not match a resource that is blank.
-    return {_plain_name(name) for name in names} - {""}
+    return {plain_name(name) for name in names} - {""}
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """A VM's name for comparison; old api-versions and Azure Batch put one ``_`` before it."""
     return name.casefold().removeprefix("_")
 

@@ -347,7 +347,7 @@ def mismatch(when: When, event: ScheduledEvent, facts: Facts) -> str | None:
         return f"status is {event.status or 'missing'}, not {_either(when.status)}"
     if affects not in when.affects and not (affects == "shared" and "self" in when.affects):
         return f"it affects {affects}, not {_either(when.affects)}"
-    if when.resource and not any(_glob(name, when.resource) for name in event.resources):
+    if when.resource and not any(matches_glob(name, when.resource) for name in event.resources):
         return f"no resource matches {_either(when.resource)}"
     searched = event.description[:_MAX_SEARCHED]
     if when.description and not any(_regex(text).search(searched) for text in when.description):
@@ -420,7 +420,7 @@ def _summary(when: When, event: ScheduledEvent, affects: Affects) -> str:
     return ", ".join([*parts, *(name for name in others if getattr(when, name) not in ((), None))])
 
 
-def _glob(name: str, patterns: Iterable[str]) -> bool:
+def matches_glob(name: str, patterns: Iterable[str]) -> bool:
     """Glob match ignoring case and one leading ``_`` of the name, as names are compared everywhere."""
     low = name.casefold()
     spellings = (low, low.removeprefix("_"))

@@ -22,6 +22,7 @@ _APPROVALS = {
 }  # fmt: skip
 _WAITS = {
     "time": "begins at {at}: {detail}",
+    "slot": "waits for a slot: {detail}; begins without one at {at}",
     "would_run_on_start": "the agent only observes; it would now run {on_start}",
     "observes": "the agent only observes",
     "status": "only a scheduled event can be approved, and its status is {status}",
@@ -37,6 +38,7 @@ _WAITS = {
     "too_early": "its time has not come",
     "shared": "it names other VMs too ({names}) and shared is {decision.shared}",
     "earlier_vms": "VMs listed before this one may approve it until {at}",
+    "all_ready": "waits for {detail}",
     "doubt": "the state file was lost, and what was done before is not known",
     "recommendation": "prepared until it is over, at the latest until {at}",
     "expired": "it has expired, and nothing more is done about it",
@@ -148,7 +150,8 @@ def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datet
         reason = f": {workflow.waits_for}" if workflow.waits_for else ""  # none yet after an upgrade
         return f"{_held(workflow)}{reason}"
     if workflow.waits_for:
-        return f"waits: {workflow.waits_for}"
+        says_so = workflow.waits_for.startswith("waits ")
+        return workflow.waits_for if says_so else f"waits: {workflow.waits_for}"
     match workflow.phase:
         case "waiting" if not (workflow.decision.has_preparation or workflow.decision.approve != "never"):
             return "only observed"

@@ -11,11 +11,14 @@ in the workflow, so that after a crash at any moment the same workflow leads to 
     phases.py     what is due in each phase
     stages.py     the hooks of a stage, in order; hooks that events share
     approving.py  gates: whether an event may be approved now; the request and its answer
+    fleet.py      slots and readiness: what the VMs of a group must agree on
+    wishes.py     what this VM wants of its fleet
     times.py      begin, drain, deadline of a hook
 """
 
 from agent.workflow.approving import Leave, ask_gates
 from agent.workflow.board import Progression, has_obeyed, is_ready, known_events, next_wake_at, proceed
+from agent.workflow.fleet import awaited, needs_all
 from agent.workflow.model import (
     TRANSITIONS,
     AgentRestarted,
@@ -27,6 +30,7 @@ from agent.workflow.model import (
     ClockSet,
     Context,
     Effect,
+    Fleet,
     HookFinished,
     HookOutcome,
     MoveDeadline,
@@ -40,17 +44,19 @@ from agent.workflow.model import (
     RunHook,
     Signal,
     Stage,
+    Standing,
     Step,
     Waits,
     Word,
     Workflow,
 )
 from agent.workflow.times import hook_deadline_at, needed_seconds
+from agent.workflow.wishes import Wish, wishes
 
 __all__ = [
     "TRANSITIONS", "AgentRestarted", "Approval", "ApprovalAnswered", "Approve", "Board", "CancelHook", "ClockSet",
-    "Context", "Effect", "HookFinished", "HookOutcome", "Leave", "MoveDeadline", "Note", "NoteKind",
+    "Context", "Effect", "Fleet", "HookFinished", "HookOutcome", "Leave", "MoveDeadline", "Note", "NoteKind",
     "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Reconsider", "RunHook", "Signal", "Stage",
-    "Step", "Waits", "Word", "Workflow", "ask_gates", "has_obeyed",
-    "hook_deadline_at", "is_ready", "known_events", "needed_seconds", "next_wake_at", "proceed",
+    "Standing", "Step", "Waits", "Wish", "Word", "Workflow", "ask_gates", "awaited", "has_obeyed",
+    "hook_deadline_at", "is_ready", "known_events", "needed_seconds", "needs_all", "next_wake_at", "proceed", "wishes",
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
+from agent.workflow.fleet import awaited, needs_all, ready_wait, slot_wait
 from agent.workflow.model import (
     Approval,
     ApprovalAnswered,
@@ -48,9 +49,12 @@ def _not_yet(kind: WaitKind) -> Leave:
     return Leave("not yet", Waits(kind=kind))
 
 
-def ask_gates(workflow: Workflow, context: Context) -> Leave:
-    """The strictest answer of all gates."""
-    answers = [gate(workflow, context) for gate in GATES]
+Gates = tuple[Callable[[Workflow, Context], Leave], ...]
+
+
+def ask_gates(workflow: Workflow, context: Context, gates: Gates | None = None) -> Leave:
+    """The strictest answer of all gates, by default those of the approval."""
+    answers = [gate(workflow, context) for gate in gates or GATES]
     for word in ("no", "not yet"):
         for leave in answers:
             if leave.answer == word:
@@ -119,9 +123,33 @@ def doubt_gate(workflow: Workflow, _: Context) -> Leave:
     return YES
 
 
-GATES: tuple[Callable[[Workflow, Context], Leave], ...] = (
-    service_gate, rule_gate, operator_gate, time_gate, speaker_gate, doubt_gate,
-)  # fmt: skip
+def fleet_gate(workflow: Workflow, context: Context) -> Leave:
+    """With ``shared: all-ready`` every VM that the event names must be ready."""
+    waits = ready_wait(workflow, context)
+    return Leave("not yet", waits) if waits else YES
+
+
+def start_gate(workflow: Workflow, context: Context) -> Leave:
+    """Lead and window: its time has come."""
+    if workflow.operator == "approved" or workflow.approval.state == "confirmed":
+        return YES
+    start = start_of(workflow, context)
+    is_early = start.at > context.now
+    return Leave("not yet", Waits(kind="time", at=start.at, detail=start.reason)) if is_early else YES
+
+
+def slot_gate(workflow: Workflow, context: Context) -> Leave:
+    """A slot of the fleet. It belongs to the event: an event of five VMs would else wait for itself."""
+    if workflow.operator == "approved" or workflow.approval.state == "confirmed":
+        return YES
+    waits = slot_wait(workflow, context)
+    return Leave("not yet", waits) if waits else YES
+
+
+# What must say yes before this VM calls itself ready.
+OWN_GATES: Gates = (service_gate, rule_gate, operator_gate, time_gate, speaker_gate, doubt_gate)
+GATES: Gates = (*OWN_GATES, fleet_gate)
+BEGIN_GATES: Gates = (start_gate, slot_gate)
 
 
 def request_approval(workflow: Workflow, context: Context) -> Step | None:
@@ -137,11 +165,11 @@ def request_approval(workflow: Workflow, context: Context) -> Step | None:
     return Step(
         workflow=replace(workflow, approval=requested, waits=None),
         effects=(Approve(workflow_id=workflow.id, event_id=workflow.event.approval_id, is_alone=is_alone),),
-        notes=(Note(kind="approving", text=_reason(workflow)),),
+        notes=(Note(kind="approving", text=_reason(workflow, context)),),
     )
 
 
-def _reason(workflow: Workflow) -> str:
+def _reason(workflow: Workflow, context: Context) -> str:
     if workflow.operator == "approved":
         return "an operator approved it"
     decision = workflow.decision
@@ -149,7 +177,11 @@ def _reason(workflow: Workflow) -> str:
         return f"rule {decision.rule} approves immediately"
     has_failed = workflow.prepare.state == "failed"
     state = "its rule approves despite the failure" if has_failed else "its preparation is done"
-    return f"rule {decision.rule}: {state}"
+    others = awaited(workflow, context) if needs_all(workflow) else []
+    alone = (
+        f"; it is not known whether {', '.join(others)} are ready, for the table cannot be used" if others else ""
+    )
+    return f"rule {decision.rule}: {state}{alone}"
 
 
 def would_begin(workflow: Workflow, context: Context) -> Waits:

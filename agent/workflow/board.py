@@ -7,6 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agent.events import Gone, Missing, ScheduledEvent, Seen
+from agent.workflow.fleet import latest_begin, needs_slot, proceeds_alone_at
 from agent.workflow.model import (
     TRANSITIONS,
     ApprovalAnswered,
@@ -139,6 +140,8 @@ def is_ready(board: Board) -> bool:
 def next_wake_at(board: Board, context: Context) -> datetime | None:
     """When time alone will next let a workflow move."""
     times = []
+    if context.fleet is not None and (alone_at := proceeds_alone_at(context.fleet)):
+        times.append(alone_at)
     for workflow in board.values():
         prepare, approval = workflow.prepare, workflow.approval
         if workflow.drain_until and prepare.state == "running" and prepare.current is None:
@@ -151,6 +154,9 @@ def next_wake_at(board: Board, context: Context) -> datetime | None:
             times.append(turn_at)
         if may_begin(workflow) and workflow.decision.rule and not workflow.is_over:
             times.append(start_of(workflow, context).at)
+            latest = latest_begin(workflow)
+            if latest is not None and context.fleet is not None and needs_slot(workflow, context.fleet):
+                times.append(latest)
         if expiry := expires_at(workflow):
             times.append(expiry)
     return min((time for time in times if time > context.now), default=None)

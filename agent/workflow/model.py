@@ -30,10 +30,10 @@ NoteKind = Literal[
 ]  # fmt: skip
 WaitKind = Literal[
     # before it begins
-    "time", "would_begin", "would_run_on_start", "observes",
+    "time", "would_begin", "would_run_on_start", "observes", "slot",
     # what the gates answer
     "status", "not_ours", "missing", "id", "never", "unprepared", "prepare_failed", "prepare_canceled", "held",
-    "manual", "too_early", "shared", "earlier_vms", "doubt",
+    "manual", "too_early", "shared", "earlier_vms", "all_ready", "doubt",
     # of a recommendation: while it is prepared for, and after that
     "recommendation", "expired",
     # before it recovers
@@ -284,6 +284,29 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[Note, ...] = ()
 
 
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What the fleet's table last said of one event."""
+
+    has_slot: bool = False
+    holder: str = ""
+    """Which event has the slot that frees up first, as a phrase; "" if that is not known."""
+    ready: frozenset[str] = frozenset()
+    """Plain names of the VMs that are ready."""
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """The VMs with which this one acts together, as far as the table tells."""
+
+    max_events: int | None = None
+    expect: tuple[str, ...] = ("*",)
+    when_away: Literal["hold", "proceed"] = "hold"
+    failure: str = ""
+    """Why the table cannot be used now; "" if it can."""
+    away_since: datetime | None = None
+    standings: Mapping[str, Standing] = {}
+    """By the event's fleet key."""
+
+
 class Context(msgspec.Struct, frozen=True, kw_only=True):
     """What a move depends on besides the workflows."""
 
@@ -306,6 +329,8 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """When the last document was read; None before the first one, and then nothing moves."""
     is_state_lost: bool = False
     """The state file was found damaged, and this is the first document since."""
+    fleet: Fleet | None = None
+    """None if this VM acts alone."""
 
 
 Board = Mapping[str, Workflow]

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from agent.workflow.approving import HELD, ask_gates, request_approval, would_begin
+from agent.workflow.approving import BEGIN_GATES, HELD, ask_gates, request_approval, would_begin
+from agent.workflow.fleet import without_slot
 from agent.workflow.model import Context, Note, Phase, Progress, Step, Waits, Workflow, show
 from agent.workflow.stages import (
     cut_short,
@@ -19,7 +20,7 @@ from agent.workflow.stages import (
     still_needs_preparation,
     wait,
 )
-from agent.workflow.times import drain_end, expires_at, is_due, start_of
+from agent.workflow.times import drain_end, expires_at, is_due
 
 Workflows = Mapping[str, Workflow]
 
@@ -77,9 +78,11 @@ def _begin_when_due(workflow: Workflow, context: Context) -> Step | None:
         return None
     if not context.is_acting:
         return wait(workflow, would_begin(workflow, context))
-    start = start_of(workflow, context)
-    if start.at > context.now and not is_approved and workflow.approval.state != "confirmed":
-        return wait(workflow, Waits(kind="time", at=start.at, detail=start.reason))
+    leave = ask_gates(workflow, context, BEGIN_GATES)
+    if leave.answer != "yes":
+        return wait(workflow, leave.waits)
+    alone = without_slot(workflow, context)
+    notes = (Note(kind="blocked", text=alone),) if alone else ()
     workflow = replace(workflow, begun_at=context.now)
     if not decision.has_preparation:
         return _enter(workflow, "prepared", Note(kind="prepared", text="there is nothing to prepare"))
@@ -87,7 +90,7 @@ def _begin_when_due(workflow: Workflow, context: Context) -> Step | None:
     drained = f"not ready for {decision.drain_for:g}s" if decision.drain_for else ""
     steps = ", ".join(filter(None, [drained, *decision.prepare])) or "nothing to run"
     workflow = replace(workflow, prepare=Progress(state="running"), drain_until=drain_until)
-    return _enter(workflow, "preparing", Note(kind="preparing", text=f"preparation begins: {steps}"))
+    return _enter(workflow, "preparing", Note(kind="preparing", text=f"preparation begins: {steps}"), *notes)
 
 
 def _preparing(workflow: Workflow, workflows: Workflows, context: Context) -> Step | None:

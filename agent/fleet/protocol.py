@@ -1,0 +1,383 @@
+"""The fleet's protocol: leave to begin, readiness of all, and what frees both, as rows of the ledger.
+
+Owns what this VM knows of the ledger and when it asks again. Starts no thread and reads no clock; ``visit`` blocks
+for its requests. The one invariant: this VM calls all others ready only after its own row was written, and begins
+for a slot only that the ledger has for the event. Nothing is stored here: a restart reads the ledger again.
+
+    slot|GROUP    000, 001 ...    which event may be prepared for; free: event ""
+    ready|EVENT   VM              ready, held (not ready), back (recovered)
+    event|GROUP   EVENT           the index: what there is, for people and after a restart
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from random import Random
+from typing import Literal
+
+from msgspec.structs import replace
+
+from agent.events import plain_name
+from agent.fleet.ledger import Ledger, LedgerError, Row
+from agent.policy import matches_glob
+from agent.workflow import Standing, Wish
+
+SLOT_LASTS = timedelta(minutes=30)
+"""After NotBefore, or after its last extension: then a slot whose VMs are all dead is free."""
+_EXTEND_BEFORE = timedelta(minutes=15)
+_KEEP_ROWS = timedelta(days=1)
+_ASK_SECONDS = (5.0, 15.0)
+_LOOK_SECONDS = (4.0, 6.0)
+_MAX_PAUSE_SECONDS = 30.0
+_WATCHERS = 2
+"""So many of the first named look again and again, should others die between writing and looking."""
+_SLOT_TRIES = 3
+_OLD_AT_ONCE = 10
+
+Waited = Literal["slot", "ready"]
+
+
+def key_of(text: str) -> str:
+    """``text`` as a key, which Azure allows only some characters."""
+    low = text.lower()
+    is_plain = re.fullmatch(r"[a-z0-9_.-]{1,80}", low) is not None
+    return low if is_plain else hashlib.sha256(text.encode(errors="replace")).hexdigest()
+
+
+def event_key_of(event: str) -> str:
+    """The same for an event: always 32 hex digits."""
+    return hashlib.sha256(event.encode(errors="replace")).hexdigest()[:32]
+
+
+def time_of(row: Row, name: str) -> datetime:
+    """A time in the row; long ago if it is none, as if nobody had written it."""
+    try:
+        at = datetime.fromisoformat(row.content.get(name, ""))
+    except ValueError:
+        return datetime.min.replace(tzinfo=UTC)
+    return at if at.tzinfo else at.replace(tzinfo=UTC)
+
+
+def resources_of(row: Row) -> tuple[str, ...]:
+    """The VMs that the row's event names."""
+    try:
+        names = json.loads(row.content.get("resources", ""))
+    except ValueError:
+        return ()
+    return tuple([name for name in names if isinstance(name, str)]) if isinstance(names, list) else ()
+
+
+@dataclass
+class _Event:
+    """What this VM knows of one event in the ledger."""
+
+    wish: Wish
+    row: Literal["", "unknown", "ready", "held", "back"] = ""
+    """Of this VM, as it was last written."""
+    has_slot: bool = False
+    slot_until: datetime | None = None
+    holder: str = ""
+    ready: frozenset[str] = frozenset()
+    looked_for: tuple[str, ...] | None = None
+    """Whom the last look was for."""
+    is_indexed: bool = False
+    is_touched: bool = False
+    """Whether rows of this VM may have to be put back."""
+    ended_at: datetime | None = None
+    """When it was no longer wished for."""
+    ask_at: datetime | None = None
+    look_at: datetime | None = None
+    extend_at: datetime | None = None
+    waits_since: dict[Waited, datetime] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return event_key_of(self.wish.event)
+
+
+class Fleet:
+    """What this VM asks of the ledger. For one thread."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        group: str,
+        vm_id: str,
+        max_events: int | None,
+        expect: tuple[str, ...],
+        random: Random,
+        waited: Callable[[Waited, float], None] = lambda _, __: None,
+    ) -> None:
+        """``waited`` hears for how many seconds an event has waited for its slot, or for the other VMs."""
+        self._ledger = ledger
+        self._slots = f"slot|{key_of(group)}"
+        self._index = f"event|{key_of(group)}"
+        self._vm_id = vm_id
+        self._max_events = max_events
+        self._expect = expect
+        self._random = random
+        self._waited = waited
+        self._events: dict[str, _Event] = {}
+        self._has_looked_back = False
+        self._failures = 0
+        self._pause_until: datetime | None = None
+        self.failure = ""
+        """Why the ledger cannot be used; "" if it can."""
+        self.away_since: datetime | None = None
+
+    def visit(self, wishes: Iterable[Wish], own_names: tuple[str, ...], now: datetime) -> dict[str, Standing]:
+        """Do what is due; how the wishes stand then. Never raises LedgerError, see ``failure``."""
+        self._take(wishes, now)
+        if self._pause_until is None or self._pause_until <= now:
+            try:
+                if not self._has_looked_back:
+                    self._look_back(own_names)
+                for event in list(self._events.values()):
+                    self._attend(event, now)
+                self._failures, self._pause_until, self.failure, self.away_since = 0, None, "", None
+            except LedgerError as error:
+                self._leave_alone(error, now)
+        return {
+            name: Standing(has_slot=event.has_slot, holder=event.holder, ready=event.ready)
+            for name, event in self._events.items()
+            if event.wish.stage != "idle"
+        }
+
+    def next_at(self, now: datetime) -> datetime | None:
+        """When the next visit is due without news; None: never."""
+        if self._pause_until is not None:
+            return self._pause_until
+        events = self._events.values()
+        times = [at for event in events for at in (event.ask_at, event.look_at, event.extend_at) if at]
+        return max(now, min(times)) if times else None
+
+    def awaited(self) -> int:
+        """How many VMs are not known to be ready for events that this VM is ready for."""
+        mine = [event for event in self._events.values() if event.wish.stage == "ready" and event.wish.needs_all]
+        return sum(len(set(event.wish.expected) - event.ready) for event in mine)
+
+    def _take(self, wishes: Iterable[Wish], now: datetime) -> None:
+        by_event = {wish.event: wish for wish in wishes}
+        for name, wish in by_event.items():
+            if name not in self._events:
+                # After a restart this VM may have written something that is not true any more.
+                self._events[name] = _Event(wish, row="" if self._has_looked_back else "unknown")
+            self._events[name].wish, self._events[name].ended_at = wish, None
+        for name in self._events.keys() - by_event.keys():
+            event = self._events[name]
+            is_shared = event.wish.needs_slot and len(event.wish.expected) > 1
+            event.is_touched = event.is_touched or (is_shared and event.row != "back")
+            event.wish, event.ended_at = replace(event.wish, stage="idle"), event.ended_at or now
+
+    def _leave_alone(self, error: LedgerError, now: datetime) -> None:
+        """A growing pause, and not the same for all VMs, so that they do not come back together."""
+        self._failures += 1
+        pause = min(_MAX_PAUSE_SECONDS, 2.0 ** min(self._failures - 1, 10)) * self._random.uniform(0.5, 1.0)
+        asked = error.retry_after * self._random.uniform(1.0, 1.5)
+        self._pause_until = now + timedelta(seconds=max(pause, asked))
+        self.failure, self.away_since = str(error), self.away_since or now
+
+    def _attend(self, event: _Event, now: datetime) -> None:
+        wish = event.wish
+        if wish.stage == "idle":
+            event.ask_at = event.look_at = event.extend_at = None
+            event.waits_since.clear()
+            if event.is_touched:
+                self._put_back(event, now)
+            if event.ended_at is not None and now > event.ended_at + _KEEP_ROWS:
+                del self._events[wish.event]
+            return
+        event.is_touched = True
+        if wish.stage in ("begin", "busy") and event.row in ("ready", "back", "unknown"):
+            event.ready, event.looked_for, event.look_at = frozenset(), None, None
+            self._write(event, "held", now)
+        if wish.needs_slot:
+            self._mind_slot(event, now)
+        if wish.stage == "ready" and wish.needs_all:
+            self._gather(event, now)
+        else:
+            event.look_at = None
+            event.waits_since.pop("ready", None)
+
+    def _write(self, event: _Event, state: Literal["ready", "held", "back"], now: datetime) -> None:
+        wish = event.wish
+        event.row = "unknown"  # until the answer has come
+        content = {"state": state, "vm": wish.own, "vm_id": self._vm_id, "at": now.isoformat()}
+        self._ledger.put(f"ready|{event.key}", key_of(wish.own), content)
+        event.row = state
+
+    # --- readiness
+
+    def _gather(self, event: _Event, now: datetime) -> None:
+        """Write that this VM is ready, then look who else is: the last one to write sees all."""
+        wish = event.wish
+        event.waits_since.setdefault("ready", now)
+        if event.row != "ready":
+            self._write(event, "ready", now)
+            event.looked_for = None
+        is_watcher = wish.own in wish.expected[:_WATCHERS]
+        if is_watcher and not event.is_indexed:
+            self._index_event(event, now)
+        is_due = event.look_at is not None and event.look_at <= now
+        if event.looked_for != wish.expected or is_due:
+            event.ready = self._in_state("ready", event)
+            event.looked_for = wish.expected
+            event.look_at = self._later(_LOOK_SECONDS, now) if is_watcher else None
+        if event.ready.issuperset(wish.expected):
+            self._has_waited("ready", event, now)
+
+    def _in_state(self, state: str, event: _Event) -> frozenset[str]:
+        rows = self._ledger.list_rows(f"ready|{event.key}")
+        contents = [row.content for row in rows if row.content.get("state") == state]
+        return frozenset(plain_name(content.get("vm", "")) for content in contents)
+
+    # --- slots
+
+    def _mind_slot(self, event: _Event, now: datetime) -> None:
+        if event.has_slot:
+            if event.extend_at is not None and event.extend_at <= now:
+                self._extend(event, now)
+        else:
+            event.waits_since.setdefault("slot", now)
+            if event.ask_at is None or event.ask_at <= now:
+                self._ask_for_slot(event, now)
+
+    def _ask_for_slot(self, event: _Event, now: datetime) -> None:
+        """VMs of one event start with the same row, and meet there."""
+        event.ask_at = None  # a failed visit asks again
+        for _ in range(_SLOT_TRIES):
+            rows = self._ledger.list_rows(self._slots)
+            if self._has_row(event, rows, now):
+                return
+            held = [row for row in rows if _is_held(row, now)]
+            limit = self._max_events or 0
+            taken = {row.key for row in held}
+            if len(held) >= limit:
+                first = min(held, key=lambda row: time_of(row, "until"), default=None)
+                event.holder = _holder(first) if first else ""
+                break
+            versions = {row.key: row.version for row in rows}
+            key = next(key for key in map("{:03}".format, range(limit)) if key not in taken)
+            if self._put_slot(event, key, versions.get(key, ""), _end_of(event.wish, now) + SLOT_LASTS, now):
+                self._index_event(event, now)
+        event.ask_at = self._later(_ASK_SECONDS, now)
+
+    def _has_row(self, event: _Event, rows: list[Row], now: datetime) -> bool:
+        """Whether a slot is the event's. Of two the lower one stays: VMs of one event may take two at once."""
+        mine = [row for row in rows if row.content.get("event") == event.key and _is_held(row, now)]
+        for row in mine[1:]:
+            self._free(row)
+        event.has_slot = bool(mine)
+        if mine:
+            event.slot_until, event.holder, event.ask_at = time_of(mine[0], "until"), "", None
+            event.extend_at = self._later((0, 60), event.slot_until - _EXTEND_BEFORE)
+            self._has_waited("slot", event, now)
+        return event.has_slot
+
+    def _put_slot(self, event: _Event, key: str, version: str, until: datetime, now: datetime) -> bool:
+        times = {"until": until.isoformat(), "at": now.isoformat()}
+        content = {**_content(event.wish), "event": event.key, **times}
+        return self._ledger.put_if_unchanged(self._slots, key, content, version)
+
+    def _extend(self, event: _Event, now: datetime) -> None:
+        """A VM that lives and is not back keeps the slot."""
+        rows = self._ledger.list_rows(self._slots)
+        if not self._has_row(event, rows, now):
+            event.extend_at = None
+            return self._ask_for_slot(event, now)
+        if event.slot_until is not None and event.slot_until - now < _EXTEND_BEFORE:
+            row = next(row for row in rows if row.content.get("event") == event.key and _is_held(row, now))
+            self._put_slot(event, row.key, row.version, now + SLOT_LASTS, now)  # a lost race: another VM did it
+            event.extend_at = now + SLOT_LASTS - _EXTEND_BEFORE
+        return None
+
+    def _free(self, row: Row) -> None:
+        self._ledger.put_if_unchanged(self._slots, row.key, {"event": ""}, row.version)
+
+    # --- the end
+
+    def _put_back(self, event: _Event, now: datetime) -> None:
+        """This VM has done with the event. The last one that is back frees the slot and clears away."""
+        wish = event.wish
+        event.has_slot, event.ready, event.looked_for, event.holder = False, frozenset(), None, ""
+        is_alone = set(wish.expected) <= {wish.own}
+        if not is_alone and event.row != "back":
+            self._write(event, "back", now)
+        if is_alone or self._in_state("back", event).issuperset(wish.expected):
+            for row in self._ledger.list_rows(self._slots) if wish.needs_slot else ():
+                if row.content.get("event") == event.key:
+                    self._free(row)
+            self._delete(event.key)
+            self._delete_old(now)
+        event.is_touched = event.is_indexed = False
+
+    def _delete(self, key: str) -> None:
+        """The index row last: after a failure it is found again."""
+        for row in self._ledger.list_rows(f"ready|{key}"):
+            self._ledger.put(f"ready|{key}", row.key, None)
+        self._ledger.put(self._index, key, None)
+
+    def _delete_old(self, now: datetime) -> None:
+        """Events whose VMs did not all come back."""
+        old = [row.key for row in self._ledger.list_rows(self._index) if time_of(row, "at") + _KEEP_ROWS < now]
+        for key in old[:_OLD_AT_ONCE]:
+            self._delete(key)
+
+    def _index_event(self, event: _Event, now: datetime) -> None:
+        content = {**_content(event.wish), "at": _end_of(event.wish, now).isoformat()}
+        self._ledger.put(self._index, event.key, content)
+        event.is_indexed = True
+
+    def _look_back(self, own_names: tuple[str, ...]) -> None:
+        """After a restart: what this VM still owes for events that ended while it was away."""
+        mine = {plain_name(name) for name in own_names}
+        for row in [*self._ledger.list_rows(self._slots), *self._ledger.list_rows(self._index)]:
+            name, resources = row.content.get("name", ""), resources_of(row)
+            own = next((plain_name(one) for one in resources if plain_name(one) in mine), "")
+            if not own or name in self._events or not row.content.get("id"):
+                continue
+            counted = [one for one in resources if plain_name(one) in mine or matches_glob(one, self._expect)]
+            wish = Wish(
+                event=name,
+                event_id=row.content["id"],
+                resources=resources,
+                not_before=None,
+                own=own,
+                expected=tuple(map(plain_name, counted)),
+                needs_slot=True,
+                needs_all=True,
+                stage="idle",
+            )
+            self._events[name] = _Event(wish, row="unknown", is_touched=True)
+        self._has_looked_back = True
+
+    def _later(self, seconds: tuple[float, float], now: datetime) -> datetime:
+        return now + timedelta(seconds=self._random.uniform(*seconds))
+
+    def _has_waited(self, what: Waited, event: _Event, now: datetime) -> None:
+        since = event.waits_since.get(what)
+        if since is not None and since <= now:
+            self._waited(what, (now - since).total_seconds())
+            event.waits_since[what] = datetime.max.replace(tzinfo=UTC)  # told once
+
+
+def _content(wish: Wish) -> dict[str, str]:
+    """What people, and this VM after a restart, must know of the event."""
+    return {"name": wish.event, "id": wish.event_id, "vm": wish.own, "resources": json.dumps(wish.resources)}
+
+
+def _is_held(row: Row, now: datetime) -> bool:
+    return bool(row.content.get("event")) and time_of(row, "until") > now
+
+
+def _end_of(wish: Wish, now: datetime) -> datetime:
+    return max(wish.not_before or now, now)
+
+
+def _holder(row: Row) -> str:
+    content = row.content
+    return f"event {content.get('id', '')[:8]} of {content.get('vm', '')}, until {time_of(row, 'until'):%H:%M}"

@@ -1,0 +1,112 @@
+"""What the VMs of a group must agree on: how many events are prepared for at a time, and that all VMs are ready."""
+
+from datetime import datetime, timedelta
+
+from agent.events import plain_name, plain_names
+from agent.policy import matches_glob
+from agent.workflow.model import Context, Fleet, Standing, Waits, Workflow
+
+# Azure starts the event anyway: from then on it is prepared for without a slot.
+LATEST_BEGIN = timedelta(minutes=5)
+# The table may be away for this long before ``when_away: proceed`` counts: a lost answer is not yet a failure.
+PATIENCE = timedelta(minutes=1)
+_MOST_NAMED = 3
+
+
+def fleet_key(workflow: Workflow) -> str:
+    """What all VMs know the event by: the key under which it was first seen, also if its id has changed."""
+    return workflow.id.rpartition("@")[0]
+
+
+def needs_slot(workflow: Workflow, fleet: Fleet) -> bool:
+    decision = workflow.decision
+    names_us = decision.affects in ("self", "shared") and not workflow.event.is_recommendation
+    return fleet.max_events is not None and names_us and decision.has_preparation
+
+
+def needs_all(workflow: Workflow) -> bool:
+    return workflow.decision.shared == "all-ready" and workflow.decision.affects == "shared"
+
+
+def expected(workflow: Workflow, context: Context) -> list[str]:
+    """Plain names of the VMs whose readiness counts, each once, in the order of Resources."""
+    expect, mine = context.fleet.expect if context.fleet else ("*",), plain_names(context.names)
+    resources = [name for name in workflow.event.resources if plain_name(name)]
+    counted = [name for name in resources if matches_glob(name, expect) or plain_name(name) in mine]
+    first = own_name(workflow, context)
+    return list(dict.fromkeys(first if plain_name(name) in mine else plain_name(name) for name in counted))
+
+
+def own_name(workflow: Workflow, context: Context) -> str:
+    """What Resources call this VM, plain; "" if they do not name it."""
+    mine = plain_names(context.names)
+    return next((plain for name in workflow.event.resources if (plain := plain_name(name)) in mine), "")
+
+
+def awaited(workflow: Workflow, context: Context) -> list[str]:
+    """Plain names of the VMs that are not known to be ready."""
+    ready = _standing(workflow, context.fleet).ready if context.fleet else frozenset()
+    return [name for name in expected(workflow, context) if name not in ready]
+
+
+def slot_wait(workflow: Workflow, context: Context) -> Waits | None:
+    """Why the event must not begin yet; None if it may."""
+    fleet = context.fleet
+    if fleet is None or not needs_slot(workflow, fleet) or _standing(workflow, fleet).has_slot:
+        return None
+    latest = latest_begin(workflow)
+    if latest is None or latest <= context.now or may_proceed(fleet, context.now):
+        return None
+    unknown = f"the table cannot be used ({fleet.failure})" if fleet.failure else "the table has not answered yet"
+    return Waits(kind="slot", at=latest, detail=_standing(workflow, fleet).holder or unknown)
+
+
+def without_slot(workflow: Workflow, context: Context) -> str:
+    """Why it begins although it has no slot, as a phrase; "" if it has one, or needs none."""
+    fleet = context.fleet
+    if fleet is None or not needs_slot(workflow, fleet) or _standing(workflow, fleet).has_slot:
+        return ""
+    if workflow.operator == "approved":
+        why = "an operator has approved it"
+    elif may_proceed(fleet, context.now):
+        why = f"the table cannot be used ({fleet.failure})"
+    else:
+        why = "Azure may start it within 5 minutes"
+    return f"it begins without a slot of the fleet: {why}"
+
+
+def latest_begin(workflow: Workflow) -> datetime | None:
+    """Until when it waits for a slot; None: not at all."""
+    starts_at = workflow.event.starts_at
+    return starts_at - LATEST_BEGIN if starts_at else None
+
+
+def ready_wait(workflow: Workflow, context: Context) -> Waits | None:
+    """Why it must not be approved yet for the sake of other VMs; None if it may."""
+    if workflow.operator == "approved" or not needs_all(workflow):
+        return None
+    fleet = context.fleet
+    if fleet is not None and may_proceed(fleet, context.now):
+        return None
+    names = awaited(workflow, context)
+    if not names:
+        return None
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    failure = f"; the table cannot be used ({fleet.failure})" if fleet and fleet.failure else ""
+    return Waits(kind="all_ready", detail=f"{', '.join(names[:_MOST_NAMED])}{more} to be ready{failure}")
+
+
+def may_proceed(fleet: Fleet, now: datetime) -> bool:
+    """Whether the table has been away for so long that this VM acts alone."""
+    proceeds_at = proceeds_alone_at(fleet)
+    return proceeds_at is not None and proceeds_at <= now
+
+
+def proceeds_alone_at(fleet: Fleet) -> datetime | None:
+    if fleet.when_away == "hold" or fleet.away_since is None:
+        return None
+    return fleet.away_since + PATIENCE
+
+
+def _standing(workflow: Workflow, fleet: Fleet) -> Standing:
+    return fleet.standings.get(fleet_key(workflow), Standing())
