@@ -14,7 +14,8 @@ from agent import AgentError
 class LedgerError(AgentError):
     """The ledger did not do what it was asked, or did it and the answer was lost.
 
-    ``kind``: unreachable, timeout, throttled, denied, missing (there is no such table), bad_answer.
+    ``kind``: unreachable, timeout, throttled, denied, missing (there is no such table), bad_answer, setup
+    (something is wrong on this machine).
     """
 
     def __init__(self, message: str, *, kind: str, retry_after: float = 0.0) -> None:

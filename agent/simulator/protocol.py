@@ -5,6 +5,7 @@ service would refuse never reaches the model of the events.
 """
 
 import json
+from base64 import urlsafe_b64encode
 from datetime import datetime
 from http.client import responses
 from importlib import resources
@@ -30,6 +31,9 @@ _BAD_VERSION = (
     "Bad request. api-version is invalid or was not specified in the request. "
     "For more information refer to aka.ms/azureimds"
 )
+# /metadata/identity/oauth2/token has versions of its own.
+_TOKEN_VERSIONS = ("2018-02-01", "2019-06-01", "2019-08-01", "2019-11-01")
+_TOKEN_SECONDS = 86400
 _NO_HEADER = "Bad request. Required metadata header not specified"
 _JSON = "application/json; charset=utf-8"
 _VM_ID_SPACE = UUID("6f1f5c3e-3a4e-4c1e-9a53-6d6d0f1a3c11")
@@ -47,6 +51,11 @@ class VirtualMachine(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def id(self) -> str:
         return self.vm_id or str(uuid5(_VM_ID_SPACE, self.name))
+
+    @property
+    def client_id(self) -> str:
+        """Of its only managed identity."""
+        return str(uuid5(_VM_ID_SPACE, f"identity of {self.name}"))
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +164,10 @@ class Imds:
                 if request.method != "GET":
                     return make_error(405)
                 return _part_of(_instance(self._vms[vm]), rest, query.get("format", "json"))
+            case ["metadata", "identity", "oauth2", "token"]:
+                if version not in _TOKEN_VERSIONS:
+                    return _bad_version(_TOKEN_VERSIONS)
+                return _token(self._vms[vm], query, now) if request.method == "GET" else make_error(405)
             case ["metadata", "versions"]:
                 if request.method != "GET":
                     return make_error(405)
@@ -204,6 +217,42 @@ def _parse_target(target: str) -> tuple[tuple[str, ...], dict[str, str]]:
 
 def _bad_version(versions: tuple[str, ...]) -> Answer:
     return make_error(400, _BAD_VERSION, **{"newest-versions": list(reversed(versions[-3:]))})
+
+
+def _token(vm: VirtualMachine, query: dict[str, str], now: float) -> Answer:
+    """A token with the claims that Microsoft's have, but without a signature; the emulator of storage takes it."""
+    resource = query.get("resource", "")
+    if not resource:
+        return make_error(
+            400, "invalid_request", error_description="Required query variable 'resource' is missing"
+        )
+    if query.get("client_id", vm.client_id).lower() != vm.client_id:
+        return make_error(400, "invalid_request", error_description="Identity not found")
+    began, ends = int(now), int(now) + _TOKEN_SECONDS
+    claims = {
+        "aud": resource,
+        "iss": "https://sts.windows.net/00000000-0000-0000-0000-000000000000/",
+        "iat": began,
+        "nbf": began,
+        "exp": ends,
+        "appid": vm.client_id,
+    }
+    parts = [_encode({"typ": "JWT", "alg": "RS256"}), _encode(claims), b"not signed"]
+    token = ".".join(urlsafe_b64encode(part).rstrip(b"=").decode() for part in parts)
+    return make_answer(
+        200,
+        _encode(
+            {
+                "access_token": token,
+                "client_id": vm.client_id,
+                "expires_in": str(_TOKEN_SECONDS),
+                "expires_on": str(ends),
+                "not_before": str(began),
+                "resource": resource,
+                "token_type": "Bearer",
+            }
+        ),
+    )
 
 
 def _instance(vm: VirtualMachine) -> dict[str, Any]:

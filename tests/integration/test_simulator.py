@@ -1,5 +1,6 @@
 """What the simulated endpoint puts on the wire, seen by a bare http.client."""
 
+import base64
 import http.client
 import json
 import re
@@ -113,8 +114,25 @@ def test_the_service_lists_its_versions_to_a_client_that_names_none(client: Clie
 
 
 def test_other_paths_and_methods_do_not_exist(client: Client) -> None:
-    assert client.ask("/metadata/identity/oauth2/token") == (404, {"error": "Not Found"})
+    assert client.ask("/metadata/attested/document") == (404, {"error": "Not Found"})
     assert client.ask(method="PUT", body="{}") == (405, {"error": "Method Not Allowed"})
+
+
+def test_a_vm_gets_tokens_for_its_own_identity_alone(client: Client) -> None:
+    path = "/metadata/identity/oauth2/token?api-version=2018-02-01"
+    resource = f"{path}&resource=https%3A%2F%2Fstorage.azure.com"
+    status, token = client.ask(resource)
+    assert (status, token["resource"], token["token_type"]) == (200, "https://storage.azure.com", "Bearer")
+    claims = json.loads(base64.urlsafe_b64decode(token["access_token"].split(".")[1] + "=="))
+    assert (claims["aud"], str(claims["exp"])) == (token["resource"], token["expires_on"])
+    assert client.ask(f"{resource}&client_id={token['client_id']}")[0] == 200
+    other = "00000000-0000-0000-0000-000000000001"
+    refused = {"error": "invalid_request", "error_description": "Identity not found"}
+    assert client.ask(f"{resource}&client_id={other}") == (400, refused)
+    assert client.ask(path)[0] == 400
+    assert client.ask("/metadata/identity/oauth2/token?resource=x")[0] == 400
+    assert client.ask(resource, headers={})[0] == 400
+    assert client.ask(resource, method="POST", body="{}")[0] == 405
 
 
 def test_what_is_not_http_is_refused(simulator: Simulator) -> None:

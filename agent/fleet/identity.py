@@ -1,0 +1,72 @@
+"""Tokens for the identity of this VM, from the metadata service."""
+
+from typing import Any
+
+import httpx
+from azure.core.credentials import AccessToken
+
+from agent import __version__
+from agent.events import DocumentError, excerpt, parse_json
+from agent.fleet.ledger import LedgerError
+from agent.transport import BoundedTransport
+
+_PATH = "/metadata/identity/oauth2/token"
+_API_VERSION = "2018-02-01"
+_MAX_ANSWER_BYTES = 256 * 1024
+_HEADERS = {
+    "Metadata": "true",
+    "User-Agent": f"scheduled-events-agent/{__version__}",
+    "Accept-Encoding": "identity",
+    "Connection": "close",
+}
+
+
+class VmCredential:
+    """A TokenCredential, as Microsoft's packages take one. They keep a token until five minutes before its end."""
+
+    def __init__(self, endpoint: str, client_id: str | None, limit_seconds: float) -> None:
+        """``endpoint``: of the metadata service."""
+        self._url = f"{endpoint}{_PATH}"
+        self._client_id = client_id
+        self._limit_seconds = limit_seconds
+
+    def get_token(self, *scopes: str, **options: Any) -> AccessToken:
+        """A token for the first scope. Blocks up to the limit. Raises LedgerError."""
+        del options  # claims and tenants are for users, not for machines
+        query = {"api-version": _API_VERSION, "resource": scopes[0].removesuffix("/.default")}
+        if self._client_id:
+            query["client_id"] = self._client_id
+        transport = BoundedTransport(_MAX_ANSWER_BYTES)
+        with httpx.Client(transport=transport, trust_env=False, timeout=self._limit_seconds) as client:
+            try:
+                answer = client.get(self._url, params=query, headers=_HEADERS)
+            except httpx.TimeoutException:
+                text = f"the metadata service gives no token within {self._limit_seconds:g} s"
+                raise LedgerError(text, kind="timeout") from None
+            except (httpx.TransportError, httpx.InvalidURL) as error:
+                raise LedgerError(f"the metadata service gives no token: {error}", kind="unreachable") from None
+        if answer.status_code != 200:
+            raise self._refusal(answer)
+        return _parse_token(answer.content)
+
+    def _refusal(self, answer: httpx.Response) -> LedgerError:
+        status = answer.status_code
+        if status in (429, 500, 502, 503, 504):
+            return LedgerError(f"the metadata service gives no token now: it answers {status}", kind="throttled")
+        what = f"the identity {self._client_id}" if self._client_id else "a managed identity, or only one"
+        text = (
+            f"the metadata service gives no token (it answers {status}: {excerpt(answer.content)}): this VM has "
+            f"not {what}; assign one to it, or write its client id as fleet.credential.client_id"
+        )
+        return LedgerError(text, kind="denied")
+
+
+def _parse_token(body: bytes) -> AccessToken:
+    try:
+        document = parse_json(body)
+        token, ends_at = document["access_token"], float(document["expires_on"])
+        if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:
+            raise ValueError
+        return AccessToken(token, int(ends_at))
+    except (ValueError, RecursionError, DocumentError, KeyError, TypeError, OverflowError):
+        raise LedgerError("the metadata service's answer holds no token", kind="bad_answer") from None

@@ -1,0 +1,190 @@
+"""The ledger in Table Storage against Azurite, Microsoft's emulator, over HTTPS with the VM's identity."""
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from receiver import wait_until
+
+from agent.fleet.ledger import LedgerError, Row
+from agent.fleet.table import TableLedger, connect
+from agent.settings.model import FleetCredential, FleetSettings
+from agent.simulator import Simulator
+from agent.transport import trusting
+
+if sys.platform == "win32":
+    pytest.skip("Azurite is stopped with signals that Windows has not", allow_module_level=True)
+
+from azurite import Azurite, running_azurite
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("npm") is None, reason="Azurite comes from npm's registry and runs in node"),
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl"),
+]
+TABLES = (f"fleet{number}" for number in range(10_000))
+
+
+@pytest.fixture(scope="module")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
+    with running_azurite(tmp_path_factory.mktemp("azurite")) as running, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(running.certificate))
+        trusting.cache_clear()
+        yield running
+    trusting.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def azure() -> Iterator[Simulator]:
+    with Simulator(["web_3"], rate_limit=None) as running:
+        yield running
+
+
+@pytest.fixture
+def url(azurite: Azurite) -> str:
+    return azurite.create_table(next(TABLES))
+
+
+@pytest.fixture
+def table(url: str, azure: Simulator) -> TableLedger:
+    return connect(FleetSettings(table=url), azure.endpoint())
+
+
+def contents(rows: list[Row]) -> dict[str, dict[str, str]]:
+    return {row.key: dict(row.content) for row in rows}
+
+
+def test_rows_are_written_listed_by_key_and_deleted(table: TableLedger) -> None:
+    table.put("slot|web", "001", {"event": "b"})
+    table.put("slot|web", "000", {"event": "a", "vm": "web_3", "until": "2026-03-02T12:03:55Z", "empty": ""})
+    table.put("slot|db", "000", {"event": "c"})
+    rows = table.list_rows("slot|web")
+    assert [row.key for row in rows] == ["000", "001"]
+    assert contents(rows)["000"] == {"event": "a", "vm": "web_3", "until": "2026-03-02T12:03:55Z", "empty": ""}
+    table.put("slot|web", "000", {"event": "d"})
+    assert contents(table.list_rows("slot|web"))["000"] == {"event": "d"}, "a row is replaced, not merged"
+    table.put("slot|web", "000", None)
+    table.put("slot|web", "000", None)
+    assert contents(table.list_rows("slot|web")) == {"001": {"event": "b"}}
+
+
+def test_only_a_row_with_the_version_that_was_seen_is_changed(table: TableLedger) -> None:
+    assert table.put_if_unchanged("slot|web", "000", {"event": "a"}, "")
+    assert not table.put_if_unchanged("slot|web", "000", {"event": "b"}, "")
+    (seen,) = table.list_rows("slot|web")
+    assert table.put_if_unchanged("slot|web", "000", {"event": "c"}, seen.version)
+    assert not table.put_if_unchanged("slot|web", "000", {"event": "d"}, seen.version)
+    table.put("slot|web", "000", None)
+    assert not table.put_if_unchanged("slot|web", "000", {"event": "e"}, seen.version)
+    assert table.list_rows("slot|web") == []
+
+
+def test_of_many_who_take_the_same_row_one_gets_it(url: str, azure: Simulator) -> None:
+    ledgers = [connect(FleetSettings(table=url), azure.endpoint()) for _ in range(8)]
+    for ledger in ledgers:
+        ledger.list_rows("slot|web")  # with a token, so that all begin at the same time
+    has_it: list[int] = []
+    together = threading.Barrier(len(ledgers))
+
+    def take(number: int) -> None:
+        together.wait(120)
+        if ledgers[number].put_if_unchanged("slot|web", "000", {"vm": str(number)}, ""):
+            has_it.append(number)
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(len(ledgers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    assert len(has_it) == 1
+    assert contents(ledgers[0].list_rows("slot|web")) == {"000": {"vm": str(has_it[0])}}
+
+
+def test_two_thousand_rows_come_in_pages(table: TableLedger) -> None:
+    names = [f"web_{number:04}" for number in range(2000)]
+    for name in names:
+        table.put("ready|e", name, {"state": "ready"})
+    assert [row.key for row in table.list_rows("ready|e")] == names
+
+
+def test_a_token_is_asked_for_once_with_the_client_id(url: str, azure: Simulator) -> None:
+    client_id = azure.vms["web_3"].client_id
+    ledger = connect(FleetSettings(table=url, credential=FleetCredential(client_id=client_id)), azure.endpoint())
+    before = len(azure.requests())
+    for _ in range(5):
+        ledger.put("p", "k", {"a": "b"})
+    asked = [record.path for record in azure.requests()[before:]]
+    assert len(asked) == 1
+    assert f"client_id={client_id}" in asked[0]
+    assert ledger.clock_skew_seconds is not None
+    assert abs(ledger.clock_skew_seconds) < 60
+
+
+def test_an_identity_that_this_vm_has_not_is_told(url: str, azure: Simulator) -> None:
+    other = "00000000-0000-0000-0000-000000000001"
+    ledger = connect(FleetSettings(table=url, credential=FleetCredential(client_id=other)), azure.endpoint())
+    with pytest.raises(LedgerError, match=f"Identity not found.*this VM has not the identity {other}") as caught:
+        ledger.list_rows("p")
+    assert caught.value.kind == "denied"
+
+
+def test_a_signature_is_read_for_each_request(
+    azurite: Azurite, url: str, azure: Simulator, tmp_path: Path
+) -> None:
+    file, name = tmp_path / "sas", url.rpartition("/")[2]
+    ledger = connect(FleetSettings(table=url, credential=FleetCredential(sas_file=str(file))), azure.endpoint())
+    with pytest.raises(LedgerError, match="cannot be read") as caught:
+        ledger.list_rows("p")
+    assert caught.value.kind == "setup"
+    file.write_text(f"?{azurite.sas(name)}\n")
+    ledger.put("p", "k", {"a": "b"})
+    for sas in (azurite.sas(name, permissions="r"), azurite.sas(name, ends_in=timedelta(days=-1))):
+        file.write_text(sas)
+        with pytest.raises(LedgerError, match=r"answers 403 .*the shared access signature in .* is not") as caught:
+            ledger.put("p", "k", {"a": "c"})
+        assert caught.value.kind == "denied"
+        assert sas not in repr(caught.value.__dict__) + str(caught.value)
+    file.write_text(azurite.sas(name))
+    assert contents(ledger.list_rows("p")) == {"k": {"a": "b"}}
+
+
+def test_a_table_that_does_not_exist_is_named(azurite: Azurite, azure: Simulator) -> None:
+    ledger = connect(FleetSettings(table=f"{azurite.account_url}/nosuch"), azure.endpoint())
+    for ask in (
+        lambda: ledger.list_rows("p"),
+        lambda: ledger.put("p", "k", {"a": "b"}),
+        lambda: ledger.put_if_unchanged("p", "k", {"a": "b"}, ""),
+    ):
+        with pytest.raises(LedgerError, match="there is no table nosuch") as caught:
+            ask()
+        assert caught.value.kind == "missing"
+
+
+def test_a_certificate_that_is_not_trusted_ends_the_exchange(
+    azurite: Azurite, url: str, azure: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSL_CERT_FILE")
+    trusting.cache_clear()
+    try:
+        with pytest.raises(LedgerError, match="its certificate is not trusted: self-signed") as caught:
+            connect(FleetSettings(table=url), azure.endpoint()).list_rows("p")
+        assert caught.value.kind == "unreachable"
+    finally:
+        monkeypatch.setenv("SSL_CERT_FILE", str(azurite.certificate))
+        trusting.cache_clear()
+
+
+def test_nothing_hangs_while_the_table_is_stopped(azurite: Azurite, table: TableLedger) -> None:
+    table.put("p", "k", {"a": "b"})
+    began = time.monotonic()
+    with azurite.stopped():
+        for ask in (lambda: table.list_rows("p"), lambda: table.put("p", "k", {"a": "c"})):
+            with pytest.raises(LedgerError) as caught:
+                ask()
+            assert caught.value.kind == "timeout"
+    assert time.monotonic() - began < 120
+    wait_until(lambda: table.list_rows("p"), "it answers again")
