@@ -95,6 +95,14 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """As in Resources; it may differ from the host name."""
     vm_id: str
+    group: str = ""
+    """The scale set that the VM is in."""
+
+    def completed_by(self, known: "Identity") -> "Identity":
+        """With what was known before, where this lacks it."""
+        return Identity(
+            name=self.name or known.name, vm_id=self.vm_id or known.vm_id, group=self.group or known.group
+        )
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,11 +133,9 @@ def parse_identity(body: bytes) -> Identity | None:
         return None
     compute = document.get("compute")
     known: dict[str, Any] = compute if isinstance(compute, dict) else {}
-    name, vm_id = known.get("name"), known.get("vmId")
-    return Identity(
-        name=clean_text(name) if isinstance(name, str) else "",
-        vm_id=clean_text(vm_id) if isinstance(vm_id, str) else "",
-    )
+    texts = [known.get(field) for field in ("name", "vmId", "vmScaleSetName")]
+    name, vm_id, group = [clean_text(text) if isinstance(text, str) else "" for text in texts]
+    return Identity(name=name, vm_id=vm_id, group=group)
 
 
 def _parse_object(body: bytes) -> dict[str, Any] | None:

@@ -158,6 +158,21 @@ class Metrics:
             "target",
         )
 
+    def add_fleet(self) -> None:
+        """Only agents whose policy has a fleet show these."""
+        self.fleet_requests = self._counter(
+            "fleet_requests_total", "Requests to the fleet's table, by how they ended.", "operation", "result"
+        )
+        self.fleet_wait_seconds = self._histogram(
+            "fleet_wait_seconds", "How long events waited for a slot, or for other VMs to be ready.", "what",
+            buckets=_SLOW_SECONDS,
+        )  # fmt: skip
+        self.fleet_awaited = self._gauge(
+            "fleet_awaited_vms", "VMs that are not ready for events which this VM is ready for."
+        )
+        for what in ("slot", "ready"):
+            self.fleet_wait_seconds.labels(what)
+
     def set_waiting(self, waiting: Mapping[str, tuple[int, float]]) -> None:
         """How many notices wait for each target, and since when the oldest, in Unix time. No other is shown."""
         for target in self._targets - waiting.keys():

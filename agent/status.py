@@ -111,6 +111,17 @@ class NotifiedTarget(msgspec.Struct, frozen=True, kw_only=True):
     failure: TargetFailure | None
 
 
+class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The VMs with which this one acts together."""
+
+    group: str
+    failure: str
+    """Why the table cannot be used; "" if it can."""
+    away_since: datetime | None
+    awaited: tuple[str, ...]
+    """VMs that events of this VM wait for."""
+
+
 class HookStep(msgspec.Struct, frozen=True, kw_only=True):
     """A hook of an event, and how far it is."""
 
@@ -156,6 +167,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     command_options: str = ""
     """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
     notify: tuple[NotifiedTarget, ...] = ()
+    fleet: FleetStatus | None = None
     headline: str = ""
     tone: Literal["good", "busy", "bad"] = "good"
     summaries: tuple[EventSummary, ...] = ()

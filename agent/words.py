@@ -150,8 +150,7 @@ def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datet
         reason = f": {workflow.waits_for}" if workflow.waits_for else ""  # none yet after an upgrade
         return f"{_held(workflow)}{reason}"
     if workflow.waits_for:
-        says_so = workflow.waits_for.startswith("waits ")
-        return workflow.waits_for if says_so else f"waits: {workflow.waits_for}"
+        return workflow.waits_for if workflow.waits_for.startswith("waits ") else f"waits: {workflow.waits_for}"
     match workflow.phase:
         case "waiting" if not (workflow.decision.has_preparation or workflow.decision.approve != "never"):
             return "only observed"
@@ -219,14 +218,13 @@ def pending_in_words(pending: Iterable[Workflow]) -> str:
     workflows = list(pending)
     if not workflows:
         return "nothing is pending"
-    of_others = sum(workflow.decision.affects == "others" for workflow in workflows)
     counts = {
         "not recovered": sum(workflow.phase == "recovery_failed" for workflow in workflows),
         "held": sum(workflow.phase == "held" for workflow in workflows),
         "started": sum(workflow.phase == "started" for workflow in workflows),
         "recovering": sum(workflow.phase == "recovering" for workflow in workflows),
         "waiting for an operator": sum(map(waits_for_operator, workflows)),
-        "of other VMs": of_others,
+        "of other VMs": sum(workflow.decision.affects == "others" for workflow in workflows),
     }
     told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
     events = "1 event is pending" if len(workflows) == 1 else f"{len(workflows)} events are pending"

@@ -140,6 +140,11 @@ def _rows(status: Status) -> Iterator[Row]:
         if failure := target.failure:
             text = f"{target.name} has failed since {clock(failure.since, now)}: {failure.reason}"
             yield Row("notify", f"{text}; notices waiting: {target.waiting}", "yellow")
+    if fleet := status.fleet:
+        since = f" since {clock(fleet.away_since, now)}" if fleet.away_since else ""
+        away = f"; its table cannot be used{since}: {fleet.failure}" if fleet.failure else ""
+        awaited = f"; waits for {', '.join(fleet.awaited)}" if fleet.awaited else ""
+        yield Row("fleet", f"group {fleet.group or 'not known'}{away}{awaited}", "yellow" if away else "")
     for hook in status.running_for(""):
         yield Row("runs", f"the on_clear hook {hook.hook}, {span(hook.since, now)} so far", "cyan")
 

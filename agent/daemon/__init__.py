@@ -10,6 +10,7 @@ from its next turn.
     identity    asks who this VM is, until it is known     -> inbox
     approvals   one thread for each request to approve     -> inbox     (threads.py)
     hooks       one thread for each hook that runs         -> inbox
+    fleet       asks the table of the VMs that act together (fleet.py), if the policy has one -> inbox
     notify-...  one thread for each target of notices    -> inbox     (senders.py)
     policy      reads the policy file again, when asked to -> inbox
     pages       opens the web server, until it is open (pages.py)
@@ -26,6 +27,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -44,11 +46,16 @@ from agent.imds import ImdsClient, connect
 from agent.log import get_logger
 from agent.log_ids import LogId
 from agent.metrics import Metrics
-from agent.settings import BUILT_IN_NAME, Settings
+from agent.settings import BUILT_IN_NAME, FleetSettings, Settings
 from agent.status import PolicyInForce
 from agent.store import Store, StoreError
 from agent.web.server import WebServer
 from agent.words import summarize
+from agent.workflow import Wish
+
+if TYPE_CHECKING:
+    from agent.daemon.fleet import FleetThread
+    from agent.fleet.ledger import Ledger
 
 # The engine's own pace: how often the watchdog and /healthz hear of it while nothing comes.
 _TICK_SECONDS = 10.0
@@ -80,6 +87,7 @@ class Daemon:
         command_options: str = "",
         stop_timeout: float = DEFAULT_STOP_TIMEOUT,
         service: host.ServiceManager | None = None,
+        connect_fleet: "Callable[[FleetSettings, str], Ledger] | None" = None,
     ) -> None:
         """``policy_name``: how people know the policy, for the status. ``policy_hash``: of what
         ``load_settings`` has read last. ``command_options``: see ``Status``.
@@ -87,6 +95,8 @@ class Daemon:
         ``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
 
         ``service``: what is told how the agent is; by default the program that started this process.
+
+        ``connect_fleet``: opens the fleet's ledger; by default Azure's table.
         """
         self._stop_timeout = stop_timeout
         self._log = get_logger()
@@ -103,6 +113,7 @@ class Daemon:
             self._metrics,
             self._executor,
             describe=lambda: msgspec.json.encode(self._pages.status()),
+            wish=self._wish,
         )
         self._poller = Poller(self._engine, self._put, self._metrics, partial(self._put, Command("look")))
         self._identifier = Identifier(self._engine, self._put, self._poller.stop_requested)
@@ -122,6 +133,8 @@ class Daemon:
             command_options=command_options,
         )
         self._service = service or host.ServiceManager()
+        self._connect_fleet = connect_fleet
+        self._fleet: FleetThread | None = None
         self._watchdog = Watchdog(lambda: store.is_writing)
         self._is_stopping = False
         self._wake_path = store.wake_path
@@ -189,6 +202,7 @@ class Daemon:
                 processes=ended,
             )
         self._senders.use(settings.notify)
+        self._use_fleet(settings)
         self._start_thread("identity", self._identifier.run)
         self._poller.has_service_answered = self._engine.has_service_answered()
         self._start_thread("poller", self._poll)
@@ -202,6 +216,23 @@ class Daemon:
     def _hear_operators(self, wake_up: host.WakeUp) -> None:
         while wake_up.wait():
             self._put(Command("look"))
+
+    def _use_fleet(self, settings: Settings) -> None:
+        if self._fleet is not None:
+            self._fleet.use(settings)
+        elif settings.fleet is not None:
+            # Most agents need neither it nor Azure's client.
+            from agent.daemon.fleet import FleetThread  # noqa: PLC0415
+            from agent.fleet.table import connect as connect_table  # noqa: PLC0415
+
+            connect_fleet = self._connect_fleet or connect_table
+            self._fleet = FleetThread(self._put, self._metrics, settings, connect_fleet)
+            self._start_thread("fleet", self._fleet.run)
+
+    def _wish(self, wishes: tuple[Wish, ...]) -> None:
+        if self._fleet is not None:
+            engine = self._engine
+            self._fleet.wish(wishes, engine.names(), engine.identity.vm_id, engine.identity.group)
 
     def _connect(self) -> ImdsClient:
         """For one approval."""
@@ -234,6 +265,8 @@ class Daemon:
         self._poller.stop()
         self._reload_requested.set()  # to end its thread
         self._senders.begin_stop()
+        if self._fleet is not None:
+            self._fleet.stop()
         # What has a bug is best started anew, and soon.
         stop_timeout = self._stop_timeout if self._crash is None else min(self._stop_timeout, DEFAULT_STOP_TIMEOUT)
         names = [running.hook for running in self._executor.running()]
@@ -361,5 +394,6 @@ class Daemon:
             self._metrics.set_policy(read.settings, read.hash)
             self._engine.change_settings(read.settings)
             self._senders.use(read.settings.notify)
+            self._use_fleet(read.settings)
         self._told_status = self._describe()
         self._service.tell("ready", self._told_status)

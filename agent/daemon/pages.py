@@ -24,6 +24,7 @@ from agent.log import get_logger
 from agent.log_ids import LogId
 from agent.metrics import Metrics
 from agent.status import (
+    FleetStatus,
     History,
     HistoryItem,
     Journal,
@@ -175,7 +176,7 @@ class Pages:
     def _snapshot(self) -> object:
         """What a status shows, apart from the time."""
         engine, poller = self._engine, self._poller
-        at_work = (self._executor.running(), engine.is_paused, engine.names(), self.failure)
+        at_work = (self._executor.running(), engine.is_paused, engine.names(), self.failure, engine.fleet.told, engine.fleet.awaited)
         return (engine.board, engine.settings, self.policy, poller.succeeded_at, poller.failure, *at_work)
 
     def _status_page(self) -> Page:
@@ -237,8 +238,20 @@ class Pages:
             pending=self._pending(),
             command_options=self._command_options,
             notify=tuple(self._notified()),
+            fleet=self._fleet(),
         )
         return with_words(status)
+
+    def _fleet(self) -> FleetStatus | None:
+        settings, told = self._engine.settings.fleet, self._engine.fleet.told
+        if settings is None:
+            return None
+        return FleetStatus(
+            group=settings.group or told.group,
+            failure=told.failure,
+            away_since=told.away_since,
+            awaited=self._engine.fleet.awaited,
+        )
 
     def _notified(self) -> Iterator[NotifiedTarget]:
         waiting, failures = self._engine.notifying.waiting, self._executor.notify_failures()

@@ -11,12 +11,14 @@ invariant: what was decided is on disk before any of it is done; what could not 
     hook_runs.py  hooks of events, how long they take; the hooks that run at the start if nothing is pending
     telling.py    log, metrics and journal
     notifying.py  notices of events, until they are delivered
+    fleet.py      the VMs that act together: what was told of them, what is wished of them
     upkeep.py     the state file: old entries, room for a full disk
 """
 
 from agent.engine.engine import Engine
 from agent.engine.parts import (
     Executor,
+    FleetTold,
     HookEnded,
     HookKey,
     HookStart,
@@ -30,6 +32,6 @@ from agent.engine.parts import (
 )
 
 __all__ = [
-    "Engine", "Executor", "HookEnded", "HookKey", "HookStart", "Machine", "Message", "NoticeEnded", "Paused",
-    "RunOnClear", "key_of", "without_run",
+    "Engine", "Executor", "FleetTold", "HookEnded", "HookKey", "HookStart", "Machine", "Message", "NoticeEnded",
+    "Paused", "RunOnClear", "key_of", "without_run",
 ]  # fmt: skip

@@ -9,10 +9,11 @@ from math import inf
 
 from agent import __version__, host
 from agent.engine.documents import Documents
+from agent.engine.fleet import FleetPart
 from agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
 from agent.engine.notifying import Notifying
 from agent.engine.operators import answer, refusal
-from agent.engine.parts import Executor, HookEnded, Machine, Message, NoticeEnded, Paused, RunOnClear
+from agent.engine.parts import Executor, FleetTold, HookEnded, Machine, Message, NoticeEnded, Paused, RunOnClear
 from agent.engine.telling import Teller
 from agent.engine.upkeep import Upkeep
 from agent.events import Document, refuse_too_many
@@ -38,6 +39,7 @@ from agent.workflow import (
     RunHook,
     Signal,
     Step,
+    Wish,
     is_ready,
     next_wake_at,
     proceed,
@@ -64,10 +66,15 @@ class Engine:
         machine: Machine | None = None,
         *,
         describe: Callable[[], bytes] = bytes,
+        wish: Callable[[tuple[Wish, ...]], None] = lambda _: None,
     ) -> None:
-        """``describe``: how the agent is, for a command that asks through the store: a ``Status`` as JSON."""
+        """``describe``: how the agent is, for a command that asks through the store: a ``Status`` as JSON.
+
+        ``wish``: takes what this VM wants of its fleet, after each commit; FleetTold comes back.
+        """
         self._machine = machine or Machine()
         self._describe = describe
+        self.fleet = FleetPart(wish)
         self._store = store
         self._metrics = metrics
         self._executor = executor
@@ -77,7 +84,8 @@ class Engine:
         self.board: Board = {}
         """The open workflows."""
         self.boot_id = self._machine.boot_id()
-        self.identity = Identity(name=store.load_fact("vm_name"), vm_id=store.load_fact("vm_id"))
+        known = [store.load_fact(fact) for fact in ("vm_name", "vm_id", "vm_group")]
+        self.identity = Identity(name=known[0], vm_id=known[1], group=known[2])
         """Who this VM is, as far as that is known."""
         self.is_paused = False
         self._is_stopping = False
@@ -152,6 +160,8 @@ class Engine:
                         self._signals.append(signal)
             case NoticeEnded(id=notice_id):
                 self.notifying.end(notice_id)
+            case FleetTold():
+                self.fleet.take(message)
             case Paused(seconds=seconds):
                 self._teller.tell_pause(seconds, self._machine.now())
 
@@ -283,6 +293,7 @@ class Engine:
             is_acting=self.is_acting(),
             document_at=document_at,
             is_state_lost=self._is_state_lost,
+            fleet=self.fleet.view(settings),
         )
 
     def _look_at_clock(self, now: datetime) -> None:
@@ -292,7 +303,7 @@ class Engine:
             self._signals.append(ClockSet(seconds))
 
     def _decide_and_do(self, now: datetime) -> None:
-        has_news = bool(self._signals) or self.documents.new is not None
+        has_news = bool(self._signals or self.fleet.has_news) or self.documents.new is not None
         is_due = self.wake_at is not None and self.wake_at <= now
         if not (has_news or (self.board and (is_due or self.turned_at - self._decided_at > _DECIDE_SECONDS))):
             return
@@ -317,7 +328,9 @@ class Engine:
         self.notifying.perform(progression.steps)
         self._perform(progression.steps, now)
         self._decided_at = self.turned_at
-        self.wake_at = next_wake_at(self.board, self._context(now, self._document_at))
+        context = self._context(now, self._document_at)
+        self.wake_at = next_wake_at(self.board, context)
+        self.fleet.committed(self.board, context)
 
     def lacks_event(self) -> bool:
         """Whether the last answer lacked an event that is not over yet: the next one counts. For any thread."""
@@ -430,9 +443,10 @@ class Engine:
             self.board = {}
             self.documents.look_again()
             self._log.warning(text, log_id=LogId.OTHER_VM)
-        learned = Identity(name=identity.name or known.name, vm_id=identity.vm_id or known.vm_id)
+        learned = identity.completed_by(known)
         if learned != known or not self._is_identity_sure:
-            self._store.save_facts({"vm_name": learned.name, "vm_id": learned.vm_id, "boot_id": self.boot_id})
+            facts = {"vm_name": learned.name, "vm_id": learned.vm_id, "vm_group": learned.group}
+            self._store.save_facts({**facts, "boot_id": self.boot_id})
             self._log.info("this VM is known", log_id=LogId.VM_KNOWN, vm=learned.name, vm_id=learned.vm_id)
             self._reconsider()
         self.identity, self._new_identity, self._is_identity_sure = learned, None, True

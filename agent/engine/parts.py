@@ -1,6 +1,7 @@
 """What the engine works with: its machine, the executor of its decisions, and the messages it takes."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, Protocol
@@ -11,7 +12,7 @@ from agent.hooks import HookResult
 from agent.host import processes
 from agent.imds import Identity
 from agent.policy import Hook
-from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook
+from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Standing
 
 HookKey = tuple[str, str]
 """Workflow and stage: what a workflow runs one hook of at a time."""
@@ -53,7 +54,17 @@ class NoticeEnded:
     id: int
 
 
-Message = Document | Identity | ApprovalAnswered | HookEnded | Paused | NoticeEnded
+@dataclass(frozen=True)
+class FleetTold:
+    """How the events of this VM stand with its fleet."""
+
+    group: str
+    failure: str
+    away_since: datetime | None
+    standings: Mapping[str, Standing]
+
+
+Message = Document | Identity | ApprovalAnswered | HookEnded | Paused | NoticeEnded | FleetTold
 
 
 class Machine:

@@ -58,5 +58,6 @@ __all__ = [
     "Context", "Effect", "Fleet", "HookFinished", "HookOutcome", "Leave", "MoveDeadline", "Note", "NoteKind",
     "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Reconsider", "RunHook", "Signal", "Stage",
     "Standing", "Step", "Waits", "Wish", "Word", "Workflow", "ask_gates", "awaited", "has_obeyed",
-    "hook_deadline_at", "is_ready", "known_events", "needed_seconds", "needs_all", "next_wake_at", "proceed", "wishes",
+    "hook_deadline_at", "is_ready", "known_events", "needed_seconds", "needs_all", "next_wake_at", "proceed",
+    "wishes",
 ]  # fmt: skip

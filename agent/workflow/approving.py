@@ -178,17 +178,15 @@ def _reason(workflow: Workflow, context: Context) -> str:
     has_failed = workflow.prepare.state == "failed"
     state = "its rule approves despite the failure" if has_failed else "its preparation is done"
     others = awaited(workflow, context) if needs_all(workflow) else []
-    alone = (
-        f"; it is not known whether {', '.join(others)} are ready, for the table cannot be used" if others else ""
-    )
-    return f"rule {decision.rule}: {state}{alone}"
+    unknown = f"; the table cannot be used, and {', '.join(others)} may not be ready" if others else ""
+    return f"rule {decision.rule}: {state}{unknown}"
 
 
 def would_begin(workflow: Workflow, context: Context) -> Waits:
     """What an agent that acts would do about an event for which nothing has begun."""
     start = start_of(workflow, context)
     ready = replace(workflow, phase="prepared", prepare=Progress(state="succeeded"))
-    leave = ask_gates(ready, replace(context, is_acting=True))
+    leave = ask_gates(ready, replace(context, is_acting=True), OWN_GATES)
     at = start.at if start.at > context.now else None
     return Waits(
         kind="would_begin",

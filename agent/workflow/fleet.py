@@ -1,4 +1,4 @@
-"""What the VMs of a group must agree on: how many events are prepared for at a time, and that all VMs are ready."""
+"""What VMs of a group agree on: how many events they prepare for at a time, and that all of them are ready."""
 
 from datetime import datetime, timedelta
 

@@ -1,0 +1,150 @@
+"""The thread that talks to the fleet's table, so that neither polling nor the engine waits for it.
+
+The one invariant: the engine hears of every change in how its events stand with the fleet, and of every failure.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+from agent import AgentError
+from agent.daemon.polling import Put
+from agent.engine import FleetTold
+from agent.fleet.ledger import Ledger, LedgerError, Row
+from agent.fleet.protocol import Fleet
+from agent.imds import resolve_endpoint
+from agent.log import FailureLog, get_logger
+from agent.log_ids import LogId
+from agent.metrics import Metrics
+from agent.settings import FleetSettings, Settings
+from agent.workflow import Wish
+
+Connect = Callable[[FleetSettings, str], Ledger]
+# How often it is tried again if there is no table to ask.
+_RETRY_SECONDS = 30.0
+# A clock that is set must not put off what is due.
+_MAX_WAIT_SECONDS = 60.0
+
+
+class FleetThread:
+    """For the engine's thread, apart from ``run``."""
+
+    def __init__(self, put: Put, metrics: Metrics, settings: Settings, connect: Connect) -> None:
+        self._put = put
+        self._metrics = metrics
+        self._connect = connect
+        self._settings = settings
+        self._wishes: tuple[Wish, ...] | None = None
+        self._names: tuple[str, ...] = ()
+        self._vm_id = self._group = ""
+        self._news = threading.Event()
+        self._is_stopping = False
+        self._failures = FailureLog("using the fleet's table", LogId.FLEET_FAILS, LogId.FLEET_WORKS)
+        metrics.add_fleet()
+
+    def use(self, settings: Settings) -> None:
+        """Another policy is in force."""
+        self._settings = settings
+        self._news.set()
+
+    def wish(self, wishes: tuple[Wish, ...], names: tuple[str, ...], vm_id: str, group: str) -> None:
+        """What this VM wants now. ``group``: as the metadata service knows it; "" if it does not."""
+        self._wishes, self._names, self._vm_id, self._group = wishes, names, vm_id, group
+        self._news.set()
+
+    def stop(self) -> None:
+        """End soon; nothing more is written."""
+        self._is_stopping = True
+        self._news.set()
+
+    def run(self) -> None:
+        """Blocks until ``stop``."""
+        fleet: Fleet | None = None
+        used: object = None
+        told: FleetTold | None = None
+        while not self._is_stopping:
+            self._news.clear()
+            settings, wishes = self._settings.fleet, self._wishes
+            if settings is None or wishes is None:
+                self._news.wait()
+                continue
+            group, now = settings.group or self._group, datetime.now(UTC)
+            if used != (settings, group, self._vm_id):
+                fleet, used = None, (settings, group, self._vm_id)
+            seconds = _RETRY_SECONDS
+            try:
+                if fleet is None:
+                    fleet = self._open(settings, group)
+                standings = fleet.visit(wishes, self._names, now)
+                at = fleet.next_at(now)
+                seconds = (at - datetime.now(UTC)).total_seconds() if at else _MAX_WAIT_SECONDS
+                new = FleetTold(group, fleet.failure, fleet.away_since, standings)
+                self._metrics.fleet_awaited.set(fleet.awaited())
+            except Exception as error:  # noqa: BLE001 - events go on without the table, whatever is wrong with it
+                reason = str(error) if isinstance(error, AgentError) else f"a bug in the agent: {error!r}"
+                if not isinstance(error, AgentError):
+                    get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
+                since = told.away_since if told and told.away_since else now
+                new = FleetTold(group, reason, since, told.standings if told else {})
+            self._tell_log(new)
+            if new != told:
+                told = new
+                self._put(new)
+            self._news.wait(min(max(0.0, seconds), _MAX_WAIT_SECONDS))
+
+    def _open(self, settings: FleetSettings, group: str) -> Fleet:
+        if not group:
+            raise AgentError(
+                "the group is not known: the VM is in no scale set, so set fleet.group", kind="fleet"
+            )
+        ledger = self._connect(settings, resolve_endpoint(self._settings.imds.endpoint))
+        return Fleet(
+            CountingLedger(ledger, self._metrics),
+            group=group,
+            vm_id=self._vm_id,
+            max_events=settings.max_events,
+            expect=settings.expect,
+            random=random.Random(),  # noqa: S311 - so that VMs do not all ask at once
+            waited=lambda what, seconds: self._metrics.fleet_wait_seconds.labels(what).observe(seconds),
+        )
+
+    def _tell_log(self, told: FleetTold) -> None:
+        now = datetime.now(UTC).timestamp()
+        if told.failure:
+            self._failures.failed("table", told.failure, now)
+        else:
+            self._failures.succeeded(now)
+
+
+class CountingLedger:
+    """Counts requests by operation and result."""
+
+    def __init__(self, ledger: Ledger, metrics: Metrics) -> None:
+        self._ledger = ledger
+        self._metrics = metrics
+
+    def put(self, partition: str, key: str, content: Mapping[str, str] | None) -> None:
+        with self._counted("put" if content is not None else "delete"):
+            self._ledger.put(partition, key, content)
+
+    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str], version: str) -> bool:
+        with self._counted("put_if_unchanged"):
+            return self._ledger.put_if_unchanged(partition, key, content, version)
+
+    def list_rows(self, partition: str) -> list[Row]:
+        with self._counted("list"):
+            return self._ledger.list_rows(partition)
+
+    @contextmanager
+    def _counted(self, operation: str) -> Iterator[None]:
+        result = "bug"
+        try:
+            yield
+            result = "ok"
+        except LedgerError as error:
+            result = error.kind
+            raise
+        finally:
+            self._metrics.fleet_requests.labels(operation, result).inc()

@@ -1,0 +1,46 @@
+"""What the engine knows of the VMs that act together, and what it wishes of them."""
+
+from collections.abc import Callable
+
+from agent.engine.parts import FleetTold
+from agent.settings import Settings
+from agent.workflow import Board, Context, Fleet, Wish, awaited, wishes
+
+
+class FleetPart:
+    """``told`` and ``awaited`` are for any thread, the rest is for the engine's."""
+
+    def __init__(self, wish: Callable[[tuple[Wish, ...]], None]) -> None:
+        self._wish = wish
+        self.told = FleetTold("", "", None, {})
+        """What the fleet's table last told."""
+        self.has_news = False
+        """Whether that was not decided on yet."""
+        self.awaited: tuple[str, ...] = ()
+        """The VMs that events of this VM wait for."""
+
+    def take(self, told: FleetTold) -> None:
+        self.told, self.has_news = told, True
+
+    def view(self, settings: Settings) -> Fleet | None:
+        """What the workflow reads; None if this VM acts alone."""
+        fleet, told = settings.fleet, self.told
+        if fleet is None:
+            return None
+        return Fleet(
+            max_events=fleet.max_events,
+            expect=fleet.expect,
+            when_away=fleet.when_away,
+            failure=told.failure,
+            away_since=told.away_since,
+            standings=told.standings,
+        )
+
+    def committed(self, board: Board, context: Context) -> None:
+        """What was decided is on disk: tell the fleet."""
+        self.has_news = False
+        if context.fleet is None or context.document_at is None:
+            return
+        waiting = [w for w in board.values() if w.waits and w.waits.kind == "all_ready"]
+        self.awaited = tuple(dict.fromkeys(name for one in waiting for name in awaited(one, context)))
+        self._wish(wishes(board, context))

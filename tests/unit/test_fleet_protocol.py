@@ -1,0 +1,579 @@
+"""The fleet's protocol, one behaviour at a time, on a ledger in memory and a clock that the test moves."""
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from random import Random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from agent.fleet.ledger import LedgerError, Row
+from agent.fleet.memory import MemoryLedger
+from agent.fleet.protocol import Fleet, event_key_of, key_of, resources_of, time_of
+from agent.workflow import Standing, Wish
+
+START = datetime(2026, 3, 2, 8, 0, tzinfo=UTC)
+MINUTE = timedelta(minutes=1)
+
+
+class Vm:
+    """One VM: its protocol, and what its workflow wishes."""
+
+    def __init__(self, name: str, ledger: MemoryLedger, max_events: int | None = 1, **options: Any) -> None:
+        self.name = name
+        self._options = {"max_events": max_events, "expect": ("*",), **options}
+        self._ledger = ledger
+        self.wishes: dict[str, Wish] = {}
+        self.waited: list[tuple[str, float]] = []
+        self.restart()
+
+    def restart(self) -> None:
+        self.fleet = Fleet(
+            self._ledger,
+            group="web",
+            vm_id=f"id-{self.name}",
+            random=Random(self.name),
+            waited=lambda what, seconds: self.waited.append((what, seconds)),
+            **self._options,
+        )
+
+    def wish(self, stage: str, event: str = "a", names: tuple[str, ...] = (), **changes: Any) -> None:
+        fields: dict[str, Any] = {
+            "event": event,
+            "event_id": event.upper(),
+            "resources": names or (self.name,),
+            "not_before": START + 15 * MINUTE,
+            "own": self.name,
+            "expected": names or (self.name,),
+            "needs_slot": self._options["max_events"] is not None,
+            "needs_all": len(names) > 1,
+            "stage": stage,
+        }
+        self.wishes[event] = Wish(**{**fields, **changes})
+
+    def end(self, event: str = "a") -> None:
+        del self.wishes[event]
+
+    def visit(self, now: datetime = START) -> dict[str, Standing]:
+        return self.fleet.visit(self.wishes.values(), (self.name,), now)
+
+    def standing(self, now: datetime = START, event: str = "a") -> Standing:
+        return self.visit(now)[event]
+
+
+def slots(ledger: MemoryLedger) -> list[str]:
+    return [row.content["event"] for row in sorted(ledger.rows().get("slot|web", []))]
+
+
+def a_fault(*faults: str, call: str = "") -> Callable[[str], str]:
+    """These faults for the next calls (of that name), then none."""
+    left = list(faults)
+    return lambda name: left.pop(0) if left and call in ("", name) else ""
+
+
+A, B, C = map(event_key_of, "abc")
+
+
+# --- leave to begin
+
+
+def test_an_event_takes_the_lowest_free_slot() -> None:
+    ledger = MemoryLedger()
+    vm = Vm("web_1", ledger, max_events=3)
+    vm.wish("begin")
+    assert vm.standing().has_slot
+    assert slots(ledger) == [A]
+    assert ledger.rows()["slot|web"][0].key == "000"
+
+
+def test_the_slot_belongs_to_the_event_not_to_the_vm() -> None:
+    ledger = MemoryLedger()
+    names = tuple(f"web_{number}" for number in range(5))
+    vms = [Vm(name, ledger) for name in names]
+    for vm in vms:
+        vm.wish("begin", names=names)
+    assert all(vm.standing().has_slot for vm in vms)
+    assert slots(ledger) == [A]
+
+
+def test_a_further_event_waits_and_says_for_which() -> None:
+    ledger = MemoryLedger()
+    first, second = Vm("web_1", ledger), Vm("web_2", ledger)
+    first.wish("begin", event_id="602D9444-D2CD-49C7-8624-8643E7171297")
+    second.wish("begin", "b")
+    assert first.standing().has_slot
+    standing = second.standing(event="b")
+    assert not standing.has_slot
+    assert standing.holder == "event 602D9444 of web_1, until 08:45"
+
+
+def test_it_asks_again_after_5_to_15_seconds() -> None:
+    ledger = MemoryLedger()
+    first = Vm("web_1", ledger)
+    first.wish("begin")
+    first.visit()
+    pauses = set()
+    for number in range(50):
+        vm = Vm(f"other_{number}", ledger)
+        vm.wish("begin", "b")
+        vm.visit()
+        at = vm.fleet.next_at(START)
+        assert at is not None
+        pauses.add(at - START)
+    assert timedelta(seconds=5) <= min(pauses) < timedelta(seconds=7)
+    assert timedelta(seconds=13) < max(pauses) <= timedelta(seconds=15)
+
+
+def test_between_two_tries_it_asks_nothing() -> None:
+    ledger = MemoryLedger()
+    first, second = Vm("web_1", ledger), Vm("web_2", ledger)
+    first.wish("begin")
+    second.wish("begin", "b")
+    first.visit()
+    second.visit()
+    calls = ledger.calls
+    second.visit(START + timedelta(seconds=1))
+    first.visit(START + timedelta(seconds=1))
+    assert ledger.calls == calls
+
+
+def test_a_slot_whose_write_had_no_answer_counts_as_held() -> None:
+    ledger = MemoryLedger(a_fault("lost", call="put_if_unchanged"))
+    vm = Vm("web_1", ledger)
+    vm.wish("begin")
+    assert not vm.standing().has_slot
+    assert vm.fleet.failure == "the answer was lost"
+    assert vm.standing(START + MINUTE).has_slot
+    assert vm.fleet.failure == ""
+    assert slots(ledger) == [A]
+
+
+def test_of_two_slots_of_one_event_the_lower_stays() -> None:
+    ledger = MemoryLedger()
+    until = (START + MINUTE).isoformat()
+    for key in ("000", "002"):
+        ledger.put("slot|web", key, {"event": A, "until": until})
+    vm = Vm("web_1", ledger, max_events=3)
+    vm.wish("begin")
+    assert vm.standing().has_slot
+    assert slots(ledger) == [A, ""]
+
+
+def test_vms_that_list_stale_rows_take_no_slot_twice() -> None:
+    chance = Random(7)
+    ledger = MemoryLedger(lambda call: "stale" if call == "list_rows" and chance.random() < 0.5 else "")
+    vms = [Vm(f"web_{number}", ledger, max_events=2) for number in range(6)]
+    for index, vm in enumerate(vms):
+        vm.wish("begin", f"event-{index}")
+    for second in range(0, 100, 20):
+        for vm in vms:
+            vm.visit(START + timedelta(seconds=second))
+    held = [vm for vm in vms if any(standing.has_slot for standing in vm.visit(START + 2 * MINUTE).values())]
+    assert len(held) == 2
+
+
+def test_there_are_never_more_slots_than_the_limit() -> None:
+    ledger = MemoryLedger()
+    vms = [Vm(f"web_{number}", ledger, max_events=3) for number in range(10)]
+    for index, vm in enumerate(vms):
+        vm.wish("begin", f"event-{index}")
+        vm.visit()
+    assert len(slots(ledger)) == 3
+
+
+def test_a_lower_limit_counts_the_slots_above_it_too() -> None:
+    ledger = MemoryLedger()
+    many = Vm("web_1", ledger, max_events=3)
+    for event in "abc":
+        many.wish("begin", event)
+    many.visit()
+    few = Vm("web_2", ledger, max_events=1)
+    few.wish("begin", "d")
+    many.end("a")
+    many.visit()
+    assert slots(ledger) == ["", B, C]
+    assert not few.standing(event="d").has_slot
+
+
+# --- readiness
+
+
+def test_it_writes_that_it_is_ready_before_it_looks() -> None:
+    calls: list[str] = []
+
+    def listen(call: str) -> str:
+        calls.append(call)
+        return ""
+
+    vm = Vm("web_1", MemoryLedger(listen), max_events=None)
+    vm.wish("idle", names=("web_1", "web_2"))
+    vm.visit()
+    calls.clear()
+    vm.wish("ready", names=("web_1", "web_2"))
+    vm.visit()
+    assert calls.index("put") < calls.index("list_rows")
+
+
+def test_the_last_to_write_sees_all() -> None:
+    ledger = MemoryLedger()
+    names = tuple(f"web_{number}" for number in range(5))
+    vms = [Vm(name, ledger, max_events=None) for name in names]
+    for vm in vms:
+        vm.wish("ready", names=names)
+    seen = [vm.standing().ready for vm in vms]
+    assert seen[-1] == frozenset(names)
+    assert not any(ready >= frozenset(names) for ready in seen[:-1])
+
+
+def test_the_first_two_look_again_and_the_others_do_not() -> None:
+    ledger = MemoryLedger()
+    names = tuple(f"web_{number}" for number in range(5))
+    vms = [Vm(name, ledger, max_events=None) for name in names]
+    for vm in vms[:-1]:
+        vm.wish("ready", names=names)
+        vm.visit()
+    looks = [vm.fleet.next_at(START) for vm in vms[:-1]]
+    assert [at is not None for at in looks] == [True, True, False, False]
+    assert all(timedelta(seconds=4) <= at - START <= timedelta(seconds=6) for at in looks if at)
+
+
+def test_one_that_dies_between_write_and_look_stops_nothing() -> None:
+    names = ("web_0", "web_1", "web_2")
+    ledger = MemoryLedger()
+    vms = [Vm(name, ledger, max_events=None) for name in names]
+    for vm in vms[:-1]:
+        vm.wish("ready", names=names)
+        vm.visit()
+    vms[-1].visit()
+    vms[-1].wish("ready", names=names)
+    ledger.fault = a_fault("away", call="list_rows")
+    assert vms[-1].standing().ready == frozenset()
+    later = START + timedelta(seconds=6)
+    assert vms[0].standing(later).ready == frozenset(names)
+    assert vms[1].standing(later).ready == frozenset(names)
+
+
+def test_resources_that_grow_are_looked_at_again() -> None:
+    ledger = MemoryLedger()
+    vms = [Vm(f"web_{number}", ledger, max_events=None) for number in range(4)]
+    names = tuple(vm.name for vm in vms)
+    for vm in vms[:3]:
+        vm.wish("ready", names=names[:3])
+        vm.visit()
+    vms[3].wish("ready", names=names)
+    vms[3].visit()
+    vms[2].wish("ready", names=names)
+    assert vms[2].standing().ready == frozenset(names)
+
+
+def test_a_readiness_that_is_withdrawn_is_written_over() -> None:
+    ledger = MemoryLedger()
+    names = ("web_1", "web_2")
+    one, other = Vm("web_1", ledger, max_events=None), Vm("web_2", ledger, max_events=None)
+    one.wish("ready", names=names)
+    one.visit()
+    one.wish("busy", names=names)
+    assert one.standing().ready == frozenset()
+    other.wish("ready", names=names)
+    assert other.standing().ready == {"web_2"}
+
+
+def test_a_failed_write_counts_as_not_ready() -> None:
+    ledger = MemoryLedger(a_fault("away", call="put"))
+    vm = Vm("web_1", ledger, max_events=None)
+    vm.wish("ready", names=("web_1", "web_2"))
+    assert vm.standing().ready == frozenset()
+    assert vm.standing(START + MINUTE).ready == {"web_1"}
+
+
+def test_after_a_restart_it_is_not_ready_until_it_says_so_again() -> None:
+    ledger = MemoryLedger()
+    names = ("web_1", "web_2")
+    one, other = Vm("web_1", ledger, max_events=None), Vm("web_2", ledger, max_events=None)
+    one.wish("ready", names=names)
+    one.visit()
+    one.restart()
+    one.wish("busy", names=names)
+    one.visit()
+    other.wish("ready", names=names)
+    assert other.standing().ready == {"web_2"}
+
+
+def test_it_counts_the_vms_that_it_waits_for() -> None:
+    vm = Vm("web_1", MemoryLedger(), max_events=None)
+    vm.wish("ready", names=("web_1", "web_2", "web_3"))
+    vm.visit()
+    assert vm.fleet.awaited() == 2
+
+
+def test_a_hundred_vms_need_two_requests_each_and_a_few_more() -> None:
+    ledger = MemoryLedger()
+    names = tuple(f"web_{number}" for number in range(100))
+    vms = [Vm(name, ledger, max_events=None) for name in names]
+    for vm in vms:
+        vm.visit()  # both of its looks back
+    calls = ledger.calls
+    for vm in vms:
+        vm.wish("ready", names=names)
+        vm.visit()
+    assert ledger.calls - calls == 202  # the first two write the index
+
+
+# --- the end
+
+
+def test_an_event_of_one_vm_frees_its_slot_at_its_end() -> None:
+    ledger = MemoryLedger()
+    vm = Vm("web_1", ledger)
+    vm.wish("begin")
+    vm.visit()
+    vm.end()
+    vm.visit()
+    assert slots(ledger) == [""]
+    assert ledger.rows().keys() == {"slot|web"}
+
+
+def test_the_last_that_is_back_frees_the_slot_and_clears_away() -> None:
+    ledger = MemoryLedger()
+    names = tuple(f"web_{number}" for number in range(3))
+    vms = [Vm(name, ledger) for name in names]
+    for stage in ("begin", "ready", "away"):
+        for vm in vms:
+            vm.wish(stage, names=names)
+            vm.visit()
+    for vm in vms[:-1]:
+        vm.end()
+        vm.visit()
+        assert slots(ledger) == [A]
+    vms[-1].end()
+    vms[-1].visit()
+    assert slots(ledger) == [""]
+    assert ledger.rows().keys() == {"slot|web"}
+
+
+def test_a_vm_that_never_began_comes_back_too() -> None:
+    ledger = MemoryLedger()
+    names = ("web_1", "web_2")
+    one, other = Vm("web_1", ledger), Vm("web_2", ledger)
+    one.wish("begin", names=names)
+    other.wish("idle", names=names)
+    for vm in (one, other):
+        vm.visit()
+        vm.end()
+        vm.visit()
+    assert slots(ledger) == [""]
+
+
+def test_it_goes_back_as_long_as_that_was_not_written() -> None:
+    ledger = MemoryLedger()
+    vm = Vm("web_1", ledger)
+    vm.wish("begin")
+    vm.visit()
+    vm.end()
+    ledger.fault = lambda _: "away"
+    now = START
+    for _ in range(10):
+        vm.visit(now)
+        now = vm.fleet.next_at(now) or now
+    ledger.fault = lambda _: ""
+    vm.visit(now)
+    assert slots(ledger) == [""]
+
+
+def test_an_event_that_is_held_before_it_begins_gives_its_slot_back() -> None:
+    ledger = MemoryLedger()
+    vm = Vm("web_1", ledger)
+    vm.wish("begin")
+    vm.visit()
+    vm.wish("idle")
+    assert vm.visit() == {}
+    assert slots(ledger) == [""]
+    vm.wish("begin")
+    assert vm.standing().has_slot
+
+
+def test_a_vm_that_lives_keeps_its_slot() -> None:
+    ledger = MemoryLedger()
+    vm, other = Vm("web_1", ledger), Vm("web_2", ledger)
+    vm.wish("begin")
+    vm.visit()
+    vm.wish("away")
+    other.wish("begin", "b", not_before=START + 10 * 60 * MINUTE)
+    now = START
+    while now < START + 5 * 60 * MINUTE:
+        assert vm.standing(now).has_slot
+        assert not other.standing(now, "b").has_slot
+        now += MINUTE
+    assert ledger.calls < 60 * 5 * 2 * 2
+
+
+def test_the_slot_of_a_dead_vm_is_free_30_minutes_after_not_before() -> None:
+    ledger = MemoryLedger()
+    dead, other = Vm("web_1", ledger), Vm("web_2", ledger)
+    dead.wish("begin")
+    dead.visit()
+    other.wish("begin", "b", not_before=START + 10 * 60 * MINUTE)
+    assert not other.standing(START + 44 * MINUTE, "b").has_slot
+    assert other.standing(START + 46 * MINUTE, "b").has_slot
+    assert slots(ledger) == [B]
+
+
+def test_rows_of_old_events_are_deleted_by_age() -> None:
+    ledger = MemoryLedger()
+    names = ("web_1", "web_2")
+    dead, vm = Vm("web_1", ledger), Vm("web_3", ledger)
+    dead.wish("ready", names=names)
+    dead.visit()
+    for days, rows in ((0, {"ready|" + A, "event|web", "slot|web"}), (2, {"slot|web"})):
+        now = START + timedelta(days=days)
+        vm.wish("begin", "b", not_before=now + MINUTE)
+        vm.visit(now)
+        vm.end("b")
+        vm.visit(now)
+        assert ledger.rows().keys() == rows
+
+
+def test_after_a_restart_it_pays_what_it_owes() -> None:
+    ledger = MemoryLedger()
+    vm = Vm("web_1", ledger)
+    vm.wish("begin")
+    vm.visit()
+    vm.restart()
+    vm.end()
+    vm.visit()
+    assert slots(ledger) == [""]
+
+
+def test_a_restart_in_the_middle_of_an_event_keeps_its_slot() -> None:
+    ledger = MemoryLedger()
+    vm = Vm("web_1", ledger)
+    vm.wish("begin")
+    vm.visit()
+    vm.restart()
+    vm.wish("busy")
+    assert vm.standing().has_slot
+    assert slots(ledger) == [A]
+
+
+def test_an_event_that_comes_again_does_not_count_as_back() -> None:
+    ledger = MemoryLedger()
+    names = ("web_1", "web_2")
+    one, other = Vm("web_1", ledger), Vm("web_2", ledger)
+    for vm in (one, other):
+        vm.wish("begin", names=names)
+        vm.visit()
+    one.end()
+    one.visit()
+    one.wish("begin", names=names)
+    one.visit()
+    other.end()
+    other.visit()
+    assert slots(ledger) == [A]
+
+
+def test_a_slot_freed_by_hand_is_asked_for_again() -> None:
+    ledger = MemoryLedger()
+    vm = Vm("web_1", ledger)
+    vm.wish("begin")
+    vm.visit()
+    ledger.put("slot|web", "000", {"event": ""})
+    vm.wish("busy")
+    later = START + 31 * MINUTE
+    assert vm.standing(later).has_slot
+    assert slots(ledger) == [A]
+
+
+# --- a ledger that is away
+
+
+def test_pauses_grow_to_half_a_minute_and_differ() -> None:
+    ledger = MemoryLedger(lambda _: "away")
+    vm = Vm("web_1", ledger)
+    vm.wish("begin")
+    now, pauses = START, []
+    for _ in range(12):
+        vm.visit(now)
+        at = vm.fleet.next_at(now)
+        assert at is not None
+        pauses.append((at - now).total_seconds())
+        now = at
+    assert pauses[0] <= 1
+    assert all(15 <= pause <= 30 for pause in pauses[-4:])
+    assert len(set(pauses[-4:])) == 4
+    assert vm.fleet.away_since == START
+
+
+def test_it_leaves_the_ledger_alone_as_long_as_that_asks() -> None:
+    class Busy(MemoryLedger):
+        def list_rows(self, _: str) -> list[Row]:
+            raise LedgerError("busy", kind="throttled", retry_after=100.0)
+
+    vm = Vm("web_1", Busy())
+    vm.wish("begin")
+    vm.visit()
+    at = vm.fleet.next_at(START)
+    assert at is not None
+    assert 100 <= (at - START).total_seconds() <= 150
+
+
+def test_what_was_known_stays_known_while_it_is_away() -> None:
+    ledger = MemoryLedger()
+    vm = Vm("web_1", ledger)
+    vm.wish("begin")
+    vm.visit()
+    ledger.fault = lambda _: "away"
+    assert vm.standing(START + 40 * MINUTE).has_slot
+
+
+def test_it_tells_how_long_an_event_has_waited() -> None:
+    ledger = MemoryLedger()
+    first, second = Vm("web_1", ledger), Vm("web_2", ledger)
+    first.wish("begin")
+    first.visit()
+    second.wish("begin", "b")
+    second.visit()
+    first.end()
+    first.visit()
+    second.visit(START + MINUTE)
+    second.visit(START + 2 * MINUTE)
+    assert second.waited == [("slot", 60.0)]
+
+
+# --- rows
+
+
+@pytest.mark.parametrize(
+    ("text", "key"), [("Web_1", "web_1"), ("a.b-c", "a.b-c"), ("", None), ("a/b", None), ("x" * 81, None)]
+)
+def test_keys_have_only_what_azure_allows(text: str, key: str | None) -> None:
+    assert key_of(text) == (key or key_of(text))
+    assert len(key_of(text)) == (len(key) if key else 64)
+    assert len(event_key_of(text)) == 32
+
+
+def test_rows_that_others_have_spoilt_count_as_free() -> None:
+    row = Row("000", {"event": "x", "until": "tomorrow", "resources": "[1"}, "1")
+    assert time_of(row, "until") < START
+    assert resources_of(row) == ()
+    assert resources_of(replace_content(row, resources=json.dumps(["web_1", 2]))) == ("web_1",)
+    ledger = MemoryLedger()
+    ledger.put("slot|web", "000", row.content)
+    vm = Vm("web_1", ledger)
+    vm.wish("begin")
+    assert vm.standing().has_slot
+
+
+def replace_content(row: Row, **content: str) -> Row:
+    return row._replace(content={**row.content, **content})
+
+
+def test_a_wish_of_an_event_under_a_new_id_keeps_its_rows() -> None:
+    ledger = MemoryLedger()
+    vm = Vm("web_1", ledger)
+    vm.wish("begin")
+    vm.visit()
+    vm.wishes["a"] = replace(vm.wishes["a"], event_id="NEW")
+    assert vm.standing(START + MINUTE).has_slot
+    assert slots(ledger) == [A]
