@@ -96,9 +96,7 @@ class FleetThread:
 
     def _open(self, settings: FleetSettings, group: str) -> Fleet:
         if not group:
-            raise AgentError(
-                "the group is not known: the VM is in no scale set, so set fleet.group", kind="fleet"
-            )
+            raise AgentError("the group is not known: the VM is in no scale set, so set fleet.group", kind="fleet")
         ledger = self._connect(settings, resolve_endpoint(self._settings.imds.endpoint))
         return Fleet(
             CountingLedger(ledger, self._metrics),

@@ -176,7 +176,14 @@ class Pages:
     def _snapshot(self) -> object:
         """What a status shows, apart from the time."""
         engine, poller = self._engine, self._poller
-        at_work = (self._executor.running(), engine.is_paused, engine.names(), self.failure, engine.fleet.told, engine.fleet.awaited)
+        at_work = (
+            self._executor.running(),
+            engine.is_paused,
+            engine.names(),
+            self.failure,
+            engine.fleet.told,
+            engine.fleet.awaited,
+        )
         return (engine.board, engine.settings, self.policy, poller.succeeded_at, poller.failure, *at_work)
 
     def _status_page(self) -> Page:

@@ -4,7 +4,7 @@ For one thread. The board and the settings are replaced, never changed, so that 
 """
 
 from collections.abc import Callable, Iterable
-from datetime import datetime, timedelta
+from datetime import datetime
 from math import inf
 
 from agent import __version__, host
@@ -14,6 +14,7 @@ from agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
 from agent.engine.notifying import Notifying
 from agent.engine.operators import answer, refusal
 from agent.engine.parts import Executor, FleetTold, HookEnded, Machine, Message, NoticeEnded, Paused, RunOnClear
+from agent.engine.service import Service, load_identity, save_identity
 from agent.engine.telling import Teller
 from agent.engine.upkeep import Upkeep
 from agent.events import Document, refuse_too_many
@@ -47,9 +48,6 @@ from agent.workflow import (
 
 # The clock was set if it and the monotonic one differ by more than this since the last turn.
 _CLOCK_SET_SECONDS = 1.0
-# After a day without a request the service switches Scheduled Events off for the VM.
-_SERVICE_KNOWN = timedelta(hours=24)
-_REMEMBER_ANSWER = timedelta(hours=1)
 # Without news, and before the time that was worked out, all is decided again this often: to be safe.
 _DECIDE_SECONDS = 60.0
 
@@ -84,8 +82,7 @@ class Engine:
         self.board: Board = {}
         """The open workflows."""
         self.boot_id = self._machine.boot_id()
-        known = [store.load_fact(fact) for fact in ("vm_name", "vm_id", "vm_group")]
-        self.identity = Identity(name=known[0], vm_id=known[1], group=known[2])
+        self.identity = load_identity(store)
         """Who this VM is, as far as that is known."""
         self.is_paused = False
         self._is_stopping = False
@@ -100,7 +97,6 @@ class Engine:
         self._new_identity: Identity | None = None
         # A disk may have been copied to another VM, which is always another boot.
         self._is_identity_sure = host.is_same_boot(store.load_fact("boot_id"), self.boot_id)
-        self._answer_remembered_at: datetime | None = None
         self._is_state_lost = bool(store.load_fact("state_lost"))
         # What the next turn has to take in, and no commit has held yet.
         self.documents = Documents()
@@ -111,6 +107,7 @@ class Engine:
         self._teller = Teller(store, metrics)
         self._hook_runs = HookRuns(settings, store, executor, self._machine, self._teller)
         self.notifying = Notifying(settings, store, metrics, executor)
+        self._service = Service(store, self._machine)
         self._upkeep = Upkeep(store, metrics, self._machine)
 
     def start(self) -> None:
@@ -187,7 +184,7 @@ class Engine:
             self._greet_first_document(now)
             self._hook_runs.save_times()
             self.notifying.settle()
-            self._remember_answer(document_at)
+            self._service.remember(document_at, self.boot_id)
         except StoreError as error:
             self.store_failure = str(error)
             # Nothing was done. The next turn decides again on what was taken in.
@@ -363,23 +360,9 @@ class Engine:
         """Of the last document that was decided on."""
         return self.documents.latest.incarnation if self.documents.latest else ""
 
-    # --- the service
-
     def has_service_answered(self) -> bool:
         """Whether it has answered this VM lately, so that Scheduled Events are switched on."""
-        boot_id, _, stamp = self._store.load_fact("service_answered").rpartition(" ")
-        if not stamp or not host.is_same_boot(boot_id, self.boot_id):
-            return False
-        age = self._machine.now() - datetime.fromisoformat(stamp)
-        return timedelta(0) <= age < _SERVICE_KNOWN
-
-    def _remember_answer(self, at: datetime | None) -> None:
-        """At most once an hour: that is enough after a restart."""
-        before = self._answer_remembered_at
-        if at is None or (before is not None and abs(at - before) < _REMEMBER_ANSWER):
-            return
-        self._answer_remembered_at = at
-        self._store.save_facts({"service_answered": f"{self.boot_id} {at.isoformat()}"})
+        return self._service.has_answered(self.boot_id)
 
     def _greet_first_document(self, now: datetime) -> None:
         """What is done once, when the agent has first decided on what is pending."""
@@ -445,8 +428,7 @@ class Engine:
             self._log.warning(text, log_id=LogId.OTHER_VM)
         learned = identity.completed_by(known)
         if learned != known or not self._is_identity_sure:
-            facts = {"vm_name": learned.name, "vm_id": learned.vm_id, "vm_group": learned.group}
-            self._store.save_facts({**facts, "boot_id": self.boot_id})
+            save_identity(self._store, learned, self.boot_id)
             self._log.info("this VM is known", log_id=LogId.VM_KNOWN, vm=learned.name, vm_id=learned.vm_id)
             self._reconsider()
         self.identity, self._new_identity, self._is_identity_sure = learned, None, True

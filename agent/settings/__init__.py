@@ -27,9 +27,9 @@ from agent.settings.model import (
 from agent.typed_yaml import Parsed, Problem, parse
 
 __all__ = [
-    "BUILT_IN_NAME", "CONFIG_VARIABLE", "DEFAULT_RULES", "AgentSettings", "ConfigError", "FleetSettings", "ImdsSettings",
-    "Loaded", "LogFormat", "LogLevel", "LogSettings", "NotifyTarget", "Settings", "VmSettings", "find_config",
-    "load_policy", "load_settings", "parse_endpoint", "parse_settings", "state_dir_of",
+    "BUILT_IN_NAME", "CONFIG_VARIABLE", "DEFAULT_RULES", "AgentSettings", "ConfigError", "FleetSettings",
+    "ImdsSettings", "Loaded", "LogFormat", "LogLevel", "LogSettings", "NotifyTarget", "Settings", "VmSettings",
+    "find_config", "load_policy", "load_settings", "parse_endpoint", "parse_settings", "state_dir_of",
 ]  # fmt: skip
 
 CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"

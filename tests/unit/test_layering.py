@@ -169,7 +169,7 @@ def test_an_agent_that_runs_has_loaded_all_of_its_own_before_an_upgrade() -> Non
     here = {path for path in files(*RESIDENT) if "windows" not in path.name and path.name != "systemd_unit.py"}
     wanted = {name for path in here for name in imports(path) if "windows" not in name}
     # It is loaded at the start too, if the policy has it.
-    wanted = {name for name in wanted if not is_in(name, {"agent.fleet"})}
+    wanted = {name for name in wanted if not is_in(name, {"agent.fleet", "agent.daemon.fleet"})}
     assert (wanted & {dotted_name_of(path) for path in files()}) - set(loaded) == set()
 
 

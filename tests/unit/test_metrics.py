@@ -82,6 +82,8 @@ def use_everything(metrics: Metrics, pending: list[Workflow]) -> None:
     metrics.record_hook("drain", "prepare", "succeeded", 1.0)
     metrics.set_policy(Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),)), "e3b0")
     metrics.set_waiting({"ops": (1, NOW.timestamp())})
+    metrics.add_fleet()
+    metrics.fleet_requests.labels("put", "ok").inc()
 
 
 def table(metrics: Metrics) -> Iterator[str]:
