@@ -111,7 +111,7 @@ class NotifiedTarget(msgspec.Struct, frozen=True, kw_only=True):
     failure: TargetFailure | None
 
 
-class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
+class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     """The VMs with which this one acts together."""
 
     group: str
@@ -167,7 +167,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     command_options: str = ""
     """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
     notify: tuple[NotifiedTarget, ...] = ()
-    fleet: FleetStatus | None = None
+    fleet: FleetState | None = None
     headline: str = ""
     tone: Literal["good", "busy", "bad"] = "good"
     summaries: tuple[EventSummary, ...] = ()

@@ -20,7 +20,15 @@ from agent import AgentError, host
 from agent.cli import add_config_option, parse_time
 from agent.cli.status import event_rows, head
 from agent.cli.terminal import Row, Terminal, print_json
-from agent.events import Document, DocumentError, ScheduledEvent, Seen, parse_document, parse_event
+from agent.events import (
+    Document,
+    DocumentError,
+    ScheduledEvent,
+    Seen,
+    parse_document,
+    parse_event,
+    plain_names,
+)
 from agent.hook_times import KnownTimes, decode, may_take_seconds
 from agent.policy import Decision, Facts, refusal
 from agent.settings import Settings, find_config, load_settings, state_dir_of
@@ -32,12 +40,16 @@ from agent.workflow import (
     ApprovalAnswered,
     Approve,
     Context,
+    Fleet,
     HookFinished,
     RunHook,
     Signal,
+    Standing,
     Workflow,
     ask_gates,
     needed_seconds,
+    needs_all,
+    needs_slot,
     next_wake_at,
     proceed,
 )
@@ -69,6 +81,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """When preparation or approval would begin; None if neither would."""
     begins_reason: str
     """Why not at once; "" if at once."""
+    needs_slot: bool
+    """Whether it also waits for a slot of the fleet."""
     expected_approval: ExpectedApproval
 
 
@@ -165,6 +179,7 @@ def explain_event(
         reserve=settings.agent.reserve,
         boot_id="",
         document_at=now,
+        fleet=_willing_fleet(settings, event),
     )
     life = _rehearse(event, context)
     decision = life.workflow.decision
@@ -179,8 +194,18 @@ def explain_event(
         ),
         begins_at=life.begins_at,
         begins_reason=start.reason if life.begins_at is not None else "",
+        needs_slot=life.context.fleet is not None and needs_slot(life.workflow, life.context.fleet),
         expected_approval=_approval(life, now),
     )
+
+
+def _willing_fleet(settings: Settings, event: ScheduledEvent) -> Fleet | None:
+    """A fleet that has a slot for the event, and in which all VMs are ready."""
+    fleet = settings.fleet
+    if fleet is None:
+        return None
+    standing = Standing(has_slot=True, ready=frozenset(plain_names(event.resources)))
+    return Fleet(max_events=fleet.max_events, expect=fleet.expect, standings={event.key: standing})
 
 
 def _approval(life: _Life, now: datetime) -> ExpectedApproval:
@@ -192,6 +217,7 @@ def _approval(life: _Life, now: datetime) -> ExpectedApproval:
             hooks = f"hook {decision.prepare[0]} has" if count == 1 else f"its {count} hooks have"
             text = f"approved as soon as {hooks} succeeded"
             text += "" if approved_at == now else f", {when}"
+            text += ", and once the other VMs are ready" if needs_all(life.workflow) else ""
             fails = "a failed hook holds it" if decision.on_failure == "hold" else "even if a hook fails"
             return ExpectedApproval(answer="yes", at=approved_at, text=f"{text}; {fails}")
         return ExpectedApproval(answer="yes", at=approved_at, text=f"approved {when}")
@@ -273,6 +299,7 @@ def _rows(explanation: Explanation, now: datetime) -> Iterator[Row]:
         when += f" ({explanation.begins_reason})" if begins_at != now else ""
         parts = [f"not ready for {format_duration(decision.drain_for)}"] if decision.drain_for else []
         parts += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
+        when += ", once the fleet has a slot for it" if explanation.needs_slot else ""
         yield Row("prepare", f"{when}: {', then '.join(parts) or 'nothing to run'}")
     elif begins_at is not None and begins_at != now:
         yield Row("waits", f"until {clock(begins_at, now)} ({explanation.begins_reason})")

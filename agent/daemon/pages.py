@@ -24,7 +24,7 @@ from agent.log import get_logger
 from agent.log_ids import LogId
 from agent.metrics import Metrics
 from agent.status import (
-    FleetStatus,
+    FleetState,
     History,
     HistoryItem,
     Journal,
@@ -249,11 +249,11 @@ class Pages:
         )
         return with_words(status)
 
-    def _fleet(self) -> FleetStatus | None:
+    def _fleet(self) -> FleetState | None:
         settings, told = self._engine.settings.fleet, self._engine.fleet.told
         if settings is None:
             return None
-        return FleetStatus(
+        return FleetState(
             group=settings.group or told.group,
             failure=told.failure,
             away_since=told.away_since,

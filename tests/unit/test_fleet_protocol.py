@@ -485,6 +485,24 @@ def test_a_slot_freed_by_hand_is_asked_for_again() -> None:
     assert slots(ledger) == [A]
 
 
+@pytest.mark.parametrize(("vms", "max_events", "requests"), [(1, 1, 9), (100, None, 505), (100, 1, 609)])
+def test_what_an_event_costs_from_its_slot_to_its_end(vms: int, max_events: int | None, requests: int) -> None:
+    ledger = MemoryLedger()
+    names = tuple(f"web_{number}" for number in range(vms))
+    fleet = [Vm(name, ledger, max_events=max_events) for name in names]
+    for vm in fleet:
+        vm.visit()  # both of its looks back
+    calls = ledger.calls
+    for stage in ("begin", "busy", "ready", "away"):
+        for vm in fleet:
+            vm.wish(stage, names=names)
+            vm.visit()
+    for vm in fleet:
+        vm.end()
+        vm.visit()
+    assert ledger.calls - calls == requests
+
+
 # --- a ledger that is away
 
 

@@ -1,0 +1,134 @@
+"""Several agents of one group on one simulator and one real table: none approves, and none begins, out of turn."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+
+import pytest
+from harness import Agent, Simulator
+
+from agent.transport import trusting
+from conftest import MakeAgent
+
+if sys.platform == "win32":
+    pytest.skip("Azurite is stopped with signals that Windows has not", allow_module_level=True)
+
+from azurite import Azurite, running_azurite
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("npm") is None, reason="Azurite comes from npm's registry and runs in node"),
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl"),
+]
+VMS = ("web_0", "web_1", "web_2")
+TABLES = (f"fleet{number}" for number in range(10_000))
+
+
+@pytest.fixture(scope="module")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
+    with running_azurite(tmp_path_factory.mktemp("azurite")) as running, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(running.certificate))
+        trusting.cache_clear()
+        yield running
+    trusting.cache_clear()
+
+
+@pytest.fixture
+def azure() -> Iterator[Simulator]:
+    with Simulator(vms=VMS, rate_limit=None) as simulator:
+        yield simulator
+
+
+@pytest.fixture
+def agents(azurite: Azurite, azure: Simulator, make_agent: MakeAgent) -> list[Agent]:
+    """One for each VM, started, whose hook waits for ``let_go``."""
+    table = azurite.create_table(next(TABLES))
+    started = []
+    for vm in VMS:
+        agent = make_agent(azure.endpoint(vm), vm)
+        rule = {"name": "impactful", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
+        agent.write_policy(
+            rules=[{**rule, "shared": "all-ready"}],
+            hooks={"drain": agent.hook("drain", until="go"), **agent.hooks("resume")},
+            fleet={"group": "web", "table": table, "max_events": 1},
+        )
+        agent.start()
+        started.append(agent)
+    return started
+
+
+def test_an_event_of_three_vms_is_approved_once_all_are_prepared(azure: Simulator, agents: list[Agent]) -> None:
+    event = azure.schedule("Reboot", vms=VMS, notice_seconds=900, lasts_seconds=1.0)
+    for agent in agents:
+        agent.wait_phase(event, "preparing")
+    for agent in agents[:2]:
+        agent.let_go("go")
+        agent.wait_phase(event, "prepared")
+    first = agents[0]
+    first.wait_until(
+        lambda: first.wait_phase(event, "prepared")["waits_for"] == "waits for web_2 to be ready", "it told"
+    )
+    assert first.status()["fleet"] == {"group": "web", "failure": "", "away_since": None, "awaited": ["web_2"]}
+    assert "waits for web_2" in " ".join(first.run("status", "--state-dir", str(first.state_dir)).stdout.split())
+    assert azure.event(event).status == "Scheduled"
+    agents[2].let_go("go")
+    for agent in agents:
+        agent.wait_log("closed", event_id=event)
+        assert agent.ran() == ["drain", "resume"]
+    last = agents[2]
+    last.wait_until(lambda: last.metric("fleet_wait_seconds_count", what="ready"), "it counted")
+    assert last.metric("fleet_requests_total", operation="put", result="ok") > 0
+
+
+def test_of_two_events_the_second_begins_when_the_first_has_recovered(
+    azure: Simulator, agents: list[Agent]
+) -> None:
+    first = azure.schedule("Reboot", vms=VMS[:1], notice_seconds=900, lasts_seconds=1.0)
+    agents[0].wait_phase(first, "preparing")
+    second = azure.schedule("Reboot", vms=VMS[1:2], notice_seconds=900, lasts_seconds=1.0)
+    agents[1].wait_until(
+        lambda: (
+            f"waits for a slot: event {first[:8]} of web_0, until"
+            in agents[1].wait_phase(second, "waiting")["waits_for"]
+        ),
+        "it told",
+    )
+    assert agents[1].ran() == []
+    agents[1].let_go("go")
+    agents[0].let_go("go")
+    for agent, event in zip(agents, (first, second), strict=False):
+        agent.wait_log("closed", event_id=event)
+    (recovered,) = agents[0].journal_times(kind="closed")
+    (began,) = agents[1].journal_times(kind="preparing")
+    assert recovered < began
+
+
+def test_while_the_table_is_away_nothing_is_approved_and_then_it_is(
+    azure: Simulator, agents: list[Agent], azurite: Azurite
+) -> None:
+    event = azure.schedule("Reboot", vms=VMS, notice_seconds=900, lasts_seconds=1.0)
+    for agent in agents:
+        agent.wait_phase(event, "preparing")
+    with azurite.stopped():
+        for agent in agents:
+            agent.let_go("go")
+            agent.wait_phase(event, "prepared")
+            agent.wait_until(lambda agent=agent: agent.status()["fleet"]["failure"], "it told")  # type: ignore[misc]
+            assert "the table cannot be used" in agent.pending()[event]["waits_for"]
+        assert azure.event(event).status == "Scheduled"
+    for agent in agents:
+        agent.wait_log("closed", event_id=event)
+        assert agent.ran() == ["drain", "resume"]
+
+
+def test_an_agent_that_is_killed_while_it_waits_goes_on(azure: Simulator, agents: list[Agent]) -> None:
+    event = azure.schedule("Reboot", vms=VMS, notice_seconds=900, lasts_seconds=1.0)
+    for agent in agents[:2]:
+        agent.let_go("go")
+        agent.wait_phase(event, "prepared")
+    agents[0].kill()
+    agents[2].wait_phase(event, "preparing")
+    agents[0].start()
+    agents[2].let_go("go")
+    for agent in agents:
+        agent.wait_log("closed", event_id=event)
+        assert agent.ran() == ["drain", "resume"]
