@@ -28,6 +28,7 @@ _COMMANDS = {
     "events": ("events", "what Azure says now, readable"),
     "history": ("history", "what was done about which event, and how it ended"),
     "notify": ("notify", "send a test to the services that are notified of events"),
+    "fleet": ("fleet", "slots and readiness of the VMs that act together; release frees a slot by hand"),
     "doctor": ("doctor", "would the agent do its work on this machine?"),
     "simulate": ("simulate", "serve a simulated Scheduled Events endpoint"),
     "demo": ("demo", "watch the agent handle five events of a simulated Azure, in twenty seconds"),

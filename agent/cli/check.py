@@ -9,6 +9,7 @@ from agent.api_version import versions_to_ask
 from agent.cli import add_config_option
 from agent.cli.terminal import Row, Terminal, print_json
 from agent.events import RECOMMENDATION
+from agent.fleet.table import doubts as doubts_of_table
 from agent.policy import Rule, When
 from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
 from agent.settings.files import check_files, refuse_exposed
@@ -51,12 +52,15 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check_targets(loaded: Loaded) -> tuple[Problem, ...]:
-    """Warnings about services that are to be notified."""
-    if not loaded.settings.notify:
-        return ()
-    from agent.notices import doubts  # noqa: PLC0415  # with httpx, half of this command's start
+    """Warnings about services that are to be notified, and about the fleet's table."""
+    findings: list[tuple[str, str]] = []
+    if loaded.settings.notify:
+        from agent.notices import doubts  # noqa: PLC0415  # with httpx, half of this command's start
 
-    return loaded.parsed.gather(doubts(loaded.settings.notify))
+        findings += doubts(loaded.settings.notify)
+    if loaded.settings.fleet:
+        findings += doubts_of_table(loaded.settings.fleet)
+    return loaded.parsed.gather(findings)
 
 
 def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:

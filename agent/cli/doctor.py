@@ -108,6 +108,11 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
                 yield failure("policy", problem, "correct it: the agent does not start with this policy")
     if loaded is not None:
         yield from _look_at_policy(loaded, account)
+    if settings.fleet is not None:
+        from agent.cli import fleet  # noqa: PLC0415  # most policies have none
+
+        time.sleep(_SPACING_SECONDS)
+        yield fleet.examine(settings, settings.fleet)
     state_dir = state_dir_of(settings, state_option).absolute()
     pid, lock_fault = None, ""
     try:

@@ -1,44 +1,23 @@
-"""The ledger in Azure Table Storage, through Microsoft's azure-data-tables.
+"""The way to the fleet's table; loads Microsoft's azure-data-tables, an extra, when it is first gone."""
 
-Owns how a row is stored, and what each answer of the service means. The one invariant: each call ends in bounded
-time, and everything that goes wrong is a LedgerError.
-"""
-
-import logging
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from itertools import islice
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
-from time import monotonic
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
-from azure.core import MatchConditions
-from azure.core.credentials import AzureSasCredential
-from azure.core.exceptions import AzureError, HttpResponseError
-from azure.core.rest import HttpResponse
-from azure.data.tables import TableClient, TableEntity, UpdateMode
+from agent import host
+from agent.fleet.ledger import LedgerError
+from agent.settings.model import FleetCredential, FleetSettings, parse_table
 
-from agent.events import clean_text
-from agent.fleet.identity import VmCredential
-from agent.fleet.ledger import LedgerError, Row
-from agent.fleet.table_transport import TableTransport
-from agent.settings.model import FleetCredential, FleetSettings, TableAddress, parse_table
-from agent.transport import parse_retry_after
+if TYPE_CHECKING:
+    from agent.fleet.table_ledger import TableLedger
 
 ROLE = "Storage Table Data Contributor"
 
-# They log each request, with its URL.
-logging.getLogger("azure").setLevel(logging.CRITICAL)
-
-_EXCHANGE_SECONDS = 10.0
-_LIST_SECONDS = 30.0
-_MAX_ROWS = 10_000
 _MAX_SAS_BYTES = 16 * 1024
-# With Azure's own names of clouds: https://ACCOUNT.table.core.windows.net, .usgovcloudapi.net, .chinacloudapi.cn.
-_AUDIENCES = {"usgovcloudapi.net": "https://storage.azure.us", "chinacloudapi.cn": "https://storage.azure.cn"}
-_CODE = re.compile(r'"code"\s*:\s*"([A-Za-z]{1,64})"|<(?:\w+:)?code>([A-Za-z]{1,64})<', re.IGNORECASE)
-_IS_CHANGED = ("EntityAlreadyExists", "UpdateConditionNotSatisfied", "ConditionNotMet", "ResourceNotFound")
+_NOT_INSTALLED = "azure-data-tables is not installed: pip install 'scheduled-events-agent[fleet]'"
 
 
 def connect(settings: FleetSettings, endpoint: str) -> "TableLedger":
@@ -46,7 +25,27 @@ def connect(settings: FleetSettings, endpoint: str) -> "TableLedger":
     address = parse_table(settings.table)
     if address is None:
         raise LedgerError("fleet.table is no URL of a table", kind="setup")
+    try:
+        from agent.fleet.table_ledger import TableLedger  # noqa: PLC0415  # 5 MiB, and an extra
+    except ImportError as error:
+        raise LedgerError(_NOT_INSTALLED, kind="setup") from error
     return TableLedger(settings, address, endpoint)
+
+
+def doubts(settings: FleetSettings) -> Iterator[tuple[str, str]]:
+    """Why the table could not be used from this machine, or who else can read its secret: path and message."""
+    if find_spec("azure") is None or find_spec("azure.data") is None:
+        yield "fleet", _NOT_INSTALLED
+    credential = settings.credential
+    if not isinstance(credential, FleetCredential) or not credential.sas_file:
+        return
+    path = Path(credential.sas_file)
+    if fault := host.exposure_fault(path):
+        yield "fleet.credential.sas_file", fault
+    try:
+        read_sas(path)
+    except LedgerError as error:
+        yield "fleet.credential.sas_file", str(error)
 
 
 def read_sas(path: Path) -> str:
@@ -55,147 +54,10 @@ def read_sas(path: Path) -> str:
         with path.open("rb") as file:
             text = file.read(_MAX_SAS_BYTES).decode("ascii").strip().removeprefix("?")
     except OSError as error:
-        raise LedgerError(f"sas_file: {path} cannot be read: {error.strerror}", kind="setup") from None
+        raise LedgerError(f"{path} cannot be read: {error.strerror}", kind="setup") from None
     except UnicodeDecodeError:
         text = ""
     if not {"sv", "sig"} <= parse_qs(text).keys() or re.search(r"\s", text):
         form = "a shared access signature such as sv=...&sig=..., in one line"
-        raise LedgerError(f"sas_file: {path} does not hold {form}", kind="setup")
+        raise LedgerError(f"{path} does not hold {form}", kind="setup")
     return text
-
-
-class TableLedger:
-    """A table as a ledger: see ``agent.fleet.ledger``. For any thread.
-
-    A call takes up to 40 seconds (a token and an exchange, both once more if the token is refused), a list 70, and
-    what the system takes to look up a name.
-    """
-
-    def __init__(self, settings: FleetSettings, address: TableAddress, endpoint: str) -> None:
-        self._address = address
-        self._transport = TableTransport(settings.proxy, _EXCHANGE_SECONDS)
-        given = settings.credential if isinstance(settings.credential, FleetCredential) else FleetCredential()
-        self._sas_file = Path(given.sas_file) if given.sas_file else None
-        self._sas = AzureSasCredential("sv=&sig=")  # the file is read before each request
-        identity = VmCredential(endpoint, given.client_id, _EXCHANGE_SECONDS)
-        try:
-            self._client = TableClient(
-                address.account_url,
-                address.name,
-                credential=self._sas if self._sas_file else identity,
-                transport=self._transport,
-                retry_total=0,  # the fleet decides when to ask again
-                audience=next((url for end, url in _AUDIENCES.items() if end in address.account_url), None),
-                logging_enable=False,
-            )
-        except ValueError as error:  # a token over plain http
-            raise LedgerError(f"the table cannot be asked: {error}", kind="setup") from None
-
-    @property
-    def clock_skew_seconds(self) -> float | None:
-        """How far this machine's clock was ahead of the service's, when it last answered."""
-        return self._transport.clock_skew_seconds
-
-    def put(self, partition: str, key: str, content: Mapping[str, str] | None) -> None:
-        with self._asking():
-            if content is None:
-                self._client.delete_entity(partition, key)
-            else:
-                self._client.upsert_entity(_to_entity(partition, key, content), UpdateMode.REPLACE)
-
-    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str], version: str) -> bool:
-        entity = _to_entity(partition, key, content)
-        try:
-            with self._asking():
-                if version:
-                    self._client.update_entity(
-                        entity, UpdateMode.REPLACE, etag=version, match_condition=MatchConditions.IfNotModified
-                    )
-                else:
-                    self._client.create_entity(entity)
-        except _ChangedError:
-            return False
-        return True
-
-    def list_rows(self, partition: str) -> list[Row]:
-        deadline = monotonic() + _LIST_SECONDS
-        rows: list[Row] = []
-        with self._asking():
-            pages = self._client.query_entities(
-                "PartitionKey eq @partition", parameters={"partition": partition}, results_per_page=1000
-            ).by_page()
-            for page in pages:
-                rows += filter(None, map(_to_row, islice(page, _MAX_ROWS)))
-                if len(rows) > _MAX_ROWS:
-                    raise LedgerError(f"more than {_MAX_ROWS:,} rows: {partition}", kind="bad_answer")
-                if monotonic() > deadline:
-                    raise LedgerError(f"no whole list within {_LIST_SECONDS:g} s", kind="timeout")
-        return sorted(rows, key=lambda row: row.key)
-
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Everything that goes wrong inside as a LedgerError."""
-        if self._sas_file:
-            self._sas.update(read_sas(self._sas_file))
-        fault: LedgerError
-        try:
-            yield
-        except HttpResponseError as error:
-            fault = self._refusal(error)
-        except (AzureError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            what = type(error).__name__
-            fault = LedgerError(
-                f"{self._address.account_url}: the answer is not one of a table ({what})", kind="bad_answer"
-            )
-        else:
-            return
-        # Outside of the except clauses, so that no traceback has a URL with a signature.
-        raise fault
-
-    def _refusal(self, error: HttpResponseError) -> LedgerError:
-        """What an answer that is no success means."""
-        account, name = self._address
-        status = error.status_code or 0
-        response = error.response if isinstance(error.response, HttpResponse) else None
-        match = _CODE.search(response.text()[:4096]) if response else None
-        code = clean_text((match[1] or match[2]) if match else "")
-        says = f"{account} answers {status}{f' ({code})' if code else ''}"
-        if (status, code) == (404, "TableNotFound") or (status == 404 and code != "ResourceNotFound"):
-            return LedgerError(f"{says}: there is no table {name}; create it (docs/fleet.md)", kind="missing")
-        if status in (404, 409, 412) and code in _IS_CHANGED:
-            return _ChangedError(says, kind="bad_answer")
-        if status in (401, 403):
-            return LedgerError(f"{says}: {self._way_in(code)}", kind="denied")
-        if status in (408, 429, 500, 502, 503, 504):
-            after = parse_retry_after(response.headers.get("retry-after", "")) if response else None
-            kind = "throttled" if status in (429, 503) else "timeout"
-            return LedgerError(f"{says}: it is busy", kind=kind, retry_after=max(0.0, after or 0.0))
-        return LedgerError(f"{says}: not the answer of a table that can be used", kind="bad_answer")
-
-    def _way_in(self, code: str) -> str:
-        if self._sas_file:
-            needs = "it must be valid now, for this table, and allow read, add, update and delete"
-            return f"the shared access signature in {self._sas_file} is not accepted: {needs}"
-        if code == "AuthorizationFailure":
-            return "the network rules of the storage account do not let this VM in, or its identity lacks a role"
-        scope = f"the table {self._address.name} or its storage account"
-        return f'the identity of this VM may not use it: assign the role "{ROLE}" to it, at the scope of {scope}'
-
-
-class _ChangedError(LedgerError):
-    """The row has not the version that was asked for."""
-
-
-def _to_entity(partition: str, key: str, content: Mapping[str, str]) -> TableEntity:
-    return TableEntity({**content, "PartitionKey": partition, "RowKey": key})
-
-
-def _to_row(entity: TableEntity) -> Row | None:
-    """A row that any program may have written: only its texts count. None if it has no key."""
-    key, version = entity.get("RowKey"), entity.metadata.get("etag")
-    if not isinstance(key, str) or not isinstance(version, str):
-        return None
-    texts = {name: value for name, value in entity.items() if isinstance(value, str)}
-    return Row(
-        key, {name: value for name, value in texts.items() if name not in ("PartitionKey", "RowKey")}, version
-    )

@@ -10,6 +10,7 @@ import pytest
 
 from agent.cli import build_parser
 from agent.cli.explain import Explanations
+from agent.cli.fleet import FleetRelease, FleetStatus
 from agent.cli.notify import NotifyTest
 from agent.log import JOURNAL_FIELDS
 from agent.log_ids import LogId
@@ -52,7 +53,10 @@ def structs_in(found: Any) -> Iterator[msgspec.inspect.StructType]:
 
 
 def test_the_page_about_json_has_every_field_that_is_shown_and_no_other() -> None:
-    answers = (Status, LastKnown, CurrentEvents, Explanations, Journal, NotifyTest, OperatorAnswer)
+    answers = (
+        Status, LastKnown, CurrentEvents, Explanations, Journal, NotifyTest, OperatorAnswer, FleetStatus,
+        FleetRelease,
+    )  # fmt: skip
     expected = {}
     for answer in answers:
         assert msgspec.structs.fields(answer)[0].name == "schema_version"

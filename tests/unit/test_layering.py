@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "transport": set(),
     "imds": PURE | {"settings", "host", "transport"},
     "notices": PURE | {"settings", "host", "transport", "notices"},
-    "fleet": PURE | {"settings", "transport", "fleet"},
+    "fleet": PURE | {"settings", "host", "transport", "fleet"},
     "hooks": PURE | {"settings", "host", "hooks"},
     "store": PURE | {"settings", "host", "store"},
     "web": {"web", "typed_yaml", "host"},

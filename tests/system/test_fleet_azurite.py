@@ -1,18 +1,21 @@
 """The ledger in Table Storage against Azurite, Microsoft's emulator, over HTTPS with the VM's identity."""
 
+import json
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from receiver import wait_until
 
+from agent import cli
 from agent.fleet.ledger import LedgerError, Row
-from agent.fleet.table import TableLedger, connect
+from agent.fleet.table import connect
+from agent.fleet.table_ledger import TableLedger
 from agent.settings.model import FleetCredential, FleetSettings
 from agent.simulator import Simulator
 from agent.transport import trusting
@@ -176,6 +179,59 @@ def test_a_certificate_that_is_not_trusted_ends_the_exchange(
     finally:
         monkeypatch.setenv("SSL_CERT_FILE", str(azurite.certificate))
         trusting.cache_clear()
+
+
+@pytest.fixture
+def run(
+    url: str, azure: Simulator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """A command with a policy whose fleet has this table."""
+    policy = tmp_path / "policy.yaml"
+
+    def run_command(*words: str, more: str = "group: web") -> tuple[int, str]:
+        fleet = f"fleet: {{table: '{url}', max_events: 2, {more}}}"
+        policy.write_text(f"imds: {{endpoint: '{azure.endpoint()}'}}\n{fleet}\n")
+        code = cli.main((*words, "--config", str(policy)))
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return run_command
+
+
+def test_people_see_and_free_slots_from_any_vm(run: Callable[..., tuple[int, str]], table: TableLedger) -> None:
+    until = (datetime.now(UTC) + timedelta(minutes=40)).isoformat()
+    table.put("slot|web", "000", {"event": "x", "id": "602D9444-D2CD", "vm": "web_1", "until": until})
+    code, out = run("fleet", "status")
+    assert code == 0
+    assert "slot 000  event 602D9444 of web_1, until " in out
+    assert "slot 001  free" in out
+    assert run("fleet", "release", "602d") == (0, "slot 000 of group web free: event 602D9444-D2CD had it\n")
+    status = json.loads(run("fleet", "status", "--json")[1])
+    assert [slot["event_id"] for slot in status["slots"]] == ["", ""]
+    assert run("fleet", "release", "602d")[0] == 1
+    code, out = run("fleet", "status", more="expect: '*'")
+    assert (code, out) == (
+        1,
+        "scheduled-events-agent: this VM is in no scale set: name the group as fleet.group\n",
+    )
+
+
+def test_doctor_says_whether_the_table_can_be_used(
+    run: Callable[..., tuple[int, str]], azurite: Azurite, url: str, table: TableLedger, tmp_path: Path
+) -> None:
+    def checked(more: str) -> dict[str, str]:
+        checks = json.loads(run("doctor", "--json", "--state-dir", str(tmp_path / "state"), more=more)[1])
+        (found,) = [check for check in checks["checks"] if check["check"] == "fleet"]
+        return dict(found)
+
+    assert checked("group: web")["verdict"] == "ok"
+    assert table.list_rows("doctor|web") == []
+    assert checked("expect: '*'")["advice"] == "give all VMs that act together the same fleet.group"
+    file = tmp_path / "sas"
+    file.write_text(azurite.sas(url.rpartition("/")[2], permissions="r"))
+    refused = checked(f"group: web, credential: {{sas_file: {file}}}")
+    assert refused["verdict"] == "failure"
+    assert "the shared access signature in" in refused["finding"]
 
 
 def test_nothing_hangs_while_the_table_is_stopped(azurite: Azurite, table: TableLedger) -> None:

@@ -1,0 +1,236 @@
+"""``fleet``: the slots and the readiness of the group's VMs, as its table has them."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from uuid import uuid4
+
+import msgspec
+
+from agent import AgentError, host
+from agent.cli import add_config_option
+from agent.cli.diagnosis import Finding, failure, ok, warning
+from agent.cli.terminal import Row, Terminal, print_json, printable
+from agent.events import plain_name
+from agent.fleet.ledger import Ledger, LedgerError
+from agent.fleet.ledger import Row as LedgerRow
+from agent.fleet.protocol import key_of, resources_of, time_of
+from agent.fleet.table import connect
+from agent.imds import ImdsError, resolve_endpoint
+from agent.imds import connect as connect_imds
+from agent.policy import matches_glob
+from agent.settings import Settings, find_config, load_settings
+from agent.settings.model import FleetSettings
+from agent.status import SCHEMA_VERSION
+from agent.words import clock
+
+_ID_SHOWN = 8
+_SKEW_WARNING_SECONDS = 30.0  # slots are taken for half an hour
+_AWAY = "check fleet.proxy, the look-up of the account's name, and the network rules of the storage account"
+_ADVICE = {
+    "unreachable": _AWAY,
+    "timeout": _AWAY,
+    "throttled": "run this again in a minute",
+    "denied": "give this VM's identity the role, or renew the signature: docs/fleet.md has the commands",
+    "missing": "create the table, or correct fleet.table",
+    "bad_answer": "check fleet.table, and what else answers there",
+    "setup": "correct it: until then events wait as if the table were away",
+}
+
+
+class FleetSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """Leave to prepare for one event."""
+
+    slot: str
+    event_id: str
+    """"" if it is free."""
+    vm: str
+    """That took it for the event."""
+    until: datetime | None
+
+
+class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the VMs of an event are."""
+
+    event_id: str
+    resources: tuple[str, ...]
+    ready: tuple[str, ...]
+    held: tuple[str, ...]
+    back: tuple[str, ...]
+    awaited: tuple[str, ...]
+    """Those that count and have not told anything."""
+
+
+class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``fleet status --json`` prints."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    group: str
+    table: str
+    max_events: int | None
+    slots: tuple[FleetSlot, ...]
+    events: tuple[FleetEvent, ...]
+
+
+class FleetRelease(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``fleet release --json`` prints."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    group: str
+    event_id: str
+    slots: tuple[str, ...]
+    """That are free now."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``fleet``."""
+    parser.description = (
+        "Asks the table of the policy's fleet, from any VM of the group; the agent need not run. status: which "
+        "events have a slot, and which VMs are ready. release: frees the slot of an event whose VMs are all gone, "
+        "so that the next event begins; a VM that still needs it takes it again. Exit code 1: the table cannot be "
+        "used, or there is no such slot."
+    )
+    parser.add_argument("word", choices=("status", "release"), metavar="status|release", help="what to do")
+    parser.add_argument("event", nargs="?", metavar="EVENT", help="release: the event's id, or its beginning")
+    add_config_option(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if (arguments.word == "release") != bool(arguments.event):
+        raise AgentError("expected: fleet status, or fleet release EVENT", kind="usage")
+    settings = load_settings(find_config(arguments.config, host.default_config_path()))
+    if settings.fleet is None:
+        raise AgentError("the policy has no fleet", kind="usage")
+    group = settings.fleet.group or _ask_group(settings)
+    ledger = connect(settings.fleet, resolve_endpoint(settings.imds.endpoint))
+    now = datetime.now(UTC)
+    if arguments.word == "release":
+        event_id, slots = release(ledger, group, arguments.event, now)
+        if arguments.json:
+            print_json(FleetRelease(at=now, group=group, event_id=event_id, slots=slots))
+        else:
+            words = "slot" if len(slots) == 1 else "slots"
+            print(printable(f"{words} {', '.join(slots)} of group {group} free: event {event_id} had it"))
+        return 0
+    status = look(ledger, group, settings.fleet, now)
+    if arguments.json:
+        print_json(status)
+    else:
+        print(*in_words(status, Terminal.of(sys.stdout)), sep="\n")
+    return 0
+
+
+def _ask_group(settings: Settings) -> str:
+    try:
+        group = connect_imds(settings.imds).fetch_identity().group
+    except ImdsError as error:
+        raise AgentError(f"the group is not known: {error}; name it as fleet.group") from error
+    if not group:
+        raise AgentError("this VM is in no scale set: name the group as fleet.group")
+    return group
+
+
+def examine(settings: Settings, fleet: FleetSettings) -> Finding:
+    """Whether this VM can use the table: for ``doctor``. Writes a row there and deletes it."""
+    try:
+        group = fleet.group or _ask_group(settings)
+    except AgentError as error:
+        return failure("fleet", str(error), "give all VMs that act together the same fleet.group")
+    partition, key = f"doctor|{key_of(group)}", uuid4().hex
+    try:
+        ledger = connect(fleet, resolve_endpoint(settings.imds.endpoint))
+        ledger.put_if_unchanged(partition, key, {"by": "doctor"}, "")
+        ledger.put(partition, key, None)
+        ledger.list_rows(f"slot|{key_of(group)}")
+    except LedgerError as error:
+        return failure("fleet", str(error), _ADVICE[error.kind])
+    skew = ledger.clock_skew_seconds or 0.0
+    if abs(skew) >= _SKEW_WARNING_SECONDS:
+        which = "ahead of" if skew > 0 else "behind"
+        return warning("fleet", f"this clock is {abs(skew):.0f} s {which} the table's", "synchronize the clock")
+    return ok("fleet", f"group {group}: {fleet.table} can be read and written")
+
+
+def look(ledger: Ledger, group: str, fleet: FleetSettings, now: datetime) -> FleetStatus:
+    """What the table has of a group. Raises LedgerError."""
+    taken = {row.key: _slot(row) for row in _taken(ledger, group, now)}
+    free = (f"{number:03}" for number in range(fleet.max_events or 0))
+    slots = taken | {key: FleetSlot(slot=key, event_id="", vm="", until=None) for key in free if key not in taken}
+    events = [_event(ledger, row, fleet.expect) for row in ledger.list_rows(f"event|{key_of(group)}")]
+    return FleetStatus(
+        at=now,
+        group=group,
+        table=fleet.table,
+        max_events=fleet.max_events,
+        slots=tuple([slots[key] for key in sorted(slots)]),
+        events=tuple(events),
+    )
+
+
+def release(ledger: Ledger, group: str, prefix: str, now: datetime) -> tuple[str, tuple[str, ...]]:
+    """Free the slots of the one event whose id begins so; its id, and the slots. Raises AgentError."""
+    folded, taken = prefix.casefold(), _taken(ledger, group, now)
+    found = [row for row in taken if _slot(row).event_id.casefold().startswith(folded)]
+    ids = {_slot(row).event_id for row in found}
+    if len(ids) != 1:
+        has = ", ".join(sorted({_slot(row).event_id for row in taken})) or "none"
+        how_many = f"{len(ids)} events with a slot begin" if ids else "no event with a slot begins"
+        raise AgentError(printable(f'{how_many} with "{prefix}"; events with one: {has}'))
+    for row in found:
+        if not ledger.put_if_unchanged(f"slot|{key_of(group)}", row.key, {"event": ""}, row.version):
+            raise AgentError(f"slot {row.key} has changed meanwhile: look at fleet status, and try again")
+    return ids.pop(), tuple(row.key for row in found)
+
+
+def in_words(status: FleetStatus, terminal: Terminal) -> Iterator[str]:
+    """The lines to show."""
+    yield from terminal.line(f"Group {status.group}, in {status.table}", "bold")
+    if status.max_events is None:
+        yield "The policy has no max_events: events begin without a slot."
+    rows = []
+    for slot in status.slots:
+        until = clock(slot.until, status.at) if slot.until else "unknown"
+        text = f"event {slot.event_id[:_ID_SHOWN]} of {slot.vm}, until {until}" if slot.event_id else "free"
+        rows.append(Row(f"slot {slot.slot}", text))
+    for event in status.events:
+        states = {"ready": event.ready, "not ready": event.held, "back": event.back, "unknown": event.awaited}
+        told = [f"{state}: {', '.join(names)}" for state, names in states.items() if names]
+        rows.append(Row(f"event {event.event_id[:_ID_SHOWN]}", "; ".join(told) or "no VM of it counts"))
+    if not status.events:
+        rows.append(Row("events", "none"))
+    yield from terminal.rows(rows)
+
+
+def _taken(ledger: Ledger, group: str, now: datetime) -> list[LedgerRow]:
+    rows = ledger.list_rows(f"slot|{key_of(group)}")
+    return [row for row in rows if row.content.get("event") and time_of(row, "until") > now]
+
+
+def _slot(row: LedgerRow) -> FleetSlot:
+    content = row.content
+    event_id = content.get("id") or content["event"]
+    return FleetSlot(slot=row.key, event_id=event_id, vm=content.get("vm", ""), until=time_of(row, "until"))
+
+
+def _event(ledger: Ledger, row: LedgerRow, expect: tuple[str, ...]) -> FleetEvent:
+    states: dict[str, list[str]] = {"ready": [], "held": [], "back": []}
+    told = ledger.list_rows(f"ready|{row.key}")
+    for one in told:
+        states.get(one.content.get("state", ""), []).append(one.content.get("vm", ""))
+    known = {plain_name(name) for names in states.values() for name in names}
+    resources = resources_of(row)
+    return FleetEvent(
+        event_id=row.content.get("id") or row.key,
+        resources=resources,
+        ready=tuple(states["ready"]),
+        held=tuple(states["held"]),
+        back=tuple(states["back"]),
+        awaited=tuple(
+            [name for name in resources if matches_glob(name, expect) and plain_name(name) not in known]
+        ),
+    )

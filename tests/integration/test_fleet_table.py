@@ -1,0 +1,275 @@
+"""The ledger in Table Storage against a server on loopback that fails in every way: all of it is a LedgerError."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.fleet import table_ledger
+from agent.fleet.identity import VmCredential
+from agent.fleet.ledger import LedgerError
+from agent.fleet.table import connect, doubts, read_sas
+from agent.fleet.table_ledger import TableLedger
+from agent.settings.model import FleetCredential, FleetSettings
+
+SAS = "sv=2019-02-02&sig=SECRET"
+EMPTY_LIST = b'{"value": []}'
+
+
+def answer(status: str, body: bytes = b"", headers: str = "Content-Type: application/json") -> bytes:
+    return f"HTTP/1.1 {status}\r\n{headers}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def error(status: str, code: str, headers: str = "Content-Type: application/json") -> bytes:
+    body = f'{{"odata.error": {{"code": "{code}", "message": {{"lang": "en-US", "value": "no"}}}}}}'
+    return answer(status, body.encode(), headers)
+
+
+class Server:
+    """Answers every request with the same bytes; None: not at all."""
+
+    def __init__(self) -> None:
+        self.answer: bytes | None = answer("200 OK", EMPTY_LIST)
+        self.requests: list[bytes] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._ended = threading.Event()
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        while True:
+            connection, _ = self._listener.accept()
+            if self._ended.is_set():
+                connection.close()
+                return
+            self._threads.append(threading.Thread(target=self._serve, args=(connection,), daemon=True))
+            self._threads[-1].start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            connection.settimeout(60)
+            data = b""
+            while b"\r\n\r\n" not in data and (piece := connection.recv(65536)):
+                data += piece
+            self.requests.append(data)
+            if self.answer is None:
+                self._ended.wait(60)
+            else:
+                connection.sendall(self.answer)
+
+    def close(self) -> None:
+        self._ended.set()
+        socket.create_connection(self._listener.getsockname(), 60).close()
+        for thread in self._threads:
+            thread.join(60)
+        self._listener.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server()
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def sas_file(tmp_path: Path) -> Path:
+    file = tmp_path / "sas"
+    file.write_text(f"{SAS}\n")
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture
+def table(server: Server, sas_file: Path) -> TableLedger:
+    credential = FleetCredential(sas_file=str(sas_file))
+    settings = FleetSettings(table=f"{server.url}/devstore/abc", credential=credential)
+    return connect(settings, "http://127.0.0.1:9")
+
+
+def fault_of(table: TableLedger) -> LedgerError:
+    with pytest.raises(LedgerError) as caught:
+        table.list_rows("p")
+    shown = f"{caught.value} {caught.value.__cause__} {caught.value.__context__}"
+    assert "SECRET" not in shown
+    assert "sig=" not in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("wire", "kind", "words"),
+    [
+        (error("503 Busy", "ServerBusy"), "throttled", "answers 503 (ServerBusy): it is busy"),
+        (error("429 Busy", "TooManyRequests"), "throttled", "answers 429 (TooManyRequests)"),
+        (error("500 Error", "OperationTimedOut"), "timeout", "answers 500 (OperationTimedOut)"),
+        (answer("502 Bad Gateway", b"<html>", "Content-Type: text/html"), "timeout", "answers 502"),
+        (error("403 Forbidden", "AuthenticationFailed"), "denied", "the shared access signature in "),
+        (error("404 Not Found", "TableNotFound"), "missing", "there is no table abc"),
+        (answer("404 Not Found", b"<html>", "Content-Type: text/html"), "missing", "there is no table abc"),
+        (error("400 Bad Request", "InvalidInput"), "bad_answer", "answers 400 (InvalidInput)"),
+        (answer("302 Found", b"", "Location: http://127.0.0.1:1/"), "bad_answer", "answers 302"),
+        (answer("200 OK", b"<html>", "Content-Type: text/html"), "bad_answer", "is not one of a table"),
+        (answer("200 OK", b"{"), "bad_answer", "not the answer of a table"),
+        (answer("200 OK", b"[" * 100_000), "bad_answer", "is not one of a table"),
+        (answer("200 OK", b'{"value": [1]}'), "bad_answer", "is not one of a table"),
+        (answer("200 OK", b'{"value": [{"Timestamp": "soon"}]}'), "bad_answer", "is not one of a table"),
+        (answer("200 OK", b'{"value": [{"a@odata.type": "Edm.Int64", "a": "x"}]}'), "bad_answer", "not one of"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9000000000\r\n\r\n" + b" " * 9_000_000, "bad_answer", "over 8 MiB"),
+        (b"\x00\x01 no HTTP\r\n\r\n", "bad_answer", "not a whole HTTP answer"),
+        (b"", "unreachable", "the connection was lost"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf", "bad_answer", "not a whole HTTP answer"),
+    ],
+)
+def test_an_answer_that_is_no_list_is_an_error(
+    server: Server, table: TableLedger, wire: bytes, kind: str, words: str
+) -> None:
+    server.answer = wire
+    fault = fault_of(table)
+    assert (fault.kind, words in str(fault)) == (kind, True), str(fault)
+    assert len(server.requests) == 1, "it is not asked again here"
+
+
+def test_a_busy_service_says_how_long_to_leave_it_alone(server: Server, table: TableLedger) -> None:
+    server.answer = error("503 Busy", "ServerBusy", "Content-Type: application/json\r\nRetry-After: 7")
+    assert fault_of(table).retry_after == 7.0
+    server.answer = error("503 Busy", "ServerBusy", "Content-Type: application/json\r\nRetry-After: -7")
+    assert fault_of(table).retry_after == 0.0
+
+
+def test_a_server_that_says_nothing_is_given_up(
+    server: Server, sas_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_ledger, "_EXCHANGE_SECONDS", 0.2)
+    server.answer = None
+    settings = FleetSettings(table=f"{server.url}/abc", credential=FleetCredential(sas_file=str(sas_file)))
+    assert fault_of(connect(settings, "http://127.0.0.1:9")).kind == "timeout"
+
+
+def test_of_a_row_only_its_texts_count(server: Server, table: TableLedger) -> None:
+    server.answer = answer(
+        "200 OK",
+        b'{"value": [{"odata.etag": "1", "PartitionKey": "p", "RowKey": "b", "n": 1, "f": 0.5, "s": "x"},'
+        b'{"odata.etag": "2", "PartitionKey": "p", "RowKey": "a"}, {"odata.etag": "3", "RowKey": 7},'
+        b'{"odata.etag": "4"}, {"RowKey": "c"}]}',
+    )
+    assert [(row.key, row.content, row.version) for row in table.list_rows("p")] == [
+        ("a", {}, "2"),
+        ("b", {"s": "x"}, "1"),
+    ]
+
+
+def test_pages_without_an_end_are_given_up(
+    server: Server, table: TableLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_ledger, "_MAX_ROWS", 5)
+    next_page = "x-ms-continuation-NextPartitionKey: p\r\nx-ms-continuation-NextRowKey: k"
+    more = f"Content-Type: application/json\r\n{next_page}"
+    server.answer = answer("200 OK", b'{"value": [{"odata.etag": "1", "RowKey": "a"}]}', more)
+    assert "more than 5 rows" in str(fault_of(table))
+    assert len(server.requests) == 6
+
+
+def test_a_write_tells_apart_what_changed_and_what_failed(server: Server, table: TableLedger) -> None:
+    for wire in (
+        error("409 Conflict", "EntityAlreadyExists"),
+        error("412 Failed", "UpdateConditionNotSatisfied"),
+        error("404 Not Found", "ResourceNotFound"),
+    ):
+        server.answer = wire
+        assert table.put_if_unchanged("p", "k", {"a": "b"}, "1") is False
+    server.answer = error("409 Conflict", "TableBeingDeleted")
+    with pytest.raises(LedgerError, match="TableBeingDeleted"):
+        table.put_if_unchanged("p", "k", {"a": "b"}, "")
+    server.answer = answer("204 No Content")
+    assert table.put_if_unchanged("p", "k", {"a": "b"}, "1") is True
+
+
+def test_the_environments_proxy_is_not_used(
+    server: Server, table: TableLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    assert table.list_rows("p") == []
+    assert b"SECRET" in server.requests[0]
+
+
+def test_the_policys_proxy_is_used(server: Server, sas_file: Path) -> None:
+    credential = FleetCredential(sas_file=str(sas_file))
+    settings = FleetSettings(table="http://127.0.0.1:9/abc", credential=credential, proxy=server.url)
+    assert connect(settings, "http://127.0.0.1:9").list_rows("p") == []
+    assert server.requests[0].startswith(b"GET http://127.0.0.1:9/abc()?")
+
+
+def test_a_table_that_nothing_listens_for_is_away(sas_file: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    settings = FleetSettings(
+        table=f"http://127.0.0.1:{port}/abc", credential=FleetCredential(sas_file=str(sas_file))
+    )
+    fault = fault_of(connect(settings, "http://127.0.0.1:9"))
+    assert fault.kind == "unreachable"
+
+
+def test_a_token_is_never_sent_unencrypted() -> None:
+    with pytest.raises(LedgerError, match="only supported with HTTPS") as caught:
+        connect(FleetSettings(table="http://127.0.0.1:10002/abc"), "http://127.0.0.1:9")
+    assert caught.value.kind == "setup"
+
+
+@pytest.mark.parametrize(
+    ("wire", "kind", "words"),
+    [
+        (answer("400 Bad", b'{"error":"invalid_request","error_description":"Identity not found"}'), "denied",
+         "Identity not found"),
+        (answer("404 Not Found"), "denied", "a managed identity, or only one"),
+        (answer("429 Too Many", b"{}"), "throttled", "it answers 429"),
+        (answer("500 Error", b"{}"), "throttled", "it answers 500"),
+        (answer("200 OK", b'{"access_token": "a\\nb", "expires_on": "1"}'), "bad_answer", "holds no token"),
+        (answer("200 OK", b'{"access_token": "a", "expires_on": "Infinity"}'), "bad_answer", "holds no token"),
+        (answer("200 OK", b'{"access_token": 1, "expires_on": "1"}'), "bad_answer", "holds no token"),
+        (answer("200 OK", b"[]"), "bad_answer", "holds no token"),
+        (answer("200 OK", b"[" * 100_000), "bad_answer", "holds no token"),
+        (b"", "unreachable", "gives no token"),
+        (None, "timeout", "gives no token within 0.3 s"),
+    ],
+)  # fmt: skip
+def test_a_token_that_cannot_be_had_is_an_error(server: Server, wire: bytes | None, kind: str, words: str) -> None:
+    server.answer = wire
+    with pytest.raises(LedgerError) as caught:
+        VmCredential(server.url, None, 0.3 if wire is None else 60.0).get_token(
+            "https://storage.azure.com/.default"
+        )
+    assert (caught.value.kind, words in str(caught.value)) == (kind, True), str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "sv=1", "sig=1", "sv=1&sig=1 2", "sv=1\nsig=2", "é&sv=1&sig=2", "key"])
+def test_what_is_no_signature_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "sas"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(LedgerError, match="does not hold a shared access signature") as caught:
+        read_sas(file)
+    assert str(caught.value).startswith(f"{file} does not hold")
+
+
+def test_check_warns_of_a_signature_that_cannot_be_read(sas_file: Path) -> None:
+    def warned(path: Path) -> list[str]:
+        credential = FleetCredential(sas_file=str(path))
+        found = doubts(FleetSettings(table="https://a.example/abc", credential=credential))
+        return [text for key, text in found if key == "fleet.credential.sas_file" and "cannot be read" in text]
+
+    assert warned(sas_file) == []
+    missing = sas_file.with_name("missing")
+    assert warned(missing) == [f"{missing} cannot be read: No such file or directory"]
+
+
+def test_without_the_package_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, "agent.fleet.table_ledger")
+    monkeypatch.setitem(sys.modules, "azure.data.tables", None)
+    with pytest.raises(LedgerError, match=r"pip install 'scheduled-events-agent\[fleet\]'") as caught:
+        connect(FleetSettings(table="https://a.example/abc"), "http://127.0.0.1:9")
+    assert caught.value.kind == "setup"
