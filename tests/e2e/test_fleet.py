@@ -56,6 +56,10 @@ def agents(azurite: Azurite, azure: Simulator, make_agent: MakeAgent) -> list[Ag
     return started
 
 
+def _wait_for_words(agent: Agent, event: str, words: str) -> None:
+    agent.wait_until(lambda: words in agent.pending()[event]["waits_for"], f"it told: {words}")
+
+
 def test_an_event_of_three_vms_is_approved_once_all_are_prepared(azure: Simulator, agents: list[Agent]) -> None:
     event = azure.schedule("Reboot", vms=VMS, notice_seconds=900, lasts_seconds=1.0)
     for agent in agents:
@@ -64,9 +68,7 @@ def test_an_event_of_three_vms_is_approved_once_all_are_prepared(azure: Simulato
         agent.let_go("go")
         agent.wait_phase(event, "prepared")
     first = agents[0]
-    first.wait_until(
-        lambda: first.wait_phase(event, "prepared")["waits_for"] == "waits for web_2 to be ready", "it told"
-    )
+    _wait_for_words(first, event, "waits for web_2 to be ready")
     assert first.status()["fleet"] == {"group": "web", "failure": "", "away_since": None, "awaited": ["web_2"]}
     assert "waits for web_2" in " ".join(first.run("status", "--state-dir", str(first.state_dir)).stdout.split())
     assert azure.event(event).status == "Scheduled"
@@ -85,13 +87,7 @@ def test_of_two_events_the_second_begins_when_the_first_has_recovered(
     first = azure.schedule("Reboot", vms=VMS[:1], notice_seconds=900, lasts_seconds=1.0)
     agents[0].wait_phase(first, "preparing")
     second = azure.schedule("Reboot", vms=VMS[1:2], notice_seconds=900, lasts_seconds=1.0)
-    agents[1].wait_until(
-        lambda: (
-            f"waits for a slot: event {first[:8]} of web_0, until"
-            in agents[1].wait_phase(second, "waiting")["waits_for"]
-        ),
-        "it told",
-    )
+    _wait_for_words(agents[1], second, f"waits for a slot: event {first[:8]} of web_0, until")
     assert agents[1].ran() == []
     agents[1].let_go("go")
     agents[0].let_go("go")
@@ -112,8 +108,8 @@ def test_while_the_table_is_away_nothing_is_approved_and_then_it_is(
         for agent in agents:
             agent.let_go("go")
             agent.wait_phase(event, "prepared")
-            agent.wait_until(lambda agent=agent: agent.status()["fleet"]["failure"], "it told")  # type: ignore[misc]
-            assert "the table cannot be used" in agent.pending()[event]["waits_for"]
+            _wait_for_words(agent, event, "the table cannot be used")
+            assert agent.status()["fleet"]["failure"]
         assert azure.event(event).status == "Scheduled"
     for agent in agents:
         agent.wait_log("closed", event_id=event)

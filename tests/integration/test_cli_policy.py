@@ -343,6 +343,7 @@ def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> Non
         ],
         "begins_at": "2022-08-09T16:52:32Z",
         "begins_reason": "lead 15m",
+        "needs_slot": False,
         "expected_approval": {
             "answer": "yes",
             "at": "2022-08-09T16:52:37Z",
