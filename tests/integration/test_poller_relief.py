@@ -178,7 +178,7 @@ def test_a_preempt_is_acted_on_while_the_first_request_has_no_answer(
     with Simulator(vms=("vm-1",)) as azure:
         if is_known:
             with running(tmp_path, azure) as daemon:
-                wait_until(lambda: daemon._engine._answer_remembered_at, "the answer is remembered")
+                wait_until(lambda: daemon._engine._service._remembered_at, "the answer is remembered")
         azure.fault("vm-1", "stall", on="poll", count=1)
         monkeypatch.setattr(polling, "connect", connecting)
         with running(tmp_path, azure) as daemon:

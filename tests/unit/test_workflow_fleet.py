@@ -78,6 +78,9 @@ class Life:
         (wish,) = wishes(self.board, self.context)
         return wish
 
+    def phase(self) -> str:
+        return self.workflow.phase
+
     def waits(self) -> str:
         return wait_in_words(self.workflow, self.workflow.waits)
 
@@ -94,7 +97,7 @@ READY = Fleet()
 
 def test_it_does_not_begin_without_a_slot_and_says_what_it_waits_for() -> None:
     life = Life(replace(LIMITED, standings={"a": FULL}))
-    assert life.workflow.phase == "waiting"
+    assert life.phase() == "waiting"
     latest = f"{START + NOTICE - timedelta(minutes=5):%Y-%m-%dT%H:%M:%SZ}"
     assert life.waits() == f"waits for a slot: {FULL.holder}; begins without one at {latest}"
     assert life.wish.stage == "begin"
@@ -134,17 +137,17 @@ def test_a_table_that_is_away_holds_it_until_5_minutes_before_not_before() -> No
     life = Life(replace(LIMITED, failure="no route", away_since=START))
     assert "the table cannot be used (no route)" in life.waits()
     life.tell(timedelta(minutes=9))
-    assert life.workflow.phase == "waiting"
+    assert life.phase() == "waiting"
     life.tell(timedelta(minutes=1))
-    assert life.workflow.phase == "preparing"
+    assert life.phase() == "preparing"
 
 
 def test_with_proceed_it_begins_when_the_table_has_been_away_for_a_minute() -> None:
     life = Life(replace(LIMITED, when_away="proceed", failure="no route", away_since=START))
-    assert life.workflow.phase == "waiting"
+    assert life.phase() == "waiting"
     assert next_wake_at(life.board, life.context) == START + timedelta(minutes=1)
     life.tell(timedelta(minutes=1))
-    assert life.workflow.phase == "preparing"
+    assert life.phase() == "preparing"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +157,7 @@ def test_with_proceed_it_begins_when_the_table_has_been_away_for_a_minute() -> N
 def test_what_prepares_nothing_needs_no_slot(rule: dict[str, Any]) -> None:
     rule.pop("when", None)
     life = Life(LIMITED, **{"prepare": (), "recover": (), "shared": "any", **rule})
-    assert life.workflow.phase == "prepared"
+    assert life.phase() == "prepared"
     assert wishes(life.board, life.context) == ()
 
 
@@ -226,7 +229,7 @@ def test_an_event_of_this_vm_alone_needs_no_table() -> None:
 def test_without_an_answer_of_the_table_nothing_is_approved(fleet: Fleet | None) -> None:
     life = Life(fleet)
     life.finish()
-    assert life.workflow.phase == "prepared"
+    assert life.phase() == "prepared"
     assert not life.effects(Approve)
 
 
@@ -255,7 +258,7 @@ def test_a_held_or_failed_preparation_is_not_ready(word: Any) -> None:
         life.take(OperatorSpoke(workflow_id=life.workflow.id, word="held", user="ann"))
     else:
         life.finish(outcome="failed")
-    assert life.workflow.phase == "held"
+    assert life.phase() == "held"
     assert life.wish.stage == "busy"
 
 
