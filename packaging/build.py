@@ -65,6 +65,8 @@ _PROGRAMS = {
 _UNNEEDED = (".pyi", "/py.typed", ".dist-info/RECORD", ".dist-info/WHEEL", ".dist-info/top_level.txt")
 # What httpx imports besides httpcore. (It also names anyio, which only asynchronous clients need.)
 IMPORTED_BY_HTTPX = ("certifi", "h11", "idna")
+# What azure-data-tables imports. (It also names requests and yarl, which other transports and credentials need.)
+IMPORTED_BY_TABLES = ("azure-core", "isodate", "typing-extensions")
 # Folders of the sources, and their places in a package.
 _FOLDERS = {
     "docs": _DOC,
@@ -477,6 +479,7 @@ def renew() -> None:
     """Write requirements.txt and tools.txt anew, with the newest versions that pyproject.toml allows."""
     project = tomllib.loads((SOURCES / "pyproject.toml").read_text("utf-8"))["project"]
     needed = [*(wish for wish in project["dependencies"] if "win32" not in wish), *IMPORTED_BY_HTTPX]
+    needed += [*project["optional-dependencies"]["fleet"], *IMPORTED_BY_TABLES]
     with tempfile.TemporaryDirectory() as directory:
         every = [_targets(architecture, python) for architecture in ARCHITECTURES for python in PYTHONS]
         for targets in every:
