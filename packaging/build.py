@@ -62,11 +62,20 @@ _PROGRAMS = {
 }
 # Parts of a wheel that are not needed at run time, as its tests are not: hints for type checkers, and how it was
 # built and is installed.
-_UNNEEDED = (".pyi", "/py.typed", ".dist-info/RECORD", ".dist-info/WHEEL", ".dist-info/top_level.txt")
+_UNNEEDED = (
+    ".pyi",
+    "/py.typed",
+    ".dist-info/RECORD",
+    ".dist-info/WHEEL",
+    ".dist-info/LICENSE",
+    ".dist-info/top_level.txt",
+)
 # What httpx imports besides httpcore. (It also names anyio, which only asynchronous clients need.)
 IMPORTED_BY_HTTPX = ("certifi", "h11", "idna")
 # What azure-data-tables imports. (It also names requests and yarl, which other transports and credentials need.)
 IMPORTED_BY_TABLES = ("azure-core", "isodate", "typing-extensions")
+# Licences that a wheel names in words of its own, or by their text.
+_LICENSES = {"azure-data-tables": "MIT", "isodate": "BSD-3-Clause"}
 # Folders of the sources, and their places in a package.
 _FOLDERS = {
     "docs": _DOC,
@@ -271,7 +280,8 @@ def read_wheel(wheel: Path) -> tuple[Distribution, dict[str, bytes]]:
         for name, content in contents.items()
         if not name.endswith(_UNNEEDED) and "/tests/" not in name and ".dist-info/licenses/" not in name
     }
-    name, license_name = str(metadata["Name"]), str(metadata["License-Expression"] or metadata["License"])
+    name = str(metadata["Name"])
+    license_name = str(metadata["License-Expression"] or _LICENSES.get(name) or metadata["License"])
     return Distribution(name, str(metadata["Version"]), license_name, texts), files
 
 

@@ -315,7 +315,9 @@ def test_the_licence_of_everything_inside_is_included(
     sections = re.split("^--- ", text_of(debs["x86_64"], f"usr/share/doc/{NAME}/copyright"), flags=re.MULTILINE)
     for name in (*vendored, "libyaml"):
         (directory,) = (
-            path for path in (tree / f"usr/share/licenses/{NAME}").iterdir() if path.name.lower() == name
+            path
+            for path in (tree / f"usr/share/licenses/{NAME}").iterdir()
+            if path.name.lower().replace("-", "_") == name
         )
         (section,) = (text for text in sections if text.startswith(f"{directory.name} "))
         said = " ".join(section.split())
