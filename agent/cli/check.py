@@ -4,18 +4,23 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 
+from msgspec.structs import replace
+
 from agent import host
 from agent.api_version import versions_to_ask
 from agent.cli import add_config_option
 from agent.cli.terminal import Row, Terminal, print_json
 from agent.events import RECOMMENDATION
-from agent.fleet.table import doubts as doubts_of_table
+from agent.fleet import table
 from agent.policy import Rule, When
 from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
 from agent.settings.files import check_files, refuse_exposed
 from agent.settings.schema import policy_schema
 from agent.spelling import format_duration
 from agent.typed_yaml import Problem
+
+# For the metadata service, which other machines than VMs in Azure lack.
+_ASK_SECONDS = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         loaded = load_policy(find_config(arguments.config, host.default_config_path()))
         refuse_exposed(loaded)
+        _refuse_fleet(loaded)
     except ConfigError as error:
         if arguments.json:
             print_json({"valid": False, "problems": error.problems, "warnings": []})
@@ -51,6 +57,28 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_fleet(loaded: Loaded) -> None:
+    """Raise ConfigError if the secret for the fleet's table cannot be read, or the VM is of no group."""
+    fleet = loaded.settings.fleet
+    if fleet is None:
+        return
+    findings = [*table.faults(fleet), *([] if fleet.group else _group_faults(loaded.settings))]
+    if findings:
+        raise ConfigError(tuple(map(str, loaded.parsed.gather(findings))))
+
+
+def _group_faults(settings: Settings) -> Iterator[tuple[str, str]]:
+    from agent import imds  # noqa: PLC0415  # with httpx, half of this command's start
+
+    brief = replace(settings.imds, request_timeout=min(_ASK_SECONDS, settings.imds.request_timeout))
+    try:
+        group = imds.connect(brief).fetch_identity().group
+    except imds.ImdsError:
+        return  # not on the VM that the policy is for
+    if not group:
+        yield "fleet.group", "the key is missing, and this VM is in no scale set that could be the group: add it"
+
+
 def _check_targets(loaded: Loaded) -> tuple[Problem, ...]:
     """Warnings about services that are to be notified, and about the fleet's table."""
     findings: list[tuple[str, str]] = []
@@ -59,7 +87,7 @@ def _check_targets(loaded: Loaded) -> tuple[Problem, ...]:
 
         findings += doubts(loaded.settings.notify)
     if loaded.settings.fleet:
-        findings += doubts_of_table(loaded.settings.fleet)
+        findings += table.doubts(loaded.settings.fleet)
     return loaded.parsed.gather(findings)
 
 

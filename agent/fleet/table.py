@@ -32,20 +32,24 @@ def connect(settings: FleetSettings, endpoint: str) -> "TableLedger":
     return TableLedger(settings, address, endpoint)
 
 
+def faults(settings: FleetSettings) -> Iterator[tuple[str, str]]:
+    """Why the table's secret cannot be used: path and message. An agent that runs tries it again."""
+    credential = settings.credential
+    if isinstance(credential, FleetCredential) and credential.sas_file:
+        try:
+            read_sas(Path(credential.sas_file))
+        except LedgerError as error:
+            yield "fleet.credential.sas_file", str(error)
+
+
 def doubts(settings: FleetSettings) -> Iterator[tuple[str, str]]:
     """Why the table could not be used from this machine, or who else can read its secret: path and message."""
     if find_spec("azure") is None or find_spec("azure.data") is None:
         yield "fleet", _NOT_INSTALLED
     credential = settings.credential
-    if not isinstance(credential, FleetCredential) or not credential.sas_file:
-        return
-    path = Path(credential.sas_file)
-    if fault := host.exposure_fault(path):
+    sas_file = credential.sas_file if isinstance(credential, FleetCredential) else None
+    if sas_file and (fault := host.exposure_fault(Path(sas_file))):
         yield "fleet.credential.sas_file", fault
-    try:
-        read_sas(path)
-    except LedgerError as error:
-        yield "fleet.credential.sas_file", str(error)
 
 
 def read_sas(path: Path) -> str:

@@ -1,16 +1,19 @@
 """The ledger in Table Storage against a server on loopback that fails in every way: all of it is a LedgerError."""
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
+from agent.cli import main
 from agent.fleet import table_ledger
 from agent.fleet.identity import VmCredential
 from agent.fleet.ledger import LedgerError
-from agent.fleet.table import connect, doubts, read_sas
+from agent.fleet.table import connect, read_sas
 from agent.fleet.table_ledger import TableLedger
 from agent.settings.model import FleetCredential, FleetSettings
 
@@ -254,15 +257,44 @@ def test_what_is_no_signature_is_refused_without_showing_it(tmp_path: Path, text
     assert str(caught.value).startswith(f"{file} does not hold")
 
 
-def test_check_warns_of_a_signature_that_cannot_be_read(sas_file: Path) -> None:
-    def warned(path: Path) -> list[str]:
-        credential = FleetCredential(sas_file=str(path))
-        found = doubts(FleetSettings(table="https://a.example/abc", credential=credential))
-        return [text for key, text in found if key == "fleet.credential.sas_file" and "cannot be read" in text]
+def test_check_refuses_a_signature_that_cannot_be_read(sas_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def checked(path: Path) -> tuple[int, str]:
+        policy = sas_file.with_name("policy.yaml")
+        fleet = {"group": "web", "table": "https://a.example/abc", "max_events": 1}
+        fleet |= {"credential": {"sas_file": str(path)}}
+        policy.write_text(f"rules: []\nfleet: {json.dumps(fleet)}\n", encoding="utf-8")
+        return main(["check", "--config", str(policy)]), capsys.readouterr().out
 
-    assert warned(sas_file) == []
+    assert checked(sas_file)[0] == 0
     missing = sas_file.with_name("missing")
-    assert warned(missing) == [f"{missing} cannot be read: No such file or directory"]
+    code, told = checked(missing)
+    assert code == 2
+    assert f"policy.yaml:2: fleet.credential.sas_file: {missing} cannot be read: No such file or directory" in told
+
+
+@pytest.mark.parametrize(("scale_set", "code"), [("web", 0), ("", 2)])
+def test_check_refuses_a_group_that_cannot_be_found(
+    scale_set: str, code: int, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compute = {"name": "web_1", "vmScaleSetName": scale_set}
+    server.answer = answer("200 OK", json.dumps({"compute": compute}).encode())
+    policy = tmp_path / "policy.yaml"
+    fleet = {"table": "https://a.example/abc", "max_events": 1}
+    policy.write_text(
+        f"imds: {{endpoint: '{server.url}'}}\nrules: []\nfleet: {json.dumps(fleet)}\n", encoding="utf-8"
+    )
+    assert main(["check", "--config", str(policy)]) == code
+    told = capsys.readouterr().out
+    assert (": fleet.group: the key is missing" in told) == (code == 2), told
+
+
+def test_check_asks_no_group_where_there_is_no_metadata_service(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    table = "{table: 'https://a.example/abc', max_events: 1}"
+    policy.write_text(
+        f"imds: {{endpoint: 'http://127.0.0.1:{free_port()}'}}\nrules: []\nfleet: {table}\n", encoding="utf-8"
+    )
+    assert main(["check", "--config", str(policy)]) == 0
 
 
 def test_without_the_package_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
