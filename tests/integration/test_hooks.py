@@ -69,7 +69,7 @@ class _Background:
         self.result = self.run.run()
 
     def wait_for_line(self) -> None:
-        assert self._first_line.wait(60.0)
+        assert self._first_line.wait(200.0)  # Wine may take long to start a process
 
     def finish(self) -> HookResult:
         self._thread.join(60.0)

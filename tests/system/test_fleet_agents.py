@@ -3,17 +3,20 @@
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
-from harness import Agent, Simulator
 
 from agent.transport import trusting
-from conftest import MakeAgent
 
 if sys.platform == "win32":
     pytest.skip("Azurite is stopped with signals that Windows has not", allow_module_level=True)
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
 from azurite import Azurite, running_azurite
+from harness import Agent, Simulator
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("npm") is None, reason="Azurite comes from npm's registry and runs in node"),
@@ -39,21 +42,26 @@ def azure() -> Iterator[Simulator]:
 
 
 @pytest.fixture
-def agents(azurite: Azurite, azure: Simulator, make_agent: MakeAgent) -> list[Agent]:
+def agents(azurite: Azurite, azure: Simulator, tmp_path: Path) -> Iterator[list[Agent]]:
     """One for each VM, started, whose hook waits for ``let_go``."""
     table = azurite.create_table(next(TABLES))
-    started = []
-    for vm in VMS:
-        agent = make_agent(azure.endpoint(vm), vm)
-        rule = {"name": "impactful", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
-        agent.write_policy(
-            rules=[{**rule, "shared": "all-ready"}],
-            hooks={"drain": agent.hook("drain", until="go"), **agent.hooks("resume")},
-            fleet={"group": "web", "table": table, "max_events": 1},
-        )
-        agent.start()
-        started.append(agent)
-    return started
+    with ExitStack() as stack:
+        started = [stack.enter_context(closing(Agent(tmp_path / vm, azure.endpoint(vm)))) for vm in VMS]
+        for agent in started:
+            _start(agent, table)
+        yield started
+        for agent in started:  # pytest shows it on failure only
+            sys.stdout.write(f"=== {agent.directory.name}\n{''.join(agent.history)}")
+
+
+def _start(agent: Agent, table: str) -> None:
+    rule = {"name": "impactful", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
+    agent.write_policy(
+        rules=[{**rule, "shared": "all-ready"}],
+        hooks={"drain": agent.hook("drain", until="go"), **agent.hooks("resume")},
+        fleet={"group": "web", "table": table, "max_events": 1},
+    )
+    agent.start()
 
 
 def _wait_for_words(agent: Agent, event: str, words: str) -> None:
