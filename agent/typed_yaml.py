@@ -293,7 +293,8 @@ def _scalar(node: Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
         match = TIME.fullmatch(text)
         if match:
             return time(int(match[1]), int(match[2]), int(match[3] or 0))
-    raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {quote(text)}")
+    got = "a text, not shown here for it may be secret" if "secret" in kinds(metas) else quote(text)
+    raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {got}")
 
 
 def _expected(type_: Any, metas: tuple[Meta, ...]) -> str:

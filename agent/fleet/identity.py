@@ -24,16 +24,20 @@ _HEADERS = {
 class VmCredential:
     """A TokenCredential, as Microsoft's packages take one. They keep a token until five minutes before its end."""
 
-    def __init__(self, endpoint: str, client_id: str | None, limit_seconds: float) -> None:
-        """``endpoint``: of the metadata service."""
+    def __init__(self, endpoint: str, client_id: str | None, audience: str, limit_seconds: float) -> None:
+        """``endpoint``: of the metadata service. ``audience``: the one service that its tokens are for."""
         self._url = f"{endpoint}{_PATH}"
         self._client_id = client_id
+        self._audience = audience
         self._limit_seconds = limit_seconds
 
     def get_token(self, *scopes: str, **options: Any) -> AccessToken:
-        """A token for the first scope. Blocks up to the limit. Raises LedgerError."""
+        """A token for the audience. Blocks up to the limit. Raises LedgerError."""
         del options  # claims and tenants are for users, not for machines
-        query = {"api-version": _API_VERSION, "resource": scopes[0].removesuffix("/.default")}
+        # The server may name a scope when it answers 401, and would get the token.
+        if {scope.removesuffix("/.default").rstrip("/") for scope in scopes} != {self._audience}:
+            raise LedgerError(f"the table asks for a token that is not for {self._audience}", kind="denied")
+        query = {"api-version": _API_VERSION, "resource": self._audience}
         if self._client_id:
             query["client_id"] = self._client_id
         transport = BoundedTransport(_MAX_ANSWER_BYTES)

@@ -6,15 +6,15 @@ time, and everything that goes wrong is a LedgerError.
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
 from time import monotonic
+from typing import TypeVar
 
 from azure.core import MatchConditions
 from azure.core.credentials import AzureSasCredential
-from azure.core.exceptions import AzureError, HttpResponseError
+from azure.core.exceptions import HttpResponseError
 from azure.core.rest import HttpResponse
 from azure.data.tables import TableClient, TableEntity, UpdateMode
 
@@ -29,10 +29,15 @@ from agent.transport import parse_retry_after
 # They log each request, with its URL.
 logging.getLogger("azure").setLevel(logging.CRITICAL)
 
+T = TypeVar("T")
+
 _EXCHANGE_SECONDS = 10.0
 _LIST_SECONDS = 30.0
 _MAX_ROWS = 10_000
+_ROWS_PER_PAGE = 1000
+_MAX_RETRY_AFTER_SECONDS = 300.0
 # With Azure's own names of clouds: https://ACCOUNT.table.core.windows.net, .usgovcloudapi.net, .chinacloudapi.cn.
+_AUDIENCE = "https://storage.azure.com"
 _AUDIENCES = {"usgovcloudapi.net": "https://storage.azure.us", "chinacloudapi.cn": "https://storage.azure.cn"}
 _CODE = re.compile(r'"code"\s*:\s*"([A-Za-z]{1,64})"|<(?:\w+:)?code>([A-Za-z]{1,64})<', re.IGNORECASE)
 _IS_CHANGED = ("EntityAlreadyExists", "UpdateConditionNotSatisfied", "ConditionNotMet", "ResourceNotFound")
@@ -51,7 +56,8 @@ class TableLedger:
         given = settings.credential if isinstance(settings.credential, FleetCredential) else FleetCredential()
         self._sas_file = Path(given.sas_file) if given.sas_file else None
         self._sas = AzureSasCredential("sv=&sig=")  # the file is read before each request
-        identity = VmCredential(endpoint, given.client_id, _EXCHANGE_SECONDS)
+        audience = next((url for end, url in _AUDIENCES.items() if end in address.account_url), _AUDIENCE)
+        identity = VmCredential(endpoint, given.client_id, audience, _EXCHANGE_SECONDS)
         try:
             self._client = TableClient(
                 address.account_url,
@@ -59,7 +65,7 @@ class TableLedger:
                 credential=self._sas if self._sas_file else identity,
                 transport=self._transport,
                 retry_total=0,  # the fleet decides when to ask again
-                audience=next((url for end, url in _AUDIENCES.items() if end in address.account_url), None),
+                audience=audience,
                 logging_enable=False,
             )
         except ValueError as error:  # a token over plain http
@@ -71,60 +77,63 @@ class TableLedger:
         return self._transport.clock_skew_seconds
 
     def put(self, partition: str, key: str, content: Mapping[str, str] | None) -> None:
-        with self._asking():
-            if content is None:
-                self._client.delete_entity(partition, key)
-            else:
-                self._client.upsert_entity(_to_entity(partition, key, content), UpdateMode.REPLACE)
+        if content is None:
+            self._ask(lambda: self._client.delete_entity(partition, key))
+        else:
+            entity = _to_entity(partition, key, content)
+            self._ask(lambda: self._client.upsert_entity(entity, UpdateMode.REPLACE))
 
     def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str], version: str) -> bool:
         entity = _to_entity(partition, key, content)
+        unchanged = MatchConditions.IfNotModified
         try:
-            with self._asking():
-                if version:
-                    self._client.update_entity(
-                        entity, UpdateMode.REPLACE, etag=version, match_condition=MatchConditions.IfNotModified
+            if version:
+                self._ask(
+                    lambda: self._client.update_entity(
+                        entity, UpdateMode.REPLACE, etag=version, match_condition=unchanged
                     )
-                else:
-                    self._client.create_entity(entity)
+                )
+            else:
+                self._ask(lambda: self._client.create_entity(entity))
         except _ChangedError:
             return False
         return True
 
     def list_rows(self, partition: str) -> list[Row]:
+        return sorted(self._ask(lambda: self._list(partition)), key=lambda row: row.key)
+
+    def _list(self, partition: str) -> list[Row]:
         deadline = monotonic() + _LIST_SECONDS
         rows: list[Row] = []
-        with self._asking():
-            pages = self._client.query_entities(
-                "PartitionKey eq @partition", parameters={"partition": partition}, results_per_page=1000
-            ).by_page()
-            for page in pages:
-                rows += filter(None, map(_to_row, islice(page, _MAX_ROWS)))
-                if len(rows) > _MAX_ROWS:
-                    raise LedgerError(f"more than {_MAX_ROWS:,} rows: {partition}", kind="bad_answer")
-                if monotonic() > deadline:
-                    raise LedgerError(f"no whole list within {_LIST_SECONDS:g} s", kind="timeout")
-        return sorted(rows, key=lambda row: row.key)
+        pages = self._client.query_entities(
+            "PartitionKey eq @partition", parameters={"partition": partition}, results_per_page=_ROWS_PER_PAGE
+        ).by_page()
+        for page in pages:
+            rows += filter(None, map(_to_row, islice(page, _MAX_ROWS)))
+            if len(rows) > _MAX_ROWS:
+                raise LedgerError(f"more than {_MAX_ROWS:,} rows: {partition}", kind="bad_answer")
+            if monotonic() > deadline:
+                raise LedgerError(f"no whole list within {_LIST_SECONDS:g} s", kind="timeout")
+        return rows
 
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """Everything that goes wrong inside as a LedgerError."""
+    def _ask(self, call: Callable[[], T]) -> T:
+        """What the call returns; everything that goes wrong in it as a LedgerError."""
         if self._sas_file:
             self._sas.update(read_sas(self._sas_file))
         fault: LedgerError
         try:
-            yield
+            return call()
+        except LedgerError as error:
+            fault = error
         except HttpResponseError as error:
             fault = self._refusal(error)
-        except (AzureError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except Exception as error:  # noqa: BLE001  # what the package raises for an answer that it cannot read
             what = type(error).__name__
             fault = LedgerError(
                 f"{self._address.account_url}: the answer is not one of a table ({what})", kind="bad_answer"
             )
-        else:
-            return
         # Outside of the except clauses, so that no traceback has a URL with a signature.
-        raise fault
+        raise fault from None
 
     def _refusal(self, error: HttpResponseError) -> LedgerError:
         """What an answer that is no success means."""
@@ -143,7 +152,9 @@ class TableLedger:
         if status in (408, 429, 500, 502, 503, 504):
             after = parse_retry_after(response.headers.get("retry-after", "")) if response else None
             kind = "throttled" if status in (429, 503) else "timeout"
-            return LedgerError(f"{says}: it is busy", kind=kind, retry_after=max(0.0, after or 0.0))
+            return LedgerError(
+                f"{says}: it is busy", kind=kind, retry_after=min(max(0.0, after or 0.0), _MAX_RETRY_AFTER_SECONDS)
+            )
         return LedgerError(f"{says}: not the answer of a table that can be used", kind="bad_answer")
 
     def _way_in(self, code: str) -> str:

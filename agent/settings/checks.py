@@ -28,6 +28,7 @@ _URL = re.compile(r"https?://[^\s/]+\S*")
 _UNENCRYPTED = re.compile(r"http://(?!localhost\b|127\.|\[::1\])")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _OWN_HEADERS = ("connection", "content-length", "host", "transfer-encoding")
+_HIDDEN = "it is not shown here, as it may hold a secret"
 _PROXY = re.compile(r"http://[^\s/]+/?")
 _GUID = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -118,14 +119,13 @@ def _fleet_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Find
         return
     if parse_table(fleet.table) is None:
         expected = "https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits"
-        got = "it is not shown here, as it may hold a secret" if "?" in fleet.table else f'got "{fleet.table}"'
-        yield "fleet.table", f"expected {expected}; {got}"
+        yield "fleet.table", f"expected {expected}; {_HIDDEN}"
     if isinstance(fleet.credential, FleetCredential):
         credential, path = fleet.credential, "fleet.credential"
         if (credential.client_id is None) == (credential.sas_file is None):
             yield path, "expected managed-identity, or one of client_id and sas_file"
         if credential.client_id is not None and not _GUID.fullmatch(credential.client_id):
-            yield f"{path}.client_id", f'expected a client id in the form of a UUID; got "{credential.client_id}"'
+            yield f"{path}.client_id", f"expected a client id in the form of a UUID; {_HIDDEN}"
         if credential.sas_file is not None and not Path(credential.sas_file).is_absolute():
             expected = "an absolute path; it is not shown here, as it may be the secret itself"
             yield f"{path}.sas_file", f"expected {expected}"

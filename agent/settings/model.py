@@ -170,7 +170,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     table: Annotated[str, Meta(description="URL of the table in Azure Table Storage.")]
     credential: Annotated[
         Literal["managed-identity"] | FleetCredential,
-        Meta(description="The identity of this VM, or the keys below."),
+        Meta(description="The identity of this VM, or the keys below.", extra={"kind": "secret"}),
     ] = "managed-identity"
     proxy: Annotated[
         str | None,
