@@ -52,6 +52,7 @@ from agent.workflow import (
     needs_slot,
     next_wake_at,
     proceed,
+    workflow_id,
 )
 
 
@@ -179,7 +180,7 @@ def explain_event(
         reserve=settings.agent.reserve,
         boot_id="",
         document_at=now,
-        fleet=_willing_fleet(settings, event),
+        fleet=_willing_fleet(settings, event, now),
     )
     life = _rehearse(event, context)
     decision = life.workflow.decision
@@ -199,12 +200,13 @@ def explain_event(
     )
 
 
-def _willing_fleet(settings: Settings, event: ScheduledEvent) -> Fleet | None:
+def _willing_fleet(settings: Settings, event: ScheduledEvent, now: datetime) -> Fleet | None:
     """A fleet that has a slot for the event, and in which all VMs are ready."""
     fleet = settings.fleet
     if fleet is None:
         return None
-    standing = Standing(has_slot=True, ready=frozenset(plain_names(event.resources)))
+    ready = frozenset(plain_names(event.resources))
+    standing = Standing(workflow=workflow_id(event.key, now), has_slot=True, ready=ready)
     return Fleet(max_events=fleet.max_events, expect=fleet.expect, standings={event.key: standing})
 
 

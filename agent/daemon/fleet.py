@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from agent import AgentError
 from agent.daemon.polling import Put
@@ -28,6 +29,16 @@ _RETRY_SECONDS = 30.0
 _MAX_WAIT_SECONDS = 60.0
 
 
+class _Wanted(NamedTuple):
+    """What the engine wants; replaced as a whole, so that the thread never reads half of it."""
+
+    settings: Settings
+    wishes: tuple[Wish, ...] | None = None
+    names: tuple[str, ...] = ()
+    vm_id: str = ""
+    group: str = ""
+
+
 class FleetThread:
     """For the engine's thread, apart from ``run``."""
 
@@ -35,10 +46,7 @@ class FleetThread:
         self._put = put
         self._metrics = metrics
         self._connect = connect
-        self._settings = settings
-        self._wishes: tuple[Wish, ...] | None = None
-        self._names: tuple[str, ...] = ()
-        self._vm_id = self._group = ""
+        self._wanted = _Wanted(settings)
         self._news = threading.Event()
         self._is_stopping = False
         self._failures = FailureLog("using the fleet's table", LogId.FLEET_FAILS, LogId.FLEET_WORKS)
@@ -46,12 +54,14 @@ class FleetThread:
 
     def use(self, settings: Settings) -> None:
         """Another policy is in force."""
-        self._settings = settings
+        before = self._wanted
+        is_same = before.settings.fleet == settings.fleet
+        self._wanted = before._replace(settings=settings) if is_same else _Wanted(settings)
         self._news.set()
 
     def wish(self, wishes: tuple[Wish, ...], names: tuple[str, ...], vm_id: str, group: str) -> None:
         """What this VM wants now. ``group``: as the metadata service knows it; "" if it does not."""
-        self._wishes, self._names, self._vm_id, self._group = wishes, names, vm_id, group
+        self._wanted = _Wanted(self._wanted.settings, wishes, names, vm_id, group)
         self._news.set()
 
     def stop(self) -> None:
@@ -66,42 +76,46 @@ class FleetThread:
         told: FleetTold | None = None
         while not self._is_stopping:
             self._news.clear()
-            settings, wishes = self._settings.fleet, self._wishes
+            wanted = self._wanted
+            settings, wishes = wanted.settings.fleet, wanted.wishes
             if settings is None or wishes is None:
+                fleet = used = told = None
+                self._metrics.fleet_awaited.set(0)
                 self._news.wait()
                 continue
-            group, now = settings.group or self._group, datetime.now(UTC)
-            if used != (settings, group, self._vm_id):
-                fleet, used = None, (settings, group, self._vm_id)
+            group, now = settings.group or wanted.group, datetime.now(UTC)
+            if used != (settings, group, wanted.vm_id, wanted.settings.imds.endpoint):
+                fleet, told = None, None
+                used = (settings, group, wanted.vm_id, wanted.settings.imds.endpoint)
             seconds = _RETRY_SECONDS
             try:
                 if fleet is None:
-                    fleet = self._open(settings, group)
-                standings = fleet.visit(wishes, self._names, now)
+                    fleet = self._open(wanted, settings, group)
+                standings = fleet.visit(wishes, wanted.names, now)
                 at = fleet.next_at(now)
                 seconds = (at - datetime.now(UTC)).total_seconds() if at else _MAX_WAIT_SECONDS
-                new = FleetTold(group, fleet.failure, fleet.away_since, standings)
+                new = FleetTold(group, fleet.failure, fleet.away_since, standings, settings)
                 self._metrics.fleet_awaited.set(fleet.awaited())
             except Exception as error:  # noqa: BLE001 - events go on without the table, whatever is wrong with it
                 reason = str(error) if isinstance(error, AgentError) else f"a bug in the agent: {error!r}"
                 if not isinstance(error, AgentError):
                     get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
                 since = told.away_since if told and told.away_since else now
-                new = FleetTold(group, reason, since, told.standings if told else {})
+                new = FleetTold(group, reason, min(since, now), told.standings if told else {}, settings)
             self._tell_log(new)
             if new != told:
                 told = new
                 self._put(new)
             self._news.wait(min(max(0.0, seconds), _MAX_WAIT_SECONDS))
 
-    def _open(self, settings: FleetSettings, group: str) -> Fleet:
+    def _open(self, wanted: _Wanted, settings: FleetSettings, group: str) -> Fleet:
         if not group:
             raise AgentError("the group is not known: the VM is in no scale set, so set fleet.group", kind="fleet")
-        ledger = self._connect(settings, resolve_endpoint(self._settings.imds.endpoint))
+        ledger = self._connect(settings, resolve_endpoint(wanted.settings.imds.endpoint))
         return Fleet(
             CountingLedger(ledger, self._metrics),
             group=group,
-            vm_id=self._vm_id,
+            vm_id=wanted.vm_id,
             max_events=settings.max_events,
             expect=settings.expect,
             random=random.Random(),  # noqa: S311 - so that VMs do not all ask at once

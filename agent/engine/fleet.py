@@ -6,13 +6,15 @@ from agent.engine.parts import FleetTold
 from agent.settings import Settings
 from agent.workflow import Board, Context, Fleet, Wish, awaited, wishes
 
+_NOTHING = FleetTold("", "", None, {})
+
 
 class FleetPart:
     """``told`` and ``awaited`` are for any thread, the rest is for the engine's."""
 
     def __init__(self, wish: Callable[[tuple[Wish, ...]], None]) -> None:
         self._wish = wish
-        self.told = FleetTold("", "", None, {})
+        self.told = _NOTHING
         """What the fleet's table last told."""
         self.has_news = False
         """Whether that was not decided on yet."""
@@ -24,9 +26,12 @@ class FleetPart:
 
     def view(self, settings: Settings) -> Fleet | None:
         """What the workflow reads; None if this VM acts alone."""
-        fleet, told = settings.fleet, self.told
+        fleet = settings.fleet
+        if self.told.settings != fleet:
+            self.told = _NOTHING  # another table, other VMs
         if fleet is None:
             return None
+        told = self.told
         return Fleet(
             max_events=fleet.max_events,
             expect=fleet.expect,

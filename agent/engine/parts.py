@@ -12,6 +12,7 @@ from agent.hooks import HookResult
 from agent.host import processes
 from agent.imds import Identity
 from agent.policy import Hook
+from agent.settings import FleetSettings
 from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Standing
 
 HookKey = tuple[str, str]
@@ -62,6 +63,8 @@ class FleetTold:
     failure: str
     away_since: datetime | None
     standings: Mapping[str, Standing]
+    settings: FleetSettings | None = None
+    """With which the table was asked."""
 
 
 Message = Document | Identity | ApprovalAnswered | HookEnded | Paused | NoticeEnded | FleetTold

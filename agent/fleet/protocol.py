@@ -97,6 +97,17 @@ class _Event:
     def key(self) -> str:
         return event_key_of(self.wish.event)
 
+    def forget_ready(self) -> None:
+        """What the others have said may not be true any more."""
+        self.ready, self.looked_for, self.look_at = frozenset(), None, None
+
+    def begin_again(self) -> None:
+        """The event is over, and has come back."""
+        self.forget_ready()
+        self.has_slot, self.holder, self.ask_at = False, "", None
+        self.row = "unknown" if self.row else ""
+        self.waits_since.clear()
+
 
 class Fleet:
     """What this VM asks of the ledger. For one thread."""
@@ -142,7 +153,9 @@ class Fleet:
             except LedgerError as error:
                 self._leave_alone(error, now)
         return {
-            name: Standing(has_slot=event.has_slot, holder=event.holder, ready=event.ready)
+            name: Standing(
+                workflow=event.wish.workflow, has_slot=event.has_slot, holder=event.holder, ready=event.ready
+            )
             for name, event in self._events.items()
             if event.wish.stage != "idle"
         }
@@ -166,6 +179,8 @@ class Fleet:
             if name not in self._events:
                 # After a restart this VM may have written something that is not true any more.
                 self._events[name] = _Event(wish, row="" if self._has_looked_back else "unknown")
+            elif self._events[name].wish.workflow != wish.workflow:
+                self._events[name].begin_again()
             self._events[name].wish, self._events[name].ended_at = wish, None
         for name in self._events.keys() - by_event.keys():
             event = self._events[name]
@@ -180,6 +195,8 @@ class Fleet:
         asked = error.retry_after * self._random.uniform(1.0, 1.5)
         self._pause_until = now + timedelta(seconds=max(pause, asked))
         self.failure, self.away_since = str(error), self.away_since or now
+        for event in self._events.values():
+            event.forget_ready()
 
     def _attend(self, event: _Event, now: datetime) -> None:
         wish = event.wish
@@ -193,14 +210,16 @@ class Fleet:
             return
         event.is_touched = True
         if wish.stage in ("begin", "busy") and event.row in ("ready", "back", "unknown"):
-            event.ready, event.looked_for, event.look_at = frozenset(), None, None
+            event.forget_ready()
             self._write(event, "held", now)
         if wish.needs_slot:
             self._mind_slot(event, now)
+        else:
+            event.ask_at = event.extend_at = None
         if wish.stage == "ready" and wish.needs_all:
             self._gather(event, now)
         else:
-            event.look_at = None
+            event.forget_ready()
             event.waits_since.pop("ready", None)
 
     def _write(self, event: _Event, state: Literal["ready", "held", "back"], now: datetime) -> None:
@@ -226,7 +245,11 @@ class Fleet:
         if event.looked_for != wish.expected or is_due:
             event.ready = self._in_state("ready", event)
             event.looked_for = wish.expected
-            event.look_at = self._later(_LOOK_SECONDS, now) if is_watcher else None
+            if wish.own not in event.ready:
+                event.row = "unknown"  # another VM has deleted it
+            # Until its approval is taken: a VM that was ready may be held.
+            must_look = is_watcher or event.row != "ready" or event.ready.issuperset(wish.expected)
+            event.look_at = self._later(_LOOK_SECONDS, now) if must_look else None
         if event.ready.issuperset(wish.expected):
             self._has_waited("ready", event, now)
 
@@ -308,7 +331,7 @@ class Fleet:
         if not is_alone and event.row != "back":
             self._write(event, "back", now)
         if is_alone or self._in_state("back", event).issuperset(wish.expected):
-            for row in self._ledger.list_rows(self._slots) if wish.needs_slot else ():
+            for row in self._ledger.list_rows(self._slots):
                 if row.content.get("event") == event.key:
                     self._free(row)
             self._delete(event.key)
@@ -343,6 +366,7 @@ class Fleet:
             counted = [one for one in resources if plain_name(one) in mine or matches_glob(one, self._expect)]
             wish = Wish(
                 event=name,
+                workflow="",
                 event_id=row.content["id"],
                 resources=resources,
                 not_before=None,

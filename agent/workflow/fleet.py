@@ -13,6 +13,11 @@ PATIENCE = timedelta(minutes=1)
 _MOST_NAMED = 3
 
 
+def workflow_id(key: str, first_seen_at: datetime) -> str:
+    """Unique to this appearance of the event with this key."""
+    return f"{key}@{first_seen_at:%Y%m%dT%H%M%S.%fZ}"
+
+
 def fleet_key(workflow: Workflow) -> str:
     """What all VMs know the event by: the key under which it was first seen, also if its id has changed."""
     return workflow.id.rpartition("@")[0]
@@ -44,8 +49,9 @@ def own_name(workflow: Workflow, context: Context) -> str:
 
 
 def awaited(workflow: Workflow, context: Context) -> list[str]:
-    """Plain names of the VMs that are not known to be ready."""
-    ready = _standing(workflow, context.fleet).ready if context.fleet else frozenset()
+    """Plain names of the VMs that are not known to be ready now."""
+    fleet = context.fleet
+    ready = _standing(workflow, fleet).ready if fleet and not fleet.failure else frozenset()
     return [name for name in expected(workflow, context) if name not in ready]
 
 
@@ -109,4 +115,5 @@ def proceeds_alone_at(fleet: Fleet) -> datetime | None:
 
 
 def _standing(workflow: Workflow, fleet: Fleet) -> Standing:
-    return fleet.standings.get(fleet_key(workflow), Standing())
+    standing = fleet.standings.get(fleet_key(workflow), Standing())
+    return standing if standing.workflow == workflow.id else Standing()

@@ -287,6 +287,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 class Standing(msgspec.Struct, frozen=True, kw_only=True):
     """What the fleet's table last said of one event."""
 
+    workflow: str = ""
+    """The appearance of the event that this is about; it counts for no other one."""
     has_slot: bool = False
     holder: str = ""
     """Which event has the slot that frees up first, as a phrase; "" if that is not known."""

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from agent.events import Gone, Missing, ScheduledEvent, Seen
 from agent.policy import Facts, decide
 from agent.workflow.approving import take_answer
+from agent.workflow.fleet import workflow_id
 from agent.workflow.model import (
     AgentRestarted,
     ApprovalAnswered,
@@ -76,7 +77,7 @@ def _admit(event: ScheduledEvent, context: Context) -> Step:
     facts = Facts(names=context.names, noticed_at=context.now)
     decision = decide(context.rules, context.windows, event, facts)
     workflow = Workflow(
-        id=f"{event.key}@{context.now:%Y%m%dT%H%M%S.%fZ}",
+        id=workflow_id(event.key, context.now),
         event=event,
         decision=decision,
         first_seen_at=context.now,

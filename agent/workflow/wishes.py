@@ -23,6 +23,8 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 
     event: str
     """The fleet key; see ``fleet_key``."""
+    workflow: str
+    """This appearance of the event."""
     event_id: str
     resources: tuple[str, ...]
     not_before: datetime | None
@@ -55,6 +57,7 @@ def _wish(workflow: Workflow, context: Context) -> Wish | None:
         return None
     return Wish(
         event=fleet_key(workflow),
+        workflow=workflow.id,
         event_id=workflow.event.id,
         resources=workflow.event.resources,
         not_before=workflow.event.not_before,
@@ -67,7 +70,10 @@ def _wish(workflow: Workflow, context: Context) -> Wish | None:
 
 
 def _stage(workflow: Workflow, context: Context) -> WishStage:
-    is_past = workflow.is_over or workflow.was_started or workflow.event.is_started
+    has_started = workflow.was_started or workflow.event.is_started
+    if workflow.is_over and not has_started and workflow.begun_at is not None:
+        return "busy"  # it may come back, and then another VM must not find this one ready
+    is_past = workflow.is_over or has_started
     if is_past or workflow.approval.state == "confirmed" or workflow.phase == "approved":
         return "away" if workflow.begun_at is not None else "idle"
     if may_begin(workflow):

@@ -42,6 +42,7 @@ class Vm:
     def wish(self, stage: str, event: str = "a", names: tuple[str, ...] = (), **changes: Any) -> None:
         fields: dict[str, Any] = {
             "event": event,
+            "workflow": f"{event}@1",
             "event_id": event.upper(),
             "resources": names or (self.name,),
             "not_before": START + 15 * MINUTE,
@@ -280,6 +281,63 @@ def test_a_readiness_that_is_withdrawn_is_written_over() -> None:
     assert other.standing().ready == {"web_2"}
 
 
+def two_that_are_ready(ledger: MemoryLedger, count: int = 2) -> list[Vm]:
+    names = tuple(f"web_{number}" for number in range(1, count + 1))
+    vms = [Vm(name, ledger, max_events=None) for name in names]
+    for vm in vms:
+        vm.wish("ready", names=names)
+        vm.visit()
+    return vms
+
+
+def test_until_the_approval_is_taken_every_vm_looks_whether_another_has_withdrawn() -> None:
+    ledger = MemoryLedger()
+    vms = two_that_are_ready(ledger, 3)
+    last = vms[-1]
+    assert last.standing().ready == {"web_1", "web_2", "web_3"}
+    vms[1].wish("busy", names=("web_1", "web_2", "web_3"))
+    vms[1].visit()
+    at = last.fleet.next_at(START)
+    assert at is not None
+    assert last.standing(at).ready == {"web_1", "web_3"}
+
+
+def test_its_own_row_that_another_has_deleted_is_written_again() -> None:
+    ledger = MemoryLedger()
+    vm = two_that_are_ready(ledger)[0]
+    ledger.put("ready|" + A, "web_1", None)
+    now = START
+    for _ in range(2):
+        now = vm.fleet.next_at(now) or now
+        vm.visit(now)
+    assert [row.key for row in sorted(ledger.rows()["ready|" + A])] == ["web_1", "web_2"]
+
+
+def test_an_event_that_comes_back_begins_anew() -> None:
+    ledger = MemoryLedger()
+    one, other = two_that_are_ready(ledger)
+    one.wish("ready", names=("web_1", "web_2"))
+    other.wishes["a"] = replace(other.wishes["a"], workflow="a@2", stage="busy")
+    assert other.standing() == Standing(workflow="a@2")
+    assert one.standing(START + MINUTE).ready == {"web_1"}
+
+
+def test_a_slot_that_is_not_needed_any_more_is_not_asked_for() -> None:
+    ledger = MemoryLedger()
+    first, second = Vm("web_1", ledger), Vm("web_2", ledger)
+    first.wish("begin")
+    first.visit()
+    second.wish("begin", "b")
+    second.visit()
+    for vm, event in ((first, "a"), (second, "b")):
+        vm.wish("busy", event, needs_slot=False)
+        vm.visit(START + MINUTE)
+        assert vm.fleet.next_at(START + MINUTE) is None
+    first.end()
+    first.visit(START + MINUTE)
+    assert slots(ledger) == [""]
+
+
 def test_a_failed_write_counts_as_not_ready() -> None:
     ledger = MemoryLedger(a_fault("away", call="put"))
     vm = Vm("web_1", ledger, max_events=None)
@@ -485,7 +543,7 @@ def test_a_slot_freed_by_hand_is_asked_for_again() -> None:
     assert slots(ledger) == [A]
 
 
-@pytest.mark.parametrize(("vms", "max_events", "requests"), [(1, 1, 9), (100, None, 505), (100, 1, 609)])
+@pytest.mark.parametrize(("vms", "max_events", "requests"), [(1, 1, 9), (100, None, 506), (100, 1, 609)])
 def test_what_an_event_costs_from_its_slot_to_its_end(vms: int, max_events: int | None, requests: int) -> None:
     ledger = MemoryLedger()
     names = tuple(f"web_{number}" for number in range(vms))
@@ -543,6 +601,14 @@ def test_what_was_known_stays_known_while_it_is_away() -> None:
     vm.visit()
     ledger.fault = lambda _: "away"
     assert vm.standing(START + 40 * MINUTE).has_slot
+
+
+def test_nobody_is_known_to_be_ready_while_it_is_away() -> None:
+    ledger = MemoryLedger()
+    vms = two_that_are_ready(ledger)
+    ledger.fault = a_fault("away")
+    assert vms[1].standing(START + MINUTE).ready == frozenset()
+    assert vms[1].standing(START + 2 * MINUTE).ready == {"web_1", "web_2"}
 
 
 def test_it_tells_how_long_an_event_has_waited() -> None:

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from test_workflow import NOTICE, START, a_rule, an_event
 
-from agent.events import Seen
+from agent.events import Gone, Seen
 from agent.words import wait_in_words
 from agent.workflow import (
     ApprovalAnswered,
@@ -25,10 +25,11 @@ from agent.workflow import (
     next_wake_at,
     proceed,
     wishes,
+    workflow_id,
 )
 
 NAMES = ("vm_1", "vm_2", "vm_3")
-FULL = Standing(holder="event 602d9444 of vm_9, until 08:40")
+FULL = Standing(workflow=workflow_id("a", START), holder="event 602d9444 of vm_9, until 08:40")
 
 
 class Life:
@@ -62,7 +63,7 @@ class Life:
         self.take()
 
     def stands(self, **fields: Any) -> None:
-        self.tell(standings={"a": Standing(**fields)})
+        self.tell(standings={"a": Standing(workflow=self.workflow.id, **fields)})
 
     def finish(self, hook: str = "drain", outcome: Any = "succeeded") -> None:
         end = HookFinished(workflow_id=self.workflow.id, stage="prepare", hook=hook, run=1, outcome=outcome)
@@ -268,11 +269,45 @@ def test_many_names_are_cut_short() -> None:
     assert life.waits() == "waits for vm_1, vm_2, vm_3 and 97 more to be ready"
 
 
+def test_nobody_counts_as_ready_while_the_table_cannot_be_used() -> None:
+    life = Life(READY)
+    life.stands(ready=frozenset(NAMES))
+    life.tell(failure="no route", away_since=START)
+    life.finish()
+    assert not life.effects(Approve)
+    assert life.waits() == "waits for vm_1, vm_2, vm_3 to be ready; the table cannot be used (no route)"
+    life.tell(failure="", away_since=None)
+    assert life.effects(Approve)
+
+
+def test_what_was_told_of_an_earlier_appearance_does_not_count() -> None:
+    old = Standing(workflow=workflow_id("a", START - NOTICE), has_slot=True, ready=frozenset(NAMES))
+    life = Life(Fleet(max_events=1, standings={"a": old}))
+    assert life.phase() == "waiting"
+    life.stands(has_slot=True)
+    life.tell(standings={"a": old})
+    life.finish()
+    assert life.phase() == "prepared"
+    assert not life.effects(Approve)
+
+
 # --- wishes
 
 
+@pytest.mark.parametrize(("has_started", "stage"), [(False, "busy"), (True, "away")])
+def test_a_vm_that_recovers_from_a_canceled_event_is_not_ready(has_started: bool, stage: str) -> None:
+    life = Life(READY, recover=("resume",))
+    life.finish()
+    if has_started:
+        life.take(Seen(an_event(resources=NAMES, status="Started")))
+    life.take(Gone("a"))
+    assert life.phase() == "recovering"
+    assert life.wish.stage == stage
+
+
 def test_the_wish_follows_the_event_to_its_end() -> None:
-    life = Life(Fleet(max_events=1, standings={"a": Standing(has_slot=True, ready=frozenset(NAMES))}))
+    life = Life(Fleet(max_events=1))
+    life.stands(has_slot=True, ready=frozenset(NAMES))
     stages = [life.wish.stage]
     life.finish()
     stages.append(life.wish.stage)
