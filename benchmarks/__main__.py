@@ -6,8 +6,8 @@ The invariant: all sides meet the same noise. They poll a third of an interval a
 import argparse
 import math
 import os
+import resource
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -25,15 +25,15 @@ from agent.events import ScheduledEvent
 from agent.policy import Decision
 from agent.store import Store
 from agent.workflow import Note, Step, Workflow
-from benchmarks.sides import Service, Side, cpu_ms, describe_machine
+from benchmarks.sides import PATIENCE_SECONDS, Service, Side, compile_all, describe_machine, print_table
+
+assert sys.platform != "win32"
 
 SIDES = ("agent", "httpx", "http.client")
 FAST_SECONDS = 0.02  # between two polls where there are thousands of events to go through
-LIFE_SECONDS = 7200  # far more than it takes: a run that hangs is not left behind
 PAGES = ("/metrics", "/status", "/")
 KINDS = {"hook": ("Redeploy", "Platform"), "approval": ("Reboot", "User")}
-COMMANDS = ("--help", "--version", "status", "history", "check", "events", "explain DOCUMENT")
-OF_HISTORY = ("status", "history")  # what a large history could slow down
+WINDOWS = {True: 1, False: 5}  # of a quick run, of a full one
 OWN = 100  # of the events, as many as the agent follows; the others are of another VM
 
 
@@ -41,43 +41,21 @@ class Row(NamedTuple):
     """One line of the table."""
 
     figure: str
-    unit: str
-    series: str
+    samples: Sequence[Sequence[float]]
+    """In each the agent's and, if they have one, those of the bare loops."""
     target: float | None = None
     """What the agent's figure may be at most."""
     share: int = 50
-    """The percentile that is shown."""
-    over: tuple[str, int] | None = None
-    """Series and side that the agent's figure is divided by."""
+    """The percentile that is shown: the smallest value that this share of all does not exceed."""
 
-
-def rows(pending: tuple[int, ...], past: int, polls: int) -> list[Row]:
-    table = [
-        Row("CPU of a poll, 0 events pending", "ms", "poll 0"),
-        Row("the same as a ratio to httpx", "x", "poll 0", 1.3, over=("poll 0", 1)),
-        Row("wake-ups a second", "", "wake-ups 0"),
-    ]
-    for count in pending[1:]:
-        table.append(Row(f"CPU of a poll, {count:,} events pending", "ms", f"poll {count}"))
-        table.append(Row("the same as a ratio to none", "x", f"poll {count}", 2.0, over=("poll 0", 0)))
-    table += [Row(f"CPU of {page}, 1,000 x 100 pending", "ms", page, 15.0) for page in PAGES]
-    for figure, series in (("served to the first hook", "hook"), ("served to the approval", "approval")):
-        for name, share, target in (("p50", 50, None), ("p99", 99, 10.0), ("max", 100, 30.0)):
-            table.append(Row(f"{figure}, {name}", "ms", series, target, share))
-    for name, share in (("p99", 99), ("max", 100)):
-        table.append(Row(f"4 KiB written to the disk meanwhile, {name}", "ms", "disk", None, share))
-    for history in ("", f", {past:,} past events"):
-        table.append(Row(f"CPU from exec to the first poll{history}", "ms", f"start{history}", 200.0))
-    table.append(Row("CPU of python -c pass", "ms", "python"))
-    table.append(Row("CPU of --help as a ratio to it", "x", "--help", 3.0, over=("python", 0)))
-    names = [*COMMANDS, *(f"{name}, {past:,} past events" for name in OF_HISTORY)]
-    table += [Row(f"CPU of {name}", "ms", name, 100.0) for name in names]
-    return [
-        *table,
-        Row("resident memory after the first event", "MiB", "memory", 36.0),
-        Row("more of it when 1,000 x 100 have come and gone", "MiB", "memory, back", 8.0),
-        Row(f"growth over {polls:,} polls after that", "MiB", "memory, growth", 1.0),
-    ]
+    def cells(self) -> Sequence[str]:
+        last = max(0, math.ceil(len(self.samples) * self.share / 100) - 1)
+        figures = [sorted(column)[last] for column in zip(*self.samples, strict=True)]
+        shown = [f"{value:.2f}" for value in figures] + ["-"] * (len(SIDES) - len(figures))
+        target, verdict = "", ""
+        if self.target is not None:
+            target, verdict = f"<= {self.target:g}", "met" if figures[0] <= self.target else "MISSED"
+        return self.figure, f"{len(self.samples):,}", *shown, target, verdict
 
 
 class Bench:
@@ -87,11 +65,8 @@ class Bench:
         self.news = threading.Condition()
         self.hook_at: dict[str, float] = {}
         fifo = directory / "started"
-        if sys.platform != "win32":
-            os.mkfifo(fifo)
-        pipe = os.open(fifo, os.O_RDWR)  # for both, so that neither end ever waits for the other
-        threading.Thread(target=self._read, args=(pipe,), daemon=True).start()
-        stack.callback(os.write, pipe, b"end\n")
+        os.mkfifo(fifo)
+        threading.Thread(target=self._read, args=(fifo,), daemon=True).start()
         # A shell's own echo into a pipe: no program is started beside the shell.
         hook = ["/bin/sh", "-c", f'echo "$SCHEDULED_EVENT_ID" > {fifo}']
         services = [stack.enter_context(Service(self.news)) for _ in SIDES]
@@ -106,22 +81,34 @@ class Bench:
         for side in self.sides:
             time.sleep(side.interval / 3)
             side.start(is_awaited=False)
-            side.service.wait_polls(2)
+            side.wait_polls(2)
 
     def announce(self, *events: dict[str, Any]) -> None:
         for side in self.sides:
             side.service.announce(*events)
 
-    def wait_many(self) -> None:
-        """Until the agent follows what there is to follow of a thousand events."""
-        self.agent.wait_until(lambda: len(self.agent.pending()) == OWN, "the events were pending")
+    def use(self, seconds: float) -> list[list[float]]:
+        """Of each side: by how much its readings go up in this time."""
+        before = [side.readings() for side in self.sides]
+        time.sleep(seconds)
+        after = [side.readings() for side in self.sides]
+        return [[b - a for a, b in zip(*pair, strict=True)] for pair in zip(before, after, strict=True)]
 
-    def _read(self, pipe: int) -> None:
-        while (lines := os.read(pipe, 4096).decode().splitlines()) != ["end"]:
-            with self.news:
-                self.hook_at |= dict.fromkeys(lines, time.monotonic())
-                self.news.notify_all()
-        os.close(pipe)
+    def resident_mib(self) -> list[float]:
+        """Of each side, when nothing has happened for a while."""
+        for side in self.sides * 2:  # a second change of the document gives back what the first one freed
+            side.service.announce()
+            side.wait_polls(5)
+        self.agent.get("/metrics")
+        return [side.resident_mib() for side in self.sides]
+
+    def _read(self, fifo: Path) -> None:
+        # For both, so that neither end ever waits for the other.
+        with open(os.open(fifo, os.O_RDWR), encoding="ascii") as lines:  # noqa: PTH123 - it is a descriptor
+            for line in lines:
+                with self.news:
+                    self.hook_at[line.strip()] = time.monotonic()
+                    self.news.notify_all()
 
 
 @contextmanager
@@ -130,159 +117,114 @@ def open_bench(interval: float) -> Iterator[Bench]:
         yield Bench(stack, Path(directory), interval)
 
 
-class Measures:
-    """``samples``: of each series its windows or samples; in each the agent's, then those of the bare loops."""
+def measure_polls(is_quick: bool) -> Iterator[Row]:
+    """A document that does not change, at one poll a second."""
+    of_none: list[list[float]] = []
+    for count in (0, 10) if is_quick else (0, 10, 100, 1000):
+        with open_bench(1.0) as bench:
+            bench.announce(*watched(count, 1))
+            bench.start()
+            bench.agent.wait_polls(3)  # what is new has been dealt with
+            readings = [bench.use(2.0 if is_quick else 12.0) for _ in range(WINDOWS[is_quick])]
+        used = [[cpu / polls for cpu, _, polls in window] for window in readings]
+        yield Row(f"CPU of a poll, {count:,} events pending, ms", used)
+        if count:
+            ratios = [(some[0] / none[0],) for some, none in zip(used, of_none, strict=True)]
+            yield Row("the same as a ratio to none", ratios, 2.0)
+        else:
+            of_none = used
+            yield Row("the same as a ratio to httpx", [(agent / httpx,) for agent, httpx, _ in used], 1.3)
+            yield Row("wake-ups a second", [[slept / polls for _, slept, polls in window] for window in readings])
 
-    def __init__(self, *, is_quick: bool) -> None:
-        self.is_quick = is_quick
-        self.windows = self.choose(1, 5)
-        self.pending = (0, 10) if is_quick else (0, 10, 100, 1000)
-        self.past, self.polls = self.choose(100, 100_000), self.choose(300, 3600)
-        self.samples: dict[str, list[list[float]]] = {}
 
-    def choose(self, quick: int, full: int) -> int:
-        return quick if self.is_quick else full
+def measure_tail(is_quick: bool) -> Iterator[Row]:
+    """Event by event, turn about; while the agent learns that one is over, the loops have theirs."""
+    with open_bench(FAST_SECONDS) as bench:
+        bench.start()
+        for kind, figure in (("hook", "served to the first hook"), ("approval", "served to the approval")):
+            took = []
+            for number in range(2 if is_quick else 2000):
+                took.append([1000 * seconds_to(bench, side, kind, number) for side in bench.sides])
+                bench.agent.wait_polls(3)  # a second answer without the event
+            yield Row(f"{figure}, p50, ms", took)
+            yield Row(f"{figure}, p99, ms", took, 10.0, 99)
+            yield Row(f"{figure}, max, ms", took, 30.0, 100)
 
-    def add(self, series: str, *values: float) -> None:
-        self.samples.setdefault(series, []).append([*values])
 
-    def measure_polls(self) -> None:
-        """A document that does not change, at one poll a second."""
-        for count in self.pending:
-            with open_bench(1.0) as bench:
-                bench.announce(*watched(count, 1))
-                bench.start()
-                bench.agent.service.wait_polls(3)  # what is new has been dealt with
-                for _ in range(self.windows):
-                    before = [side.readings() for side in bench.sides]
-                    time.sleep(self.choose(2, 12))
-                    pairs = list(zip(before, [side.readings() for side in bench.sides], strict=True))
-                    self.add(f"poll {count}", *((new[0] - old[0]) / (new[2] - old[2]) for old, new in pairs))
-                    self.add(f"wake-ups {count}", *((new[1] - old[1]) / (new[2] - old[2]) for old, new in pairs))
+def measure_start(is_quick: bool) -> Iterator[Row]:
+    """From exec to the request for the document; then commands, beside an agent."""
+    count = 100 if is_quick else 100_000
+    past = f", {count:,} past events"
+    with open_bench(1.0) as new, open_bench(1.0) as old:
+        write_history(old.agent.state_dir, count)
+        starts = []
+        for _ in range(WINDOWS[is_quick]):
+            shutil.rmtree(new.agent.state_dir, ignore_errors=True)
+            starts.append([side.cpu_ms_to_first_poll() for side in (*new.sides, old.agent)])
+        yield Row("CPU from exec to the first poll, ms", [used[:3] for used in starts], 200.0)
+        yield Row(f"CPU from exec to the first poll{past}, ms", [used[3:] for used in starts], 200.0)
+        document = new.agent.directory / "document.json"
+        document.write_bytes(new.agent.service.body)
+        commands = {"python -c pass": [sys.executable, "-c", "pass"]}
+        for history, agent in (("", new.agent), (past, old.agent)):
+            agent.start()
+            for words in ("status", "history"):
+                commands[words + history] = agent.command(words, "--state-dir", str(agent.state_dir))
+        for words in ("--help", "--version"):
+            commands[words] = new.agent.command(words)
+        for words in ("check", "events", "explain DOCUMENT"):
+            arguments = words.replace("DOCUMENT", str(document)).split()
+            commands[words] = new.agent.command(*arguments, "--config", str(new.agent.config))
+        runs = [[cpu_of(command, new.agent) for command in commands.values()] for _ in range(WINDOWS[is_quick])]
+    used = dict(zip(commands, zip(*runs, strict=True), strict=True))
+    pythons = used.pop("python -c pass")
+    yield Row("CPU of python -c pass, ms", [(value,) for value in pythons])
+    ratios = [(ours / python,) for ours, python in zip(used["--help"], pythons, strict=True)]
+    yield Row("CPU of --help as a ratio to it", ratios, 3.0)
+    for name, values in used.items():
+        yield Row(f"CPU of {name}, ms", [(value,) for value in values], 100.0)
 
-    def measure_pages(self) -> None:
-        """With hardly a poll meanwhile."""
-        with open_bench(30.0) as bench:
-            bench.announce(*watched(1000, 100))
-            bench.agent.start()
-            bench.wait_many()
-            for page in PAGES * self.windows:
+
+def measure_memory(is_quick: bool) -> Iterator[Row]:
+    """And the pages, while there is much to show. Whether it grows for ever is for soak.py to find out."""
+    with open_bench(1.0) as bench:
+        bench.start()
+        seconds_to(bench, bench.agent, "hook", 0)
+        first = bench.resident_mib()
+        bench.announce(*watched(1000, 100))
+        bench.agent.wait_until(lambda: len(bench.agent.pending()) == OWN, "the events were pending")
+        for page in PAGES:
+            used = []
+            for _ in range(5 * WINDOWS[is_quick]):
+                time.sleep(0.6)  # longer than clients share an answer
                 before = bench.agent.cpu_ms()
-                for _ in range(self.windows):
-                    time.sleep(0.6)  # longer than clients share an answer
-                    bench.agent.get(page)
-                self.add(page, (bench.agent.cpu_ms() - before) / self.windows)
-
-    def measure_tail(self) -> None:
-        """Event by event, turn about; while the agent learns that one is over, the loops have theirs."""
-        with open_bench(FAST_SECONDS) as bench, (bench.agent.directory / "written").open("wb") as file:
-            bench.start()
-            for series in KINDS:
-                for number in range(self.choose(2, 2000)):
-                    took = [seconds_to(bench, side, series, number) for side in bench.sides]
-                    self.add(series, *(1000 * seconds for seconds in took))
-                    began = time.monotonic()
-                    file.write(os.urandom(4096))
-                    file.flush()
-                    os.fsync(file.fileno())
-                    self.add("disk", 1000 * (time.monotonic() - began))
-                    bench.agent.service.wait_polls(3)  # a second answer without the event
-
-    def measure_start_and_commands(self) -> None:
-        """From exec to the request for the document; then commands, beside an agent. The first run compiles."""
-        past = f", {self.past:,} past events"
-        with open_bench(1.0) as new, open_bench(1.0) as old:
-            write_history(old.agent.state_dir, self.past)
-            for run in range(self.windows + 1):
-                shutil.rmtree(new.agent.state_dir, ignore_errors=True)
-                used = [side.cpu_ms_to_first_poll() for side in (*new.sides, old.agent)]
-                if run:
-                    self.add("start", *used[:3])
-                    self.add(f"start{past}", used[3])
-            commands = {"python": [sys.executable, "-c", "pass"]}
-            document = new.agent.directory / "document.json"
-            document.write_bytes(new.agent.service.body)
-            for history, agent, names in (("", new.agent, COMMANDS), (past, old.agent, OF_HISTORY)):
-                agent.start()
-                state, config = f"--state-dir {agent.state_dir}", f"--config {agent.config}"
-                options = dict.fromkeys(OF_HISTORY, state) | dict.fromkeys(COMMANDS[4:], config)
-                for name in names:
-                    words = f"{name} {options.get(name, '')}".replace("DOCUMENT", str(document)).split()
-                    commands[f"{name}{history}"] = agent.command(*words)
-            for run in range(self.windows + 1):
-                for name, command in commands.items():
-                    cpu = cpu_of(command, new.agent.environment)
-                    if run:
-                        self.add(name, cpu)
-
-    def measure_memory(self) -> None:
-        """At a fast pace, with a scrape and an event now and then."""
-        with open_bench(FAST_SECONDS) as bench:
-            bench.start()
-
-            def settled() -> list[float]:
-                bench.announce()
-                for side in bench.sides:
-                    side.service.wait_polls(60)
-                bench.agent.get("/metrics")
-                return [side.resident_mib() for side in bench.sides]
-
-            seconds_to(bench, bench.agent, "hook", 0)
-            first = settled()
-            bench.announce(*watched(1000, 100))
-            bench.wait_many()
-            back = settled()
-            for number in range(self.polls // 300):
-                bench.announce(event(f"later-{number}", "Reboot", "User"))
-                bench.agent.service.wait_polls(240)
-                last = settled()
-        self.add("memory", *first)
-        self.add("memory, back", *(b - f for f, b in zip(first, back, strict=True)))
-        self.add("memory, growth", *(e - b for b, e in zip(back, last, strict=True)))
-
-    def percentiles(self, series: str, share: int) -> list[float]:
-        """Of each side, the smallest value that this share of all does not exceed."""
-        columns = map(sorted, zip(*self.samples[series], strict=True))
-        return [column[max(0, math.ceil(len(column) * share / 100) - 1)] for column in columns]
-
-    def line(self, row: Row) -> str:
-        """The agent's figure, and those of the loops if they have one."""
-        figures = self.percentiles(row.series, row.share)
-        if row.over is not None:
-            figures = [figures[0] / self.percentiles(row.over[0], 50)[row.over[1]]]
-        cells = [f"{value:.2f}" for value in figures] + ["-"] * (len(SIDES) - len(figures))
-        if row.target is not None:
-            cells += [f"<= {row.target:g}", "met" if figures[0] <= row.target else "MISSED"]
-        return formatted(row.figure, row.unit, f"{len(self.samples[row.series]):,}", *cells)
+                bench.agent.get(page)
+                used.append((bench.agent.cpu_ms() - before,))
+            yield Row(f"CPU of {page}, 1,000 x 100 pending, ms", used, 15.0)
+        back = bench.resident_mib()
+    more = [new - old for old, new in zip(first, back, strict=True)]
+    yield Row("resident memory after the first event, MiB", [first], 36.0)
+    yield Row("more of it when 1,000 x 100 have come and gone, MiB", [more], 8.0)
 
 
-def formatted(figure: str, *cells: str) -> str:
-    widths = (5, 6, 8, 8, 12, 8, 7)
-    return (f"{figure:<52}" + "".join(f"{c:>{width}}" for c, width in zip(cells, widths, strict=False))).rstrip()
-
-
-def seconds_to(bench: Bench, side: Side, series: str, number: int) -> float:
+def seconds_to(bench: Bench, side: Side, kind: str, number: int) -> float:
     """From the document with an event to the start of its hook or to its approval; then the event is gone."""
-    id_, service = f"{series}-{number}-{side.endpoint}", side.service
-    done_at = bench.hook_at if series == "hook" else service.approved_at
+    id_, service = f"{kind}-{number}-{side.endpoint}", side.service
+    done_at = bench.hook_at if kind == "hook" else service.approved_at
     # What the agent approves too late would be refused.
     awaited = [done_at, service.approved_at] if side is bench.agent else [done_at]
-    service.announce(event(id_, *KINDS[series]))
-    service.wait(lambda: all(id_ in times for times in awaited), f"{id_} was acted on")
+    service.announce(event(id_, *KINDS[kind]))
+    side.wait(lambda: all(id_ in times for times in awaited), f"{id_} was acted on")
     seconds = done_at[id_] - service.served_at
     service.announce()
     return seconds
 
 
-def cpu_of(command: list[str], environment: dict[str, str]) -> float:
-    if sys.platform == "win32":
-        raise NotImplementedError
-    process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # so that its clock can still be read
-    used = cpu_ms(process.pid)
-    if process.wait():
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return used
+def cpu_of(command: list[str], agent: Side) -> float:
+    before = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
+    environment = {**os.environ, **agent.environment}
+    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True, timeout=PATIENCE_SECONDS)
+    return 1000 * (sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - before)
 
 
 def event(event_id: str, type_: str, source: str, names: Sequence[str] = ("vm-1",)) -> dict[str, Any]:
@@ -307,36 +249,29 @@ def watched(count: int, names: int) -> list[dict[str, Any]]:
 
 
 def write_history(state_dir: Path, count: int) -> None:
-    """A state file with so many events of the last eighty days, with three entries each."""
+    """A state file with so many events of forty days ago, with three entries each."""
     state_dir.mkdir(mode=0o700)
-    now = datetime.now(UTC)
+    at = datetime.now(UTC) - timedelta(days=40)
     past = ScheduledEvent(id="", type="Reboot", status="Scheduled")
     decision = Decision(rule=None, reason="", affects="self")
     made: dict[str, Any] = {"decision": decision, "boot_id": "b", "phase": "closed", "is_gone": True}
     notes = tuple(Note(kind=kind, text="what happened") for kind in ("seen", "started", "closed"))
-    portion = min(count, 1000)
-    with closing(Store.open(state_dir, now)) as store:
-        for first in range(0, count, portion):
-            at = now - timedelta(days=80) * (1 - first / count)
-            names = [f"past-{number}" for number in range(first, first + portion)]
-            events = {name: replace(past, id=name) for name in names}
-            closed = [Workflow(id=n, event=e, first_seen_at=at, noticed_at=at, **made) for n, e in events.items()]
-            store.commit([Step(workflow=workflow, notes=notes) for workflow in closed], at)
+    events = [replace(past, id=f"past-{number}") for number in range(count)]
+    closed = [Workflow(id=e.id, event=e, first_seen_at=at, noticed_at=at, **made) for e in events]
+    with closing(Store.open(state_dir, at)) as store:
+        store.commit([Step(workflow=workflow, notes=notes) for workflow in closed], at)
 
 
 PARTS = {
-    "polls": Measures.measure_polls,
-    "pages": Measures.measure_pages,
-    "tail": Measures.measure_tail,
-    "start": Measures.measure_start_and_commands,
-    "memory": Measures.measure_memory,
+    "polls": measure_polls,
+    "tail": measure_tail,
+    "start": measure_start,
+    "memory": measure_memory,
 }
 
 
 def main() -> int:
     """Print the table; the exit code says nothing about targets."""
-    if sys.platform == "win32":
-        raise NotImplementedError
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Measure the agent's speed and size."
     )
@@ -345,18 +280,15 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.parts) - PARTS.keys():
         parser.error(f"no such part: {', '.join(unknown)}")
-    measures = Measures(is_quick=arguments.quick)
-    signal.alarm(LIFE_SECONDS)
     sys.setswitchinterval(0.0005)  # the services share this process
     began = time.monotonic()
+    rows: list[Row] = []
+    compile_all()
     for name in arguments.parts or PARTS:
         print(f"measure {name} ...", file=sys.stderr, flush=True)
-        PARTS[name](measures)
+        rows += PARTS[name](arguments.quick)
     print(f"{describe_machine()}; the run took {time.monotonic() - began:.0f} s\n")
-    print(formatted("figure", "unit", "n", *SIDES, "target"))
-    for row in rows(measures.pending, measures.past, measures.polls):
-        if row.series in measures.samples:
-            print(measures.line(row))
+    print_table(("figure", "n", *SIDES, "target", ""), *(row.cells() for row in rows))
     return 0
 
 

@@ -3,10 +3,11 @@
 import ctypes
 import os
 import platform
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,7 @@ class PacedAgent(Agent):
         self.in_child = lambda: prctl(PR_SET_PDEATHSIG, 9)
         unit = (CHECKOUT / "systemd" / "scheduled-events-agent.service").read_text(encoding="utf-8").splitlines()
         words = [word for line in unit if line.startswith("Environment=") for word in line[12:].split()]
-        # Compiled modules are at hand, as after an installation.
-        cache = {"PYTHONPYCACHEPREFIX": str(directory.parent / "cache"), "PYTHONDONTWRITEBYTECODE": ""}
-        self.environment = cache | dict(word.split("=", 1) for word in words)
+        self.environment = dict(word.split("=", 1) for word in words)
 
     def command(self, *arguments: str) -> list[str]:
         if arguments[0] != "run" or self.interval >= FASTEST_SECONDS:
@@ -73,7 +72,11 @@ class PacedAgent(Agent):
         return float(psutil.Process(self.process.pid).memory_info().rss / 2**20)
 
     def cpu_ms(self) -> float:
-        return cpu_ms(self.process.pid)
+        """User and system time; psutil knows no less than 10 ms."""
+        if sys.platform == "win32":
+            raise NotImplementedError
+        clock = (~self.process.pid << 3) | 2  # as clock_getcpuclockid(3) names it
+        return 1000 * time.clock_gettime(clock)
 
 
 class Side(PacedAgent):
@@ -81,18 +84,13 @@ class Side(PacedAgent):
 
     def __init__(self, kind: str, directory: Path, service: "Service", interval: float, hook: list[str]) -> None:
         super().__init__(directory, service.url, interval)
-        self.service, service.fault = service, self.fault
+        self.service = service
         loop = [sys.executable, "-m", "benchmarks.bare_loop", kind, service.url, str(interval), *hook]
         self._loop = None if kind == "agent" else loop
         self.write_policy(imds=self.imds, rules=RULES, hooks={"drain": {"run": hook}})
 
     def command(self, *arguments: str) -> list[str]:
         return self._loop or super().command(*arguments)
-
-    def fault(self) -> str:
-        """That the program has ended, and what it wrote; empty while it runs."""
-        code = None if self._process is None else self._process.poll()
-        return "" if code is None else f"The program has ended with {code}:\n{''.join(self.history)}"
 
     def readings(self) -> tuple[float, float, int]:
         """CPU in ms, how often its threads have gone to sleep, polls."""
@@ -104,10 +102,24 @@ class Side(PacedAgent):
         used: list[float] = []
         self.service.on_poll = lambda: used.append(self.cpu_ms())
         self.start(is_awaited=False)
-        self.service.wait_polls(1)
+        self.wait_polls(1)
         self.service.on_poll = lambda: None
         self.stop()
         return used[0]
+
+    def wait_polls(self, count: int) -> None:
+        """Wait for so many more."""
+        goal = self.service.polls + count
+        self.wait(lambda: self.service.polls >= goal, f"{count} more polls had come")
+
+    def wait(self, test: Callable[[], bool], what: str) -> None:
+        """Wait for news that make this true; raises TimeoutError, at once when the program has ended."""
+        gives_up_at = time.monotonic() + PATIENCE_SECONDS
+        with self.service.news:
+            while not self.service.news.wait_for(test, 1.0):
+                code = self.process.poll()
+                if code is not None or time.monotonic() > gives_up_at:
+                    raise TimeoutError(f"gave up waiting until {what}; exit code {code}\n{''.join(self.history)}")
 
 
 class Service(Endpoint):
@@ -116,24 +128,22 @@ class Service(Endpoint):
     def __init__(self, news: threading.Condition) -> None:
         super().__init__()
         self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a program has ended amid a request
-        self._news = news
+        self.news = news
         self._incarnation = 0
         self.served_at = 0.0
         """When the document of now was served for the first time; 0: it was not."""
         self.approved_at: dict[str, float] = {}
         self.on_poll: Callable[[], None] = lambda: None
         """Called before the answer."""
-        self.fault: Callable[[], str] = str
-        """Why no answer will come, if that is known."""
 
     def announce(self, *events: dict[str, Any]) -> None:
         """Serve these events, and no others, from now on."""
-        with self._news:
+        with self.news:
             self._incarnation += 1
             self.body, self.served_at = document(*events, incarnation=self._incarnation), 0.0
 
     def answer(self, request: Request) -> Answer:
-        with self._news:
+        with self.news:
             now, polls = time.monotonic(), self.polls
             answer = super().answer(request)
             if self.polls > polls:
@@ -141,27 +151,21 @@ class Service(Endpoint):
                 self.served_at = self.served_at or now
             elif request.method == "POST":
                 self.approved_at |= dict.fromkeys(self.approved[-1], now)
-            self._news.notify_all()
+            self.news.notify_all()
         return answer
 
-    def wait_polls(self, count: int) -> None:
-        """Wait for so many more."""
-        goal = self.polls + count
-        self.wait(lambda: self.polls >= goal, f"{count} more polls had come")
 
-    def wait(self, test: Callable[[], bool], what: str) -> None:
-        gives_up_at = time.monotonic() + PATIENCE_SECONDS
-        with self._news:
-            while not self._news.wait_for(test, 1.0):
-                if (fault := self.fault()) or time.monotonic() > gives_up_at:
-                    raise TimeoutError(f"gave up waiting until {what}. {fault}")
+def compile_all() -> None:
+    """As an installation does, so that no agent that is measured compiles."""
+    subprocess.run([sys.executable, "-m", "compileall", "-q", "agent", "benchmarks"], cwd=CHECKOUT, check=False)
 
 
-def cpu_ms(pid: int) -> float:
-    """User and system time of a process that was not waited for; psutil knows no less than 10 ms."""
-    if sys.platform == "win32":
-        raise NotImplementedError
-    return 1000 * float(time.clock_gettime((~pid << 3) | 2))  # as clock_getcpuclockid(3) names it
+def print_table(*rows: Sequence[str]) -> None:
+    """The first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        others = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        print("  ".join((f"{name:<{widths[0]}}", *others)).rstrip())
 
 
 def describe_machine() -> str:
