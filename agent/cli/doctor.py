@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``doctor``."""
     parser.description = (
         "Looks at the metadata service, the clock, the policy, hooks, state, service, and at other agents that "
-        "approve events, and says what to do. Approves nothing, runs no hook, changes nothing. Exit code "
-        "0: no failure; 1: a check failed."
+        "approve events, and says what to do. Approves nothing, runs no hook, changes nothing on this machine; "
+        "with a fleet it writes a row to its table and deletes it. Exit code 0: no failure; 1: a check failed."
     )
     add_state_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -112,7 +112,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
         from agent.cli import fleet  # noqa: PLC0415  # most policies have none
 
         time.sleep(_SPACING_SECONDS)
-        yield fleet.examine(settings, settings.fleet)
+        yield fleet.examine(settings, settings.fleet, account)
     state_dir = state_dir_of(settings, state_option).absolute()
     pid, lock_fault = None, ""
     try:

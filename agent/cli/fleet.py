@@ -1,10 +1,12 @@
 """``fleet``: the slots and the readiness of the group's VMs, as its table has them."""
 
 import argparse
+import os
+import socket
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from uuid import uuid4
+from pathlib import Path
 
 import msgspec
 
@@ -17,11 +19,12 @@ from agent.fleet.ledger import Ledger, LedgerError
 from agent.fleet.ledger import Row as LedgerRow
 from agent.fleet.protocol import key_of, resources_of, time_of
 from agent.fleet.table import connect
+from agent.host import processes
 from agent.imds import ImdsError, resolve_endpoint
 from agent.imds import connect as connect_imds
 from agent.policy import matches_glob
 from agent.settings import Settings, find_config, load_settings
-from agent.settings.model import FleetSettings
+from agent.settings.model import FleetCredential, FleetSettings
 from agent.status import SCHEMA_VERSION
 from agent.words import clock
 
@@ -35,7 +38,7 @@ _ADVICE = {
     "denied": "give this VM's identity the role, or renew the signature: docs/fleet.md has the commands",
     "missing": "create the table, or correct fleet.table",
     "bad_answer": "check fleet.table, and what else answers there",
-    "setup": "correct it: until then events wait as if the table were away",
+    "setup": "correct it: until then the agent acts as if the table were away",
 }
 
 
@@ -90,8 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Asks the table of the policy's fleet, from any VM of the group; the agent need not run. status: which "
         "events have a slot, and which VMs are ready. release: frees the slot of an event whose VMs are all gone, "
-        "so that the next event begins; a VM that still needs it takes it again. Exit code 1: the table cannot be "
-        "used, or there is no such slot."
+        "so that the next event begins; while VMs say that they are out of service for it, give its full id. "
+        "Exit code 1: the table cannot be used, or there is no such slot."
     )
     parser.add_argument("word", choices=("status", "release"), metavar="status|release", help="what to do")
     parser.add_argument("event", nargs="?", metavar="EVENT", help="release: the event's id, or its beginning")
@@ -101,6 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    try:
+        return _carry_out(arguments)
+    except LedgerError as error:
+        raise AgentError(f"{error}; {_ADVICE[error.kind]}", kind=error.kind) from error
+
+
+def _carry_out(arguments: argparse.Namespace) -> int:
     if (arguments.word == "release") != bool(arguments.event):
         raise AgentError("expected: fleet status, or fleet release EVENT", kind="usage")
     settings = load_settings(find_config(arguments.config, host.default_config_path()))
@@ -135,25 +145,50 @@ def _ask_group(settings: Settings) -> str:
     return group
 
 
-def examine(settings: Settings, fleet: FleetSettings) -> Finding:
-    """Whether this VM can use the table: for ``doctor``. Writes a row there and deletes it."""
+def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Finding:
+    """Whether this VM can use the table: for ``doctor``. Writes a row there and deletes it.
+
+    ``account``: the service's, if it is not this one.
+    """
+    given = fleet.credential if isinstance(fleet.credential, FleetCredential) else FleetCredential()
+    if given.sas_file and os.path.lexists(given.sas_file):
+        try:
+            if fault := processes.access_fault(Path(given.sas_file), "read", account):
+                return failure("fleet", fault, "give the account of the service leave to read it")
+        except host.HostError as error:
+            return warning("fleet", str(error), "run this as root, or as the account of the service")
     try:
         group = fleet.group or _ask_group(settings)
     except AgentError as error:
         return failure("fleet", str(error), "give all VMs that act together the same fleet.group")
-    partition, key = f"doctor|{key_of(group)}", uuid4().hex
+    partition, key = f"doctor|{key_of(group)}", key_of(settings.vm.name or socket.gethostname())
+    skew = ""
     try:
         ledger = connect(fleet, resolve_endpoint(settings.imds.endpoint))
-        ledger.put_if_unchanged(partition, key, {"by": "doctor"}, "")
-        ledger.put(partition, key, None)
+        try:
+            is_new = ledger.put_if_unchanged(partition, key, {"by": "doctor"}, "")
+            ledger.put(partition, key, {"by": "doctor", "again": "yes"})
+        finally:
+            skew = _skew_in_words(ledger.clock_skew_seconds or 0.0)
+            ledger.put(partition, key, None)
         ledger.list_rows(f"slot|{key_of(group)}")
     except LedgerError as error:
-        return failure("fleet", str(error), _ADVICE[error.kind])
-    skew = ledger.clock_skew_seconds or 0.0
-    if abs(skew) >= _SKEW_WARNING_SECONDS:
-        which = "ahead of" if skew > 0 else "behind"
-        return warning("fleet", f"this clock is {abs(skew):.0f} s {which} the table's", "synchronize the clock")
-    return ok("fleet", f"group {group}: {fleet.table} can be read and written")
+        return failure("fleet", "; ".join(filter(None, (str(error), skew))), _ADVICE[error.kind])
+    if not is_new:
+        return warning(
+            "fleet", "another doctor that ran as this VM left its row", "run this again: the row is gone"
+        )
+    if skew:
+        return warning("fleet", skew, "synchronize the clock")
+    return ok("fleet", f"group {group}: {fleet.table} can be read, written and deleted from")
+
+
+def _skew_in_words(seconds: float) -> str:
+    """How far the clocks differ, for which a token or a signature may be refused; "" if they are near enough."""
+    if abs(seconds) < _SKEW_WARNING_SECONDS:
+        return ""
+    which = "ahead of" if seconds > 0 else "behind"
+    return f"this clock is {abs(seconds):.0f} s {which} the table's"
 
 
 def look(ledger: Ledger, group: str, fleet: FleetSettings, now: datetime) -> FleetStatus:
@@ -181,10 +216,20 @@ def release(ledger: Ledger, group: str, prefix: str, now: datetime) -> tuple[str
         has = ", ".join(sorted({_slot(row).event_id for row in taken})) or "none"
         how_many = f"{len(ids)} events with a slot begin" if ids else "no event with a slot begins"
         raise AgentError(printable(f'{how_many} with "{prefix}"; events with one: {has}'))
+    event_id = ids.pop()
+    if folded != event_id.casefold() and (vms := _out_of_service(ledger, found)):
+        give = f"if it is to be freed all the same, give the full id: {event_id}"
+        raise AgentError(printable(f"{', '.join(vms)} may be out of service for this event; {give}"))
     for row in found:
         if not ledger.put_if_unchanged(f"slot|{key_of(group)}", row.key, {"event": ""}, row.version):
             raise AgentError(f"slot {row.key} has changed meanwhile: look at fleet status, and try again")
-    return ids.pop(), tuple(row.key for row in found)
+    return event_id, tuple(row.key for row in found)
+
+
+def _out_of_service(ledger: Ledger, slots: list[LedgerRow]) -> list[str]:
+    """The VMs that say they prepare for the events of these slots, or are ready, and not that they are back."""
+    told = [row.content for slot in slots for row in ledger.list_rows(f"ready|{slot.content['event']}")]
+    return sorted({one.get("vm", "") for one in told if one.get("state") in ("ready", "held")})
 
 
 def in_words(status: FleetStatus, terminal: Terminal) -> Iterator[str]:

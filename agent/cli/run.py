@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from agent import AgentError, host
 from agent.cli import add_config_option, exit_code
 from agent.daemon import Daemon
+from agent.fleet import table
 from agent.log import get_logger, set_up
 from agent.log_ids import LogId
 from agent.notices import doubts
@@ -155,7 +156,9 @@ class _PolicyFile:
 
 
 def _look_at_machine(loaded: Loaded) -> tuple[Problem, ...]:
-    return (*check_files(loaded), *loaded.parsed.gather(doubts(loaded.settings.notify)))
+    fleet = loaded.settings.fleet
+    findings = [*doubts(loaded.settings.notify), *(table.doubts(fleet) if fleet else ())]
+    return (*check_files(loaded), *loaded.parsed.gather(findings))
 
 
 def _warn(problems: Iterable[Problem]) -> None:

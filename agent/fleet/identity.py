@@ -13,6 +13,7 @@ from agent.transport import BoundedTransport
 _PATH = "/metadata/identity/oauth2/token"
 _API_VERSION = "2018-02-01"
 _MAX_ANSWER_BYTES = 256 * 1024
+_UPDATE_SECONDS = 70.0  # at most, that the service is away (410) while it is updated
 _HEADERS = {
     "Metadata": "true",
     "User-Agent": f"scheduled-events-agent/{__version__}",
@@ -55,8 +56,10 @@ class VmCredential:
 
     def _refusal(self, answer: httpx.Response) -> LedgerError:
         status = answer.status_code
-        if status in (429, 500, 502, 503, 504):
-            return LedgerError(f"the metadata service gives no token now: it answers {status}", kind="throttled")
+        if status in (408, 410, 429, 500, 502, 503, 504):
+            after = _UPDATE_SECONDS if status == 410 else 0.0
+            text = f"the metadata service gives no token now: it answers {status}"
+            return LedgerError(text, kind="throttled", retry_after=after)
         what = f"the identity {self._client_id}" if self._client_id else "a managed identity, or only one"
         text = (
             f"the metadata service gives no token (it answers {status}: {excerpt(answer.content)}): this VM has "

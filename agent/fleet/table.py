@@ -28,7 +28,7 @@ def connect(settings: FleetSettings, endpoint: str) -> "TableLedger":
     try:
         from agent.fleet.table_ledger import TableLedger  # noqa: PLC0415  # 5 MiB, and an extra
     except ImportError as error:
-        raise LedgerError(_NOT_INSTALLED, kind="setup") from error
+        raise LedgerError(f"{_NOT_INSTALLED} (no module {error.name})", kind="setup") from error
     return TableLedger(settings, address, endpoint)
 
 
@@ -55,12 +55,16 @@ def doubts(settings: FleetSettings) -> Iterator[tuple[str, str]]:
 def read_sas(path: Path) -> str:
     """The signature that a file holds, with or without a question mark before it. Raises LedgerError."""
     try:
+        if path.exists() and not path.is_file():
+            raise LedgerError(f"{path} is not a regular file", kind="setup")
         with path.open("rb") as file:
             text = file.read(_MAX_SAS_BYTES).decode("ascii").strip().removeprefix("?")
     except OSError as error:
         raise LedgerError(f"{path} cannot be read: {error.strerror}", kind="setup") from None
     except UnicodeDecodeError:
-        text = ""
+        raise LedgerError(f"{path} is not in ASCII: write it without a byte order mark", kind="setup") from None
+    if text.startswith(("'", '"')):
+        raise LedgerError(f"{path} has quotes around the signature: take them out", kind="setup")
     if not {"sv", "sig"} <= parse_qs(text).keys() or re.search(r"\s", text):
         form = "a shared access signature such as sv=...&sig=..., in one line"
         raise LedgerError(f"{path} does not hold {form}", kind="setup")

@@ -158,13 +158,17 @@ class TableLedger:
         return LedgerError(f"{says}: not the answer of a table that can be used", kind="bad_answer")
 
     def _way_in(self, code: str) -> str:
+        if code == "KeyBasedAuthenticationNotPermitted":
+            return "the storage account takes no shared access signatures: use the identity of this VM"
         if self._sas_file:
             needs = "it must be valid now, for this table, and allow read, add, update and delete"
             return f"the shared access signature in {self._sas_file} is not accepted: {needs}"
-        if code == "AuthorizationFailure":
-            return "the network rules of the storage account do not let this VM in, or its identity lacks a role"
         scope = f"the table {self._address.name} or its storage account"
-        return f'the identity of this VM may not use it: assign the role "{ROLE}" to it, at the scope of {scope}'
+        role = f'assign the role "{ROLE}" to it, at the scope of {scope}'
+        if code == "AuthorizationFailure":
+            rules = "the network rules of the storage account do not let this VM in"
+            return f"{rules}, or its identity may not use it: {role}"
+        return f"the identity of this VM may not use it: {role}"
 
 
 class _ChangedError(LedgerError):

@@ -118,8 +118,8 @@ def _fleet_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Find
     if fleet is None:
         return
     if parse_table(fleet.table) is None:
-        expected = "https://ACCOUNT.table.core.windows.net/TABLE, where TABLE has 3 to 63 letters and digits"
-        yield "fleet.table", f"expected {expected}; {_HIDDEN}"
+        name = "TABLE has 3 to 63 letters and digits and is not tables"
+        yield "fleet.table", f"expected https://ACCOUNT.table.core.windows.net/TABLE, where {name}; {_HIDDEN}"
     if isinstance(fleet.credential, FleetCredential):
         credential, path = fleet.credential, "fleet.credential"
         if (credential.client_id is None) == (credential.sas_file is None):

@@ -241,7 +241,7 @@ class TableAddress(NamedTuple):
 def parse_table(text: str) -> TableAddress | None:
     """The parts of a table's URL; None if it is none. Plain http goes to this machine only."""
     match = _TABLE.fullmatch(text)
-    if match is None or not 0 < int(match["port"] or 443) < 65536:
+    if match is None or not 0 < int(match["port"] or 443) < 65536 or match["name"].lower() == "tables":
         return None
     return TableAddress(match["account"], match["name"])
 

@@ -12,13 +12,15 @@ import pytest
 from azure.core.rest import HttpRequest
 from ports import free_port
 
-from agent.cli import main
+from agent import host
+from agent.cli import check, main, run
 from agent.fleet import table_ledger
 from agent.fleet.identity import VmCredential
 from agent.fleet.ledger import LedgerError
 from agent.fleet.table import connect, read_sas
 from agent.fleet.table_ledger import TableLedger
 from agent.fleet.table_transport import TableTransport
+from agent.settings import load_policy
 from agent.settings.model import FleetCredential, FleetSettings
 
 SAS = "sv=2019-02-02&sig=SECRET"
@@ -115,6 +117,7 @@ def fault_of(table: TableLedger) -> LedgerError:
         (error("500 Error", "OperationTimedOut"), "timeout", "answers 500 (OperationTimedOut)"),
         (answer("502 Bad Gateway", b"<html>", "Content-Type: text/html"), "timeout", "answers 502"),
         (error("403 Forbidden", "AuthenticationFailed"), "denied", "the shared access signature in "),
+        (error("403 Forbidden", "KeyBasedAuthenticationNotPermitted"), "denied", "use the identity of this VM"),
         (error("404 Not Found", "TableNotFound"), "missing", "there is no table abc"),
         (answer("404 Not Found", b"<html>", "Content-Type: text/html"), "missing", "there is no table abc"),
         (error("400 Bad Request", "InvalidInput"), "bad_answer", "answers 400 (InvalidInput)"),
@@ -243,6 +246,8 @@ def test_a_token_is_never_sent_unencrypted() -> None:
          "Identity not found"),
         (answer("404 Not Found"), "denied", "a managed identity, or only one"),
         (answer("429 Too Many", b"{}"), "throttled", "it answers 429"),
+        (answer("410 Gone", b"{}"), "throttled", "it answers 410"),
+        (answer("408 Timeout", b"{}"), "throttled", "it answers 408"),
         (answer("500 Error", b"{}"), "throttled", "it answers 500"),
         (answer("200 OK", b'{"access_token": "a\\nb", "expires_on": "1"}'), "bad_answer", "holds no token"),
         (answer("200 OK", b'{"access_token": "a", "expires_on": "Infinity"}'), "bad_answer", "holds no token"),
@@ -291,13 +296,36 @@ def test_no_challenge_gets_a_token_for_another_service(
     assert sent == ["Bearer TOKEN"] * tokens
 
 
-@pytest.mark.parametrize("text", ["", "sv=1", "sig=1", "sv=1&sig=1 2", "sv=1\nsig=2", "é&sv=1&sig=2", "key"])
+@pytest.mark.parametrize("text", ["", "sv=1", "sig=1", "sv=1&sig=1 2", "sv=1\nsig=2", "key"])
 def test_what_is_no_signature_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
     file = tmp_path / "sas"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(LedgerError, match="does not hold a shared access signature") as caught:
         read_sas(file)
     assert str(caught.value).startswith(f"{file} does not hold")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'"sv=1&sig=SECRET"', "has quotes around the signature: take them out"),
+        ("sv=1&sig=SECRET".encode("utf-16"), "write it without a byte order mark"),
+        (b"\xef\xbb\xbfsv=1&sig=SECRET", "write it without a byte order mark"),
+    ],
+)
+def test_a_signature_as_a_tool_wrote_it_is_refused_with_the_way_out(
+    tmp_path: Path, content: bytes, words: str
+) -> None:
+    file = tmp_path / "sas"
+    file.write_bytes(content)
+    with pytest.raises(LedgerError, match=words) as caught:
+        read_sas(file)
+    assert "SECRET" not in str(caught.value)
+
+
+def test_a_signature_in_no_regular_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LedgerError, match="is not a regular file"):
+        read_sas(tmp_path)
 
 
 def test_check_refuses_a_signature_that_cannot_be_read(sas_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,9 +343,31 @@ def test_check_refuses_a_signature_that_cannot_be_read(sas_file: Path, capsys: p
     assert f"policy.yaml:2: fleet.credential.sas_file: {missing} cannot be read: No such file or directory" in told
 
 
+def test_an_agent_that_starts_warns_of_an_exposed_signature(
+    sas_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "exposure_fault", lambda path: f"{path.name} is open to all")
+    policy = sas_file.with_name("policy.yaml")
+    credential = json.dumps({"sas_file": str(sas_file)})
+    text = f"fleet: {{group: web, table: 'https://a.example/abc', max_events: 1, credential: {credential}}}\n"
+    policy.write_text(text, encoding="utf-8")
+    told = [str(problem) for problem in run._look_at_machine(load_policy(policy))]
+    assert [text for text in told if "fleet.credential.sas_file: sas is open to all" in text] != [], told
+
+
+@pytest.fixture
+def long_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "_ASK_SECONDS", 60.0)
+
+
+@pytest.mark.usefixtures("long_asking")
 @pytest.mark.parametrize(("scale_set", "code"), [("web", 0), ("", 2)])
 def test_check_refuses_a_group_that_cannot_be_found(
-    scale_set: str, code: int, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scale_set: str,
+    code: int,
+    server: Server,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     compute = {"name": "web_1", "vmScaleSetName": scale_set}
     server.answer = answer("200 OK", json.dumps({"compute": compute}).encode())

@@ -1,17 +1,22 @@
 """What ``fleet status`` and ``fleet release`` make of a group's rows."""
 
 import json
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
 from agent import AgentError
-from agent.cli.fleet import in_words, look, release
+from agent.cli import fleet as command
+from agent.cli.fleet import examine, in_words, look, release
 from agent.cli.terminal import Terminal
+from agent.fleet.ledger import LedgerError
 from agent.fleet.memory import MemoryLedger
 from agent.fleet.protocol import event_key_of
-from agent.settings import parse_settings
-from agent.settings.model import FleetSettings
+from agent.host import processes
+from agent.settings import Settings, parse_settings
+from agent.settings.model import FleetCredential, FleetSettings
 
 NOW = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 ONE, OTHER = "602D9444-D2CD-49C7-8624-8643E7171297", "602D9445-0000-49C7-8624-8643E7171297"
@@ -56,6 +61,58 @@ def test_a_group_without_rows_or_limit_is_told() -> None:
     ]
 
 
+class SkewedLedger(MemoryLedger):
+    """Told apart from a table by its clock; may refuse to write over a row."""
+
+    clock_skew_seconds = 0.0
+    is_refusing = False
+
+    def put(self, partition: str, key: str, content: Mapping[str, str] | None) -> None:
+        if self.is_refusing and content is not None:
+            raise LedgerError("no update", kind="denied")
+        super().put(partition, key, content)
+
+
+POLICY = parse_settings(
+    "vm: {name: web_3}\nfleet: {group: web, table: 'https://a.example/abc', max_events: 1}", "p"
+)
+
+
+def examined(ledger: SkewedLedger, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    monkeypatch.setattr(command, "connect", lambda *_: ledger)
+    fleet = POLICY.settings.fleet
+    assert fleet is not None
+    finding = examine(POLICY.settings, fleet, None)
+    assert ledger.list_rows("doctor|web") == [], "it leaves no row"
+    return finding.verdict, finding.finding
+
+
+def test_doctor_tries_each_right_and_leaves_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = SkewedLedger()
+    assert examined(ledger, monkeypatch)[0] == "ok"
+    ledger.put("doctor|web", "web_3", {"by": "doctor"})
+    assert examined(ledger, monkeypatch) == ("warning", "another doctor that ran as this VM left its row")
+    ledger.clock_skew_seconds = -40.0
+    assert examined(ledger, monkeypatch) == ("warning", "this clock is 40 s behind the table's")
+    ledger.is_refusing = True
+    assert examined(ledger, monkeypatch) == ("failure", "no update; this clock is 40 s behind the table's")
+
+
+def test_doctor_looks_at_the_signature_as_the_services_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(path: Path, purpose: str, user: str | None) -> str:
+        return f"{user} cannot {purpose} {path.name}"
+
+    monkeypatch.setattr(processes, "access_fault", told)
+    (tmp_path / "sas").write_text("sv=1&sig=2")
+    fleet = FleetSettings(
+        group="web", table="https://a.example/abc", credential=FleetCredential(sas_file=str(tmp_path / "sas"))
+    )
+    finding = examine(Settings(), fleet, "agent")
+    assert (finding.verdict, finding.finding) == ("failure", "agent cannot read sas")
+
+
 def test_rows_that_are_no_rows_of_an_agent_do_no_harm() -> None:
     ledger = MemoryLedger()
     ledger.put("slot|web", "000", {"event": "x", "until": "2999-01-01"})
@@ -77,6 +134,17 @@ def test_the_slot_of_an_event_is_freed_by_the_beginning_of_its_id() -> None:
     assert [slot.event_id for slot in look(ledger, "web", settings(), NOW).slots] == ["", OTHER]
     with pytest.raises(AgentError, match=f'no event with a slot begins with "602d9444"; events with one: {OTHER}'):
         release(ledger, "web", "602d9444", NOW)
+
+
+def test_the_slot_of_vms_that_are_out_of_service_needs_the_full_id() -> None:
+    ledger, key = MemoryLedger(), event_key_of(ONE)
+    take(ledger, "000", ONE)
+    for vm, state in {"web_1": "ready", "web_2": "held", "web_3": "back"}.items():
+        ledger.put(f"ready|{key}", vm, {"state": state, "vm": vm})
+    with pytest.raises(AgentError, match=f"^web_1, web_2 may be out of service .*give the full id: {ONE}$"):
+        release(ledger, "web", ONE[:8], NOW)
+    assert look(ledger, "web", settings(), NOW).slots[0].event_id == ONE
+    assert release(ledger, "web", ONE.lower(), NOW) == (ONE, ("000",))
 
 
 def test_a_slot_that_has_changed_meanwhile_is_not_freed(monkeypatch: pytest.MonkeyPatch) -> None:
