@@ -41,7 +41,7 @@ postgresql:
     superuser: {{username: postgres}}
     replication: {{username: replicator, password: replicator}}
     rewind: {{username: rewinder, password: rewinder}}
-  parameters: {{unix_socket_directories: '{directory}', fsync: 'off'}}
+  parameters: {{unix_socket_directories: '{directory}', fsync: 'off', max_standby_streaming_delay: '-1'}}
 """
 
 
