@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.store import Store
-from benchmarks.soak import MAY_GROW, judge
+from benchmarks.soak import MAY_GROW, MAY_REACH, judge
 
 BEGAN = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
 COUNTED = [
@@ -45,6 +45,11 @@ def test_what_grows_by_more_than_it_may_fails_alone(what: str, allowed: float) -
     assert {row[-1] for row in judge(samples(what, allowed - 0.1))} == {"flat"}
 
 
+def test_what_is_too_much_from_the_start_is_told_though_it_does_not_grow() -> None:
+    much = [tuple(MAY_REACH.get(what, 0.0) + 1.0 for what in MAY_GROW)] * 4
+    assert {row[0] for row in judge(much) if row[-1] == "TOO MUCH"} == set(MAY_REACH)
+
+
 def test_a_journal_pruned_as_fast_as_it_grows_reuses_its_pages(tmp_path: Path) -> None:
     store = Store.open(tmp_path, BEGAN)
     pages = []
@@ -78,5 +83,5 @@ def test_a_very_short_soak_leaves_nothing_over_and_prints_every_row() -> None:
     rows = dict(re.findall(r"^(\S.*?) {2,}([\d,]+)$", done.stdout, re.MULTILINE))
     assert {name: rows.get(name) for name in LEFT_OVER} == dict.fromkeys(LEFT_OVER, "0"), done.stderr
     assert {name for name in COUNTED if rows.get(name, "0") != "0"} == set(COUNTED), done.stdout
-    judged = re.findall(r"^(\S.*?) {2,}.* (?:flat|GREW)$", done.stdout, re.MULTILINE)
+    judged = re.findall(r"^(\S.*?) {2,}.* (?:flat|GREW|TOO MUCH)$", done.stdout, re.MULTILINE)
     assert judged == list(MAY_GROW)
