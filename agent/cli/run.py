@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from agent import AgentError, host
 from agent.cli import add_config_option, exit_code
 from agent.daemon import Daemon
-from agent.fleet import table
 from agent.log import get_logger, set_up
 from agent.log_ids import LogId
 from agent.notices import doubts
@@ -156,8 +155,11 @@ class _PolicyFile:
 
 
 def _look_at_machine(loaded: Loaded) -> tuple[Problem, ...]:
-    fleet = loaded.settings.fleet
-    findings = [*doubts(loaded.settings.notify), *(table.doubts(fleet) if fleet else ())]
+    findings = [*doubts(loaded.settings.notify)]
+    if loaded.settings.fleet:
+        from agent.fleet import table  # noqa: PLC0415  # most policies have none
+
+        findings += table.doubts(loaded.settings.fleet)
     return (*check_files(loaded), *loaded.parsed.gather(findings))
 
 
