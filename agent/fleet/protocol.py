@@ -9,9 +9,7 @@ for a slot only that the ledger has for the event. Nothing is stored here: a res
     event|GROUP   EVENT           the index: what there is, for people and after a restart
 """
 
-import hashlib
-import json
-import re
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -22,11 +20,14 @@ from msgspec.structs import replace
 
 from agent.events import plain_name
 from agent.fleet.ledger import Ledger, LedgerError, Row
+from agent.fleet.rows import content_of, event_key_of, holder_of, is_held, key_of, resources_of, time_of
 from agent.policy import matches_glob
 from agent.workflow import Standing, Wish
 
+__all__ = ["SLOT_LASTS", "Fleet", "event_key_of", "key_of", "resources_of", "time_of"]
+
 SLOT_LASTS = timedelta(minutes=30)
-"""After NotBefore, or after its last extension: then a slot whose VMs are all dead is free."""
+"""After it was taken or extended: then a slot whose VMs are all dead is free."""
 _EXTEND_BEFORE = timedelta(minutes=15)
 _KEEP_ROWS = timedelta(days=1)
 _ASK_SECONDS = (5.0, 15.0)
@@ -36,38 +37,11 @@ _WATCHERS = 2
 """So many of the first named look again and again, should others die between writing and looking."""
 _SLOT_TRIES = 3
 _OLD_AT_ONCE = 10
+_DELETES_AT_ONCE = 20
+_CLEAR_AGAIN = timedelta(minutes=5)
+_MAX_RETRY_AFTER_SECONDS = 300.0
 
 Waited = Literal["slot", "ready"]
-
-
-def key_of(text: str) -> str:
-    """``text`` as a key, which Azure allows only some characters."""
-    low = text.lower()
-    is_plain = re.fullmatch(r"[a-z0-9_.-]{1,80}", low) is not None
-    return low if is_plain else hashlib.sha256(text.encode(errors="replace")).hexdigest()
-
-
-def event_key_of(event: str) -> str:
-    """The same for an event: always 32 hex digits."""
-    return hashlib.sha256(event.encode(errors="replace")).hexdigest()[:32]
-
-
-def time_of(row: Row, name: str) -> datetime:
-    """A time in the row; long ago if it is none, as if nobody had written it."""
-    try:
-        at = datetime.fromisoformat(row.content.get(name, ""))
-    except ValueError:
-        return datetime.min.replace(tzinfo=UTC)
-    return at if at.tzinfo else at.replace(tzinfo=UTC)
-
-
-def resources_of(row: Row) -> tuple[str, ...]:
-    """The VMs that the row's event names."""
-    try:
-        names = json.loads(row.content.get("resources", ""))
-    except ValueError:
-        return ()
-    return tuple([name for name in names if isinstance(name, str)]) if isinstance(names, list) else ()
 
 
 @dataclass
@@ -91,6 +65,8 @@ class _Event:
     ask_at: datetime | None = None
     look_at: datetime | None = None
     extend_at: datetime | None = None
+    back_at: datetime | None = None
+    """When to try again to put its rows back."""
     waits_since: dict[Waited, datetime] = field(default_factory=dict)
 
     @property
@@ -135,6 +111,10 @@ class Fleet:
         self._events: dict[str, _Event] = {}
         self._has_looked_back = False
         self._failures = 0
+        self._visited_at = datetime.min.replace(tzinfo=UTC)
+        self._to_delete: dict[str, str] = {}
+        """Events that have ended, with the key of this VM's row; "" if all rows of the event are old."""
+        self._clear_at: datetime | None = None
         self._pause_until: datetime | None = None
         self.failure = ""
         """Why the ledger cannot be used; "" if it can."""
@@ -143,13 +123,16 @@ class Fleet:
     def visit(self, wishes: Iterable[Wish], own_names: tuple[str, ...], now: datetime) -> dict[str, Standing]:
         """Do what is due; how the wishes stand then. Never raises LedgerError, see ``failure``."""
         self._take(wishes, now)
+        self._look_at_clock(now)
         if self._pause_until is None or self._pause_until <= now:
             try:
                 if not self._has_looked_back:
                     self._look_back(own_names)
-                for event in list(self._events.values()):
+                # What somebody waits for comes first.
+                for event in sorted(self._events.values(), key=lambda event: event.wish.stage == "idle"):
                     self._attend(event, now)
                 self._failures, self._pause_until, self.failure, self.away_since = 0, None, "", None
+                self._clear_away(now)
             except LedgerError as error:
                 self._leave_alone(error, now)
         return {
@@ -165,7 +148,9 @@ class Fleet:
         if self._pause_until is not None:
             return self._pause_until
         events = self._events.values()
-        times = [at for event in events for at in (event.ask_at, event.look_at, event.extend_at) if at]
+        times = [at for one in events for at in (one.ask_at, one.look_at, one.extend_at, one.back_at) if at]
+        if self._to_delete and self._clear_at:
+            times.append(self._clear_at)
         return max(now, min(times)) if times else None
 
     def awaited(self) -> int:
@@ -173,18 +158,31 @@ class Fleet:
         mine = [event for event in self._events.values() if event.wish.stage == "ready" and event.wish.needs_all]
         return sum(len(set(event.wish.expected) - event.ready) for event in mine)
 
+    def _look_at_clock(self, now: datetime) -> None:
+        """A clock that was set back must not put off what is due."""
+        if now < self._visited_at:
+            self._pause_until = self._clear_at = None
+            self.away_since = self.away_since and now
+            for event in self._events.values():
+                event.ask_at, event.look_at = event.ask_at and now, event.look_at and now
+                event.extend_at, event.back_at = event.extend_at and now, event.back_at and now
+        self._visited_at = now
+
     def _take(self, wishes: Iterable[Wish], now: datetime) -> None:
         by_event = {wish.event: wish for wish in wishes}
         for name, wish in by_event.items():
             if name not in self._events:
                 # After a restart this VM may have written something that is not true any more.
-                self._events[name] = _Event(wish, row="" if self._has_looked_back else "unknown")
+                is_new = self._has_looked_back
+                self._events[name] = _Event(wish, row="" if is_new else "unknown", is_touched=not is_new)
             elif self._events[name].wish.workflow != wish.workflow:
                 self._events[name].begin_again()
+            elif self._events[name].wish.not_before != wish.not_before:
+                self._events[name].is_indexed = False  # its row would be deleted too early
             self._events[name].wish, self._events[name].ended_at = wish, None
         for name in self._events.keys() - by_event.keys():
             event = self._events[name]
-            is_shared = event.wish.needs_slot and len(event.wish.expected) > 1
+            is_shared = len(event.wish.expected) > 1
             event.is_touched = event.is_touched or (is_shared and event.row != "back")
             event.wish, event.ended_at = replace(event.wish, stage="idle"), event.ended_at or now
 
@@ -192,7 +190,7 @@ class Fleet:
         """A growing pause, and not the same for all VMs, so that they do not come back together."""
         self._failures += 1
         pause = min(_MAX_PAUSE_SECONDS, 2.0 ** min(self._failures - 1, 10)) * self._random.uniform(0.5, 1.0)
-        asked = error.retry_after * self._random.uniform(1.0, 1.5)
+        asked = min(error.retry_after, _MAX_RETRY_AFTER_SECONDS) * self._random.uniform(1.0, 1.5)
         self._pause_until = now + timedelta(seconds=max(pause, asked))
         self.failure, self.away_since = str(error), self.away_since or now
         for event in self._events.values():
@@ -203,12 +201,13 @@ class Fleet:
         if wish.stage == "idle":
             event.ask_at = event.look_at = event.extend_at = None
             event.waits_since.clear()
-            if event.is_touched:
+            if event.is_touched and (event.back_at is None or event.back_at <= now):
                 self._put_back(event, now)
             if event.ended_at is not None and now > event.ended_at + _KEEP_ROWS:
                 del self._events[wish.event]
             return
-        event.is_touched = True
+        event.is_touched, event.back_at = True, None
+        self._to_delete.pop(event.key, None)
         if wish.stage in ("begin", "busy") and event.row in ("ready", "back", "unknown"):
             event.forget_ready()
             self._write(event, "held", now)
@@ -276,22 +275,23 @@ class Fleet:
             rows = self._ledger.list_rows(self._slots)
             if self._has_row(event, rows, now):
                 return
-            held = [row for row in rows if _is_held(row, now)]
+            held = [row for row in rows if is_held(row, now)]
             limit = self._max_events or 0
             taken = {row.key for row in held}
             if len(held) >= limit:
                 first = min(held, key=lambda row: time_of(row, "until"), default=None)
-                event.holder = _holder(first) if first else ""
+                event.holder = holder_of(first) if first else ""
                 break
             versions = {row.key: row.version for row in rows}
             key = next(key for key in map("{:03}".format, range(limit)) if key not in taken)
-            if self._put_slot(event, key, versions.get(key, ""), _end_of(event.wish, now) + SLOT_LASTS, now):
-                self._index_event(event, now)
+            if not event.is_indexed:
+                self._index_event(event, now)  # first, so that the slot is found again
+            self._put_slot(event, key, versions.get(key, ""), now)
         event.ask_at = self._later(_ASK_SECONDS, now)
 
     def _has_row(self, event: _Event, rows: list[Row], now: datetime) -> bool:
         """Whether a slot is the event's. Of two the lower one stays: VMs of one event may take two at once."""
-        mine = [row for row in rows if row.content.get("event") == event.key and _is_held(row, now)]
+        mine = [row for row in rows if row.content.get("event") == event.key and is_held(row, now)]
         for row in mine[1:]:
             self._free(row)
         event.has_slot = bool(mine)
@@ -301,9 +301,9 @@ class Fleet:
             self._has_waited("slot", event, now)
         return event.has_slot
 
-    def _put_slot(self, event: _Event, key: str, version: str, until: datetime, now: datetime) -> bool:
-        times = {"until": until.isoformat(), "at": now.isoformat()}
-        content = {**_content(event.wish), "event": event.key, **times}
+    def _put_slot(self, event: _Event, key: str, version: str, now: datetime) -> bool:
+        times = {"until": (now + SLOT_LASTS).isoformat(), "at": now.isoformat()}
+        content = {**content_of(event.wish), "event": event.key, **times}
         return self._ledger.put_if_unchanged(self._slots, key, content, version)
 
     def _extend(self, event: _Event, now: datetime) -> None:
@@ -313,51 +313,75 @@ class Fleet:
             event.extend_at = None
             return self._ask_for_slot(event, now)
         if event.slot_until is not None and event.slot_until - now < _EXTEND_BEFORE:
-            row = next(row for row in rows if row.content.get("event") == event.key and _is_held(row, now))
-            self._put_slot(event, row.key, row.version, now + SLOT_LASTS, now)  # a lost race: another VM did it
+            row = next(row for row in rows if row.content.get("event") == event.key and is_held(row, now))
+            self._put_slot(event, row.key, row.version, now)  # a lost race: another VM did it
             event.extend_at = now + SLOT_LASTS - _EXTEND_BEFORE
         return None
 
-    def _free(self, row: Row) -> None:
-        self._ledger.put_if_unchanged(self._slots, row.key, {"event": ""}, row.version)
+    def _free(self, row: Row) -> bool:
+        return self._ledger.put_if_unchanged(self._slots, row.key, {"event": ""}, row.version)
 
     # --- the end
 
     def _put_back(self, event: _Event, now: datetime) -> None:
         """This VM has done with the event. The last one that is back frees the slot and clears away."""
         wish = event.wish
-        event.has_slot, event.ready, event.looked_for, event.holder = False, frozenset(), None, ""
+        event.has_slot, event.holder, event.back_at = False, "", None
+        event.forget_ready()
         is_alone = set(wish.expected) <= {wish.own}
         if not is_alone and event.row != "back":
             self._write(event, "back", now)
-        if is_alone or self._in_state("back", event).issuperset(wish.expected):
-            for row in self._ledger.list_rows(self._slots):
-                if row.content.get("event") == event.key:
-                    self._free(row)
-            self._delete(event.key)
-            self._delete_old(now)
+        is_last = is_alone or self._in_state("back", event).issuperset(wish.expected)
+        if is_last:
+            slots = [row for row in self._ledger.list_rows(self._slots) if row.content.get("event") == event.key]
+            if not all(self._free(row) for row in slots):
+                event.back_at = self._later(_ASK_SECONDS, now)  # another VM has written it meanwhile
+                return
+            self._to_delete[event.key] = key_of(wish.own)
+        if is_last or wish.own in wish.expected[:_WATCHERS]:
+            self._find_old(now)
         event.is_touched = event.is_indexed = False
 
-    def _delete(self, key: str) -> None:
-        """The index row last: after a failure it is found again."""
-        for row in self._ledger.list_rows(f"ready|{key}"):
-            self._ledger.put(f"ready|{key}", row.key, None)
-        self._ledger.put(self._index, key, None)
-
-    def _delete_old(self, now: datetime) -> None:
+    def _find_old(self, now: datetime) -> None:
         """Events whose VMs did not all come back."""
-        old = [row.key for row in self._ledger.list_rows(self._index) if time_of(row, "at") + _KEEP_ROWS < now]
+        rows = self._ledger.list_rows(self._index)
+        old = [row.key for row in rows if time_of(row, "at") < now - _KEEP_ROWS]
         for key in old[:_OLD_AT_ONCE]:
-            self._delete(key)
+            self._to_delete.setdefault(key, "")
+
+    def _clear_away(self, now: datetime) -> None:
+        """Delete some rows. No VM waits for that, so a failure does not count; it is tried again later."""
+        if not self._to_delete or (self._clear_at is not None and now < self._clear_at):
+            return
+        self._clear_at = now + _CLEAR_AGAIN
+        left = _DELETES_AT_ONCE
+        with contextlib.suppress(LedgerError):
+            while self._to_delete and left > 0:
+                left -= self._delete_some(*next(iter(self._to_delete.items())), left)
+            self._clear_at = now + timedelta(seconds=1) if self._to_delete else None
+
+    def _delete_some(self, key: str, own: str, most: int) -> int:
+        """Rows of VMs for which the event has come back stay. The index row last: until then it is found again."""
+        rows = self._ledger.list_rows(f"ready|{key}")
+        ended = [row for row in rows if not own or row.key == own or row.content.get("state") == "back"]
+        for row in ended[:most]:
+            self._ledger.put(f"ready|{key}", row.key, None)
+        if len(ended) <= most:
+            if len(ended) == len(rows):
+                self._ledger.put(self._index, key, None)
+            del self._to_delete[key]
+        return len(ended[:most]) + 1
 
     def _index_event(self, event: _Event, now: datetime) -> None:
-        content = {**_content(event.wish), "at": _end_of(event.wish, now).isoformat()}
+        content = {**content_of(event.wish), "at": _end_of(event.wish, now).isoformat()}
         self._ledger.put(self._index, event.key, content)
         event.is_indexed = True
 
     def _look_back(self, own_names: tuple[str, ...]) -> None:
         """After a restart: what this VM still owes for events that ended while it was away."""
         mine = {plain_name(name) for name in own_names}
+        if not mine:
+            return  # not known yet
         for row in [*self._ledger.list_rows(self._slots), *self._ledger.list_rows(self._index)]:
             name, resources = row.content.get("name", ""), resources_of(row)
             own = next((plain_name(one) for one in resources if plain_name(one) in mine), "")
@@ -389,19 +413,5 @@ class Fleet:
             event.waits_since[what] = datetime.max.replace(tzinfo=UTC)  # told once
 
 
-def _content(wish: Wish) -> dict[str, str]:
-    """What people, and this VM after a restart, must know of the event."""
-    return {"name": wish.event, "id": wish.event_id, "vm": wish.own, "resources": json.dumps(wish.resources)}
-
-
-def _is_held(row: Row, now: datetime) -> bool:
-    return bool(row.content.get("event")) and time_of(row, "until") > now
-
-
 def _end_of(wish: Wish, now: datetime) -> datetime:
     return max(wish.not_before or now, now)
-
-
-def _holder(row: Row) -> str:
-    content = row.content
-    return f"event {content.get('id', '')[:8]} of {content.get('vm', '')}, until {time_of(row, 'until'):%H:%M}"

@@ -114,7 +114,10 @@ def wait(workflow: Workflow, waits: Waits | None, kind: NoteKind = "waits") -> S
     """Note why nothing moves, once."""
     if workflow.waits == waits:
         return None
-    return Step(workflow=replace(workflow, waits=waits), notes=(Note(kind=kind, waits=waits),))
+    waiting, before = replace(workflow, waits=waits), workflow.waits
+    if before and waits and before.kind == waits.kind and waits.kind in ("slot", "all_ready"):
+        return Step(workflow=waiting)  # whom it waits for changes with each VM
+    return Step(workflow=waiting, notes=(Note(kind=kind, waits=waits),))
 
 
 def prepared_peers(workflow: Workflow, workflows: Mapping[str, Workflow]) -> list[Workflow]:

@@ -73,6 +73,8 @@ def _stage(workflow: Workflow, context: Context) -> WishStage:
     has_started = workflow.was_started or workflow.event.is_started
     if workflow.is_over and not has_started and workflow.begun_at is not None:
         return "busy"  # it may come back, and then another VM must not find this one ready
+    if has_started and workflow.event.type in ("Terminate", "Preempt") and workflow.decision.affects == "self":
+        return "idle"  # this VM does not live to give its slot back
     is_past = workflow.is_over or has_started
     if is_past or workflow.approval.state == "confirmed" or workflow.phase == "approved":
         return "away" if workflow.begun_at is not None else "idle"

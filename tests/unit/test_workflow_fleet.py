@@ -316,6 +316,23 @@ def test_the_wish_follows_the_event_to_its_end() -> None:
     assert stages == ["busy", "ready", "away"]
 
 
+@pytest.mark.parametrize(("kind", "stage"), [("Terminate", "idle"), ("Preempt", "idle"), ("Reboot", "away")])
+def test_a_vm_that_is_deleted_gives_its_slot_back_at_the_start(kind: str, stage: str) -> None:
+    life = Life(LIMITED, an_event(resources=("vm_1",), type=kind))
+    life.stands(has_slot=True)
+    assert life.wish.stage == "busy"
+    life.take(Seen(an_event(resources=("vm_1",), type=kind, status="Started")))
+    assert life.wish.stage == stage
+
+
+def test_whom_it_waits_for_is_noted_once_and_told_as_it_is() -> None:
+    life = Life(READY)
+    life.finish()
+    life.stands(ready=frozenset({"vm_1", "vm_3"}))
+    assert life.waits() == "waits for vm_2 to be ready"
+    assert [note for step in life.steps for note in step.notes] == []
+
+
 def test_an_event_under_a_new_id_keeps_its_key() -> None:
     life = Life(READY)
     life.take(Seen(an_event(id="B", resources=NAMES), "a"))
