@@ -57,7 +57,8 @@ class _Event:
     ready: frozenset[str] = frozenset()
     looked_for: tuple[str, ...] | None = None
     """Whom the last look was for."""
-    is_indexed: bool = False
+    indexed: tuple[tuple[str, ...], datetime | None] | None = None
+    """The resources and NotBefore of the index row that this VM has written."""
     is_touched: bool = False
     """Whether rows of this VM may have to be put back."""
     ended_at: datetime | None = None
@@ -177,8 +178,6 @@ class Fleet:
                 self._events[name] = _Event(wish, row="" if is_new else "unknown", is_touched=not is_new)
             elif self._events[name].wish.workflow != wish.workflow:
                 self._events[name].begin_again()
-            elif self._events[name].wish.not_before != wish.not_before:
-                self._events[name].is_indexed = False  # its row would be deleted too early
             self._events[name].wish, self._events[name].ended_at = wish, None
         for name in self._events.keys() - by_event.keys():
             event = self._events[name]
@@ -208,6 +207,8 @@ class Fleet:
             return
         event.is_touched, event.back_at = True, None
         self._to_delete.pop(event.key, None)
+        if event.indexed not in (None, (wish.resources, wish.not_before)):
+            self._index_event(event, now)  # it would be deleted too early, or a VM that joined not be known
         if wish.stage in ("begin", "busy") and event.row in ("ready", "back", "unknown"):
             event.forget_ready()
             self._write(event, "held", now)
@@ -238,11 +239,11 @@ class Fleet:
             self._write(event, "ready", now)
             event.looked_for = None
         is_watcher = wish.own in wish.expected[:_WATCHERS]
-        if is_watcher and not event.is_indexed:
+        if is_watcher and event.indexed is None:
             self._index_event(event, now)
         is_due = event.look_at is not None and event.look_at <= now
         if event.looked_for != wish.expected or is_due:
-            event.ready = self._in_state("ready", event)
+            event.ready = self._ready_names(event)
             event.looked_for = wish.expected
             if wish.own not in event.ready:
                 event.row = "unknown"  # another VM has deleted it
@@ -252,9 +253,9 @@ class Fleet:
         if event.ready.issuperset(wish.expected):
             self._has_waited("ready", event, now)
 
-    def _in_state(self, state: str, event: _Event) -> frozenset[str]:
+    def _ready_names(self, event: _Event) -> frozenset[str]:
         rows = self._ledger.list_rows(f"ready|{event.key}")
-        contents = [row.content for row in rows if row.content.get("state") == state]
+        contents = [row.content for row in rows if row.content.get("state") == "ready"]
         return frozenset(plain_name(content.get("vm", "")) for content in contents)
 
     # --- slots
@@ -284,7 +285,7 @@ class Fleet:
                 break
             versions = {row.key: row.version for row in rows}
             key = next(key for key in map("{:03}".format, range(limit)) if key not in taken)
-            if not event.is_indexed:
+            if event.indexed is None:
                 self._index_event(event, now)  # first, so that the slot is found again
             self._put_slot(event, key, versions.get(key, ""), now)
         event.ask_at = self._later(_ASK_SECONDS, now)
@@ -328,10 +329,11 @@ class Fleet:
         wish = event.wish
         event.has_slot, event.holder, event.back_at = False, "", None
         event.forget_ready()
-        is_alone = set(wish.expected) <= {wish.own}
+        # After a restart it is not sure: the rows may be from before others joined.
+        is_alone = set(wish.expected) <= {wish.own} and event.row == ""
         if not is_alone and event.row != "back":
             self._write(event, "back", now)
-        is_last = is_alone or self._in_state("back", event).issuperset(wish.expected)
+        is_last = is_alone or self._are_all_back(event)
         if is_last:
             slots = [row for row in self._ledger.list_rows(self._slots) if row.content.get("event") == event.key]
             if not all(self._free(row) for row in slots):
@@ -340,7 +342,13 @@ class Fleet:
             self._to_delete[event.key] = key_of(wish.own)
         if is_last or wish.own in wish.expected[:_WATCHERS]:
             self._find_old(now)
-        event.is_touched = event.is_indexed = False
+        event.is_touched, event.indexed = False, None
+
+    def _are_all_back(self, event: _Event) -> bool:
+        """Also those that have joined since this VM, which may have been restarted, last heard of the event."""
+        rows = self._ledger.list_rows(f"ready|{event.key}")
+        back = {plain_name(row.content.get("vm", "")) for row in rows if row.content.get("state") == "back"}
+        return len(back) == len(rows) and back.issuperset(event.wish.expected)
 
     def _find_old(self, now: datetime) -> None:
         """Events whose VMs did not all come back."""
@@ -375,14 +383,14 @@ class Fleet:
     def _index_event(self, event: _Event, now: datetime) -> None:
         content = {**content_of(event.wish), "at": _end_of(event.wish, now).isoformat()}
         self._ledger.put(self._index, event.key, content)
-        event.is_indexed = True
+        event.indexed = event.wish.resources, event.wish.not_before
 
     def _look_back(self, own_names: tuple[str, ...]) -> None:
         """After a restart: what this VM still owes for events that ended while it was away."""
         mine = {plain_name(name) for name in own_names}
         if not mine:
             return  # not known yet
-        for row in [*self._ledger.list_rows(self._slots), *self._ledger.list_rows(self._index)]:
+        for row in [*self._ledger.list_rows(self._index), *self._ledger.list_rows(self._slots)]:
             name, resources = row.content.get("name", ""), resources_of(row)
             own = next((plain_name(one) for one in resources if plain_name(one) in mine), "")
             if not own or name in self._events or not row.content.get("id"):

@@ -504,6 +504,23 @@ def test_after_a_restart_it_pays_what_it_owes() -> None:
     assert slots(ledger) == [""]
 
 
+def test_after_a_restart_it_leaves_the_slot_to_a_vm_that_joined_and_is_not_back() -> None:
+    ledger = MemoryLedger()
+    names = ("web_1", "web_2")
+    one, joined = Vm("web_1", ledger), Vm("web_2", ledger)
+    one.wish("ready")
+    one.visit()
+    joined.wish("ready", names=names)
+    joined.visit()
+    one.restart()
+    one.end()
+    one.visit()
+    assert slots(ledger) == [A]
+    joined.end()
+    joined.visit()
+    assert slots(ledger) == [""]
+
+
 def test_a_restart_in_the_middle_of_an_event_keeps_its_slot() -> None:
     ledger = MemoryLedger()
     vm = Vm("web_1", ledger)
