@@ -346,9 +346,10 @@ class Fleet:
 
     def _are_all_back(self, event: _Event) -> bool:
         """Also those that have joined since this VM, which may have been restarted, last heard of the event."""
-        rows = self._ledger.list_rows(f"ready|{event.key}")
-        back = {plain_name(row.content.get("vm", "")) for row in rows if row.content.get("state") == "back"}
-        return len(back) == len(rows) and back.issuperset(event.wish.expected)
+        wish, rows = event.wish, self._ledger.list_rows(f"ready|{event.key}")
+        others = [row for row in rows if row.key != key_of(wish.own)]
+        back = {plain_name(row.content.get("vm", "")) for row in others if row.content.get("state") == "back"}
+        return len(back) == len(others) and {*back, wish.own}.issuperset(wish.expected)
 
     def _find_old(self, now: datetime) -> None:
         """Events whose VMs did not all come back."""
