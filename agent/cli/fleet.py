@@ -43,7 +43,7 @@ _ADVICE = {
 
 
 class FleetSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """Leave to prepare for one event."""
+    """A place in the group: one event at a time may be prepared for in it."""
 
     slot: str
     event_id: str
@@ -154,7 +154,7 @@ def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Fi
     if given.sas_file and os.path.lexists(given.sas_file):
         try:
             if fault := processes.access_fault(Path(given.sas_file), "read", account):
-                return failure("fleet", fault, "give the account of the service leave to read it")
+                return failure("fleet", fault, "let the account of the service read it")
         except host.HostError as error:
             return warning("fleet", str(error), "run this as root, or as the account of the service")
     try:
@@ -218,7 +218,7 @@ def release(ledger: Ledger, group: str, prefix: str, now: datetime) -> tuple[str
         raise AgentError(printable(f'{how_many} with "{prefix}"; events with one: {has}'))
     event_id = ids.pop()
     if folded != event_id.casefold() and (vms := _out_of_service(ledger, found)):
-        give = f"if it is to be freed all the same, give the full id: {event_id}"
+        give = f"to free it all the same, give the full id: {event_id}"
         raise AgentError(printable(f"{', '.join(vms)} may be out of service for this event; {give}"))
     for row in found:
         if not ledger.put_if_unchanged(f"slot|{key_of(group)}", row.key, {"event": ""}, row.version):

@@ -1,4 +1,4 @@
-"""The fleet's protocol: leave to begin, readiness of all, and what frees both, as rows of the ledger.
+"""The fleet's protocol, as rows of the ledger: which events may begin, who is ready, and what frees the slots.
 
 Owns what this VM knows of the ledger and when it asks again. Starts no thread and reads no clock; ``visit`` blocks
 for its requests. The one invariant: this VM calls all others ready only after its own row was written, and begins
@@ -129,7 +129,7 @@ class Fleet:
             try:
                 if not self._has_looked_back:
                     self._look_back(own_names)
-                # What somebody waits for comes first.
+                # Open events first: VMs wait for these rows.
                 for event in sorted(self._events.values(), key=lambda event: event.wish.stage == "idle"):
                     self._attend(event, now)
                 self._failures, self._pause_until, self.failure, self.away_since = 0, None, "", None

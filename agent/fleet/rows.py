@@ -26,7 +26,7 @@ def event_key_of(event: str) -> str:
 
 
 def time_of(row: Row, name: str) -> datetime:
-    """A time in the row; long ago if it is none, as if nobody had written it."""
+    """A time in the row; long ago if there is none that can be read."""
     long_ago = datetime.min.replace(tzinfo=UTC)
     try:
         at = datetime.fromisoformat(row.content.get(name, ""))
