@@ -23,6 +23,7 @@ _APPROVALS = {
 _WAITS = {
     "time": "begins at {at}: {detail}",
     "slot": "waits for a slot: {detail}; begins without one at {at}",
+    "table": "waits for the first answer of the fleet's table",
     "would_run_on_start": "the agent only observes; it would now run {on_start}",
     "observes": "the agent only observes",
     "status": "only a scheduled event can be approved, and its status is {status}",

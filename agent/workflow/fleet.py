@@ -63,8 +63,9 @@ def slot_wait(workflow: Workflow, context: Context) -> Waits | None:
     latest = latest_begin(workflow)
     if latest is None or latest <= context.now or may_proceed(fleet, context.now):
         return None
-    unknown = f"the table cannot be used ({fleet.failure})" if fleet.failure else "the table has not answered yet"
-    return Waits(kind="slot", at=latest, detail=_standing(workflow, fleet).holder or unknown)
+    failure = f"the table cannot be used ({fleet.failure})" if fleet.failure else ""
+    detail = _standing(workflow, fleet).holder or failure
+    return Waits(kind="slot" if detail else "table", at=latest, detail=detail)
 
 
 def without_slot(workflow: Workflow, context: Context) -> str:
@@ -97,6 +98,8 @@ def ready_wait(workflow: Workflow, context: Context) -> Waits | None:
     names = awaited(workflow, context)
     if not names:
         return None
+    if fleet is not None and not fleet.failure and own_name(workflow, context) in names:
+        return Waits(kind="table")
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     failure = f"; the table cannot be used ({fleet.failure})" if fleet and fleet.failure else ""
     return Waits(kind="all_ready", detail=f"{', '.join(names[:_MOST_NAMED])}{more} to be ready{failure}")

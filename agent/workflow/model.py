@@ -31,6 +31,8 @@ NoteKind = Literal[
 WaitKind = Literal[
     # before it begins
     "time", "would_begin", "would_run_on_start", "observes", "slot",
+    # before it begins, and before it is approved
+    "table",
     # what the gates answer
     "status", "not_ours", "missing", "id", "never", "unprepared", "prepare_failed", "prepare_canceled", "held",
     "manual", "too_early", "shared", "earlier_vms", "all_ready", "doubt",

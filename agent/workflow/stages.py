@@ -115,6 +115,8 @@ def wait(workflow: Workflow, waits: Waits | None, kind: NoteKind = "waits") -> S
     if workflow.waits == waits:
         return None
     waiting, before = replace(workflow, waits=waits), workflow.waits
+    if waits and waits.kind == "table":
+        return Step(workflow=waiting)  # the answer tells what it waits for
     if before and waits and before.kind == waits.kind and waits.kind in ("slot", "all_ready"):
         return Step(workflow=waiting)  # whom it waits for changes with each VM
     return Step(workflow=waiting, notes=(Note(kind=kind, waits=waits),))

@@ -106,7 +106,7 @@ def test_it_does_not_begin_without_a_slot_and_says_what_it_waits_for() -> None:
 
 def test_it_begins_with_a_slot() -> None:
     life = Life(LIMITED)
-    assert "the table has not answered yet" in life.waits()
+    assert life.waits() == "waits for the first answer of the fleet's table"
     life.stands(has_slot=True)
     assert life.effects(RunHook)
     assert life.wish.stage == "busy"
@@ -175,7 +175,7 @@ def test_it_is_approved_when_all_are_ready() -> None:
     life = Life(READY)
     life.finish()
     assert life.wish.stage == "ready"
-    assert life.waits() == "waits for vm_1, vm_2, vm_3 to be ready"
+    assert life.waits() == "waits for the first answer of the fleet's table"
     life.stands(ready=frozenset({"vm_1", "vm_3"}))
     assert life.waits() == "waits for vm_2 to be ready"
     assert not life.effects(Approve)
@@ -266,7 +266,8 @@ def test_a_held_or_failed_preparation_is_not_ready(word: Any) -> None:
 def test_many_names_are_cut_short() -> None:
     life = Life(READY, an_event(resources=tuple(f"vm_{number}" for number in range(1, 101))))
     life.finish()
-    assert life.waits() == "waits for vm_1, vm_2, vm_3 and 97 more to be ready"
+    life.stands(ready=frozenset({"vm_1"}))
+    assert life.waits() == "waits for vm_2, vm_3, vm_4 and 96 more to be ready"
 
 
 def test_nobody_counts_as_ready_while_the_table_cannot_be_used() -> None:
@@ -328,9 +329,23 @@ def test_a_vm_that_is_deleted_gives_its_slot_back_at_the_start(kind: str, stage:
 def test_whom_it_waits_for_is_noted_once_and_told_as_it_is() -> None:
     life = Life(READY)
     life.finish()
+    life.stands(ready=frozenset({"vm_1"}))
+    assert noted_waits(life) == ["vm_2, vm_3 to be ready"]
     life.stands(ready=frozenset({"vm_1", "vm_3"}))
     assert life.waits() == "waits for vm_2 to be ready"
-    assert [note for step in life.steps for note in step.notes] == []
+    assert noted_waits(life) == []
+
+
+def test_the_holder_of_the_slot_is_noted_as_soon_as_it_is_known() -> None:
+    life = Life(LIMITED)
+    assert noted_waits(life) == []
+    life.stands(holder=FULL.holder)
+    assert noted_waits(life) == [FULL.holder]
+
+
+def noted_waits(life: Life) -> list[str]:
+    notes = [note for step in life.steps for note in step.notes]
+    return [note.waits.detail for note in notes if note.waits]
 
 
 def test_an_event_under_a_new_id_keeps_its_key() -> None:
