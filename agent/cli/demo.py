@@ -3,17 +3,16 @@
 import argparse
 import contextlib
 import json
-import queue
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from agent import AgentError
+from agent.cli import demo_fleet
+from agent.cli.demo_stage import Shown, ShownAgent, show_azure
 from agent.simulator import SimulatedEvent, Simulator
 from agent.status import JournalEntry
 from agent.store import Store
@@ -107,24 +106,32 @@ _SCENES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """``demo`` has no options."""
+    """The arguments of ``demo``."""
     parser.description = (
         "Starts a simulated Azure endpoint and the real agent with a sample policy on loopback, in a temporary "
-        "directory, and shows what happens. Exit code 1 if an event did not end as expected."
+        "directory, and shows what happens. With the word fleet: five agents that act together, through a "
+        "simulated table or a real one. Exit code 1 if an event did not end as expected."
     )
+    parser.add_argument("fleet", nargs="?", choices=("fleet",), metavar="fleet", help="five VMs that act together")
+    parser.add_argument("--table", metavar="URL", help="fleet: a table in Azure, or of Azurite")
+    parser.add_argument("--sas-file", metavar="FILE", help="fleet: the shared access signature for that table")
     parser.set_defaults(handler=_run)
 
 
-def _run(_: argparse.Namespace) -> int:
-    shown = _Shown()
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.fleet:
+        return demo_fleet.play(arguments.table, arguments.sas_file)
+    if arguments.table or arguments.sas_file:
+        raise AgentError("--table and --sas-file are for demo fleet", kind="usage")
+    shown = Shown()
     with tempfile.TemporaryDirectory(prefix="scheduled-events-demo-") as name, Simulator(vms=("web-1",)) as azure:
         directory = Path(name)
         config = _write_files(directory, azure.endpoint())
         print("Starts the real agent against a simulated Azure, both on loopback and in a temporary directory.\n")
         print("The policy:\n", flush=True)
         print("".join(f"    {line}\n" for line in _POLICY.splitlines()))
-        threading.Thread(target=_show_azure, args=(azure, shown), daemon=True).start()
-        with _agent(config, directory, shown):
+        threading.Thread(target=show_azure, args=(azure, shown), daemon=True).start()
+        with ShownAgent(config, directory / "state", shown):
             azure.wait_polls(1, timeout_seconds=_WITHIN_SECONDS)
             events = [_play(azure, scene, shown) for scene in _SCENES]
         with contextlib.closing(Store.look_into(directory / "state")) as store:
@@ -136,12 +143,11 @@ def _run(_: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _play(azure: Simulator, scene: _Scene, shown: "_Shown") -> SimulatedEvent:
+def _play(azure: Simulator, scene: _Scene, shown: Shown) -> SimulatedEvent:
     shown.line("", f"\n--- {scene.title}")
     event_id = azure.schedule(scene.type, **scene.plan)  # type: ignore[arg-type]
     azure.wait_gone(event_id, timeout_seconds=_WITHIN_SECONDS)
-    with contextlib.suppress(queue.Empty):  # then the journal shows what is missing
-        shown.closed.get(timeout=_WITHIN_SECONDS)
+    shown.wait_for("agent", "closed", event_id, _WITHIN_SECONDS)  # else the journal shows what is missing
     return azure.event(event_id)
 
 
@@ -160,80 +166,6 @@ def _write_files(directory: Path, endpoint: str) -> Path:
         encoding="utf-8",
     )
     return config
-
-
-@contextlib.contextmanager
-def _agent(config: Path, directory: Path, shown: "_Shown") -> Iterator[None]:
-    # Started as this program was, wherever its modules were found: by -m, a script of pip's, a package's launcher.
-    this_program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
-    command = [*this_program, "run", "--config", str(config), "--state-dir", str(directory / "state")]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8") as process:
-        reader = threading.Thread(target=_show_agent, args=(process, shown), daemon=True)
-        reader.start()
-        try:
-            yield
-            if process.poll() is not None:
-                raise AgentError(f"the agent ended by itself with exit code {process.returncode}")
-        finally:
-            process.terminate()  # on Windows that is a kill, which the agent takes as well
-            try:
-                process.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            reader.join()
-
-
-class _Shown:
-    """Prints one line at a time, from any thread."""
-
-    def __init__(self) -> None:
-        self.began = time.monotonic()
-        self.closed: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """The ids of events that the agent has closed."""
-        self._lock = threading.Lock()
-
-    def line(self, source: str, text: str) -> None:
-        with self._lock:
-            lead = f"{time.monotonic() - self.began:5.1f}s  {source:6} " if source else ""
-            print(f"{lead}{text}", flush=True)
-
-
-def _show_azure(azure: Simulator, shown: _Shown) -> None:
-    for happening in azure.follow():
-        event = happening.event
-        if event is None:
-            continue
-        name = f"{event.plan.type} {event.id[:8]}"
-        notice = (event.not_before_at - event.scheduled_at).total_seconds()
-        words = {
-            "scheduled": f"announces {name}, at the earliest in {notice:.0f}s",
-            "approved": f"gets the approval of {name}",
-            "started": f"starts {name}",
-            "gone": f"is done with {name}",
-        }
-        if happening.kind in words:
-            shown.line("Azure", words[happening.kind])
-
-
-_SHOWN_MESSAGES = ("decided", "preparing", "hook finished", "approving", "held", "recovering", "closed")
-
-
-def _show_agent(process: "subprocess.Popen[str]", shown: _Shown) -> None:
-    for line in process.stderr or ():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            shown.line("agent", line.rstrip())
-            continue
-        message, reason = entry.get("message", ""), entry.get("reason", "")
-        if message == "hook output":
-            shown.line("hook", f"{entry['hook']}: {entry['line']}")
-        elif message in _SHOWN_MESSAGES:
-            shown.line("agent", f"approves: {reason}" if message == "approving" else reason)
-            if message == "closed":
-                shown.closed.put(entry["event_id"])
-        elif entry.get("level") in ("warning", "error"):
-            shown.line("agent", f"{message}: {reason}")
 
 
 def _ended_well(scene: _Scene, event: SimulatedEvent, journal: list[JournalEntry]) -> bool:

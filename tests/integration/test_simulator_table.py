@@ -1,0 +1,55 @@
+"""The simulated table, asked by the real client of Table Storage, does what a ledger must."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.fleet.ledger import Ledger
+from agent.fleet.memory import MemoryLedger
+from agent.fleet.table import connect
+from agent.settings.model import FleetCredential, FleetSettings
+from agent.simulator.table import SimulatedTable
+
+
+@pytest.fixture(params=["simulated", "memory"])
+def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ledger]:
+    if request.param == "memory":
+        yield MemoryLedger()
+        return
+    sas_file = tmp_path / "sas"
+    sas_file.touch(mode=0o600)
+    sas_file.write_text(SimulatedTable.SAS)
+    with SimulatedTable() as table:
+        credential = FleetCredential(sas_file=str(sas_file))
+        yield connect(FleetSettings(table=table.url, credential=credential), "http://127.0.0.1:9")
+
+
+def test_rows_are_listed_by_partition_in_the_order_of_their_keys(ledger: Ledger) -> None:
+    for key in ("b", "a"):
+        ledger.put("slot|web", key, {"event": f"of {key}"})
+    ledger.put("slot|db", "000", {})
+    assert [(row.key, row.content) for row in ledger.list_rows("slot|web")] == [
+        ("a", {"event": "of a"}),
+        ("b", {"event": "of b"}),
+    ]
+    assert ledger.list_rows("ready|none") == []
+
+
+def test_a_row_is_replaced_and_deleted_whatever_was_there(ledger: Ledger) -> None:
+    ledger.put("ready|e", "vm_1", {"state": "ready", "at": "now"})
+    ledger.put("ready|e", "vm_1", {"state": "back"})
+    assert [row.content for row in ledger.list_rows("ready|e")] == [{"state": "back"}]
+    ledger.put("ready|e", "vm_1", None)
+    ledger.put("ready|e", "vm_1", None)
+    assert ledger.list_rows("ready|e") == []
+
+
+def test_one_of_two_that_want_the_same_row_gets_it(ledger: Ledger) -> None:
+    assert ledger.put_if_unchanged("slot|web", "000", {"event": "a"}, "")
+    assert not ledger.put_if_unchanged("slot|web", "000", {"event": "b"}, "")
+    (row,) = ledger.list_rows("slot|web")
+    assert ledger.put_if_unchanged("slot|web", "000", {"event": ""}, row.version)
+    assert not ledger.put_if_unchanged("slot|web", "000", {"event": "b"}, row.version)
+    assert not ledger.put_if_unchanged("slot|web", "001", {"event": "b"}, row.version)
+    assert [one.content for one in ledger.list_rows("slot|web")] == [{"event": ""}]
