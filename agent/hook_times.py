@@ -4,7 +4,6 @@ Owns what is remembered of earlier runs. Does no I/O. The one invariant: what is
 with its time limits.
 """
 
-import hashlib
 from collections.abc import Mapping
 
 import msgspec
@@ -67,5 +66,7 @@ def decode(text: str) -> dict[str, HookTimes]:
 
 
 def _digest(hook: Hook) -> str:
+    from hashlib import sha256  # noqa: PLC0415  # 3 ms of OpenSSL, for which only earlier runs have a use
+
     what = (hook.run, hook.shell, hook.unit, hook.user, hook.cwd)
-    return hashlib.sha256(msgspec.json.encode(what)).hexdigest()[:16]
+    return sha256(msgspec.json.encode(what)).hexdigest()[:16]

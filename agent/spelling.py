@@ -1,10 +1,11 @@
-"""How people write what a file or an option says: durations, numbers, and words that are nearly right.
+"""How people write what a file or an option says: durations, numbers, times, and words that are nearly right.
 
 Knows neither YAML nor the policy. The one invariant: what ``format_duration`` writes, ``parse_duration`` reads.
 """
 
 import re
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from itertools import islice
 
 _MAX_KNOWN = 1000  # there are six hundred time zones
@@ -40,6 +41,18 @@ def format_duration(seconds: float) -> str:
     if left or not parts:
         parts.append(f"{left / 1000:g}s")
     return "".join(parts)
+
+
+def parse_time(text: str, *, instead: str = "") -> datetime:
+    """A time, in UTC if it does not say. Raises ValueError, which says how to write one.
+
+    ``instead``: what else might be written, for the error.
+    """
+    try:
+        time = datetime.fromisoformat(text)
+        return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        raise ValueError(f"expected {instead}a time such as 2022-04-11T22:12:00Z; got {text!r}") from None
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

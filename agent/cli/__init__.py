@@ -8,7 +8,6 @@ import gc
 import importlib
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from io import TextIOWrapper
 
 from agent import AgentError, __version__
@@ -85,8 +84,10 @@ def build_parser(word: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name in [word] if word in _COMMANDS else _COMMANDS:
         module, help_ = _COMMANDS[name]
-        command = commands.add_parser(name, help=help_, description=f"{help_[0].upper()}{help_[1:]}.")
-        if word in (None, name):
+        is_whole = word in (None, name)
+        description = f"{help_[0].upper()}{help_[1:]}."
+        command = commands.add_parser(name, help=help_, description=description, add_help=is_whole)
+        if is_whole:
             command.set_defaults(command=name)
             importlib.import_module(f"agent.cli.{module}").add_arguments(command)
     return parser
@@ -107,16 +108,3 @@ def add_state_options(parser: argparse.ArgumentParser) -> None:
         "--state-dir", metavar="DIR", help="the agent's state directory (overrides the policy file)"
     )
     add_config_option(parser)
-
-
-def parse_time(text: str, *, instead: str = "") -> datetime:
-    """A time that an option gives, in UTC if it does not say. Raises ArgumentTypeError.
-
-    ``instead``: what else the option takes, for the error.
-    """
-    try:
-        time = datetime.fromisoformat(text)
-        return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
-    except (ValueError, OverflowError):
-        expected = f"{instead}a time such as 2022-04-11T22:12:00Z"
-        raise argparse.ArgumentTypeError(f"expected {expected}; got {text!r}") from None

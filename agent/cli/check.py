@@ -11,7 +11,6 @@ from agent.api_version import versions_to_ask
 from agent.cli import add_config_option
 from agent.cli.terminal import Row, Terminal, print_json
 from agent.events import RECOMMENDATION
-from agent.fleet import table
 from agent.policy import Rule, When
 from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
 from agent.settings.files import check_files, refuse_exposed
@@ -62,6 +61,8 @@ def _refuse_fleet(loaded: Loaded) -> None:
     fleet = loaded.settings.fleet
     if fleet is None:
         return
+    from agent.fleet import table  # noqa: PLC0415  # most policies have none
+
     findings = [*table.faults(fleet), *([] if fleet.group else _group_faults(loaded.settings))]
     if findings:
         raise ConfigError(tuple(map(str, loaded.parsed.gather(findings))))
@@ -87,6 +88,8 @@ def _check_targets(loaded: Loaded) -> tuple[Problem, ...]:
 
         findings += doubts(loaded.settings.notify)
     if loaded.settings.fleet:
+        from agent.fleet import table  # noqa: PLC0415  # as above
+
         findings += table.doubts(loaded.settings.fleet)
     return loaded.parsed.gather(findings)
 

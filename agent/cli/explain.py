@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from agent import AgentError, host
-from agent.cli import add_config_option, parse_time
+from agent.cli import add_config_option
 from agent.cli.status import event_rows, head
 from agent.cli.terminal import Row, Terminal, print_json
 from agent.events import (
@@ -32,7 +32,7 @@ from agent.events import (
 from agent.hook_times import KnownTimes, decode, may_take_seconds
 from agent.policy import Decision, Facts, refusal
 from agent.settings import Settings, find_config, load_settings, state_dir_of
-from agent.spelling import format_duration
+from agent.spelling import format_duration, parse_time
 from agent.status import SCHEMA_VERSION, Vm
 from agent.store import Store, StoreError
 from agent.words import clock, wait_in_words
@@ -112,11 +112,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--at",
         metavar="TIME",
-        type=parse_time,
+        type=_time,
         help="as if it were this time, such as 2022-04-11T22:12:00Z (default: now)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=_run)
+
+
+def _time(text: str) -> datetime:
+    try:
+        return parse_time(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 class _Life(NamedTuple):

@@ -9,15 +9,15 @@ import heapq
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
-from agent.cli import add_state_options, parse_time
+from agent.cli import add_state_options
 from agent.cli.operator import find_by_prefix, find_state_dir
 from agent.cli.status import title
 from agent.cli.terminal import Style, Terminal, print_json
-from agent.spelling import parse_duration
+from agent.spelling import parse_duration, parse_time
 from agent.status import History, HistoryItem, Journal, JournalEntry
 from agent.store import Store
 from agent.words import as_shown, clock, span
@@ -178,10 +178,12 @@ def _entries(entries: Sequence[JournalEntry], began: datetime, terminal: Termina
 
 
 def _since(text: str) -> datetime:
-    try:
+    with suppress(ValueError):
         return datetime.now(UTC) - timedelta(seconds=parse_duration(text))
-    except ValueError:
+    try:
         return parse_time(text, instead="a duration such as 2d or 1h30m, or ")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _count(text: str) -> int:
