@@ -20,9 +20,9 @@ NEVER = 10**9  # steps
 class Job:
     """A training job, the disk with its checkpoint that outlives a VM, and the policy for it."""
 
-    def __init__(self, directory: Path, manager: ServiceManager, endpoint: str) -> None:
+    def __init__(self, directory: Path, manager: ServiceManager, endpoint: str, checkpoint: str) -> None:
         self.manager = manager
-        self.checkpoint = directory / "disk" / "latest"
+        self.checkpoint = directory / "disk" / checkpoint
         self.mark = directory / "stopped-by-agent"
         self._hooks = copy_hooks(directory)
         self._endpoint = endpoint
@@ -94,8 +94,11 @@ def launched(directory: Path, kind: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def a_job(directory: Path, sim: Simulator, *, every: int = NEVER, run: tuple[str, ...] = ()) -> Iterator[Job]:
+def a_job(
+    directory: Path, sim: Simulator, *, every: int = NEVER, run: tuple[str, ...] = (), checkpoint: str = "latest"
+) -> Iterator[Job]:
+    """``checkpoint``: the file that is written last, below the disk."""
     (directory / "disk").mkdir()
     run = run or trainer(directory / "disk", every)
     with ServiceManager(directory / "bin", {UNIT: Unit(run)}) as manager:
-        yield Job(directory, manager, sim.endpoint())
+        yield Job(directory, manager, sim.endpoint(), checkpoint)

@@ -51,8 +51,11 @@ def need_root(program: str) -> None:
         pytest.skip(f"{program} needs root here")
 
 
-def unpack(into: Path, *packages: str) -> None:
-    """Have these packages unpacked in a folder of their own, with what they depend on and is missing here."""
+def unpack(into: Path, *packages: str, suite: str = "") -> None:
+    """Have these packages unpacked in a folder of their own, with what they depend on and is missing here.
+
+    ``suite``: of this release of Debian instead of this machine's own, with all that they depend on.
+    """
     if into.exists():
         return
     with _locked(into.name):
@@ -62,9 +65,10 @@ def unpack(into: Path, *packages: str) -> None:
         shutil.rmtree(fresh, ignore_errors=True)
         archives = fresh / "archives"
         (archives / "partial").mkdir(parents=True)
-        _apt_get("update", "-q")
+        options = (f"-oDir::Cache::archives={archives}", *(_only(suite, archives) if suite else ()))
+        _apt_get(*options, "update", "-q")
         fetch = ("install", "-qy", "--download-only", "--reinstall", "--no-install-recommends")
-        _apt_get(f"-oDir::Cache::archives={archives}", *fetch, *packages)
+        _apt_get(*options, *fetch, *packages)
         for package in archives.glob("*.deb"):
             subprocess.run(["dpkg", "-x", str(package), str(fresh)], check=True, timeout=120)
         shutil.rmtree(archives)
@@ -77,10 +81,33 @@ def libraries(unpacked: Path) -> str:
     return ":".join(str(path) for path in sorted(folders))
 
 
-def update() -> None:
-    """Read the lists of packages anew."""
-    with _locked("a list of packages"):
-        _apt_get("update", "-q")
+def mirror() -> str:
+    """Where this machine's apt gets its own release from, whatever its configuration; empty: it is no Debian."""
+    os_release = Path("/etc/os-release").read_text("utf-8").splitlines()
+    release = dict(line.split("=", 1) for line in os_release if "=" in line).get("VERSION_CODENAME", "")
+    question = ["apt-get", "indextargets", "--format", "$(ORIGIN) $(RELEASE) $(COMPONENT) $(REPO_URI)"]
+    for is_fresh in (True, False):  # apt answers for what it has lists of
+        done = subprocess.run([*question, "Created-By: Packages"], capture_output=True, text=True, check=True)
+        for line in done.stdout.splitlines():
+            if line.startswith(f"Debian {release} main "):
+                return line.split()[-1]
+        if is_fresh:
+            with _locked("a list of packages"):
+                _apt_get("update", "-q")
+    return ""
+
+
+def _only(suite: str, place: Path) -> list[str]:
+    """Options of apt-get for a release of Debian, as if nothing of it were installed."""
+    keys = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+    url = mirror()
+    if not url or not keys.exists():
+        pytest.skip(f"packages of Debian {suite} can be fetched on a Debian only")
+    (place / "sources.list").write_text(f"deb [signed-by={keys}] {url} {suite} main\n")
+    (place / "status").touch()
+    (place / "lists" / "partial").mkdir(parents=True)
+    sources = (f"-oDir::Etc::SourceList={place}/sources.list", "-oDir::Etc::SourceParts=-")
+    return [*sources, f"-oDir::State::Lists={place}/lists", f"-oDir::State::status={place}/status"]
 
 
 @contextlib.contextmanager

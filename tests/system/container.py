@@ -111,19 +111,11 @@ def _make_root(suite: str, root: Path) -> None:
 
 
 def _mirror() -> str:
-    """Where this machine's apt gets its own release from; apt itself is asked, whatever its configuration."""
-    release = dict(
-        line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line
-    ).get("VERSION_CODENAME", "")
-    question = ["apt-get", "indextargets", "--format", "$(ORIGIN) $(RELEASE) $(COMPONENT) $(REPO_URI)"]
-    for is_fresh in (True, False):  # apt answers for what it has lists of
-        for line in _host(*question, "Created-By: Packages").splitlines():
-            if line.startswith(f"Debian {release} main "):
-                return line.split()[-1]
-        if is_fresh:
-            apt.update()
+    """Raises ContainerUnavailableError."""
+    if found := apt.mirror():
+        return found
     raise ContainerUnavailableError(
-        f"no mirror of Debian: apt gets nothing of origin Debian, release {release!r}, component main; "
+        "no mirror of Debian: apt gets nothing of origin Debian, of its own release, component main; "
         "see the output of: apt-get indextargets"
     )
 
