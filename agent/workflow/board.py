@@ -140,7 +140,7 @@ def is_ready(board: Board) -> bool:
 def next_wake_at(board: Board, context: Context) -> datetime | None:
     """When time alone will next let a workflow move."""
     times = []
-    if context.fleet is not None and (alone_at := proceeds_alone_at(context.fleet)):
+    if board and context.fleet is not None and (alone_at := proceeds_alone_at(context.fleet)):
         times.append(alone_at)
     for workflow in board.values():
         prepare, approval = workflow.prepare, workflow.approval

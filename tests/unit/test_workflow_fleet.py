@@ -241,6 +241,12 @@ def test_an_operator_approves_although_others_are_not_ready() -> None:
     assert life.effects(Approve)
 
 
+def test_without_an_event_no_time_wakes_the_agent_while_the_table_is_away() -> None:
+    life = Life(replace(LIMITED, when_away="proceed", failure="no route", away_since=START))
+    assert next_wake_at(life.board, life.context) is not None
+    assert next_wake_at({}, life.context) is None
+
+
 def test_with_proceed_it_approves_alone_but_only_when_it_is_ready_itself() -> None:
     life = Life(replace(READY, when_away="proceed", failure="no route", away_since=START))
     life.tell(timedelta(minutes=2))
