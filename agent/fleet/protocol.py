@@ -332,6 +332,8 @@ class Fleet:
         # After a restart it is not sure: the rows may be from before others joined.
         is_alone = set(wish.expected) <= {wish.own} and event.row == ""
         if not is_alone and event.row != "back":
+            if event.row == "unknown" or (event.row == "" and event.indexed is None):
+                self._index_event(event, now)  # without it, its row would not be found when it is old
             self._write(event, "back", now)
         is_last = is_alone or self._are_all_back(event)
         if is_last:
@@ -373,8 +375,11 @@ class Fleet:
         """Rows of VMs for which the event has come back stay. The index row last: until then it is found again."""
         rows = self._ledger.list_rows(f"ready|{key}")
         ended = [row for row in rows if not own or row.key == own or row.content.get("state") == "back"]
-        for row in ended[:most]:
-            self._ledger.put(f"ready|{key}", row.key, None)
+        names = [row.key for row in ended[:most]]
+        if own and own not in names and len(ended) <= most:
+            names.append(own)  # the list may be older than its row
+        for name in names:
+            self._ledger.put(f"ready|{key}", name, None)
         if len(ended) <= most:
             if len(ended) == len(rows):
                 self._ledger.put(self._index, key, None)

@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from agent.events import plain_name
 from agent.workflow.approving import OWN_GATES, ask_gates
 from agent.workflow.fleet import expected, fleet_key, needs_all, needs_slot, own_name
 from agent.workflow.model import Board, Context, Workflow
@@ -50,10 +51,13 @@ def wishes(board: Board, context: Context) -> tuple[Wish, ...]:
 
 def _wish(workflow: Workflow, context: Context) -> Wish | None:
     fleet, own = context.fleet, own_name(workflow, context)
-    if fleet is None or not own:
+    if fleet is None:
         return None
     wants_slot, wants_all = needs_slot(workflow, fleet), needs_all(workflow)
-    if not (wants_slot or wants_all):
+    if not own and workflow.prepare.state != "idle" and context.names:
+        # The event names it no longer. It is still prepared, so its slot is not free.
+        own, wants_slot = plain_name(context.names[0]), fleet.max_events is not None
+    if not own or not (wants_slot or wants_all):
         return None
     return Wish(
         event=fleet_key(workflow),

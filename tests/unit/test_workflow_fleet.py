@@ -312,6 +312,14 @@ def test_a_vm_that_recovers_from_a_canceled_event_is_not_ready(has_started: bool
     assert life.wish.stage == stage
 
 
+def test_a_prepared_vm_that_the_event_no_longer_names_keeps_its_slot() -> None:
+    life = Life(LIMITED)
+    life.stands(has_slot=True)
+    life.finish()
+    life.take(Seen(an_event(resources=NAMES[1:])))
+    assert (life.wish.own, life.wish.needs_slot, life.wish.stage) == ("vm_1", True, "busy")
+
+
 def test_the_wish_follows_the_event_to_its_end() -> None:
     life = Life(Fleet(max_events=1))
     life.stands(has_slot=True, ready=frozenset(NAMES))
