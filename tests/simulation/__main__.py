@@ -2,6 +2,8 @@
 
     python tests/simulation --seeds 10000        seeds 0 to 9999, on all processors
     python tests/simulation --tell 4711          one seed, and every trouble left out that it does not need
+    python tests/simulation --fleet --seeds 500  fleets of agents that share a ledger; with --tell as well
+    python tests/simulation --load 10000         how many requests the ledger of so many VMs gets
 
 Exit code 1 if an invariant does not hold; then the shortest story of the first such seed is told.
 """
@@ -10,11 +12,15 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
+from fleet_load import tell_load
+from fleet_runs import FleetVerdict, judge_fleet_seeds, shorten_fleet
 from runs import Verdict, judge_seeds, shorten
 
-_CHUNK = 100
+_CHUNK, _FLEET_CHUNK = 100, 10
+_VMS_OF_A_GROUP = 100
 
 
 def main() -> int:
@@ -22,21 +28,29 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=10_000, metavar="N", help="how many (default: 10000)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first one (default: 0)")
     parser.add_argument("--tell", type=int, metavar="SEED", help="tell the story of this one")
+    parser.add_argument("--fleet", action="store_true", help="fleets of agents, not one agent")
+    parser.add_argument("--load", type=int, metavar="VMS", help="count the requests of a fleet of so many VMs")
     arguments = parser.parse_args()
+    if arguments.load is not None:
+        world = tell_load(arguments.load, max(1, arguments.load // _VMS_OF_A_GROUP))
+        return 1 if world.held_slots() else 0
     if arguments.tell is not None:
-        verdict = shorten(arguments.tell)
+        verdict = (shorten_fleet if arguments.fleet else shorten)(arguments.tell)
         print(verdict.text())
         return 1 if verdict.broken else 0
-    return _live_through(arguments.first, arguments.first + arguments.seeds)
+    return _live_through(arguments.first, arguments.first + arguments.seeds, is_fleet=arguments.fleet)
 
 
-def _live_through(first: int, last: int) -> int:
+def _live_through(first: int, last: int, *, is_fleet: bool) -> int:
     began = told = time.monotonic()
-    done, lives, broken = 0, 0, list[Verdict]()
-    chunks = [range(start, min(start + _CHUNK, last)) for start in range(first, last, _CHUNK)]
+    done, lives, broken = 0, 0, list[Verdict | FleetVerdict]()
+    size = _FLEET_CHUNK if is_fleet else _CHUNK
+    chunks = [range(start, min(start + size, last)) for start in range(first, last, size)]
+    results: Iterable[tuple[int, Sequence[Verdict | FleetVerdict]]]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        for seeds, (events, found) in zip(chunks, pool.map(judge_seeds, chunks), strict=True):
-            done, lives, broken = done + len(seeds), lives + events, broken + found
+        results = pool.map(judge_fleet_seeds, chunks) if is_fleet else pool.map(judge_seeds, chunks)
+        for seeds, (events, found) in zip(chunks, results, strict=True):
+            done, lives, broken = done + len(seeds), lives + events, [*broken, *found]
             for verdict in found:
                 print(f"seed {verdict.seed}: {verdict.broken}", flush=True)
             if time.monotonic() - told > 10.0:
@@ -46,7 +60,7 @@ def _live_through(first: int, last: int) -> int:
     print(f"{done} seeds, {lives} events, {seconds:.0f} s: {len(broken)} broken")
     if not broken:
         return 0
-    print(shorten(broken[0].seed).text())
+    print((shorten_fleet if is_fleet else shorten)(broken[0].seed).text())
     return 1
 
 
