@@ -14,6 +14,7 @@
 #   answers WHERE             succeeds if it answers: a URL with 2xx, or tcp:HOST:PORT, which accepts; needs python3
 #   ask_systemd PROPERTY      prints a property of $unit
 #   lives PID                 succeeds if the process is there, and has not ended without its parent's notice
+#   main_pid                  prints the process that $pid_file names, or else $unit's; nothing if it does not run
 #   unit_processes            prints the processes of $unit, one a line
 #   unit_process NAME         prints the first of them with this name; fails if there is none
 #
@@ -22,11 +23,16 @@
 # an administrator has started it since, and its next stop is theirs.
 #
 #   set_mark                  sets it; with a third line, if $mark_text is set
-#   keep_mark                 sets it anew after a start, which may yet turn out to have failed: no administrator's start
+#   keep_mark                 sets it anew after a start, and when the hook fails after all: neither that start nor those
+#                             of Restart= are an administrator's
 #   holds                     succeeds if there is a mark that holds
 #   drop_void_mark            removes one that does not
-#   last_start                when it was started, or nothing; asks systemd for $unit; a hook may define another
+#   last_start                when it was started; nothing if $pid_file is set; a hook may define another
 #   as_mark_owner COMMAND     runs what writes the mark; a hook may define another
+#   is_on                     succeeds if $unit runs, or is about to; one that is stopping, or has stopped, is not
+#   require_mark              ends a recover hook, with success, if its prepare hook has not stopped $unit, or an
+#                             administrator has since
+#   start_marked              starts $unit, unless it runs, and keeps the mark
 
 name=${0##*/}
 say() { echo "$name: $*"; }
@@ -87,6 +93,15 @@ else:
 
 ask_systemd() { TZ=UTC systemctl show --property="$1" --value "${unit:?}"; }
 lives() { grep -qs '^State:[[:space:]]*[^ZX[:space:]]' "/proc/$1/status"; }
+main_pid() {
+    if [ -n "${pid_file:-}" ]; then
+        pid=$(cat "$pid_file" 2>/dev/null) || pid=
+        if [ -n "$pid" ] && lives "$pid"; then echo "$pid"; fi
+    else
+        pid=$(ask_systemd MainPID) || return 1
+        if [ "$pid" != 0 ]; then echo "$pid"; fi
+    fi
+}
 unit_processes() {
     group=$(ask_systemd ControlGroup)
     [ -n "$group" ] || return 0
@@ -104,7 +119,7 @@ unit_process() {
     return 1
 }
 
-last_start() { ask_systemd ActiveEnterTimestamp; }
+last_start() { [ -n "${pid_file:-}" ] || ask_systemd ActiveEnterTimestamp; }
 as_mark_owner() { "$@"; }
 
 mark_text=
@@ -119,6 +134,8 @@ set_mark() {
 keep_mark() {
     mark_text=$(sed -n 3p "$mark")
     (set_mark) || :
+    trap 'if [ $? -ne 0 ] && [ -e "$mark" ]; then (set_mark) || :; fi' EXIT
+    trap 'exit 143' TERM
 }
 
 holds() {
@@ -129,3 +146,21 @@ holds() {
 }
 
 drop_void_mark() { if [ -e "$mark" ] && ! holds; then as_mark_owner rm -f "$mark"; fi; }
+
+is_on() { case $(ask_systemd ActiveState) in active | activating | reloading) ;; *) return 1 ;; esac; }
+require_mark() {
+    if [ ! -e "$mark" ]; then
+        say "not stopped by ${name%-recover}-prepare: left as it is"
+        exit 0
+    fi
+    if ! is_on && ! holds; then
+        as_mark_owner rm -f "$mark"
+        say "$unit was started and stopped since then: left as it is"
+        exit 0
+    fi
+}
+start_marked() {
+    if [ "$(ask_systemd ActiveState)" = active ]; then return 0; fi
+    systemctl start "$unit"
+    if [ -e "$mark" ]; then keep_mark; fi
+}

@@ -39,20 +39,20 @@ class Node:
         self.mark = directory / "mark"
         self._hooks = copy_hooks(directory)
 
-    def start(self, hook: str) -> subprocess.Popen[str]:
+    def start(self, hook: str, event: str = "A") -> subprocess.Popen[str]:
         variables = {
             "PATH": f"{self.manager.directory}:/usr/bin:/bin",
             "RAY_COMMAND": str(self.directory / "ray"),
             "RAY_MARK": str(self.mark),
-            "SCHEDULED_EVENT_ID": "A",
+            "SCHEDULED_EVENT_ID": event,
         }
         return subprocess.Popen(
             [str(self._hooks / hook)], env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def run(self, hook: str) -> tuple[int, str, str]:
-        """Exit code, output, and errors."""
-        with self.start(hook) as process:
+    def run(self, hook: str, event: str = "A") -> tuple[int, str, str]:
+        """Exit code, output, and errors. ``event``: empty for an on_clear hook."""
+        with self.start(hook, event) as process:
             output, errors = process.communicate(timeout=PATIENCE)
         return process.returncode, output, errors
 
@@ -142,6 +142,21 @@ def test_a_unit_that_is_about_to_start_again_is_stopped_and_started_afterwards(t
         assert node.run("ray-prepare") == (0, f"ray-prepare: {UNIT} is stopped\n", "")
         assert UNIT not in node.manager.states
         assert node.run("ray-recover") == (0, f"ray-recover: {UNIT} is started\n", "")
+
+
+def test_a_node_that_fails_after_the_hooks_own_start_is_started_again(node: Node) -> None:
+    assert node.run("ray-prepare")[0] == 0
+    for file in ("ready", "drained"):
+        (node.directory / file).unlink()
+    node.manager.calls.clear()
+    with node.start("ray-recover") as hook:
+        looked = ("show", "--property=ControlGroup", "--value", UNIT)
+        wait_until(lambda: looked in [call.arguments for call in node.manager.calls], "it looked for a raylet")
+        hook.terminate()  # its time is over
+        hook.communicate(timeout=PATIENCE)
+    node.manager.power_off(UNIT)
+    (node.directory / "ready").touch()
+    assert node.run("ray-recover", event="") == (0, f"ray-recover: {UNIT} is started\n", "")
 
 
 @pytest.mark.parametrize("state", ["deactivating", "inactive"])

@@ -3,6 +3,7 @@
 A cluster of our own in a temporary directory, on a Unix socket; ``systemctl`` is a stand-in (see examples.py).
 """
 
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import apt
@@ -74,7 +74,7 @@ class Writer:
             ) as client:
                 assert client.stdin is not None
                 assert client.stdout is not None
-                try:
+                with contextlib.suppress(BrokenPipeError):
                     while not self._is_over.is_set():
                         number = self._first + self.tried  # one whose answer was lost is never used again
                         self.tried += 1
@@ -84,9 +84,8 @@ class Writer:
                             break
                         self.committed.append(number)
                         self.committed_at.append(time.monotonic())
+                with contextlib.suppress(BrokenPipeError):  # what is in its buffer cannot be written
                     client.stdin.close()
-                except BrokenPipeError:
-                    client.stdin = None  # what is in its buffer cannot be written any more
             self._is_over.wait(0.1)
 
 
@@ -211,7 +210,7 @@ class Stage(Servers):
         self.agent.config.write_text(self.policy(sim.endpoint(), is_late=is_late), encoding="utf-8")
 
 
-@contextmanager
+@contextlib.contextmanager
 def staged(
     sim: Simulator, *, has_standby: bool = False, stop_signal: int = signal.SIGINT, is_late: bool = False
 ) -> Iterator[Stage]:

@@ -146,7 +146,7 @@ def test_a_server_started_and_stopped_since_is_left_alone(sim: Simulator) -> Non
         stage.manager.start(UNIT)
         stage.wait_up(5432)
         stage.systemctl("stop")
-        left = "postgresql-recover: the server was started and stopped since then: left as it is\n"
+        left = f"postgresql-recover: {UNIT} was started and stopped since then: left as it is\n"
         assert stage.run_hook("postgresql-recover", "").stdout == left
         assert not mark.exists()
 
@@ -178,6 +178,16 @@ def test_a_server_that_has_not_answered_yet_is_still_the_agents_to_start(sim: Si
         stage.manager.power_off(UNIT)
         stage.environment |= {"PGHOST": str(stage.server), "POSTGRESQL_START_LIMIT": "60"}
         done = stage.run_hook("postgresql-recover", "")
+        assert done.stdout == "postgresql-recover: accepts connections, as primary\n"
+
+
+def test_a_server_that_is_just_starting_is_stopped_and_started_after_the_event(sim: Simulator) -> None:
+    with staged(sim) as stage:
+        stage.systemctl("stop")
+        stage.manager.states[UNIT] = "activating"
+        assert stage.run_hook("postgresql-prepare").returncode == 0
+        assert len(stage.stops()) == 2
+        done = stage.run_hook("postgresql-recover")
         assert done.stdout == "postgresql-recover: accepts connections, as primary\n"
 
 

@@ -73,6 +73,9 @@ def test_the_other_one_has_the_address_before_the_event_and_gives_it_back(
             sys.stdout.write("".join(agent.history))  # pytest shows it on failure only
     pair.wait_answered("a")
     load.wait_answered()
+    load.stop()
+    # A move of the address cuts off one request of each of the ten clients, at most; a busy machine may add one.
+    assert len(load.faults) <= 3 * 10, load.faults
 
 
 def test_for_a_freeze_it_runs_on_and_has_the_address_again_only_when_it_is_healthy(pair: Pair) -> None:
@@ -99,6 +102,17 @@ def test_without_another_machine_nothing_is_stopped(pair: Pair) -> None:
     finally:
         pair.boot("b")
     assert run_hook(pair, "haproxy-recover") == (0, ["not stopped by haproxy-prepare: left as it is"])
+
+
+def test_one_that_fails_after_the_hooks_own_start_is_started_again(pair: Pair) -> None:
+    pair.wait_answered("a")
+    wait(lambda: pair.node_at("10.0.0.5") == "b", "b was up")
+    assert run_hook(pair, "haproxy-prepare")[0] == 0
+    more = {"HAPROXY_HEALTH": "tcp:127.0.0.1:1", "HAPROXY_HEALTH_LIMIT": "0"}
+    assert run_hook(pair, "haproxy-recover", **more)[0] == 1
+    pair.manager.power_off(pair.unit())
+    assert run_hook(pair, "haproxy-recover", SCHEDULED_EVENT_ID="")[0] == 0
+    pair.wait_answered("a")
 
 
 def test_one_that_an_administrator_has_stopped_stays_so_and_the_other_one_has_the_address(pair: Pair) -> None:

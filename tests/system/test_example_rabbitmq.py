@@ -73,6 +73,7 @@ def test_a_node_is_drained_and_stopped_and_no_message_is_lost(
     assert load.lost() == set()
 
 
+@pytest.mark.nightly
 def test_for_a_freeze_it_is_drained_and_runs_on_and_is_revived(cluster: Cluster) -> None:
     assert run_hook(cluster, "rabbitmq-prepare", RABBITMQ_STOP="no") == (0, ["drained"])
     assert (cluster.is_drained(), cluster.manager.runs(cluster.unit())) == (True, True)

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from examples import copy_hooks
 from harness import CHECKOUT, PATIENCE, Agent, Simulator
+from ports import free_port
 from redis_set import NAME, UNIT, RedisError, RedisSet, Writer, ask, wait
 
 pytestmark = pytest.mark.timeout(600)  # the first time, packages are fetched
@@ -26,7 +28,8 @@ CLIENT = """#!/bin/sh
 answer=$({real} "$@") || exit
 case $*:$(echo "$answer" | tail -n 1) in
     *GET-MASTER*:{port}) ;;
-    *GET-MASTER*) mkdir {place}/ending 2>/dev/null && kill $(cat {place}/pid) && answer="127.0.0.1\n{port}" ;;
+    *GET-MASTER*) mkdir {place}/ending 2>/dev/null &&
+        kill -s {signal} $(cat {place}/pid) && answer="127.0.0.1\n{port}" ;;
 esac
 echo "$answer"
 """
@@ -111,23 +114,56 @@ def test_after_sentinels_own_failover_the_old_primary_confirms_what_is_lost(serv
     wait(has_confirmed_what_is_lost, "a confirmed write was lost")
 
 
+def end_after_the_promotion(servers: RedisSet, directory: Path, signal: str) -> int:
+    """The client tells of the promotion only a hook that is ending by then; returns its exit code."""
+    client = directory / "bin" / "redis-cli"
+    client.parent.mkdir()
+    real = shutil.which("redis-cli")
+    client.write_text(CLIENT.format(real=real, place=directory, port=servers.port, signal=signal))
+    client.chmod(0o755)
+    environment = {**servers.environment, "SCHEDULED_EVENT_ID": "A", "REDIS_LIMIT": "300"}
+    environment["PATH"] = f"{client.parent}:{environment['PATH']}"
+    with subprocess.Popen([HOOKS / "redis-prepare"], env=environment) as hook:
+        (directory / "pid").write_text(str(hook.pid))
+        return hook.wait(2 * PATIENCE)
+
+
 def test_a_hand_over_that_ends_after_the_promotion_loses_no_write(
     servers: RedisSet, writer: Writer, tmp_path: Path
 ) -> None:
-    # Once Sentinel has promoted another one the client says so only to a hook that is ending.
-    client = tmp_path / "bin" / "redis-cli"
-    client.parent.mkdir()
-    client.write_text(CLIENT.format(real=shutil.which("redis-cli"), place=tmp_path, port=servers.port))
-    client.chmod(0o755)
-    environment = {**servers.environment, "SCHEDULED_EVENT_ID": "A"}
-    environment["PATH"] = f"{client.parent}:{environment['PATH']}"
-    with subprocess.Popen([HOOKS / "redis-prepare"], env=environment) as hook:
-        (tmp_path / "pid").write_text(str(hook.pid))
-        assert hook.wait(2 * PATIENCE) == 143
+    assert end_after_the_promotion(servers, tmp_path, "TERM") == 143
     assert servers.fact(servers.port, "role") == "slave"
     writer.wait_written()
     writer.stop()
     assert writer.lost() == set()
+
+
+def test_a_hand_over_that_is_killed_after_the_promotion_goes_on_and_loses_no_write(
+    servers: RedisSet, writer: Writer, tmp_path: Path
+) -> None:
+    assert end_after_the_promotion(servers, tmp_path, "KILL") == -9
+    assert servers.fact(servers.port, "role") == "master"
+    with socket.create_connection(("127.0.0.1", servers.port), PATIENCE) as client:
+        client.sendall(b"RPUSH numbers 0\r\n")  # waits for the end of the pause, and would be lost
+        code, said = run_hook(servers, "redis-prepare", REDIS_STOP="no")
+        assert (code, said) == (0, f"redis-prepare: 127.0.0.1:{servers.primary()} is the primary now\n")
+        assert not client.recv(100).startswith(b":")
+    assert servers.fact(servers.port, "role") == "slave"
+    writer.wait_written()
+    writer.stop()
+    assert writer.lost() == set()
+
+
+def test_the_primary_of_a_foreign_set_is_never_followed(servers: RedisSet, tmp_path: Path) -> None:
+    port = free_port()
+    with subprocess.Popen(["redis-server", "--port", str(port), "--dir", tmp_path, "--save", ""]) as stranger:
+        try:
+            wait(lambda: servers.fact(port, "role") == "master", "it ran")
+            code, said = run_hook(servers, "redis-prepare", REDIS_ADDRESS=f"127.0.0.1:{port}")
+        finally:
+            stranger.kill()
+    assert (code, said) == (1, "redis-prepare: to Sentinel this server is not the primary; nothing was stopped\n")
+    assert servers.manager.runs(UNIT)
 
 
 def test_for_a_freeze_of_unknown_length_it_hands_over_and_runs_on(
@@ -162,6 +198,15 @@ def test_the_hooks_may_run_again_and_a_replica_is_just_stopped(servers: RedisSet
         *(0, ["redis-prepare: this server is a replica", "redis-prepare: stopped"]),
     )
     assert servers.primary() == new
+
+
+def test_a_server_that_fails_after_the_hooks_own_start_is_started_again(servers: RedisSet) -> None:
+    assert run_hook(servers, "redis-prepare")[0] == 0
+    code, _ = run_hook(servers, "redis-recover", REDIS_WAIT="0", REDIS_ADDRESS="127.0.0.1:1")
+    assert code == 1
+    servers.manager.power_off(UNIT)
+    code, said = run_hook(servers, "redis-recover", SCHEDULED_EVENT_ID="")
+    assert (code, said) == (0, f"redis-recover: {UNIT} serves as a replica\n")
 
 
 def test_without_a_replica_nothing_is_stopped_and_writes_go_on(servers: RedisSet, writer: Writer) -> None:

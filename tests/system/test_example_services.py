@@ -253,6 +253,38 @@ def test_a_service_that_waits_to_be_started_again_is_started_when_the_event_is_o
     assert is_active(simple, unit) == "active"
 
 
+BROKEN = """[Unit]
+StartLimitIntervalSec=600
+StartLimitBurst=2
+[Service]
+Type=simple
+PIDFile=
+ExecStartPre=
+ExecStart=
+ExecStart=/bin/true
+ExecStop=
+Restart=always
+RestartSec=2
+"""
+
+
+@pytest.mark.nightly
+def test_an_nginx_that_ends_after_the_hooks_own_start_is_started_again(simple: Container) -> None:
+    simple.run("systemctl", "start", "nginx")
+    prepare(simple, "nginx", NGINX_FINISH="5")
+    drop_in = "/etc/systemd/system/nginx.service.d/broken.conf"
+    simple.write(drop_in, BROKEN)
+    simple.run("systemctl", "daemon-reload")
+    environment = {"SCHEDULED_EVENT_ID": "A", "NGINX_WAIT": "30"}  # long enough for systemd to give it up
+    failed = simple.run(f"{PLACE}/nginx-recover", environment=environment, check=False)
+    assert failed.stderr == "nginx-recover: nginx takes no requests 30 s after: systemctl start nginx.service\n"
+    assert is_active(simple, "nginx") == "failed"
+    simple.path(drop_in).unlink()
+    simple.run("systemctl", "daemon-reload")
+    simple.run("systemctl", "reset-failed", "nginx")
+    assert recover(simple, "nginx", "").endswith(" takes requests\n")
+
+
 def test_any_unit_is_stopped_and_after_a_reboot_started_and_checked(simple: Container) -> None:
     site = simple.path("/etc/nginx/nginx.conf").read_text()
     (port,) = re.findall(r"127\.0\.0\.1:(\d+)", site)
