@@ -291,11 +291,12 @@ def test_a_bus_that_reads_nothing_is_not_waited_for_either(bus: _FakeBus) -> Non
 
     bus.systemd = systemd
     begun_at = time.monotonic()
-    with contextlib.closing(dbus.Bus(0.2)) as client:
+    # To connect takes its time on a busy machine.
+    with contextlib.closing(dbus.Bus(3.0)) as client:
         for text in ("it reads this", "more than fits into any buffer" * 1_000_000):
             with pytest.raises(dbus.BusError, match=_SILENT):
                 client.manager("C", "s", text)
-    assert 0.4 <= time.monotonic() - begun_at < 60
+    assert 6.0 <= time.monotonic() - begun_at < 120
     is_over.set()
 
 
