@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from harness import Agent, Simulator
 from ray_cluster import UNIT, cluster
 
-pytestmark = pytest.mark.timeout(900)  # the first time, Ray is fetched
+# Ray takes long to start and to notice on a busy machine; the first time, it is fetched.
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
