@@ -15,6 +15,7 @@ from agent.workflow.model import (
     Context,
     HookFinished,
     OperatorSpoke,
+    RunHook,
     Signal,
     Step,
     Workflow,
@@ -22,6 +23,7 @@ from agent.workflow.model import (
 )
 from agent.workflow.phases import may_begin, move
 from agent.workflow.signals import may_return, take_in, waiting_for_hook
+from agent.workflow.stages import share_hooks
 from agent.workflow.times import expires_at, start_of, turn_to_approve
 
 # How often an approval that waits for a later document looks whether there is one.
@@ -113,6 +115,10 @@ class _Turn:
             # Only the last appearance of an event may go on if it comes back.
             followed = self.workflows[self._gone[new.event.key]]
             self._apply(Step(workflow=replace(followed, missing_since=None)))
+        if any(isinstance(effect, RunHook) and effect.stage == "recover" for effect in step.effects):
+            for peer in list(self.workflows.values()):
+                if peer.is_over and share_hooks(peer, new):
+                    self._apply(Step(workflow=replace(peer, is_undone=True)))
 
 
 def known_events(board: Board) -> dict[str, ScheduledEvent]:

@@ -129,6 +129,11 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     missing_since: datetime | None = None
     """When an answer first lacked the event; the event is gone when a second one lacks it."""
     is_gone: bool = False
+    is_undone: bool = False
+    """Since it was over, a recover hook has started that undoes what was prepared, for this or another event.
+
+    A state file of a version before tells it only by ``recover.run``.
+    """
     is_expired: bool = False
     """A recommendation that was prepared for long enough: it is over, though the document may still list it."""
     was_started: bool = False

@@ -62,7 +62,7 @@ def _recommendation_with(
         return None
     for peer in prepared_peers(workflow, workflows):
         # A reboot, or a recovery that has begun, may have undone it.
-        stands = peer.boot_id == context.boot_id and peer.recover.run == 0 and not peer.recover.done
+        stands = peer.boot_id == context.boot_id and not peer.is_undone and peer.recover.run == 0
         has_succeeded = hook in peer.prepare.done and hook not in peer.prepare.failed
         if peer.event.is_recommendation and stands and has_succeeded:
             return peer

@@ -307,7 +307,7 @@ def test_disowned_workflows_are_closed_with_the_reason_in_the_journal(store: Sto
 
 @pytest.mark.parametrize(
     ("limit", "most", "kept"),
-    [("MAX_EVENTS", 20, 20), ("MAX_BYTES", 500_000, 300)],
+    [("MAX_EVENTS", 20, 20), ("MAX_BYTES", 800_000, 300)],
     ids=["number", "size"],
 )
 def test_of_too_many_events_the_oldest_are_forgotten_a_portion_at_a_time(

@@ -33,8 +33,8 @@ STORED: dict[str, Any] = {
     "prepare": {**IDLE, "state": "running", "done": ["drain"], "current": "checkpoint", "run": 2},
     "on_start": IDLE, "recover": IDLE, "drain_until": None,
     "approval": {"state": "none", "failures": 0, "retry_at": None, "failed_at": None}, "operator": "",
-    "missing_since": None, "is_gone": False, "is_expired": False, "was_started": False, "is_doubtful": False,
-    "begun_at": "2026-03-02T12:00:01Z", "waits": None, "outcome": "",
+    "missing_since": None, "is_gone": False, "is_undone": False, "is_expired": False, "was_started": False,
+    "is_doubtful": False, "begun_at": "2026-03-02T12:00:01Z", "waits": None, "outcome": "",
 }  # fmt: skip
 OVER = {
     "prepare": DONE, "missing_since": "2026-03-02T12:00:05Z", "is_gone": True, "was_started": True,
@@ -109,6 +109,19 @@ def test_a_recovery_goes_on_with_the_hook_that_ran() -> None:
     assert agent.document() == ["A: recover load"]
     assert agent.ends("load") == []
     assert agent.board == {}
+
+
+def test_what_was_being_undone_is_prepared_for_again() -> None:
+    """Without ``is_undone``, as versions before have stored it."""
+    recover = {**IDLE, "state": "running", "run": 1}
+    stored = {**STORED, **OVER, "was_started": False, "phase": "recovering", "recover": recover}
+    del stored["is_undone"]
+    workflow = msgspec.json.decode(msgspec.json.encode(stored), type=Workflow)
+    agent = Agent(a_rule(recover=("resume", "load")))
+    agent.context = replace(agent.context, now=START, document_at=None)
+    agent.board = {workflow.id: workflow}
+    agent.send(AgentRestarted(), Reconsider())
+    assert agent.document(EVENT) == ["A: prepare drain"]
 
 
 def test_a_recovery_that_has_failed_waits_for_a_retry() -> None:

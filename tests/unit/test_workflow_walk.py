@@ -21,7 +21,8 @@ invariants, which it works out for itself and not from the fields of a workflow:
     while the document lists it; it is not recovered from while an eviction is in the document
 
 An event that one answer lacks is missing: nothing is begun for it and nothing of it is undone. Only when a second
-answer lacks it, it is over; if it comes back before its recovery has begun, it is the same appearance.
+answer lacks it, it is over; if it comes back before a recovery has begun, its own or one for another event that
+undoes the same, it is the same appearance.
 
 From every state a fair world (hooks succeed, Azure answers, events end, an operator retries what has failed to
 recover) must lead to an empty board.
@@ -150,6 +151,8 @@ class World:
     flights: dict[tuple[str, Stage], Flight] = field(default_factory=dict)
     posts: dict[str, str] = field(default_factory=dict)
     """Appearance -> workflow id of approvals under way."""
+    undone: frozenset[str] = frozenset()
+    """Appearances that were over when a recover hook started that undoes what was prepared for them."""
     stuck: dict[str, str] = field(default_factory=dict)
     """Appearance -> recover hook at which its recovery has failed."""
     used: frozenset[tuple[str, Stage, str]] = frozenset()
@@ -196,7 +199,7 @@ class World:
             *(self._workflow_key(workflow) for workflow in self.board.values()),
             *sorted(self.truth.items()), "/", *sorted(self.read.items()), "/", *sorted(self.counts.items()),
             *sorted((*key, flight.hook, flight.is_told_to_end) for key, flight in self.flights.items()),
-            *sorted(self.posts), self.used, self.succeeded, *sorted(self.failed.items()), self.owed,
+            *sorted(self.posts), self.used, self.succeeded, self.undone, *sorted(self.failed.items()), self.owed,
             *sorted(self.stuck.items()), "/", *sorted(self.words.items()), self.missing,
             self.started, self.confirmed, self.expired, self.crashes, self.failures, self.is_blind, self.boot,
             *sorted(self.first_boot.items()),
@@ -395,7 +398,7 @@ class World:
         workflow = next((w for w in self.board.values() if self.names[w.id] == name), None)
         if workflow is None or any(other == name for other, _ in self.flights):
             return False
-        if workflow.recover.run or workflow.recover.done or workflow.recover.state == "failed":
+        if name in self.undone:
             return False
         return workflow.prepare.state != "canceled" or name in self.started
 
@@ -500,6 +503,7 @@ class World:
         stands = self.script.has_once and name[0] == "R" and not self.script.rule("R").recover
         self.succeeded = frozenset(item for item in self.succeeded if item[0] != name or stands)
         self.started, self.confirmed = self.started - {name}, self.confirmed - {name}
+        self.undone -= {name}
         self.expired -= {name}
         self.failed.pop(name, None)
         self.posts.pop(name, None)  # its answer finds nobody any more
@@ -554,6 +558,10 @@ class World:
         recover = self.script.rule(event).recover
         before = recover[: recover.index(hook)]
         self.expect(not any((name, what) in self.owed for what in before), f"(4) {text} out of order")
+        over = {other for other in self.names.values() if self.is_over(other)}
+        undone = {other for other in over if self.script.share_hooks(other[0], event)}
+        self.undone |= undone
+        self.succeeded = frozenset(item for item in self.succeeded if item[0] not in undone)
 
     def _check_approve(self, name: str, event_id: str) -> None:
         event, rule, word = name[0], self.script.rule(name[0]), self.words.get(name, "")
@@ -878,6 +886,25 @@ def test_a_story_can_be_told_again() -> None:
     world = tell(Script({"A": a_rule(prepare=("drain",), recover=("resume",))}), *story)
     assert world.story == story
     assert [*world.flights] == [("A1", "recover")]
+
+
+@pytest.mark.parametrize("ended", ["A1 recover canceled", "A1 recover succeeded"])
+def test_an_event_is_prepared_for_again_that_comes_back_while_another_one_is_recovered_from(ended: str) -> None:
+    """It has the same hooks, so what was prepared for it does not stand any more."""
+    story = (
+        "A appears Scheduled",
+        "A1 prepare succeeded",
+        "B appears Scheduled",
+        "B1 prepare succeeded",
+        "A vanishes",
+        "B vanishes",
+        "another answer",
+        "B appears Scheduled",
+        ended,
+    )
+    world = tell(Script(PAIRS["same hooks"], crashes=0), *story)
+    assert [*world.flights] == [("B2", "prepare")]
+    assert "B2" not in world.posts
 
 
 Faults = dict[str, Callable[..., Any]]
