@@ -17,13 +17,23 @@ from agent.cli.terminal import Row, Terminal, print_json, printable
 from agent.events import plain_name
 from agent.fleet.ledger import Ledger, LedgerError
 from agent.fleet.ledger import Row as LedgerRow
-from agent.fleet.protocol import key_of, resources_of, time_of
-from agent.fleet.table import connect
+from agent.fleet.rows import (
+    event_key_in,
+    is_held,
+    key_of,
+    partition_of_doctor,
+    partition_of_slots,
+    partition_of_vms,
+    prefix_of,
+    resources_of,
+    time_of,
+)
+from agent.fleet.table import connect, sas_doubts
 from agent.host import processes
 from agent.imds import ImdsError, resolve_endpoint
 from agent.imds import connect as connect_imds
 from agent.policy import matches_glob
-from agent.settings import Settings, find_config, load_settings
+from agent.settings import Settings, find_config, load_policy
 from agent.settings.model import FleetCredential, FleetSettings
 from agent.status import SCHEMA_VERSION
 from agent.words import clock
@@ -75,6 +85,8 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     max_events: int | None
     slots: tuple[FleetSlot, ...]
     events: tuple[FleetEvent, ...]
+    clock_skew_seconds: float | None = None
+    """How far this machine's clock is ahead of the table's; None if the table did not tell the time."""
 
 
 class FleetRelease(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,9 +125,10 @@ def _run(arguments: argparse.Namespace) -> int:
 def _carry_out(arguments: argparse.Namespace) -> int:
     if (arguments.word == "release") != bool(arguments.event):
         raise AgentError("expected: fleet status, or fleet release EVENT", kind="usage")
-    settings = load_settings(find_config(arguments.config, host.default_config_path()))
+    loaded = load_policy(find_config(arguments.config, host.default_config_path()))
+    settings = loaded.settings
     if settings.fleet is None:
-        raise AgentError("the policy has no fleet", kind="usage")
+        raise AgentError(f"{loaded.name} has no fleet", kind="usage")
     group = settings.fleet.group or _ask_group(settings)
     ledger = connect(settings.fleet, resolve_endpoint(settings.imds.endpoint))
     now = datetime.now(UTC)
@@ -128,6 +141,7 @@ def _carry_out(arguments: argparse.Namespace) -> int:
             print(printable(f"{words} {', '.join(slots)} of group {group} free: event {event_id} had it"))
         return 0
     status = look(ledger, group, settings.fleet, now)
+    status = msgspec.structs.replace(status, clock_skew_seconds=ledger.clock_skew_seconds)
     if arguments.json:
         print_json(status)
     else:
@@ -161,7 +175,7 @@ def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Fi
         group = fleet.group or _ask_group(settings)
     except AgentError as error:
         return failure("fleet", str(error), "give all VMs that act together the same fleet.group")
-    partition, key = f"doctor|{key_of(group)}", key_of(settings.vm.name or socket.gethostname())
+    partition, key = partition_of_doctor(group), key_of(settings.vm.name or socket.gethostname())
     skew = ""
     try:
         ledger = connect(fleet, resolve_endpoint(settings.imds.endpoint))
@@ -171,7 +185,7 @@ def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Fi
         finally:
             skew = _skew_in_words(ledger.clock_skew_seconds or 0.0)
             ledger.put(partition, key, None)
-        ledger.list_rows(f"slot|{key_of(group)}")
+        ledger.list_rows(partition_of_slots(group))
     except LedgerError as error:
         return failure("fleet", "; ".join(filter(None, (str(error), skew))), _ADVICE[error.kind])
     if not is_new:
@@ -180,6 +194,8 @@ def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Fi
         )
     if skew:
         return warning("fleet", skew, "synchronize the clock")
+    if given.sas_file and (doubt := "; ".join(sas_doubts(Path(given.sas_file), datetime.now(UTC)))):
+        return warning("fleet", doubt, "docs/fleet.md has the command for a new one")
     return ok("fleet", f"group {group}: {fleet.table} can be read, written and deleted from")
 
 
@@ -193,10 +209,16 @@ def _skew_in_words(seconds: float) -> str:
 
 def look(ledger: Ledger, group: str, fleet: FleetSettings, now: datetime) -> FleetStatus:
     """What the table has of a group. Raises LedgerError."""
-    taken = {row.key: _slot(row) for row in _taken(ledger, group, now)}
-    free = (f"{number:03}" for number in range(fleet.max_events or 0))
-    slots = taken | {key: FleetSlot(slot=key, event_id="", vm="", until=None) for key in free if key not in taken}
-    events = [_event(ledger, row, fleet.expect) for row in ledger.list_rows(f"event|{key_of(group)}")]
+    taken = _taken(ledger, group, now)
+    names = {*(f"{number:03}" for number in range(fleet.max_events or 0)), *(row.key for row in taken)}
+    slots = {key: FleetSlot(slot=key, event_id="", vm="", until=None) for key in names}
+    slots |= {row.key: _slot(row) for row in taken}
+    rows: dict[str, list[LedgerRow]] = {}
+    for row in taken:
+        rows.setdefault(row.content["event"], []).append(row)
+    for row in ledger.list_rows(partition_of_vms(group)):
+        rows.setdefault(event_key_in(row), []).append(row)
+    events = [_event(key, rows[key], fleet.expect) for key in rows]
     return FleetStatus(
         at=now,
         group=group,
@@ -217,24 +239,27 @@ def release(ledger: Ledger, group: str, prefix: str, now: datetime) -> tuple[str
         how_many = f"{len(ids)} events with a slot begin" if ids else "no event with a slot begins"
         raise AgentError(printable(f'{how_many} with "{prefix}"; events with one: {has}'))
     event_id = ids.pop()
-    if folded != event_id.casefold() and (vms := _out_of_service(ledger, found)):
+    if folded != event_id.casefold() and (vms := _out_of_service(ledger, group, found)):
         give = f"to free it all the same, give the full id: {event_id}"
         raise AgentError(printable(f"{', '.join(vms)} may be out of service for this event; {give}"))
     for row in found:
-        if not ledger.put_if_unchanged(f"slot|{key_of(group)}", row.key, {"event": ""}, row.version):
+        if not ledger.put_if_unchanged(partition_of_slots(group), row.key, {"event": ""}, row.version):
             raise AgentError(f"slot {row.key} has changed meanwhile: look at fleet status, and try again")
     return event_id, tuple(row.key for row in found)
 
 
-def _out_of_service(ledger: Ledger, slots: list[LedgerRow]) -> list[str]:
+def _out_of_service(ledger: Ledger, group: str, slots: list[LedgerRow]) -> list[str]:
     """The VMs that say they prepare for the events of these slots, or are ready, and not that they are back."""
-    told = [row.content for slot in slots for row in ledger.list_rows(f"ready|{slot.content['event']}")]
+    partition, keys = partition_of_vms(group), {slot.content["event"] for slot in slots}
+    told = [row.content for key in keys for row in ledger.list_rows(partition, prefix_of(key))]
     return sorted({one.get("vm", "") for one in told if one.get("state") in ("ready", "held")})
 
 
 def in_words(status: FleetStatus, terminal: Terminal) -> Iterator[str]:
     """The lines to show."""
     yield from terminal.line(f"Group {status.group}, in {status.table}", "bold")
+    if skew := _skew_in_words(status.clock_skew_seconds or 0.0):
+        yield f"{skew[0].upper()}{skew[1:]}: slots may last longer or shorter than shown."
     if status.max_events is None:
         yield "The policy has no max_events: events begin without a slot."
     rows = []
@@ -243,7 +268,7 @@ def in_words(status: FleetStatus, terminal: Terminal) -> Iterator[str]:
         text = f"event {slot.event_id[:_ID_SHOWN]} of {slot.vm}, until {until}" if slot.event_id else "free"
         rows.append(Row(f"slot {slot.slot}", text))
     for event in status.events:
-        states = {"ready": event.ready, "not ready": event.held, "back": event.back, "unknown": event.awaited}
+        states = {"ready": event.ready, "not ready": event.held, "back": event.back, "awaited": event.awaited}
         told = [f"{state}: {', '.join(names)}" for state, names in states.items() if names]
         rows.append(Row(f"event {event.event_id[:_ID_SHOWN]}", "; ".join(told) or "no VM of it counts"))
     if not status.events:
@@ -252,8 +277,7 @@ def in_words(status: FleetStatus, terminal: Terminal) -> Iterator[str]:
 
 
 def _taken(ledger: Ledger, group: str, now: datetime) -> list[LedgerRow]:
-    rows = ledger.list_rows(f"slot|{key_of(group)}")
-    return [row for row in rows if row.content.get("event") and time_of(row, "until") > now]
+    return [row for row in ledger.list_rows(partition_of_slots(group)) if is_held(row, now)]
 
 
 def _slot(row: LedgerRow) -> FleetSlot:
@@ -262,15 +286,15 @@ def _slot(row: LedgerRow) -> FleetSlot:
     return FleetSlot(slot=row.key, event_id=event_id, vm=content.get("vm", ""), until=time_of(row, "until"))
 
 
-def _event(ledger: Ledger, row: LedgerRow, expect: tuple[str, ...]) -> FleetEvent:
+def _event(key: str, rows: list[LedgerRow], expect: tuple[str, ...]) -> FleetEvent:
+    """``rows``: of its slots, which have no state, and of its VMs."""
     states: dict[str, list[str]] = {"ready": [], "held": [], "back": []}
-    told = ledger.list_rows(f"ready|{row.key}")
-    for one in told:
-        states.get(one.content.get("state", ""), []).append(one.content.get("vm", ""))
+    for row in rows:
+        states.get(row.content.get("state", ""), []).append(row.content.get("vm", ""))
     known = {plain_name(name) for names in states.values() for name in names}
-    resources = resources_of(row)
+    resources = tuple(dict.fromkeys([name for row in rows for name in resources_of(row)]))
     return FleetEvent(
-        event_id=row.content.get("id") or row.key,
+        event_id=next(filter(None, (row.content.get("id") for row in rows)), key),
         resources=resources,
         ready=tuple(states["ready"]),
         held=tuple(states["held"]),

@@ -5,6 +5,7 @@ The one invariant: the engine hears of every change in how its events stand with
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -91,7 +92,10 @@ class FleetThread:
             try:
                 if fleet is None:
                     fleet = self._open(wanted, settings, group)
+                before = fleet.failures
                 standings = fleet.visit(wishes, wanted.names, now)
+                if not fleet.failure or fleet.failures != before:
+                    self._tell_log(fleet.failure, fleet.failure_kind)
                 at = fleet.next_at(now)
                 seconds = (at - datetime.now(UTC)).total_seconds() if at else _MAX_WAIT_SECONDS
                 new = FleetTold(group, fleet.failure, fleet.away_since, standings, settings)
@@ -102,7 +106,7 @@ class FleetThread:
                     get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
                 since = told.away_since if told and told.away_since else now
                 new = FleetTold(group, reason, min(since, now), told.standings if told else {}, settings)
-            self._tell_log(new)
+                self._tell_log(reason, error.kind if isinstance(error, AgentError) else "bug")
             if new != told:
                 told = new
                 self._put(new)
@@ -122,12 +126,11 @@ class FleetThread:
             waited=lambda what, seconds: self._metrics.fleet_wait_seconds.labels(what).observe(seconds),
         )
 
-    def _tell_log(self, told: FleetTold) -> None:
-        now = datetime.now(UTC).timestamp()
-        if told.failure:
-            self._failures.failed("table", told.failure, now)
+    def _tell_log(self, failure: str, kind: str) -> None:
+        if failure:
+            self._failures.failed(kind, failure, time.monotonic())
         else:
-            self._failures.succeeded(now)
+            self._failures.succeeded(time.monotonic())
 
 
 class CountingLedger:
@@ -141,13 +144,13 @@ class CountingLedger:
         with self._counted("put" if content is not None else "delete"):
             self._ledger.put(partition, key, content)
 
-    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str], version: str) -> bool:
-        with self._counted("put_if_unchanged"):
+    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str] | None, version: str) -> bool:
+        with self._counted("put_if_unchanged" if content is not None else "delete"):
             return self._ledger.put_if_unchanged(partition, key, content, version)
 
-    def list_rows(self, partition: str) -> list[Row]:
+    def list_rows(self, partition: str, prefix: str = "") -> list[Row]:
         with self._counted("list"):
-            return self._ledger.list_rows(partition)
+            return self._ledger.list_rows(partition, prefix)
 
     @contextmanager
     def _counted(self, operation: str) -> Iterator[None]:

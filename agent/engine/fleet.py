@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from agent.engine.parts import FleetTold
 from agent.settings import Settings
-from agent.workflow import Board, Context, Fleet, Wish, awaited, wishes
+from agent.workflow import Board, Context, Fleet, Wish, awaited_others, wishes
 
 _NOTHING = FleetTold("", "", None, {})
 
@@ -47,5 +47,5 @@ class FleetPart:
         if context.fleet is None or context.document_at is None:
             return
         waiting = [w for w in board.values() if w.waits and w.waits.kind == "all_ready"]
-        self.awaited = tuple(dict.fromkeys(name for one in waiting for name in awaited(one, context)))
+        self.awaited = tuple(dict.fromkeys(name for one in waiting for name in awaited_others(one, context)))
         self._wish(wishes(board, context))

@@ -60,11 +60,14 @@ class VmCredential:
             after = _UPDATE_SECONDS if status == 410 else 0.0
             text = f"the metadata service gives no token now: it answers {status}"
             return LedgerError(text, kind="throttled", retry_after=after)
-        what = f"the identity {self._client_id}" if self._client_id else "a managed identity, or only one"
-        text = (
-            f"the metadata service gives no token (it answers {status}: {excerpt(answer.content)}): this VM has "
-            f"not {what}; assign one to it, or write its client id as fleet.credential.client_id"
-        )
+        why = f"the metadata service gives no token (it answers {status}: {excerpt(answer.content)})"
+        if self._client_id:
+            way = f"this VM has no identity {self._client_id}: assign it, or correct fleet.credential.client_id"
+        else:
+            way = (
+                "this VM has no managed identity, or several: assign one, or name it as fleet.credential.client_id"
+            )
+        text = f"{why}: {way}"
         return LedgerError(text, kind="denied")
 
 

@@ -1,8 +1,7 @@
 """The ledger: what the VMs of a group tell each other, as rows that all of them can read.
 
-Three calls, so that another store can stand behind them. Each call blocks for a bounded time, may have had its
-effect although it raises (the answer was lost), and ``list_rows`` may be a little old. Keys hold letters, digits
-and ``|_.-`` only.
+Three calls, so that another store can stand behind them. Each call blocks for a bounded time, and may have had its
+effect although it raises (the answer was lost). Keys hold letters, digits and ``|_.-`` only.
 """
 
 from collections.abc import Mapping
@@ -39,8 +38,14 @@ class Ledger(Protocol):
     def put(self, partition: str, key: str, content: Mapping[str, str] | None) -> None:
         """Write the row, whatever was there; None deletes it."""
 
-    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str], version: str) -> bool:
-        """Write the row if it still has this version, "" if there is none. False: it was changed meanwhile."""
+    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str] | None, version: str) -> bool:
+        """Write the row if it still has this version, "" if there is none. False: it was changed meanwhile.
 
-    def list_rows(self, partition: str) -> list[Row]:
-        """All rows of the partition, ordered by their key."""
+        None deletes it; True also if it is not there any more.
+        """
+
+    def list_rows(self, partition: str, prefix: str = "") -> list[Row]:
+        """All rows of the partition whose keys begin so, ordered by their key.
+
+        They show each write that was answered before: the protocol relies on it.
+        """

@@ -34,21 +34,21 @@ class MemoryLedger:
             self._write(partition, key, content)
         self._end(fault)
 
-    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str], version: str) -> bool:
+    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str] | None, version: str) -> bool:
         fault = self._begin("put_if_unchanged")
         with self._lock:
             row = self._partitions.get(partition, {}).get(key)
-            is_unchanged = (row.version if row else "") == version
+            is_unchanged = (row.version if row else "") == version or (row is None and content is None)
             if is_unchanged:
                 self._write(partition, key, content)
         self._end(fault)
         return is_unchanged
 
-    def list_rows(self, partition: str) -> list[Row]:
+    def list_rows(self, partition: str, prefix: str = "") -> list[Row]:
         fault = self._begin("list_rows")
         with self._lock:
             tables = self._before if fault == "stale" else self._partitions
-            rows = sorted(tables.get(partition, {}).values())
+            rows = sorted(row for row in tables.get(partition, {}).values() if row.key.startswith(prefix))
         self._end(fault)
         return rows
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 ROLE = "Storage Table Data Contributor"
 
 _MAX_SAS_BYTES = 16 * 1024
+_RENEW_BEFORE = timedelta(days=7)
+# The letters of its permissions, as the service names them.
+_NEEDED = {"r": "read", "a": "add", "u": "update", "d": "delete"}
 _NOT_INSTALLED = "azure-data-tables is not installed: pip install 'scheduled-events-agent[fleet]'"
 
 
@@ -48,8 +52,35 @@ def doubts(settings: FleetSettings) -> Iterator[tuple[str, str]]:
         yield "fleet", _NOT_INSTALLED
     credential = settings.credential
     sas_file = credential.sas_file if isinstance(credential, FleetCredential) else None
-    if sas_file and (fault := host.exposure_fault(Path(sas_file))):
+    if not sas_file:
+        return
+    if fault := host.exposure_fault(Path(sas_file)):
         yield "fleet.credential.sas_file", fault
+    for text in sas_doubts(Path(sas_file), datetime.now(UTC)):
+        yield "fleet.credential.sas_file", text
+
+
+def sas_doubts(path: Path, now: datetime) -> Iterator[str]:
+    """What its own text says against the signature in a file, if it can be read: its end, and what it allows.
+
+    One with a stored access policy (``si``) says neither; the account has that.
+    """
+    try:
+        fields = parse_qs(read_sas(path))
+    except LedgerError:
+        return
+    try:
+        ends_at = datetime.fromisoformat(fields["se"][0])
+    except (KeyError, ValueError):
+        pass
+    else:
+        ends_at = ends_at if ends_at.tzinfo else ends_at.replace(tzinfo=UTC)
+        if ends_at - now < _RENEW_BEFORE:
+            end = f"{'has expired' if ends_at <= now else 'expires soon'}, at {ends_at:%Y-%m-%dT%H:%M:%SZ}"
+            yield f"the signature in {path} {end}: write a new one into the file"
+    missing = [word for letter, word in _NEEDED.items() if "sp" in fields and letter not in fields["sp"][0]]
+    if missing:
+        yield f"the signature in {path} does not allow what the agent does: {', '.join(missing)}"
 
 
 def read_sas(path: Path) -> str:

@@ -54,6 +54,7 @@ class TableLedger:
         self._address = address
         self._transport = TableTransport(settings.proxy, _EXCHANGE_SECONDS)
         given = settings.credential if isinstance(settings.credential, FleetCredential) else FleetCredential()
+        self._client_id = given.client_id
         self._sas_file = Path(given.sas_file) if given.sas_file else None
         self._sas = AzureSasCredential("sv=&sig=")  # the file is read before each request
         audience = next((url for end, url in _AUDIENCES.items() if end in address.account_url), _AUDIENCE)
@@ -83,11 +84,13 @@ class TableLedger:
             entity = _to_entity(partition, key, content)
             self._ask(lambda: self._client.upsert_entity(entity, UpdateMode.REPLACE))
 
-    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str], version: str) -> bool:
-        entity = _to_entity(partition, key, content)
+    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str] | None, version: str) -> bool:
+        entity = _to_entity(partition, key, content or {})
         unchanged = MatchConditions.IfNotModified
         try:
-            if version:
+            if content is None:
+                self._ask(lambda: self._client.delete_entity(entity, etag=version, match_condition=unchanged))
+            elif version:
                 self._ask(
                     lambda: self._client.update_entity(
                         entity, UpdateMode.REPLACE, etag=version, match_condition=unchanged
@@ -99,17 +102,21 @@ class TableLedger:
             return False
         return True
 
-    def list_rows(self, partition: str) -> list[Row]:
-        return sorted(self._ask(lambda: self._list(partition)), key=lambda row: row.key)
+    def list_rows(self, partition: str, prefix: str = "") -> list[Row]:
+        return sorted(self._ask(lambda: self._list(partition, prefix)), key=lambda row: row.key)
 
-    def _list(self, partition: str) -> list[Row]:
+    def _list(self, partition: str, prefix: str) -> list[Row]:
         deadline = monotonic() + _LIST_SECONDS
         rows: list[Row] = []
+        which, parameters = "PartitionKey eq @partition", {"partition": partition}
+        if prefix:
+            which += " and RowKey ge @first and RowKey lt @after"
+            parameters |= {"first": prefix, "after": prefix[:-1] + chr(ord(prefix[-1]) + 1)}
         pages = self._client.query_entities(
-            "PartitionKey eq @partition", parameters={"partition": partition}, results_per_page=_ROWS_PER_PAGE
+            which, parameters=parameters, results_per_page=_ROWS_PER_PAGE
         ).by_page()
         for page in pages:
-            rows += filter(None, map(_to_row, islice(page, _MAX_ROWS)))
+            rows += filter(None, map(_to_row, islice(page, _MAX_ROWS + 1)))
             if len(rows) > _MAX_ROWS:
                 raise LedgerError(f"more than {_MAX_ROWS:,} rows: {partition}", kind="bad_answer")
             if monotonic() > deadline:
@@ -162,13 +169,14 @@ class TableLedger:
             return "the storage account takes no shared access signatures: use the identity of this VM"
         if self._sas_file:
             needs = "it must be valid now, for this table, and allow read, add, update and delete"
-            return f"the shared access signature in {self._sas_file} is not accepted: {needs}"
-        scope = f"the table {self._address.name} or its storage account"
-        role = f'assign the role "{ROLE}" to it, at the scope of {scope}'
+            way = f"the shared access signature in {self._sas_file} is not accepted: {needs}"
+        else:
+            who = f"the identity {self._client_id}" if self._client_id else "the identity of this VM"
+            scope = f"the table {self._address.name} or its storage account"
+            way = f'{who} may not use it: assign the role "{ROLE}" to it, at the scope of {scope}'
         if code == "AuthorizationFailure":
-            rules = "the network rules of the storage account do not let this VM in"
-            return f"{rules}, or its identity may not use it: {role}"
-        return f"the identity of this VM may not use it: {role}"
+            return f"the network rules of the storage account do not let this VM in, or {way}"
+        return way
 
 
 class _ChangedError(LedgerError):

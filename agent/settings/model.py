@@ -19,6 +19,9 @@ _TABLE = re.compile(
     r"(:(?P<port>[0-9]{1,5}))?(/[a-z0-9]{3,24})?)/(?P<name>[A-Za-z][A-Za-z0-9]{2,62})"
 )
 
+# Azure's names of an account's other services.
+_NO_TABLES = re.compile(r"\.(blob|dfs|file|queue|web)\.", re.IGNORECASE)
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "console"]
 Mode = Literal["act", "observe"]
@@ -242,6 +245,8 @@ def parse_table(text: str) -> TableAddress | None:
     """The parts of a table's URL; None if it is none. Plain http goes to this machine only."""
     match = _TABLE.fullmatch(text)
     if match is None or not 0 < int(match["port"] or 443) < 65536 or match["name"].lower() == "tables":
+        return None
+    if _NO_TABLES.search(match["account"]):
         return None
     return TableAddress(match["account"], match["name"])
 

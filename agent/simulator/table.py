@@ -9,7 +9,7 @@ from typing import Any, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 _ENTITY = re.compile(r"\(PartitionKey='(.*)',RowKey='(.*)'\)$")
-_FILTER = re.compile(r"PartitionKey eq '(.*)'$")
+_FILTER = re.compile(r"PartitionKey eq '([^']*)'(?: and RowKey ge '([^']*)' and RowKey lt '([^']*)')?$")
 
 Entity = dict[str, Any]
 
@@ -23,7 +23,7 @@ class SimulatedTable:
         self._entities: dict[tuple[str, str], Entity] = {}
         self._versions = count(1)
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"table": self}))
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"table": self}))
         self.url = f"http://127.0.0.1:{self._server.server_port}/simulated/scheduledevents"
 
     def __enter__(self) -> Self:
@@ -34,9 +34,11 @@ class SimulatedTable:
         self._server.shutdown()
         self._server.server_close()
 
-    def list_entities(self, partition: str) -> list[Entity]:
+    def list_entities(self, partition: str, first: str = "", after: str = "") -> list[Entity]:
+        """Those with keys from ``first`` to before ``after``, if given."""
         with self._lock:
-            return [one for (name, _), one in sorted(self._entities.items()) if name == partition]
+            found = [(key, one) for (name, key), one in sorted(self._entities.items()) if name == partition]
+        return [one for key, one in found if first <= key and (not after or key < after)]
 
     def write(self, partition: str, key: str, entity: Entity | None, version: str | None) -> tuple[int, str]:
         """HTTP status and error code. ``version``: None: whatever is there, "": nothing must be; "*": anything."""
@@ -57,6 +59,10 @@ class SimulatedTable:
             return 204, ""
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # a fleet may connect all at once
+
+
 class _Handler(BaseHTTPRequestHandler):
     table: SimulatedTable
     timeout = 30
@@ -64,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         query = parse_qs(urlsplit(self.path).query)
         match = _FILTER.match(query.get("$filter", [""])[0])
-        self._answer(200, {"value": self.table.list_entities(match[1] if match else "")})
+        self._answer(200, {"value": self.table.list_entities(*match.groups("")) if match else []})
 
     def do_POST(self) -> None:
         entity = self._read()

@@ -18,7 +18,7 @@ in the workflow, so that after a crash at any moment the same workflow leads to 
 
 from agent.workflow.approving import Leave, ask_gates
 from agent.workflow.board import Progression, has_obeyed, is_ready, known_events, next_wake_at, proceed
-from agent.workflow.fleet import awaited, needs_all, needs_slot, workflow_id
+from agent.workflow.fleet import awaited_others, needs_all, needs_slot, workflow_id
 from agent.workflow.model import (
     TRANSITIONS,
     AgentRestarted,
@@ -57,8 +57,7 @@ __all__ = [
     "TRANSITIONS", "AgentRestarted", "Approval", "ApprovalAnswered", "Approve", "Board", "CancelHook", "ClockSet",
     "Context", "Effect", "Fleet", "HookFinished", "HookOutcome", "Leave", "MoveDeadline", "Note", "NoteKind",
     "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Reconsider", "RunHook", "Signal", "Stage",
-    "Standing", "Step", "Waits", "Wish", "Word", "Workflow", "ask_gates", "awaited", "has_obeyed",
+    "Standing", "Step", "Waits", "Wish", "Word", "Workflow", "ask_gates", "awaited_others", "has_obeyed",
     "hook_deadline_at", "is_ready", "known_events", "needed_seconds", "needs_all", "needs_slot", "next_wake_at",
-    "proceed",
-    "wishes", "workflow_id",
+    "proceed", "wishes", "workflow_id",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from agent.workflow.fleet import awaited, needs_all, ready_wait, slot_wait
+from agent.workflow.fleet import awaited_others, needs_all, ready_wait, slot_wait
 from agent.workflow.model import (
     Approval,
     ApprovalAnswered,
@@ -177,7 +177,7 @@ def _reason(workflow: Workflow, context: Context) -> str:
         return f"rule {decision.rule} approves immediately"
     has_failed = workflow.prepare.state == "failed"
     state = "its rule approves despite the failure" if has_failed else "its preparation is done"
-    others = awaited(workflow, context) if needs_all(workflow) else []
+    others = awaited_others(workflow, context) if needs_all(workflow) else []
     unknown = f"; the table cannot be used, and {', '.join(others)} may not be ready" if others else ""
     return f"rule {decision.rule}: {state}{unknown}"
 

@@ -49,10 +49,16 @@ def own_name(workflow: Workflow, context: Context) -> str:
 
 
 def awaited(workflow: Workflow, context: Context) -> list[str]:
-    """Plain names of the VMs that are not known to be ready now."""
+    """Plain names of the VMs that are not known to be ready now. This one too, until the table has its row."""
     fleet = context.fleet
     ready = _standing(workflow, fleet).ready if fleet and not fleet.failure else frozenset()
     return [name for name in expected(workflow, context) if name not in ready]
+
+
+def awaited_others(workflow: Workflow, context: Context) -> list[str]:
+    """The same without this VM."""
+    own = own_name(workflow, context)
+    return [name for name in awaited(workflow, context) if name != own]
 
 
 def slot_wait(workflow: Workflow, context: Context) -> Waits | None:
@@ -65,7 +71,8 @@ def slot_wait(workflow: Workflow, context: Context) -> Waits | None:
         return None
     failure = f"the table cannot be used ({fleet.failure})" if fleet.failure else ""
     detail = _standing(workflow, fleet).holder or failure
-    return Waits(kind="slot" if detail else "table", at=latest, detail=detail)
+    begins_at = min(latest, proceeds_alone_at(fleet) or latest)
+    return Waits(kind="slot" if detail else "table", at=begins_at, detail=detail)
 
 
 def without_slot(workflow: Workflow, context: Context) -> str:
@@ -100,6 +107,7 @@ def ready_wait(workflow: Workflow, context: Context) -> Waits | None:
         return None
     if fleet is not None and not fleet.failure and own_name(workflow, context) in names:
         return Waits(kind="table")
+    names = awaited_others(workflow, context) or names
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     failure = f"; the table cannot be used ({fleet.failure})" if fleet and fleet.failure else ""
     return Waits(kind="all_ready", detail=f"{', '.join(names[:_MOST_NAMED])}{more} to be ready{failure}")

@@ -12,14 +12,15 @@ from agent.workflow.model import Board, Context, Workflow
 from agent.workflow.phases import has_more_to_prepare, may_begin
 from agent.workflow.times import start_of
 
-WishStage = Literal["idle", "begin", "busy", "ready", "away"]
+WishStage = Literal["idle", "begin", "busy", "ready", "gone", "away"]
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """One event, and where this VM stands with it.
 
     ``stage``: idle, nothing is begun, and its time has not come; begin, it would begin now; busy, this VM is not
-    ready for its start; ready; away, it is approved, under way or being recovered from.
+    ready for its start; ready; gone, it is no longer in the document, and has not started; away, it is approved,
+    under way or being recovered from.
     """
 
     event: str
@@ -76,7 +77,7 @@ def _wish(workflow: Workflow, context: Context) -> Wish | None:
 def _stage(workflow: Workflow, context: Context) -> WishStage:
     has_started = workflow.was_started or workflow.event.is_started
     if workflow.is_over and not has_started and workflow.begun_at is not None:
-        return "busy"  # it may come back, and then another VM must not find this one ready
+        return "gone"
     if has_started and workflow.event.type in ("Terminate", "Preempt") and workflow.decision.affects == "self":
         return "idle"  # this VM does not live to give its slot back
     is_past = workflow.is_over or has_started

@@ -1,10 +1,16 @@
 """The ledger in Table Storage against a server on loopback that fails in every way: all of it is a LedgerError."""
 
+import importlib.metadata
 import json
+import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -17,12 +23,14 @@ from agent.cli import check, main, run
 from agent.fleet import table_ledger
 from agent.fleet.identity import VmCredential
 from agent.fleet.ledger import LedgerError
-from agent.fleet.table import connect, read_sas
+from agent.fleet.table import connect, read_sas, sas_doubts
 from agent.fleet.table_ledger import TableLedger
 from agent.fleet.table_transport import TableTransport
 from agent.settings import load_policy
 from agent.settings.model import FleetCredential, FleetSettings
+from agent.simulator.table import SimulatedTable
 
+CHECKOUT = Path(__file__).parents[2]
 SAS = "sv=2019-02-02&sig=SECRET"
 AUDIENCE = "https://storage.azure.com"
 EMPTY_LIST = b'{"value": []}'
@@ -117,6 +125,7 @@ def fault_of(table: TableLedger) -> LedgerError:
         (error("500 Error", "OperationTimedOut"), "timeout", "answers 500 (OperationTimedOut)"),
         (answer("502 Bad Gateway", b"<html>", "Content-Type: text/html"), "timeout", "answers 502"),
         (error("403 Forbidden", "AuthenticationFailed"), "denied", "the shared access signature in "),
+        (error("403 Forbidden", "AuthorizationFailure"), "denied", "the network rules of the storage account"),
         (error("403 Forbidden", "KeyBasedAuthenticationNotPermitted"), "denied", "use the identity of this VM"),
         (error("404 Not Found", "TableNotFound"), "missing", "there is no table abc"),
         (answer("404 Not Found", b"<html>", "Content-Type: text/html"), "missing", "there is no table abc"),
@@ -192,6 +201,15 @@ def test_pages_without_an_end_are_given_up(
     assert len(server.requests) == 6
 
 
+def test_a_page_with_more_rows_than_are_read_is_not_cut(
+    server: Server, table: TableLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(table_ledger, "_MAX_ROWS", 2)
+    rows = ",".join(f'{{"odata.etag": "1", "RowKey": "{key}"}}' for key in "abc")
+    server.answer = answer("200 OK", f'{{"value": [{rows}]}}'.encode())
+    assert "more than 2 rows" in str(fault_of(table))
+
+
 def test_a_write_tells_apart_what_changed_and_what_failed(server: Server, table: TableLedger) -> None:
     for wire in (
         error("409 Conflict", "EntityAlreadyExists"),
@@ -244,7 +262,7 @@ def test_a_token_is_never_sent_unencrypted() -> None:
     [
         (answer("400 Bad", b'{"error":"invalid_request","error_description":"Identity not found"}'), "denied",
          "Identity not found"),
-        (answer("404 Not Found"), "denied", "a managed identity, or only one"),
+        (answer("404 Not Found"), "denied", "this VM has no managed identity, or several: assign one"),
         (answer("429 Too Many", b"{}"), "throttled", "it answers 429"),
         (answer("410 Gone", b"{}"), "throttled", "it answers 410"),
         (answer("408 Timeout", b"{}"), "throttled", "it answers 408"),
@@ -296,6 +314,32 @@ def test_no_challenge_gets_a_token_for_another_service(
     assert sent == ["Bearer TOKEN"] * tokens
 
 
+CLIENT_ID = "b7d5a9f0-6c1e-4a57-9a55-0d4f7b6f0a11"
+ROLE = (
+    'assign the role "Storage Table Data Contributor" to it, at the scope of the table abc or its storage account'
+)
+RULES = "the network rules of the storage account do not let this VM in, or "
+
+
+@pytest.mark.parametrize(
+    ("client_id", "code", "way"),
+    [
+        (None, "AuthorizationPermissionMismatch", f"the identity of this VM may not use it: {ROLE}"),
+        (CLIENT_ID, "AuthorizationPermissionMismatch", f"the identity {CLIENT_ID} may not use it: {ROLE}"),
+        (None, "AuthorizationFailure", f"{RULES}the identity of this VM may not use it: {ROLE}"),
+    ],
+)
+def test_a_role_that_is_missing_is_named_with_its_scope(
+    server: Server, monkeypatch: pytest.MonkeyPatch, client_id: str | None, code: str, way: str
+) -> None:
+    refusal = httpx.Response(403, json={"odata.error": {"code": code}})
+    monkeypatch.setattr(TableTransport, "_exchange", lambda *_: refusal)
+    server.answer = answer("200 OK", b'{"access_token": "TOKEN", "expires_on": "9999999999"}')
+    credential = FleetCredential(client_id=client_id) if client_id else FleetSettings(table="").credential
+    fault = fault_of(connect(FleetSettings(table="https://acme.example/abc", credential=credential), server.url))
+    assert (fault.kind, str(fault)) == ("denied", f"https://acme.example answers 403 ({code}): {way}")
+
+
 @pytest.mark.parametrize("text", ["", "sv=1", "sig=1", "sv=1&sig=1 2", "sv=1\nsig=2", "key"])
 def test_what_is_no_signature_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
     file = tmp_path / "sas"
@@ -326,6 +370,35 @@ def test_a_signature_as_a_tool_wrote_it_is_refused_with_the_way_out(
 def test_a_signature_in_no_regular_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="is not a regular file"):
         read_sas(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ("se=2026-03-31T00%3A00Z&sp=raud", []),
+        ("se=2026-03-04&sp=raud", ["expires soon, at 2026-03-04T00:00:00Z: write a new one into the file"]),
+        ("se=2026-03-02T11:59Z", ["has expired, at 2026-03-02T11:59:00Z: write a new one into the file"]),
+        ("se=never&sp=ra", ["does not allow what the agent does: update, delete"]),
+        ("si=policy", []),
+    ],
+)
+def test_what_a_signature_says_against_itself_is_told(tmp_path: Path, fields: str, expected: list[str]) -> None:
+    file = tmp_path / "sas"
+    file.write_text(f"sv=2020-04-08&{fields}&sig=SECRET", encoding="utf-8")
+    told = list(sas_doubts(file, datetime(2026, 3, 2, 12, tzinfo=UTC)))
+    assert told == [f"the signature in {file} {words}" for words in expected]
+
+
+def test_check_warns_of_a_signature_that_expires(sas_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sas_file.write_text("sv=1&se=2020-01-01T00:00Z&sig=SECRET", encoding="utf-8")
+    policy = sas_file.with_name("policy.yaml")
+    fleet = {"group": "web", "table": "https://a.example/abc", "max_events": 1}
+    fleet |= {"credential": {"sas_file": str(sas_file)}}
+    policy.write_text(f"rules: []\nfleet: {json.dumps(fleet)}\n", encoding="utf-8")
+    assert main(["check", "--config", str(policy)]) == 0
+    told = capsys.readouterr().out
+    assert "policy.yaml:2: fleet.credential.sas_file: the signature in " in told
+    assert "SECRET" not in told
 
 
 def test_check_refuses_a_signature_that_cannot_be_read(sas_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -398,3 +471,72 @@ def test_without_the_package_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(LedgerError, match=r"pip install 'scheduled-events-agent\[fleet\]'") as caught:
         connect(FleetSettings(table="https://a.example/abc"), "http://127.0.0.1:9")
     assert caught.value.kind == "setup"
+
+
+_WITH_PACKAGED_MODULES = """
+import sys
+url, *absent = sys.argv[1:]
+sys.modules.update(dict.fromkeys(absent))  # to import one of them is a ModuleNotFoundError
+from agent.fleet.table import connect
+from agent.settings.model import FleetCredential, FleetSettings
+table = connect(FleetSettings(table=url, credential=FleetCredential(sas_file="sas")), "http://127.0.0.1:9")
+table.put("p", "k", {"a": "b"})
+(row,) = table.list_rows("p")
+assert table.put_if_unchanged("p", "k", None, row.version)
+"""
+
+
+def test_a_table_is_used_without_the_modules_that_the_packages_leave_out(tmp_path: Path) -> None:
+    names = "windows/requirements.txt" if sys.platform == "win32" else "requirements.txt"
+    pinned = (CHECKOUT / "packaging" / names).read_text(encoding="utf-8")
+    brought = set(re.findall(r"^([\w-]+)==", pinned, re.MULTILINE)) | {"scheduled-events-agent"}
+    absent = [
+        module
+        for module, distributions in importlib.metadata.packages_distributions().items()
+        if brought.isdisjoint(re.sub(r"[-_.]+", "-", name).lower() for name in distributions)
+    ]
+    assert "requests" in absent
+    assert "azure" not in absent
+    (tmp_path / "sas").touch(mode=0o600)
+    (tmp_path / "sas").write_text(SimulatedTable.SAS)
+    with SimulatedTable() as table:
+        done = subprocess.run(
+            [sys.executable, "-c", _WITH_PACKAGED_MODULES, table.url, *absent],
+            env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+
+
+_WITHOUT_FLEET = """
+import os, signal, sys, threading
+sys.modules.update({"azure": None, "agent.fleet": None, "agent.daemon.fleet": None})
+from agent.cli import main
+from agent.simulator import Simulator
+with Simulator(vms=("web_1",)) as azure, open("policy.yaml", "w") as policy:
+    policy.write(f"rules: []\\nimds: {{endpoint: '{azure.endpoint()}'}}\\nagent: {{listen: off}}\\n")
+    policy.close()
+    def stop():
+        azure.wait_polls(2)
+        signal.raise_signal(signal.SIGTERM)
+    threading.Thread(target=stop).start()
+    sys.exit(main(["run", "--config", "policy.yaml", "--state-dir", "state"]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it is stopped with SIGTERM, which Windows does not send")
+def test_an_agent_without_a_fleet_runs_without_any_module_of_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT_FLEET],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"agent stopped"' in done.stderr, done.stderr

@@ -33,16 +33,34 @@ def test_rows_are_listed_by_partition_in_the_order_of_their_keys(ledger: Ledger)
         ("a", {"event": "of a"}),
         ("b", {"event": "of b"}),
     ]
-    assert ledger.list_rows("ready|none") == []
+    assert ledger.list_rows("vm|none") == []
 
 
 def test_a_row_is_replaced_and_deleted_whatever_was_there(ledger: Ledger) -> None:
-    ledger.put("ready|e", "vm_1", {"state": "ready", "at": "now"})
-    ledger.put("ready|e", "vm_1", {"state": "back"})
-    assert [row.content for row in ledger.list_rows("ready|e")] == [{"state": "back"}]
-    ledger.put("ready|e", "vm_1", None)
-    ledger.put("ready|e", "vm_1", None)
-    assert ledger.list_rows("ready|e") == []
+    ledger.put("vm|web", "e|vm_1", {"state": "ready", "at": "now"})
+    ledger.put("vm|web", "e|vm_1", {"state": "back"})
+    assert [row.content for row in ledger.list_rows("vm|web")] == [{"state": "back"}]
+    ledger.put("vm|web", "e|vm_1", None)
+    ledger.put("vm|web", "e|vm_1", None)
+    assert ledger.list_rows("vm|web") == []
+
+
+def test_rows_are_listed_by_how_their_keys_begin(ledger: Ledger) -> None:
+    for key in ("a|vm_1", "a|vm_2", "a", "a}", "ab|vm_1", "b|vm_1"):
+        ledger.put("vm|web", key, {})
+    assert [row.key for row in ledger.list_rows("vm|web", "a|")] == ["a|vm_1", "a|vm_2"]
+    assert len(ledger.list_rows("vm|web")) == 6
+
+
+def test_a_row_that_was_changed_meanwhile_is_not_deleted(ledger: Ledger) -> None:
+    ledger.put("vm|web", "e|vm_1", {"state": "back"})
+    (old,) = ledger.list_rows("vm|web")
+    ledger.put("vm|web", "e|vm_1", {"state": "ready"})
+    assert not ledger.put_if_unchanged("vm|web", "e|vm_1", None, old.version)
+    (row,) = ledger.list_rows("vm|web")
+    for _ in range(2):
+        assert ledger.put_if_unchanged("vm|web", "e|vm_1", None, row.version)
+    assert ledger.list_rows("vm|web") == []
 
 
 def test_one_of_two_that_want_the_same_row_gets_it(ledger: Ledger) -> None:

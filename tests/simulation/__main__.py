@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
-from fleet_load import tell_load
+from fleet_load import tell_load, tell_second
 from fleet_runs import FleetVerdict, judge_fleet_seeds, shorten_fleet
 from runs import Verdict, judge_seeds, shorten
 
@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--load", type=int, metavar="VMS", help="count the requests of a fleet of so many VMs")
     arguments = parser.parse_args()
     if arguments.load is not None:
+        tell_second()
         world = tell_load(arguments.load, max(1, arguments.load // _VMS_OF_A_GROUP))
         return 1 if world.held_slots() else 0
     if arguments.tell is not None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Literal
 from judge import BrokenError
 
 from agent.fleet.ledger import Row
-from agent.fleet.protocol import SLOT_LASTS, event_key_of, time_of
+from agent.fleet.protocol import SLOT_LASTS
+from agent.fleet.rows import event_key_of, partition_of_slots, prefix_of, time_of
 from agent.policy import matches_glob
 
 if TYPE_CHECKING:
@@ -76,10 +77,11 @@ class FleetJudge:
         """Azure names more VMs, or the event was hidden, or is in the document again."""
         self.lives[name].changed_at = self._world.at
 
-    def lagged(self, partition: str) -> None:
+    def lagged(self, partition: str, prefix: str) -> None:
         """A stale list was given."""
+        del partition
         for life in self.lives.values():
-            if partition.endswith(event_key_of(life.name.casefold())):
+            if prefix == prefix_of(event_key_of(life.name.casefold())):
                 life.lagged_at = self._world.at
 
     # --- what the VMs do
@@ -90,6 +92,11 @@ class FleetJudge:
         work.since = world.at
         if stage == "recover":
             work.state = "recovering"
+            # It also undoes what was prepared for an event that is left out for a while.
+            for life in self.lives.values():
+                other = life.works.get(vm.name)
+                if other is not None and other.has_begun and world.is_hidden(life.name):
+                    other.state = "recovering"
             return
         work.state = "preparing"
         if not work.has_begun:
@@ -251,7 +258,7 @@ class FleetJudge:
                     raise BrokenError(f"(5) {name} has not recovered from {life.name}")
         for partition, found in rows.items():
             for row in found:
-                if not partition.startswith("slot|"):
+                if partition != partition_of_slots("web"):
                     raise BrokenError(f"(6) row {partition} {row.key} is left")
                 if row.content.get("event") and time_of(row, "until").timestamp() > world.epoch():
                     raise BrokenError(f"(6) slot {row.key} is held by {row.content}")

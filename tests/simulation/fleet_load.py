@@ -3,10 +3,13 @@
 Each VM has a small model of the agent's workflow. Twelve hours: in the first a maintenance with an event for each
 VM reaches all of them within a minute, in the fourth one with an event for each group; each hour one event names
 five VMs of each group. Nothing is throttled: what is counted is what the VMs ask.
+
+And a hundred VMs of one event that are ready within a second, with a table that refuses lists over its target.
 """
 
 import heapq
 import itertools
+import math
 import random
 import time
 from collections import Counter
@@ -17,7 +20,7 @@ from typing import NamedTuple
 
 from world import START
 
-from agent.fleet.ledger import Row
+from agent.fleet.ledger import LedgerError, Row
 from agent.fleet.memory import MemoryLedger
 from agent.fleet.protocol import Fleet
 from agent.fleet.rows import is_held
@@ -30,6 +33,8 @@ _LATEST_BEGIN = 300.0
 _LASTS = 10.0
 # How long hooks take, on each VM another time.
 _HOOKS = (20.0, 40.0)
+_TARGET_ROWS = 2000
+"""Of a partition in a second, as Azure documents it."""
 
 
 class Load(NamedTuple):
@@ -56,11 +61,13 @@ class Load(NamedTuple):
 
 
 class CountedLedger:
-    """Counts by second and partition."""
+    """Counts by second and partition; refuses lists once a partition has given ``most_rows`` in a second."""
 
-    def __init__(self, world: "LoadWorld") -> None:
+    def __init__(self, world: "LoadWorld", most_rows: float) -> None:
         self.ledger = MemoryLedger()
+        self.refused = 0
         self._world = world
+        self._most_rows = most_rows
         self.per_second: Counter[int] = Counter()
         self.per_partition: Counter[tuple[int, str]] = Counter()
         self.rows_per_partition: Counter[tuple[int, str]] = Counter()
@@ -69,12 +76,16 @@ class CountedLedger:
         self._count(partition, 1)
         self.ledger.put(partition, key, content)
 
-    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str], version: str) -> bool:
+    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str] | None, version: str) -> bool:
         self._count(partition, 1)
         return self.ledger.put_if_unchanged(partition, key, content, version)
 
-    def list_rows(self, partition: str) -> list[Row]:
-        rows = self.ledger.list_rows(partition)
+    def list_rows(self, partition: str, prefix: str = "") -> list[Row]:
+        if self.rows_per_partition[int(self._world.at), partition] >= self._most_rows:
+            self._count(partition, 0)
+            self.refused += 1
+            raise LedgerError("busy", kind="throttled")
+        rows = self.ledger.list_rows(partition, prefix)
         self._count(partition, max(1, len(rows)))
         return rows
 
@@ -114,6 +125,8 @@ class Event:
     stages: dict[str, WishStage] = field(default_factory=dict)
     """Of VMs that have not recovered."""
     without_slot: int = 0
+    ready_at: float = 0.0
+    """When the last VM was ready."""
     has_started: bool = False
 
 
@@ -188,6 +201,7 @@ class Vm:
 
     def _become(self, event: Event, stage: WishStage) -> None:
         event.stages[self.name] = stage
+        event.ready_at = self._world.at if stage == "ready" else event.ready_at
         self.wake()
 
     def recover(self, event: Event) -> None:
@@ -202,11 +216,19 @@ class Vm:
 class LoadWorld:
     """So many VMs in so many groups."""
 
-    def __init__(self, vms: int, groups: int) -> None:
+    def __init__(
+        self,
+        vms: int,
+        groups: int,
+        hooks: tuple[float, float] = _HOOKS,
+        most_rows: float = math.inf,
+        seed: str = "load",
+    ) -> None:
         self.at = 0.0
         self.events: list[Event] = []
-        self.ledger = CountedLedger(self)
-        self._chance = random.Random("load")
+        self.ledger = CountedLedger(self, most_rows)
+        self._hooks = hooks
+        self._chance = random.Random(seed)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self.groups = [[f"vm_{number}" for number in range(start, vms, groups)] for start in range(groups)]
@@ -234,7 +256,19 @@ class LoadWorld:
         ]
 
     def hook_seconds(self) -> float:
-        return self._chance.uniform(*_HOOKS)
+        return self._chance.uniform(*self._hooks)
+
+    def run_second(self) -> tuple[float, int]:
+        """One event of all VMs; how long after the last one was ready it starts, and how many rows are listed."""
+        for vm in self.vms.values():
+            vm.wake()  # it looks back
+        self.after(10.0, lambda: self._announce(tuple(self.vms)))
+        while not (self.events and self.events[0].has_started):
+            self.at, _, what = heapq.heappop(self._queue)
+            what()
+        since = self.events[0].ready_at - 1.0
+        rows = sum(rows for (second, _), rows in self.ledger.rows_per_partition.items() if second >= int(since))
+        return self.at - self.events[0].ready_at, rows
 
     def held_slots(self) -> int:
         now: datetime = START + timedelta(seconds=self.at)
@@ -268,6 +302,22 @@ class LoadWorld:
             vm = self.vms[name]
             seconds = 1.0 + _LASTS + self._chance.uniform(0.0, 1.0)
             self.after(seconds, lambda vm=vm: vm.recover(event))  # type: ignore[misc]
+
+
+def tell_second() -> None:
+    """A hundred VMs, all ready within a second."""
+    for most_rows in (math.inf, _TARGET_ROWS):
+        worlds = [
+            LoadWorld(100, 1, hooks=(20.0, 20.0), most_rows=most_rows, seed=f"second {number}")
+            for number in range(10)
+        ]
+        waits, rows = zip(*(world.run_second() for world in worlds), strict=True)
+        refused = max(world.ledger.refused for world in worlds)
+        limit = f"at most {most_rows:g} rows" if refused else "no limit"
+        told = (
+            f"{max(rows)} rows listed, {refused} lists refused, approved up to {max(waits):.1f} s after the last"
+        )
+        print(f"100 VMs ready within a second, {limit}: {told}")
 
 
 def tell_load(vms: int, groups: int) -> LoadWorld:

@@ -267,10 +267,10 @@ class Vm(Machine):
         elif at is not None:
             self._visit_in(min(max(0.0, (at - self.now()).total_seconds()), _MAX_WAIT_SECONDS))
 
-    def request(self, partition: str, call: Callable[[], T]) -> T:
+    def request(self, partition: str, call: Callable[[], T], prefix: str = "") -> T:
         """A request meets what it meets on its way there and back; only in the strand."""
         self._travel()
-        self.world.asking, self.world.asked = self, partition
+        self.world.asking, self.world.asked = self, (partition, prefix)
         try:
             answer = call()
         except LedgerError:
@@ -324,11 +324,11 @@ class Requests:
     def put(self, partition: str, key: str, content: Mapping[str, str] | None) -> None:
         self._vm.request(partition, lambda: self._ledger.put(partition, key, content))
 
-    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str], version: str) -> bool:
+    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str] | None, version: str) -> bool:
         return self._vm.request(partition, lambda: self._ledger.put_if_unchanged(partition, key, content, version))
 
-    def list_rows(self, partition: str) -> list[Row]:
-        return self._vm.request(partition, lambda: self._ledger.list_rows(partition))
+    def list_rows(self, partition: str, prefix: str = "") -> list[Row]:
+        return self._vm.request(partition, lambda: self._ledger.list_rows(partition, prefix), prefix)
 
 
 class CrashingStore(Store):

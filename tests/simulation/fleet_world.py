@@ -37,7 +37,11 @@ _VERSION = "2020-07-01"
 
 
 class LaggingLedger(MemoryLedger):
-    """A stale list is some seconds old."""
+    """A stale list is some seconds old, which is more than a ledger may do to the protocol.
+
+    All but one rule hold all the same, for here no VM takes back within these seconds what it has said: two that
+    are back and do not see each other leave their slot until it expires.
+    """
 
     def __init__(self, fault: Callable[[str], str]) -> None:
         super().__init__(fault)
@@ -75,8 +79,8 @@ class FleetWorld:
         self.ledger = LaggingLedger(self._fault)
         self.asking: Vm | None = None
         """Whose request arrives."""
-        self.asked = ""
-        """The partition that it is about."""
+        self.asked = "", ""
+        """The partition that it is about, and how the keys begin."""
         self.is_slow = False
         self._faults: set[str] = set()
         self._cut_off: set[str] = set()
@@ -351,8 +355,8 @@ class FleetWorld:
             fault = "lost"
         elif "stale lists" in self._faults and call == "list_rows" and chance.random() < 0.3:
             since = self.at - chance.uniform(0.0, _STALE_SECONDS)
-            fault = "stale" if self.ledger.lag(self.asked, since) else ""
-            self.judge.lagged(self.asked)
+            fault = "stale" if self.ledger.lag(self.asked[0], since) else ""
+            self.judge.lagged(*self.asked)
         if fault and vm is not None:
             vm.disturbed_at = max(vm.disturbed_at, self.at)
         return fault

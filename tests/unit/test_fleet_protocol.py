@@ -1,7 +1,7 @@
 """The fleet's protocol, one behaviour at a time, on a ledger in memory and a clock that the test moves."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from random import Random
 from typing import Any
@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from agent.fleet.ledger import LedgerError, Row
 from agent.fleet.memory import MemoryLedger
-from agent.fleet.protocol import Fleet, event_key_of, key_of, resources_of, time_of
+from agent.fleet.protocol import Fleet
+from agent.fleet.rows import event_key_of, key_of, resources_of, time_of
 from agent.workflow import Standing, Wish
 
 START = datetime(2026, 3, 2, 8, 0, tzinfo=UTC)
@@ -107,7 +108,7 @@ def test_a_further_event_waits_and_says_for_which() -> None:
     assert first.standing().has_slot
     standing = second.standing(event="b")
     assert not standing.has_slot
-    assert standing.holder == "event 602D9444 of web_1, until 08:30"
+    assert standing.holder == "event 602D9444 of web_1, until 08:30Z"
 
 
 def test_it_asks_again_after_5_to_15_seconds() -> None:
@@ -125,6 +126,24 @@ def test_it_asks_again_after_5_to_15_seconds() -> None:
         pauses.add(at - START)
     assert timedelta(seconds=5) <= min(pauses) < timedelta(seconds=7)
     assert timedelta(seconds=13) < max(pauses) <= timedelta(seconds=15)
+
+
+def test_each_vm_goes_by_its_own_limit() -> None:
+    ledger = MemoryLedger()
+    vms = [Vm(f"web_{number}", ledger, max_events=limit) for number, limit in enumerate((1, 1, 2))]
+    for vm in vms:
+        vm.wish("begin", vm.name)
+        vm.visit()
+    assert [vm.standing(event=vm.name).has_slot for vm in vms] == [True, False, True]
+
+
+def test_without_events_it_asks_twice_when_it_starts_and_then_never() -> None:
+    ledger = MemoryLedger()
+    vm = Vm("web_1", ledger)
+    for hours in range(48):
+        vm.visit(START + timedelta(hours=hours))
+        assert vm.fleet.next_at(START + timedelta(hours=hours)) is None
+    assert ledger.calls == 2
 
 
 def test_between_two_tries_it_asks_nothing() -> None:
@@ -305,12 +324,12 @@ def test_until_the_approval_is_taken_every_vm_looks_whether_another_has_withdraw
 def test_its_own_row_that_another_has_deleted_is_written_again() -> None:
     ledger = MemoryLedger()
     vm = two_that_are_ready(ledger)[0]
-    ledger.put("ready|" + A, "web_1", None)
+    ledger.put("vm|web", f"{A}|web_1", None)
     now = START
     for _ in range(2):
         now = vm.fleet.next_at(now) or now
         vm.visit(now)
-    assert [row.key for row in sorted(ledger.rows()["ready|" + A])] == ["web_1", "web_2"]
+    assert [row.key for row in ledger.list_rows("vm|web")] == [f"{A}|web_1", f"{A}|web_2"]
 
 
 def test_an_event_that_comes_back_begins_anew() -> None:
@@ -320,6 +339,71 @@ def test_an_event_that_comes_back_begins_anew() -> None:
     other.wishes["a"] = replace(other.wishes["a"], workflow="a@2", stage="busy")
     assert other.standing() == Standing(workflow="a@2")
     assert one.standing(START + MINUTE).ready == {"web_1"}
+
+
+def test_a_vm_that_was_ready_before_the_event_was_gone_does_not_count() -> None:
+    ledger = MemoryLedger()
+    one, other = two_that_are_ready(ledger)  # and then the first one cannot reach the ledger
+    names = ("web_1", "web_2")
+    other.wish("gone", names=names)
+    other.visit(START + MINUTE)
+    other.end()
+    other.visit(START + 2 * MINUTE)
+    other.wish("ready", names=names, workflow="a@2")
+    assert other.standing(START + 3 * MINUTE).ready == {"web_2"}
+    other.restart()
+    other.wish("ready", names=names, workflow="a@2")
+    assert other.standing(START + 4 * MINUTE).ready == {"web_2"}
+    one.wish("ready", names=names, workflow="a@2")
+    assert one.standing(START + 5 * MINUTE).ready == {"web_1", "web_2"}
+
+
+def test_it_does_not_count_either_for_a_vm_that_had_not_begun() -> None:
+    ledger = MemoryLedger()
+    names = ("web_1", "web_2")
+    one, other = Vm("web_1", ledger, max_events=None), Vm("web_2", ledger, max_events=None)
+    one.wish("ready", names=names)
+    one.visit()  # and then it cannot reach the ledger
+    other.wish("idle", names=names)
+    other.visit()
+    other.end()
+    other.visit(START + MINUTE)
+    other.wish("ready", names=names, workflow="a@2")
+    assert other.standing(START + 2 * MINUTE).ready == {"web_2"}
+
+
+def test_it_does_not_count_either_for_a_vm_that_restarts_while_the_event_is_gone() -> None:
+    ledger = MemoryLedger()
+    other = two_that_are_ready(ledger)[1]
+    names = ("web_1", "web_2")
+    other.restart()
+    other.wish("gone", names=names)
+    other.visit(START + MINUTE)
+    other.wish("ready", names=names, workflow="a@2")
+    assert other.standing(START + 2 * MINUTE).ready == {"web_2"}
+
+
+def test_a_clock_that_was_ahead_when_the_event_was_gone_stops_nothing() -> None:
+    ledger = MemoryLedger()
+    one, other = two_that_are_ready(ledger)
+    names = ("web_1", "web_2")
+    for stage, now, workflow in (("gone", START + 60 * MINUTE, "a@1"), ("ready", START + MINUTE, "a@2")):
+        other.wish(stage, names=names, workflow=workflow)
+        other.visit(now)
+    one.wish("ready", names=names, workflow="a@2")
+    assert one.standing(START + 2 * MINUTE).ready == {"web_1", "web_2"}
+
+
+def test_a_vm_that_has_not_seen_the_event_gone_says_again_that_it_is_ready() -> None:
+    ledger = MemoryLedger()
+    names = ("web_1", "web_2")
+    one, other = two_that_are_ready(ledger)
+    other.wish("gone", names=names)
+    other.visit(START + MINUTE)
+    other.wish("ready", names=names, workflow="a@2")
+    assert other.standing(START + 2 * MINUTE).ready == {"web_2"}
+    assert one.standing(START + 2 * MINUTE).ready == {"web_2"}
+    assert one.standing(START + 3 * MINUTE).ready == {"web_1", "web_2"}
 
 
 def test_a_slot_that_is_not_needed_any_more_is_not_asked_for() -> None:
@@ -376,7 +460,7 @@ def test_a_hundred_vms_need_two_requests_each_and_a_few_more() -> None:
     for vm in vms:
         vm.wish("ready", names=names)
         vm.visit()
-    assert ledger.calls - calls == 202  # the first two write the index
+    assert ledger.calls - calls == 200
 
 
 # --- the end
@@ -409,6 +493,39 @@ def test_the_last_that_is_back_frees_the_slot_and_clears_away() -> None:
     vms[-1].visit()
     assert slots(ledger) == [""]
     assert ledger.rows().keys() == {"slot|web"}
+
+
+def test_of_two_that_are_last_the_one_that_frees_the_slot_clears_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = MemoryLedger()
+    deleted: list[str] = []
+    put_if_unchanged = ledger.put_if_unchanged
+
+    def put(partition: str, key: str, content: Mapping[str, str] | None, version: str) -> bool:
+        deleted.extend([key] if content is None else [])
+        return put_if_unchanged(partition, key, content, version)
+
+    def overtake(call: str) -> str:
+        """When the first one has seen that both are back, before it looks for the slot."""
+        calls.append(call)
+        if calls == ["put", "list_rows", "list_rows"]:
+            other.visit(START + MINUTE)
+        return ""
+
+    monkeypatch.setattr(ledger, "put_if_unchanged", put)
+    one, other = (Vm(name, ledger) for name in ("web_1", "web_2"))
+    for stage in ("begin", "ready", "away"):
+        for vm in (one, other):
+            vm.wish(stage, names=("web_1", "web_2"))
+            vm.visit()
+    one.end()
+    other.end()
+    ledger.fault = a_fault("away", call="list_rows")
+    other.visit()
+    calls: list[str] = []
+    ledger.fault = overtake
+    one.visit(START + MINUTE)
+    assert sorted(deleted) == [f"{A}|web_1", f"{A}|web_2"]
+    assert (slots(ledger), [*ledger.rows()]) == ([""], ["slot|web"])
 
 
 def test_a_vm_that_never_began_comes_back_too() -> None:
@@ -484,13 +601,88 @@ def test_rows_of_old_events_are_deleted_by_age() -> None:
     dead, vm = Vm("web_1", ledger), Vm("web_3", ledger)
     dead.wish("ready", names=names)
     dead.visit()
-    for days, rows in ((0, {"ready|" + A, "event|web", "slot|web"}), (2, {"slot|web"})):
+    for days, rows in ((0, {"vm|web", "slot|web"}), (2, {"slot|web"})):
         now = START + timedelta(days=days)
         vm.wish("begin", "b", not_before=now + MINUTE)
         vm.visit(now)
         vm.end("b")
         vm.visit(now)
         assert ledger.rows().keys() == rows
+
+
+def is_found_by_a_later_event(ledger: MemoryLedger) -> bool:
+    """Two days later, another VM has an event, and deletes what is left."""
+    vm, now = Vm("web_9", ledger), START + timedelta(days=2)
+    vm.wish("begin", "later", not_before=now + MINUTE)
+    vm.visit(now)
+    vm.end("later")
+    vm.visit(now)
+    return ledger.rows().keys() == {"slot|web"}
+
+
+@pytest.mark.parametrize("meets", range(1, 8))
+@pytest.mark.parametrize("dies", range(1, 8))
+def test_a_row_that_is_written_while_another_vm_deletes_is_found(meets: int, dies: int) -> None:
+    ledger = MemoryLedger()
+    names = ("web_1", "web_2")
+    one, other = Vm("web_1", ledger), Vm("web_2", ledger)
+    for stage in ("begin", "ready", "away"):
+        for vm in (one, other):
+            vm.wish(stage, names=names)
+            vm.visit()
+    for vm in (one, other):
+        vm.end()
+    one.visit()
+    one.restart()
+    calls = 0
+
+    def fault(_: str) -> str:
+        nonlocal calls
+        calls += 1
+        if calls == meets:
+            ledger.fault = lambda _: ""
+            other.visit()
+            ledger.fault = fault
+        return "lost" if calls == dies else ""
+
+    ledger.fault = fault
+    one.visit()  # the restarted one writes again that it is back, and dies
+    ledger.fault = lambda _: ""
+    other.visit()
+    assert is_found_by_a_later_event(ledger)
+
+
+def test_a_row_of_an_event_that_came_back_is_found_when_its_vms_have_died() -> None:
+    ledger = MemoryLedger()
+    names = ("web_1", "web_2")
+    vms = [Vm(name, ledger, max_events=None) for name in names]
+    for vm in vms:
+        vm.wish("begin", names=names)
+        vm.visit()
+        vm.end()
+    for vm in vms:
+        vm.visit()
+    assert ledger.rows() == {}
+    vms[0].wish("begin", names=names, workflow="a@2")
+    vms[0].visit()
+    ((row,),) = ledger.rows().values()
+    assert row.content["state"] == "held"
+    assert is_found_by_a_later_event(ledger)
+
+
+def test_a_row_that_its_vm_has_written_again_is_not_deleted() -> None:
+    ledger = MemoryLedger()
+    one, other = two_that_are_ready(ledger)
+    ledger.fault = lambda call: "away" if call == "put_if_unchanged" else ""
+    for vm in (one, other):
+        vm.end()
+        vm.visit()
+    one.wish("ready", names=("web_1", "web_2"), workflow="a@2")
+    one.visit()
+    ledger.fault = lambda _: ""
+    other.visit(START + 10 * MINUTE)
+    (row,) = ledger.list_rows("vm|web")
+    assert (row.content["vm"], row.content["state"]) == ("web_1", "ready")
 
 
 def test_after_a_restart_it_pays_what_it_owes() -> None:
@@ -518,7 +710,7 @@ def test_a_row_that_it_writes_when_all_others_are_done_is_found_by_its_age() -> 
     other.visit()
     assert ledger.rows().keys() == {"slot|web"}
     one.visit(START + MINUTE)
-    assert ledger.rows().keys() == {"slot|web", "event|web", f"ready|{A}"}
+    assert ledger.rows().keys() == {"slot|web", "vm|web"}
 
 
 def test_after_a_restart_it_leaves_the_slot_to_a_vm_that_joined_and_is_not_back() -> None:
@@ -626,21 +818,44 @@ def test_rows_that_cannot_be_deleted_stop_nothing_else() -> None:
 def test_the_rows_of_a_large_event_are_deleted_a_few_at_a_time() -> None:
     ledger = MemoryLedger()
     for number in range(100):
-        ledger.put("ready|" + A, f"web_{number}", {"state": "back", "vm": f"web_{number}"})
+        ledger.put("vm|web", f"{A}|web_{number}", {"state": "back", "vm": f"web_{number}"})
     vm = Vm("web_0", ledger)
     vm.wish("away", names=tuple(f"web_{number}" for number in range(100)))
     vm.visit()
     vm.end()
     vm.visit()
-    assert len(ledger.rows()["ready|" + A]) == 80
+    assert len(ledger.rows()["vm|web"]) == 80
 
 
-def test_a_slot_is_in_the_index_before_it_is_taken() -> None:
-    ledger = MemoryLedger(a_fault("lost", call="put_if_unchanged"))
-    vm = Vm("web_1", ledger)
-    vm.wish("begin")
-    vm.visit()
-    assert [row.key for row in ledger.rows()["event|web"]] == [A]
+def test_a_slot_names_each_vm_that_begins_for_it() -> None:
+    ledger = MemoryLedger()
+    one, joined = Vm("web_1", ledger), Vm("web_2", ledger)
+    one.wish("begin")
+    one.visit()
+    joined.wish("begin", names=("web_1", "web_2"))
+    assert joined.standing().has_slot
+    (row,) = ledger.rows()["slot|web"]
+    assert resources_of(row) == ("web_1", "web_2")
+
+
+def test_a_vm_alone_leaves_the_slot_to_one_that_joined_without_its_knowledge() -> None:
+    ledger = MemoryLedger()
+    one, joined = Vm("web_1", ledger), Vm("web_2", ledger)
+    one.visit()  # it has looked back: no row of its own can be left from before
+    one.wish("begin")
+    one.visit()
+    joined.wish("begin", names=("web_1", "web_2"))
+    joined.visit()
+    one.end()
+    one.visit()
+    assert slots(ledger) == [A]
+    at = one.fleet.next_at(START)
+    assert at is not None
+    one.visit(at)
+    assert slots(ledger) == [A]
+    joined.end()
+    joined.visit(at)
+    assert slots(ledger) == [""]
 
 
 def test_a_slot_freed_by_hand_is_asked_for_again() -> None:
@@ -655,7 +870,7 @@ def test_a_slot_freed_by_hand_is_asked_for_again() -> None:
     assert slots(ledger) == [A]
 
 
-@pytest.mark.parametrize(("vms", "max_events", "requests"), [(1, 1, 10), (100, None, 512), (100, 1, 615)])
+@pytest.mark.parametrize(("vms", "max_events", "requests"), [(1, 1, 6), (100, None, 504), (100, 1, 607)])
 def test_what_an_event_costs_from_its_slot_to_its_end(vms: int, max_events: int | None, requests: int) -> None:
     ledger = MemoryLedger()
     names = tuple(f"web_{number}" for number in range(vms))
@@ -700,7 +915,7 @@ def test_pauses_grow_to_half_a_minute_and_differ() -> None:
 
 def test_it_leaves_the_ledger_alone_as_long_as_that_asks() -> None:
     class Busy(MemoryLedger):
-        def list_rows(self, _: str) -> list[Row]:
+        def list_rows(self, *_: str) -> list[Row]:
             raise LedgerError("busy", kind="throttled", retry_after=100.0)
 
     vm = Vm("web_1", Busy())
@@ -713,7 +928,7 @@ def test_it_leaves_the_ledger_alone_as_long_as_that_asks() -> None:
 
 def test_it_leaves_it_alone_for_5_minutes_at_most_whatever_it_asks() -> None:
     class Busy(MemoryLedger):
-        def list_rows(self, _: str) -> list[Row]:
+        def list_rows(self, *_: str) -> list[Row]:
             raise LedgerError("busy", kind="throttled", retry_after=2.5e11)
 
     vm = Vm("web_1", Busy())
@@ -768,6 +983,18 @@ def test_it_tells_how_long_an_event_has_waited() -> None:
     second.visit(START + MINUTE)
     second.visit(START + 2 * MINUTE)
     assert second.waited == [("slot", 60.0)]
+
+
+def test_it_tells_how_long_a_vm_has_waited_for_one_that_approves() -> None:
+    ledger, names = MemoryLedger(), ("web_1", "web_2", "web_3")
+    first, second, third = (Vm(name, ledger, max_events=None) for name in names)
+    for vm, seconds in ((third, 0), (first, 10), (second, 30)):
+        vm.wish("ready", names=names)
+        vm.visit(START + timedelta(seconds=seconds))
+    for vm in (third, first, second):
+        vm.wish("away", names=names)
+        vm.visit(START + timedelta(seconds=40))
+    assert [vm.waited for vm in (third, first, second)] == [[("ready", 40.0)], [("ready", 30.0)], [("ready", 0.0)]]
 
 
 # --- rows

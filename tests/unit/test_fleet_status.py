@@ -1,19 +1,22 @@
 """What ``fleet status`` and ``fleet release`` make of a group's rows."""
 
 import json
+import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from agent import AgentError
 from agent.cli import fleet as command
+from agent.cli import main
 from agent.cli.fleet import examine, in_words, look, release
 from agent.cli.terminal import Terminal
 from agent.fleet.ledger import LedgerError
 from agent.fleet.memory import MemoryLedger
-from agent.fleet.protocol import event_key_of
+from agent.fleet.rows import event_key_of
 from agent.host import processes
 from agent.settings import Settings, parse_settings
 from agent.settings.model import FleetCredential, FleetSettings
@@ -39,15 +42,14 @@ def test_slots_and_vms_of_an_event_are_told() -> None:
     take(ledger, "000", ONE)
     take(ledger, "001", OTHER, minutes=-1)
     resources = json.dumps(["_web_1", "web_2", "web_3", "db_1"])
-    ledger.put("event|web", key, {"id": ONE, "resources": resources, "at": NOW.isoformat()})
     for vm, state in {"web_1": "ready", "web_2": "held"}.items():
-        ledger.put(f"ready|{key}", vm, {"state": state, "vm": vm})
+        ledger.put("vm|web", f"{key}|{vm}", {"id": ONE, "state": state, "vm": vm, "resources": resources})
     shown = look(ledger, "web", settings("max_events: 2, expect: 'web_*'"), NOW)
     assert list(in_words(shown, PLAIN)) == [
         "Group web, in https://a.example/abc",
         "  slot 000        event 602D9444 of web_3, until 12:40:00Z",
         "  slot 001        free",
-        "  event 602D9444  ready: web_1; not ready: web_2; unknown: web_3",
+        "  event 602D9444  ready: web_1; not ready: web_2; awaited: web_3",
     ]
     (event,) = shown.events
     assert (event.ready, event.held, event.back, event.awaited) == (("web_1",), ("web_2",), (), ("web_3",))
@@ -59,6 +61,16 @@ def test_a_group_without_rows_or_limit_is_told() -> None:
         "The policy has no max_events: events begin without a slot.",
         "  events  none",
     ]
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(40.0, "ahead of"), (-40.0, "behind"), (20.0, ""), (None, "")])
+def test_a_clock_that_differs_is_told(seconds: float | None, told: str) -> None:
+    shown = look(MemoryLedger(), "web", settings(), NOW)
+    lines = [*in_words(replace(shown, clock_skew_seconds=seconds), PLAIN)]
+    expected = (
+        [f"This clock is 40 s {told} the table's: slots may last longer or shorter than shown."] if told else []
+    )
+    assert lines[1:-3] == expected
 
 
 class SkewedLedger(MemoryLedger):
@@ -98,6 +110,16 @@ def test_doctor_tries_each_right_and_leaves_no_row(monkeypatch: pytest.MonkeyPat
     assert examined(ledger, monkeypatch) == ("failure", "no update; this clock is 40 s behind the table's")
 
 
+def test_doctor_warns_of_a_signature_that_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "sas"
+    file.write_text("sv=1&se=2026-01-01T00:00Z&sig=1", encoding="utf-8")
+    monkeypatch.setattr(command, "connect", lambda *_: SkewedLedger())
+    fleet = settings(f"group: web, credential: {{sas_file: '{file}'}}")
+    finding = examine(POLICY.settings, fleet, None)
+    assert finding.verdict == "warning"
+    assert f"the signature in {file} has expired" in finding.finding
+
+
 def test_doctor_looks_at_the_signature_as_the_services_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,8 +139,8 @@ def test_rows_that_are_no_rows_of_an_agent_do_no_harm() -> None:
     ledger = MemoryLedger()
     ledger.put("slot|web", "000", {"event": "x", "until": "2999-01-01"})
     ledger.put("slot|web", "\x1b[31m", {"event": "\x1b[31m", "until": "soon"})
-    ledger.put("event|web", "y", {"resources": "{", "id": "\x1b[31mred"})
-    ledger.put("ready|y", "z", {"state": "odd"})
+    ledger.put("vm|web", "y", {"resources": "{", "id": "\x1b[31mred"})
+    ledger.put("vm|web", "y|z", {"state": "odd"})
     shown = look(ledger, "web", settings(), NOW)
     assert [slot.event_id for slot in shown.slots] == ["x", ""]
     assert all("\x1b" not in line for line in in_words(shown, PLAIN))
@@ -140,7 +162,7 @@ def test_the_slot_of_vms_that_are_out_of_service_needs_the_full_id() -> None:
     ledger, key = MemoryLedger(), event_key_of(ONE)
     take(ledger, "000", ONE)
     for vm, state in {"web_1": "ready", "web_2": "held", "web_3": "back"}.items():
-        ledger.put(f"ready|{key}", vm, {"state": state, "vm": vm})
+        ledger.put("vm|web", f"{key}|{vm}", {"state": state, "vm": vm})
     with pytest.raises(AgentError, match=f"^web_1, web_2 may be out of service .*give the full id: {ONE}$"):
         release(ledger, "web", ONE[:8], NOW)
     assert look(ledger, "web", settings(), NOW).slots[0].event_id == ONE
@@ -157,3 +179,17 @@ def test_a_slot_that_has_changed_meanwhile_is_not_freed(monkeypatch: pytest.Monk
         release(ledger, "web", ONE, NOW)
     monkeypatch.undo()
     assert look(ledger, "web", settings(), NOW).slots[0].event_id == OTHER
+
+
+def test_the_page_about_metrics_has_each_way_in_which_a_request_fails() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "metrics.md").read_text(encoding="utf-8")
+    (line,) = (line for line in page.splitlines() if line.startswith("- `result`: "))
+    told = re.sub(r" \(.*?\)", "", line).removeprefix("- `result`: ok, or why it failed: ").split(", ")
+    assert sorted(told) == sorted([*command._ADVICE, "bug"])
+
+
+def test_a_policy_without_a_fleet_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("rules: []\n", encoding="utf-8")
+    assert main(["fleet", "status", "--config", str(policy)]) == 2
+    assert capsys.readouterr().err == f"scheduled-events-agent: {policy} has no fleet\n"

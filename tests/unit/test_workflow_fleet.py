@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 from test_workflow import NOTICE, START, a_rule, an_event
 
+from agent.engine.fleet import FleetPart
 from agent.events import Gone, Seen
 from agent.words import wait_in_words
 from agent.workflow import (
@@ -29,7 +30,7 @@ from agent.workflow import (
 )
 
 NAMES = ("vm_1", "vm_2", "vm_3")
-FULL = Standing(workflow=workflow_id("a", START), holder="event 602d9444 of vm_9, until 08:40")
+FULL = Standing(workflow=workflow_id("a", START), holder="event 602d9444 of vm_9, until 08:40Z")
 
 
 class Life:
@@ -146,6 +147,7 @@ def test_a_table_that_is_away_holds_it_until_5_minutes_before_not_before() -> No
 def test_with_proceed_it_begins_when_the_table_has_been_away_for_a_minute() -> None:
     life = Life(replace(LIMITED, when_away="proceed", failure="no route", away_since=START))
     assert life.phase() == "waiting"
+    assert life.waits().endswith(f"begins without one at {START + timedelta(minutes=1):%Y-%m-%dT%H:%M:%SZ}")
     assert next_wake_at(life.board, life.context) == START + timedelta(minutes=1)
     life.tell(timedelta(minutes=1))
     assert life.phase() == "preparing"
@@ -254,7 +256,7 @@ def test_with_proceed_it_approves_alone_but_only_when_it_is_ready_itself() -> No
     life.finish()
     assert life.effects(Approve)
     (note,) = [note for step in life.steps for note in step.notes if note.kind == "approving"]
-    assert note.text.endswith("the table cannot be used, and vm_1, vm_2, vm_3 may not be ready")
+    assert note.text.endswith("the table cannot be used, and vm_2, vm_3 may not be ready")
 
 
 @pytest.mark.parametrize("word", ["held", "failed"])
@@ -282,7 +284,10 @@ def test_nobody_counts_as_ready_while_the_table_cannot_be_used() -> None:
     life.tell(failure="no route", away_since=START)
     life.finish()
     assert not life.effects(Approve)
-    assert life.waits() == "waits for vm_1, vm_2, vm_3 to be ready; the table cannot be used (no route)"
+    assert life.waits() == "waits for vm_2, vm_3 to be ready; the table cannot be used (no route)"
+    shown = FleetPart(lambda _: None)
+    shown.committed(life.board, life.context)
+    assert shown.awaited == ("vm_2", "vm_3"), "not itself"
     life.tell(failure="", away_since=None)
     assert life.effects(Approve)
 
@@ -301,7 +306,7 @@ def test_what_was_told_of_an_earlier_appearance_does_not_count() -> None:
 # --- wishes
 
 
-@pytest.mark.parametrize(("has_started", "stage"), [(False, "busy"), (True, "away")])
+@pytest.mark.parametrize(("has_started", "stage"), [(False, "gone"), (True, "away")])
 def test_a_vm_that_recovers_from_a_canceled_event_is_not_ready(has_started: bool, stage: str) -> None:
     life = Life(READY, recover=("resume",))
     life.finish()
