@@ -21,8 +21,9 @@ lint: $(VENV)/.ready          ## Style and types, for Linux and for Windows
 	$(BIN)/mypy --platform linux
 	$(BIN)/mypy --platform win32
 
-simulation: $(VENV)/.ready    ## Ten thousand lives of the agent under every kind of trouble, seed by seed
+simulation: $(VENV)/.ready    ## Ten thousand lives of the agent, and a thousand fleets, under every kind of trouble
 	$(BIN)/python tests/simulation --seeds $(SEEDS)
+	$(BIN)/python tests/simulation --fleet --seeds $$(($(SEEDS) / 10))
 
 audit: $(VENV)/.ready         ## Known vulnerabilities of what the packages bring (needs a database of them on the network)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit
@@ -35,7 +36,7 @@ faults: $(VENV)/.ready        ## The real agent without disk, memory, descriptor
 fuzz: $(VENV)/.ready          ## A million inputs for everything that reads what others wrote (about twenty minutes)
 	nice $(BIN)/python tests/fuzz/fuzz.py
 
-nightly: $(VENV)/.ready       ## What takes long: deep walks, ten thousand lives, a million inputs, all tests under Wine (root)
+nightly: $(VENV)/.ready       ## What takes long: deep walks, ten thousand lives, a thousand fleets, a million inputs, all tests under Wine (root)
 	$(BIN)/python -m pytest --timeout 3600 -m "nightly or hypothesis" --hypothesis-profile nightly tests
 	$(MAKE) simulation fuzz
 

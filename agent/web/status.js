@@ -106,6 +106,8 @@
     for (const {name, waiting, failure} of status.notify.filter((target) => target.failure).slice(0, MOST.names)) {
       note(`Notifying ${name} fails: ${failure.reason}; notices waiting: ${waiting}`);
     }
+    const {fleet} = status;
+    if (fleet && fleet.failure) note(`The table of the fleet cannot be used: ${fleet.failure}`);
     if (status.is_paused) note("The service manager has paused the agent: it watches, and does nothing.");
     if (!status.vm.names.length) note("It is not known yet which name this VM has in events, so none counts as its own.");
     if (unread) note(`What happened before cannot be shown: ${unread}`);
@@ -129,7 +131,7 @@
   };
 
   const agent = () => {
-    const {policy, vm, rules} = status;
+    const {policy, vm, rules, fleet} = status;
     const acts = status.mode === "act" ? "acts" : "only observes: runs no hooks, approves nothing";
     const hash = policy.hash ? [", SHA-256 ", el("code", {}, policy.hash.slice(0, 12))] : "";
     const refused = policy.refused ? el("span", {class: "bad"}, " (the file as it is now was refused)") : "";
@@ -146,6 +148,8 @@
       ["VM id", vm.vm_id ? code(vm.vm_id) : ""],
       ["Mode", acts + (status.is_paused ? "; paused" : "")],
       ["Policy", [code(policy.file), ", read ", moment(policy.read_at), hash, refused]],
+      ["Fleet", fleet ? ["group ", words(fleet.group, MOST.inName) || "not known", fleet.awaited.length
+        ? ["; waits for ", listed(fleet.awaited), more(fleet.awaited.length - MOST.names, "VMs", "span")] : ""] : ""],
       ["Rules", rules.length ? [listed(rules), more(rules.length - MOST.names, "rules", "span")] : "none"],
       ["Version", [words(status.version), ", started ", moment(status.started_at)]],
     ]));

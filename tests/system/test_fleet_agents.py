@@ -1,6 +1,7 @@
 """Several agents of one group on one simulator and one real table: none approves, and none begins, out of turn."""
 
-import shutil
+import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -8,31 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from agent.transport import trusting
-
-if sys.platform == "win32":
-    pytest.skip("Azurite is stopped with signals that Windows has not", allow_module_level=True)
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-from azurite import Azurite, running_azurite
-from harness import Agent, Simulator
+from azurite import Azurite, running_azurite  # noqa: F401 - a fixture
+from harness import CHECKOUT, Agent, Simulator
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("npm") is None, reason="Azurite comes from npm's registry and runs in node"),
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl"),
-]
 VMS = ("web_0", "web_1", "web_2")
-TABLES = (f"fleet{number}" for number in range(10_000))
-
-
-@pytest.fixture(scope="module")
-def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
-    with running_azurite(tmp_path_factory.mktemp("azurite")) as running, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SSL_CERT_FILE", str(running.certificate))
-        trusting.cache_clear()
-        yield running
-    trusting.cache_clear()
 
 
 @pytest.fixture
@@ -44,7 +26,7 @@ def azure() -> Iterator[Simulator]:
 @pytest.fixture
 def agents(azurite: Azurite, azure: Simulator, tmp_path: Path) -> Iterator[list[Agent]]:
     """One for each VM, started, whose hook waits for ``let_go``."""
-    table = azurite.create_table(next(TABLES))
+    table = azurite.create_table()
     with ExitStack() as stack:
         started = [stack.enter_context(closing(Agent(tmp_path / vm, azure.endpoint(vm)))) for vm in VMS]
         for agent in started:
@@ -136,3 +118,20 @@ def test_an_agent_that_is_killed_while_it_waits_goes_on(azure: Simulator, agents
     for agent in agents:
         agent.wait_log("closed", event_id=event)
         assert agent.ran() == ["drain", "resume"]
+
+
+def test_the_demo_plays_with_a_real_table(azurite: Azurite, tmp_path: Path) -> None:
+    table, sas_file = azurite.create_table(), tmp_path / "sas"
+    sas_file.touch(mode=0o600)
+    sas_file.write_text(azurite.sas(table.rpartition("/")[2]))
+    done = subprocess.run(
+        [sys.executable, "-m", "agent", "demo", "fleet", "--table", table, "--sas-file", str(sas_file)],
+        check=False,
+        cwd=CHECKOUT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert len(re.findall(r"^ok  ", done.stdout, re.MULTILINE)) == 5
+    assert azurite.rows(table), "it used this table"

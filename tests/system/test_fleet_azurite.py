@@ -1,14 +1,13 @@
 """The ledger in Table Storage against Azurite, Microsoft's emulator, over HTTPS with the VM's identity."""
 
 import json
-import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from azurite import Azurite, running_azurite  # noqa: F401 - a fixture
 from receiver import wait_until
 
 from agent import cli
@@ -20,26 +19,6 @@ from agent.settings.model import FleetCredential, FleetSettings
 from agent.simulator import Simulator
 from agent.transport import trusting
 
-if sys.platform == "win32":
-    pytest.skip("Azurite is stopped with signals that Windows has not", allow_module_level=True)
-
-from azurite import Azurite, running_azurite
-
-pytestmark = [
-    pytest.mark.skipif(shutil.which("npm") is None, reason="Azurite comes from npm's registry and runs in node"),
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl"),
-]
-TABLES = (f"fleet{number}" for number in range(10_000))
-
-
-@pytest.fixture(scope="module")
-def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Azurite]:
-    with running_azurite(tmp_path_factory.mktemp("azurite")) as running, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SSL_CERT_FILE", str(running.certificate))
-        trusting.cache_clear()
-        yield running
-    trusting.cache_clear()
-
 
 @pytest.fixture(scope="module")
 def azure() -> Iterator[Simulator]:
@@ -49,7 +28,7 @@ def azure() -> Iterator[Simulator]:
 
 @pytest.fixture
 def url(azurite: Azurite) -> str:
-    return azurite.create_table(next(TABLES))
+    return azurite.create_table()
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +73,24 @@ def test_only_a_row_with_the_version_that_was_seen_is_changed(table: TableLedger
     assert table.list_rows("slot|web") == []
 
 
+def test_only_a_row_with_the_version_that_was_seen_is_deleted(table: TableLedger) -> None:
+    table.put("vm|web", "e|web_1", {"state": "back"})
+    (old,) = table.list_rows("vm|web")
+    table.put("vm|web", "e|web_1", {"state": "ready"})
+    assert not table.put_if_unchanged("vm|web", "e|web_1", None, old.version)
+    (seen,) = table.list_rows("vm|web")
+    for _ in range(2):
+        assert table.put_if_unchanged("vm|web", "e|web_1", None, seen.version)
+    assert table.list_rows("vm|web") == []
+
+
+def test_rows_are_listed_by_how_their_keys_begin(table: TableLedger) -> None:
+    for key in ("a|web_1", "a|web_2", "a", "a}", "ab|web_1", "b|web_1"):
+        table.put("vm|web", key, {})
+    assert [row.key for row in table.list_rows("vm|web", "a|")] == ["a|web_1", "a|web_2"]
+    assert len(table.list_rows("vm|web")) == 6
+
+
 def test_of_many_who_take_the_same_row_one_gets_it(url: str, azure: Simulator) -> None:
     ledgers = [connect(FleetSettings(table=url), azure.endpoint()) for _ in range(8)]
     for ledger in ledgers:
@@ -119,8 +116,8 @@ def test_many_rows_come_in_pages(table: TableLedger, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(table_ledger, "_ROWS_PER_PAGE", 7)
     names = [f"web_{number:04}" for number in range(30)]
     for name in names:
-        table.put("ready|e", name, {"state": "ready"})
-    assert [row.key for row in table.list_rows("ready|e")] == names
+        table.put("vm|web", name, {"state": "ready"})
+    assert [row.key for row in table.list_rows("vm|web", "web_")] == names
 
 
 def test_a_token_is_asked_for_once_with_the_client_id(url: str, azure: Simulator) -> None:
@@ -139,7 +136,9 @@ def test_a_token_is_asked_for_once_with_the_client_id(url: str, azure: Simulator
 def test_an_identity_that_this_vm_has_not_is_told(url: str, azure: Simulator) -> None:
     other = "00000000-0000-0000-0000-000000000001"
     ledger = connect(FleetSettings(table=url, credential=FleetCredential(client_id=other)), azure.endpoint())
-    with pytest.raises(LedgerError, match=f"Identity not found.*this VM has not the identity {other}") as caught:
+    with pytest.raises(
+        LedgerError, match=f"Identity not found.*this VM has no identity {other}: assign it"
+    ) as caught:
         ledger.list_rows("p")
     assert caught.value.kind == "denied"
 
@@ -209,11 +208,13 @@ def run(
 
 def test_people_see_and_free_slots_from_any_vm(run: Callable[..., tuple[int, str]], table: TableLedger) -> None:
     until = (datetime.now(UTC) + timedelta(minutes=40)).isoformat()
-    table.put("slot|web", "000", {"event": "x", "id": "602D9444-D2CD", "vm": "web_1", "until": until})
+    row = {"event": "x", "id": "602D9444-D2CD", "vm": "web_1", "until": until, "resources": '["web_1"]'}
+    table.put("slot|web", "000", row)
     code, out = run("fleet", "status")
     assert code == 0
-    assert "slot 000  event 602D9444 of web_1, until " in out
-    assert "slot 001  free" in out
+    assert "slot 000        event 602D9444 of web_1, until " in out
+    assert "slot 001        free" in out
+    assert "event 602D9444  awaited: web_1" in out
     assert run("fleet", "release", "602d") == (0, "slot 000 of group web free: event 602D9444-D2CD had it\n")
     status = json.loads(run("fleet", "status", "--json")[1])
     assert [slot["event_id"] for slot in status["slots"]] == ["", ""]

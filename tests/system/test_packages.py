@@ -643,6 +643,11 @@ def test_every_python_at_hand_runs_check_and_the_demo_from_the_tree_alone(tree: 
     assert list((tree / HOME).rglob("__pycache__")) == []
 
 
+def test_a_fleet_runs_from_the_tree_alone(tree: Path, tmp_path: Path) -> None:
+    python = str(next(iter(pythons().values())))
+    assert "all as expected" in output_of(python, *start(tree), "demo", "fleet", cwd=tmp_path)
+
+
 def test_the_modules_of_the_other_processor_run(tmp_path: Path) -> None:
     from container import ContainerUnavailableError, _mirror
 

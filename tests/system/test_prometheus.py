@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 import apt
 from harness import PATIENCE, Agent, Simulator
+from ports import free_port
 from receiver import Receiver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -371,6 +372,33 @@ def live_unnotified(directory: Path) -> list[Timeline]:
     return [timeline]
 
 
+def live_without_table(directory: Path) -> list[Timeline]:
+    """An event waits for a slot, and the fleet's table is away."""
+    directory.mkdir(parents=True)
+    sas_file = directory / "sas"
+    sas_file.touch(mode=0o600)
+    sas_file.write_text("sv=1&sig=1", encoding="utf-8")
+    table = f"http://127.0.0.1:{free_port()}/account/fleet"
+    fleet = {"group": "web", "table": table, "credential": {"sas_file": str(sas_file)}, "max_events": 1}
+    with living(directory / "agent", fleet=fleet) as (sim, agent):
+        idle = expose(agent)
+        event = sim.schedule("Redeploy", notice_seconds=900)
+        failures = {"operation": "list", "result": "unreachable"}
+        wait_count(agent, 1, "fleet_requests_total", **failures)
+        first = expose(agent)
+        wait_count(agent, agent.metric("fleet_requests_total", **failures) + 1, "fleet_requests_total", **failures)
+        waiting = expose(agent)
+        sim.cancel(event)
+        wait_count(agent, 1, "closed_total")
+        canceled = expose(agent)
+    timeline = Timeline("a table that is away")
+    timeline.hold(idle, 10)
+    timeline.hold(first, 1, "EventPending")
+    timeline.hold(waiting, 3, "EventPending", "FleetTableAway")
+    timeline.hold(canceled, 10)
+    return [timeline]
+
+
 def live_refused(directory: Path) -> list[Timeline]:
     """A policy file with a mistake is offered, then mended; the machine stands still for eleven seconds."""
     with living(directory) as (_, agent):
@@ -473,6 +501,7 @@ LIVES: tuple[Callable[[Path], list[Timeline]], ...] = (
     live_observing,
     live_unheard,
     live_unnotified,
+    live_without_table,
     live_refused,
     live_without_disk,
     live_with_a_bug,
@@ -573,7 +602,7 @@ def test_promtool_accepts_what_the_readme_has_it_check(programs: Path) -> None:
     commands = re.findall(r"^\$ promtool (.+)$", (PACKAGE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     said = [promtool(programs, *command.split()) for command in commands]
     assert [command.split()[0] for command in commands] == ["check", "test", "check"]
-    assert "SUCCESS: 22 rules found" in said[0]
+    assert "SUCCESS: 23 rules found" in said[0]
 
 
 def test_prometheus_accepts_the_configuration_with_all_that_is_commented_out(

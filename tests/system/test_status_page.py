@@ -24,6 +24,7 @@ from ports import free_port
 from agent.events import ScheduledEvent, Seen
 from agent.policy import Rule
 from agent.status import (
+    FleetState,
     History,
     HistoryItem,
     Journal,
@@ -184,6 +185,7 @@ REFUSED = (
 )
 REFUSED += 'policy.yaml:15: rules[2]: unknown key "recovr"; did you mean "recover"?'
 POLICY = status().policy
+FLEET = FleetState(group="web", failure="acme answers 503: it is busy", away_since=NOW, awaited=("web_4", "web_5"))
 
 Scene = tuple[Status, list[History], list[JournalEntry]]
 SCENES: dict[str, Scene] = {
@@ -194,11 +196,17 @@ SCENES: dict[str, Scene] = {
         [*past(2), History(workflow=PREPARING, entries=PAST[:5])],
         PAUSES,
     ),
+    "fleet": (status(PREPARING, fleet=FLEET), [], []),
     "held": (status(HELD), [History(workflow=HELD, entries=PAST[:7]), *past(1)], PAUSES),
     "failed": (status(FAILED), [History(workflow=FAILED, entries=PAST)], PAUSES),
     "many": (status(*MANY), past(4), PAUSES),
     "hostile": (
-        status(BAD, vm=Vm(names=("web_3", "<b>"), vm_id="<i>"), endpoint="http://<u>"),
+        status(
+            BAD,
+            vm=Vm(names=("web_3", "<b>"), vm_id="<i>"),
+            endpoint="http://<u>",
+            fleet=FleetState(group="<b>", failure=HOSTILE, away_since=NOW, awaited=MONSTER.resources),
+        ),
         [
             History(
                 workflow=BAD,
@@ -359,6 +367,18 @@ def test_the_idle_page_leads_with_the_last_good_poll(tab: Tab, server: WebServer
     assert tab.ask("/^Last good poll \\d+\\w.* ago$/.test(document.querySelector('.polled').innerText)")
     open_scene(tab, server, "fresh/")
     assert tab.ask("document.querySelector('.polled').innerText") == "No good poll yet"
+
+
+def test_the_page_tells_of_the_fleet_if_there_is_one(tab: Tab, server: WebServer) -> None:
+    tab.look(DESKTOP)
+    pairs = "[...document.querySelectorAll('dt')].map((dt) => [dt.innerText, dt.nextSibling.innerText])"
+    facts = f"Object.fromEntries({pairs})"
+    open_scene(tab, server, "fleet/")
+    assert tab.ask(facts)["Fleet"] == "group web; waits for web_4, web_5"
+    boxes = tab.ask("document.querySelector('.boxes').innerText")
+    assert boxes == "The table of the fleet cannot be used: acme answers 503: it is busy"
+    open_scene(tab, server, "idle/")
+    assert "Fleet" not in tab.ask(facts)
 
 
 def test_a_page_that_follows_the_agent_does_not_disturb_its_reader(tab: Tab) -> None:

@@ -39,6 +39,7 @@ VALUES: dict[str, set[str]] = {
     "approve": {*get_args(ApproveMode)},
     "stage": {*get_args(Stage), "on_clear"},
     "kind": {"write", "read"},
+    "result": {"ok", "unreachable", "throttled"},
     "outcome": {
         *("ok", "confirmed", "no_thread", "bug", *get_args(DocumentErrorKind)),
         *IMDS_ERROR_KINDS,
@@ -102,7 +103,7 @@ def parse_query(text: str) -> Query:
     return query
 
 
-def exposed() -> dict[str, dict[str, set[str]]]:
+def exposed(*, has_fleet: bool = False) -> dict[str, dict[str, set[str]]]:
     """Values by label by name of every series that the agent can show."""
     event = ScheduledEvent(
         id="id", type="Reboot", status="Scheduled", source="User", resources=("vm-1",), not_before=NOW
@@ -125,6 +126,9 @@ def exposed() -> dict[str, dict[str, set[str]]]:
     metrics.record_hook("drain", "prepare", "succeeded", 1.0)
     metrics.set_policy(Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),)), "e3b0")
     metrics.set_waiting({"ops": (0, 0.0)})
+    if has_fleet:
+        metrics.add_fleet()
+        metrics.fleet_requests.labels("list", "ok").inc()
     found: dict[str, dict[str, set[str]]] = {name: {} for name in ("up", *PROCESS_METRICS)}
     for family in text_string_to_metric_families(metrics.expose().decode()):
         for sample in family.samples:
@@ -191,7 +195,7 @@ def test_the_walk_tells_metrics_from_labels_and_functions() -> None:
 
 
 def test_every_query_names_metrics_labels_and_values_that_the_agent_shows() -> None:
-    known = exposed()
+    known = exposed(has_fleet=True)
     for name, expression in recordings().items():
         found = [known[selector.metric] for selector in parse_query(expression).selectors]
         known[name] = {label: set() for labels in found for label in labels}
