@@ -1,25 +1,29 @@
-"""What is measured: an agent at any pace or a bare loop, with a metadata service of its own, and what it uses."""
+"""What is measured: the agent at any pace, or a bare loop; and how a figure is shown."""
 
-import ctypes
+import math
 import os
 import platform
-import subprocess
+import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
-from harness import CHECKOUT, Agent, Answer, Endpoint, Request, document
+from harness import Agent, installed_environment
 
 from agent import __version__
+from agent.simulator import Simulator
 
-PR_SET_PDEATHSIG = 1
-FASTEST_SECONDS = 0.25  # that a policy allows
-PATIENCE_SECONDS = 120.0
+SIDES = ("agent", "httpx", "http.client")
+LINE = "{:<57}{:>6}{:>10}{:>10}{:>12}  {}"
+OTHERS = ["vm-2", *(f"production-web_{number:06}" for number in range(99))]
+# A shell's own kill: no program is started beside the shell.
+HOOK = ["/bin/sh", "-c", f"kill -USR1 {os.getpid()}"]
 # What a user asked for is approved at once, a redeployment has a hook, anything else is watched.
 RULES: list[dict[str, Any]] = [
     {"name": "user", "when": {"source": "User"}, "approve": "immediately", "shared": "any"},
@@ -30,43 +34,50 @@ RULES: list[dict[str, Any]] = [
 PACED = """
 import sys
 from datetime import timedelta
-from msgspec.structs import replace
-from agent.cli import main, run
+from agent.cli import main
+from agent.daemon.polling import Poller
 from agent.engine import upkeep
 
 interval, keep = map(float, (sys.argv.pop(1), sys.argv.pop(1)))
-upkeep.KEEP_JOURNAL, upkeep.TIDY_SECONDS = timedelta(seconds=keep), keep / 90
-load = run.load_policy
-
-def load_paced(path):
-    loaded = load(path)
-    imds = replace(loaded.settings.imds, poll_interval=interval)
-    return replace(loaded, settings=replace(loaded.settings, imds=imds))
-
-run.load_policy = load_paced
+upkeep.KEEP_JOURNAL, upkeep.TIDY_SECONDS = timedelta(keep), keep * 86400 / 90
+poll = Poller._poll
+Poller._poll = lambda *arguments: min(interval, poll(*arguments))
 sys.exit(main())
 """
 
 
-class PacedAgent(Agent):
-    """As it is installed, or faster than a policy allows; it ends with this process."""
+def show(figure: str, samples: Sequence[Sequence[float]], target: float | None = None, percent: int = 50) -> None:
+    """Print a row of the table. Each sample has the agent's value and, if they have one, those of the bare loops.
+
+    ``target``: what the agent's figure may be at most. ``percent``: which percentile is the figure, the smallest
+    value that this part of all does not exceed.
+    """
+    last = math.ceil(len(samples) * percent / 100) - 1
+    values = [sorted(column)[last] for column in zip(*samples, strict=True)]
+    cells = [f"{value:.2f}" for value in values] + ["-"] * (len(SIDES) - len(values))
+    verdict = "" if target is None else f"<= {target:g} {'met' if values[0] <= target else 'MISSED'}"
+    print(LINE.format(figure, f"{len(samples):,}", *cells, verdict).rstrip(), flush=True)
+
+
+class Side(Agent):
+    """The agent as it is installed, or a bare loop."""
 
     def __init__(
-        self, directory: Path, endpoint: str, interval: float, keep_seconds: float = 90 * 86400.0
+        self, kind: str, directory: Path, simulator: Simulator, interval: float, keep_days: float = 90
     ) -> None:
-        super().__init__(directory, endpoint)
-        self.interval, self._keep_seconds = interval, keep_seconds
-        self.imds = {"endpoint": endpoint, "poll_interval": f"{max(FASTEST_SECONDS, interval):g}s"}
-        prctl = ctypes.CDLL(None).prctl  # looked up here: a child of many threads may not load anything
-        self.in_child = lambda: prctl(PR_SET_PDEATHSIG, 9)
-        unit = (CHECKOUT / "systemd" / "scheduled-events-agent.service").read_text(encoding="utf-8").splitlines()
-        words = [word for line in unit if line.startswith("Environment=") for word in line[12:].split()]
-        self.environment = dict(word.split("=", 1) for word in words)
+        """``interval``: seconds between two polls, 1 at most. ``keep_days``: how long the journal is kept."""
+        super().__init__(directory, simulator.endpoint())
+        self.kind, self.simulator, self.interval, self._keep_days = kind, simulator, interval, keep_days
+        self.write_policy(imds={"poll_interval": "1s"}, rules=RULES, hooks={"drain": {"run": HOOK}})
+        self.environment = installed_environment()
 
     def command(self, *arguments: str) -> list[str]:
-        if arguments[0] != "run" or self.interval >= FASTEST_SECONDS:
+        if self.kind != "agent":
+            loop = [sys.executable, "-m", "benchmarks.bare_loop", self.kind, self.endpoint]
+            return [*loop, str(self.interval), *HOOK]
+        if arguments[0] != "run":
             return super().command(*arguments)
-        return [sys.executable, "-c", PACED, str(self.interval), str(self._keep_seconds), *arguments]
+        return [sys.executable, "-c", PACED, str(self.interval), str(self._keep_days), *arguments]
 
     def resident_mib(self) -> float:
         return float(psutil.Process(self.process.pid).memory_info().rss / 2**20)
@@ -78,99 +89,63 @@ class PacedAgent(Agent):
         clock = (~self.process.pid << 3) | 2  # as clock_getcpuclockid(3) names it
         return 1000 * time.clock_gettime(clock)
 
-
-class Side(PacedAgent):
-    """The agent or a bare loop, with a service of its own."""
-
-    def __init__(self, kind: str, directory: Path, service: "Service", interval: float, hook: list[str]) -> None:
-        super().__init__(directory, service.url, interval)
-        self.service = service
-        loop = [sys.executable, "-m", "benchmarks.bare_loop", kind, service.url, str(interval), *hook]
-        self._loop = None if kind == "agent" else loop
-        self.write_policy(imds=self.imds, rules=RULES, hooks={"drain": {"run": hook}})
-
-    def command(self, *arguments: str) -> list[str]:
-        return self._loop or super().command(*arguments)
-
-    def readings(self) -> tuple[float, float, int]:
+    def readings(self) -> tuple[float, int, int]:
         """CPU in ms, how often its threads have gone to sleep, polls."""
         threads = [psutil.Process(thread.id) for thread in psutil.Process(self.process.pid).threads()]
-        slept = sum(thread.num_ctx_switches().voluntary for thread in threads)
-        return self.cpu_ms(), slept, self.service.polls
+        sleeps = sum(thread.num_ctx_switches().voluntary for thread in threads)
+        return self.cpu_ms(), sleeps, self.simulator.polls()
 
     def cpu_ms_to_first_poll(self) -> float:
-        used: list[float] = []
-        self.service.on_poll = lambda: used.append(self.cpu_ms())
         self.start(is_awaited=False)
-        self.wait_polls(1)
-        self.service.on_poll = lambda: None
-        self.stop()
-        return used[0]
+        self.simulator.wait_polls(1)
+        used = self.cpu_ms()
+        self.process.terminate()  # after a kill, the agent would check its state file first
+        self.wait_exit()
+        return used
 
-    def wait_polls(self, count: int) -> None:
-        """Wait for so many more."""
-        goal = self.service.polls + count
-        self.wait(lambda: self.service.polls >= goal, f"{count} more polls had come")
+    def start_polling(self) -> None:
+        """Returns when it has polled twice; raises RuntimeError, with what it wrote, at once if it ends."""
+        goal = self.simulator.polls() + 2
+        self.start(is_awaited=False)
+        self.wait_until(lambda: self.simulator.polls() >= goal or self.process.poll() is not None, "it had polled")
+        if (code := self.process.poll()) is not None:
+            raise RuntimeError(f"exit code {code}\n{''.join(self.history)}")
 
-    def wait(self, test: Callable[[], bool], what: str) -> None:
-        """Wait for news that make this true; raises TimeoutError, at once when the program has ended."""
-        gives_up_at = time.monotonic() + PATIENCE_SECONDS
-        with self.service.news:
-            while not self.service.news.wait_for(test, 1.0):
-                code = self.process.poll()
-                if code is not None or time.monotonic() > gives_up_at:
-                    raise TimeoutError(f"gave up waiting until {what}; exit code {code}\n{''.join(self.history)}")
+    def announce(self, type_: Any, vms: Sequence[str] = (), source: Any = "Platform") -> str:
+        """Have an event in the document until ``simulator.end``; returns its id."""
+        times: dict[str, Any] = {"notice_seconds": 86400.0, "start_delay_seconds": 86400.0}
+        return self.simulator.schedule(type_, vms=vms, source=source, **times)
 
-
-class Service(Endpoint):
-    """Serves one document as it is, and knows when. Times are ``time.monotonic``."""
-
-    def __init__(self, news: threading.Condition) -> None:
-        super().__init__()
-        self._server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a program has ended amid a request
-        self.news = news
-        self._incarnation = 0
-        self.served_at = 0.0
-        """When the document of now was served for the first time; 0: it was not."""
-        self.approved_at: dict[str, float] = {}
-        self.on_poll: Callable[[], None] = lambda: None
-        """Called before the answer."""
-
-    def announce(self, *events: dict[str, Any]) -> None:
-        """Serve these events, and no others, from now on."""
-        with self.news:
-            self._incarnation += 1
-            self.body, self.served_at = document(*events, incarnation=self._incarnation), 0.0
-
-    def answer(self, request: Request) -> Answer:
-        with self.news:
-            now, polls = time.monotonic(), self.polls
-            answer = super().answer(request)
-            if self.polls > polls:
-                self.on_poll()
-                self.served_at = self.served_at or now
-            elif request.method == "POST":
-                self.approved_at |= dict.fromkeys(self.approved[-1], now)
-            self.news.notify_all()
-        return answer
+    def ms_to(self, act: str) -> float:
+        """From the document with an event to its approval, or to the start of its hook; then the event is over."""
+        if sys.platform == "win32":
+            raise NotImplementedError
+        happenings = len(self.simulator.happenings())
+        event = self.announce("Redeploy") if act == "hook" else self.announce("Reboot", source="User")
+        if act == "hook":
+            assert signal.sigtimedwait([signal.SIGUSR1], 60), "no hook was started"
+            hook_at = datetime.now(UTC)
+        if act == "approval" or self.kind == "agent":  # what the agent approves too late would be refused
+            self.simulator.wait_approved(event)
+        at = {happening.kind: happening.at for happening in self.simulator.happenings()[happenings:]}
+        self.simulator.end(event)
+        return 1000 * ((hook_at if act == "hook" else at["approved"]) - at["polled"]).total_seconds()
 
 
-def compile_all() -> None:
-    """As an installation does, so that no agent that is measured compiles."""
-    subprocess.run([sys.executable, "-m", "compileall", "-q", "agent", "benchmarks"], cwd=CHECKOUT, check=False)
-
-
-def print_table(*rows: Sequence[str]) -> None:
-    """The first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, *cells in rows:
-        others = (f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
-        print("  ".join((f"{name:<{widths[0]}}", *others)).rstrip())
+@contextmanager
+def open_sides(interval: float, kinds: Sequence[str] = SIDES, keep_days: float = 90) -> Iterator[list[Side]]:
+    """Each with a directory and a simulator of its own."""
+    with TemporaryDirectory(prefix="scheduled-events-bench-") as directory, ExitStack() as stack:
+        sides = []
+        for kind in kinds:
+            simulator = stack.enter_context(Simulator(others=OTHERS, rate_limit=None, clock=time.time))
+            side = Side(kind, Path(directory) / kind, simulator, interval, keep_days)
+            sides.append(stack.enter_context(closing(side)))
+        yield sides
 
 
 def describe_machine() -> str:
-    """For the head of a table."""
-    return (
-        f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}, "
-        f"agent {__version__}; {datetime.now(UTC):%Y-%m-%d}, load average at the end {psutil.getloadavg()[0]:.1f}"
-    )
+    """For the head of a table, or its foot."""
+    machine = f"{os.cpu_count()} cores, {platform.platform()}, Python {platform.python_version()}"
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, load average {psutil.getloadavg()[0]:.1f}"
+    return f"agent {__version__}, {machine}; {now}"

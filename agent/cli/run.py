@@ -18,6 +18,7 @@ from agent.daemon import Daemon
 from agent.log import get_logger, set_up
 from agent.log_ids import LogId
 from agent.notices import doubts
+from agent.operator_words import quoted
 from agent.settings import (
     BUILT_IN_NAME,
     Loaded,
@@ -32,7 +33,6 @@ from agent.settings.files import check_files, refuse_exposed
 from agent.spelling import parse_duration
 from agent.store import Store
 from agent.typed_yaml import Problem
-from agent.words import quoted
 
 # Between threads; Python's 5 ms is as long as all the work for an event, which passes through four of them.
 SWITCH_SECONDS = 0.0005
@@ -200,10 +200,8 @@ def open_daemon(
         )
         yield Daemon(
             settings,
-            policy.load,
+            policy,
             store,
-            policy_name=policy.name,
-            policy_hash=lambda: policy.hash,
             command_options=f"--state-dir {quoted(str(directory.absolute()))}" if is_elsewhere else "",
             stop_timeout=stop_timeout,
             service=service,

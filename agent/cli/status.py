@@ -18,6 +18,7 @@ from agent.cli import add_state_options
 from agent.cli.operator import ask_agent, find_agent, find_state_dir, user_name
 from agent.cli.terminal import Row, Style, Terminal, print_json
 from agent.events import Affects, ScheduledEvent
+from agent.operator_words import command, quoted, short_ids, words_of_use
 from agent.status import JournalEntry, LastKnown, ShownWorkflow, Status, Vm
 from agent.store import Store, StoreError
 from agent.words import (
@@ -25,17 +26,13 @@ from agent.words import (
     as_shown,
     by_urgency,
     clock,
-    command,
     last_known_activity,
     lasting,
     pending_in_words,
-    quoted,
-    short_ids,
     span,
     time_left,
     verdict,
     waits_for_operator,
-    words_of_use,
 )
 
 _NO_AGENT = "no agent runs"
@@ -213,7 +210,8 @@ def _last_poll(status: Status) -> Row:
     version = f" (api-version {status.api_version})" if status.api_version else ""
     where = f"{status.endpoint}{version}, document {status.incarnation or '(none yet)'}"
     if status.others_events:
-        where += f", {status.others_events} of its events only concern other VMs"
+        concern = "concerns" if status.others_events == 1 else "concern"
+        where += f", {status.others_events} of its events only {concern} other VMs"
     when = f"succeeded {_ago(status.last_poll_at, status.at)}" if status.last_poll_at else "none has succeeded"
     if status.poll_failure:
         return Row("last poll", f"failed: {status.poll_failure}; {when}; {where}", "yellow")

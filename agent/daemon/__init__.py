@@ -27,7 +27,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -46,7 +46,7 @@ from agent.imds import ImdsClient, connect
 from agent.log import get_logger
 from agent.log_ids import LogId
 from agent.metrics import Metrics
-from agent.settings import BUILT_IN_NAME, FleetSettings, Settings
+from agent.settings import FleetSettings, Settings
 from agent.status import PolicyInForce
 from agent.store import Store, StoreError
 from agent.web.server import WebServer
@@ -73,24 +73,33 @@ DEFAULT_STOP_TIMEOUT = 5.0
 _MOST_DESCRIBED = 10
 
 
+class PolicySource(Protocol):
+    """Where the policy comes from."""
+
+    name: str
+    """How people know it, for the status."""
+    hash: str
+    """Of what was loaded last."""
+
+    def load(self) -> Settings:
+        """Read it again. Raises ConfigError."""
+
+
 class Daemon:
     """The agent as a process. ``stop`` and ``reload`` may be called from any thread and from signal handlers."""
 
     def __init__(
         self,
         settings: Settings,
-        load_settings: Callable[[], Settings],
+        policy: PolicySource,
         store: Store,
         *,
-        policy_name: str = BUILT_IN_NAME,
-        policy_hash: Callable[[], str] = str,
         command_options: str = "",
         stop_timeout: float = DEFAULT_STOP_TIMEOUT,
         service: host.ServiceManager | None = None,
         connect_fleet: "Callable[[FleetSettings, str], Ledger] | None" = None,
     ) -> None:
-        """``policy_name``: how people know the policy, for the status. ``policy_hash``: of what
-        ``load_settings`` has read last. ``command_options``: see ``Status``.
+        """``settings``: what ``policy`` has loaded. ``command_options``: see ``Status``.
 
         ``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
 
@@ -119,17 +128,15 @@ class Daemon:
         self._identifier = Identifier(self._engine, self._put, self._poller.stop_requested)
         self._inbox = Inbox(items, self._engine, self._executor, self._obey)
         self._started = time.monotonic()
-        self._load_settings = load_settings
-        self._policy_hash = policy_hash
+        self._policy = policy
         self._reload_requested = threading.Event()
-        self._metrics.set_policy(settings, policy_hash())
         self._pages = Pages(
             self._engine,
             self._poller,
             self._executor,
             self._metrics,
             state_dir=store.path.parent,
-            policy=PolicyInForce(file=policy_name, read_at=datetime.now(UTC), hash=policy_hash()),
+            policy=PolicyInForce(file=policy.name, read_at=datetime.now(UTC), hash=policy.hash),
             command_options=command_options,
         )
         self._service = service or host.ServiceManager()
@@ -179,7 +186,12 @@ class Daemon:
 
     def _start(self) -> None:
         settings = self._engine.settings
+        self._metrics.set_policy(settings, self._policy.hash)
         self._engine.start()  # before anybody can ask whether this VM is ready for work
+        self._start_thread("identity", self._identifier.run)
+        self._poller.has_service_answered = self._engine.has_service_answered()
+        self._start_thread("poller", self._poll)
+        self._start_thread("relief", self._poller.run_relief)
         if settings.agent.listen != "off":
             self._web_thread = self._start_thread("pages", self._pages.serve)
             self._pages.has_tried.wait(_WEB_PATIENCE_SECONDS)
@@ -203,10 +215,6 @@ class Daemon:
             )
         self._senders.use(settings.notify)
         self._use_fleet(settings)
-        self._start_thread("identity", self._identifier.run)
-        self._poller.has_service_answered = self._engine.has_service_answered()
-        self._start_thread("poller", self._poll)
-        self._start_thread("relief", self._poller.run_relief)
         self._start_thread("watchdog", self._watchdog.run)
         self._start_thread("policy", self._read_policies)
         with contextlib.suppress(OSError):  # requests are then found at the next turn
@@ -379,7 +387,7 @@ class Daemon:
         while self._reload_requested.wait() and not self._is_stopping:
             self._reload_requested.clear()
             try:
-                read = PolicyRead(self._load_settings(), self._policy_hash())
+                read = PolicyRead(self._policy.load(), self._policy.hash)
             except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the old policy is still good
                 read = PolicyRead(None, refused=str(error))
             if not self._reload_requested.is_set():

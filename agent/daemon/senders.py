@@ -151,6 +151,8 @@ class _Sender:
             error: NoticeError | None = None
             try:
                 notice = self._load(last_id)
+                if self._has_ended:  # a notice that has come since is not for this target
+                    return
                 if notice is None:
                     if is_stopping:
                         return

@@ -4,7 +4,7 @@ Decides nothing. The one invariant: what cannot be read is not there. ``root`` i
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
@@ -90,9 +90,19 @@ _SAMPLE_DISPLAY = "azurescheduledevents"
 _SAMPLE = "Azure's sample service SchService"
 
 
+def running_processes() -> Iterator[psutil.Process]:
+    """Every process. psutil's own iterator would keep an object for each of them for ever."""
+    for pid in psutil.pids():
+        with suppress(psutil.Error):  # it has ended
+            yield psutil.Process(pid)
+
+
 def linux_approvers(root: Path = Path("/")) -> list[Approver]:
     """Those of Linux: in processes, unit files and Pacemaker's configuration."""
-    commands = [(process.pid, process.info["cmdline"]) for process in psutil.process_iter(["cmdline"])]
+    commands = []
+    for process in running_processes():
+        with suppress(psutil.Error):  # it has ended, or belongs to an account that hides it
+            commands.append((process.pid, process.cmdline()))
     services = {path.stem for place in _UNIT_PLACES for path in (root / place).glob("*.service")}
 
     def runs(program: str) -> list[int]:

@@ -6,6 +6,7 @@ a limit.
 """
 
 import contextlib
+import ctypes
 import http.client
 import itertools
 import json
@@ -47,6 +48,21 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 Policy = dict[str, Any]
 
+_end_with_parent: Callable[[], None] | None = None
+if sys.platform == "linux":
+    _prctl = ctypes.CDLL(None).prctl  # looked up here: a child of many threads may not load anything
+
+    def _end_with_parent() -> None:
+        """No agent outlives a test run that was killed."""
+        _prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def installed_environment() -> dict[str, str]:
+    """What the systemd unit sets for the agent."""
+    unit = (CHECKOUT / "systemd" / "scheduled-events-agent.service").read_text(encoding="utf-8").splitlines()
+    words = [word for line in unit if line.startswith("Environment=") for word in line[12:].split()]
+    return dict(word.split("=", 1) for word in words)
+
 
 class Simulator(simulator.Simulator):
     """The agent's own simulator, as patient as everything here."""
@@ -69,8 +85,6 @@ class Agent:
         self.hook_file = Path(shutil.copy(HOOK, directory))
         self.endpoint = endpoint
         self.environment: dict[str, str] = {}
-        self.in_child: Callable[[], None] | None = None
-        """What a new process runs first (POSIX only)."""
         self.lines: list[dict[str, Any]] = []
         """The log of the process that runs now, or of the last one."""
         self.history: list[str] = []
@@ -141,7 +155,7 @@ class Agent:
             stderr=subprocess.PIPE,
             text=True,
             encoding="utf-8",
-            preexec_fn=self.in_child,  # noqa: PLW1509 - for what is a single system call
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 - for what is a single system call
         )
         self.history.append(f"--- process {self._process.pid} starts\n")
         self._reader = threading.Thread(target=self._read, args=(self._process, self.lines), daemon=True)
@@ -212,6 +226,14 @@ class Agent:
         with contextlib.closing(sqlite3.connect(self.state_dir / "state.db")) as state, state:
             state.execute("UPDATE workflow SET body = json_set(body, '$.boot_id', 'the boot before')")
             state.execute("UPDATE fact SET value = 'the boot before' WHERE name = 'boot_id'")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it, and print what it wrote, which pytest shows on failure only."""
+        self.close()
+        sys.stdout.write("".join(self.history))
 
     def close(self) -> None:
         """End the process and the hooks it may have left behind."""

@@ -272,6 +272,7 @@ def test_an_agent_that_starts_before_the_service_waits_for_it(
     agent.start(is_awaited=False)
     failed = agent.wait_log("polling the metadata service fails")
     assert failed["kind"] == "refused"
+    agent.wait_log("agent started")
     assert agent.get("/readyz")[0] == 200
     with Simulator(vms=("vm-1",), port=port, rate_limit=None) as sim:
         event = sim.schedule("Preempt", lasts_seconds=None)

@@ -3,19 +3,19 @@
 import re
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from benchmarks.sides import Service, Side
+from agent.simulator import Simulator
+from benchmarks.sides import Side
 
 PAST = "100 past events"
 COMMANDS = (
-    *("status", "history", f"status, {PAST}", f"history, {PAST}"),
-    *("--help", "--version", "check", "events", "explain DOCUMENT"),
+    *("--help", "--version", "status", "history", f"status, {PAST}", f"history, {PAST}"),
+    *("check", "events", "explain DOCUMENT"),
 )
 ROWS = [
     ("CPU of a poll, 0 events pending, ms", None),
@@ -37,6 +37,10 @@ ROWS = [
     *((f"CPU of {page}, 1,000 x 100 pending, ms", "15") for page in ("/metrics", "/status", "/")),
     ("resident memory after the first event, MiB", "36"),
     ("more of it when 1,000 x 100 have come and gone, MiB", "8"),
+    ("resident memory, no fleet, MiB", None),
+    ("requests to the table, an event of 10 VMs", None),
+    ("last of 10 VMs ready to the approval, ms", None),
+    ("resident memory, fleet of 10, MiB", None),
 ]
 LINE = re.compile(
     r"(?P<figure>.+?) {2,}(?P<samples>[\d,]+) +(?P<agent>-?[\d.]+)"
@@ -96,12 +100,11 @@ def test_a_run_that_is_killed_leaves_no_agent_behind() -> None:
 
 @on_linux
 def test_an_agent_that_cannot_start_ends_the_wait_with_what_it_wrote(tmp_path: Path) -> None:
-    with Service(threading.Condition()) as service:
-        agent = Side("agent", tmp_path, service, 1.0, ["/bin/true"])
+    with Simulator() as simulator:
+        agent = Side("agent", tmp_path, simulator, 1.0)
         agent.config.write_text("rulez: []", encoding="utf-8")
-        agent.start(is_awaited=False)
         try:
-            with pytest.raises(TimeoutError, match=r"(?s)exit code 2\n.*rulez"):
-                agent.wait_polls(1)
+            with pytest.raises(RuntimeError, match=r"(?s)exit code 2\n.*rulez"):
+                agent.start_polling()
         finally:
             agent.close()

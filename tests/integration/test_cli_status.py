@@ -17,7 +17,7 @@ from agent.cli import operator
 from agent.events import ScheduledEvent
 from agent.policy import Decision
 from agent.settings import CONFIG_VARIABLE
-from agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
+from agent.status import FleetState, PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
 from agent.store import Store, StoreError
 from agent.workflow import Note, Progress, Step, Waits, Workflow
 
@@ -150,6 +150,27 @@ def test_of_a_healthy_agent_with_nothing_to_do_five_lines_are_told(state_dir: Pa
         "  last poll  succeeded 0s ago; auto, document 7\n"
         "  agent      version 0.1.0, since 3d 0h ago (2026-04-08 22:12:00Z); ready (/readyz)\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("fleet", "expected"),
+    [
+        (FleetState(group="web", failure="", away_since=None, awaited=()), "group web"),
+        (
+            FleetState(group="web", failure="", away_since=None, awaited=("web-2", "web-3")),
+            "group web; waits for web-2, web-3",
+        ),
+        (
+            FleetState(group="", failure="no route", away_since=NOW - timedelta(seconds=90), awaited=()),
+            "group not known; its table cannot be used since 22:10:30Z: no route",
+        ),
+    ],
+)
+def test_the_fleet_has_a_line_with_what_it_waits_for(
+    state_dir: Path, run: Run, fleet: FleetState, expected: str
+) -> None:
+    code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, fleet=fleet), run)
+    assert (code, out.splitlines()[-1]) == (0, f"  fleet      {expected}")
 
 
 def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir: Path, run: Run) -> None:

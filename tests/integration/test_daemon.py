@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from given import Given
 from msgspec.structs import replace
 
 from agent import daemon as module
@@ -43,7 +44,7 @@ def running(
     settings = Settings(imds=imds, agent=agent, rules=rules, hooks=hooks)
     directory.mkdir(exist_ok=True)
     store = Store.open(directory, datetime.now(UTC))
-    daemon = Daemon(settings, lambda: settings, store)
+    daemon = Daemon(settings, Given(lambda: settings), store)
     thread = threading.Thread(target=daemon.run)
     thread.start()
     try:
@@ -149,7 +150,7 @@ def test_a_policy_that_takes_long_to_read_holds_up_nothing(tmp_path: Path) -> No
         imds = ImdsSettings(endpoint=azure.endpoint(), poll_interval=0.25)
         settings = Settings(imds=imds, agent=AGENT, rules=RULES)
         store, manager = Store.open(tmp_path, datetime.now(UTC)), Told()
-        daemon = Daemon(settings, load_slowly, store, service=manager)
+        daemon = Daemon(settings, Given(load_slowly), store, service=manager)
         thread = threading.Thread(target=daemon.run)
         thread.start()
         try:
@@ -184,7 +185,7 @@ def test_a_policy_that_takes_long_to_read_holds_up_nothing(tmp_path: Path) -> No
 def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another_vm(tmp_path: Path) -> None:
     store = Store.open(tmp_path, datetime.now(UTC))
     try:
-        daemon = Daemon(Settings(), Settings, store)
+        daemon = Daemon(Settings(), Given(Settings), store)
         # Disowning has emptied the board while the on_clear hook was being ended.
         daemon._engine._hook_runs.delayed = [
             RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)
@@ -207,7 +208,7 @@ def test_a_thread_that_ends_by_a_bug_ends_the_agent(tmp_path: Path, monkeypatch:
         with Simulator() as azure:
             imds = ImdsSettings(endpoint=azure.endpoint())
             with pytest.raises(RuntimeError, match=r"^a bug$"):
-                Daemon(replace(settings, imds=imds), lambda: settings, store).run()
+                Daemon(replace(settings, imds=imds), Given(lambda: settings), store).run()
     finally:
         store.close()
 

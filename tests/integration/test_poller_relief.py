@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from given import Given
 
 from agent import imds
 from agent.daemon import Daemon, polling
@@ -151,7 +152,7 @@ def running(state: Path, azure: Simulator) -> Iterator[Daemon]:
     )
     state.mkdir(exist_ok=True)
     store = Store.open(state, datetime.now(UTC))
-    daemon = Daemon(settings, lambda: settings, store)
+    daemon = Daemon(settings, Given(lambda: settings), store)
     thread = threading.Thread(target=daemon.run)
     thread.start()
     try:

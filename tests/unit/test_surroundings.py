@@ -41,10 +41,11 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     """The command lines of this machine's processes, by pid."""
     commands: Processes = {}
 
-    def process_iter(_: object) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=pid, info={"cmdline": list(words)}) for pid, words in commands.items()]
+    def running(pid: int) -> SimpleNamespace:
+        return SimpleNamespace(pid=pid, cmdline=lambda: list(commands[pid]))
 
-    monkeypatch.setattr(psutil, "process_iter", process_iter)
+    monkeypatch.setattr(psutil, "pids", lambda: list(commands))
+    monkeypatch.setattr(psutil, "Process", running)
     return commands
 
 

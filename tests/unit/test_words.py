@@ -7,6 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from agent.events import ScheduledEvent
+from agent.operator_words import overruling, short_ids
 from agent.policy import Decision
 from agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
 from agent.words import (
@@ -15,9 +16,7 @@ from agent.words import (
     clock,
     last_known_activity,
     lasting,
-    overruling,
     pending_in_words,
-    short_ids,
     span,
     time_left,
     verdict,

@@ -27,6 +27,7 @@ import psutil
 
 from agent.host.error import HostError
 from agent.host.linux.files import account_name
+from agent.host.surroundings import running_processes
 
 if sys.platform == "win32":
     raise ImportError("agent.host.linux is for Linux; import agent.host instead")
@@ -217,7 +218,7 @@ def end_marked(prefix: str) -> int:
 
 def marked_processes(prefix: str) -> set[psutil.Process]:
     """The processes that run and carry a token that begins with ``prefix``, and their descendants."""
-    marked = {process for process in psutil.process_iter() if _token_of(process).startswith(prefix)}
+    marked = {process for process in running_processes() if _token_of(process).startswith(prefix)}
     for process in list(marked):
         with suppress(psutil.Error):
             marked.update(process.children(recursive=True))

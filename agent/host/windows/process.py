@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from agent.host.error import HostError
+from agent.host.surroundings import running_processes
 from agent.host.windows.files import reason_of
 
 if sys.platform == "win32" or TYPE_CHECKING:
@@ -210,7 +211,7 @@ def end_marked(prefix: str) -> int:
 
     Such a program is still suspended. These are the trees whose token begins with ``prefix``.
     """
-    found = [process for process in psutil.process_iter() if _token_of(process).startswith(prefix)]
+    found = [process for process in running_processes() if _token_of(process).startswith(prefix)]
     for process in found:
         with contextlib.suppress(psutil.Error):
             process.kill()

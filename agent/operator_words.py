@@ -1,0 +1,80 @@
+"""The commands with which an operator overrules the agent, as one may copy them.
+
+Decides nothing, reads nothing, knows no clock. The one invariant: a word that is offered has an effect.
+"""
+
+import re
+import shlex
+from collections.abc import Iterable
+from itertools import pairwise
+
+from agent.status import OperatorWord, Status
+from agent.workflow import Workflow
+
+
+def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
+    """With which words an operator can change what an acting agent will do about the event, likeliest first."""
+    event, decision = workflow.event, workflow.decision
+    if workflow.phase == "recovery_failed":
+        return ("retry", "resolve")
+    is_open = event.status == "Scheduled" and not (workflow.is_over or workflow.was_started)
+    if is_open and event.is_recommendation:
+        return _overruling_preparation(workflow)
+    if not is_open or event.approval_fault or decision.affects not in ("self", "shared"):
+        return ()
+    if workflow.approval.state == "confirmed":
+        return ("retry",) if workflow.prepare.state == "failed" else ()
+    if workflow.operator == "held":
+        return ("release", "approve")
+    words: list[OperatorWord] = ["retry"] if workflow.prepare.state == "failed" else []
+    if workflow.operator:
+        return (*words, "release", "hold")
+    is_to_begin = decision.has_preparation and workflow.prepare.state in ("idle", "running")
+    approves_itself = decision.approve not in ("manual", "never")
+    if workflow.phase != "held" and decision.rule and (is_to_begin or approves_itself):
+        words.append("hold")
+    return (*words, "approve") if workflow.phase in ("waiting", "held") or not approves_itself else tuple(words)
+
+
+def _overruling_preparation(workflow: Workflow) -> tuple[OperatorWord, ...]:
+    if workflow.operator == "held":
+        return ("release",)
+    if workflow.prepare.state == "failed":
+        return ("retry",)
+    is_to_begin = workflow.decision.rule and workflow.decision.has_preparation
+    return ("hold",) if is_to_begin and workflow.prepare.state in ("idle", "running") else ()
+
+
+def words_of_use(status: Status, workflow: Workflow) -> tuple[OperatorWord, ...]:
+    """The same for the agent as it is: one that does not act takes no word but that a recovery was put right."""
+    words = overruling(workflow)
+    is_acting = status.mode == "act" and not status.is_paused
+    return words if is_acting else tuple([word for word in words if word == "resolve"])
+
+
+def command(words: str, short_id: str, options: str = "") -> str:
+    """The command line that an operator may copy. ``options``: see ``Status.command_options``."""
+    return " ".join(filter(None, ("scheduled-events-agent", words, quoted(short_id), options)))
+
+
+def quoted(word: str) -> str:
+    """As a shell takes it for one word; a path of Windows as it is."""
+    return word if re.fullmatch(r"[\w@%+=:,./\\-]+", word) else shlex.quote(word)
+
+
+def short_ids(ids: Iterable[str]) -> dict[str, str]:
+    """For each id its shortest beginning that fits no other, whatever the case; at least 8 characters."""
+    folded = {id_: id_.casefold() for id_ in ids}
+    # In their order, what shares the longest beginning with an id is next to it.
+    ordered = ["", *sorted(set(folded.values())), ""]
+    shared = [_shared_characters(*pair) for pair in pairwise(ordered)]
+    needed = {mine: 1 + max(both) for mine, both in zip(ordered[1:], pairwise(shared), strict=False)}
+    return {id_: id_[: max(8, needed[mine])] for id_, mine in folded.items()}
+
+
+def _shared_characters(one: str, other: str) -> int:
+    """How long the beginning is that both have; 0 if it is shorter than a short id."""
+    if one[:8] != other[:8]:
+        return 0
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
