@@ -25,6 +25,7 @@
 #   set_mark                  sets it; with a third line, if $mark_text is set
 #   keep_mark                 sets it anew after a start, and when the hook fails after all: neither that start nor those
 #                             of Restart= are an administrator's
+#   stop_marked               stops $unit, and sets the mark before and after
 #   holds                     succeeds if there is a mark that holds
 #   drop_void_mark            removes one that does not
 #   last_start                when it was started; nothing if $pid_file is set; a hook may define another
@@ -143,6 +144,12 @@ holds() {
     [ "$(sed -n 1p "$mark")" != "${SCHEDULED_EVENT_ID:-}" ] || return 0
     started=$(last_start)
     [ -z "$started" ] || [ "$started" = "$(sed -n 2p "$mark")" ]
+}
+
+stop_marked() {
+    set_mark
+    systemctl stop "$unit"
+    set_mark # a start that a restart began just before the stop is not an administrator's
 }
 
 drop_void_mark() { if [ -e "$mark" ] && ! holds; then as_mark_owner rm -f "$mark"; fi; }

@@ -29,14 +29,7 @@ param(
 )
 Set-StrictMode -Version 3.0
 $ErrorActionPreference = 'Stop'
-Import-Module WebAdministration
-
-function Get-State { (Get-WebAppPoolState -Name $Pool).Value }
-
-function Get-WorkerCount {   # since IIS was started; nothing if Windows does not count
-    Get-CimInstance -ClassName Win32_PerfRawData_APPPOOLCountersProvider_APPPOOLWAS -ErrorAction SilentlyContinue |
-        Where-Object { $_.Name -eq $Pool } | ForEach-Object { "$($_.TotalWorkerProcessesCreated)" }
-}
+. "$PSScriptRoot\iis-common.ps1"
 
 # Pools have no state then.
 if ((Get-Service -Name W3SVC).Status -eq 'Stopped') {

@@ -37,14 +37,7 @@ if (-not (Test-Path -LiteralPath $Mark)) {
     'not stopped by iis-prepare.ps1: left as it is'
     exit 0
 }
-Import-Module WebAdministration
-
-function Get-State { (Get-WebAppPoolState -Name $Pool).Value }
-
-function Get-WorkerCount {   # since IIS was started; nothing if Windows does not count
-    Get-CimInstance -ClassName Win32_PerfRawData_APPPOOLCountersProvider_APPPOOLWAS -ErrorAction SilentlyContinue |
-        Where-Object { $_.Name -eq $Pool } | ForEach-Object { "$($_.TotalWorkerProcessesCreated)" }
-}
+. "$PSScriptRoot\iis-common.ps1"
 
 function Test-Mark {   # not if an administrator has started the pool since: then the mark is void
     $id, $count = (@(Get-Content -LiteralPath $Mark) + '', '')[0, 1]

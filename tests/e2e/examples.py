@@ -85,6 +85,7 @@ class ServiceManager:
         self._units = units
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._started: dict[str, str] = {}
+        self._orphans: set[psutil.Process] = set()  # maybe: systemd would end them with their main process
         self._lock = threading.Lock()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -108,6 +109,9 @@ class ServiceManager:
         self._listener.close()
         for name in self._units:
             self.power_off(name)
+        for process in self._orphans:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
 
     def start(self, name: str) -> None:
         """Start a unit, unless it runs."""
@@ -128,6 +132,14 @@ class ServiceManager:
     def power_off(self, name: str) -> None:
         """End a unit as a power cut does."""
         self._end(name, psutil.Process.kill)
+
+    def hang(self, name: str) -> None:
+        """Have a unit, if it runs, be as on a machine that is gone: it answers nothing, and refuses nothing."""
+        with self._lock:
+            if self._runs(name):
+                for process in self._tree(name):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.suspend()
 
     def _end(self, name: str, first: Callable[[psutil.Process], None], *, is_mixed: bool = False) -> None:
         with self._lock:
@@ -207,6 +219,7 @@ class ServiceManager:
             case ["kill", "--kill-who=main", option] if option.startswith("--signal="):
                 if not self.runs(name):
                     return 1, f"Failed to kill unit {name}: no such process"
+                self._orphans.update(self._tree(name)[1:])
                 self._processes[name].send_signal(signal.Signals[f"SIG{option.removeprefix('--signal=')}"])
             case _:
                 return 64, f"the stand-in for systemctl does not know {arguments}"

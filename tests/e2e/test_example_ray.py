@@ -89,6 +89,18 @@ def node(tmp_path: Path) -> Iterator[Node]:
         yield node
 
 
+@contextmanager
+def joining(node: Node) -> Iterator[subprocess.Popen[str]]:
+    """ray-recover, which waits for a raylet: there is none until there is a file "ready"."""
+    for file in ("ready", "drained"):
+        (node.directory / file).unlink()
+    node.manager.calls.clear()
+    with node.start("ray-recover") as hook:
+        looked = ("show", "--property=ControlGroup", "--value", UNIT)
+        wait_until(lambda: looked in [call.arguments for call in node.manager.calls], "it looked for a raylet")
+        yield hook
+
+
 def test_a_drained_node_leaves_and_joins_again_when_its_raylet_runs(node: Node) -> None:
     code, output, errors = node.run("ray-prepare")
     assert (code, errors) == (0, "")
@@ -96,12 +108,7 @@ def test_a_drained_node_leaves_and_joins_again_when_its_raylet_runs(node: Node) 
     assert "--address head:6379 --node-id n1 " in (node.directory / "commands").read_text("utf-8")
     assert not node.manager.runs(UNIT)
 
-    for file in ("ready", "drained"):
-        (node.directory / file).unlink()
-    node.manager.calls.clear()
-    with node.start("ray-recover") as hook:
-        looked = ("show", "--property=ControlGroup", "--value", UNIT)
-        wait_until(lambda: looked in [call.arguments for call in node.manager.calls], "it looked for a raylet")
+    with joining(node) as hook:
         assert node.mark.exists()
         (node.directory / "ready").touch()
         output, _ = hook.communicate(timeout=PATIENCE)
@@ -146,12 +153,7 @@ def test_a_unit_that_is_about_to_start_again_is_stopped_and_started_afterwards(t
 
 def test_a_node_that_fails_after_the_hooks_own_start_is_started_again(node: Node) -> None:
     assert node.run("ray-prepare")[0] == 0
-    for file in ("ready", "drained"):
-        (node.directory / file).unlink()
-    node.manager.calls.clear()
-    with node.start("ray-recover") as hook:
-        looked = ("show", "--property=ControlGroup", "--value", UNIT)
-        wait_until(lambda: looked in [call.arguments for call in node.manager.calls], "it looked for a raylet")
+    with joining(node) as hook:
         hook.terminate()  # its time is over
         hook.communicate(timeout=PATIENCE)
     node.manager.power_off(UNIT)

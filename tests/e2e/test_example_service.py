@@ -154,13 +154,11 @@ def agent(tmp_path: Path, sim: Simulator, manager: ServiceManager, port: int) ->
     path = f"{manager.directory}:{os.environ['PATH']}"
     more = f"SERVICE_MARK: {tmp_path / 'mark'}\n      PATH: {path}\n      SERVICE_HEALTH: "
     replacements = {"SERVICE_HEALTH: http://127.0.0.1:8080/health": f"{more}http://127.0.0.1:{port}/"}
-    one = Agent(tmp_path / "agent", sim.endpoint())
-    one.config.write_text(example("service.yaml", copy_hooks(tmp_path), sim.endpoint(), replacements))
-    manager.start(UNIT)
-    wait_answered(port)
-    yield one
-    one.close()
-    sys.stdout.write("".join(one.history))
+    with Agent(tmp_path / "agent", sim.endpoint()) as one:
+        one.config.write_text(example("service.yaml", copy_hooks(tmp_path), sim.endpoint(), replacements))
+        manager.start(UNIT)
+        wait_answered(port)
+        yield one
 
 
 def test_a_unit_is_stopped_before_the_approval_and_healthy_after_the_event(

@@ -38,7 +38,7 @@ while not disk.joinpath("end").exists():
 def test_an_eviction_leaves_a_complete_checkpoint_from_which_the_next_vm_goes_on(
     sim: Simulator, make_agent: MakeAgent, tmp_path: Path
 ) -> None:
-    with a_job(tmp_path, sim) as job:
+    with a_job(tmp_path) as job:
         agent = make_agent(sim.endpoint())
         job.boot(agent)
         agent.wait_until(lambda: job.last_step() > 20, "the job was at work")
@@ -65,7 +65,7 @@ def test_an_eviction_leaves_a_complete_checkpoint_from_which_the_next_vm_goes_on
 def test_an_early_warning_leaves_a_checkpoint_and_a_job_at_work(
     sim: Simulator, agent: Agent, tmp_path: Path
 ) -> None:
-    with a_job(tmp_path, sim) as job:
+    with a_job(tmp_path) as job:
         job.boot(agent)
         agent.wait_until(lambda: job.last_step() > 20, "the job was at work")
         warning = sim.schedule("SpotRebalanceRecommendation", lasts_seconds=None)
@@ -94,7 +94,7 @@ def test_an_early_warning_leaves_a_checkpoint_and_a_job_at_work(
 def test_a_job_that_does_not_run_is_left_alone_by_an_early_warning(
     sim: Simulator, agent: Agent, tmp_path: Path
 ) -> None:
-    with a_job(tmp_path, sim) as job:
+    with a_job(tmp_path) as job:
         job.boot(agent)
         job.manager.stop(UNIT)
         warning = sim.schedule("SpotRebalanceRecommendation", lasts_seconds=None)
@@ -107,7 +107,7 @@ def test_a_job_that_does_not_run_is_left_alone_by_an_early_warning(
 def test_a_redeployment_is_approved_after_the_checkpoint_and_training_goes_on(
     sim: Simulator, agent: Agent, tmp_path: Path
 ) -> None:
-    with a_job(tmp_path, sim) as job:
+    with a_job(tmp_path) as job:
         job.boot(agent)
         agent.wait_until(lambda: job.last_step() > 20, "the job was at work")
         event = sim.schedule("Redeploy", notice_seconds=200, lasts_seconds=None)
@@ -124,9 +124,9 @@ def test_a_redeployment_is_approved_after_the_checkpoint_and_training_goes_on(
 
 
 def test_without_the_agent_the_work_since_the_last_periodic_checkpoint_is_lost(
-    sim: Simulator, agent: Agent, tmp_path: Path
+    agent: Agent, tmp_path: Path
 ) -> None:
-    with a_job(tmp_path, sim, every=200) as job:
+    with a_job(tmp_path, every=200) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: job.last_step() % 200 > 20 and job.checkpoint.exists(), "there was work to lose")
         job.manager.power_off(UNIT)
@@ -148,10 +148,10 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_workers_below_a_launcher_write_a_checkpoint_that_is_complete(
-    sim: Simulator, agent: Agent, tmp_path: Path, kind: str
+    agent: Agent, tmp_path: Path, kind: str
 ) -> None:
     last, others = KINDS[kind]
-    with a_job(tmp_path, sim, run=launched(tmp_path, kind)) as job:
+    with a_job(tmp_path, run=launched(tmp_path, kind)) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: len(job.numbers(r"worker (\d) is ready")) == 2, "the workers were ready")
         disk = tmp_path / "disk"
@@ -171,10 +171,8 @@ def test_workers_below_a_launcher_write_a_checkpoint_that_is_complete(
         assert not job.manager.runs(UNIT)
 
 
-def test_a_checkpoint_that_is_late_is_a_failure_that_says_how_far_it_came(
-    sim: Simulator, agent: Agent, tmp_path: Path
-) -> None:
-    with a_job(tmp_path, sim, run=launched(tmp_path, "stuck")) as job:
+def test_a_checkpoint_that_is_late_is_a_failure_that_says_how_far_it_came(agent: Agent, tmp_path: Path) -> None:
+    with a_job(tmp_path, run=launched(tmp_path, "stuck")) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: len(job.numbers(r"worker (\d) is ready")) == 2, "the workers were ready")
         disk = tmp_path / "disk"
@@ -196,8 +194,8 @@ def test_a_checkpoint_that_is_late_is_a_failure_that_says_how_far_it_came(
         assert job.manager.runs(UNIT)
 
 
-def test_the_wait_for_a_checkpoint_ends_before_the_event(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
-    with a_job(tmp_path, sim, run=launched(tmp_path, "stuck")) as job:
+def test_the_wait_for_a_checkpoint_ends_before_the_event(agent: Agent, tmp_path: Path) -> None:
+    with a_job(tmp_path, run=launched(tmp_path, "stuck")) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: len(job.numbers(r"worker (\d) is ready")) == 2, "the workers were ready")
         # It would wait for longer than this test may take.
@@ -206,8 +204,8 @@ def test_the_wait_for_a_checkpoint_ends_before_the_event(sim: Simulator, agent: 
         assert "no new checkpoint is complete: " in done.stderr
 
 
-def test_a_job_that_does_not_handle_the_signal_is_a_failure_and_lives_on(sim: Simulator, tmp_path: Path) -> None:
-    with a_job(tmp_path, sim, run=("sleep", "300")) as job:
+def test_a_job_that_does_not_handle_the_signal_is_a_failure_and_lives_on(tmp_path: Path) -> None:
+    with a_job(tmp_path, run=("sleep", "300")) as job:
         job.manager.start(UNIT)
         done = job.run_hook("training-checkpoint", TRAINING_WAIT="1")
         assert (done.returncode, done.stdout, done.stderr) == (
@@ -225,8 +223,8 @@ def test_a_job_that_does_not_handle_the_signal_is_a_failure_and_lives_on(sim: Si
         )
 
 
-def test_a_job_that_ends_without_a_checkpoint_is_a_failure(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
-    with a_job(tmp_path, sim, run=(sys.executable, "-ISc", ENDS)) as job:
+def test_a_job_that_ends_without_a_checkpoint_is_a_failure(agent: Agent, tmp_path: Path) -> None:
+    with a_job(tmp_path, run=(sys.executable, "-ISc", ENDS)) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: "up" in job.manager.log.read_text("utf-8"), "the job was at work")
         done = job.run_hook("training-checkpoint")
@@ -234,10 +232,8 @@ def test_a_job_that_ends_without_a_checkpoint_is_a_failure(sim: Simulator, agent
         assert (done.returncode, done.stderr) == (1, f"training-checkpoint: {message}\n")
 
 
-def test_only_processes_that_match_the_pattern_get_the_signal(
-    sim: Simulator, agent: Agent, tmp_path: Path
-) -> None:
-    with a_job(tmp_path, sim) as job:
+def test_only_processes_that_match_the_pattern_get_the_signal(agent: Agent, tmp_path: Path) -> None:
+    with a_job(tmp_path) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
         done = job.run_hook("training-checkpoint", TRAINING_PROCESSES="no-such-job", TRAINING_WAIT="1")
@@ -245,8 +241,8 @@ def test_only_processes_that_match_the_pattern_get_the_signal(
         assert job.run_hook("training-checkpoint", TRAINING_PROCESSES="trainer[.]py").returncode == 0
 
 
-def test_both_hooks_may_run_again(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
-    with a_job(tmp_path, sim) as job:
+def test_both_hooks_may_run_again(agent: Agent, tmp_path: Path) -> None:
+    with a_job(tmp_path) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
         assert job.run_hook("training-checkpoint").returncode == 0
@@ -261,7 +257,7 @@ def test_both_hooks_may_run_again(sim: Simulator, agent: Agent, tmp_path: Path) 
 
 
 def test_a_job_that_an_administrator_has_stopped_stays_so(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
-    with a_job(tmp_path, sim) as job:
+    with a_job(tmp_path) as job:
         job.boot(agent)
         agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
         for hook in ("training-checkpoint", "training-resume"):  # so that there is a checkpoint
@@ -275,10 +271,8 @@ def test_a_job_that_an_administrator_has_stopped_stays_so(sim: Simulator, agent:
         assert not job.manager.runs(UNIT)
 
 
-def test_a_job_started_and_stopped_since_is_not_started_for_an_old_event(
-    sim: Simulator, agent: Agent, tmp_path: Path
-) -> None:
-    with a_job(tmp_path, sim) as job:
+def test_a_job_started_and_stopped_since_is_not_started_for_an_old_event(agent: Agent, tmp_path: Path) -> None:
+    with a_job(tmp_path) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
         assert job.run_hook("training-checkpoint").returncode == 0
@@ -294,13 +288,11 @@ def test_a_job_started_and_stopped_since_is_not_started_for_an_old_event(
         assert not job.manager.runs(UNIT)
 
 
-def test_a_job_whose_start_failed_is_still_the_hooks_to_start(
-    sim: Simulator, agent: Agent, tmp_path: Path
-) -> None:
+def test_a_job_whose_start_failed_is_still_the_hooks_to_start(agent: Agent, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     broken = disk / "broken"
     run = ("/bin/sh", "-c", f"[ ! -e {broken} ] || exit 1; exec {shlex.join(trainer(disk))}")
-    with a_job(tmp_path, sim, run=run) as job:
+    with a_job(tmp_path, run=run) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
         assert job.run_hook("training-checkpoint").returncode == 0
@@ -312,10 +304,8 @@ def test_a_job_whose_start_failed_is_still_the_hooks_to_start(
         assert job.manager.runs(UNIT)
 
 
-def test_a_job_whose_event_was_taken_back_before_its_checkpoint_runs_on(
-    sim: Simulator, agent: Agent, tmp_path: Path
-) -> None:
-    with a_job(tmp_path, sim, run=launched(tmp_path, "deaf")) as job:
+def test_a_job_whose_event_was_taken_back_before_its_checkpoint_runs_on(agent: Agent, tmp_path: Path) -> None:
+    with a_job(tmp_path, run=launched(tmp_path, "deaf")) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: "deaf" in job.manager.log.read_text("utf-8"), "the job was deaf")
         with job.hook("training-checkpoint") as hook:
@@ -327,9 +317,9 @@ def test_a_job_whose_event_was_taken_back_before_its_checkpoint_runs_on(
 
 @pytest.mark.parametrize("stop", ["yes", "no"])
 def test_a_job_that_systemd_takes_for_starting_is_a_failure_and_lives_on(
-    sim: Simulator, agent: Agent, tmp_path: Path, stop: str
+    agent: Agent, tmp_path: Path, stop: str
 ) -> None:
-    with a_job(tmp_path, sim) as job:
+    with a_job(tmp_path) as job:
         job.manager.start(UNIT)
         job.manager.states[UNIT] = "activating"  # as Type=oneshot for as long as it runs
         job.checkpoint.write_text('{"step": 0, "slope": 0, "offset": 0}')
@@ -341,9 +331,9 @@ def test_a_job_that_systemd_takes_for_starting_is_a_failure_and_lives_on(
 
 
 def test_a_disk_without_room_for_a_file_of_the_hook_gets_a_checkpoint_all_the_same(
-    sim: Simulator, agent: Agent, tmp_path: Path
+    agent: Agent, tmp_path: Path
 ) -> None:
-    with a_job(tmp_path, sim) as job:
+    with a_job(tmp_path) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
         (tmp_path / "disk" / ".asked").symlink_to(tmp_path / "missing" / "file")
@@ -355,10 +345,10 @@ def test_a_disk_without_room_for_a_file_of_the_hook_gets_a_checkpoint_all_the_sa
 
 
 def test_a_hook_ended_while_it_stops_the_job_says_that_the_checkpoint_is_complete(
-    sim: Simulator, agent: Agent, tmp_path: Path
+    agent: Agent, tmp_path: Path
 ) -> None:
     disk = tmp_path / "disk"
-    with a_job(tmp_path, sim, run=(sys.executable, "-ISc", SLOW_TO_END, str(disk))) as job:
+    with a_job(tmp_path, run=(sys.executable, "-ISc", SLOW_TO_END, str(disk))) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: "up" in job.manager.log.read_text("utf-8"), "the job was at work")
         with job.hook("training-checkpoint") as hook:
@@ -372,9 +362,9 @@ def test_a_hook_ended_while_it_stops_the_job_says_that_the_checkpoint_is_complet
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_only_a_job_that_was_disabled_since_its_stop_stays_stopped(
-    sim: Simulator, agent: Agent, tmp_path: Path, enabled: bool
+    agent: Agent, tmp_path: Path, enabled: bool
 ) -> None:
-    with a_job(tmp_path, sim) as job:
+    with a_job(tmp_path) as job:
         job.manager.start(UNIT)
         agent.wait_until(lambda: job.last_step() > 0, "the job was at work")
         if not enabled:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from examples import ServiceManager, Unit, copy_hooks, example
-from harness import PATIENCE, Agent, Simulator
+from harness import PATIENCE, Agent
 
 UNIT = "training.service"
 TRAINER = Path(__file__).with_name("trainer.py")
@@ -20,22 +20,21 @@ NEVER = 10**9  # steps
 class Job:
     """A training job, the disk with its checkpoint that outlives a VM, and the policy for it."""
 
-    def __init__(self, directory: Path, manager: ServiceManager, endpoint: str, checkpoint: str) -> None:
+    def __init__(self, directory: Path, manager: ServiceManager, checkpoint: str) -> None:
         self.manager = manager
         self.checkpoint = directory / "disk" / checkpoint
         self.mark = directory / "stopped-by-agent"
         self._hooks = copy_hooks(directory)
-        self._endpoint = endpoint
 
     def boot(self, agent: Agent) -> None:
         """Start the unit, for it is enabled, and the agent of a VM that has nothing of the one before."""
         self.mark.unlink(missing_ok=True)
         self.manager.start(UNIT)
-        self._give_policy(agent)
+        self.give_policy(agent)
         agent.start()
 
-    def _give_policy(self, agent: Agent) -> None:
-        # All that the test changes in the example.
+    def give_policy(self, agent: Agent) -> None:
+        """Write the example policy for it, of which no more is changed than this job needs."""
         variables = {"PATH": f"{self.manager.directory}:/usr/bin:/bin", "TRAINING_MARK": self.mark}
         replacements = {
             "env: &job\n": "".join(
@@ -46,7 +45,7 @@ class Job:
                 ['TRAINING_STOP: "no"', *(f"{key}: {value}" for key, value in variables.items())]
             ),
         }
-        policy = example("spot-training.yaml", self._hooks, self._endpoint, replacements)
+        policy = example("spot-training.yaml", self._hooks, agent.endpoint, replacements)
         agent.config.write_text(policy, encoding="utf-8")
 
     def numbers(self, pattern: str) -> list[int]:
@@ -95,10 +94,10 @@ def launched(directory: Path, kind: str) -> tuple[str, ...]:
 
 @contextmanager
 def a_job(
-    directory: Path, sim: Simulator, *, every: int = NEVER, run: tuple[str, ...] = (), checkpoint: str = "latest"
+    directory: Path, *, every: int = NEVER, run: tuple[str, ...] = (), checkpoint: str = "latest"
 ) -> Iterator[Job]:
     """``checkpoint``: the file that is written last, below the disk."""
     (directory / "disk").mkdir()
     run = run or trainer(directory / "disk", every)
     with ServiceManager(directory / "bin", {UNIT: Unit(run)}) as manager:
-        yield Job(directory, manager, sim.endpoint(), checkpoint)
+        yield Job(directory, manager, checkpoint)

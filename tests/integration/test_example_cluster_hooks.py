@@ -1,8 +1,7 @@
 """The example policy for a Kubernetes node: the real kubectl, and an API server that knows one node and its pods.
 
 The API server is a stand-in on loopback, of no more than kubectl asks for here. So this shows what kubectl is told
-and that it takes it; that a real cluster does what it is asked for is not shown. (The Slurm node is tested with a
-real Slurm, in tests/system.)
+and that it takes it. What a real one does with that is shown in tests/system/test_example_kubernetes.py.
 """
 
 import json
@@ -226,19 +225,17 @@ def sim() -> Iterator[Simulator]:
 @pytest.fixture
 def agent(tmp_path: Path, sim: Simulator, node: Node) -> Iterator[Agent]:
     """An agent with the example's policy, started."""
-    one = Agent(tmp_path / "agent", sim.endpoint())
-    # All that the test changes in the example.
-    replacements = {
-        "KUBECONFIG: /etc/scheduled-events-agent/credentials/kubeconfig": "\n      ".join(
-            [f"KUBECONFIG: {node.kubeconfig}", f"KUBECACHEDIR: {node.cache}", f"KUBERNETES_NODE: {NODE}"]
-        )
-    }
-    policy = example("kubernetes-node.yaml", node.hooks, sim.endpoint(), replacements)
-    one.config.write_text(policy, encoding="utf-8")
-    one.start()
-    yield one
-    one.close()
-    sys.stdout.write("".join(one.history))  # pytest shows it on failure only
+    with Agent(tmp_path / "agent", sim.endpoint()) as one:
+        # All that the test changes in the example.
+        replacements = {
+            "KUBECONFIG: /etc/scheduled-events-agent/credentials/kubeconfig": "\n      ".join(
+                [f"KUBECONFIG: {node.kubeconfig}", f"KUBECACHEDIR: {node.cache}", f"KUBERNETES_NODE: {NODE}"]
+            )
+        }
+        policy = example("kubernetes-node.yaml", node.hooks, sim.endpoint(), replacements)
+        one.config.write_text(policy, encoding="utf-8")
+        one.start()
+        yield one
 
 
 def test_a_node_is_cordoned_drained_approved_and_uncordoned(

@@ -20,8 +20,11 @@ from agent.simulator.azure import EventType
 
 Way = Literal["nothing", "naive stop hook", "agent"]
 WAYS: tuple[Way, ...] = get_args(Way)
-CALM_SECONDS = 10.0
+CALM_SECONDS = 5.0
 """How long the load runs before the event is announced, and after everything is as it was."""
+
+UNREAD_NOTICE_SECONDS = 5.0
+"""How long before the event it is announced if nothing is done about it: nobody reads the announcement."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,16 @@ class Recipe(ABC):
     event: ClassVar[EventType] = "Reboot"
     notice_seconds: ClassVar[float] = 60.0
     down_seconds: ClassVar[float] = 10.0
+    counts_notice: ClassVar[bool] = False
+    """Whether the outcome grows with the time until the event, so that this has to be the same in each way."""
     is_awaited: ClassVar[bool] = False
     """Whether the host waits for other VMs, so that the event starts at NotBefore in spite of the approval."""
 
     def __init__(self, place: Path, way: Way) -> None:
         self.place = place
         self.way = way
+        self.ends = contextlib.ExitStack()
+        """What ``close`` ends, the latest first; a recipe adds each thing as it starts it."""
 
     @abstractmethod
     def start(self) -> None:
@@ -93,9 +100,9 @@ class Recipe(ABC):
     def finish(self) -> Outcome:
         """End the load, and count."""
 
-    @abstractmethod
     def close(self) -> None:
         """End everything that runs, however far the run came."""
+        self.ends.close()
 
 
 def run(recipe: Recipe) -> tuple[str, Outcome]:
@@ -119,9 +126,10 @@ def run(recipe: Recipe) -> tuple[str, Outcome]:
 
 def _have_event(recipe: Recipe, sim: Simulator, agent: Agent) -> None:
     """Announce the event, let it happen, and end it; the agent goes down and comes back with its machine."""
+    is_read = recipe.way != "nothing" or recipe.counts_notice
     event = sim.schedule(
         recipe.event,
-        notice_seconds=recipe.notice_seconds,
+        notice_seconds=recipe.notice_seconds if is_read else UNREAD_NOTICE_SECONDS,
         lasts_seconds=None,
         starts_when_approved=not recipe.is_awaited,
     )

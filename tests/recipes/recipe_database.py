@@ -34,7 +34,7 @@ class _Database(Recipe):
     def start(self) -> None:
         self._servers.server.mkdir()
         shutil.chown(self._servers.server, USER)
-        self._servers.manager.__enter__()
+        self.ends.enter_context(self._servers.manager)
         self._servers.start_primary()
         if self.has_standby:
             self._servers.start_standby()
@@ -50,7 +50,13 @@ class _Database(Recipe):
         primary = f"host={server} port=5432"
         both = f"host={server},{server} port=5432,5433 target_session_attrs=read-write"
         conninfo = f"{both if self.has_standby else primary} user={USER} dbname=postgres connect_timeout=2"
-        self._writers = [Writer(conninfo, first=number * 10**8) for number in range(CLIENTS)]
+        self.start_writers(conninfo)
+
+    def start_writers(self, conninfo: str) -> None:
+        """Start the clients, and wait until each has written."""
+        for number in range(CLIENTS):
+            self._writers.append(Writer(conninfo, first=number * 10**8))
+            self.ends.callback(self._writers[-1].close)
         self.settle()
 
     def stop_service(self) -> None:
@@ -89,11 +95,6 @@ class _Database(Recipe):
             outage_seconds=max(later - earlier for earlier, later in pairwise(at)),
             lost=len(committed - self._servers.rows(self._port())),
         )
-
-    def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
-        self._servers.manager.__exit__(None, None, None)
 
     def _port(self) -> int:
         is_promoted = self.has_standby and self._servers.ask("SELECT pg_is_in_recovery()", 5433) == "f"

@@ -21,17 +21,14 @@ class HAProxyPair(Recipe):
     load = "10 clients of the address, of which 4 with downloads of 1.3 s and 3 that keep their connection"
     columns = ("requests failed", "longest outage")
 
+    _load: Load
+
     def __init__(self, place: Path, way: Way) -> None:
         super().__init__(place, way)
         self._pair = Pair(place / "pair")
-        self._load: Load | None = None
-
-    @property
-    def _under_load(self) -> Load:
-        assert self._load is not None
-        return self._load
 
     def start(self) -> None:
+        self.ends.callback(self._pair.close)
         self._pair.start()
 
     def versions(self) -> str:
@@ -48,6 +45,7 @@ class HAProxyPair(Recipe):
 
     def start_load(self) -> None:
         self._load = Load(self._pair)
+        self.ends.callback(self._load.stop)
         self._load.wait_answered()
 
     def stop_service(self) -> None:
@@ -60,15 +58,10 @@ class HAProxyPair(Recipe):
         self._pair.boot("a")
 
     def settle(self) -> None:
-        self._under_load.wait_answered()
+        self._load.wait_answered()
         wait(lambda: self._pair.node_at("10.0.0.4") == "a", "both machines answered again")
 
     def finish(self) -> Outcome:
-        self._under_load.stop()
-        failed, answered = len(self._under_load.faults), len(self._under_load.answered)
-        return Outcome(failed, failed + answered, outage_seconds=self._under_load.longest_gap())
-
-    def close(self) -> None:
-        if self._load is not None:
-            self._load.stop()
-        self._pair.close()
+        self._load.stop()
+        failed, answered = len(self._load.faults), len(self._load.answered)
+        return Outcome(failed, failed + answered, outage_seconds=self._load.longest_gap())

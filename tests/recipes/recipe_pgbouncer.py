@@ -7,11 +7,10 @@ if sys.platform == "win32":
 
 from pathlib import Path
 
-from database_stage import Writer
 from frame import Way
 from harness import Agent
 from pgbouncer_stage import Bouncer
-from recipe_database import CLIENTS, Alone
+from recipe_database import Alone
 
 
 class BehindPgBouncer(Alone):
@@ -25,6 +24,7 @@ class BehindPgBouncer(Alone):
 
     def start(self) -> None:
         super().start()
+        self.ends.callback(self._bouncer.close)
         self._bouncer.start()
 
     def versions(self) -> str:
@@ -34,12 +34,4 @@ class BehindPgBouncer(Alone):
         agent.config.write_text(self._bouncer.policy(agent.endpoint), encoding="utf-8")
 
     def start_load(self) -> None:
-        conninfo = self._bouncer.conninfo
-        self._writers = [Writer(conninfo, first=number * 10**8) for number in range(CLIENTS)]
-        self.settle()
-
-    def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
-        self._bouncer.close()
-        super().close()
+        self.start_writers(self._bouncer.conninfo)

@@ -20,17 +20,14 @@ class RabbitMQ(Recipe):
     load = "one client that writes to a quorum queue with confirms, and one that reads from it"
     columns = ("writes failed", "longest outage", "confirmed messages lost")
 
+    _load: Load
+
     def __init__(self, place: Path, way: Way) -> None:
         super().__init__(place, way)
         self._cluster = Cluster(place / "cluster")
-        self._load: Load | None = None
-
-    @property
-    def _under_load(self) -> Load:
-        assert self._load is not None
-        return self._load
 
     def start(self) -> None:
+        self.ends.callback(self._cluster.close)
         self._cluster.start()
 
     def versions(self) -> str:
@@ -42,6 +39,7 @@ class RabbitMQ(Recipe):
 
     def start_load(self) -> None:
         self._load = Load(self._cluster.ports)
+        self.ends.callback(self._load.stop)
         self._load.wait_confirmed()
 
     def stop_service(self) -> None:
@@ -55,14 +53,9 @@ class RabbitMQ(Recipe):
         self._cluster.manager.start(self._cluster.unit())
 
     def settle(self) -> None:
-        self._under_load.wait_confirmed()
+        self._load.wait_confirmed()
 
     def finish(self) -> Outcome:
-        lost = len(self._under_load.lost())
-        failed, confirmed = self._under_load.failed, len(self._under_load.confirmed)
-        return Outcome(failed, failed + confirmed, self._under_load.longest_gap(), lost)
-
-    def close(self) -> None:
-        if self._load is not None:
-            self._load.stop()
-        self._cluster.close()
+        lost = len(self._load.lost())
+        failed, confirmed = self._load.failed, len(self._load.confirmed)
+        return Outcome(failed, failed + confirmed, self._load.longest_gap(), lost)

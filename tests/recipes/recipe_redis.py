@@ -20,17 +20,14 @@ class RedisSentinel(Recipe):
     load = "one client that writes all the time, and asks Sentinel where; a Sentinel waits 5 s until it acts"
     columns = ("writes failed", "longest outage", "confirmed writes lost")
 
+    _load: Writer
+
     def __init__(self, place: Path, way: Way) -> None:
         super().__init__(place, way)
         self._servers = RedisSet(place / "redis", down_after_seconds=5)
-        self._writer: Writer | None = None
-
-    @property
-    def _load(self) -> Writer:
-        assert self._writer is not None
-        return self._writer
 
     def start(self) -> None:
+        self.ends.callback(self._servers.close)
         self._servers.start()
 
     def versions(self) -> str:
@@ -43,7 +40,8 @@ class RedisSentinel(Recipe):
         agent.config.write_text(policy, encoding="utf-8")
 
     def start_load(self) -> None:
-        self._writer = Writer(self._servers)
+        self._load = Writer(self._servers)
+        self.ends.callback(self._load.stop)
         self._load.wait_written()
 
     def stop_service(self) -> None:
@@ -66,8 +64,3 @@ class RedisSentinel(Recipe):
             outage_seconds=self._load.longest_gap(),
             lost=len(self._load.lost()),
         )
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.stop()
-        self._servers.close()

@@ -32,7 +32,7 @@ class Worker(Recipe):
         self._manager = ServiceManager(place / "bin", {UNIT: Unit(run)})
 
     def start(self) -> None:
-        self._manager.__enter__()
+        self.ends.enter_context(self._manager)
 
     def versions(self) -> str:
         return f"Python {platform.python_version()}"
@@ -77,9 +77,6 @@ class Worker(Recipe):
         begun, ended = self._times("begins"), self._times("ends")
         longest = max(later - earlier for earlier, later in pairwise(ended))
         return Outcome(failed=len(begun) - len(ended), total=len(begun), outage_seconds=longest)
-
-    def close(self) -> None:
-        self._manager.__exit__(None, None, None)
 
     def _times(self, what: str) -> list[float]:
         notes = self._queue / "notes"

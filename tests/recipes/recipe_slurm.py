@@ -24,6 +24,7 @@ class SlurmNode(Recipe):
     load = f"{JOBS} jobs of {JOB_SECONDS} s, one at a time; done {FAIR_SECONDS:.0f} s after the reboot or failed"
     columns = ("jobs failed",)
     notice_seconds = 30.0
+    counts_notice = True  # jobs are done meanwhile
 
     def __init__(self, place: Path, way: Way) -> None:
         super().__init__(place, way)
@@ -33,6 +34,7 @@ class SlurmNode(Recipe):
         self._done.mkdir()
 
     def start(self) -> None:
+        self.ends.callback(self._slurm.close)
         self._slurm.start_all(self._agent)
 
     def versions(self) -> str:
@@ -63,9 +65,6 @@ class SlurmNode(Recipe):
 
     def finish(self) -> Outcome:
         return Outcome(failed=JOBS - self._count(), total=JOBS)
-
-    def close(self) -> None:
-        self._slurm.close()
 
     def _count(self) -> int:
         return len(list(self._done.iterdir()))

@@ -19,17 +19,14 @@ class WebServer(Recipe):
     page = "docs/cookbook/web-server.md"
     load = "10 clients for two servers, of which 4 with downloads of 1.3 s; probes every 5 s"
 
+    _load: Load
+
     def __init__(self, place: Path, way: Way) -> None:
         super().__init__(place, way)
         self._web = Web(place / "web", interval="5s", drain_for="15s")
-        self._load: Load | None = None
-
-    @property
-    def _under_load(self) -> Load:
-        assert self._load is not None
-        return self._load
 
     def start(self) -> None:
+        self.ends.callback(self._web.close)
         self._web.a.start()
         self._web.start("through-nginx" if self.way == "agent" else "")
 
@@ -64,11 +61,8 @@ class WebServer(Recipe):
         wait_answered(self._web.a.port)
 
     def settle(self) -> None:
-        self._under_load.wait_served("a", "b")
+        self._load.wait_served("a", "b")
 
     def finish(self) -> Outcome:
-        self._under_load.stop()
-        return Outcome(failed=len(self._under_load.faults()), total=len(self._under_load.results))
-
-    def close(self) -> None:
-        self._web.close()
+        self._load.stop()
+        return Outcome(failed=len(self._load.faults()), total=len(self._load.results))

@@ -11,6 +11,7 @@ import io
 import json
 import sys
 import tempfile
+import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
@@ -70,9 +71,11 @@ def _measure(name: str, recipe: type[Recipe], *, is_verbose: bool) -> dict[str, 
     for way in WAYS:
         print(f"{recipe.title}: {way} ...", file=sys.stderr, flush=True)
         logs = contextlib.redirect_stdout(sys.stderr if is_verbose else io.StringIO())
+        began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="recipe-") as place, logs:
             versions, outcomes[way] = run(recipe(Path(place), way))
-        print(f"{recipe.title}: {way}: {outcomes[way]}", file=sys.stderr, flush=True)
+        took = time.monotonic() - began
+        print(f"{recipe.title}: {way}: {outcomes[way]} in {took:.0f} s", file=sys.stderr, flush=True)
     return {
         "name": name,
         "title": recipe.title,

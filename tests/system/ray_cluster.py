@@ -21,7 +21,8 @@ from examples import ServiceManager, Unit, copy_hooks, example
 from harness import CHECKOUT, PATIENCE
 from ports import free_port
 
-CACHE = CHECKOUT / ".cache/ray"
+VERSION = "2.60.0"
+CACHE = CHECKOUT / f".cache/ray-{VERSION}"
 HEAD, NODE = "127.0.0.2", "127.0.0.3"
 UNIT = "ray.service"
 
@@ -34,8 +35,8 @@ def install() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not ready.exists():
             subprocess.run([sys.executable, "-m", "venv", "--clear", str(CACHE)], check=True, timeout=300)
-            pip = [str(CACHE / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check", "ray"]
-            subprocess.run(pip, check=True, timeout=600)
+            pip = [str(CACHE / "bin/python"), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+            subprocess.run([*pip, f"ray=={VERSION}"], check=True, timeout=600)
             ready.touch()
     return CACHE / "bin"
 
@@ -59,7 +60,7 @@ class Cluster:
         self.hooks = copy_hooks(directory)
         self.programs = install()
         self.address = f"{HEAD}:{free_port()}"
-        self._sockets = tempfile.mkdtemp(prefix="ray-")  # a short name, for the paths of sockets
+        self._session = tempfile.mkdtemp(prefix="ray-")  # a short name, for the paths of sockets
         self._load: subprocess.Popen[bytes] | None = None
         python = str(self.programs / "python")
         settings = {
@@ -67,7 +68,9 @@ class Cluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         }
-        start = ("/usr/bin/env", "-i", *(f"{key}={value}" for key, value in settings.items()))
+        # Restart=on-failure, as the page has it: Ray gives a start up after 30 s, which a busy machine may need.
+        again = ("/bin/sh", "-c", 'until "$@"; do sleep 10; done', "ray")
+        start = (*again, "/usr/bin/env", "-i", *(f"{key}={value}" for key, value in settings.items()))
         start = (*start, python, str(self.programs / "ray"), "start", "--block", "--disable-usage-stats")
         start = (*start, "--object-store-memory=100000000")
         port = self.address.rpartition(":")[2]
@@ -77,6 +80,7 @@ class Cluster:
             f"--node-ip-address={HEAD}",
             "--num-cpus=1",
             "--include-dashboard=false",
+            f"--temp-dir={self._session}",
         )
         node = (
             f"--address={self.address}",
@@ -120,7 +124,7 @@ class Cluster:
         return len(re.findall(r"^ 1 ", active[1], re.MULTILINE)) if active else 0
 
     def wait_nodes(self, count: int) -> None:
-        deadline = time.monotonic() + 2 * PATIENCE
+        deadline = time.monotonic() + 4 * PATIENCE
         while (found := self.nodes()) != count:
             assert time.monotonic() < deadline, (
                 f"{found} nodes, not {count}: {self.manager.log.read_text('utf-8')}"
@@ -137,11 +141,20 @@ class Cluster:
                 stderr=log,
                 env={"PATH": f"{self.programs}:/usr/bin:/bin", "RAY_USAGE_STATS_ENABLED": "0"},
             )
+        self.wait_answers()
+        deadline = time.monotonic() + PATIENCE
+        while not self.tasks("starts.spot"):
+            assert time.monotonic() < deadline, self._said_by_load()
+            time.sleep(0.1)
+
+    def wait_answers(self) -> None:
+        """Wait until the actor has answered a few times more."""
+        assert self._load is not None
+        before = len(self.answers())
         deadline = time.monotonic() + 2 * PATIENCE
-        while not self.tasks("starts.spot") or len(self.answers()) < 5:
-            text = (self.directory / "load.log").read_text("utf-8")
-            assert time.monotonic() < deadline, text
-            assert self._load.poll() is None, text
+        while len(self.answers()) < before + 5:
+            assert time.monotonic() < deadline, self._said_by_load()
+            assert self._load.poll() is None, self._said_by_load()
             time.sleep(0.1)
 
     def tasks(self, what: str) -> list[Path]:
@@ -157,24 +170,28 @@ class Cluster:
         """Let the tasks end."""
         assert self._load is not None
         (self.results / "stop").touch()
-        assert self._load.wait(4 * PATIENCE) == 0, (self.directory / "load.log").read_text("utf-8")
+        assert self._load.wait(4 * PATIENCE) == 0, self._said_by_load()
         times = [when for when, _ in self.answers()]
         silence = max(later - earlier for earlier, later in pairwise(times))
         ends = len(self.tasks("ends"))
         return Work(ends, len(self.tasks("starts")) - ends, silence)
 
+    def _said_by_load(self) -> str:
+        return (self.directory / "load.log").read_text("utf-8")
+
     def close(self) -> None:
+        """End the work; once head and node have ended."""
         if self._load is not None:
             self._load.kill()
             self._load.wait(PATIENCE)
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        shutil.rmtree(self._session)
 
 
 @contextlib.contextmanager
 def cluster(directory: Path) -> Iterator[Cluster]:
     """Head and node, both up."""
     made = Cluster(directory)
-    with made.manager as manager, contextlib.closing(made):
+    with contextlib.closing(made), made.manager as manager:
         manager.start("head.service")
         made.wait_nodes(1)
         manager.start(UNIT)

@@ -54,23 +54,18 @@ def run_hook(pair: Pair, name: str, **more: str) -> tuple[int, list[str]]:
 def test_the_other_one_has_the_address_before_the_event_and_gives_it_back(
     pair: Pair, load: Load, tmp_path: Path
 ) -> None:
-    with Simulator(vms=("vm-1",), rate_limit=None) as sim:
-        agent = Agent(tmp_path / "agent", sim.endpoint())
+    with Simulator(vms=("vm-1",), rate_limit=None) as sim, Agent(tmp_path / "agent", sim.endpoint()) as agent:
         agent.config.write_text(pair.policy(copy_hooks(tmp_path), sim.endpoint()), encoding="utf-8")
-        try:
-            agent.start()
-            event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
-            sim.wait_started(event)
-            assert (pair.node_at(), pair.manager.runs(pair.unit())) == ("b", False)
-            pair.cut_power("a")
-            load.wait_answered()
-            pair.boot("a")
-            pair.manager.stop(pair.unit())  # a machine on which HAProxy does not start by itself
-            sim.end(event)
-            agent.wait_log("closed", event_id=event)
-        finally:
-            agent.close()
-            sys.stdout.write("".join(agent.history))  # pytest shows it on failure only
+        agent.start()
+        event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
+        sim.wait_started(event)
+        assert (pair.node_at(), pair.manager.runs(pair.unit())) == ("b", False)
+        pair.cut_power("a")
+        load.wait_answered()
+        pair.boot("a")
+        pair.manager.stop(pair.unit())  # a machine on which HAProxy does not start by itself
+        sim.end(event)
+        agent.wait_log("closed", event_id=event)
     pair.wait_answered("a")
     load.wait_answered()
     load.stop()

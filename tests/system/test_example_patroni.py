@@ -79,9 +79,8 @@ def sim() -> Iterator[Simulator]:
 
 @pytest.fixture
 def agent(stage: Stage, sim: Simulator) -> Iterator[Agent]:
-    with closing(Agent(stage.directory / "agent", sim.endpoint())) as agent:
+    with Agent(stage.directory / "agent", sim.endpoint()) as agent:
         yield agent
-        sys.stdout.write("".join(agent.history))
 
 
 def test_the_other_member_leads_with_every_row_and_this_one_becomes_its_standby(

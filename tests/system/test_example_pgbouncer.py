@@ -54,9 +54,8 @@ def bouncer() -> Iterator[Bouncer]:
 
 def test_no_client_fails_while_the_database_is_rebooted(tmp_path: Path) -> None:
     with staged() as (servers, bouncer), Simulator(rate_limit=None) as sim, closing(bouncer.writer()) as writer:
-        agent = Agent(tmp_path / "agent", sim.endpoint())
-        agent.config.write_text(bouncer.policy(sim.endpoint(), lead="30d"), encoding="utf-8")
-        try:
+        with Agent(tmp_path / "agent", sim.endpoint()) as agent:
+            agent.config.write_text(bouncer.policy(sim.endpoint(), lead="30d"), encoding="utf-8")
             agent.start()
             agent.wait_until(lambda: len(writer.committed) > 50, "the writer was at work")
             event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
@@ -66,9 +65,6 @@ def test_no_client_fails_while_the_database_is_rebooted(tmp_path: Path) -> None:
             sim.end(event)
             agent.wait_log("closed", event_id=event)
             agent.wait_until(lambda: len(writer.committed) > committed + 50, "the writer was at work again")
-        finally:
-            agent.close()
-            sys.stdout.write("".join(agent.history))  # pytest shows it on failure only
         writer.close()
         assert writer.tried == len(writer.committed)
         assert set(writer.committed) <= servers.rows()

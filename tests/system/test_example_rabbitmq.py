@@ -54,20 +54,15 @@ def run_hook(cluster: Cluster, name: str, **more: str) -> tuple[int, list[str]]:
 def test_a_node_is_drained_and_stopped_and_no_message_is_lost(
     cluster: Cluster, load: Load, tmp_path: Path
 ) -> None:
-    with Simulator(vms=("vm-1",), rate_limit=None) as sim:
-        agent = Agent(tmp_path / "agent", sim.endpoint())
+    with Simulator(vms=("vm-1",), rate_limit=None) as sim, Agent(tmp_path / "agent", sim.endpoint()) as agent:
         agent.config.write_text(cluster.policy(copy_hooks(tmp_path), sim.endpoint()), encoding="utf-8")
-        try:
-            agent.start()
-            event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
-            sim.wait_started(event, 3 * PATIENCE)
-            assert not cluster.manager.runs(cluster.unit())
-            load.wait_confirmed()
-            sim.end(event)
-            agent.wait_log("closed", timeout=3 * PATIENCE, event_id=event)
-        finally:
-            agent.close()
-            sys.stdout.write("".join(agent.history))  # pytest shows it on failure only
+        agent.start()
+        event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
+        sim.wait_started(event, 3 * PATIENCE)
+        assert not cluster.manager.runs(cluster.unit())
+        load.wait_confirmed()
+        sim.end(event)
+        agent.wait_log("closed", timeout=3 * PATIENCE, event_id=event)
     assert not cluster.is_drained()
     load.wait_confirmed()
     assert load.lost() == set()

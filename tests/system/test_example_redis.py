@@ -61,11 +61,9 @@ def sim() -> Iterator[Simulator]:
 
 @pytest.fixture
 def agent(tmp_path: Path, sim: Simulator, servers: RedisSet) -> Iterator[Agent]:
-    agent = Agent(tmp_path / "agent", sim.endpoint())
-    agent.config.write_text(servers.policy(copy_hooks(tmp_path), sim.endpoint()), encoding="utf-8")
-    yield agent
-    agent.close()
-    sys.stdout.write("".join(agent.history))  # pytest shows it on failure only
+    with Agent(tmp_path / "agent", sim.endpoint()) as agent:
+        agent.config.write_text(servers.policy(copy_hooks(tmp_path), sim.endpoint()), encoding="utf-8")
+        yield agent
 
 
 def run_hook(servers: RedisSet, name: str, **more: str) -> tuple[int, str]:

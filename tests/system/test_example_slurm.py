@@ -30,10 +30,8 @@ def sim() -> Iterator[Simulator]:
 
 @pytest.fixture
 def agent(tmp_path: Path, sim: Simulator) -> Iterator[Agent]:
-    one = Agent(tmp_path / "agent", sim.endpoint())
-    yield one
-    one.close()
-    sys.stdout.write("".join(one.history))  # pytest shows it on failure only
+    with Agent(tmp_path / "agent", sim.endpoint()) as one:
+        yield one
 
 
 @pytest.fixture

@@ -45,10 +45,8 @@ def sim() -> Iterator[Simulator]:
 
 @pytest.fixture
 def agent(sim: Simulator, tmp_path: Path) -> Iterator[Agent]:
-    agent = Agent(tmp_path / "agent", sim.endpoint())
-    yield agent
-    agent.close()
-    sys.stdout.write("".join(agent.history))
+    with Agent(tmp_path / "agent", sim.endpoint()) as agent:
+        yield agent
 
 
 def long_download(web: Web, path: str = "/long") -> tuple[threading.Thread, list[bytes]]:

@@ -28,15 +28,13 @@ def sim() -> Iterator[Simulator]:
 
 @pytest.fixture
 def agent(tmp_path: Path, sim: Simulator) -> Iterator[Agent]:
-    one = Agent(tmp_path / "agent", sim.endpoint())
-    yield one
-    one.close()
-    sys.stdout.write("".join(one.history))
+    with Agent(tmp_path / "agent", sim.endpoint()) as one:
+        yield one
 
 
 @pytest.fixture
-def job(tmp_path: Path, sim: Simulator) -> Iterator[Job]:
-    with torch_job(tmp_path, sim) as job:
+def job(tmp_path: Path) -> Iterator[Job]:
+    with torch_job(tmp_path) as job:
         yield job
         sys.stdout.write(job.manager.log.read_text("utf-8"))
 

@@ -9,12 +9,13 @@ if sys.platform == "win32":
     raise ImportError("the hooks are shell scripts for Linux")
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import apt
-from harness import CHECKOUT, Simulator
-from training_job import NEVER, Job, a_job
+from harness import CHECKOUT
+from training_job import Job, a_job
 
 TORCH = CHECKOUT / ".cache/torch-trixie"
 WORKER = Path(__file__).with_name("torch_worker.py")
@@ -37,12 +38,19 @@ def python(directory: Path) -> Path:
     return program
 
 
+def version() -> str:
+    """Of the PyTorch that ``python`` has."""
+    text = (TORCH / "usr/lib/python3/dist-packages/torch/version.py").read_text(encoding="utf-8")
+    found = re.search(r"__version__ = '(\d+\.\d+\.\d+)", text)
+    return found[1] if found else "of an unknown version"
+
+
 @contextlib.contextmanager
-def torch_job(directory: Path, sim: Simulator, every: int = NEVER) -> Iterator[Job]:
-    """``every``: steps from one periodic checkpoint to the next."""
+def torch_job(directory: Path) -> Iterator[Job]:
+    """The job, which writes no checkpoint of its own accord."""
     program = str(python(directory))
     options = ("--standalone", "--nproc-per-node=2", "--no-python")
-    workers = (program, str(WORKER), str(directory / "disk"), str(every))
+    workers = (program, str(WORKER), str(directory / "disk"))
     run = (program, str(WORKER), "launch", *options, *workers)
-    with a_job(directory, sim, run=run, checkpoint=CHECKPOINT) as job:
+    with a_job(directory, run=run, checkpoint=CHECKPOINT) as job:
         yield job

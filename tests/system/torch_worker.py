@@ -1,6 +1,6 @@
-"""A worker of a training job on CPU: DDP over gloo; a checkpoint by DCP on SIGUSR1, and every so many steps.
+"""A worker of a training job on CPU: DDP over gloo; a checkpoint by DCP on SIGUSR1.
 
-torch_worker.py DIRECTORY STEPS_BETWEEN_CHECKPOINTS: a worker; torch_worker.py launch ...: torchrun, its arguments
+torch_worker.py DIRECTORY: a worker; torch_worker.py launch ...: torchrun, its arguments
 """
 
 import signal
@@ -30,7 +30,7 @@ def launch() -> None:
     run.main(sys.argv[2:])
 
 
-def work(directory: Path, every: int) -> None:
+def work(directory: Path) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
@@ -54,13 +54,15 @@ def work(directory: Path, every: int) -> None:
         step += 1
         flag = torch.tensor([wanted])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if flag.item() or step % every == 0:
+        if flag.item():
             globals()["wanted"] = 0
             state[own] = torch.tensor([step])
             dcp.save(state, checkpoint_id=str(directory / f"step-{step}"))
             print(f"rank {rank} has saved step {step} with {float(state['weight'].sum()):.6f}", flush=True)
         if rank == 0:
-            (directory / "progress").write_text(str(step))
+            told = directory / "progress.unfinished"
+            told.write_text(str(step))
+            told.replace(directory / "progress")
         time.sleep(0.02)
 
 
@@ -71,4 +73,4 @@ else:
     # As early as can be: without a handler, the signal would end the worker.
     signal.signal(signal.SIGUSR1, want_checkpoint)  # type: ignore[attr-defined,unused-ignore] # not on Windows
     do_without_libuv()
-    work(Path(sys.argv[1]), int(sys.argv[2]))
+    work(Path(sys.argv[1]))

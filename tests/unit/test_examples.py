@@ -16,7 +16,9 @@ from agent.settings import parse_settings
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "config/examples").glob("*.yaml"))
 FILES = sorted(path for path in (ROOT / "config/hooks").iterdir() if path.name != "README.md")
-HOOKS = [path for path in FILES if path.suffix != ".sh"]  # what hooks read is none itself
+HOOKS = [
+    path for path in FILES if path.name not in ("common.sh", "iis-common.ps1")
+]  # what hooks read is none itself
 PAGES = sorted((ROOT / "docs/cookbook").glob("*.md"))
 # Where hooks are installed, and what stands there in config/hooks.
 PLACES = ("/etc/scheduled-events-agent/hooks/", "C:\\ProgramData\\ScheduledEventsAgent\\hooks\\")

@@ -1,0 +1,10 @@
+# What iis-prepare.ps1 and iis-recover.ps1 share: what they ask IIS about the application pool $Pool. Not a hook itself.
+# Install it beside them.
+Import-Module WebAdministration
+
+function Get-State { (Get-WebAppPoolState -Name $Pool).Value }
+
+function Get-WorkerCount {   # since IIS was started; nothing if Windows does not count
+    Get-CimInstance -ClassName Win32_PerfRawData_APPPOOLCountersProvider_APPPOOLWAS -ErrorAction SilentlyContinue |
+        Where-Object { $_.Name -eq $Pool } | ForEach-Object { "$($_.TotalWorkerProcessesCreated)" }
+}

@@ -1,0 +1,38 @@
+"""Every page of the cookbook says what its readers have to know before they rely on it."""
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from agent.events import EventTypeName
+
+COOKBOOK = Path(__file__).resolve().parents[2] / "docs/cookbook"
+EVENTS = [name for name in get_args(EventTypeName) if name != "SpotRebalanceRecommendation"]  # a preview
+PAGES = [pytest.param(page, id=page.stem) for page in sorted(COOKBOOK.glob("*.md")) if page.stem != "README"]
+
+
+def rows_about_events(text: str) -> dict[str, str]:
+    """Of the table that begins with "event": the first cell of each row, and what stands in the others."""
+    _, begins, rest = text.partition("\n| event |")
+    assert begins, "no table of events"
+    _, _, *rows = rest.partition("\n\n")[0].splitlines()
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {first: " ".join(others).strip() for first, *others in cells}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_what_happens_at_each_event(page: Path) -> None:
+    rows = rows_about_events(page.read_text(encoding="utf-8"))
+    first = " ".join(rows)
+    assert [name for name in EVENTS if not re.search(rf"\b{name}\b", first)] == []
+    assert [name for name in ("several VMs", "a hook fails", "how long it takes") if not rows.get(name)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_what_was_tried_and_measured_and_what_was_not(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    tried = text.partition("\n## What was tried\n")[2].partition("\n## ")[0]
+    assert re.search(r"\bNot\b", tried)
+    assert re.search(r"`make recipes NAME=\w+`|Nothing was measured|figures were measured once, by hand", text)
