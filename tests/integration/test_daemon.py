@@ -56,8 +56,15 @@ def running(
     assert not thread.is_alive()
 
 
-def get(web: WebServer | None, path: str) -> tuple[int, str]:
-    assert web is not None
+def open_pages(daemon: Daemon) -> WebServer:
+    """What serves them; they open while the first poll is under way."""
+    assert daemon._pages.has_tried.wait(60.0)
+    assert daemon.web is not None, daemon._pages.failure
+    return daemon.web
+
+
+def get(daemon: Daemon, path: str) -> tuple[int, str]:
+    web = open_pages(daemon)
     if path == "/metrics":
         time.sleep(pages._METRICS_SECONDS)  # the page may be so old
     connection = http.client.HTTPConnection("127.0.0.1", web.port, timeout=60)
@@ -83,19 +90,19 @@ def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
 
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         azure.wait_polls(1)
-        assert get(daemon.web, "/healthz") == (200, "ok\n")
+        assert get(daemon, "/healthz") == (200, "ok\n")
         monkeypatch.setattr(Store, "commit", commit)
         azure.schedule("Reboot", notice_seconds=60)
         assert hangs.wait(60.0)
         threading.Event().wait(2.0)
-        status, text = get(daemon.web, "/healthz")
+        status, text = get(daemon, "/healthz")
         assert status == 503
         assert re.match(r"the engine has not turned for \d+s", text)
         azure.wait_polls(2)  # polling waits for nothing
         monkeypatch.undo()
         may_go_on.set()
         azure.wait_polls(4)
-        assert get(daemon.web, "/healthz") == (200, "ok\n")
+        assert get(daemon, "/healthz") == (200, "ok\n")
 
 
 def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn(
@@ -120,7 +127,7 @@ def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn(
         assert second.approved_at is not None
         assert first.approved_at < second.approved_at
         assert failures == [freeze, freeze]
-        assert "scheduled_events_faults_total 2.0" in get(daemon.web, "/metrics")[1]
+        assert "scheduled_events_faults_total 2.0" in get(daemon, "/metrics")[1]
 
 
 class Told(host.ServiceManager):
@@ -265,21 +272,21 @@ def test_a_paused_agent_watches_and_does_nothing_until_it_is_resumed(tmp_path: P
         azure.wait_polls(2)
         daemon.pause()
         first = azure.schedule("Reboot", notice_seconds=600)
-        azure.wait_until(lambda: first in get(daemon.web, "/status")[1], "the paused agent saw the event")
-        assert "scheduled_events_acting 0.0" in get(daemon.web, "/metrics")[1]
+        azure.wait_until(lambda: first in get(daemon, "/status")[1], "the paused agent saw the event")
+        assert "scheduled_events_acting 0.0" in get(daemon, "/metrics")[1]
         before = len(azure.requests())
         azure.wait_until(lambda: len(azure.requests()) > before + 4, "it polled on")
         assert azure.approvals() == ()
         daemon.resume()
         assert azure.wait_approved(first).approved_at is not None
-        assert "scheduled_events_acting 1.0" in get(daemon.web, "/metrics")[1]
+        assert "scheduled_events_acting 1.0" in get(daemon, "/metrics")[1]
 
 
 def test_what_is_pending_is_decided_on_by_the_policy_that_a_restarted_agent_finds(tmp_path: Path) -> None:
     by_hand, never = Rule(name="by-hand", approve="manual"), Rule(name="never", approve="never")
 
     def has_decided(daemon: Daemon, rule: str) -> bool:
-        return daemon.web is not None and f'"rule": "{rule}"' in get(daemon.web, "/status")[1]
+        return daemon.web is not None and f'"rule": "{rule}"' in get(daemon, "/status")[1]
 
     with Simulator(vms=("vm-1",)) as azure:
         with running(tmp_path, azure.endpoint(), rules=(by_hand,)) as daemon:
@@ -299,15 +306,15 @@ def test_a_restarted_agent_is_ready_only_when_it_knows_what_is_prepared(
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline and not answers:
             time.sleep(0.05)
-            answers.extend(get(daemon.web, "/readyz")[0] for daemon in daemons if daemon.web)
+            answers.extend(get(daemon, "/readyz")[0] for daemon in daemons if daemon.web)
         return load(store)
 
     with Simulator(vms=("vm-1",)) as azure:
         with running(tmp_path, azure.endpoint(), rules=(drain,)) as daemon:
             azure.schedule("Reboot", notice_seconds=3600)
-            azure.wait_until(lambda: daemon.web and get(daemon.web, "/readyz")[0] == 503, "it drains")
+            azure.wait_until(lambda: get(daemon, "/readyz")[0] == 503, "it drains")
         monkeypatch.setattr(Store, "load_workflows", slow_load)
         with running(tmp_path, azure.endpoint(), rules=(drain,)) as daemon:
             daemons.append(daemon)
             azure.wait_until(lambda: bool(daemon.web), "its pages are shown")
-            assert (answers, get(daemon.web, "/readyz")[0]) == ([], 503)
+            assert (answers, get(daemon, "/readyz")[0]) == ([], 503)

@@ -91,8 +91,8 @@ def test_a_poller_that_hangs_ends_the_signs_of_life_and_is_named_on_the_health_p
         while is_alive(1.0):
             assert time.monotonic() < deadline
         reason = r"the poller has given no sign of life for \d+s\n"
-        assert re.search(reason, get(daemon.web, "/healthz")[1])
+        assert re.search(reason, get(daemon, "/healthz")[1])
         monkeypatch.undo()
         may_go_on.set()
         azure.wait_polls(4)
-        assert get(daemon.web, "/healthz") == (200, "ok\n")
+        assert get(daemon, "/healthz") == (200, "ok\n")

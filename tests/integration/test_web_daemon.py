@@ -102,6 +102,7 @@ def test_pages_that_are_to_be_protected_are_not_shown_without_protection(
         running(tmp_path / "state", azure.endpoint(), agent=settings) as daemon,
     ):
         azure.wait_polls(2)
+        wait_until(lambda: daemon._pages.failure)
         assert daemon.web is None
         assert daemon._pages.failure.startswith(f"{file}: cannot be read: ")
         file.write_text("basic_auth_users: {ada: x}\n")
@@ -157,6 +158,7 @@ def test_the_past_is_read_once_a_second_however_many_ask(tmp_path: Path, monkeyp
         running(tmp_path, azure.endpoint()) as daemon,
     ):
         wait_until(daemon._engine.names)
+        wait_until(lambda: daemon.web)
         assert daemon.web is not None
         began = time.monotonic()
         answers = [get(daemon.web.port, "/history") for _ in range(100)]
@@ -214,6 +216,7 @@ def test_a_disk_that_hangs_leaves_the_present_and_the_last_view_of_the_past(
         running(tmp_path, azure.endpoint()) as daemon,
     ):
         wait_until(daemon._engine.names)
+        wait_until(lambda: daemon.web)
         assert daemon.web is not None
         port = daemon.web.port
         monkeypatch.setattr(Store, "look_into", hanging)
