@@ -82,6 +82,7 @@ class FleetThread:
             if settings is None or wishes is None:
                 fleet = used = told = None
                 self._metrics.fleet_awaited.set(0)
+                self._metrics.fleet_away.set(0)
                 self._news.wait()
                 continue
             group, now = settings.group or wanted.group, datetime.now(UTC)
@@ -107,6 +108,7 @@ class FleetThread:
                 since = told.away_since if told and told.away_since else now
                 new = FleetTold(group, reason, min(since, now), told.standings if told else {}, settings)
                 self._tell_log(reason, error.kind if isinstance(error, AgentError) else "bug")
+            self._metrics.fleet_away.set(bool(new.failure))
             if new != told:
                 told = new
                 self._put(new)

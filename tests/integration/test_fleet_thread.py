@@ -1,5 +1,6 @@
 """The thread that asks the fleet's table: what log and metrics say of how the table answers."""
 
+import queue
 import threading
 import time
 from collections.abc import MutableMapping
@@ -82,3 +83,21 @@ def test_a_table_that_works_is_counted_and_not_logged() -> None:
     assert 'scheduled_events_fleet_requests_total{operation="put_if_unchanged",result="ok"} 1.0' in metrics
     assert 'scheduled_events_fleet_wait_seconds_count{what="slot"} 1.0' in metrics
     assert 'scheduled_events_fleet_wait_seconds_count{what="ready"} 0.0' in metrics
+    assert "scheduled_events_fleet_table_away 0.0" in metrics
+
+
+def test_a_fleet_without_a_group_cannot_use_its_table() -> None:
+    metrics, told = Metrics(list), queue.Queue[Any]()
+    settings = Settings(fleet=FleetSettings(table="https://a.example/abc"))
+    thread = FleetThread(told.put, metrics, settings, lambda *_: MemoryLedger())
+    thread.wish((), (), "id", "")
+    with capture_logs() as entries:
+        runner = threading.Thread(target=thread.run)
+        runner.start()
+        try:
+            assert told.get(timeout=60).failure.startswith("the group is not known")
+        finally:
+            thread.stop()
+            runner.join()
+    assert [entry["event"] for entry in entries] == ["using the fleet's table fails"]
+    assert "scheduled_events_fleet_table_away 1.0" in metrics.expose().decode()

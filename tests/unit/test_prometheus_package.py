@@ -167,7 +167,12 @@ def dashboard_queries() -> list[tuple[str, str]]:
 
 
 def panels() -> list[dict[str, Any]]:
-    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+    return [panel for panel in all_panels() if panel["type"] != "row"]
+
+
+def all_panels() -> list[dict[str, Any]]:
+    """With the rows, and what is in those that are collapsed."""
+    return [one for panel in dashboard()["panels"] for one in (panel, *panel.get("panels", ()))]
 
 
 def all_queries() -> Iterator[tuple[str, str]]:
@@ -279,11 +284,19 @@ def test_the_dashboard_has_what_is_asked_of_an_agent() -> None:
         *("How events ended", "Hooks", "Failures", "Approvals", "Approval delay", "Polls", "Poll latency"),
         *("Measured pauses", "Agent trouble", "Versions", "Agent processor time", "Agent memory"),
         *("Age of the policy in force", "Notices", "Notices waiting", "Oldest waiting notice"),
+        *("Table away", "VMs awaited", "Wait for slots and VMs", "Requests to the table"),
     ]
     shown = {selector.metric for _, query in dashboard_queries() for selector in parse_query(query).selectors}
-    agents = {name for name in exposed() if name.startswith("scheduled_events_")}
+    agents = {name for name in exposed(has_fleet=True) if name.startswith("scheduled_events_")}
     families = [{re.sub(r"_(bucket|count|sum)$", "", name) for name in names} for names in (shown, agents)]
     assert families[0] == {*families[1], *PROCESS_METRICS}
+
+
+def test_what_only_a_fleet_has_is_in_a_row_that_is_collapsed() -> None:
+    rows = [panel for panel in dashboard()["panels"] if panel["type"] == "row"]
+    (fleet,) = [row for row in rows if row["collapsed"]]
+    with_fleet = {title for title, query in dashboard_queries() if "_fleet_" in query}
+    assert {panel["title"] for panel in fleet["panels"]} == with_fleet
 
 
 def test_the_dashboard_can_be_imported_anywhere() -> None:
@@ -312,13 +325,13 @@ def test_no_panel_shows_a_series_for_each_of_thousands_of_machines() -> None:
         for target in panel["targets"]
         if "{{instance}}" in target["legendFormat"] or panel["title"] == "Pending events"
     ]
-    assert len(told_apart) == 14
+    assert len(told_apart) == 15
     unbounded = [title for title, query in told_apart if not re.match(r"(topk|bottomk)\(\d+, ", query)]
     assert unbounded == []
 
 
 def test_the_panels_of_the_dashboard_do_not_overlap() -> None:
-    every = dashboard()["panels"]
+    every = all_panels()
     assert len({panel["id"] for panel in every}) == len(every)
     places = [panel["gridPos"] for panel in every]
     assert all(place["x"] + place["w"] <= 24 for place in places)
