@@ -46,8 +46,8 @@ soak: $(VENV)/.ready          ## Whether the agent grows, at a hundred times its
 bench: $(VENV)/.ready         ## Speed and size, as a table
 	$(BIN)/python -m benchmarks
 
-recipes: $(VENV)/.ready       ## What the cookbook's recipes save, measured with load (root; NAME=slurm: only this one)
-	$(BIN)/python tests/recipes/run_recipes.py $(if $(filter command,$(origin NAME)),$(NAME))
+recipes: $(VENV)/.ready       ## What the cookbook's recipes save, measured with load (root; NAME=slurm: only this one; WRITE=1: onto the pages)
+	$(BIN)/python tests/recipes/run_recipes.py $(if $(WRITE),--write) $(if $(filter command,$(origin NAME)),$(NAME))
 
 system: system-linux system-windows   ## Tests in real surroundings (root: fetches them once; make -j2 halves the time)
 

@@ -4,25 +4,36 @@ Installs what a recipe needs, which root on Debian or Ubuntu may do. recipe_NAME
 cookbook, and has a ``Recipe`` for each table on it.
 """
 
+import sys
+
+if sys.platform == "win32":
+    raise ImportError("the hooks are shell scripts for Linux")
+
 import argparse
 import contextlib
 import importlib
 import io
 import json
-import sys
+import os
+import re
+import signal
 import tempfile
 import time
 import traceback
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from frame import WAYS, Outcome, Recipe, Way, run, table
+from harness import CHECKOUT
 
 from benchmarks.sides import describe_machine
 
 NAMES = sorted(path.stem.removeprefix("recipe_") for path in Path(__file__).parent.glob("recipe_*.py"))
+RUN_SECONDS = 1200
+"""How long one way of a recipe may take, with the installation of what it needs."""
 
 
 def recipes_of(name: str) -> list[type[Recipe]]:
@@ -38,31 +49,57 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", metavar="NAME", nargs="*", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures as JSON, too")
+    parser.add_argument("--write", action="store_true", help="put the tables and the date on the pages")
     parser.add_argument("--verbose", action="store_true", help="show the logs of the programs")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(NAMES):
         parser.error(f"no such recipe: {', '.join(sorted(unknown))}")
+    when = f"{datetime.now(UTC):%Y-%m-%d}, load average {os.getloadavg()[0]:.1f} before"
     results: list[dict[str, Any]] = []
-    missing = 0
+    missing: list[str] = []
     for name in arguments.names or NAMES:
-        for recipe in recipes_of(name):
+        recipes = recipes_of(name)
+        own: list[dict[str, Any]] = []
+        for recipe in recipes:
             try:
-                results.append(_measure(name, recipe, is_verbose=arguments.verbose))
+                own.append(_measure(name, recipe, is_verbose=arguments.verbose))
             except pytest.skip.Exception as reason:
-                missing += 1
-                print(f"{recipe.title}: not run: {reason}", file=sys.stderr)
-            except Exception:  # noqa: BLE001 - the tables of the others are worth having
-                missing += 1
-                print(f"{recipe.title}: failed:\n{traceback.format_exc()}", file=sys.stderr)
+                missing.append(f"{name}, {recipe.title}: not run: {reason}")
+            except Exception as error:  # noqa: BLE001 - the tables of the others are worth having
+                missing.append(f"{name}, {recipe.title}: failed: {error!r}"[:500])
+                traceback.print_exc()
+        results += own
+        if arguments.write and len(own) == len(recipes):
+            write(name, own, when, CHECKOUT)
     machine = describe_machine()
-    print(f"\n{machine}")
+    print(f"\n{machine}; {when}")
     for result in results:
         print(
             f"\n{result['title']}, {result['versions']}; {result['event']}; {result['load']}\n\n{result['table']}"
         )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps({"machine": machine, "recipes": results}, indent=2), "utf-8")
+    for line in missing:
+        print(f"no table: {line}", file=sys.stderr)
     return 1 if missing else 0
+
+
+def write(name: str, results: list[dict[str, Any]], when: str, checkout: Path) -> None:
+    """Put the tables of one file's recipes, and when they were measured, on their page."""
+    page = checkout / results[0]["page"]
+    text = page.read_text("utf-8")
+    date_of = rf"(`make recipes NAME={name}`(?:(?!\n\n).)*?\()\d{{4}}-\d\d-\d\d[^)]*"
+    text, dates = re.subn(date_of, lambda found: found[1] + when, text, flags=re.DOTALL)
+    for result in results:
+        head = re.escape(result["table"].partition("\n")[0])
+        text, tables = re.subn(rf"^{head}\n(?:\|.*\n)+", result["table"] + "\n", text, flags=re.MULTILINE)
+        if (dates, tables) != (1, 1):
+            raise ValueError(f"{page}: expected one date and one table of {result['title']}")
+    page.write_text(text, "utf-8")
+
+
+def _give_up(*_: object) -> None:
+    raise TimeoutError(f"not done within {RUN_SECONDS} s")
 
 
 def _measure(name: str, recipe: type[Recipe], *, is_verbose: bool) -> dict[str, Any]:
@@ -70,15 +107,25 @@ def _measure(name: str, recipe: type[Recipe], *, is_verbose: bool) -> dict[str, 
     versions = ""
     for way in WAYS:
         print(f"{recipe.title}: {way} ...", file=sys.stderr, flush=True)
-        logs = contextlib.redirect_stdout(sys.stderr if is_verbose else io.StringIO())
+        kept = io.StringIO()
+        logs = contextlib.redirect_stdout(sys.stderr if is_verbose else kept)
         began = time.monotonic()
-        with tempfile.TemporaryDirectory(prefix="recipe-") as place, logs:
-            versions, outcomes[way] = run(recipe(Path(place), way))
+        signal.signal(signal.SIGALRM, _give_up)
+        signal.alarm(RUN_SECONDS)
+        try:
+            with tempfile.TemporaryDirectory(prefix="recipe-") as place, logs:
+                versions, outcomes[way] = run(recipe(Path(place), way))
+        except Exception:
+            print(kept.getvalue()[-10_000:], file=sys.stderr)
+            raise
+        finally:
+            signal.alarm(0)
         took = time.monotonic() - began
         print(f"{recipe.title}: {way}: {outcomes[way]} in {took:.0f} s", file=sys.stderr, flush=True)
     return {
         "name": name,
         "title": recipe.title,
+        "page": recipe.page,
         "versions": versions,
         "event": recipe.event,
         "load": recipe.load,
