@@ -170,7 +170,9 @@ class Metrics:
         self.fleet_awaited = self._gauge(
             "fleet_awaited_vms", "VMs that are not ready for events which this VM is ready for."
         )
-        self.fleet_away = self._gauge("fleet_table_away", "1 if the fleet's table could not be used at last.")
+        self.fleet_away = self._gauge(
+            "fleet_table_away", "1 if the fleet's table could not be used when last asked."
+        )
         for what in ("slot", "ready"):
             self.fleet_wait_seconds.labels(what)
 

@@ -45,6 +45,8 @@ _EXTEND_BEFORE = timedelta(minutes=15)
 _KEEP_ROWS = timedelta(days=1)
 _ASK_SECONDS = (5.0, 15.0)
 _LOOK_SECONDS = (4.0, 6.0)
+_LOOK_RARELY_SECONDS = 60.0
+"""And as many more as VMs are expected, so that lists of many rows are rare. At most twice that."""
 _MAX_PAUSE_SECONDS = 30.0
 _WATCHERS = 2
 """So many of the first named look again and again, should others die between writing and looking."""
@@ -274,7 +276,9 @@ class Fleet:
                 event.row = "unknown"  # another VM has deleted it, or saw the event gone since
             # Until its approval is taken: a VM that was ready may be held.
             must_look = event.is_watcher or event.row != "ready" or event.ready.issuperset(wish.expected)
-            event.look_at = self._later(_LOOK_SECONDS, now) if must_look else None
+            # The others have to write again if they have not seen that the event was gone.
+            rarely = _LOOK_RARELY_SECONDS + len(wish.expected)
+            event.look_at = self._later(_LOOK_SECONDS if must_look else (rarely, 2 * rarely), now)
         if event.ready.issuperset(wish.expected):
             self._has_waited("ready", event, now)
 

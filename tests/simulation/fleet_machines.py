@@ -35,6 +35,8 @@ _POLL_SECONDS = 1.0
 _MOST_PAST_WAKES = 100
 _EMPTY = b'{"DocumentIncarnation":0,"Events":[]}'
 _MAX_WAIT_SECONDS = 60.0
+_LOOKS_WITHIN = 150.0
+"""So soon a VM that missed a gap learns of it from the ledger."""
 
 
 class Vm(Machine):
@@ -49,6 +51,7 @@ class Vm(Machine):
         """When a request of it last failed."""
         self.documents: dict[str, tuple[str, ...]] = {}
         """Resources of the events, as it has last read them."""
+        self._polls_again_at = 0.0
         self.seen_at: dict[str, float] = {}
         """Since when it knows of an event."""
         self.life = 0
@@ -155,9 +158,17 @@ class Vm(Machine):
             self._poll_at = at
             self.after(at - self.world.at, lambda: self._poll() if at == self._poll_at else None)
 
+    def miss_polls(self, seconds: float) -> None:
+        """What is in the document meanwhile it does not see."""
+        self._polls_again_at = self.world.at + seconds
+        self.disturbed_at = max(self.disturbed_at, self._polls_again_at + _LOOKS_WITHIN)
+
     def _poll(self) -> None:
         assert self.engine is not None
         world, self._poll_at = self.world, -1.0
+        if world.at < self._polls_again_at:
+            self.after(self._polls_again_at - world.at, self.poll_soon)
+            return
         body = world.document()
         is_chosen = world.has("empty answers") and self.chance("empty answers").random() < 0.1
         self._was_empty = is_chosen and not self._was_empty

@@ -25,7 +25,7 @@ from agent.simulator.azure import Azure, Plan
 
 FleetTrouble = Literal[
     "kills", "away", "cut off", "slow", "lost answers", "stale lists", "dead VMs", "growth", "bad hooks",
-    "empty answers", "back again", "canceled",
+    "empty answers", "back again", "missed gaps", "canceled",
 ]  # fmt: skip
 FLEET_TROUBLES: tuple[FleetTrouble, ...] = get_args(FleetTrouble)
 BUSY_SECONDS = 2400.0
@@ -274,6 +274,10 @@ class FleetWorld:
             return
         self.tell(f"Azure: {name} is left out for {seconds:.0f} s")
         self._hidden.add(name)
+        if self.has("missed gaps"):
+            missing = self.chance("missed gaps").choice([*self.vms.values()])
+            self.tell(f"{missing.name} does not poll meanwhile")
+            missing.miss_polls(seconds)
         self.judge.changed(name)
         self._poll_all()
 

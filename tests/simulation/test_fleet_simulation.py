@@ -105,6 +105,9 @@ PLANTS = {
     "the first two never look again": Plant(
         protocol, {"_LOOK_SECONDS": (1e6, 1e6)}, "(3)", frozenset({"stale lists", "slow"})
     ),
+    "the others never look again": Plant(
+        protocol, {"_LOOK_RARELY_SECONDS": 1e6}, "(3)", frozenset({"back again", "missed gaps"})
+    ),
     "a slot does not expire": Plant(protocol, {"is_held": _is_taken}, "(4)", frozenset({"dead VMs"})),
     "approves with those who were ready once": Plant(
         Fleet, {"_ready_names": _remember_ready}, "(1)", frozenset({"back again"})

@@ -247,16 +247,17 @@ def test_the_last_to_write_sees_all() -> None:
     assert not any(ready >= frozenset(names) for ready in seen[:-1])
 
 
-def test_the_first_two_look_again_and_the_others_do_not() -> None:
+def test_the_first_two_look_again_every_5_s_and_the_others_rarely() -> None:
     ledger = MemoryLedger()
     names = tuple(f"web_{number}" for number in range(5))
     vms = [Vm(name, ledger, max_events=None) for name in names]
     for vm in vms[:-1]:
         vm.wish("ready", names=names)
         vm.visit()
-    looks = [vm.fleet.next_at(START) for vm in vms[:-1]]
-    assert [at is not None for at in looks] == [True, True, False, False]
-    assert all(timedelta(seconds=4) <= at - START <= timedelta(seconds=6) for at in looks if at)
+    seconds = [(at - START).total_seconds() for vm in vms[:-1] if (at := vm.fleet.next_at(START))]
+    assert all(4 <= one <= 6 for one in seconds[:2])
+    assert len(seconds) == 4
+    assert all(65 <= one <= 130 for one in seconds[2:])
 
 
 def test_one_that_dies_between_write_and_look_stops_nothing() -> None:
@@ -404,6 +405,24 @@ def test_a_vm_that_has_not_seen_the_event_gone_says_again_that_it_is_ready() -> 
     assert other.standing(START + 2 * MINUTE).ready == {"web_2"}
     assert one.standing(START + 2 * MINUTE).ready == {"web_2"}
     assert one.standing(START + 3 * MINUTE).ready == {"web_1", "web_2"}
+
+
+def test_it_says_so_within_two_minutes_also_if_it_is_not_one_of_the_first_two() -> None:
+    ledger = MemoryLedger()
+    names = ("web_1", "web_2", "web_3")
+    *others, last = [Vm(name, ledger, max_events=None) for name in names]
+    last.wish("ready", names=names)
+    last.visit()
+    for vm in others:
+        vm.wish("busy", names=names)
+        vm.visit()
+        vm.wish("gone", names=names)
+        vm.visit(START + timedelta(seconds=10))
+        vm.wish("ready", names=names, workflow="a@2")
+        vm.visit(START + timedelta(seconds=20))
+    last.visit(START + timedelta(seconds=130))
+    last.visit(START + timedelta(seconds=131))
+    assert others[0].standing(START + timedelta(seconds=132)).ready == frozenset(names)
 
 
 def test_a_slot_that_is_not_needed_any_more_is_not_asked_for() -> None:
