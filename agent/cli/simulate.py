@@ -20,6 +20,7 @@ from agent.simulator.control import Control
 from agent.simulator.recorder import REAL_ENDPOINT, record
 from agent.simulator.recording import SUFFIX, Recording, load_recording, rename_vm
 from agent.simulator.scenario import DEFAULT_SCENARIO
+from agent.simulator.table import SimulatedTable
 from agent.spelling import parse_duration
 
 _LINGER_SECONDS = 3.0  # in which clients can still see that the last event is gone
@@ -71,6 +72,13 @@ def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
         "the simulator then ends with Ctrl-C only",
     )
     parser.add_argument(
+        "--table",
+        type=int,
+        metavar="PORT",
+        help="a port for a table for the policy's fleet, which takes any signature (0: a free one); "
+        "the simulator then ends with Ctrl-C only",
+    )
+    parser.add_argument(
         "--bind",
         default="127.0.0.1",
         metavar="ADDRESS",
@@ -106,16 +114,18 @@ def _run(arguments: argparse.Namespace) -> int:
         port=arguments.port,
         bind=arguments.bind,
         begins_at_first_poll=not arguments.now,
-        linger_seconds=_LINGER_SECONDS if arguments.control is None else math.inf,
+        linger_seconds=_LINGER_SECONDS if arguments.control is None and arguments.table is None else math.inf,
         requests_file=arguments.requests,
     )
     with contextlib.suppress(KeyboardInterrupt), simulator, contextlib.ExitStack() as stack:
-        control = None
+        more = {}
         if arguments.control is not None:
-            control = stack.enter_context(Control(simulator, arguments.control, bind=arguments.bind))
-        _warn_if_open(simulator, has_control=control is not None)
+            more["control"] = stack.enter_context(Control(simulator, arguments.control, bind=arguments.bind)).url
+        if arguments.table is not None:
+            more["table"] = stack.enter_context(SimulatedTable(arguments.table, bind=arguments.bind)).url
+        _warn_if_open(simulator, has_control="control" in more)
         begin, follow = (_print_beginning, _print_life) if arguments.json else (_show_beginning, _show_life)
-        begin(simulator, name or "", control.url if control else "", waits=not arguments.now)
+        begin(simulator, name or "", more, waits=not arguments.now)
         follow(simulator.follow())
     return 0
 
@@ -181,12 +191,12 @@ def _record(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show_beginning(simulator: Simulator, name: str, control: str, *, waits: bool) -> None:
-    width = max(map(len, (*simulator.vms, "control" if control else "")))
+def _show_beginning(simulator: Simulator, name: str, more: dict[str, str], *, waits: bool) -> None:
+    width = max(map(len, (*simulator.vms, *more)))
     for vm in simulator.vms:
         print(f"{vm:{width}}  {simulator.endpoint(vm)}/metadata/scheduledevents")
-    if control:
-        print(f"{'control':{width}}  {control}")
+    for what, url in more.items():
+        print(f"{what:{width}}  {url}")
     pace = "" if simulator.speed == 1 else f", {simulator.speed:g} times as fast"
     when = "begins with the first request" if waits else "begins now"
     what = f"scenario {name} {when}" if name else "nothing happens but what is asked for"
@@ -202,11 +212,11 @@ def _show_life(happenings: Iterable[Happening]) -> None:
     print("the scenario is at its end", flush=True)
 
 
-def _print_beginning(simulator: Simulator, name: str, control: str, *, waits: bool) -> None:
+def _print_beginning(simulator: Simulator, name: str, more: dict[str, str], *, waits: bool) -> None:
     for vm, machine in simulator.vms.items():
         _print_line(kind="endpoint", vm=vm, vm_id=machine.id, url=simulator.endpoint(vm))
-    if control:
-        _print_line(kind="control", url=control)
+    for what, url in more.items():
+        _print_line(kind=what, url=url)
     _print_line(kind="scenario", name=name, speed=simulator.speed, waits=waits)
 
 

@@ -204,7 +204,7 @@ class Server:
 def _listen(name: str, bind: str, port: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        return socket.create_server((bind, port), family=family, backlog=64)
+        return socket.create_server((bind, port), family=family, backlog=128)
     except (OSError, OverflowError) as error:
         raise SimulatorError(
             f"cannot listen on {bind}:{port} for {name}: {error}; choose another port, or 0 for a free one",

@@ -1,8 +1,14 @@
 """The simulated table, asked by the real client of Table Storage, does what a ledger must."""
 
+import json
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from agent.fleet.ledger import Ledger
@@ -23,6 +29,33 @@ def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ledger]:
     with SimulatedTable() as table:
         credential = FleetCredential(sas_file=str(sas_file))
         yield connect(FleetSettings(table=table.url, credential=credential), "http://127.0.0.1:9")
+
+
+def test_a_client_that_gives_up_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    with SimulatedTable() as table:
+        client = socket.create_connection(("127.0.0.1", urlsplit(table.url).port or 0))
+        client.sendall(b"POST /simulated/scheduledevents HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
+        client.close()
+        assert httpx.get(table.url).status_code == 400
+        assert httpx.get(table.url, params={"$filter": "PartitionKey eq 'a'"}).json() == {"value": []}
+    assert capfd.readouterr().err == ""
+
+
+def test_simulate_serves_a_table(tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "agent", "simulate", "--control", "0", "--table", "0", "--json")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            told = [json.loads(process.stdout.readline()) for _ in range(4)]
+            assert [line["kind"] for line in told] == ["endpoint", "control", "table", "scenario"]
+            (tmp_path / "sas").touch(mode=0o600)
+            (tmp_path / "sas").write_text("sv=1&sig=1")
+            fleet = FleetSettings(table=told[2]["url"], credential=FleetCredential(sas_file=str(tmp_path / "sas")))
+            ledger = connect(fleet, told[0]["url"])
+            ledger.put("vm|web", "a", {})
+            assert [row.key for row in ledger.list_rows("vm|web")] == ["a"]
+        finally:
+            process.kill()
 
 
 def test_rows_are_listed_by_partition_in_the_order_of_their_keys(ledger: Ledger) -> None:
