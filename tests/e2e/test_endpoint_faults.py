@@ -1,6 +1,6 @@
 """One agent with a prepared event goes through every fault of the endpoint: it forgets nothing, and comes back.
 
-Each test leaves the agent as it found it, so that all of them share one. The exact pace after each kind of fault
+All tests but one leave the agent as they found it, and share it. The exact pace after each kind of fault
 is shown by a simulated clock in test_imds_faults.py; here it is the real process, with room for a slow machine.
 """
 
@@ -8,7 +8,9 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -84,10 +86,10 @@ class Scene:
         )
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+@contextmanager
+def scene_in(directory: Path) -> Iterator[Scene]:
     with Simulator(vms=("vm-1",), rate_limit=None) as sim:
-        agent = Agent(tmp_path_factory.mktemp("agent"), sim.endpoint())
+        agent = Agent(directory, sim.endpoint())
         try:
             Scene(sim, agent, "", []).write_policy()
             agent.start()
@@ -97,6 +99,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             yield Scene(sim, agent, event, scene.journal_now())
         finally:
             agent.close()
+            sys.stdout.write("".join(agent.history))  # pytest shows it on failure only
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    with scene_in(tmp_path_factory.mktemp("agent")) as scene:
+        yield scene
 
 
 @pytest.fixture
@@ -127,6 +136,10 @@ class Trouble:
     def failed(self, kind: str) -> float:
         """How many polls have failed this way until the end."""
         return self._after.get(kind, 0.0) - self._before.get(kind, 0.0)
+
+    def late(self, timeouts: int = 0) -> float:
+        """How many polls beside these ran out of their half second, as on a busy machine any poll may."""
+        return max(0.0, self.failed("timeout") - timeouts)
 
     def wait_end(self) -> None:
         """Wait until polls have failed, and one has succeeded after that."""
@@ -163,8 +176,7 @@ def test_a_fault_is_never_taken_for_no_events_and_is_over_when_it_is_over(scene:
 
     trouble.wait_end()
     trouble.check_pace()
-    # On a busy machine, a poll may run out of its half second first.
-    late = trouble.failed("timeout") if kind != "timeout" else 0.0
+    late = trouble.late() if kind != "timeout" else 0.0
     assert trouble.failed(kind) + late == trouble.failures
     scene.check_nothing_is_forgotten()
 
@@ -176,7 +188,7 @@ def test_where_the_service_asks_for_time_it_gets_it_and_nothing_is_forgotten(sce
     scene.sim.fault("vm-1", "status", status=status, on="poll", count=1)
 
     trouble.wait_end()
-    assert (trouble.failures, trouble.failed(kind)) == (1, 1)
+    assert (trouble.failures - trouble.late(), trouble.failed(kind)) == (1, 1)
     assert pause - INTERVAL < trouble.seconds < pause + ROOM
     scene.check_nothing_is_forgotten()
 
@@ -187,8 +199,9 @@ def test_a_storm_of_different_faults_is_gone_through_as_well(scene: Scene) -> No
         scene.sim.fault("vm-1", fault, on="poll", count=1, **options)
 
     trouble.wait_end()
+    timeouts = sum(kind == "timeout" for _, _, kind in FAULTS.values())
     # A reset of the kept connection is made good within the poll that it befalls.
-    assert len(FAULTS) - 1 <= trouble.failures <= len(FAULTS)
+    assert len(FAULTS) - 1 <= trouble.failures <= len(FAULTS) + trouble.late(timeouts)
     trouble.check_pace()
     scene.check_nothing_is_forgotten()
 
@@ -216,16 +229,17 @@ def test_an_endpoint_that_is_not_there_is_never_taken_for_no_events(scene: Scene
 
 
 @needs_reload
-def test_an_agent_that_starts_again_during_a_fault_forgets_nothing_either(scene: Scene) -> None:
-    scene.sim.fault("vm-1", "html", on="poll")
-    scene.agent.kill()
-    scene.agent.start(is_awaited=False)
-    scene.agent.wait_log("agent started")
-    scene.agent.wait_until(lambda: scene.failed("document") >= POLLS, f"{POLLS} polls had failed")
-    assert scene.agent.ran() == ["drain"]
-    assert scene.agent.pending()[scene.event]["phase"] == "prepared"
-    assert not scene.agent.is_ready()
-    scene.sim.clear_faults()
-    scene.sim.cancel(scene.event)
-    scene.agent.wait_log("closed", event_id=scene.event)
-    assert scene.agent.ran() == ["drain", "resume"]
+def test_an_agent_that_starts_again_during_a_fault_forgets_nothing_either(tmp_path: Path) -> None:
+    with scene_in(tmp_path) as scene:  # of its own: the event ends here
+        scene.sim.fault("vm-1", "html", on="poll")
+        scene.agent.kill()
+        scene.agent.start(is_awaited=False)
+        scene.agent.wait_log("agent started")
+        scene.agent.wait_until(lambda: scene.failed("document") >= POLLS, f"{POLLS} polls had failed")
+        assert scene.agent.ran() == ["drain"]
+        assert scene.agent.pending()[scene.event]["phase"] == "prepared"
+        assert not scene.agent.is_ready()
+        scene.sim.clear_faults()
+        scene.sim.cancel(scene.event)
+        scene.agent.wait_log("closed", event_id=scene.event)
+        assert scene.agent.ran() == ["drain", "resume"]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from harness import SLOWNESS, Agent, Endpoint, Simulator, approved_ids, document
+from ports import free_port
 
 from agent.simulator import RequestRecord, Scenario
 from conftest import MakeAgent
@@ -265,8 +266,7 @@ def test_a_page_of_a_captive_portal_does_not_confirm_an_approval(sim: Simulator,
 def test_an_agent_that_starts_before_the_service_waits_for_it(
     make_agent: MakeAgent,
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     agent = make_agent(f"http://127.0.0.1:{port}")
     agent.write_policy(rules=[AT_ONCE])
     agent.start(is_awaited=False)

@@ -108,9 +108,10 @@ def test_it_is_ready_long_before_a_slow_first_answer(service: Agent, sim: Simula
 def test_it_is_ready_although_the_first_poll_failed_and_says_so(
     service: Agent, sim: Simulator, systemd: Systemd
 ) -> None:
-    sim.fault(None, "status", status=500, count=2)
+    sim.fault(None, "status", status=500)
     service.start(is_awaited=False)
     assert "polling fails (" in systemd.wait_word("READY=1")[1]
+    sim.clear_faults()
     systemd.wait_status("nothing is pending")
 
 

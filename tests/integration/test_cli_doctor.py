@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from ports import free_port
 
 from agent import __version__, cli, host
 from agent.cli import doctor, operator, terminal
@@ -549,8 +550,7 @@ def test_a_state_directory_on_the_temporary_disk_is_a_failure(
 def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
     examine: Examine, endpoint: Endpoint, tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        listen = f"127.0.0.1:{other.getsockname()[1]}"
+    listen = f"127.0.0.1:{free_port()}"
     assert examine(endpoint.url, listen=listen).one("agent").verdict == "warning"
     command = [sys.executable, "-m", "agent", "run", "--config", str(tmp_path / "p.yaml")]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -570,8 +570,7 @@ def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
 def test_an_agent_that_does_not_do_what_the_policy_file_says_by_now_is_doubted(
     run: Callable[..., tuple[int, str, str]], endpoint: Endpoint, tmp_path: Path
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        listen = f"127.0.0.1:{other.getsockname()[1]}"
+    listen = f"127.0.0.1:{free_port()}"
     policy, other_policy = tmp_path / "p.yaml", tmp_path / "other.yaml"
     for file in (policy, other_policy):
         file.write_text(

@@ -101,8 +101,7 @@ def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
         azure.wait_polls(2)  # polling waits for nothing
         monkeypatch.undo()
         may_go_on.set()
-        azure.wait_polls(4)
-        assert get(daemon, "/healthz") == (200, "ok\n")
+        azure.wait_until(lambda: get(daemon, "/healthz") == (200, "ok\n"), "it was healthy again")
 
 
 def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn(
@@ -110,11 +109,13 @@ def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn(
 ) -> None:
     admit = signals._admit
     failures: list[str] = []
+    admitted: list[str] = []
 
     def faulty(event: ScheduledEvent, context: Context) -> Step:
-        if event.type == "Freeze" and len(failures) < 2:
+        if event.type == "Freeze" and (len(failures) < 2 or not admitted):
             failures.append(event.id)
             raise RuntimeError("a bug")
+        admitted.append(event.id)
         return admit(event, context)
 
     monkeypatch.setattr(signals, "_admit", faulty)
@@ -126,8 +127,8 @@ def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn(
         assert first.approved_at is not None
         assert second.approved_at is not None
         assert first.approved_at < second.approved_at
-        assert failures == [freeze, freeze]
-        assert "scheduled_events_faults_total 2.0" in get(daemon, "/metrics")[1]
+        assert set(failures) == {freeze}
+        assert f"scheduled_events_faults_total {len(failures)}.0" in get(daemon, "/metrics")[1]
 
 
 class Told(host.ServiceManager):
@@ -226,8 +227,9 @@ def test_a_hook_that_failed_during_a_canceled_shutdown_runs_again(
     goes_down, was_asked = [True], threading.Event()
 
     def is_shutting_down() -> bool:
+        answer = goes_down[0]
         was_asked.set()
-        return goes_down[0]
+        return answer
 
     monkeypatch.setattr(processes, "is_shutting_down", is_shutting_down)
     marker = tmp_path / "up"

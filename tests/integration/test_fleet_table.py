@@ -242,8 +242,7 @@ def test_the_policys_proxy_is_used(server: Server, sas_file: Path) -> None:
 
 
 def test_a_table_that_nothing_listens_for_is_away(sas_file: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     settings = FleetSettings(
         table=f"http://127.0.0.1:{port}/abc", credential=FleetCredential(sas_file=str(sas_file))
     )

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ports import free_port
 
 from agent import __version__, transport
 from agent.events import DocumentError, parse_document
@@ -620,8 +621,7 @@ def test_connecting_never_takes_longer_than_an_ordinary_request() -> None:
 
 
 def test_nobody_at_the_port_is_refused_and_later_found() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    endpoint = f"http://127.0.0.1:{free_port()}"
     client = client_of(endpoint)
     error = error_of(client.fetch)
 

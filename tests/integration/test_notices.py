@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import respx
 from msgspec.structs import replace
+from ports import free_port
 from receiver import Receiver, read_request
 
 from agent import __version__
@@ -150,8 +151,7 @@ def test_a_service_that_fails_is_given_up_in_time(receiver: Receiver, way: str, 
 
 
 def test_a_port_without_a_service_refuses() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     error = failure(replace(TARGET, to=f"http://127.0.0.1:{port}/secret"))
     assert (error.kind, str(error)) == ("refused", "connection refused")
 

@@ -25,7 +25,7 @@ from agent.settings import AgentSettings, ImdsSettings, LogSettings, Settings
 from agent.simulator import Simulator
 from agent.store import Store
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 def document(number: int) -> bytes:

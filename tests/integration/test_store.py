@@ -444,7 +444,7 @@ print(answer)
     printed: list[str] = []
     asker = threading.Thread(target=lambda: printed.append(run_python(program, str(store.path.parent))))
     asker.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (requests := store.load_requests(datetime.now(UTC))) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [(r.workflow_id, r.word, r.user) for r in requests] == [("one", "approved", "alice")]
