@@ -49,7 +49,8 @@ class HookOutput:
         self._margin = max(map(len, secrets), default=0)
         self._secrets = re.compile(b"|".join(map(re.escape, secrets))) if secrets else None
         self._wants_lines = True
-        self._end_mark = os.urandom(16)
+        # Its first byte ends no line: what ends like the mark begins is held back.
+        self._end_mark = b"\0" + os.urandom(15)
         self._tail = b""
         self._line = b""
         self._source, self.descriptor = os.pipe()

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import sys
 import threading
 import time
@@ -135,6 +136,14 @@ def test_output_and_errors_are_passed_on_line_by_line_while_the_hook_runs() -> N
     assert background.finish().outcome == "canceled"
     assert background.lines[0] == "ready"
     assert set(background.lines) <= {"ready", "error"}
+
+
+def test_no_random_bytes_hold_a_line_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "urandom", lambda size: b"\n" * size)  # of such bytes is what ends the output
+    background = _Background(_hook(_READY_AND_SLEEP))
+    background.wait_for_line()
+    background.run.cancel()
+    assert background.finish().outcome == "canceled"
 
 
 def test_a_last_line_without_an_end_is_passed_on_too() -> None:
