@@ -8,7 +8,8 @@
 #   time_left LIMIT [SPARE]   prints how many seconds the hook may take from now on: LIMIT, but SPARE (10) less than the
 #                             event leaves, if that is known; 0 at least
 #   within SECONDS COMMAND    runs the command every 0.1 s until it succeeds; fails if it has not in this time
-#   ask COMMAND               runs a client that a busy server may leave without an answer: again after 15 s
+#   ask COMMAND               runs a client that a busy server may leave without an answer: after 15 s again, for a minute
+#                             or until 10 s before the event
 #   ask_for_a_minute COMMAND  runs a client until its server, which may be restarting, does what is asked; fails after a
 #                             minute, or 10 s before the event. What it printed is in $answer
 #   answers WHERE             succeeds if it answers: a URL with 2xx, or tcp:HOST:PORT, which accepts; needs python3
@@ -36,12 +37,14 @@
 #   start_marked              starts $unit, unless it runs, and keeps the mark
 
 name=${0##*/}
-say() { echo "$name: $*"; }
+say() { printf '%s: %s\n' "$name" "$*"; }
 fail() { say "$*" >&2; exit 1; }
 
 # Not the clock: it may be set while a hook waits, after a freeze above all.
 uptime() { read -r up _ </proc/uptime && echo "${up%%.*}"; }
 began=$(uptime)
+
+timeout() { command timeout -k 5 "$@"; } # a client may outlive SIGTERM
 
 time_left() {
     left=$1
@@ -62,10 +65,12 @@ within() {
 }
 
 ask() {
+    ask_until=$(($(uptime) + $(time_left 60)))
     while :; do
         code=0
         timeout 15 "$@" || code=$?
-        [ "$code" -eq 124 ] || return "$code"
+        case $code in 124 | 137) ;; *) return "$code" ;; esac # 137: it was killed
+        [ "$(uptime)" -lt "$ask_until" ] || return "$code"
         say "$1 does not answer; asking again" >&2
     done
 }
@@ -130,6 +135,7 @@ set_mark() {
         fail "the mark cannot be written: $mark"
     as_mark_owner sync "$mark.$$"
     as_mark_owner mv "$mark.$$" "$mark"
+    as_mark_owner sync "${mark%/*}"
 }
 
 keep_mark() {

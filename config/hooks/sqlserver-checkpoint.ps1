@@ -14,7 +14,7 @@ param()
 $ErrorActionPreference = 'Stop'
 Import-Module SqlServer
 $server = @{ServerInstance = 'localhost'}
-$databases = Invoke-Sqlcmd @server -Query "
+$databases = Invoke-Sqlcmd @server -QueryTimeout 30 -Query "
     SELECT d.name FROM sys.databases d
     WHERE d.state_desc = 'ONLINE' AND d.is_read_only = 0 AND HAS_DBACCESS(d.name) = 1
       AND (d.replica_id IS NULL OR sys.fn_hadr_is_primary_replica(d.name) = 1)"

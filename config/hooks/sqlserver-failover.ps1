@@ -27,7 +27,7 @@ param(
 $ErrorActionPreference = 'Stop'
 Import-Module SqlServer
 function Get-Replica {
-    Invoke-Sqlcmd -ServerInstance localhost -Query "
+    Invoke-Sqlcmd -ServerInstance localhost -QueryTimeout 30 -Query "
         SELECT r.replica_server_name AS name, s.role_desc AS role, s.is_local,
                s.connected_state_desc AS connection, r.availability_mode_desc AS mode,
                (SELECT COUNT(*) FROM sys.dm_hadr_database_replica_cluster_states d

@@ -224,22 +224,27 @@ def test_a_drain_that_fails_stops_nothing(manager: ServiceManager) -> None:
     assert manager.runs(UNIT)
 
 
-def test_what_was_drained_takes_work_again_when_its_event_is_over(manager: ServiceManager, tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds_left", ["", "600", "20"])
+def test_what_was_drained_takes_work_again_also_when_its_time_is_over(
+    manager: ServiceManager, tmp_path: Path, seconds_left: str
+) -> None:
     manager.start(UNIT)
     place, drained = manager.directory, tmp_path / "drained"
-    more = {"SERVICE_UNIT": UNIT, "SERVICE_RESUME": f"rm '{drained}'"}
+    more = {"SERVICE_UNIT": UNIT, "SERVICE_RESUME": f"rm -f '{drained}'"}
     code, _ = run(place, "stop", SERVICE_DRAIN=f"touch '{drained}'; exit 3", **more)
     assert (code, drained.exists()) == (1, False)
 
     hook = [str(HOOK), "stop"]
     drain = {"SERVICE_DRAIN": f"touch '{drained}'; while sleep 1; do :; done", "SERVICE_MARK": str(place / "mark")}
-    path = f"{place}:{os.environ['PATH']}"
-    with subprocess.Popen(hook, env={"PATH": path, **more, **drain}, start_new_session=True) as process:
+    drain |= {"PATH": f"{place}:{os.environ['PATH']}", "SCHEDULED_EVENT_SECONDS_LEFT": seconds_left}
+    with subprocess.Popen(hook, env={**more, **drain}, start_new_session=True) as process:
         deadline = time.monotonic() + PATIENCE
         while not drained.exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGTERM)  # the event is canceled
+        os.killpg(process.pid, signal.SIGTERM)
+    assert process.returncode == 143
+    assert drained.exists() == (seconds_left == "20")  # the event comes: no new work until it is over
     assert run(place, "start", **more) == (0, f"service: {UNIT} runs, and is healthy\n")
     assert manager.runs(UNIT)
     assert not drained.exists()
@@ -255,10 +260,11 @@ def test_a_service_whose_start_failed_is_still_the_hooks_to_start(manager: Servi
     assert run(place, "start", event="", **unit) == (0, f"service: {UNIT} runs, and is healthy\n")
 
 
-def test_a_unit_that_does_not_exist_is_not_taken_for_a_stopped_one(manager: ServiceManager) -> None:
-    code, said = run(manager.directory, "stop", SERVICE_UNIT="wbe.service")
+@pytest.mark.parametrize("name", ["wbe.service", r"w\nbe.service"])
+def test_a_unit_that_does_not_exist_is_not_taken_for_a_stopped_one(manager: ServiceManager, name: str) -> None:
+    code, said = run(manager.directory, "stop", SERVICE_UNIT=name)
     assert code == 1
-    assert said.endswith("service: the state of wbe.service is not known; nothing was stopped\n")
+    assert said.endswith(f"service: the state of {name} is not known; nothing was stopped\n")
 
 
 @pytest.mark.parametrize("check", ["http://127.0.0.1:{}/none", "tcp:127.0.0.1:{}", "command"])

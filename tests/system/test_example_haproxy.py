@@ -1,5 +1,6 @@
 """The example of a pair of HAProxy, with real ones, a real keepalived, and clients of the virtual address."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ if sys.platform == "win32":
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-from examples import copy_hooks
+from examples import ServiceManager, Unit, copy_hooks
 from haproxy_pair import Load, Pair, wait
 from harness import CHECKOUT, PATIENCE, Agent, Simulator
 
@@ -122,3 +123,19 @@ def test_one_that_an_administrator_has_stopped_stays_so_and_the_other_one_has_th
     assert pair.node_at() == "b"
     pair.manager.start(pair.unit())
     assert run_hook(pair, "haproxy-recover")[0] == 0
+
+
+def test_a_unit_whose_process_has_just_ended_gets_no_signal(tmp_path: Path) -> None:
+    unit = "haproxy.service"
+    with ServiceManager(tmp_path / "bin", {unit: Unit(("true",))}) as manager:
+        manager.states[unit] = "active"  # and its main process is 0: to kill, all of the caller's group
+        done = subprocess.run(
+            [CHECKOUT / "config/hooks/haproxy-prepare"],
+            env={"PATH": f"{manager.directory}:{os.environ['PATH']}", "HAPROXY_MARK": str(tmp_path / "mark")},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+            start_new_session=True,
+        )
+    assert (done.returncode, done.stderr) == (1, f"haproxy-prepare: {unit} has no main process\n")

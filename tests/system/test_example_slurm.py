@@ -265,6 +265,39 @@ def test_a_request_without_an_answer_is_sent_again(slurm: Slurm, tmp_path: Path)
     assert output == f"slurm-prepare: {NODE} takes no new jobs\nslurm-prepare: no job runs on {NODE}\n"
 
 
+def test_a_controller_that_never_answers_fails_the_hook_in_time(slurm: Slurm, tmp_path: Path) -> None:
+    hanging = tmp_path / "bin" / "scontrol"
+    hanging.parent.mkdir()
+    hanging.write_text("#!/bin/sh\ntrap '' TERM\nwhile :; do sleep 1; done\n")
+    hanging.chmod(0o755)
+    path = {"PATH": f"{hanging.parent}:{os.environ['PATH']}", "SCHEDULED_EVENT_SECONDS_LEFT": "25"}
+    with start_hook(slurm, "slurm-prepare", **path) as hook:
+        _, errors = hook.communicate(timeout=PATIENCE)
+    assert hook.returncode == 1
+    assert errors.endswith(f"slurm-prepare: gave up: ask scontrol show node {NODE} --oneliner\n")
+
+
+def test_a_node_that_has_not_registered_since_the_boot_stays_drained(slurm: Slurm, tmp_path: Path) -> None:
+    with start_hook(slurm, "slurm-prepare") as hook:
+        hook.communicate(timeout=PATIENCE)
+    forgetful = tmp_path / "bin" / "scontrol"
+    forgetful.parent.mkdir()
+    forgetful.write_text(f'#!/bin/sh\n{shutil.which("scontrol")} "$@" | sed "s/BootTime=[^ ]*/BootTime=None/"\n')
+    forgetful.chmod(0o755)
+    path = f"{forgetful.parent}:{os.environ['PATH']}"
+    with start_hook(slurm, "slurm-recover", PATH=path, SLURM_WAIT="1") as hook:
+        _, errors = hook.communicate(timeout=PATIENCE)
+    assert hook.returncode == 1
+    assert (
+        errors
+        == f"slurm-recover: slurmd has not registered {NODE} since this machine was booted, for 1 s: see its log\n"
+    )
+    assert slurm.is_drained()
+    with start_hook(slurm, "slurm-recover") as hook:
+        hook.communicate(timeout=PATIENCE)
+    assert not slurm.is_drained()
+
+
 def test_a_node_drained_by_others_stays_drained_and_hooks_may_run_again(
     slurm: Slurm,
 ) -> None:
