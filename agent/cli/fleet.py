@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -38,6 +39,9 @@ from agent.settings.model import FleetCredential, FleetSettings
 from agent.status import SCHEMA_VERSION
 from agent.words import clock
 
+if TYPE_CHECKING:
+    from agent.fleet.table_ledger import TableLedger
+
 _ID_SHOWN = 8
 _SKEW_WARNING_SECONDS = 30.0  # slots are taken for half an hour
 _AWAY = "check fleet.proxy, the look-up of the account's name, and the network rules of the storage account"
@@ -45,8 +49,8 @@ _ADVICE = {
     "unreachable": _AWAY,
     "timeout": _AWAY,
     "throttled": "run this again in a minute",
-    "denied": "give this VM's identity the role, or renew the signature: docs/fleet.md has the commands",
-    "missing": "create the table, or correct fleet.table",
+    "denied": "docs/fleet.md has the commands for the role and the signature; a new role counts after minutes",
+    "missing": "create it, docs/fleet.md has the command; or correct fleet.table",
     "bad_answer": "check fleet.table, and what else answers there",
     "setup": "correct it: until then the agent acts as if the table were away",
 }
@@ -116,13 +120,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    try:
-        return _carry_out(arguments)
-    except LedgerError as error:
-        raise AgentError(f"{error}; {_ADVICE[error.kind]}", kind=error.kind) from error
-
-
-def _carry_out(arguments: argparse.Namespace) -> int:
     if (arguments.word == "release") != bool(arguments.event):
         raise AgentError("expected: fleet status, or fleet release EVENT", kind="usage")
     loaded = load_policy(find_config(arguments.config, host.default_config_path()))
@@ -130,7 +127,18 @@ def _carry_out(arguments: argparse.Namespace) -> int:
     if settings.fleet is None:
         raise AgentError(f"{loaded.name} has no fleet", kind="usage")
     group = settings.fleet.group or _ask_group(settings)
-    ledger = connect(settings.fleet, resolve_endpoint(settings.imds.endpoint))
+    skew = None
+    try:
+        ledger = connect(settings.fleet, resolve_endpoint(settings.imds.endpoint))
+        try:
+            return _carry_out(arguments, settings.fleet, group, ledger)
+        finally:
+            skew = ledger.clock_skew_seconds
+    except LedgerError as error:
+        raise AgentError("; ".join(_explain(error, skew)), kind=error.kind) from error
+
+
+def _carry_out(arguments: argparse.Namespace, fleet: FleetSettings, group: str, ledger: "TableLedger") -> int:
     now = datetime.now(UTC)
     if arguments.word == "release":
         event_id, slots = release(ledger, group, arguments.event, now)
@@ -140,7 +148,7 @@ def _carry_out(arguments: argparse.Namespace) -> int:
             words = "slot" if len(slots) == 1 else "slots"
             print(printable(f"{words} {', '.join(slots)} of group {group} free: event {event_id} had it"))
         return 0
-    status = look(ledger, group, settings.fleet, now)
+    status = look(ledger, group, fleet, now)
     status = msgspec.structs.replace(status, clock_skew_seconds=ledger.clock_skew_seconds)
     if arguments.json:
         print_json(status)
@@ -176,32 +184,52 @@ def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Fi
     except AgentError as error:
         return failure("fleet", str(error), "give all VMs that act together the same fleet.group")
     partition, key = partition_of_doctor(group), key_of(settings.vm.name or socket.gethostname())
-    skew = ""
+    skew = None
     try:
         ledger = connect(fleet, resolve_endpoint(settings.imds.endpoint))
         try:
             is_new = ledger.put_if_unchanged(partition, key, {"by": "doctor"}, "")
             ledger.put(partition, key, {"by": "doctor", "again": "yes"})
         finally:
-            skew = _skew_in_words(ledger.clock_skew_seconds or 0.0)
+            skew = ledger.clock_skew_seconds
             ledger.put(partition, key, None)
         ledger.list_rows(partition_of_slots(group))
     except LedgerError as error:
-        return failure("fleet", "; ".join(filter(None, (str(error), skew))), _ADVICE[error.kind])
+        return failure("fleet", *_explain(error, skew))
     if not is_new:
         return warning(
             "fleet", "another doctor that ran as this VM left its row", "run this again: the row is gone"
         )
-    if skew:
-        return warning("fleet", skew, "synchronize the clock")
+    if told := _skew_in_words(skew):
+        return warning("fleet", told, "synchronize the clock")
     if given.sas_file and (doubt := "; ".join(sas_doubts(Path(given.sas_file), datetime.now(UTC)))):
         return warning("fleet", doubt, "docs/fleet.md has the command for a new one")
+    if (names := _own_names(settings, fleet)) and not any(matches_glob(name, fleet.expect) for name in names):
+        text = f"expect does not match this VM, {names[0]}: the others approve before it is prepared"
+        return warning("fleet", text, "correct fleet.expect, unless that is meant")
     return ok("fleet", f"group {group}: {fleet.table} can be read, written and deleted from")
 
 
-def _skew_in_words(seconds: float) -> str:
+def _own_names(settings: Settings, fleet: FleetSettings) -> tuple[str, ...]:
+    """What Resources may call this VM; nothing if it is not known, or does not matter."""
+    try:
+        own = settings.vm.name or (fleet.expect != ("*",) and connect_imds(settings.imds).fetch_identity().name)
+    except ImdsError:  # the check of the endpoint tells of it
+        return ()
+    return (own, *settings.vm.aliases) if own else ()
+
+
+def _explain(error: LedgerError, skew: float | None) -> tuple[str, str]:
+    """What is wrong, and the way out."""
+    told = _skew_in_words(skew)
+    if told and error.kind == "denied":
+        return f"{error}; {told}", "synchronize the clock, and run this again"
+    return "; ".join(filter(None, (str(error), told))), _ADVICE[error.kind]
+
+
+def _skew_in_words(seconds: float | None) -> str:
     """How far the clocks differ, for which a token or a signature may be refused; "" if they are near enough."""
-    if abs(seconds) < _SKEW_WARNING_SECONDS:
+    if seconds is None or abs(seconds) < _SKEW_WARNING_SECONDS:
         return ""
     which = "ahead of" if seconds > 0 else "behind"
     return f"this clock is {abs(seconds):.0f} s {which} the table's"
@@ -258,7 +286,7 @@ def _out_of_service(ledger: Ledger, group: str, slots: list[LedgerRow]) -> list[
 def in_words(status: FleetStatus, terminal: Terminal) -> Iterator[str]:
     """The lines to show."""
     yield from terminal.line(f"Group {status.group}, in {status.table}", "bold")
-    if skew := _skew_in_words(status.clock_skew_seconds or 0.0):
+    if skew := _skew_in_words(status.clock_skew_seconds):
         yield f"{skew[0].upper()}{skew[1:]}: slots may last longer or shorter than shown."
     if status.max_events is None:
         yield "The policy has no max_events: events begin without a slot."

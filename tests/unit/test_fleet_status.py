@@ -14,7 +14,7 @@ from agent.cli import fleet as command
 from agent.cli import main
 from agent.cli.fleet import examine, in_words, look, release
 from agent.cli.terminal import Terminal
-from agent.fleet.ledger import LedgerError
+from agent.fleet.ledger import LedgerError, Row
 from agent.fleet.memory import MemoryLedger
 from agent.fleet.rows import event_key_of
 from agent.host import processes
@@ -79,6 +79,11 @@ class SkewedLedger(MemoryLedger):
     clock_skew_seconds = 0.0
     is_refusing = False
 
+    def list_rows(self, partition: str, prefix: str = "") -> list[Row]:
+        if self.fault("list_rows") == "refused":
+            raise LedgerError("refused", kind="denied")
+        return super().list_rows(partition, prefix)
+
     def put(self, partition: str, key: str, content: Mapping[str, str] | None) -> None:
         if self.is_refusing and content is not None:
             raise LedgerError("no update", kind="denied")
@@ -108,6 +113,30 @@ def test_doctor_tries_each_right_and_leaves_no_row(monkeypatch: pytest.MonkeyPat
     assert examined(ledger, monkeypatch) == ("warning", "this clock is 40 s behind the table's")
     ledger.is_refusing = True
     assert examined(ledger, monkeypatch) == ("failure", "no update; this clock is 40 s behind the table's")
+
+
+def test_a_table_that_refuses_because_of_the_clock_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = SkewedLedger(lambda _: "refused")
+    ledger.clock_skew_seconds = 600.0
+    monkeypatch.setattr(command, "connect", lambda *_: ledger)
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("fleet: {group: web, table: 'https://a.example/abc', max_events: 1}\n", encoding="utf-8")
+    for words in (["status"], ["release", "602d"]):
+        assert main(["fleet", *words, "--config", str(policy)]) == 1
+        why = "this clock is 600 s ahead of the table's; synchronize the clock, and run this again"
+        assert capsys.readouterr().err == f"scheduled-events-agent: refused; {why}\n"
+
+
+def test_doctor_warns_if_the_others_do_not_wait_for_this_vm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "connect", lambda *_: SkewedLedger())
+    assert examine(POLICY.settings, settings("group: web, expect: [db_*, web_*]"), None).verdict == "ok"
+    finding = examine(POLICY.settings, settings("group: web, expect: [db_*]"), None)
+    assert (finding.verdict, finding.finding) == (
+        "warning",
+        "expect does not match this VM, web_3: the others approve before it is prepared",
+    )
 
 
 def test_doctor_warns_of_a_signature_that_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
