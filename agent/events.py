@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -315,16 +315,19 @@ def parse_json(body: bytes) -> Any:
     body = body.removeprefix(_BOM)
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
         raise DocumentError(f"more than {_MAX_VALUES} values: {excerpt(body)}", kind="too_many")
-    msgspec.json.decode(body)  # strict, but of two keys it takes the last one
-    return json.loads(body.decode(), object_pairs_hook=_to_object)
+    msgspec.json.decode(body, type=msgspec.Raw)  # makes no values; json alone would take more than is JSON
+    to_object, to_number = partial(_to_object, texts={}), msgspec.json.decode
+    return json.loads(body.decode(), object_pairs_hook=to_object, parse_int=to_number, parse_float=to_number)
 
 
-def _to_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _to_object(pairs: list[tuple[str, Any]], texts: dict[str, str]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for key, value in pairs:
         if key in made:
             raise DocumentError(f"an object has the key {_shown(key)} twice")
         made[key] = value
+        if isinstance(value, list):  # events name the same VMs again and again: one copy of each name is enough
+            made[key] = [texts.setdefault(item, item) if isinstance(item, str) else item for item in value]
     return made
 
 

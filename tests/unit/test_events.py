@@ -2,6 +2,7 @@
 
 import json
 import re
+import tracemalloc
 from datetime import UTC, datetime
 from typing import Any
 
@@ -425,6 +426,21 @@ def test_a_document_of_very_many_events_or_values_is_an_error_of_its_own_kind() 
         with pytest.raises(DocumentError) as caught:
             parse_document(text)
         assert (caught.value.kind, len(str(caught.value)) < 400) == ("too_many", True)
+
+
+def test_a_large_document_takes_little_memory_as_its_events_share_their_names() -> None:
+    names = [f"production-web_{number:06}" for number in range(100)]
+    text = body(*[{**FULL, "EventId": str(number), "Resources": names} for number in range(1000)])
+    parse_document(text)  # so that what is made once is there
+    tracemalloc.start()
+    try:
+        document = parse_document(text)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert [event.resources for event in document.events] == [tuple(names)] * 1000
+    assert kept < 3_000_000, kept
+    assert peak < 7_000_000, peak
 
 
 @pytest.mark.parametrize(
