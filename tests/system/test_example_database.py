@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -19,16 +18,12 @@ import database_stage
 from database_stage import BIN, UNIT, USER, Writer, staged
 from harness import PATIENCE, Simulator
 
+pytest_plugins = ["one_vm"]
+
 
 @pytest.fixture(scope="module", autouse=True)
 def postgresql() -> None:
     database_stage.need()
-
-
-@pytest.fixture
-def sim() -> Iterator[Simulator]:
-    with Simulator(rate_limit=None) as simulator:
-        yield simulator
 
 
 def test_a_reboot_waits_for_a_checkpoint_and_a_clean_stop_and_loses_no_row(sim: Simulator) -> None:

@@ -19,6 +19,8 @@ from examples import copy_hooks, example
 from harness import CHECKOUT, Agent, Simulator
 from kube_cluster import NODE, OTHER, Cluster
 
+pytest_plugins = ["one_vm"]
+
 pytestmark = [
     pytest.mark.nightly,  # the first time, Kubernetes is built
     pytest.mark.timeout(3600),
@@ -38,12 +40,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         account = page.partition("## The account")[2].partition("```yaml\n")[2].partition("```")[0]
         one.apply(yaml.safe_load(account))
         yield one
-
-
-@pytest.fixture
-def sim() -> Iterator[Simulator]:
-    with Simulator(rate_limit=None) as simulator:
-        yield simulator
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from examples import ServiceManager, copy_hooks
 from harness import PATIENCE, Agent, Simulator
 from patroni_cluster import MEMBERS, PatroniCluster
 
+pytest_plugins = ["one_vm"]
+
 
 class Stage:
     """Two members, and what there is to do with them."""
@@ -69,12 +71,6 @@ def stage() -> Iterator[Stage]:
             cluster.close(manager)
             sys.stdout.write(manager.log.read_text(encoding="utf-8"))  # pytest shows it on failure only
             shutil.rmtree(directory)
-
-
-@pytest.fixture
-def sim() -> Iterator[Simulator]:
-    with Simulator(rate_limit=None) as simulator:
-        yield simulator
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,20 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from harness import Agent, Simulator
 from ray_cluster import UNIT, cluster
 
+pytest_plugins = ["one_vm"]
+
 # Ray takes long to start and to notice on a busy machine; the first time, it is fetched.
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
-
-
-@pytest.fixture
-def sim() -> Iterator[Simulator]:
-    with Simulator(rate_limit=None) as simulator:
-        yield simulator
-
-
-@pytest.fixture
-def agent(tmp_path: Path, sim: Simulator) -> Iterator[Agent]:
-    with Agent(tmp_path / "agent", sim.endpoint()) as one:
-        yield one
 
 
 def test_a_node_leaves_before_a_redeployment_and_joins_again(sim: Simulator, agent: Agent, tmp_path: Path) -> None:

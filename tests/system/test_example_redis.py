@@ -21,6 +21,8 @@ from harness import CHECKOUT, PATIENCE, Agent, Simulator
 from ports import free_port
 from redis_set import NAME, UNIT, RedisError, RedisSet, Writer, ask, wait
 
+pytest_plugins = ["one_vm"]
+
 pytestmark = pytest.mark.timeout(600)  # the first time, packages are fetched
 
 HOOKS = CHECKOUT / "config/hooks"
@@ -51,12 +53,6 @@ def writer(servers: RedisSet) -> Iterator[Writer]:
     writer.wait_written()
     yield writer
     writer.stop()
-
-
-@pytest.fixture
-def sim() -> Iterator[Simulator]:
-    with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
-        yield simulator
 
 
 @pytest.fixture

@@ -19,19 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from harness import PATIENCE, Agent, Simulator
 from one_node import NODE, Slurm
 
+pytest_plugins = ["one_vm"]
+
 MARK = "scheduled-events-agent:"
-
-
-@pytest.fixture
-def sim() -> Iterator[Simulator]:
-    with Simulator(rate_limit=None) as simulator:
-        yield simulator
-
-
-@pytest.fixture
-def agent(tmp_path: Path, sim: Simulator) -> Iterator[Agent]:
-    with Agent(tmp_path / "agent", sim.endpoint()) as one:
-        yield one
 
 
 @pytest.fixture

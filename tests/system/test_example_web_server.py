@@ -23,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from balanced import PATIENCE, SLOW, Nginx, Web, wait_answered
 from harness import Agent, Simulator
 
+pytest_plugins = ["one_vm"]
+
 PREPARE, RECOVER = "nginx-prepare: ", "nginx-recover: "  # what their lines begin with
 PROBES = ("through-nginx", "directly")
 
@@ -35,18 +37,6 @@ def web(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Web]:
     web = Web(tmp_path / "web", interval=getattr(request, "param", "200ms"))
     yield web
     web.close()
-
-
-@pytest.fixture
-def sim() -> Iterator[Simulator]:
-    with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
-        yield simulator
-
-
-@pytest.fixture
-def agent(sim: Simulator, tmp_path: Path) -> Iterator[Agent]:
-    with Agent(tmp_path / "agent", sim.endpoint()) as agent:
-        yield agent
 
 
 def long_download(web: Web, path: str = "/long") -> tuple[threading.Thread, list[bytes]]:

@@ -17,19 +17,9 @@ from harness import PATIENCE, Agent, Simulator
 from torch_job import torch_job
 from training_job import UNIT, Job
 
+pytest_plugins = ["one_vm"]
+
 pytestmark = pytest.mark.timeout(900)  # the first time, PyTorch is fetched
-
-
-@pytest.fixture
-def sim() -> Iterator[Simulator]:
-    with Simulator(rate_limit=None) as simulator:
-        yield simulator
-
-
-@pytest.fixture
-def agent(tmp_path: Path, sim: Simulator) -> Iterator[Agent]:
-    with Agent(tmp_path / "agent", sim.endpoint()) as one:
-        yield one
 
 
 @pytest.fixture
