@@ -1,5 +1,6 @@
 """The example of RabbitMQ, with three real nodes, a quorum queue, and clients that write and read all the time."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ if sys.platform == "win32":
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-from examples import copy_hooks
+from examples import ServiceManager, Unit, copy_hooks
 from harness import CHECKOUT, PATIENCE, Agent, Simulator
 from rabbitmq_cluster import Cluster, Load
 
@@ -96,6 +97,28 @@ def test_a_drain_that_fails_is_taken_back_and_nothing_is_stopped(cluster: Cluste
     assert calls.read_text().splitlines() == ["-q drain", "-q revive"]
     assert cluster.manager.runs(cluster.unit())
     assert not Path(cluster.environment["RABBITMQ_MARK"]).exists()
+
+
+def test_a_drain_that_cannot_be_taken_back_is_left_to_the_recover_hook(tmp_path: Path) -> None:
+    unit, place, mark = "rabbitmq-server.service", tmp_path / "bin", tmp_path / "mark"
+    with ServiceManager(place, {unit: Unit(("sleep", "600"))}) as manager:
+        manager.start(unit)
+        for program, script in (("ctl", "echo false"), ("-queues", "true"), ("-upgrade", "false")):
+            path = place / f"rabbitmq{program}"
+            path.write_text(f"#!/bin/sh\n{script}\n")
+            path.chmod(0o755)
+        done = subprocess.run(
+            [CHECKOUT / "config/hooks/rabbitmq-prepare"],
+            env={"PATH": f"{place}:{os.environ['PATH']}", "RABBITMQ_MARK": str(mark)},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert "rabbitmq-recover has to revive it" in done.stderr
+        assert manager.runs(unit)
+    assert mark.exists()
 
 
 def test_a_node_that_a_queue_needs_is_not_drained(cluster: Cluster, load: Load) -> None:
