@@ -37,7 +37,9 @@ def test_a_service_hears_of_an_event_from_its_announcement_to_its_end(sim: Simul
         only_evictions = target(evictions, "evictions", when={"type": "Preempt"})
         agent.write_policy(notify=[target(receiver, on=ALL), only_evictions], **rules(agent))
         agent.start()
-        event = sim.schedule("Reboot", start_delay_seconds=0.1, lasts_seconds=0.3)
+        event = sim.schedule("Reboot", start_delay_seconds=0.1, lasts_seconds=None)
+        agent.wait_log("started", event_id=event)
+        sim.end(event)
         agent.wait_until(lambda: "recovered" in told(receiver, event), "it heard of the end")
         assert told(receiver, event) == ["seen", "preparing", "prepared", "approved", "started", "recovered"]
         agent.wait_metric(6, "notices_sent_total", target="ops")
@@ -58,7 +60,9 @@ def test_an_agent_that_only_observes_notifies_too(sim: Simulator, agent: Agent) 
     with Receiver() as receiver:
         agent.write_policy(agent={"mode": "observe"}, notify=[target(receiver, on=ALL)], **rules(agent))
         agent.start()
-        event = sim.schedule("Freeze", notice_seconds=1, start_delay_seconds=0.1, lasts_seconds=0.3)
+        event = sim.schedule("Freeze", notice_seconds=1, start_delay_seconds=0.1, lasts_seconds=None)
+        agent.wait_log("started", event_id=event)
+        sim.end(event)
         agent.wait_until(lambda: "recovered" in told(receiver, event), "it heard of the end")
         assert told(receiver, event) == ["seen", "started", "recovered"]
         assert {body["data"]["mode"] for body in receiver.taken} == {"observe"}
@@ -95,11 +99,11 @@ def test_what_happened_before_a_reboot_is_told_although_the_service_was_away(sim
     with Receiver(lambda: "503") as receiver:
         agent.write_policy(notify=[target(receiver)], **rules(agent))
         agent.start()
-        event = sim.schedule("Reboot", start_delay_seconds=0.1, lasts_seconds=0.5)
+        event = sim.schedule("Reboot", start_delay_seconds=0.1, lasts_seconds=None)
         agent.wait_log("started", event_id=event)
         agent.wait_log("notifying ops fails")
         agent.stop()
-        sim.wait_gone(event)
+        sim.end(event)
         receiver.behave = lambda: "ok"
         agent.start()
         agent.wait_until(lambda: "recovered" in told(receiver, event), "it heard of the end")

@@ -451,6 +451,22 @@ def test_what_a_killed_agent_left_running_is_ended_by_the_next() -> None:
     linux.reap_orphans()
 
 
+def test_what_was_left_running_is_ended_though_a_look_at_all_processes_takes_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linux, "_LEFTOVER_GRACE_SECONDS", 0.0)  # it is over before the first look is
+    program = "trap '' TERM; echo ready; while :; do sleep 0.01; done"
+    environment = {**os.environ, linux._MARKER: f"{_INSTANCE}:1"}
+    with subprocess.Popen(["/bin/sh", "-c", program], env=environment, stdout=subprocess.PIPE) as left:
+        assert left.stdout is not None
+        assert left.stdout.readline() == b"ready\n"
+        try:
+            assert end_leftovers(_INSTANCE) >= 1
+            assert linux.marked_processes(_INSTANCE) == set()
+        finally:
+            left.kill()
+
+
 def test_what_another_agent_runs_whose_state_lies_below_is_left_alone() -> None:
     outer = f"/{_INSTANCE}"
     ready = threading.Event()
