@@ -19,7 +19,7 @@ _APPROVALS = {
     "manual": "wanted when an operator says so", "never": "not from here",
 }  # fmt: skip
 _WAITS = {
-    "time": "begins at {at}: {detail}",
+    "time": "begins at {at} ({detail})",
     "slot": "waits for a slot: {detail}; begins without one at {at}",
     "table": "waits for the first answer of the fleet's table",
     "would_run_on_start": "the agent only observes; it would now run {on_start}",
@@ -44,7 +44,7 @@ _WAITS = {
     "other_event": "event {detail} still needs it prepared",
     "lost_hook": "hook {detail} is not in the policy any more: put it back",
 }
-_OPERATORS = {"": "", "approved": " An operator has approved it.", "held": " An operator holds it."}
+_OPERATORS = {"": "", "approved": "; an operator has approved it", "held": "; an operator holds it"}
 
 
 def as_shown(workflow: Workflow) -> ShownWorkflow:
@@ -356,7 +356,7 @@ def _approval(workflow: Workflow) -> str:
         text = "none: the event is only observed"
     else:
         text = _APPROVALS[decision.approve]
-    return f"{text}.{_OPERATORS[workflow.operator]}"
+    return f"{text}{_OPERATORS[workflow.operator]}"
 
 
 def _hooks(status: Status, workflow: Workflow) -> Iterator[HookStep]:

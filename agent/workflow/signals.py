@@ -223,7 +223,7 @@ def _lose(workflow: Workflow, signal: Gone, context: Context) -> Step:
         pass  # it says nothing about the eviction
     elif workflow.approval.state == "none" and not_before is not None and missing_since < not_before:
         outcome = "canceled"
-    note = Note(kind="gone", text=f"is no longer in the document: {outcome}")
+    note = Note(kind="gone", text=f"is no longer in the document ({outcome})")
     gone = replace(workflow, is_gone=True, missing_since=missing_since, outcome=outcome)
     return Step(workflow=gone, notes=(note,))
 

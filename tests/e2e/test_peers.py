@@ -402,8 +402,8 @@ def test_an_event_days_ahead_is_not_prepared_for_now(sim: Simulator, agent: Agen
     pending = agent.pending()
     assert [pending[event]["phase"] for event in (led, windowed)] == ["waiting", "waiting"]
     begins_at = sim.event(led).not_before_at - timedelta(minutes=15)
-    assert pending[led]["waits_for"] == f"begins at {begins_at:%Y-%m-%dT%H:%M:%SZ}: lead 15m"
-    assert pending[windowed]["waits_for"] == f"begins at {opening:%Y-%m-%dT%H:%M}:00Z: window night opens"
+    assert pending[led]["waits_for"] == f"begins at {begins_at:%Y-%m-%dT%H:%M:%SZ} (lead 15m)"
+    assert pending[windowed]["waits_for"] == f"begins at {opening:%Y-%m-%dT%H:%M}:00Z (window night opens)"
     assert agent.is_ready()
     assert agent.ran() == []
     assert posts(sim) == []

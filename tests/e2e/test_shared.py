@@ -45,7 +45,7 @@ def test_two_servers_in_one_event_are_not_drained_for_the_whole_notice(
         waits = agent.wait_phase(event, "waiting")["waits_for"]
         begins_at = not_before - needed
         assert waits.startswith(
-            f"begins at {begins_at:%Y-%m-%dT%H:%M:%SZ}: it names other VMs too and shared is hold"
+            f"begins at {begins_at:%Y-%m-%dT%H:%M:%SZ} (it names other VMs too and shared is hold"
         )
         assert agent.is_ready()
         told = agent.run("status", "--state-dir", str(agent.state_dir)).stdout

@@ -43,7 +43,7 @@ def state_dir(tmp_path: Path) -> Path:
 def keep(directory: Path, *workflows: Workflow) -> None:
     store = Store.open(directory, NOW)
     for workflow in workflows:
-        gone = (Note(kind="gone", text=f"is no longer in the document: {workflow.outcome}"),)
+        gone = (Note(kind="gone", text=f"is no longer in the document ({workflow.outcome})"),)
         at = NOW - timedelta(days=1)
         store.commit([Step(workflow=workflow, notes=gone if workflow.is_gone else ())], at)
     store.close()

@@ -303,7 +303,7 @@ def test_why_an_event_waits_is_in_json_as_a_value_and_in_words(state_dir: Path, 
     waits = Waits(kind="time", at=NOW, detail="lead 15m")
     commit(state_dir, msgspec.structs.replace(PREPARING, phase="waiting", waits=waits))
     (workflow,) = json.loads(run("status", "--state-dir", str(state_dir), "--json")[1])["pending"]
-    assert workflow["waits_for"] == f"begins at {NOW:%Y-%m-%dT%H:%M:%SZ}: lead 15m"
+    assert workflow["waits_for"] == f"begins at {NOW:%Y-%m-%dT%H:%M:%SZ} (lead 15m)"
     assert workflow["waits"] == msgspec.to_builtins(waits)
     (item,) = json.loads(run("history", "--state-dir", str(state_dir), "--json")[1])["histories"]
     assert item["workflow"] == workflow

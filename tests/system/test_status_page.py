@@ -122,7 +122,7 @@ PAST = (
     entry(7200, "operator", "ada says: approved"),
     entry(7199, "approved", "Azure has taken the approval"),
     entry(7100, "started", "has started"),
-    entry(6900, "gone", "is no longer in the document: completed"),
+    entry(6900, "gone", "is no longer in the document (completed)"),
     entry(6890, "closed", "is over: completed"),
 )
 

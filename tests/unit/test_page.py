@@ -87,7 +87,7 @@ def test_a_summary_tells_what_is_done_how_far_it_is_and_what_an_operator_can_do(
     (summary,) = found.summaries
     assert summary.workflow_id == one.id
     assert summary.activity == "runs the prepare hook checkpoint, 1m 12s so far"
-    assert summary.approval == "wanted when prepared."
+    assert summary.approval == "wanted when prepared"
     assert [(step.stage, step.hook, step.state) for step in summary.hooks] == [
         ("prepare", "drain", "done"),
         ("prepare", "checkpoint", "running"),
@@ -207,12 +207,12 @@ def test_a_hook_whose_time_has_passed_is_not_called_to_do(changes: dict[str, Any
 @pytest.mark.parametrize(
     ("changes", "approval"),
     [
-        ({"approval": Approval(state="confirmed")}, "Azure has taken it."),
-        ({"approval": Approval(state="requested")}, "Azure is being asked."),
-        ({"approval": Approval(state="requested", failures=1)}, "Azure is being asked; 1 failed so far."),
-        ({"approval": Approval(failures=2)}, "2 failed so far; the agent tries again."),
-        ({"operator": "held"}, "wanted when prepared. An operator holds it."),
-        ({"was_started": True}, "none was given from here."),
+        ({"approval": Approval(state="confirmed")}, "Azure has taken it"),
+        ({"approval": Approval(state="requested")}, "Azure is being asked"),
+        ({"approval": Approval(state="requested", failures=1)}, "Azure is being asked; 1 failed so far"),
+        ({"approval": Approval(failures=2)}, "2 failed so far; the agent tries again"),
+        ({"operator": "held"}, "wanted when prepared; an operator holds it"),
+        ({"was_started": True}, "none was given from here"),
     ],
 )
 def test_how_far_the_approval_is_is_told(changes: dict[str, Any], approval: str) -> None:

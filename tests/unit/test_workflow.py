@@ -236,7 +236,7 @@ def test_an_event_is_prepared_for_approved_and_recovered() -> None:
         "changed: status Scheduled -> Started",
         "started: has started (approved)",
         "missing: is not in the document; over, if the next answer lacks it too",
-        "gone: is no longer in the document: completed",
+        "gone: is no longer in the document (completed)",
         "recovering: recovery begins: resume",
         "hook_started: hook resume starts",
         "hook_finished: hook resume: succeeded",
@@ -402,7 +402,8 @@ def test_what_other_vms_must_approve_is_prepared_for_as_late_as_the_hooks_allow(
     agent = Agent(a_rule(drain_for=60.0), reserve=5.0)
     assert agent.document(shared_event()) == []
     assert agent.waits_for() == (
-        "begins at 2026-03-02T12:03:55Z: it names other VMs too and shared is hold, and preparation may take 11m5s"
+        "begins at 2026-03-02T12:03:55Z "
+        "(it names other VMs too and shared is hold, and preparation may take 11m5s)"
     )
     assert is_ready(agent.board)
     assert agent.restart("boot 1", shared_event()) == []
@@ -417,7 +418,7 @@ def test_what_other_vms_must_approve_is_prepared_for_as_late_as_the_hooks_allow(
 def test_an_operators_approval_begins_at_once_what_would_be_prepared_for_late() -> None:
     agent = Agent(a_rule(approve="manual", prepare=("drain",)))
     assert agent.document(an_event()) == []
-    assert agent.waits_for().startswith("begins at 2026-03-02T12:10:00Z: an operator must approve it, ")
+    assert agent.waits_for().startswith("begins at 2026-03-02T12:10:00Z (an operator must approve it, ")
     assert agent.operator("approved") == ["A: prepare drain"]
     assert agent.ends("drain") == ["A: approve A"]
 
@@ -458,7 +459,7 @@ def test_an_event_announced_days_ahead_waits_until_its_lead() -> None:
     not_before = START + timedelta(days=7)
     assert agent.document(an_event(not_before=not_before)) == []
     assert (agent.phase, is_ready(agent.board)) == ("waiting", True)
-    assert agent.waits_for() == "begins at 2026-03-09T11:45:00Z: lead 15m"
+    assert agent.waits_for() == "begins at 2026-03-09T11:45:00Z (lead 15m)"
     assert next_wake_at(agent.board, agent.context) == not_before - timedelta(minutes=15)
     agent.context = replace(agent.context, now=not_before - timedelta(seconds=901))
     assert agent.tick(0) == []
@@ -498,7 +499,7 @@ def test_an_event_that_comes_before_the_next_window_is_handled_at_its_usual_noti
     night = MaintenanceWindow(start=time(2, 0), length=7200.0)
     agent = Agent(a_rule(window="night"), windows={"night": night})
     assert agent.document(an_event(not_before=START + timedelta(hours=2))) == []
-    assert agent.waits_for() == "begins at 2026-03-02T13:45:00Z: window night does not open before"
+    assert agent.waits_for() == "begins at 2026-03-02T13:45:00Z (window night does not open before)"
     assert agent.tick(7200 - 901) == ["A: prepare drain"]
 
 
@@ -696,7 +697,7 @@ def test_an_event_gone_unstarted_was_canceled_only_if_it_could_not_start(
         agent.answer()
     agent.document(after=after)
     assert agent.journal[-2:] == [
-        f"gone: is no longer in the document: {outcome}",
+        f"gone: is no longer in the document ({outcome})",
         f"closed: is over: {outcome}",
     ]
 

@@ -62,7 +62,7 @@ def test_what_is_stored_keeps_its_form() -> None:
     ("phase", "text"),
     [
         ("held", "preparation failed (hook drain: exit code 1)"),
-        ("waiting", "begins at 2026-03-02T12:14:00Z: lead 1m"),
+        ("waiting", "begins at 2026-03-02T12:14:00Z (lead 1m)"),
         ("held", "an operator holds it"),
         ("waiting", ""),
     ],
@@ -87,7 +87,7 @@ def test_the_reason_that_was_stored_as_a_text_is_found_anew(phase: str, text: st
     agent.send(AgentRestarted(), Reconsider())
     assert agent.document(EVENT) == []
     assert agent.phase == phase
-    assert agent.waits_for() == (text or "begins at 2026-03-02T12:14:00Z: lead 1m")
+    assert agent.waits_for() == (text or "begins at 2026-03-02T12:14:00Z (lead 1m)")
 
 
 def test_a_hook_that_ran_during_the_upgrade_runs_again() -> None:
