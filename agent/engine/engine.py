@@ -25,6 +25,7 @@ from agent.log_ids import LogId
 from agent.metrics import Metrics
 from agent.settings import Settings
 from agent.store import Request, Store, StoreError, WithdrawnError
+from agent.words import pending_in_words
 from agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,
@@ -217,7 +218,7 @@ class Engine:
     def finish(self) -> None:
         """Keep what has come last. Raises StoreError."""
         self.turn(None)
-        self._store.record("agent_stopped", f"pending: {len(self.board)}", self._machine.now())
+        self._store.record("agent_stopped", pending_in_words(self.board.values()), self._machine.now())
 
     # --- policy
 

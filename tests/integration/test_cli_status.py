@@ -382,7 +382,7 @@ def test_json_is_plain_ascii_so_that_it_commands_no_terminal_either(state_dir: P
 
 def test_whether_the_agent_stopped_is_told_by_the_last_entry_not_by_the_clock(state_dir: Path, run: Run) -> None:
     store = Store.join(state_dir)
-    store.record("agent_stopped", "pending: 0", datetime.now(UTC) - timedelta(hours=1))  # it was set back
+    store.record("agent_stopped", "nothing is pending", datetime.now(UTC) - timedelta(hours=1))  # it was set back
     store.close()
     lives = [
         line.split()[1] for line in run("status", "--state-dir", str(state_dir))[1].splitlines() if " ago" in line

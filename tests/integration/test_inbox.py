@@ -207,7 +207,9 @@ def test_what_comes_before_the_end_of_a_stop_is_kept(
         assert new.event.type == "Redeploy", order
         assert held.operator == "held", order
         assert (agent.store.load_answer(1) or "").startswith("held: the event is "), order
-        assert agent.store.load_notes()[-1].kind == "agent_stopped"
+        last = agent.store.load_notes()[-1]
+        assert last.kind == "agent_stopped"
+        assert last.text.startswith("3 events are pending"), last.text
 
 
 def test_a_stop_is_over_in_its_time_though_nothing_ends(start: Callable[[], Agent]) -> None:
