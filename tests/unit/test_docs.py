@@ -23,7 +23,11 @@ PAGES = sorted(
     for place in ("", "docs/**/", "config/**/", "tests/", "packaging/", "winservice/")
     for page in ROOT.glob(f"{place}*.md")
 )
-FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("."))
+FOLDERS = sorted(
+    path.name
+    for path in ROOT.iterdir()
+    if path.is_dir() and not path.name.startswith(".") and path.name not in ("build", "dist")  # of make packages
+)
 
 
 def text_of(page: str) -> str:
