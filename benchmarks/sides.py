@@ -30,7 +30,7 @@ RULES: list[dict[str, Any]] = [
     {"name": "drain", "when": {"type": "Redeploy"}, "prepare": ["drain"], "approve": "when-prepared"},
     {"name": "watch", "approve": "never"},
 ]
-# As installed but for the pace, and for how long the journal is kept; it is pruned in the same proportion.
+# As installed but for the pace, and for how long the journal is kept. A short one is also pruned more often.
 PACED = """
 import sys
 from datetime import timedelta
@@ -39,7 +39,7 @@ from agent.daemon.polling import Poller
 from agent.engine import upkeep
 
 interval, keep = map(float, (sys.argv.pop(1), sys.argv.pop(1)))
-upkeep.KEEP_JOURNAL, upkeep.TIDY_SECONDS = timedelta(keep), keep * 86400 / 90
+upkeep.KEEP_JOURNAL, upkeep.TIDY_SECONDS = timedelta(keep), min(60.0, keep * 86400 / 90)
 poll = Poller._poll
 Poller._poll = lambda *arguments: min(interval, poll(*arguments))
 sys.exit(main())

@@ -1,4 +1,4 @@
-"""A ledger in memory, with the faults of a real one: for demos and tests."""
+"""A ledger in memory, with the faults of a real one: for tests."""
 
 import threading
 from collections.abc import Callable, Mapping

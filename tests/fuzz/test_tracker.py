@@ -595,6 +595,7 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.timeout(1200)  # one is found only after a thousand lives
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_tracker_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     monkeypatch.setitem(globals(), "compare", wrong)
