@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from agent.cli import build_parser
+from agent.settings import parse_settings
 from agent.simulator import Simulator, SimulatorError, list_scenarios, load_scenario, parse_scenario, rename_vms
 from agent.simulator.azure import Plan
 from agent.simulator.control import _ACTIONS as ACTIONS
@@ -217,8 +218,9 @@ def test_two_vms_cannot_get_the_same_name() -> None:
         Simulator(scenario=rename_vms(Scenario(vms=("a", "b")), ("b",)))
 
 
-def test_the_scenario_in_the_guide_can_be_read() -> None:
-    (sample,) = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
+def test_the_policy_and_the_scenario_in_the_guide_can_be_read() -> None:
+    policy, sample = re.findall(r"```yaml\n(.*?)```", GUIDE, re.DOTALL)
+    assert parse_settings(policy, "simulator.md").settings.imds.endpoint == "http://127.0.0.1:8169"
     assert [step.at for step in parse_scenario(sample, "simulator.md").timeline] == [2.0, 5.0, 60.0]
 
 
