@@ -31,7 +31,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def said(job: Job, what: str) -> set[tuple[str, str, str]]:
     """Of each worker and each time: its rank, the step, and the sum of its weights."""
-    return set(re.findall(rf"rank (\d) {what} step (\d+) with (\S+)", job.manager.log.read_text("utf-8")))
+    return set(re.findall(rf"rank (\d) {what} step (\d+) with ([\d.-]+)", job.manager.log.read_text("utf-8")))
 
 
 def begin(job: Job, agent: Agent) -> None:

@@ -16,6 +16,11 @@ def want_checkpoint(*_: object) -> None:
     wanted = 1
 
 
+def say(text: str) -> None:
+    """In one write: both workers have the same log, and torchrun leaves them without a buffer."""
+    print(f"{text}\n", end="", flush=True)
+
+
 def do_without_libuv() -> None:
     """Debian builds PyTorch without libuv, which torchrun and its workers take for granted."""
     import torch.distributed as dist
@@ -46,7 +51,7 @@ def work(directory: Path) -> None:
     if complete:
         dcp.load(state, checkpoint_id=str(complete[-1].parent))
     step = int(state[own])
-    print(f"rank {rank} begins after step {step} with {float(state['weight'].sum()):.6f}", flush=True)
+    say(f"rank {rank} begins after step {step} with {float(state['weight'].sum()):.6f}")
     while True:
         optimizer.zero_grad()
         model(torch.ones(1, 100)).square().sum().backward()
@@ -58,7 +63,7 @@ def work(directory: Path) -> None:
             globals()["wanted"] = 0
             state[own] = torch.tensor([step])
             dcp.save(state, checkpoint_id=str(directory / f"step-{step}"))
-            print(f"rank {rank} has saved step {step} with {float(state['weight'].sum()):.6f}", flush=True)
+            say(f"rank {rank} has saved step {step} with {float(state['weight'].sum()):.6f}")
         if rank == 0:
             told = directory / "progress.unfinished"
             told.write_text(str(step))
