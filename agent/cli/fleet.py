@@ -50,7 +50,7 @@ _ADVICE = {
     "timeout": _AWAY,
     "throttled": "run this again in a minute",
     "denied": "docs/fleet.md has the commands for the role and the signature; a new role counts after minutes",
-    "missing": "create it, docs/fleet.md has the command; or correct fleet.table",
+    "missing": "docs/fleet.md has the command for the table",
     "bad_answer": "check fleet.table, and what else answers there",
     "setup": "correct it: until then the agent acts as if the table were away",
 }

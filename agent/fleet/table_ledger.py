@@ -151,7 +151,8 @@ class TableLedger:
         code = clean_text((match[1] or match[2]) if match else "")
         says = f"{account} answers {status}{f' ({code})' if code else ''}"
         if (status, code) == (404, "TableNotFound") or (status == 404 and code != "ResourceNotFound"):
-            return LedgerError(f"{says}: there is no table {name}", kind="missing")
+            way = "create it, or correct fleet.table"
+            return LedgerError(f"{says}: there is no table {name}: {way}", kind="missing")
         if status in (404, 409, 412) and code in _IS_CHANGED:
             return _ChangedError(says, kind="bad_answer")
         if status in (401, 403):
