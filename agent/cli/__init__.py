@@ -30,7 +30,7 @@ _COMMANDS = {
     "fleet": ("fleet", "slots and readiness of the VMs that act together; release frees a slot by hand"),
     "doctor": ("doctor", "would the agent do its work on this machine?"),
     "simulate": ("simulate", "serve a simulated Scheduled Events endpoint"),
-    "demo": ("demo", "watch the agent handle five events of a simulated Azure; demo fleet: five agents"),
+    "demo": ("demo", "watch the agent handle five events of a simulated Azure"),
     "install-unit": ("install_unit", "have systemd run the agent from where it is installed"),
     "service": ("service", "the agent as a Windows service: install, remove, start, stop, status, reload"),
     "completion": ("completion", "print a script that makes a shell complete these commands"),

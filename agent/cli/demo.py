@@ -3,21 +3,23 @@
 import argparse
 import contextlib
 import json
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from agent import AgentError
-from agent.cli import demo_fleet
-from agent.cli.demo_stage import Shown, ShownAgent, show_azure
 from agent.simulator import SimulatedEvent, Simulator
 from agent.status import JournalEntry
 from agent.store import Store
 
 _WITHIN_SECONDS = 15.0
+_SHOWN_MESSAGES = (
+    "decided", "preparing", "waits", "hook finished", "held", "recovering", "closed",
+)  # fmt: skip
 
 _POLICY = """\
 rules:
@@ -105,33 +107,113 @@ _SCENES = (
 )
 
 
+class _Shown:
+    """Prints one line at a time, and knows what the agent has logged. For any thread."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self._changed = threading.Condition()
+        self._logged: set[tuple[str, str]] = set()
+
+    def line(self, source: str, text: str) -> None:
+        with self._changed:
+            lead = f"{time.monotonic() - self.began:5.1f}s  {source:6} " if source else ""
+            print(f"{lead}{text}", flush=True)
+
+    def note_logged(self, message: str, event_id: str) -> None:
+        with self._changed:
+            self._logged.add((message, event_id))
+            self._changed.notify_all()
+
+    def wait_for(self, message: str, event_id: str, seconds: float) -> bool:
+        """Whether it is in the agent's log by then."""
+        with self._changed:
+            return self._changed.wait_for(lambda: (message, event_id) in self._logged, seconds)
+
+
+def _show_azure(azure: Simulator, shown: _Shown) -> None:
+    for happening in azure.follow():
+        event = happening.event
+        if event is None:
+            continue
+        name = f"{event.plan.type} {event.id[:8]}"
+        notice = (event.not_before_at - event.scheduled_at).total_seconds()
+        words = {
+            "scheduled": f"announces {name}, at the earliest in {notice:.0f}s",
+            "approved": f"gets the approval of {name}",
+            "started": f"starts {name}",
+            "gone": f"is done with {name}",
+        }
+        if happening.kind in words:
+            shown.line("Azure", words[happening.kind])
+
+
+class _ShownAgent:
+    """The agent, as a process whose log is shown."""
+
+    def __init__(self, config: Path, state_dir: Path, shown: _Shown) -> None:
+        # As this program was, wherever its modules were found: by -m, a script of pip's, a package's launcher.
+        this_program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
+        command = [*this_program, "run", "--config", str(config), "--state-dir", str(state_dir)]
+        self._shown = shown
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8")
+        self._reader = threading.Thread(target=self._show, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._reader.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        code = self._process.poll()
+        self._process.terminate()  # on Windows that is a kill, which the agent takes as well
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._reader.join()
+        self._process.__exit__(None, None, None)
+        if kind is None and code is not None:
+            raise AgentError(f"the agent ended by itself with exit code {code}")
+
+    def _show(self) -> None:
+        for line in self._process.stderr or ():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                self._shown.line("agent", line.rstrip())
+                continue
+            message = entry.get("message", "")
+            reason = entry.get("reason", "")
+            if message == "hook output":
+                self._shown.line("hook", f"{entry['hook']}: {entry['line']}")
+            elif message == "approving":
+                self._shown.line("agent", f"approves: {reason}")
+            elif message in _SHOWN_MESSAGES:
+                self._shown.line("agent", reason)
+            elif entry.get("level") in ("warning", "error"):
+                self._shown.line("agent", f"{message}: {reason}" if reason else message)
+            self._shown.note_logged(message, entry.get("event_id", ""))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``demo``."""
     parser.description = (
         "Starts a simulated Azure endpoint and the real agent with a sample policy on loopback, in a temporary "
-        "directory, and shows what happens. With the word fleet: five agents that act together, through a "
-        "simulated table or a real one. Exit code 1 if an event did not end as expected."
+        "directory, and shows what happens. Exit code 1 if an event did not end as expected."
     )
-    parser.add_argument("fleet", nargs="?", choices=("fleet",), metavar="fleet", help="five VMs that act together")
-    parser.add_argument("--table", metavar="URL", help="fleet: a table in Azure, or of Azurite")
-    parser.add_argument("--sas-file", metavar="FILE", help="fleet: the shared access signature for that table")
     parser.set_defaults(handler=_run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    if arguments.fleet:
-        return demo_fleet.play(arguments.table, arguments.sas_file)
-    if arguments.table or arguments.sas_file:
-        raise AgentError("--table and --sas-file are for demo fleet", kind="usage")
-    shown = Shown()
+def _run(_arguments: argparse.Namespace) -> int:
+    shown = _Shown()
     with tempfile.TemporaryDirectory(prefix="scheduled-events-demo-") as name, Simulator(vms=("web-1",)) as azure:
         directory = Path(name)
         config = _write_files(directory, azure.endpoint())
         print("Starts the real agent against a simulated Azure, both on loopback and in a temporary directory.\n")
         print("The policy:\n", flush=True)
         print("".join(f"    {line}\n" for line in _POLICY.splitlines()))
-        threading.Thread(target=show_azure, args=(azure, shown), daemon=True).start()
-        with ShownAgent(config, directory / "state", shown):
+        threading.Thread(target=_show_azure, args=(azure, shown), daemon=True).start()
+        with _ShownAgent(config, directory / "state", shown):
             azure.wait_polls(1, timeout_seconds=_WITHIN_SECONDS)
             events = [_play(azure, scene, shown) for scene in _SCENES]
         with contextlib.closing(Store.look_into(directory / "state")) as store:
@@ -143,11 +225,11 @@ def _run(arguments: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _play(azure: Simulator, scene: _Scene, shown: Shown) -> SimulatedEvent:
+def _play(azure: Simulator, scene: _Scene, shown: _Shown) -> SimulatedEvent:
     shown.line("", f"\n--- {scene.title}")
     event_id = azure.schedule(scene.type, **scene.plan)  # type: ignore[arg-type]
     azure.wait_gone(event_id, timeout_seconds=_WITHIN_SECONDS)
-    shown.wait_for("agent", "closed", event_id, _WITHIN_SECONDS)  # else the journal shows what is missing
+    shown.wait_for("closed", event_id, _WITHIN_SECONDS)  # else the journal shows what is missing
     return azure.event(event_id)
 
 

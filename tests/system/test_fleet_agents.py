@@ -1,7 +1,5 @@
 """Several agents of one group on one simulator and one real table: none approves, and none begins, out of turn."""
 
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -12,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from azurite import Azurite, running_azurite  # noqa: F401 - a fixture
-from harness import CHECKOUT, Agent, Simulator
+from harness import Agent, Simulator
 
 VMS = ("web_0", "web_1", "web_2")
 
@@ -118,20 +116,3 @@ def test_an_agent_that_is_killed_while_it_waits_goes_on(azure: Simulator, agents
     for agent in agents:
         agent.wait_log("closed", event_id=event)
         assert agent.ran() == ["drain", "resume"]
-
-
-def test_the_demo_plays_with_a_real_table(azurite: Azurite, tmp_path: Path) -> None:
-    table, sas_file = azurite.create_table(), tmp_path / "sas"
-    sas_file.touch(mode=0o600)
-    sas_file.write_text(azurite.sas(table.rpartition("/")[2]))
-    done = subprocess.run(
-        [sys.executable, "-m", "agent", "demo", "fleet", "--table", table, "--sas-file", str(sas_file)],
-        check=False,
-        cwd=CHECKOUT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
-    assert len(re.findall(r"^ok  ", done.stdout, re.MULTILINE)) == 5
-    assert azurite.rows(table), "it used this table"

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import importlib.util
 import itertools
+import json
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ import apt
 from agent import __version__
 from agent.cli import build_parser
 from agent.settings.schema import policy_schema
+from agent.simulator.table import SimulatedTable
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BUILD = CHECKOUT / "packaging/build.py"
@@ -643,9 +645,17 @@ def test_every_python_at_hand_runs_check_and_the_demo_from_the_tree_alone(tree: 
     assert list((tree / HOME).rglob("__pycache__")) == []
 
 
-def test_a_fleet_runs_from_the_tree_alone(tree: Path, tmp_path: Path) -> None:
-    python = str(next(iter(pythons().values())))
-    assert "all as expected" in output_of(python, *start(tree), "demo", "fleet", cwd=tmp_path)
+def test_a_fleet_asks_its_table_from_the_tree_alone(tree: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    signature = tmp_path / "sas"
+    signature.touch(mode=0o600)
+    signature.write_text(SimulatedTable.SAS, encoding="utf-8")
+    with SimulatedTable() as table:
+        fleet = {"group": "web", "table": table.url, "credential": {"sas_file": str(signature)}, "max_events": 1}
+        policy.write_text(json.dumps({"fleet": fleet}), encoding="utf-8")
+        for python in pythons().values():
+            told = output_of(str(python), *start(tree), "fleet", "status", "--config", str(policy), cwd=tmp_path)
+            assert "slot 000  free" in told
 
 
 def test_the_modules_of_the_other_processor_run(tmp_path: Path) -> None:
