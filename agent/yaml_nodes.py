@@ -89,7 +89,7 @@ def _place(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int, str]:
         message = "unknown escape in double quotes: write a backslash twice, or use single quotes"
     elif "undefined alias" in problem:
         message = "the alias has no anchor above it"
-    elif problem == "nesting":
+    elif problem == "nesting" or "maximum nesting depth" in problem:  # libyaml 0.2.6 has a limit of its own
         message = f"nested more than {_MAX_DEPTH} deep"
     elif "another document" in problem:
         message = "only one document is allowed: remove what follows ---"
