@@ -457,7 +457,9 @@ def test_what_was_left_running_is_ended_though_a_look_at_all_processes_takes_lon
     monkeypatch.setattr(linux, "_LEFTOVER_GRACE_SECONDS", 0.0)  # it is over before the first look is
     program = "trap '' TERM; echo ready; while :; do sleep 0.01; done"
     environment = {**os.environ, linux._MARKER: f"{_INSTANCE}:1"}
-    with subprocess.Popen(["/bin/sh", "-c", program], env=environment, stdout=subprocess.PIPE) as left:
+    command = ["/bin/sh", "-c", program]
+    # In a session of its own, as a hook is: of an orphan in ours nothing tells that it is not another library's.
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as left:
         assert left.stdout is not None
         assert left.stdout.readline() == b"ready\n"
         try:
