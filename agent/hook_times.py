@@ -68,5 +68,5 @@ def decode(text: str) -> dict[str, HookTimes]:
 def _digest(hook: Hook) -> str:
     from hashlib import sha256  # noqa: PLC0415  # 3 ms of OpenSSL, for which only earlier runs have a use
 
-    what = (hook.run, hook.shell, hook.unit, hook.user, hook.cwd)
+    what = (hook.run, hook.shell, hook.user, hook.cwd)
     return sha256(msgspec.json.encode(what)).hexdigest()[:16]

@@ -148,13 +148,10 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One program to run. Exactly one of ``run``, ``shell`` and ``unit`` is set."""
+    """One program to run. Either ``run`` or ``shell`` is set."""
 
     run: Annotated[tuple[str, ...] | None, Meta(description="Program and arguments; no shell is involved.")] = None
     shell: Annotated[str | None, Meta(description="A command line for /bin/sh (Linux) or cmd (Windows).")] = None
-    unit: Annotated[
-        str | None, Meta(description="A systemd service to start and wait for, such as drain-web.service.")
-    ] = None
     timeout: Annotated[Duration, Meta(gt=0, description="Time limit of one attempt.")] = 300.0
     attempts: Annotated[int, Meta(ge=1, le=100, description="How often to try.")] = 1
     retry_delay: Annotated[Duration, Meta(description="Pause between attempts.")] = 1.0

@@ -23,7 +23,7 @@ from agent.cli.diagnosis import START, UNMASK, Finding, count, failure, ok, warn
 from agent.cli.status import ask_status
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
 from agent.events import ApiVersion
-from agent.host import processes, systemd_unit, units
+from agent.host import processes
 from agent.host.surroundings import OwnService
 from agent.imds import Answer, ImdsClient, ImdsError, parse_identity, resolve_endpoint
 from agent.policy import Hook
@@ -93,7 +93,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
     service: OwnService | None = None
     service_fault = ""
     try:
-        service = units.own_service()
+        service = processes.own_service()
     except host.HostError as error:
         service_fault = str(error)
     account = service.account if service is not None and service.account != host.account_name() else None
@@ -224,8 +224,6 @@ def _look_at_hooks(loaded: Loaded, account: str | None) -> Iterator[Finding]:
                 found[name] = f"hooks.{name}.{fault}"
         except host.HostError as error:
             unknown.add(str(error))
-    if account is not None and not _is_system(account):
-        found |= _units_without_leave([hook.unit for hook in hooks.values() if hook.unit is not None])
     for text in found.values():
         yield failure(
             "hooks", text, "correct it: until then the hook fails, and a failed prepare hook holds its event"
@@ -233,7 +231,7 @@ def _look_at_hooks(loaded: Loaded, account: str | None) -> Iterator[Finding]:
     for text in sorted(unknown):
         yield warning("hooks", text, "run this as root, or as the account that runs the hooks")
     if not found and not unknown:
-        yield ok("hooks", f"{count(len(hooks), 'hook')}: all programs and units exist and can be started")
+        yield ok("hooks", f"{count(len(hooks), 'hook')}: all programs exist and can be started")
 
 
 def _access_fault(hook: Hook, account: str | None) -> str | None:
@@ -246,15 +244,6 @@ def _access_fault(hook: Hook, account: str | None) -> str | None:
         if file is not None and (fault := processes.access_fault(file, "execute", hook.user or account)):
             return f"{key}: {fault}"
     return None
-
-
-def _units_without_leave(units: list[str]) -> dict[str, str]:
-    """By name, what is wrong with the units that an agent without privileges may not start."""
-    unnamed = systemd_unit.unnamed_units(units) if units else []
-    if unnamed is None:
-        return {"": f"{systemd_unit.RULE_FILE} cannot be read: run this as root"}
-    where = f"is not named by the polkit rule {systemd_unit.RULE_FILE}: install-unit --strict writes it anew"
-    return {name: f"{name} {where}" for name in unnamed}
 
 
 def _look_at_files(loaded: Loaded, account: str | None) -> Iterator[Finding]:

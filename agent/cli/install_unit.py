@@ -4,7 +4,6 @@ import argparse
 
 from agent import AgentError, host
 from agent.host import processes, systemd_unit
-from agent.settings import load_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strict",
         action="store_true",
-        help="the agent gets an account without privileges, which may start the units that hooks of the policy "
-        "name (unit: NAME.service), and nothing else; without this option it runs as root",
+        help="the agent gets an account without privileges; without this option it runs as root",
     )
     parser.add_argument("--now", action="store_true", help="start the agent, or restart it if anything changed")
     what = parser.add_mutually_exclusive_group()
@@ -54,7 +52,4 @@ def _install_unit(arguments: argparse.Namespace) -> int:
 
 
 def _units() -> list[str]:
-    """The units that hooks of the policy name: the policy that the service will read, whatever account asks."""
-    path = host.default_config_path()
-    settings = load_settings(path if path.exists() else None)
-    return [hook.unit for hook in settings.hooks.values() if hook.unit is not None]
+    return []

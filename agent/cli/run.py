@@ -146,7 +146,7 @@ class _PolicyFile:
         self.hash = loaded.hash
         self._set_up_log(settings.agent.log.level, settings.agent.log.format)
         _warn(loaded.warnings)
-        # To ask about accounts and units may take minutes, and neither start nor reload waits for that.
+        # To ask about accounts may take minutes, and neither start nor reload waits for that.
         with contextlib.suppress(RuntimeError):  # no memory for a thread
             threading.Thread(
                 target=lambda: _warn(_look_at_machine(used)), name="policy-check", daemon=True

@@ -4,8 +4,7 @@ Does not know which hooks an event needs, when, or what their results mean. The 
 returns soon after the hook's time is up, whatever the hook does, and all that the hook started is gone then.
 
 When a hook's main process ends, what it left running is ended too: what must live longer belongs to the service
-manager (``systemctl start``, ``sc start``). A hook that is a systemd unit survives an agent that is killed; the
-next run of it waits for its end, and starts it again.
+manager (``systemctl start``, ``sc start``).
 """
 
 import os
@@ -21,7 +20,7 @@ import msgspec
 from agent import AgentError, host
 from agent.events import ScheduledEvent
 from agent.hooks.output import HookOutput, secrets_of
-from agent.host import processes, units
+from agent.host import processes
 from agent.policy import Hook
 from agent.settings.files import hook_tampering_fault
 from agent.spelling import format_duration
@@ -129,9 +128,7 @@ class HookRun:
         self._deadline = deadline
         self._on_line = on_line
         self._instance = instance
-        # A unit never runs twice at a time: a second start would join the first one, of another event.
-        key = hook.unit or (name if hook.serialize else "")
-        self._queue = queues[key] if queues is not None and key else None
+        self._queue = queues[name] if queues is not None and hook.serialize else None
         self._lines_left = _MAX_LINES
         self._is_canceled = False
         self._has_ended = False
@@ -213,13 +210,10 @@ class HookRun:
 
     def _start(self, output: int) -> processes.ProcessTree:
         hook = self._hook
-        own = {**hook.env, **self._environment}
-        if hook.unit is not None:
-            return units.start_unit(hook.unit, own, self._stdin, output)
         return processes.start_tree(
             run=hook.run,
             shell=hook.shell,
-            env=processes.base_environment(hook.user) | own,
+            env={**processes.base_environment(hook.user), **hook.env, **self._environment},
             cwd=hook.cwd,
             user=hook.user,
             stdin=self._stdin,
@@ -251,8 +245,8 @@ class HookRun:
             return "timed_out", f"killed after {_format(self._hook.timeout)}, its time limit{trouble}"
         if cause == "deadline":
             return "timed_out", f"killed after {stopped_after}, no time was left{trouble}"
-        detail = tree.ending or _ending_in_words(self._exit_code)
-        return ("succeeded" if self._exit_code == 0 else "failed"), detail + trouble
+        outcome: HookOutcome = "succeeded" if self._exit_code == 0 else "failed"
+        return outcome, _ending_in_words(self._exit_code) + trouble
 
     def _await_end_or_cause(self, started_at: float) -> Literal["canceled", "timeout", "deadline"] | None:
         """Wait for the program's end, and return None; or return why it must be ended."""

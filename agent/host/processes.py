@@ -1,4 +1,4 @@
-"""What differs of processes: hooks, other programs; and the disks, which psutil knows as well.
+"""What differs of processes: hooks, other programs, the own service; and the disks, which psutil knows as well.
 
 Apart from ``agent.host``, as psutil takes longer to load than Python itself.
 """
@@ -8,6 +8,7 @@ import sys
 if sys.platform == "win32":
     from agent.host.windows.files import access_fault, file_system, temporary_disk  # noqa: F401
     from agent.host.windows.process import *  # noqa: F403
+    from agent.host.windows.service import own_service  # noqa: F401
     from agent.host.windows.system import find_systemctl, is_shutting_down, other_approvers  # noqa: F401
 else:
     from agent.host.linux.process import *  # noqa: F403

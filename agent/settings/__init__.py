@@ -110,14 +110,14 @@ def load_policy(path: Path | None) -> Loaded:
     return parse_settings(text, str(path))
 
 
-def parse_settings(text: str | bytes, name: str, *, has_units: bool | None = None) -> Loaded:
+def parse_settings(text: str | bytes, name: str, *, may_change_user: bool | None = None) -> Loaded:
     """Settings and warnings of a policy's text; ``name`` is how problems call it. Raises ConfigError."""
     parsed = parse(text, Settings, name)
-    has_units = host.has_units() if has_units is None else has_units
+    may_change_user = host.may_change_user() if may_change_user is None else may_change_user
     problems = parsed.problems
     if parsed.draft is not None:
         known = [problem.path for problem in problems]
-        all_faults = parsed.gather(faults(parsed.draft, parsed, has_units=has_units))
+        all_faults = parsed.gather(faults(parsed.draft, parsed, may_change_user=may_change_user))
         # Where a value was wrong already, what is missing because of it is no news.
         news = [fault for fault in all_faults if not any(path.startswith(fault.path) for path in known)]
         problems = tuple(sorted((*problems, *news), key=lambda problem: problem.line))

@@ -3,7 +3,7 @@
 import re
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 
@@ -31,8 +31,6 @@ _OWN_HEADERS = ("connection", "content-length", "host", "transfer-encoding")
 _HIDDEN = "it is not shown here, as it may hold a secret"
 _PROXY = re.compile(r"http://[^\s/]+/?")
 _GUID = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_UNIT = re.compile(r"(?=.{,255}$)[A-Za-z0-9_][A-Za-z0-9:_.\\-]*(@[A-Za-z0-9:_.\\-]+)?\.service")
 # Searching backtracks, and nothing can end it. These limits, with that of the text searched (policy.py), keep the
 # shapes whose time grows without bound, or to hours, from the engine's thread.
 _MAX_REGEX_CHARACTERS = 1000
@@ -41,6 +39,9 @@ _MAX_OPTIONS = 10
 _NO_OPERATOR = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _REPETITION = re.compile(r"[*+{]")
 _OPTION = re.compile(r"(?<![(*+?}])\?")
+
+# The program by which hooks of the strict set-up run as root.
+_ROOT_STARTER = "run-as-root"
 
 # Each rule is compared with so many of those above it, first those with the fewest conditions: they cover most.
 _MAX_COMPARED = 32
@@ -52,8 +53,8 @@ Finding = tuple[str, str]
 """Path and message."""
 
 
-def faults(settings: Settings, parsed: Parsed[Settings], *, has_units: bool) -> Iterator[Finding]:
-    """Why a policy cannot be used although each of its values is valid. ``has_units``: as ``host.has_units``."""
+def faults(settings: Settings, parsed: Parsed[Settings], *, may_change_user: bool) -> Iterator[Finding]:
+    """Why a policy cannot be used although each of its values is valid. ``may_change_user``: that of ``host``."""
     yield from _setting_faults(settings)
     firsts: dict[str, int] = {}
     for index, rule in enumerate(settings.rules):
@@ -72,7 +73,7 @@ def faults(settings: Settings, parsed: Parsed[Settings], *, has_units: bool) -> 
     yield from _fleet_faults(settings, parsed)
     yield from _hook_list_faults("on_clear", settings.on_clear, settings, parsed)
     for name, hook in settings.hooks.items():
-        yield from _hook_faults(f"hooks.{name}", hook, parsed, has_units=has_units)
+        yield from _hook_faults(f"hooks.{name}", hook, parsed, may_change_user=may_change_user)
     for name, window in settings.maintenance_windows.items():
         if not window.days:
             path = f"maintenance_windows.{name}.days"
@@ -226,20 +227,18 @@ def _regex_fault(text: str) -> str | None:
     return None
 
 
-def _hook_faults(path: str, hook: Hook, parsed: Parsed[Settings], *, has_units: bool) -> Iterator[Finding]:
+def _hook_faults(path: str, hook: Hook, parsed: Parsed[Settings], *, may_change_user: bool) -> Iterator[Finding]:
     wrong = {problem.path for problem in parsed.problems}
-    ways = ("run", "shell", "unit")
+    ways = ("run", "shell")
     given = [key for key in ways if getattr(hook, key) is not None or f"{path}.{key}" in wrong]
     if len(given) != 1:
-        expected = "run (a program and its arguments), shell (a command line) or unit (a systemd service)"
+        expected = "run (a program and its arguments) or shell (a command line)"
         right = [key for key in given if f"{path}.{key}" not in wrong]
         where = f"{path}.{right[0]}" if right and right != given else path
-        yield where, f"expected one of {expected}; got {' and '.join(given) or 'none'}"
+        yield where, f"expected either {expected}; got {' and '.join(given) or 'none'}"
     elif hook.run == ():
         yield f"{path}.run", "expected a program and its arguments; got an empty list"
-    elif hook.unit is not None:
-        yield from _unit_faults(path, hook, hook.unit, has_units=has_units)
-    if not has_units and hook.user is not None and hook.unit is None:
+    if not may_change_user and hook.user is not None:
         yield f"{path}.user", "cannot be used on Windows: remove it, hooks run as the service's account"
     texts = {"run[0]": hook.run[0] if hook.run else None, "shell": hook.shell, "user": hook.user, "cwd": hook.cwd}
     yield from _blank_faults({f"{path}.{key}": text for key, text in texts.items()})
@@ -250,20 +249,6 @@ def _hook_faults(path: str, hook: Hook, parsed: Parsed[Settings], *, has_units: 
             # What follows a = was meant as the value and may be secret.
             name, equals, _ = variable.partition("=")
             yield f"{path}.env", f'expected a variable\'s name; got "{name}{equals and "=..."}"'
-        elif hook.unit is not None and _VARIABLE.fullmatch(variable) is None:
-            expected = "letters, digits and _, as systemd ignores any other variable"
-            yield f"{path}.env", f'expected {expected}; got "{variable}"'
-
-
-def _unit_faults(path: str, hook: Hook, unit: str, *, has_units: bool) -> Iterator[Finding]:
-    if not has_units:
-        yield f"{path}.unit", "cannot be used on Windows, where there is no systemd: use run or shell"
-    elif _UNIT.fullmatch(unit) is None:
-        expected = "the name of a service such as drain-web.service or drain@web.service"
-        yield f"{path}.unit", f'expected {expected}; got "{unit}"'
-    for key, option in (("user", "User="), ("cwd", "WorkingDirectory=")):
-        if getattr(hook, key) is not None:
-            yield f"{path}.{key}", f"cannot be used together with unit: {option} in the unit's file says it"
 
 
 def _blank_faults(texts: dict[str, str | None]) -> Iterator[Finding]:
@@ -310,9 +295,12 @@ def doubts(settings: Settings) -> Iterator[Finding]:
         insort(above, rule, key=_condition_count)
         yield from _rule_doubts(path, rule)
         yield from _time_doubts(path, rule, settings.hooks)
-    for name in settings.hooks:
+    for name, hook in settings.hooks.items():
         if name not in used:
             yield f"hooks.{name}", "no rule names this hook"
+        if hook.run and PurePosixPath(hook.run[0]).name == _ROOT_STARTER and not hook.serialize:
+            text = f"{_ROOT_STARTER} starts a unit, and two starts of one unit are one run: write serialize: true"
+            yield f"hooks.{name}.run", text
     windows = {rule.window for rule in settings.rules}
     for name in settings.maintenance_windows:
         if name not in windows:

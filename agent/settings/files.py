@@ -93,7 +93,6 @@ def _web_doubts(agent: AgentSettings) -> Iterator[Finding]:
 
 
 def _missing(settings: Settings) -> Iterator[Finding]:
-    can_ask_about_units = True
     for name, hook in settings.hooks.items():
         path = f"hooks.{name}"
         if hook.cwd is not None and not Path(hook.cwd).is_dir():
@@ -107,17 +106,6 @@ def _missing(settings: Settings) -> Iterator[Finding]:
             yield f"{path}.shell", fault
         if hook.user is not None and not host.has_account(hook.user):
             yield f"{path}.user", f'this machine has no account "{hook.user}"'
-        if hook.unit is not None and can_ask_about_units:
-            from agent.host import units  # noqa: PLC0415  # 5 ms of D-Bus
-
-            try:
-                fault = units.unit_fault(hook.unit)
-            except (
-                host.HostError
-            ) as error:  # nor will it answer for the next one, and each question takes its time
-                can_ask_about_units, fault = False, f"cannot be looked up: {error}"
-            if fault is not None:
-                yield f"{path}.unit", fault
 
 
 def _program_fault(hook: Hook) -> str | None:

@@ -15,9 +15,7 @@ from agent.typed_yaml import TIME, default_of, kinds, peel
 def policy_schema() -> dict[str, Any]:
     """The JSON schema of the policy file, for editors."""
     schema = json_schema(Settings)
-    hook = schema["$defs"]["Hook"]
-    hook["oneOf"] = [{"required": ["run"]}, {"required": ["shell"]}, {"required": ["unit"]}]
-    hook["dependentSchemas"] = {"unit": {"not": {"anyOf": [{"required": ["user"]}, {"required": ["cwd"]}]}}}
+    schema["$defs"]["Hook"]["oneOf"] = [{"required": ["run"]}, {"required": ["shell"]}]
     return {"title": "Policy of scheduled-events-agent", **schema}
 
 

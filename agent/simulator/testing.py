@@ -66,7 +66,7 @@ class HookEnd(msgspec.Struct, frozen=True, kw_only=True):
     output: str
     """The end of what it wrote, 4 KiB at most."""
     environment: dict[str, str]
-    """The SCHEDULED_EVENT_* variables of its last attempt; empty if it is a unit or has a ``user``."""
+    """The SCHEDULED_EVENT_* variables of its last attempt; empty if it has a ``user``."""
 
 
 class ScheduledEvents:
@@ -223,7 +223,7 @@ class ScheduledEvents:
     def _write_policy(self, settings: Settings, hooks: Mapping[str, Sequence[str | os.PathLike[str]]]) -> None:
         replace = msgspec.structs.replace
         own = {
-            name: replace(settings.hooks[name], run=tuple(map(_argument, run)), shell=None, unit=None, user=None)
+            name: replace(settings.hooks[name], run=tuple(map(_argument, run)), shell=None, user=None)
             for name, run in hooks.items()
         }
         recorded = {name: self._recorded(name, hook) for name, hook in {**settings.hooks, **own}.items()}
@@ -244,7 +244,7 @@ class ScheduledEvents:
 
     def _recorded(self, name: str, hook: Hook) -> Hook:
         """The hook, noting its environment before it begins; one of another account could not write the notes."""
-        if hook.unit is not None or hook.user is not None:
+        if hook.user is not None:
             return hook
         program = (sys.executable, "-I", "-S", str(self._recorder_file), str(self._notes_file), name)
         return msgspec.structs.replace(hook, run=(*program, hook.shell or "", *(hook.run or ())), shell=None)

@@ -115,29 +115,6 @@ def test_it_is_ready_although_the_first_poll_failed_and_says_so(
     systemd.wait_status("nothing is pending")
 
 
-def test_a_system_bus_that_never_answers_does_not_hold_up_the_start_or_a_reload(
-    service: Agent, systemd: Systemd, tmp_path: Path
-) -> None:
-    service.write_policy(
-        rules=[{"name": "reboots", "prepare": ["drain"], "approve": "when-prepared"}],
-        hooks={"drain": {"unit": "drain-web.service"}},
-    )
-    with socket.socket(socket.AF_UNIX) as bus:
-        bus.bind(str(tmp_path / "bus"))
-        bus.listen()
-        service.environment["DBUS_SYSTEM_BUS_ADDRESS"] = f"unix:path={tmp_path / 'bus'}"
-        service.start(is_awaited=False)
-        systemd.wait_word("READY=1")
-        service.reload()
-        systemd.wait_word("READY=1", count=2)
-        bus.settimeout(PATIENCE)
-        bus.accept()[0].close()  # it was asked: the file is looked at all the same
-        assert (
-            "hooks.drain.unit: cannot be looked up: "
-            in service.wait_log("the policy file has a warning")["problem"]
-        )
-
-
 def test_a_policy_that_is_refused_at_the_start_is_never_ready(service: Agent, systemd: Systemd) -> None:
     service.write_policy(rules=[{"name": "all", "approve": "yes"}])
     service.start(is_awaited=False)

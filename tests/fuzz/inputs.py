@@ -281,7 +281,6 @@ _POOLS: dict[str, tuple[str, ...]] = {
     "endpoint": ("auto", "http://127.0.0.1:8080", "http://h", "https://h", "http://[::1]", '"http://h\\n"'),
     "listen": ("off", "127.0.0.1:9769", '"[::1]:1"', "0.0.0.0:0", "a:b", "h:65536", "h:٣", ":1", "9.9:9"),
     "timezone": ("UTC", "Europe/Berlin", "Asia/Tokyo", "Europe", "../../etc/passwd", "/etc/localtime", '"\\0"'),
-    "unit": ("drain.service", "a@b.service", "x-y.service", "x.timer", "-", "../x.service", "drain-web.service"),
     "run": ("/bin/true", "drain", "--now", '""', "x y"),
     "shell": ("true", "echo $X; exit 1", "x", '""', '"a\\0b"'),
     "description": (
@@ -306,7 +305,7 @@ _TEXTS = (
     "\u2028",
 )  # fmt: skip
 _ONE_OF: dict[type[msgspec.Struct], tuple[str, ...]] = {
-    Hook: ("run", "shell", "unit"),
+    Hook: ("run", "shell"),
     Step: ("event", "event", "event", *(name for name in Step.__struct_fields__ if name != "at")),
 }
 

@@ -23,7 +23,7 @@ from ports import free_port
 
 from agent import __version__, cli, host
 from agent.cli import doctor, operator, terminal
-from agent.host import units
+from agent.host import processes
 from agent.host.surroundings import OwnService
 from agent.settings import CONFIG_VARIABLE
 from agent.simulator import Simulator
@@ -329,8 +329,8 @@ def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_checked(
         (
             "failure",
             (
-                "p.yaml:3: hooks.x: expected one of run (a program and its arguments), shell (a command line) or "
-                "unit (a systemd service); got none"
+                "p.yaml:3: hooks.x: expected either run (a program and its arguments) or shell (a command "
+                "line); got none"
             ),
         ),
     ]
@@ -369,7 +369,7 @@ def test_an_answer_that_is_long_in_coming_is_announced(
 
 def test_hooks_that_are_there_are_well(examine: Examine, endpoint: Endpoint) -> None:
     report = examine(endpoint.url, HOOKS.format(f"{{run: ['{sys.executable}', -c, '']}}"))
-    assert report.one("hooks") == Check("ok", "1 hook: all programs and units exist and can be started", "")
+    assert report.one("hooks") == Check("ok", "1 hook: all programs exist and can be started", "")
 
 
 def test_a_hook_that_is_not_there_is_a_failure(examine: Examine, endpoint: Endpoint, tmp_path: Path) -> None:
@@ -490,7 +490,7 @@ def test_a_state_directory_of_a_wrong_account_is_a_failure(
         assert examine(endpoint.url).one("state") == Check(
             "ok", f"{state} is there, for the agent that runs with it", ""
         )
-    monkeypatch.setattr(units, "own_service", lambda: service_of("daemon"))
+    monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
     assert examine(endpoint.url).one("state") == Check(
         "failure", f"{finding} daemon {state}", "run that command: the agent does not start before"
     )
@@ -515,12 +515,12 @@ def test_an_ordinary_account_makes_no_failure_of_what_it_may_not_see(
         (closed / "drain").write_text("#!/bin/sh\n")
         file = place / "p.yaml"
         file.write_text(f"agent: {{state_dir: '{closed}'}}\n" + HOOKS.format(f"{{run: ['{closed / 'drain'}']}}"))
-        monkeypatch.setattr(units, "own_service", lambda: service_of("root"))
+        monkeypatch.setattr(processes, "own_service", lambda: service_of("root"))
         seen = examine_as_nobody(file)
         told = "the agent runs as root, and nobody cannot tell what that account may do"
         assert (seen["hooks"], seen["files"]) == (("warning", told), ("warning", told))
         assert seen["state"] == ("warning", f"{closed}: only root can tell what root may do")
-        monkeypatch.setattr(units, "own_service", lambda: None)
+        monkeypatch.setattr(processes, "own_service", lambda: None)
         file.chmod(0o600)
         seen = examine_as_nobody(file, "--state-dir", str(closed))
         assert seen["policy"] == ("warning", f"{file}: cannot be read: Permission denied")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from agent import cli
+from agent.cli import run as run_command
 from agent.hook_times import encode, with_run
 from agent.settings import CONFIG_VARIABLE, ConfigError, find_config, load_policy
 from agent.store import Store
@@ -133,8 +134,8 @@ def test_check_of_a_faulty_policy_tells_every_fault_and_exits_2(run: Run, tmp_pa
     problems = [
         'p.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?',
         (
-            "p.yaml:3: hooks.x: expected one of run (a program and its arguments), shell (a command line) or unit "
-            "(a systemd service); got none"
+            "p.yaml:3: hooks.x: expected either run (a program and its arguments) or shell (a command line); "
+            "got none"
         ),
     ]
     assert run("check", "--config", "p.yaml") == (2, "\n".join([*problems, "not valid: 2 problems\n"]), "")
@@ -440,3 +441,28 @@ def test_explain_without_a_metadata_service_fails_with_its_reason(run: Run, tmp_
     code, out, err = run("explain", "--config", "p.yaml")
     assert (code, out) == (1, "")
     assert err.startswith("scheduled-events-agent: GET http://127.0.0.1:1/metadata/scheduledevents")
+
+
+def test_neither_start_nor_reload_waits_for_what_this_machine_says_of_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("rules: [{name: all}]\n", encoding="utf-8")
+    may_answer = threading.Event()
+    was_allowed = []
+
+    def look_up_accounts(_: Any) -> tuple[()]:
+        was_allowed.append(may_answer.wait(10.0))
+        return ()
+
+    monkeypatch.setattr(run_command, "check_files", look_up_accounts)
+    file = run_command._PolicyFile(path, None, lambda *_: None, is_observing=False)
+    try:
+        file.load()
+        file.load()
+    finally:
+        may_answer.set()
+        for thread in threading.enumerate():
+            if thread.name == "policy-check":
+                thread.join()
+    assert was_allowed == [True, True]

@@ -13,8 +13,9 @@ if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
 from agent import host
-from agent.host import processes
+from agent.host import HostError, processes
 from agent.host.linux import programs
+from agent.host.surroundings import OwnService
 
 
 def test_a_busy_service_manager_is_waited_for_until_it_hears_the_word(
@@ -57,6 +58,14 @@ def test_a_service_manager_that_never_listens_is_not_waited_for_long(
         assert not teller.is_alive()
 
 
+def put_systemctl(place: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Have this script answer for systemd."""
+    program = place / "systemctl"
+    program.write_text(f"#!/bin/sh\n{script}")
+    program.chmod(0o755)
+    monkeypatch.setattr(programs, "DEFAULT_PATH", f"{place}:{os.environ['PATH']}")
+
+
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
@@ -73,10 +82,65 @@ def test_a_service_manager_that_never_listens_is_not_waited_for_long(
 def test_the_machine_goes_down_if_systemd_says_so_and_no_answer_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, expected: bool | None
 ) -> None:
-    program = tmp_path / "systemctl"
-    program.write_text(f'#!/bin/sh\n[ "$*" = is-system-running ] || exit 9\n{answer}\n')
-    program.chmod(0o755)
-    monkeypatch.setattr(programs, "DEFAULT_PATH", f"{tmp_path}:{os.environ['PATH']}")
+    put_systemctl(tmp_path, monkeypatch, f'[ "$*" = is-system-running ] || exit 9\n{answer}\n')
     monkeypatch.setattr(programs, "_SHUTDOWN_QUESTION_SECONDS", 1.0)
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
     assert processes.is_shutting_down() is expected
+
+
+RUNNING = {
+    "LoadState": "loaded", "UnitFileState": "enabled", "ActiveState": "active", "SubState": "running",
+    "MainPID": "17", "User": "root", "NeedDaemonReload": "no",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("differing", "expected"),
+    [
+        ({}, OwnService(True, "active (running)", True, 17, "root", False)),
+        ({"User": ""}, OwnService(True, "active (running)", True, 17, "root", False)),
+        ({"User": "agent"}, OwnService(True, "active (running)", True, 17, "agent", False)),
+        ({"ActiveState": "reloading"}, OwnService(True, "reloading (running)", True, 17, "root", False)),
+        ({"UnitFileState": "enabled-runtime"}, OwnService(True, "active (running)", True, 17, "root", False)),
+        ({"UnitFileState": "disabled"}, OwnService(False, "active (running)", True, 17, "root", False)),
+        ({"NeedDaemonReload": "yes"}, OwnService(True, "active (running)", True, 17, "root", True)),
+        (
+            {"UnitFileState": "masked", "ActiveState": "inactive", "SubState": "dead", "MainPID": "0"},
+            OwnService(False, "inactive (dead)", False, 0, "root", False, is_masked=True),
+        ),
+        ({"LoadState": "not-found", "UnitFileState": "", "ActiveState": "inactive", "MainPID": "0"}, None),
+    ],
+)
+def test_the_agents_own_service_is_as_systemctl_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differing: dict[str, str], expected: OwnService | None
+) -> None:
+    shown = "".join(f"{name}={value}\n" for name, value in (RUNNING | differing).items())
+    asked = f"show --property={','.join(RUNNING)} scheduled-events-agent.service"
+    put_systemctl(tmp_path, monkeypatch, f"[ \"$*\" = '{asked}' ] || exit 9\ncat <<'END'\n{shown}END\n")
+    assert processes.own_service() == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("echo no bus >&2; echo here >&2; exit 1", "systemctl cannot tell about the agent's service: no bus here"),
+        ("exit 3", "systemctl cannot tell about the agent's service: exit code 3"),
+        ("echo LoadState=loaded", "systemctl cannot tell about the agent's service: exit code 0"),
+        ("exec sleep 30", "systemctl did not answer within 0.5 s"),
+    ],
+)
+def test_why_systemd_says_nothing_of_the_agents_service_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, told: str
+) -> None:
+    put_systemctl(tmp_path, monkeypatch, script)
+    monkeypatch.setattr(programs, "_SERVICE_QUESTION_SECONDS", 0.5)
+    with pytest.raises(HostError) as caught:
+        processes.own_service()
+    assert str(caught.value) == told
+
+
+def test_without_systemctl_the_way_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "DEFAULT_PATH", str(tmp_path))
+    with pytest.raises(HostError, match=f"^found no systemctl on {tmp_path}: "):
+        processes.own_service()
+    assert processes.is_shutting_down() is None

@@ -230,9 +230,8 @@ def test_an_argument_counts_if_it_is_a_program_a_script_or_an_interpreters_file(
     assert hook_tampering_fault(hook) == (fault if is_code else None)
 
 
-def test_a_shell_line_and_a_unit_are_not_looked_into() -> None:
+def test_a_shell_line_is_not_looked_into() -> None:
     assert hook_tampering_fault(Hook(shell="/tmp/anything")) is None
-    assert hook_tampering_fault(Hook(unit="drain.service")) is None
 
 
 # --- what is done about it

@@ -187,7 +187,8 @@ def test_a_hook_that_the_shutdown_cut_short_runs_again_after_the_boot(web: WebSe
         "[Service]\nType=oneshot\nExecStart=/usr/local/sbin/resume\nEnvironment=SCHEDULED_EVENT_OUTCOME=by-unit\n"
     )
     web.machine.write("/etc/systemd/system/resume-web.service", unit)
-    web.write_policy(**{**POLICY, "hooks": {**POLICY["hooks"], "resume": {"unit": "resume-web.service"}}})
+    resume = {"run": ["systemctl", "start", "resume-web.service"]}
+    web.write_policy(**{**POLICY, "hooks": {**POLICY["hooks"], "resume": resume}})
     web.machine.run("systemctl", "daemon-reload")
     web.systemctl("restart")
     event = sim.schedule("Reboot", notice_seconds=900, lasts_seconds=None)

@@ -358,6 +358,30 @@ def test_a_hook_of_root_changes_the_machine_and_not_a_copy_of_it(service: Servic
         assert service.machine.path(f"/{place}/drained").exists()
 
 
+def test_a_hook_of_root_starts_a_oneshot_unit_and_ends_as_it_does(service: Service, sim: Simulator) -> None:
+    machine = service.machine
+    drain = "while [ -e /root/wait ]; do sleep 0.1; done; touch /root/drained; test ! -e /root/broken"
+    unit = f"[Service]\nType=oneshot\nExecStart=/bin/sh -c '{drain}'\n"
+    machine.write("/etc/systemd/system/drain-web.service", unit)
+    machine.run("systemctl", "daemon-reload")
+    hook = {"run": ["systemctl", "start", "drain-web.service"], "serialize": True}
+    service.write_policy(rules=RULES, hooks={"drain": hook})
+    service.reload()
+    machine.write("/root/wait", "")
+    event = sim.schedule("Reboot", notice_seconds=600)
+    is_active = ("systemctl", "is-active", "drain-web.service")
+    machine.wait_for(lambda: "activating" in machine.run(*is_active, check=False).stdout, "the unit ran")
+    service.wait_status("runs hook drain")
+    assert sim.approvals(event) == ()
+    machine.path("/root/wait").unlink()
+    sim.wait_approved(event)
+    assert machine.path("/root/drained").exists()
+
+    machine.write("/root/broken", "")
+    sim.schedule("Reboot", notice_seconds=600)
+    service.wait_log("hook finished", hook="drain", reason="hook drain: exit code 1 (failed)")
+
+
 def test_root_lacks_what_no_hook_has_a_use_for(service: Service) -> None:
     status = service.process_status()
     names = ["sys_time", "mac_admin", "mac_override", "sys_rawio", "sys_boot", "sys_pacct", "wake_alarm"]

@@ -80,14 +80,14 @@ def test_the_policy_of_the_trial_on_windows_is_valid_and_runs_its_scripts() -> N
     script = text_of("packaging/windows/try.ps1")
     (policy,) = re.findall(r"'my policy.yaml'\) @\"\n(.*?)\n\"@", script, re.DOTALL)
     policy = policy.replace("$work", r"C:\Program Files\Trial of the agent")
-    loaded = parse_settings(policy, "policy.yaml", has_units=False)
+    loaded = parse_settings(policy, "policy.yaml", may_change_user=False)
     assert [str(warning) for warning in loaded.warnings] == []
     run = {hook.run[0].rpartition("\\")[2] for hook in loaded.settings.hooks.values() if hook.run}
     assert run == {"drain.ps1", "resume.cmd"}
     assert run <= set(re.findall(r"Join-Path \$work '([\w.]+)'\) @'", script))
     (bad,) = re.findall(r"'bad.yaml'\) '(.*)'", script)
     with pytest.raises(ConfigError) as refused:
-        parse_settings(bad, "bad.yaml", has_units=False)
+        parse_settings(bad, "bad.yaml", may_change_user=False)
     assert 'unknown key "rulez"' in str(refused.value)
 
 

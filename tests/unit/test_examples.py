@@ -79,7 +79,7 @@ def test_no_hook_is_shipped_that_nobody_shows() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_the_policies_of_a_page_are_valid_and_their_hooks_shipped(page: Path) -> None:
     for policy in policies_of(page):
-        parse_settings(policy, page.name, has_units=True)  # raises what is wrong
+        parse_settings(policy, page.name, may_change_user=True)  # raises what is wrong
         assert hook_files(policy) <= {hook.name for hook in HOOKS}
 
 

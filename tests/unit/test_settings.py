@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from agent.policy import Hook, When
+from agent.policy import When
 from agent.settings import ConfigError, Settings, checks, load_policy, parse_settings
 from agent.settings.model import parse_table
 
 
-def faults(text: str, *, has_units: bool = True) -> Sequence[str]:
+def faults(text: str, *, may_change_user: bool = True) -> Sequence[str]:
     with pytest.raises(ConfigError) as caught:
-        parse_settings(text, "policy.yaml", has_units=has_units)
+        parse_settings(text, "policy.yaml", may_change_user=may_change_user)
     assert caught.value.kind == "config"
     assert str(caught.value) == "\n".join(caught.value.problems)
     return caught.value.problems
@@ -59,19 +59,8 @@ def test_the_fault_form_is_the_documented_one() -> None:
         (HOOKS + "on_clear: [resum]", 'on_clear[0]: there is no hook "resum"; did you mean "resume"?'),
         (HOOKS + "rules: [{name: a, prepare: [drain, drain]}]", 'rules[0].prepare[1]: hook "drain" is in this list already'),
         ("\nrules: [{name: a}, {name: a}]", 'rules[1].name: the rule in line 2 is called "a" already'),
-        ("\nhooks: {a: {}}", "hooks.a: expected one of run (a program and its arguments), shell (a command line) or unit (a systemd service); got none"),
-        ("\nhooks: {a: {run: [x], shell: x}}", "hooks.a: expected one of run (a program and its arguments), shell (a command line) or unit (a systemd service); got run and shell"),
-        ("\nhooks: {a: {run: [x], shell: x, unit: x.service}}", "hooks.a: expected one of run (a program and its arguments), shell (a command line) or unit (a systemd service); got run and shell and unit"),
-        ("\nhooks: {a: {unit: drain}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "drain"'),
-        ("\nhooks: {a: {unit: drain.timer}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "drain.timer"'),
-        ("\nhooks: {a: {unit: ../drain.service}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "../drain.service"'),
-        ("\nhooks: {a: {unit: -drain.service}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "-drain.service"'),
-        ("\nhooks: {a: {unit: drain@.service}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got "drain@.service"'),
-        ("\nhooks: {a: {unit: ''}}", 'hooks.a.unit: expected the name of a service such as drain-web.service or drain@web.service; got ""'),
-        ("\nhooks: {a: {unit: a.service, user: app}}", "hooks.a.user: cannot be used together with unit: User= in the unit's file says it"),
-        ("\nhooks: {a: {unit: a.service, cwd: /}}", "hooks.a.cwd: cannot be used together with unit: WorkingDirectory= in the unit's file says it"),
-        ("\nhooks: {a: {unit: a.service, env: {A=B: c}}}", 'hooks.a.env: expected a variable\'s name; got "A=..."'),
-        ("\nhooks: {a: {unit: a.service, env: {A-B: c}}}", 'hooks.a.env: expected letters, digits and _, as systemd ignores any other variable; got "A-B"'),
+        ("\nhooks: {a: {}}", "hooks.a: expected either run (a program and its arguments) or shell (a command line); got none"),
+        ("\nhooks: {a: {run: [x], shell: x}}", "hooks.a: expected either run (a program and its arguments) or shell (a command line); got run and shell"),
         ("\nhooks: {a: {run: []}}", "hooks.a.run: expected a program and its arguments; got an empty list"),
         ("\nhooks: {a: {run: ['']}}", "hooks.a.run[0]: expected a text; got an empty one"),
         ("\nhooks: {a: {shell: ' '}}", "hooks.a.shell: expected a text; got an empty one"),
@@ -186,32 +175,10 @@ def test_the_endpoint_is_an_http_address_or_auto(endpoint: str) -> None:
 
 def test_a_hook_cannot_choose_its_user_on_windows() -> None:
     text = "hooks: {a: {shell: x, user: app}}"
-    assert faults(text, has_units=False) == (
+    assert faults(text, may_change_user=False) == (
         "policy.yaml:1: hooks.a.user: cannot be used on Windows: remove it, hooks run as the service's account",
     )
-    assert parse_settings(text, "p", has_units=True).settings.hooks["a"].user == "app"
-
-
-def test_a_hook_cannot_be_a_unit_on_windows() -> None:
-    text = "hooks: {a: {unit: drain-web.service}}"
-    assert faults(text, has_units=False) == (
-        "policy.yaml:1: hooks.a.unit: cannot be used on Windows, where there is no systemd: use run or shell",
-    )
-
-
-@pytest.mark.parametrize(
-    "unit", ["drain-web.service", "drain@web.service", "a.b_c:d.service", "drain@a-b.c.service"]
-)
-def test_a_hook_can_be_a_service_with_a_time_limit_and_variables(unit: str) -> None:
-    text = f"hooks: {{a: {{unit: {unit}, env: {{B: c}}, timeout: 5s, attempts: 2}}}}"
-    hook = parse_settings(text, "p", has_units=True).settings.hooks["a"]
-    assert hook == Hook(unit=unit, env={"B": "c"}, timeout=5.0, attempts=2)
-
-
-def test_the_name_of_a_unit_is_no_longer_than_systemd_allows() -> None:
-    longest = "a" * 247 + ".service"
-    assert parse_settings(f"hooks: {{a: {{unit: {longest}}}}}", "p", has_units=True).settings.hooks
-    assert len(faults(f"hooks: {{a: {{unit: a{longest}}}}}")) == 1
+    assert parse_settings(text, "p", may_change_user=True).settings.hooks["a"].user == "app"
 
 
 def test_faults_of_all_parts_come_at_once_in_the_order_of_their_lines() -> None:
@@ -252,7 +219,7 @@ hooks:
         (
             "hooks: {a: {run: /bin/true --now, shell: echo}}",
             [
-                "1: hooks.a.shell: expected one of run (a program and its arguments), shell (a command line) or unit (a systemd service); got run and shell",
+                "1: hooks.a.shell: expected either run (a program and its arguments) or shell (a command line); got run and shell",
                 '1: hooks.a.run: expected a list; got "/bin/true --now": write [/bin/true, --now]',
             ],
         ),
@@ -331,6 +298,22 @@ def test_what_is_hardly_meant_is_a_warning(rule: str, warning: str) -> None:
     line = 2 if warning.startswith("hooks") else 1
     text = f"rules: [{{name: a, {rule}}}]\n{HOOKS}"
     assert warnings(text) == [f"policy.yaml:{line}: {warning}"]
+
+
+@pytest.mark.parametrize(
+    ("hook", "is_doubtful"),
+    [
+        ("{run: [/usr/share/scheduled-events-agent/systemd/run-as-root, drain]}", True),
+        ("{run: [run-as-root, drain]}", True),
+        ("{run: [run-as-root, drain], serialize: true}", False),
+        ("{run: [/opt/run-as-root/drain, run-as-root]}", False),
+        ("{shell: run-as-root drain}", False),
+    ],
+)
+def test_a_hook_that_starts_its_unit_twice_at_a_time_is_a_warning(hook: str, is_doubtful: bool) -> None:
+    text = f"rules: [{{name: a, prepare: [drain], approve: when-prepared}}]\nhooks: {{drain: {hook}}}"
+    told = "run-as-root starts a unit, and two starts of one unit are one run: write serialize: true"
+    assert warnings(text) == ([f"policy.yaml:2: hooks.drain.run: {told}"] if is_doubtful else [])
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def test_every_policy_in_the_reference_is_valid_and_gives_no_warning() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/policy.md").read_text(), re.DOTALL)
     assert len(blocks) >= 3
     for block in blocks:
-        assert parse_settings(block, "docs/policy.md", has_units=True).warnings == ()
+        assert parse_settings(block, "docs/policy.md", may_change_user=True).warnings == ()
 
 
 def test_the_shipped_policy_says_what_is_built_in() -> None:
@@ -128,9 +128,9 @@ def test_the_comments_of_the_shipped_policy_are_themselves_a_valid_policy() -> N
     head, rules = text.split("# Every key that a rule can have is here; only the name is needed.\n")
     rules = re.sub(r"^  # ( *[-a-z])", r"  \1", rules, count=0, flags=re.MULTILINE)
     rules = re.sub(r"^#( {2,})", r"\1", rules, flags=re.MULTILINE)
-    settings = parse_settings(head + rules, "policy.yaml", has_units=True).settings
+    settings = parse_settings(head + rules, "policy.yaml", may_change_user=True).settings
     assert [rule.name for rule in settings.rules] == ["user-initiated", "short-freeze", "impactful"]
-    assert list(settings.hooks) == ["drain", "checkpoint", "resume", "detach"]
+    assert list(settings.hooks) == ["drain", "checkpoint", "resume"]
     assert list(settings.maintenance_windows) == ["night"]
     assert [target.name for target in settings.notify] == ["ops"]
     assert settings.fleet is not None

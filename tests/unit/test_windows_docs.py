@@ -19,7 +19,7 @@ def test_the_page_has_a_policy() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=range(len(POLICIES)))
 def test_a_policy_on_the_page_is_valid_on_windows_and_means_what_it_says(policy: str) -> None:
-    loaded = parse_settings(policy, "windows.md", has_units=False)
+    loaded = parse_settings(policy, "windows.md", may_change_user=False)
     assert [str(warning) for warning in loaded.warnings] == []
 
 

@@ -47,9 +47,6 @@ _trees_lock = threading.Lock()
 class ProcessTree:
     """A program and everything it started. Made by ``start_tree``; end with ``close``."""
 
-    ending: str | None = None
-    """A phrase for how it ended, if its exit code does not tell."""
-
     def __init__(self, process: "subprocess.Popen[bytes]", token: str) -> None:
         self._process = process
         self._token = token

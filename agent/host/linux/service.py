@@ -49,8 +49,8 @@ def dhcp_option_245() -> str | None:
     return _option_245_of(Path("/"))
 
 
-def has_units() -> bool:
-    """Whether hooks may be units of the service manager, or run as another account."""
+def may_change_user() -> bool:
+    """Whether hooks may run as another account than the agent."""
     return True
 
 

@@ -56,9 +56,6 @@ _UNSAFE_FOR_CMD = frozenset('"%') | {chr(code) for code in range(32) if chr(code
 class ProcessTree:
     """A program and everything it started. Made by ``start_tree``; end with ``close``."""
 
-    ending: str | None = None
-    """A phrase for how it ended, if its exit code does not tell."""
-
     def __init__(self, process: "subprocess.Popen[bytes]", job: Any) -> None:
         self._process = process
         self._job = job

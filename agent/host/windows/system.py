@@ -17,7 +17,6 @@ from agent.host import dhcp, surroundings
 from agent.host.error import HostError
 from agent.host.surroundings import Approver
 from agent.host.windows.files import registry_value
-from agent.host.windows.process import ProcessTree
 
 if sys.platform == "win32" or TYPE_CHECKING:
     import winreg
@@ -104,21 +103,9 @@ def find_systemctl() -> str:
     )
 
 
-def has_units() -> bool:
-    """Whether hooks may be units of the service manager, or run as another account."""
+def may_change_user() -> bool:
+    """Whether hooks may run as another account than the agent."""
     return False
-
-
-def unit_fault(name: str) -> str | None:
-    """Why a hook could not start the unit; never asked here, as a hook cannot be one."""
-    del name
-    return None
-
-
-def start_unit(name: str, env: Mapping[str, str], stdin: bytes, output: int) -> ProcessTree:
-    """Refused: units are systemd's. Raises HostError, its message a phrase."""
-    del env, stdin, output
-    raise HostError(f"cannot start {name}: a unit needs systemd, so it is for Linux only", kind="hook")
 
 
 def is_journal(descriptor: int) -> bool:
