@@ -165,12 +165,6 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         bool,
         Meta(description="false: if it fails, preparation or recovery goes on as if it had succeeded."),
     ] = True
-    once: Annotated[
-        bool,
-        Meta(
-            description="true: not run for a Preempt, if it has succeeded for a recommendation that is still open."
-        ),
-    ] = False
 
     @property
     def limit_seconds(self) -> float:

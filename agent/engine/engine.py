@@ -285,7 +285,6 @@ class Engine:
             windows=settings.maintenance_windows,
             hooks=settings.hooks,
             hook_seconds=self._hook_runs.seconds,
-            once_hooks=self._hook_runs.once,
             reserve=settings.agent.reserve,
             boot_id=self.boot_id,
             is_acting=self.is_acting(),

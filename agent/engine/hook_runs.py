@@ -42,14 +42,11 @@ class HookRuns:
         self._are_times_saved = True
         self.seconds: Mapping[str, float] = {}
         """How long each hook may take."""
-        self.once: frozenset[str] = frozenset()
-        """Hooks with ``once``."""
         self.use(settings)
 
     def use(self, settings: Settings) -> None:
         """Another policy is in force."""
         self._settings = settings
-        self.once = frozenset(name for name, hook in settings.hooks.items() if hook.once)
         self.seconds = {
             name: hook_times.may_take_seconds(self._times, name, hook) for name, hook in settings.hooks.items()
         }

@@ -242,8 +242,6 @@ def _hook_faults(path: str, hook: Hook, parsed: Parsed[Settings], *, may_change_
         yield f"{path}.user", "cannot be used on Windows: remove it, hooks run as the service's account"
     texts = {"run[0]": hook.run[0] if hook.run else None, "shell": hook.shell, "user": hook.user, "cwd": hook.cwd}
     yield from _blank_faults({f"{path}.{key}": text for key, text in texts.items()})
-    if hook.once and not hook.required:
-        yield f"{path}.once", "cannot be used with required: false, as then it does not count if it succeeds"
     for variable in hook.env:
         if not variable or "=" in variable or "\0" in variable:
             # What follows a = was meant as the value and may be secret.
@@ -331,13 +329,10 @@ def _rule_doubts(path: str, rule: Rule) -> Iterator[Finding]:
 
 
 def _recommendation_doubts(settings: Settings) -> Iterator[Finding]:
-    """About rules for recommendations, hooks that run once for them, and the api-version that has them."""
-    once: set[str] = set()
+    """About rules for recommendations, and the api-version that has them."""
     for index, rule in enumerate(settings.rules):
         path = f"rules[{index}]"
-        if RECOMMENDATION in rule.when.type:
-            once.update(rule.prepare)
-        elif rule.expire_after != DEFAULT_EXPIRE_SECONDS:
+        if RECOMMENDATION not in rule.when.type and rule.expire_after != DEFAULT_EXPIRE_SECONDS:
             yield f"{path}.expire_after", f"does nothing: when.type does not name {RECOMMENDATION}"
         if rule.when.type == (RECOMMENDATION,):
             if rule.approve != "never":
@@ -351,9 +346,6 @@ def _recommendation_doubts(settings: Settings) -> Iterator[Finding]:
     is_named = any(RECOMMENDATION in rule.when.type for rule in settings.rules)
     if is_named and version != "auto" and version < RECOMMENDING_VERSION:
         yield "imds.api_version", f"{version} has no {RECOMMENDATION}, which a rule names: write auto"
-    for name, hook in settings.hooks.items():
-        if hook.once and name not in once:
-            yield f"hooks.{name}.once", f"does nothing: no rule for {RECOMMENDATION} prepares with this hook"
 
 
 def _time_doubts(path: str, rule: Rule, hooks: dict[str, Hook]) -> Iterator[Finding]:

@@ -79,8 +79,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     is_canceling: bool = False
     failure: str = ""
     """The last failure, as a phrase."""
-    failed: tuple[str, ...] = ()
-    """Hooks of ``done`` that are not required, and failed."""
     failed_hook: str = ""
     """The hook at which the stage failed, until it is tried again."""
 
@@ -327,8 +325,6 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """Names of all hooks of the policy."""
     hook_seconds: Mapping[str, float] = {}
     """How long each may take."""
-    once_hooks: Container[str] = ()
-    """Those that need not run for a Preempt, if they have succeeded for a recommendation."""
     reserve: float = 0.0
     """Prepare hooks must end so many seconds before NotBefore."""
     boot_id: str

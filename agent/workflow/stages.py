@@ -35,10 +35,6 @@ def run_next(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow]
     hook = next_hook(workflow, stage)
     if hook is None:
         return Step(workflow=workflow.with_progress(stage, replace(progress, state="succeeded")))
-    if stage == "prepare" and (earlier := _recommendation_with(hook, workflow, workflows, context)):
-        text = f"hook {hook} is left out: it has succeeded for the recommendation {earlier.event.id}"
-        left_out = workflow.with_progress(stage, replace(progress, done=(*progress.done, hook)))
-        return Step(workflow=left_out, notes=(Note(kind="preparing", text=text, stage=stage, hook=hook),))
     if stage == "recover" and any(peer.recover.current == hook for peer in recoveries):
         return None  # it runs for another event now, once for both
     if not context.is_acting:
@@ -52,21 +48,6 @@ def run_next(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow]
         effects=(RunHook(workflow_id=workflow.id, stage=stage, hook=hook, run=progress.run),),
         notes=(Note(kind="hook_started", text=f"hook {hook} starts", stage=stage, hook=hook),),
     )
-
-
-def _recommendation_with(
-    hook: str, workflow: Workflow, workflows: Mapping[str, Workflow], context: Context
-) -> Workflow | None:
-    """The open recommendation for which a hook that is to run once has succeeded, if this is the eviction."""
-    if workflow.event.type != "Preempt" or hook not in context.once_hooks:
-        return None
-    for peer in prepared_peers(workflow, workflows):
-        # A reboot, or a recovery that has begun, may have undone it.
-        stands = peer.boot_id == context.boot_id and not peer.is_undone and peer.recover.run == 0
-        has_succeeded = hook in peer.prepare.done and hook not in peer.prepare.failed
-        if peer.event.is_recommendation and stands and has_succeeded:
-            return peer
-    return None
 
 
 def next_hook(workflow: Workflow, stage: Stage) -> str | None:
@@ -100,7 +81,6 @@ def with_end(progress: Progress, signal: HookFinished) -> Progress:
         progress = replace(progress, failure=f"hook {signal.hook}: {signal.detail or signal.outcome}")
         if signal.is_required and signal.stage != "on_start":
             return replace(progress, state="failed", failed_hook=signal.hook)
-        progress = replace(progress, failed=(*progress.failed, signal.hook))
     if progress.failed_hook == signal.hook:
         progress = tried_again(progress)
     return replace(progress, done=(*progress.done, signal.hook))

@@ -19,7 +19,7 @@ ANY = {"name": "any", "prepare": ["drain"], "recover": ["resume"], "approve": "w
 
 
 def hooks(agent: Agent) -> dict[str, object]:
-    return {**agent.hooks("checkpoint", "resume"), "drain": agent.hook("drain", once=True)}
+    return agent.hooks("drain", "checkpoint", "resume")
 
 
 def versions(sim: Simulator) -> set[str]:
@@ -40,17 +40,17 @@ def test_a_recommendation_and_then_the_eviction(sim: Simulator, agent: Agent) ->
     agent.start()
     eviction = sim.schedule("Preempt", notice_seconds=600, lasts_seconds=None)
     sim.wait_approved(eviction)
-    assert agent.ran() == ["drain", "checkpoint", "checkpoint"]
+    assert agent.ran() == ["drain", "checkpoint", "drain", "checkpoint"]
     assert sim.approvals(advice) == ()
     sim.end(advice)
     agent.wait_log("gone", event_id=advice)
-    assert agent.ran() == ["drain", "checkpoint", "checkpoint"]
+    assert agent.ran() == ["drain", "checkpoint", "drain", "checkpoint"]
 
     # Azure takes the eviction back: the VM lives on.
     sim.end(eviction)
     agent.wait_log("closed", event_id=advice)
     agent.wait_log("closed", event_id=eviction)
-    assert agent.ran() == ["drain", "checkpoint", "checkpoint", "resume"]
+    assert agent.ran() == ["drain", "checkpoint", "drain", "checkpoint", "resume"]
     assert agent.is_ready()
 
 

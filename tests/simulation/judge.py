@@ -207,7 +207,7 @@ class Judge:
             life.status, life.current_id, life.not_before = status, current_id, not_before
             life.missing_since = None
             rule = self.rule(life)
-            is_bare = rule is not None and (rule.drain_for or not rule.prepare or self._left_out(life))
+            is_bare = rule is not None and (rule.drain_for or not rule.prepare)
             if status == "Scheduled" and rule is not None and is_bare:
                 # It may be begun at any moment, and the event be gone before anybody has seen that.
                 self._allowed |= {(life.name, hook) for hook in rule.recover}
@@ -232,7 +232,7 @@ class Judge:
             return
         rule = self.rule(life)
         # A drain, or the promise of a recovery alone, is a preparation as well.
-        if rule is not None and (rule.drain_for or not rule.prepare or self._left_out(life)):
+        if rule is not None and (rule.drain_for or not rule.prepare):
             self._check_time(life, f"{name} is prepared for")
             self._expect(life.words != {"held"}, f"(11) {name} is drained for against an operator")
             self._begin(life, is_certain=True)
@@ -288,8 +288,6 @@ class Judge:
                 text = f"(8) {life.name} waits for hook {run.hook} of {run.event}, which nobody has told to end"
                 self._expect(run.is_told_to_end or not is_sure, text)
             is_held_up = self.on_clear_runs or in_the_way
-            if set(rule.prepare) <= self._left_out(life):
-                continue
             is_begun = any((run.event, run.stage) == (life.name, "prepare") for run in self.runs)
             self._expect(is_begun or bool(is_held_up), f"(8) {life.name} is not prepared for at once")
 
@@ -476,7 +474,7 @@ class Judge:
         rule = self.rule(life)
         if rule is None or rule.lead is not None or self._policies > 1:
             return
-        has_ended = life.has_failed or self._done(life).issuperset(rule.prepare)
+        has_ended = life.has_failed or life.succeeded.issuperset(rule.prepare)
         if rule.approve == "immediately" or has_ended:
             self._expect(False, f"(6) {name} is not approved for {seconds:.0f} s, and nothing is in the way")
 
@@ -487,17 +485,6 @@ class Judge:
         if VM not in life.resources:
             return next((r for r in self.rules if life.type in r.when.type and "others" in r.when.affects), None)
         return next((rule for rule in self.rules if life.type in rule.when.type), None)
-
-    def _left_out(self, life: Life) -> set[str]:
-        """Hooks that need not run for an eviction, as they have succeeded for a recommendation."""
-        if life.type != "Preempt":
-            return set()
-        once = {name for name, hook in self.hooks.items() if hook.once}
-        warnings = [other for other in self.lives.values() if other.type == RECOMMENDATION]
-        return once & {hook for warning in warnings for hook in warning.succeeded}
-
-    def _done(self, life: Life) -> set[str]:
-        return life.succeeded | self._left_out(life)
 
     def _is_late(self, life: Life, rule: Rule) -> bool:
         """Whether it is begun only some time before NotBefore, since others must approve it."""
@@ -585,7 +572,7 @@ class Judge:
         self._expect(not life.was_started or may_finish, f"(5) {text} though the event has started")
         if hook in life.plan.prepare and not life.is_unsure:
             before = life.plan.prepare[: life.plan.prepare.index(hook)]
-            missing = [name for name in before if name not in self._done(life)]
+            missing = [name for name in before if name not in life.succeeded]
             self._expect(not missing, f"(3) {text} before {missing}")
         for run in self.runs:
             if run.stage == "recover" and self.lives[run.event].share(life):
@@ -636,7 +623,7 @@ class Judge:
         if life.read_at is not None and not is_asked_for and (rule.shared or "first") == "first":
             turn = life.read_at + timedelta(seconds=10.0 * life.resources.index(VM))
             self._expect(self._now() >= turn, f"(2) {text} before {turn:%H:%M:%S}, the turn of this VM")
-        has_ended = life.has_failed or self._done(life).issuperset(rule.prepare)
+        has_ended = life.has_failed or life.succeeded.issuperset(rule.prepare)
         self._expect(rule.approve == "immediately" or has_ended, f"(1) {text} before its preparation has ended")
 
     def _may_approve(self, life: Life) -> bool:

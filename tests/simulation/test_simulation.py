@@ -259,12 +259,6 @@ def _rest_that_closes(workflow: Workflow) -> Step:
     return phases._enter(workflow, "closed", Note(kind="closed", text="it has expired"))
 
 
-def _any_recommendation(hook: str, workflow: Workflow, workflows: Any, context: Context) -> Workflow | None:
-    if workflow.event.type != "Preempt" or hook not in context.once_hooks:
-        return None
-    return next((one for one in workflows.values() if one.event.is_recommendation), None)
-
-
 def _take_as_if_it_had_all(self: Documents, document: Document, now: float) -> None:
     REAL_TAKE(self, replace(document, has_recommendations=True), now)
 
@@ -336,12 +330,6 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "2: a recommendation is taken for an event that starts": Mutant(
         ScheduledEvent, {"is_recommendation": property(_never)}, "(2)", frozenset({"recommendations"})
-    ),
-    "1: a hook with once is left out though it did not succeed": Mutant(
-        WORKFLOW,
-        {"_recommendation_with": _any_recommendation},
-        "(1",
-        frozenset({"recommendations", "bad hooks"}),
     ),
     "4: a recommendation is recovered from before its eviction": Mutant(
         WORKFLOW, {"_needed_by": _needed_by_sharers_only}, "(4)", frozenset({"recommendations"}), first=62

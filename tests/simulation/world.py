@@ -999,8 +999,6 @@ class World(Machine):
             name: Hook(run=("/bin/true",), timeout=chance.choice((20.0, 120.0)), required=must.random() < 0.7)
             for name in _HOOKS
         }
-        if "recommendations" in self.troubles and self.chance("once").random() < 0.5:
-            hooks["drain"] = replace(hooks["drain"], required=True, once=True)
         return Settings(
             rules=rules,
             hooks=hooks,

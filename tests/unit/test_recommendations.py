@@ -11,7 +11,7 @@ from agent.engine.documents import Documents
 from agent.events import Document, Missing, ScheduledEvent, parse_document
 from agent.policy import Rule, When
 from agent.settings import Settings
-from agent.workflow import ClockSet, HookFinished, Workflow, has_obeyed, is_ready, next_wake_at
+from agent.workflow import ClockSet, has_obeyed, is_ready, next_wake_at
 
 HOUR = 3600.0
 
@@ -206,65 +206,6 @@ def test_the_eviction_runs_its_whole_list_of_hooks() -> None:
     agent = prepared(*BOTH)
     assert agent.document(a_recommendation(), a_preempt()) == ["P: prepare drain"]
     assert agent.ends("drain", event="P") == ["P: prepare save"]
-
-
-def test_a_hook_with_once_is_left_out_if_it_succeeded_for_the_recommendation() -> None:
-    agent = prepared(*BOTH, once_hooks=("drain",))
-    assert agent.document(a_recommendation(), a_preempt()) == ["P: prepare save"]
-    assert "preparing: hook drain is left out: it has succeeded for the recommendation R" in agent.journal
-    assert agent.ends("save", event="P") == ["P: approve P"]
-    (effect,) = agent.document()
-    assert effect.endswith(": recover undrain")
-    assert agent.ends("undrain", event=effect[0]) == []
-    assert agent.board == {}
-
-
-def a_failure_that_stops_nothing(workflow: Workflow) -> HookFinished:
-    return HookFinished(
-        workflow_id=workflow.id, stage="prepare", hook="drain", run=1, outcome="failed", is_required=False
-    )
-
-
-@pytest.mark.parametrize(
-    "trouble",
-    [
-        "it failed",
-        "it failed, though not required",
-        "it still runs",
-        "a reboot",
-        "it has expired",
-        "it is recovered from",
-        "not a Preempt",
-    ],
-)
-def test_a_hook_that_is_to_run_once_runs_again_if_in_doubt(trouble: str) -> None:
-    agent = Agent(*BOTH, a_rule(prepare=("drain",)), once_hooks=("drain",))
-    agent.document(a_recommendation())
-    boot, event = "boot 1", a_preempt()
-    match trouble:
-        case "it failed":
-            agent.ends("drain", "failed", event="R")
-        case "it failed, though not required":
-            agent.send(a_failure_that_stops_nothing(agent.of("R")))
-            assert agent.of("R").phase == "prepared"
-        case "it still runs":
-            pass
-        case _:
-            agent.ends("drain", event="R")
-    match trouble:
-        case "a reboot":
-            boot = "boot 2"
-        case "it has expired":
-            agent.tick(2 * HOUR)
-            agent.ends("undrain", event="R")
-            event = replace(event, not_before=agent.context.now + timedelta(minutes=5))
-        case "it is recovered from":
-            agent.document()
-            agent.ends("undrain", event="R")
-        case "not a Preempt":
-            event = replace(event, type="Reboot")
-    agent.context = replace(agent.context, boot_id=boot)
-    assert "P: prepare drain" in agent.document(a_recommendation(), event)
 
 
 def test_a_document_of_an_api_version_without_it_says_nothing_about_it() -> None:

@@ -389,11 +389,6 @@ def test_what_a_rule_for_recommendations_cannot_do_is_a_warning(more: str, warni
             "2: rules[0].expire_after: does nothing: when.type does not name SpotRebalanceRecommendation",
         ),
         (
-            HOOKS.replace("[/d]", "[/d], once: true")
-            + "rules: [{name: a, when: {type: Preempt}, prepare: [drain], recover: [resume]}]",
-            "1: hooks.drain.once: does nothing: no rule for SpotRebalanceRecommendation prepares with this hook",
-        ),
-        (
             HOOKS + "imds: {api_version: 2020-07-01}" + SPOT % "",
             "2: imds.api_version: 2020-07-01 has no SpotRebalanceRecommendation, which a rule names: write auto",
         ),
@@ -401,13 +396,6 @@ def test_what_a_rule_for_recommendations_cannot_do_is_a_warning(more: str, warni
 )
 def test_what_has_no_effect_without_recommendations_is_a_warning(text: str, warning: str) -> None:
     assert warnings(text) == [f"policy.yaml:{warning}"]
-
-
-def test_once_needs_a_hook_whose_success_counts() -> None:
-    text = "hooks: {drain: {run: [/d], once: true, required: false}}\n"
-    assert faults(text) == (
-        "policy.yaml:1: hooks.drain.once: cannot be used with required: false, as then it does not count if it succeeds",
-    )
 
 
 def test_a_rule_for_every_type_does_not_hide_a_rule_for_recommendations() -> None:

@@ -11,7 +11,7 @@ from agent.workflow import AgentRestarted, OperatorSpoke, Reconsider, Workflow, 
 
 IDLE: dict[str, Any] = {
     "state": "idle", "done": [], "current": None, "run": 0, "is_canceling": False, "failure": "",
-    "failed": [], "failed_hook": "",
+    "failed_hook": "",
 }  # fmt: skip
 DONE = {**IDLE, "state": "succeeded", "done": ["drain", "checkpoint"], "run": 2}
 STORED: dict[str, Any] = {

@@ -99,9 +99,6 @@ class Script:
     is_state_lost: bool = False
     depth: int = 1000
 
-    has_once: bool = False
-    """The first prepare hook of an eviction need not run if it has succeeded for a recommendation."""
-
     def rule(self, event: str) -> Rule:
         return self.rules[event]
 
@@ -186,12 +183,6 @@ class World:
     def is_over(self, appearance: str) -> bool:
         """Whether nothing needs to be prepared for it."""
         return appearance in self.expired or self.is_gone(appearance)
-
-    def is_left_out(self, name: str, hook: str) -> bool:
-        """Whether the hook need not run for this eviction."""
-        if not self.script.has_once or name[0] != "P" or hook != self.script.rule("P").prepare[0]:
-            return False
-        return any(other[0] == "R" and what == hook for other, what in self.succeeded)
 
     def key(self) -> tuple[Any, ...]:
         """All that the future depends on: the same key, the same future."""
@@ -409,7 +400,6 @@ class World:
                 stage == "recover" and self.script.share_hooks(name[0], event) for name, stage in self.flights
             )
             is_begun = (self.present(event), "prepare") in self.flights
-            is_begun |= all(self.is_left_out(self.present(event), hook) for hook in rule.prepare)
             self.expect(is_begun or is_delayed, f"(8) {event} is not prepared for at once")
 
     def _end_hook(self, name: str, stage: Stage, outcome: HookOutcome) -> None:
@@ -458,7 +448,6 @@ class World:
             boot_id=BOOTS[self.boot],
             document_at=self.document_at,
             is_state_lost=self.script.is_state_lost,
-            once_hooks=self.script.rule("P").prepare[:1] if self.script.has_once else (),
         )
         progression = proceed(self.board, signals, context)
         self.expect(progression.faults == (), f"faults: {progression.faults}")
@@ -499,9 +488,7 @@ class World:
         self.expect(not any(other == name for other, _ in self.owed), f"(4) {name} is closed and not recovered")
         self.news |= {(name, "closed", outcome, "approved" if name in self.confirmed else "")}
         self.used = frozenset(item for item in self.used if item[0] != name)
-        # What was done for a recommendation stands, unless that is recovered.
-        stands = self.script.has_once and name[0] == "R" and not self.script.rule("R").recover
-        self.succeeded = frozenset(item for item in self.succeeded if item[0] != name or stands)
+        self.succeeded = frozenset(item for item in self.succeeded if item[0] != name)
         self.started, self.confirmed = self.started - {name}, self.confirmed - {name}
         self.undone -= {name}
         self.expired -= {name}
@@ -532,7 +519,7 @@ class World:
         may_finish = rule.on_early_start == "finish" and self.first_boot[name] == self.boot
         self.expect(name not in self.started or may_finish, f"(5) {text} though {event} has started")
         before = rule.prepare[: rule.prepare.index(hook)]
-        is_in_order = all((name, one) in self.succeeded or self.is_left_out(name, one) for one in before)
+        is_in_order = all((name, one) in self.succeeded for one in before)
         self.expect(is_in_order, f"(3) {text} out of order")
         for other, other_stage in self.flights:
             if other_stage == "recover" and self.script.share_hooks(other[0], event):
@@ -581,9 +568,7 @@ class World:
         if self.script.resources == SHARED and rule.shared != "any" and word != "approved":
             waited = self.now - self.first_seen[name]
             self.expect(waited >= timedelta(seconds=10), f"(2) {text} before the turn of this VM")
-        has_ended = name in self.failed or all(
-            (name, hook) in self.succeeded or self.is_left_out(name, hook) for hook in rule.prepare
-        )
+        has_ended = name in self.failed or all((name, hook) in self.succeeded for hook in rule.prepare)
         self.expect(rule.approve == "immediately" or has_ended, f"(1) {text} before its preparation has ended")
 
     def may_approve(self, name: str) -> bool:
@@ -657,11 +642,6 @@ def ending(world: World, endings: Endings) -> Ending:
     return result
 
 
-def may_differ(script: Script, news: tuple[str, ...]) -> bool:
-    """A hook that a crash cuts off need not run again, if it succeeds for the recommendation meanwhile."""
-    return script.has_once and news[0][0] == "P" and news[1:] == ("prepare", script.rule("P").prepare[0])
-
-
 def walk(script: Script) -> int:
     """All that can happen by ``script``, shortest stories first; returns the number of states."""
     first = World(script)
@@ -686,7 +666,7 @@ def walk(script: Script) -> int:
                 # What a crash has cut off is not done again for an event that is missing.
                 if choice == "crash" and not is_late and not world.missing:
                     undisturbed = ending(world, endings)
-                    differs = {news for news in end ^ undisturbed if not may_differ(script, news)}
+                    differs = end ^ undisturbed
                     new.expect(not differs, f"(9) {differs} differs without the crash")
                 if len(new.story) < script.depth:
                     following.append(new)
@@ -827,12 +807,9 @@ WARNED = {
 
 
 @to_depth(5, nightly=7)
-@pytest.mark.parametrize("has_once", [False, True], ids=["each time", "once"])
 @pytest.mark.parametrize("rules", WARNED.values(), ids=WARNED.keys())
-def test_a_recommendation_and_an_eviction_in_every_order(
-    rules: dict[str, Rule], depth: int, *, has_once: bool
-) -> None:
-    assert walk(Script(rules, crashes=1, appearances=1, depth=depth, has_once=has_once)) > 300
+def test_a_recommendation_and_an_eviction_in_every_order(rules: dict[str, Rule], depth: int) -> None:
+    assert walk(Script(rules, crashes=1, appearances=1, depth=depth)) > 300
 
 
 @to_depth(7)
