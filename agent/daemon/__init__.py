@@ -189,7 +189,6 @@ class Daemon:
         self._metrics.set_policy(settings, self._policy.hash)
         self._engine.start()  # before anybody can ask whether this VM is ready for work
         self._start_thread("identity", self._identifier.run)
-        self._poller.has_service_answered = self._engine.has_service_answered()
         self._start_thread("poller", self._poll)
         self._start_thread("relief", self._poller.run_relief)
         if settings.agent.listen != "off":

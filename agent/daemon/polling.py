@@ -63,8 +63,6 @@ class Poller:
         self._client_version: ApiVersion = GENERAL_VERSION
         self._imds: ImdsSettings | None = None
         self._sent: float | None = None  # since when the poller waits for an answer
-        self.has_service_answered = False
-        """Whether the service is known to be switched on for this VM. Set it before ``run``."""
         self.stop_requested = threading.Event()
         self.succeeded: float | None = None
         """When a poll last succeeded, monotonic."""
@@ -111,8 +109,8 @@ class Poller:
         imds = self._engine.settings.imds
         is_other = imds is not self._imds or version != self._client_version
         if self._client is None or self.failure or is_other:
-            may_switch_on = not self.has_service_answered
-            self._client = connect(imds, version, may_switch_on=may_switch_on, on_wait=self._expect_back)
+            is_first = self.succeeded is None
+            self._client = connect(imds, version, may_switch_on=is_first, on_wait=self._expect_back)
             self._imds, self._client_version = imds, version
         return self._client
 
@@ -182,7 +180,6 @@ class Poller:
         self._failure_log.succeeded(now)
         self._backoff.reset()
         self._tell_failure("")
-        self.has_service_answered = True
         self.succeeded, self.succeeded_at = now, datetime.now(UTC)
 
     def _tell_failure(self, failure: str) -> None:

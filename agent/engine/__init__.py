@@ -11,7 +11,7 @@ invariant: what was decided is on disk before any of it is done; what could not 
     hook_runs.py  hooks of events, how long they take; the hooks that run at the start if nothing is pending
     telling.py    log, metrics and journal
     notifying.py  notices of events, until they are delivered
-    service.py    what is remembered of the metadata service
+    identity.py   who this VM is, remembered
     fleet.py      the VMs that act together: what was told of them, what is wished of them
     upkeep.py     the state file: old entries, room for a full disk
 """

@@ -11,10 +11,10 @@ from agent import __version__, host
 from agent.engine.documents import Documents
 from agent.engine.fleet import FleetPart
 from agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
+from agent.engine.identity import load_identity, save_identity
 from agent.engine.notifying import Notifying
 from agent.engine.operators import answer, refusal
 from agent.engine.parts import Executor, FleetTold, HookEnded, Machine, Message, NoticeEnded, Paused, RunOnClear
-from agent.engine.service import Service, load_identity, save_identity
 from agent.engine.telling import Teller
 from agent.engine.upkeep import Upkeep
 from agent.events import Document, refuse_too_many
@@ -108,7 +108,6 @@ class Engine:
         self._teller = Teller(store, metrics)
         self._hook_runs = HookRuns(settings, store, executor, self._machine, self._teller)
         self.notifying = Notifying(settings, store, metrics, executor)
-        self._service = Service(store, self._machine)
         self._upkeep = Upkeep(store, metrics, self._machine)
 
     def start(self) -> None:
@@ -185,7 +184,6 @@ class Engine:
             self._greet_first_document(now)
             self._hook_runs.save_times()
             self.notifying.settle()
-            self._service.remember(document_at, self.boot_id)
         except StoreError as error:
             self.store_failure = str(error)
             # Nothing was done. The next turn decides again on what was taken in.
@@ -359,10 +357,6 @@ class Engine:
     def incarnation(self) -> str:
         """Of the last document that was decided on."""
         return self.documents.latest.incarnation if self.documents.latest else ""
-
-    def has_service_answered(self) -> bool:
-        """Whether it has answered this VM lately, so that Scheduled Events are switched on."""
-        return self._service.has_answered(self.boot_id)
 
     def _greet_first_document(self, now: datetime) -> None:
         """What is done once, when the agent has first decided on what is pending."""

@@ -73,7 +73,8 @@ class ImdsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     first_request_timeout: Annotated[
         Duration,
         Meta(
-            gt=0, description="Time limit of a VM's very first request, which takes long; others go out meanwhile."
+            gt=0,
+            description="Time limit of the first request after a start; others go out beside it after 2 s.",
         ),
     ] = 120.0
 

@@ -47,9 +47,7 @@ REQUEST_VALID_SECONDS = 30.0
 _ENTRY = ("at", "workflow_id", "event_id", "kind", "stage", "hook", "outcome", "text", "detail")
 _SELECT_ENTRIES = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal "
 
-FactName = Literal[
-    "vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "service_answered", "hook_times", "in_use"
-]
+FactName = Literal["vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "hook_times", "in_use"]
 
 
 class WithdrawnError(Exception):

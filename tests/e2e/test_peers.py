@@ -279,6 +279,24 @@ def test_an_agent_that_starts_before_the_service_waits_for_it(
         sim.wait_approved(event)
 
 
+def test_after_a_restart_an_event_is_seen_though_the_first_request_gets_no_answer(
+    sim: Simulator, agent: Agent
+) -> None:
+    agent.write_policy(rules=[AT_ONCE])
+    agent.start()
+    agent.kill()
+    before = len(polls(sim))
+    sim.fault("vm-1", "stall", on="poll", count=1)
+    event = sim.schedule("Preempt", lasts_seconds=None)
+    agent.start(is_awaited=False)
+    sim.wait_approved(event)
+    first, second = polls(sim)[before:][:2]
+    assert (first.fault, first.status, second.status) == ("stall", 0, 200)
+    assert agent.metric("polls_total", outcome="timeout") == 0  # the first one still waits
+    (seen_at,) = agent.journal_times(kind="seen", event_id=event)
+    assert (seen_at - first.at).total_seconds() < 5.0 + SLOWNESS
+
+
 def test_a_name_that_could_not_be_had_at_once_is_asked_for_again_soon(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(rules=[AT_ONCE])
     sim.fault("vm-1", "status", on="instance", status=500, count=2)

@@ -348,34 +348,6 @@ def test_a_drain_lasts_as_long_as_it_should_though_somebody_sets_the_clock(
         store.close()
 
 
-@pytest.mark.parametrize(
-    ("age", "boot_id", "is_known"),
-    [
-        (timedelta(hours=23), "boot-time 1000", True),
-        (timedelta(hours=24), "boot-time 1000", False),
-        (timedelta(seconds=-1), "boot-time 1000", False),
-        (timedelta(minutes=1), "boot-time 9000", False),
-    ],
-)
-def test_an_answer_of_the_service_is_remembered_for_a_day_of_the_same_boot(
-    tmp_path: Path, age: timedelta, boot_id: str, is_known: bool
-) -> None:
-    clocks = Clocks()
-    clocks.boot_id = lambda: boot_id  # type: ignore[method-assign]
-    store = Store.open(tmp_path, clocks.wall)
-    try:
-        engine = Engine(Settings(), store, Metrics(tuple), cast("Executor", Approvals()), clocks)
-        engine.start()
-        assert not engine.has_service_answered()
-        answered = clocks.wall - age
-        store.save_facts({"service_answered": f"boot-time 1000 {answered.isoformat()}"})
-        assert engine.has_service_answered() == is_known
-        assert engine.turn(clocks.wall)
-        assert engine.has_service_answered()
-    finally:
-        store.close()
-
-
 def a_shared_event(machine: Clocks) -> ScheduledEvent:
     return ScheduledEvent(
         id="E1", type="Reboot", status="Scheduled", resources=("vm-1", "vm-2"),

@@ -129,18 +129,36 @@ def test_a_late_answer_does_not_overwrite_a_newer_one(
             documents.append(news.incarnation)
     assert documents == ["2", "3"]
     assert poller.failure == ""
-    assert poller.has_service_answered
 
 
-def test_the_longer_limit_is_only_for_a_service_that_has_never_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = Service()
-    monkeypatch.setattr(polling, "connect", service.connect)
-    service.first_answer = document(1)
-    service.may_answer.set()
-    poller = Poller(ENGINE, lambda _: poller.stop(), Metrics(tuple))
-    poller.has_service_answered = True
+def test_the_longer_limit_is_for_the_requests_before_the_first_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = ImdsError("GET", kind="refused")
+    answers: list[bytes | ImdsError] = [failure, failure, document(1), failure, document(2)]
+    asked: list[bool] = []
+
+    class Client:
+        def __init__(self, *, is_long: bool) -> None:
+            self._is_long = is_long
+
+        def fetch(self) -> bytes:
+            asked.append(self._is_long)
+            answer = answers[len(asked) - 1]
+            if isinstance(answer, ImdsError):
+                raise answer
+            return answer
+
+    def connect(*_: object, may_switch_on: bool, **__: object) -> Client:
+        return Client(is_long=may_switch_on)
+
+    def put(news: Message) -> None:
+        if isinstance(news, Document) and news.incarnation == "2":
+            poller.stop()
+
+    monkeypatch.setattr(polling, "connect", connect)
+    poller = Poller(ENGINE, put, Metrics(tuple))
     poller.run()
-    assert service.is_long == [False]
+    # The client of the first answer keeps its longer limit by itself only until then.
+    assert asked == [True, True, True, True, False]
 
 
 @contextmanager
@@ -164,9 +182,9 @@ def running(state: Path, azure: Simulator) -> Iterator[Daemon]:
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("is_known", [True, False], ids=["after a restart", "at the first start"])
+@pytest.mark.parametrize("has_run", [True, False], ids=["after a restart", "at the first start"])
 def test_a_preempt_is_acted_on_while_the_first_request_has_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_run: bool
 ) -> None:
     connect = imds.connect
     is_long: list[bool] = []
@@ -177,16 +195,16 @@ def test_a_preempt_is_acted_on_while_the_first_request_has_no_answer(
         return connect(settings, *versions, **options)
 
     with Simulator(vms=("vm-1",)) as azure:
-        if is_known:
+        if has_run:
             with running(tmp_path, azure) as daemon:
-                wait_until(lambda: daemon._engine._service._remembered_at, "the answer is remembered")
+                wait_until(lambda: daemon._poller.succeeded, "the service has answered")
         azure.fault("vm-1", "stall", on="poll", count=1)
         monkeypatch.setattr(polling, "connect", connecting)
         with running(tmp_path, azure) as daemon:
             azure.wait_until(lambda: not azure.faults(), "the first request has no answer")
-            assert is_long == [not is_known]
             event = azure.schedule("Preempt", notice_seconds=30)
             approved_at = azure.wait_approved(event, timeout_seconds=25).approved_at
             assert approved_at is not None
             assert daemon._poller._sent is not None
             assert daemon._poller._last_number > 1
+            assert is_long == [True]
