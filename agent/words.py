@@ -146,8 +146,7 @@ def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datet
     if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
         return f"drains for {span(now, workflow.drain_until)} more (/readyz answers 503)"
     if workflow.phase == "held":
-        reason = f": {workflow.waits_for}" if workflow.waits_for else ""  # none yet after an upgrade
-        return f"{_held(workflow)}{reason}"
+        return f"{_held(workflow)}: {workflow.waits_for}"
     if workflow.waits_for:
         return workflow.waits_for if workflow.waits_for.startswith("waits ") else f"waits: {workflow.waits_for}"
     match workflow.phase:
@@ -307,8 +306,7 @@ def _headline(status: Status, pending: Sequence[ShownWorkflow]) -> tuple[str, st
         return f"Recovery from a {failed[0].event.type} failed{more}: {failed[0].waits_for}", "bad"
     if held:
         more = f", and {len(held) - 1} more" if len(held) > 1 else ""
-        reason = f": {held[0].waits_for}" if held[0].waits_for else ""
-        return f"{held[0].event.type or 'An event'} is held{more}{reason}", "bad"
+        return f"{held[0].event.type or 'An event'} is held{more}: {held[0].waits_for}", "bad"
     if ours:
         more = f", and {len(pending) - 1} more" if len(pending) > 1 else ""
         return f"{_course(ours[0])}{more}", "busy"

@@ -24,9 +24,8 @@ _LOST = ".lost"
 # Beside a file that is being made: while this is there, it is no loss if the file is empty.
 _BEGINNING = ".begun"
 
-# Each entry brings the schema one version further. Released entries are never edited, only added to.
-_MIGRATIONS = (
-    """
+# Version 1 of the schema.
+_SCHEMA = """
     CREATE TABLE workflow (
         id TEXT PRIMARY KEY, event_id TEXT NOT NULL, is_open INTEGER NOT NULL,
         updated_at TEXT NOT NULL, body TEXT NOT NULL
@@ -44,14 +43,13 @@ _MIGRATIONS = (
         user TEXT NOT NULL, answer TEXT
     ) STRICT;
     CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
-    """,
-    """
     CREATE TABLE notice (
         id INTEGER PRIMARY KEY AUTOINCREMENT, target TEXT NOT NULL, at TEXT NOT NULL, body TEXT NOT NULL
     ) STRICT;
     CREATE INDEX notice_target ON notice (target, id);
-    """,
-)
+"""
+# Each entry brings the schema one version further. What has been released is never edited, only added to.
+_MIGRATIONS: tuple[str, ...] = ()
 # Another process holds the write lock for a few milliseconds at a time; longer is a fault.
 _BUSY_SECONDS = 2.0
 RESERVE_BYTES = 4 * 1024 * 1024
@@ -245,8 +243,14 @@ def _version_of(connection: sqlite3.Connection) -> int:
     return int(version)
 
 
+def _known_version() -> int:
+    return 1 + len(_MIGRATIONS)
+
+
 def _migrate(connection: sqlite3.Connection, version: int) -> None:
-    for number, script in enumerate(_MIGRATIONS[version:], start=version + 1):
+    """Bring the schema from ``version`` (0: an empty file) to the one that is known here."""
+    scripts = (_SCHEMA, *_MIGRATIONS)
+    for number, script in enumerate(scripts[version:], start=version + 1):
         connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
 
 
@@ -288,15 +292,15 @@ def _opening(path: Path) -> Iterator[None]:
 
 
 def _refuse_other_version(path: Path, version: int, *, is_owner: bool) -> None:
-    if version > len(_MIGRATIONS):
+    if version > _known_version():
         raise StoreError(
             f"{path} was written by a newer version of the agent (schema {version}, "
-            f"known {len(_MIGRATIONS)}): install that version again, or move the file away",
+            f"known {_known_version()}): install that version again, or move the file away",
             kind="newer",
         )
-    if version < len(_MIGRATIONS) and not is_owner:
+    if version < _known_version() and not is_owner:
         raise StoreError(
             f"{path} was written by an older version of the agent (schema {version}, "
-            f"known {len(_MIGRATIONS)}): restart the agent, which brings it up to date",
+            f"known {_known_version()}): restart the agent, which brings it up to date",
             kind="older",
         )

@@ -1,7 +1,7 @@
 """What a workflow is: its phases, what comes in, what goes out, and what a move rests on.
 
-Holds values only. A workflow is stored as it is here: what is renamed or taken away must still be read from the
-state files of the versions before.
+Holds values only. A workflow is stored as it is here: once released, another form needs a migration in
+``store/file.py``.
 """
 
 from collections.abc import Container, Mapping
@@ -128,10 +128,7 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     """When an answer first lacked the event; the event is gone when a second one lacks it."""
     is_gone: bool = False
     is_undone: bool = False
-    """Since it was over, a recover hook has started that undoes what was prepared, for this or another event.
-
-    A state file of a version before tells it only by ``recover.run``.
-    """
+    """Since it was over, a recover hook has started that undoes what was prepared, for this or another event."""
     is_expired: bool = False
     """A recommendation that was prepared for long enough: it is over, though the document may still list it."""
     was_started: bool = False

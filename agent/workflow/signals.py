@@ -183,8 +183,7 @@ def _may_prepare_more(workflow: Workflow) -> bool:
 def may_return(workflow: Workflow) -> bool:
     """Whether the event, which was gone, may go on as it was: nothing was undone or cut short since."""
     is_idle = all(progress.current is None for progress in workflow.stages)
-    recover = workflow.recover
-    is_untouched = not workflow.is_undone and recover.run == 0 and recover.state in ("idle", "running")
+    is_untouched = not workflow.is_undone and workflow.recover.state in ("idle", "running")
     is_cut_short = workflow.prepare.state == "canceled" and not workflow.was_started
     return is_idle and is_untouched and not is_cut_short
 

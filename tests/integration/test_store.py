@@ -488,8 +488,12 @@ def test_a_file_of_an_older_schema_is_brought_up_to_date_and_keeps_what_it_holds
         store = Store.open(tmp_path, NOW)
         assert store.load_workflows() == [make_workflow("one")]
         assert store._connection.execute("SELECT host, text FROM journal").fetchall() == [("here", "seen")]
-        assert store._connection.execute("PRAGMA user_version").fetchone() == (len(migrations),)
+        assert store._connection.execute("PRAGMA user_version").fetchone() == (1 + len(migrations),)
         store.close()
+    new = tmp_path / "new"
+    new.mkdir()
+    with contextlib.closing(Store.open(new, NOW)) as store:
+        assert store._connection.execute("SELECT host FROM journal").fetchall() == []
 
 
 def test_a_migration_that_fails_in_the_middle_leaves_the_file_as_it_was(
@@ -524,7 +528,7 @@ def test_a_file_of_a_newer_schema_is_refused_and_left_alone(tmp_path: Path) -> N
     with pytest.raises(StoreError) as caught:
         Store.open(tmp_path, NOW)
     assert str(caught.value) == (
-        f"{path} was written by a newer version of the agent (schema 99, known {len(store_file._MIGRATIONS)}): "
+        f"{path} was written by a newer version of the agent (schema 99, known {store_file._known_version()}): "
         "install that version again, or move the file away"
     )
     assert caught.value.kind == "newer"
@@ -537,7 +541,7 @@ def test_who_joins_an_older_file_does_not_change_it(tmp_path: Path, monkeypatch:
     with pytest.raises(StoreError) as caught:
         Store.join(tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path / FILE_NAME} was written by an older version of the agent (schema 2, known 3): "
+        f"{tmp_path / FILE_NAME} was written by an older version of the agent (schema 1, known 2): "
         "restart the agent, which brings it up to date"
     )
     store = Store.open(tmp_path, NOW)

@@ -300,14 +300,6 @@ def test_an_id_that_cannot_be_kept_exactly_is_not_sent_back(received: object, sh
     assert (event.approval_id, event.approval_fault) == ("", fault)
 
 
-def test_an_event_of_an_older_state_file_keeps_its_identity_and_its_approval() -> None:
-    old = {"id": "AbC-1", "type": "Freeze", "status": "Scheduled", "resources": ["vm_1"]}
-
-    event = msgspec.convert(old, ScheduledEvent)
-
-    assert (event.key, event.approval_id, event.is_ambiguous) == ("abc-1", "AbC-1", False)
-
-
 def test_one_id_listed_twice_is_one_event_with_the_resources_of_both() -> None:
     document = parse_document(
         body(

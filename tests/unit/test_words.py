@@ -194,7 +194,6 @@ def test_the_same_id_twice_is_one_event() -> None:
         (a_workflow(phase="prepared", approval=Approval(state="requested")), "asks Azure to start it"),
         (a_workflow(phase="approved"), "approved; the event is Azure's to start"),
         (a_workflow(phase="started"), "under way"),
-        (a_workflow(phase="held"), "held, Azure starts it at NotBefore"),
         (a_workflow(phase="closed", outcome="completed"), "over: completed"),
     ],
 )

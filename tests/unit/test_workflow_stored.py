@@ -1,4 +1,4 @@
-"""Workflows that the first version has stored: they are read, and an event goes on in the middle."""
+"""Workflows as they are stored: an agent that starts reads them, and an event goes on in the middle."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ EVENT = an_event(description="maintenance", duration_seconds=9.0)
 
 
 def an_agent_that_goes_on(**changes: Any) -> Agent:
-    """The agent after an upgrade, before its first document."""
+    """The agent after a restart, before its first document."""
     workflow = msgspec.json.decode(msgspec.json.encode({**STORED, **changes}), type=Workflow)
     agent = Agent(a_rule(recover=("resume", "load")))
     agent.context = replace(agent.context, now=START, document_at=None)
@@ -58,39 +58,7 @@ def test_what_is_stored_keeps_its_form() -> None:
     assert msgspec.json.decode(msgspec.json.encode(msgspec.json.decode(stored, type=Workflow))) == STORED
 
 
-@pytest.mark.parametrize(
-    ("phase", "text"),
-    [
-        ("held", "preparation failed (hook drain: exit code 1)"),
-        ("waiting", "begins at 2026-03-02T12:14:00Z (lead 1m)"),
-        ("held", "an operator holds it"),
-        ("waiting", ""),
-    ],
-)
-def test_the_reason_that_was_stored_as_a_text_is_found_anew(phase: str, text: str) -> None:
-    """It was in ``waits_for``, in English."""
-    has_failed = "failed" in text
-    failed = {**IDLE, "state": "failed", "run": 1, "failure": "hook drain: exit code 1", "failed_hook": "drain"}
-    stored: dict[str, Any] = {
-        **STORED,
-        "phase": phase,
-        "prepare": failed if has_failed else IDLE,
-        "operator": "held" if phase == "held" and not has_failed else "",
-        "begun_at": None,
-        "waits_for": text,
-    }
-    del stored["waits"]
-    workflow = msgspec.json.decode(msgspec.json.encode(stored), type=Workflow)
-    agent = Agent(a_rule(lead=60.0))
-    agent.context = replace(agent.context, now=START, document_at=None)
-    agent.board = {workflow.id: workflow}
-    agent.send(AgentRestarted(), Reconsider())
-    assert agent.document(EVENT) == []
-    assert agent.phase == phase
-    assert agent.waits_for() == (text or "begins at 2026-03-02T12:14:00Z (lead 1m)")
-
-
-def test_a_hook_that_ran_during_the_upgrade_runs_again() -> None:
+def test_a_hook_that_the_restart_cut_off_runs_again() -> None:
     agent = an_agent_that_goes_on()
     assert agent.document(EVENT) == ["A: prepare checkpoint"]
     assert agent.ends("checkpoint") == ["A: approve A"]
@@ -109,19 +77,6 @@ def test_a_recovery_goes_on_with_the_hook_that_ran() -> None:
     assert agent.document() == ["A: recover load"]
     assert agent.ends("load") == []
     assert agent.board == {}
-
-
-def test_what_was_being_undone_is_prepared_for_again() -> None:
-    """Without ``is_undone``, as versions before have stored it."""
-    recover = {**IDLE, "state": "running", "run": 1}
-    stored = {**STORED, **OVER, "was_started": False, "phase": "recovering", "recover": recover}
-    del stored["is_undone"]
-    workflow = msgspec.json.decode(msgspec.json.encode(stored), type=Workflow)
-    agent = Agent(a_rule(recover=("resume", "load")))
-    agent.context = replace(agent.context, now=START, document_at=None)
-    agent.board = {workflow.id: workflow}
-    agent.send(AgentRestarted(), Reconsider())
-    assert agent.document(EVENT) == ["A: prepare drain"]
 
 
 def test_a_recovery_that_has_failed_waits_for_a_retry() -> None:
