@@ -34,7 +34,6 @@ class LogId(IntEnum):
     LOG_FILE_REFUSED = 113, "The log file is not written because others could change its directory."
     PAGES_FAILED = 114, "The pages cannot be shown, or a change of agent.web_config was refused."
     PAGES_WORK = 115, "The pages are shown, or the changed agent.web_config is in force."
-    PAUSED_OR_RESUMED = 120, "The service was paused or continues."
     SEEN = 200, "A scheduled event was seen."
     DECIDED = 201, "The agent decided what to do about the event."
     CHANGED = RENAMED = MISSING = 202, "The event changed."

@@ -48,8 +48,7 @@ def _overruling_preparation(workflow: Workflow) -> tuple[OperatorWord, ...]:
 def words_of_use(status: Status, workflow: Workflow) -> tuple[OperatorWord, ...]:
     """The same for the agent as it is: one that does not act takes no word but that a recovery was put right."""
     words = overruling(workflow)
-    is_acting = status.mode == "act" and not status.is_paused
-    return words if is_acting else tuple([word for word in words if word == "resolve"])
+    return words if status.mode == "act" else tuple([word for word in words if word == "resolve"])
 
 
 def command(words: str, short_id: str, options: str = "") -> str:

@@ -149,7 +149,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     started_at: datetime
     vm: Vm
     mode: Literal["act", "observe"]
-    is_paused: bool
     ready: bool
     health: Literal["ok"] | tuple[str, ...]
     policy: PolicyInForce

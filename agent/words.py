@@ -201,7 +201,7 @@ def verdict(status: Status) -> str:
     parts = [
         *(["RECOVERY FAILED"] if any(w.phase == "recovery_failed" for w in status.pending) else []),
         "healthy" if status.health == "ok" else "NOT HEALTHY",
-        "paused: watches, and does nothing" if status.is_paused else acts,
+        acts,
         pending_in_words(status.pending),
     ]
     if not status.vm.names:

@@ -5,8 +5,8 @@
 Installs the agent with pip into a venv of its own, and as a Windows service. Run again, it brings both up to date.
 
 .DESCRIPTION
-Needs a Python 3.11 or newer that was installed for all users. What the service is (account, recovery actions,
-dependencies) is decided by "scheduled-events-agent service install", which this script calls.
+Needs a Python 3.11 or newer that was installed for all users. What the service is (recovery actions, dependencies) is
+decided by "scheduled-events-agent service install", which this script calls.
 
 .PARAMETER Package
 What pip installs: a folder with the source, a wheel, or a name.
@@ -24,7 +24,8 @@ The service's policy file, if it is not the one below ProgramData. Name it each 
 Where the service keeps its state, if it is not below ProgramData.
 
 .PARAMETER Account
-What the service runs as: an account without a password, such as "NT SERVICE\ScheduledEventsAgent".
+What the service runs as, instead of LocalSystem: its own account "NT SERVICE\ScheduledEventsAgent", or a group managed
+service account (DOMAIN\NAME$). Without it, an installed service keeps its account.
 
 .PARAMETER NoStart
 Do not start the service.
@@ -52,6 +53,10 @@ function Invoke-Checked([string] $Program, [string[]] $Arguments) {
     if ($LASTEXITCODE -ne 0) { throw "$found $Arguments failed with exit code $LASTEXITCODE" }
 }
 
+if ($Account -and $Account -ne 'NT SERVICE\ScheduledEventsAgent' -and $Account -notlike '*\*$') {
+    throw "-Account ${Account}: expected an account without a password, which are 'NT SERVICE\ScheduledEventsAgent' and " +
+        'group managed service accounts (DOMAIN\NAME$)'
+}
 $service = Get-CimInstance Win32_Service -Filter "Name='ScheduledEventsAgent'"
 if ($service -and $service.PathName -like '* -I -m agent service host*') {
     throw "the service does not run from a venv, but most likely from the MSI: remove it first (msiexec /x)"
@@ -69,8 +74,18 @@ Invoke-Checked $venv @('-I', '-m', 'pip', 'install', '--upgrade', $Package)
 $options = @()
 if ($Config) { $options += "--config=$Config" }
 if ($StateDir) { $options += "--state-dir=$StateDir" }
-if ($Account) { $options += "--account=$Account" }
 Invoke-Checked $venv (@('-I', '-m', 'agent', 'service', 'install') + $options)
+if ($Account) {
+    # The same lines are in docs/windows.md.
+    $data = "$env:ProgramData\ScheduledEventsAgent"
+    $privileges = 'SeChangeNotifyPrivilege/SeCreateGlobalPrivilege/SeImpersonatePrivilege'
+    Invoke-Checked sc.exe @('config', 'ScheduledEventsAgent', 'obj=', $Account)
+    Invoke-Checked sc.exe @('privs', 'ScheduledEventsAgent', $privileges)
+    Invoke-Checked icacls.exe @($data, '/grant', "${Account}:(OI)(CI)RX")
+    Invoke-Checked icacls.exe @("$data\hooks", '/grant', "${Account}:(OI)(CI)RX")
+    Invoke-Checked icacls.exe @("$data\state", '/grant', "${Account}:(OI)(CI)F")
+    Invoke-Checked icacls.exe @("$data\logs", '/grant', "${Account}:(OI)(CI)F")
+}
 if (-not $NoStart) {
     Invoke-Checked $venv @('-I', '-m', 'agent', 'service', 'start')
 }

@@ -338,8 +338,6 @@ def judge_agent(pid: str, status: Status | str, loaded: Loaded | None) -> Findin
             (changed_at > policy.read_at, read, _RELOAD),
             (observes, "and only observes: no hook runs and nothing is approved", "start it without --observe"),
         ]
-    paused = "and is paused: it watches, and does nothing"
-    doubts.append((status.is_paused, paused, "let it go on: sc continue ScheduledEventsAgent"))
     for is_so, doubt, advice in doubts:
         if is_so:
             return warning("agent", f"{runs}, {doubt}", advice)

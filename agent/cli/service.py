@@ -10,7 +10,7 @@ from agent.host.windows import service as windows_service
 from agent.host.windows.service_process import Service, host_service
 
 # Windows gives a service 30 seconds to answer: what is heavy is imported after that, or by its own command.
-_STATE_IS_GOOD = ("running", "paused", "start pending", "continue pending", "pause pending")
+_STATE_IS_GOOD = ("running", "start pending")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,15 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.set_defaults(handler=handler)
         return action
 
-    install = add("install", "install the service, or bring the installed one up to date", _install)
-    _add_host_options(install)
-    install.add_argument(
-        "--account",
-        metavar="NAME",
-        help="run as this account, which has no password, such as "
-        r"'NT SERVICE\ScheduledEventsAgent' (default: the "
-        "service's own, which is LocalSystem at first)",
-    )
+    _add_host_options(add("install", "install the service, or bring the installed one up to date", _install))
     add("remove", "stop and remove the service; its policy, state and logs stay", _remove)
     add("start", "start the service and wait until it runs", _start)
     add("stop", "stop the service and wait until it has stopped, which running hooks may delay by a minute", _stop)
@@ -61,7 +53,7 @@ def _install(arguments: argparse.Namespace) -> int:
         for name, value in (("config", arguments.config), ("state-dir", arguments.state_dir))
         if value is not None
     ]
-    for line in windows_service.install(options, arguments.account):
+    for line in windows_service.install(options):
         print(line)
     return 0
 

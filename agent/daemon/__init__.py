@@ -162,14 +162,6 @@ class Daemon:
         """Read the policy file again; a bad one is refused, and the old one stays in force."""
         self._put(Command("reload"))
 
-    def pause(self) -> None:
-        """Go on watching, but begin nothing and approve nothing until ``resume``; hooks that run go on."""
-        self._put(Command("pause"))
-
-    def resume(self) -> None:
-        """Act again."""
-        self._put(Command("resume"))
-
     def run(self) -> None:
         """Work until ``stop`` is called. Blocks. Raises what ended a thread that must not end."""
         self._start()
@@ -331,8 +323,6 @@ class Daemon:
             case Command(word="reload"):
                 self._service.tell("reloading", "reads the policy file again")
                 self._reload_requested.set()
-            case _:
-                self._engine.set_paused(is_paused=item.word == "pause")
 
     # --- the service manager
 
@@ -361,8 +351,6 @@ class Daemon:
             parts.append(f"runs hook{'s' if len(hooks) > 1 else ''} {', '.join(hooks)}")
         if self._engine.settings.agent.mode == "observe":
             parts.append("only observes")
-        if self._engine.is_paused:
-            parts.append("is paused: watches, and does nothing")
         if self._engine.store_failure:
             parts.append(f"cannot write the state file ({self._engine.store_failure})")
         if self._poller.failure:

@@ -26,7 +26,7 @@ _GRACE_SECONDS = 1.5
 class Command:
     """A command from a signal or the service manager; ``look``: there may be a request, or another status."""
 
-    word: Literal["stop", "reload", "pause", "resume", "look"]
+    word: Literal["stop", "reload", "look"]
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,6 @@ class Pages:
         engine, poller = self._engine, self._poller
         at_work = (
             self._executor.running(),
-            engine.is_paused,
             engine.names(),
             self.failure,
             engine.fleet.told,
@@ -230,7 +229,6 @@ class Pages:
             started_at=self._started_at,
             vm=Vm(names=engine.names(), vm_id=engine.identity.vm_id),
             mode=engine.settings.agent.mode,
-            is_paused=engine.is_paused,
             ready=is_ready(engine.board),
             health=tuple(problems) if problems else "ok",
             policy=self.policy,

@@ -85,7 +85,6 @@ class Engine:
         self.boot_id = self._machine.boot_id()
         self.identity = load_identity(store)
         """Who this VM is, as far as that is known."""
-        self.is_paused = False
         self._is_stopping = False
         self.store_failure = ""
         """Why the last turn could do nothing; "" if it could."""
@@ -249,18 +248,7 @@ class Engine:
 
     def is_acting(self) -> bool:
         """Whether it runs hooks and approves."""
-        return self.settings.agent.mode == "act" and not self.is_paused
-
-    def set_paused(self, *, is_paused: bool) -> None:
-        """Go on watching, but begin nothing and approve nothing; or act again."""
-        if is_paused == self.is_paused:
-            return
-        self.is_paused = is_paused
-        text = "paused: it watches, and does nothing" if is_paused else "acts again"
-        self._log.warning(text, log_id=LogId.PAUSED_OR_RESUMED)
-        self._teller.record("paused" if is_paused else "resumed", text, self._machine.now())
-        self._metrics.is_acting.set(self.is_acting())
-        self._signals.append(Reconsider())
+        return self.settings.agent.mode == "act"
 
     def _count_settings(self) -> None:
         self._metrics.is_acting.set(self.is_acting())
@@ -394,11 +382,7 @@ class Engine:
                 self._signals.append(word)
 
     def _why_not_acting(self) -> str:
-        if self.is_acting():
-            return ""
-        if self.settings.agent.mode == "observe":
-            return "the agent only observes (agent.mode, --observe)"
-        return "the agent's service is paused; resume it"
+        return "" if self.is_acting() else "the agent only observes (agent.mode, --observe)"
 
     def _answers(self, progression: Progression) -> dict[int, str]:
         workflows = progression.board | {step.workflow.id: step.workflow for step in progression.steps}

@@ -88,7 +88,6 @@
     const chips = [status.ready ? chip("ready", "good") : chip("not ready: /readyz answers 503", "busy")];
     if (status.health !== "ok") chips.push(chip("not healthy", "bad"));
     if (status.mode === "observe") chips.push(chip("only observes", "busy"));
-    if (status.is_paused) chips.push(chip("paused", "busy"));
     const polled = status.last_poll_at ? ["Last good poll ", since(status.last_poll_at), " ago"] : "No good poll yet";
     return [
       el("header", {}, el("p", {class: "product"}, "scheduled-events-agent"), el("h1", {}, words(vmName())),
@@ -108,7 +107,6 @@
     }
     const {fleet} = status;
     if (fleet && fleet.failure) note(`The table of the fleet cannot be used: ${fleet.failure}`);
-    if (status.is_paused) note("The service manager has paused the agent: it watches, and does nothing.");
     if (!status.vm.names.length) note("It is not known yet which name this VM has in events, so none counts as its own.");
     if (unread) note(`What happened before cannot be shown: ${unread}`);
     const boxes = notes.map(([tone, text]) => el("li", {class: `box ${tone}`}, words(text)));
@@ -146,7 +144,7 @@
       ["Incarnation", words(status.incarnation) || "no document yet"],
       ["This VM", vm.names.length ? listed(vm.names) : "name not known yet"],
       ["VM id", vm.vm_id ? code(vm.vm_id) : ""],
-      ["Mode", acts + (status.is_paused ? "; paused" : "")],
+      ["Mode", acts],
       ["Policy", [code(policy.file), ", read ", moment(policy.read_at), hash, refused]],
       ["Fleet", fleet ? ["group ", words(fleet.group, MOST.inName) || "not known", fleet.awaited.length
         ? ["; waits for ", listed(fleet.awaited), more(fleet.awaited.length - MOST.names, "VMs", "span")] : ""] : ""],

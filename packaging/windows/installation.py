@@ -133,7 +133,7 @@ def _enter(policy: str) -> None:
 
     if policy:
         load_policy(Path(policy))
-    install([], None)
+    install([])
     register_source(str(_HOME / "messages.dll"))
     target = default_config_path()
     if policy and target.exists():
@@ -143,7 +143,7 @@ def _enter(policy: str) -> None:
         _copy(Path(policy) if policy else _HOME / "config" / "policy.yaml", target)
     _copy(_HOME / "config" / "policy.schema.json", target.with_name("policy.schema.json"))
     # Installed once more as it is, nothing is stopped, and so nothing started.
-    if policy and (facts := query()) and facts.state in ("running", "paused"):
+    if policy and (facts := query()) and facts.state == "running":
         reload()
 
 
@@ -180,7 +180,7 @@ def _leave(*, is_purge: bool) -> None:
 def _return() -> None:
     from agent.host.windows.service import install, start  # noqa: PLC0415 - see main
 
-    install([], None)  # an installer brings back the service, but not its recovery actions and what else it has
+    install([])  # an installer brings back the service, but not its recovery actions and what else it has
     if _HALTED.exists():
         _HALTED.unlink()
         start()

@@ -56,7 +56,6 @@ STATUS = Status(
     started_at=NOW - timedelta(days=3),
     vm=Vm(names=("web-1",), vm_id="5d1c"),
     mode="act",
-    is_paused=False,
     ready=True,
     health="ok",
     policy=POLICY,

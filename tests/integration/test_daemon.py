@@ -269,18 +269,23 @@ def test_a_hook_that_is_canceled_while_the_machine_goes_down_does_not_run_again(
         azure.wait_until(recovered.exists, "what the canceled hook had begun was undone")
 
 
-def test_a_paused_agent_watches_and_does_nothing_until_it_is_resumed(tmp_path: Path) -> None:
+def test_an_agent_that_a_reload_has_observe_does_nothing_until_one_has_it_act(tmp_path: Path) -> None:
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
         azure.wait_polls(2)
-        daemon.pause()
-        first = azure.schedule("Reboot", notice_seconds=600)
-        azure.wait_until(lambda: first in get(daemon, "/status")[1], "the paused agent saw the event")
+        acting = daemon._engine.settings
+        observing = replace(acting, agent=replace(AGENT, mode="observe"))
+        daemon._policy = Given(lambda: observing)
+        daemon.reload()
+        azure.wait_until(lambda: '"mode": "observe"' in get(daemon, "/status")[1], "the agent observed")
+        event = azure.schedule("Reboot", notice_seconds=600)
+        azure.wait_until(lambda: event in get(daemon, "/status")[1], "it saw the event")
         assert "scheduled_events_acting 0.0" in get(daemon, "/metrics")[1]
         before = len(azure.requests())
         azure.wait_until(lambda: len(azure.requests()) > before + 4, "it polled on")
         assert azure.approvals() == ()
-        daemon.resume()
-        assert azure.wait_approved(first).approved_at is not None
+        daemon._policy = Given(lambda: acting)
+        daemon.reload()
+        assert azure.wait_approved(event).approved_at is not None
         assert "scheduled_events_acting 1.0" in get(daemon, "/metrics")[1]
 
 

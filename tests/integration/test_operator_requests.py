@@ -13,7 +13,7 @@ from agent.hooks import HookResult
 from agent.imds import Identity
 from agent.metrics import Metrics
 from agent.policy import Hook, Rule
-from agent.settings import Settings
+from agent.settings import AgentSettings, Settings
 from agent.store import RequestWord, Store
 from agent.workflow import Approve, HookOutcome, RunHook
 
@@ -182,9 +182,9 @@ def test_a_failed_preparation_is_not_retried_under_a_hold(agent: Agent) -> None:
     assert agent.say("retry") == "refused: an operator holds it; release it first"
 
 
-def test_an_agent_that_is_paused_retries_nothing(failed: Agent) -> None:
-    failed.engine.set_paused(is_paused=True)
-    assert failed.say("retry") == "refused: the agent's service is paused; resume it"
+def test_an_agent_that_only_observes_retries_nothing(failed: Agent) -> None:
+    failed.engine.settings = Settings(rules=(RULE,), hooks=HOOKS, agent=AgentSettings(mode="observe"))
+    assert failed.say("retry") == "refused: the agent only observes (agent.mode, --observe)"
     assert failed.say("resolve") == "resolve: the event is closed"
 
 

@@ -95,7 +95,6 @@ def status(*pending: ShownWorkflow, **changes: Any) -> Status:
         started_at=NOW - timedelta(days=12, hours=4),
         vm=Vm(names=("web_3",), vm_id="02aab8a4-74ef-476e-8182-f6d2ba4166a6"),
         mode="act",
-        is_paused=False,
         ready=not any(one.is_prepared_for for one in pending),
         health="ok",
         policy=PolicyInForce(file="/etc/scheduled-events-agent/policy.yaml", read_at=NOW - timedelta(days=3)),
@@ -224,7 +223,7 @@ SCENES: dict[str, Scene] = {
         past(1),
         [],
     ),
-    "refused": (status(policy=replace(POLICY, refused=REFUSED), mode="observe", is_paused=True), past(1), PAUSES),
+    "refused": (status(policy=replace(POLICY, refused=REFUSED), mode="observe"), past(1), PAUSES),
 }
 
 

@@ -40,11 +40,19 @@ _UNKNOWN_TO_WINE = (
     "SERVICE_CONFIG_SERVICE_SID_INFO",
     "SERVICE_CONFIG_REQUIRED_PRIVILEGES_INFO",
 )
-_CONTROL = """
+_PAUSE = """
+import win32service
+manager = win32service.OpenSCManager(None, None, win32service.SC_MANAGER_CONNECT)
+service = win32service.OpenService(manager, "ScheduledEventsAgent", win32service.SERVICE_ALL_ACCESS)
+win32service.ControlService(service, win32service.SERVICE_CONTROL_PAUSE)
+"""
+# As `sc config ScheduledEventsAgent obj= ACCOUNT` does, which Wine's sc cannot.
+_SET_ACCOUNT = """
 import sys, win32service
 manager = win32service.OpenSCManager(None, None, win32service.SC_MANAGER_CONNECT)
 service = win32service.OpenService(manager, "ScheduledEventsAgent", win32service.SERVICE_ALL_ACCESS)
-win32service.ControlService(service, int(sys.argv[1]))
+keep = win32service.SERVICE_NO_CHANGE
+win32service.ChangeServiceConfig(service, keep, keep, keep, None, None, False, None, sys.argv[1], None, None)
 """
 # As a debugger would stop it; all but the youngest thread, which is the watchdog's.
 _SUSPEND = """
@@ -127,10 +135,6 @@ class Service:
 
     def stop(self) -> None:
         assert self.command("stop") == (0, "the service has stopped\n"), self.log_text()
-
-    def control(self, code: int) -> None:
-        done = self.python.run("-c", _CONTROL, str(code), timeout=PATIENCE)
-        assert done.returncode == 0, done.stdout
 
     def state(self) -> State | None:
         """None if it is not installed."""
@@ -258,6 +262,14 @@ def test_to_install_is_to_bring_up_to_date(service: Service) -> None:
     ]
 
 
+def test_to_install_leaves_the_account_as_it_is(service: Service) -> None:
+    account = rf"NT SERVICE\{NAME}"
+    done = service.python.run("-c", _SET_ACCOUNT, account, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout
+    assert f"account: {account}" in service.install().splitlines()
+    assert _values(service.python)["ObjectName"] == account
+
+
 def test_it_runs_long_before_a_slow_first_answer(service: Service, sim: Simulator) -> None:
     sim.fault(None, "slow", delay_seconds=900.0)
     service.start()
@@ -288,21 +300,25 @@ def test_an_event_is_approved_when_a_cmd_hook_has_drained(service: Service, sim:
     assert service.wait_log("hook output")["line"] == "draining for Reboot"
 
 
-def test_a_paused_service_watches_and_approves_nothing_until_it_continues(
-    service: Service, sim: Simulator
-) -> None:
-    service.write_policy(rules=[{"name": "all", "approve": "immediately"}])
+def test_it_cannot_be_paused_but_a_reload_can_have_it_only_observe(service: Service, sim: Simulator) -> None:
+    rules = [{"name": "all", "approve": "immediately"}]
+    service.write_policy(rules=rules)
     service.start()
-    service.control(2)
-    assert service.wait_state("PAUSED") == State("PAUSED", 0, 0, 0)
+    paused = service.python.run("-c", _PAUSE, timeout=PATIENCE)
+    assert paused.returncode != 0
+    assert "(1052, 'ControlService'" in paused.stdout, "the service control manager refuses it"
+    service.write_policy(agent={"listen": "off", "mode": "observe"}, rules=rules)
+    assert service.command("reload")[0] == 0
+    service.wait_log("the policy file was read again")
     event = sim.schedule("Reboot", notice_seconds=600)
     service.wait_log("seen")
     before = len(sim.requests())
     sim.wait_until(lambda: len(sim.requests()) > before + 4, "it polled on", PATIENCE)
     assert sim.approvals() == ()
-    service.control(3)
+    service.write_policy(rules=rules)
+    assert service.command("reload")[0] == 0
     sim.wait_approved(event, timeout_seconds=PATIENCE)
-    assert service.wait_state("RUNNING") == State("RUNNING", 0, 0, 0)
+    assert service.state() == State("RUNNING", 0, 0, 0)
 
 
 def test_a_reload_takes_a_good_policy_and_refuses_a_bad_one(service: Service) -> None:

@@ -38,7 +38,6 @@ STATUS = Status(
     started_at=NOON,
     vm=Vm(names=("vm-1",), vm_id="1"),
     mode="act",
-    is_paused=False,
     ready=True,
     health="ok",
     policy=PolicyInForce(file="p.yaml", read_at=LATER),
@@ -350,7 +349,6 @@ def test_no_other_agent_is_well() -> None:
             "act",
             "with the policy as it was read at 2026-04-11 12:00:00Z; its file has changed since",
         ),
-        ({"is_paused": True}, "act", "and is paused: it watches, and does nothing"),
         ({"mode": "observe"}, "act", "and only observes: no hook runs and nothing is approved"),
     ],
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.windows import event_log, files, permissions, process
+from agent.host.windows import event_log, files, permissions, process, service
 from agent.settings import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +37,32 @@ def test_the_page_names_source_log_and_sizes_as_they_are() -> None:
     assert (event_log.MAX_LOG_BYTES, event_log.LOG_FILES) == (10_000_000, 5)
     assert "set aside at 10 MB, and four older ones are kept" in TEXT
     assert f"labelled `{files._TEMPORARY_LABEL}`" in TEXT
+
+
+def test_the_page_and_the_script_set_another_account_with_the_same_lines() -> None:
+    page = re.findall(r"^(?:(?:sc|icacls)\.exe|\$privileges =) .*$", TEXT, re.MULTILINE)
+    script = (ROOT / "winservice/install.ps1").read_text(encoding="utf-8")
+    lines = re.findall(r"^    (?:Invoke-Checked (\S+\.exe) @\((.*)\)|(\$privileges = .*))$", script, re.MULTILINE)
+    from_script = [
+        " ".join([program, *re.sub("'", "", arguments).split(", ")]) if program else line
+        for program, arguments, line in lines
+    ]
+    assert [line.casefold() for line in from_script] == [line.casefold() for line in page]
+    assert page[0] == f"$privileges = '{'/'.join(service._PRIVILEGES)}'"
+
+
+def test_the_lines_give_another_account_the_access_that_a_later_installation_gives_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, str] = {}
+    monkeypatch.setattr(permissions, "_make_or_close", lambda path, further: given.update({path.name: further}))
+    permissions.make_data_dirs(Path("root"), rf"NT SERVICE\{permissions.SERVICE}")
+    names = {permissions._READ: "RX", permissions._ALL: "F"}
+    grant = r'^icacls\.exe "?\$data\\?(\w*)"? /grant "\$\{account\}:\(OI\)\(CI\)(\w+)"$'
+    grants = re.findall(grant, TEXT, re.MULTILINE)
+    assert {name or "root": right for name, right in grants} == {
+        name: names[further.split(";")[2]] for name, further in given.items()
+    }
 
 
 def test_both_pages_tell_of_each_property_that_the_msi_takes() -> None:

@@ -18,11 +18,10 @@ from agent.host import HostError
 from agent.host.windows import service as windows_service
 from agent.host.windows.service_process import Control, Service, State, Status, open_crash_file
 
-UP = 0x1 | 0x2 | 0x4 | 0x8 | 0x100  # stop, pause and continue, shutdown, parameter change, preshutdown
+UP = 0x1 | 0x4 | 0x8 | 0x100  # stop, shutdown, parameter change, preshutdown; not pause and continue
 START_PENDING = Status(0x10, State.START_PENDING, 0, 0, 0, 1, 10_000)
 STOP_PENDING = Status(0x10, State.STOP_PENDING, 0, 0, 0, 1, 10_000)
 RUNNING = Status(0x10, State.RUNNING, UP, 0, 0, 0, 0)
-PAUSED = Status(0x10, State.PAUSED, UP, 0, 0, 0, 0)
 STOPPED = Status(0x10, State.STOPPED, 0, 0, 0, 0, 0)
 PATIENCE = 10.0
 
@@ -48,12 +47,6 @@ class Agent:
 
     def reload(self) -> None:
         self.heard.append("reload")
-
-    def pause(self) -> None:
-        self.heard.append("pause")
-
-    def resume(self) -> None:
-        self.heard.append("resume")
 
 
 class Manager:
@@ -156,30 +149,20 @@ def test_it_stops_when_the_hooks_had_their_say_and_tells_of_progress_until_then(
     assert manager.states() == [START_PENDING, RUNNING, STOP_PENDING, STOPPED]
 
 
-def test_to_pause_is_to_watch_and_do_nothing_until_it_continues(crash_file: TextIO) -> None:
+def test_a_changed_parameter_is_a_reload_during_which_it_runs(crash_file: TextIO) -> None:
     with running(crash_file) as (manager, agent):
-        manager.service.control(Control.PAUSE)
-        manager.service.control(Control.CONTINUE)
-        assert agent.heard == ["pause", "resume"]
-    assert manager.states()[1:] == [RUNNING, PAUSED, RUNNING, STOP_PENDING, STOPPED]
-
-
-def test_a_changed_parameter_is_a_reload_which_keeps_a_paused_service_paused(crash_file: TextIO) -> None:
-    with running(crash_file) as (manager, agent):
-        manager.service.control(Control.PAUSE)
         manager.service.control(Control.PARAMCHANGE)
         manager.service.tell("reloading", "reads the policy file again")
         manager.service.tell("ready", "nothing is pending")
         manager.service.control(Control.INTERROGATE)
-        assert agent.heard == ["pause", "reload"]
-    assert manager.states()[1:] == [RUNNING, PAUSED, PAUSED, STOP_PENDING, STOPPED]
+        assert agent.heard == ["reload"]
+    assert manager.states()[1:] == [RUNNING, RUNNING, STOP_PENDING, STOPPED]
 
 
 def test_nothing_brings_a_service_that_stops_back(crash_file: TextIO) -> None:
     with running(crash_file) as (manager, agent):
         agent.may_end.clear()
         manager.service.control(Control.STOP)
-        manager.service.control(Control.CONTINUE)
         manager.service.tell("ready", "nothing is pending")
     manager.service.control(Control.STOP)
     manager.service.control(Control.INTERROGATE)
@@ -366,47 +349,6 @@ def test_it_starts_with_the_machine_has_its_own_sid_and_time_to_stop() -> None:
 def test_it_keeps_few_privileges(account: str, privileges: list[str]) -> None:
     settings = dict(windows_service._further_configuration(account))
     assert settings["SERVICE_CONFIG_REQUIRED_PRIVILEGES_INFO"] == privileges
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        (None, None),
-        ("localsystem", "LocalSystem"),
-        (r"NT AUTHORITY\SYSTEM", "LocalSystem"),
-        (r"NT SERVICE\ScheduledEventsAgent", r"NT SERVICE\ScheduledEventsAgent"),
-        (r"NT AUTHORITY\LocalService", r"NT AUTHORITY\LocalService"),
-        (r"CONTOSO\agent$", r"CONTOSO\agent$"),
-    ],
-)
-def test_accounts_without_a_password_can_run_it(given: str | None, name: str | None) -> None:
-    assert windows_service._account_name(given) == name
-
-
-@pytest.mark.parametrize(
-    ("name", "password"),
-    [
-        (None, None),
-        ("LocalSystem", ""),
-        (r"NT AUTHORITY\LocalService", ""),
-        (r"NT Service\ScheduledEventsAgent", None),
-        (r"CONTOSO\agent$", None),
-    ],
-)
-def test_the_scm_is_told_of_no_password_in_the_way_each_account_wants_it(
-    name: str | None, password: str | None
-) -> None:
-    assert windows_service._password(name) == password
-
-
-def test_an_account_with_a_password_is_refused_with_the_way_out() -> None:
-    with pytest.raises(HostError) as caught:
-        windows_service._account_name(r"CONTOSO\alice")
-    assert str(caught.value) == (
-        r"--account CONTOSO\alice: expected an account without a password, which are "
-        r"NT SERVICE\ScheduledEventsAgent, a group managed service account (DOMAIN\NAME$), "
-        r"NT AUTHORITY\LocalService or NetworkService, and LocalSystem"
-    )
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,6 @@ def a_status(**fields: Any) -> Status:
         "started_at": NOW,
         "vm": Vm(names=("web-1",), vm_id="id"),
         "mode": "act",
-        "is_paused": False,
         "ready": True,
         "health": "ok",
         "policy": PolicyInForce(file="policy.yaml", read_at=NOW),
@@ -92,7 +91,6 @@ UNRECOVERED = a_workflow(
     [
         ({}, "healthy; acts; nothing is pending"),
         ({"mode": "observe"}, "healthy; only observes; nothing is pending"),
-        ({"is_paused": True}, "healthy; paused: watches, and does nothing; nothing is pending"),
         ({"health": ("it hangs",), "pending": (a_workflow(),)}, "NOT HEALTHY; acts; 1 event is pending"),
         ({"pending": (UNRECOVERED,)}, "RECOVERY FAILED; healthy; acts; 1 event is pending (1 not recovered)"),
         (

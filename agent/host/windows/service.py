@@ -31,7 +31,6 @@ DESCRIPTION = (
 STOP_TIMEOUT = 60.0
 """Seconds from a stop to the end; hooks that run have most of them."""
 
-_OWN_ACCOUNT = rf"NT SERVICE\{NAME}"
 _DEPENDENCIES = ("Tcpip", "Dhcp")
 # Above the stop time-out, or the machine goes down while hooks still run.
 _PRESHUTDOWN_SECONDS = 90.0
@@ -42,7 +41,6 @@ _FORGET_FAILURES_SECONDS = 86400
 _PRIVILEGES = ("SeChangeNotifyPrivilege", "SeCreateGlobalPrivilege", "SeImpersonatePrivilege")
 # A hook may shut the machine down, as the last step for one that will be deleted.
 _SYSTEM_PRIVILEGES = (*_PRIVILEGES, "SeShutdownPrivilege")
-_ACCOUNTS_WITHOUT_PASSWORD = ("nt service\\", "nt authority\\")
 # Shipped with every Windows Server since 2012; pywin32's own message files know a few ids only, and not these.
 _FRAMEWORK_MESSAGES = r"%SystemRoot%\Microsoft.NET\Framework64\v4.0.30319\EventLogMessages.dll"
 _START_PATIENCE_SECONDS = 90.0
@@ -50,18 +48,10 @@ _STOP_PATIENCE_SECONDS = STOP_TIMEOUT + 30.0
 _REMOVE_PATIENCE_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 # SERVICE_... rights, and DELETE: an account may have been given some of them only.
-_QUERY, _START, _STOP, _PAUSE_CONTINUE = 0x5, 0x10, 0x20, 0x40
+_QUERY, _START, _STOP = 0x5, 0x10, 0x20
+_CHANGE_PARAMETERS = 0x40  # SERVICE_PAUSE_CONTINUE is for this control as well
 _DELETE, _ALL_ACCESS = 0x10000, 0xF01FF
-_STATES = (
-    "",
-    "stopped",
-    "start pending",
-    "stop pending",
-    "running",
-    "continue pending",
-    "pause pending",
-    "paused",
-)
+_STATES = ("", "stopped", "start pending", "stop pending", "running")
 _STARTS = ("boot", "system", "automatic", "manual", "disabled")
 
 _SPECIFIC_ERROR = 1066  # ERROR_SERVICE_SPECIFIC_ERROR: the exit code is the service's own
@@ -100,7 +90,7 @@ def own_service() -> OwnService | None:
     return OwnService(
         is_enabled=facts.start == "automatic",
         state=facts.state,
-        is_running=facts.state in ("running", "paused"),
+        is_running=facts.state == "running",
         pid=facts.pid,
         account=facts.account,
         is_stale=False,
@@ -127,20 +117,19 @@ def query() -> Facts | None:
     )
 
 
-def install(options: Sequence[str], account: str | None) -> list[str]:
+def install(options: Sequence[str]) -> list[str]:
     """Make the service, or bring the one that is there up to date. Returns what was done, a line each.
 
-    ``account``: None leaves it as it is, which is LocalSystem for a new service.
+    A new service runs as LocalSystem; the account of one that is there stays.
     """
     need_windows()
     command = image_path(options)
-    name = _account_name(account)
     _check_command()
     facts = query()
-    used = name or (facts.account if facts else "LocalSystem")
+    account = facts.account if facts else "LocalSystem"
     # Before there is a service that would start with the machine: any user may have put a directory with a policy
     # there, and then this raises.
-    make_data_dirs(data_dir(), None if is_system(used) else used)
+    make_data_dirs(data_dir(), None if is_system(account) else account)
     common = (
         win32service.SERVICE_WIN32_OWN_PROCESS,
         win32service.SERVICE_AUTO_START,
@@ -149,8 +138,8 @@ def install(options: Sequence[str], account: str | None) -> list[str]:
         None,
         False,
         _DEPENDENCIES,
-        name,
-        _password(name),
+        None,  # the account: LocalSystem for a new service, and no change for another
+        None,
     )
     if facts is None:
         with _manager(win32service.SC_MANAGER_CREATE_SERVICE) as manager:
@@ -162,7 +151,7 @@ def install(options: Sequence[str], account: str | None) -> list[str]:
     with _service(_ALL_ACCESS) as service:
         if facts is not None:
             win32service.ChangeServiceConfig(service, *common, DISPLAY_NAME)
-        for level, value in _further_configuration(used):
+        for level, value in _further_configuration(account):
             try:
                 win32service.ChangeServiceConfig2(service, getattr(win32service, level), value)
             except pywintypes.error as error:
@@ -170,7 +159,7 @@ def install(options: Sequence[str], account: str | None) -> list[str]:
                     raise
                 done.append(f"this system does not know {level}")
     register_source()
-    return [*done, f"account: {used}", f"command: {command}"]
+    return [*done, f"account: {account}", f"command: {command}"]
 
 
 def remove() -> bool:
@@ -199,7 +188,7 @@ def start() -> bool:
                 raise
             was_stopped = False
         state, code = _wait(service, "start pending", _START_PATIENCE_SECONDS)
-    if state in ("running", "paused"):
+    if state == "running":
         return was_stopped
     if state == "start pending":
         raise HostError(f"the service has not started within {_START_PATIENCE_SECONDS:.0f}s: see {log_dir()}")
@@ -228,7 +217,7 @@ def stop() -> bool:
 
 def reload() -> None:
     """Have the service read its policy again; the result is in its journal and its log."""
-    with _service(_PAUSE_CONTINUE) as service:
+    with _service(_CHANGE_PARAMETERS) as service:
         win32service.ControlService(service, win32service.SERVICE_CONTROL_PARAMCHANGE)
 
 
@@ -323,29 +312,6 @@ def _further_configuration(account: str) -> list[tuple[str, Any]]:
         ("SERVICE_CONFIG_REQUIRED_PRIVILEGES_INFO", list(privileges)),
         ("SERVICE_CONFIG_PRESHUTDOWN_INFO", int(_PRESHUTDOWN_SECONDS * 1000)),
     ]
-
-
-def _account_name(account: str | None) -> str | None:
-    """As the SCM wants it. Raises HostError for an account that has a password."""
-    if account is None:
-        return None
-    name = account.strip()
-    if is_system(name):
-        return "LocalSystem"
-    if name.casefold().startswith(_ACCOUNTS_WITHOUT_PASSWORD) or name.endswith("$"):
-        return name
-    raise HostError(
-        f"--account {account}: expected an account without a password, which are {_OWN_ACCOUNT}, a group managed "
-        "service account (DOMAIN\\NAME$), NT AUTHORITY\\LocalService or NetworkService, and LocalSystem",
-        kind="usage",
-    )
-
-
-def _password(name: str | None) -> str | None:
-    """As the SCM wants it for an account that has none: None if it looks after it itself, else an empty one."""
-    if name is None or name.casefold().startswith("nt service\\") or name.endswith("$"):
-        return None
-    return ""
 
 
 def _wait(service: Any, while_state: str, patience_seconds: float) -> tuple[str, int]:

@@ -48,24 +48,20 @@ class State(IntEnum):
     START_PENDING = 2
     STOP_PENDING = 3
     RUNNING = 4
-    PAUSED = 7
 
 
 class Control(IntEnum):
     """What the SCM asks of a service, in its numbers."""
 
     STOP = 0x1
-    PAUSE = 0x2
-    CONTINUE = 0x3
     INTERROGATE = 0x4
     SHUTDOWN = 0x5
     PARAMCHANGE = 0x6
     PRESHUTDOWN = 0xF
 
 
-# SERVICE_ACCEPT_: STOP, PAUSE_CONTINUE, SHUTDOWN, PARAMCHANGE, PRESHUTDOWN
-_ACCEPTED_WHEN_UP = 0x1 | 0x2 | 0x4 | 0x8 | 0x100
-_UP = (State.RUNNING, State.PAUSED)
+# SERVICE_ACCEPT_: STOP, SHUTDOWN, PARAMCHANGE, PRESHUTDOWN
+_ACCEPTED_WHEN_RUNNING = 0x1 | 0x4 | 0x8 | 0x100
 _PENDING = (State.START_PENDING, State.STOP_PENDING)
 _ENDS = (Control.STOP, Control.SHUTDOWN, Control.PRESHUTDOWN)
 
@@ -88,8 +84,6 @@ class Agent(Protocol):
 
     def stop(self) -> None: ...
     def reload(self) -> None: ...
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
 
 
 class Service(ServiceManager):
@@ -144,18 +138,12 @@ class Service(ServiceManager):
     def control(self, control: int) -> None:
         """Do what the SCM asks."""
         if control == Control.INTERROGATE:
-            self._report_again(*_UP, *_PENDING)
+            self._report_again(State.RUNNING, *_PENDING)
         elif self._agent is None:
             return  # nothing is accepted yet
         elif control in _ENDS:
             self._move(State.STOP_PENDING)
             self._agent.stop()
-        elif control == Control.PAUSE:
-            self._agent.pause()
-            self._move(State.PAUSED)
-        elif control == Control.CONTINUE:
-            self._agent.resume()
-            self._move(State.RUNNING)
         elif control == Control.PARAMCHANGE:
             self._agent.reload()
 
@@ -200,7 +188,7 @@ class Service(ServiceManager):
             Status(
                 service_type=_OWN_PROCESS,
                 state=self._state,
-                accepted=_ACCEPTED_WHEN_UP if self._state in _UP else 0,
+                accepted=_ACCEPTED_WHEN_RUNNING if self._state == State.RUNNING else 0,
                 exit_code=_SPECIFIC_ERROR if exit_code else 0,
                 own_exit_code=exit_code,
                 checkpoint=self._checkpoint,
