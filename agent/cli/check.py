@@ -36,9 +36,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print_json(policy_schema())
         return 0
     try:
-        loaded = load_policy(find_config(arguments.config, host.default_config_path()))
-        refuse_exposed(loaded)
-        _refuse_fleet(loaded)
+        loaded = load_checked(arguments.config)
     except ConfigError as error:
         if arguments.json:
             print_json({"valid": False, "problems": error.problems, "warnings": []})
@@ -54,6 +52,14 @@ def _run(arguments: argparse.Namespace) -> int:
     print(f"{loaded.name}: valid", *(f"warning: {warning}" for warning in warnings), "", sep="\n")
     print(*_policy_in_words(loaded, Terminal.of(sys.stdout)), sep="\n")
     return 0
+
+
+def load_checked(config: str | None) -> Loaded:
+    """The policy of an agent with this option --config. Raises ConfigError if it is not valid."""
+    loaded = load_policy(find_config(config, host.default_config_path()))
+    refuse_exposed(loaded)
+    _refuse_fleet(loaded)
+    return loaded
 
 
 def _refuse_fleet(loaded: Loaded) -> None:

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("stop", "stop the service and wait until it has stopped, which running hooks may delay by a minute", _stop)
     status = add("status", "show the state of the service; the exit code is 1 if it does not run", _status)
     status.add_argument("--json", action="store_true", help="print JSON")
-    add("reload", "have the service read its policy again; the exit code is 1 if it refuses it", _reload)
+    add("reload", "have the service read its policy again; the exit code is 2 if that is not valid", _reload)
     _add_host_options(add("host", "the service itself, which Windows' service control manager starts", _host))
 
 
@@ -86,9 +86,11 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _reload(_arguments: argparse.Namespace) -> int:
-    from agent.cli.service_reload import reload_policy  # noqa: PLC0415 - see above
+    from agent.cli.check import load_checked  # noqa: PLC0415 - see above
 
-    print(f"the service has read its policy again: {reload_policy()}")
+    loaded = load_checked(windows_service.host_options().get("config"))
+    windows_service.reload()
+    print(f"{loaded.name}: valid; the service reads it again")
     return 0
 
 

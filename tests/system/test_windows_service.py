@@ -321,19 +321,24 @@ def test_it_cannot_be_paused_but_a_reload_can_have_it_only_observe(service: Serv
     assert service.state() == State("RUNNING", 0, 0, 0)
 
 
-def test_a_reload_takes_a_good_policy_and_refuses_a_bad_one(service: Service) -> None:
+def test_the_service_hears_of_a_reload_only_if_its_policy_is_valid(service: Service) -> None:
     service.start()
     service.write_policy(rules=[{"name": "new", "approve": "never"}])
-    assert service.command("reload") == (0, "the service has read its policy again: rules: new\n")
+    policy = rf"{service.folder}\policy.yaml"
+    is_told = (0, f"{policy}: valid; the service reads it again\n")
+    assert service.command("reload") == is_told
     assert service.wait_log("the policy file was read again")["rules"] == ["new"]
     service.write_policy(rules=[{"name": "new", "approve": "yes!"}])
-    code, told = service.command("reload")
-    refusal = service.wait_log("the policy file is refused; the old policy stays in force")["reason"]
-    assert 'rules[0].approve: expected one of immediately, when-prepared, manual, never; got "yes!"' in refusal
-    before = "scheduled-events-agent: the policy is refused, and the one from before stays in force: "
-    assert (code, told) == (1, f"{before}{refusal}\n")
+    assert service.command("reload") == (
+        2,
+        f'{policy}:7: rules[0].approve: expected one of immediately, when-prepared, manual, never; got "yes!"\n',
+    )
     service.write_policy(rules=[{"name": "newer", "approve": "never"}])
-    assert service.command("reload") == (0, "the service has read its policy again: rules: newer\n")
+    assert service.command("reload") == is_told
+    assert service.wait_log("the policy file was read again", count=2)["rules"] == ["newer"]
+    assert service.log("the policy file is refused; the old policy stays in force") == [], (
+        "it was told of good ones"
+    )
     assert service.state() == State("RUNNING", 0, 0, 0)
     service.stop()
     assert service.command("reload") == (

@@ -281,6 +281,22 @@ def test_the_options_are_read_from_the_command_as_they_were_put_there(config: st
     assert windows_service.options_of(windows_service.image_path([])) == {}
 
 
+def test_the_service_is_told_to_reload_if_its_own_policy_is_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy, told = tmp_path / "policy.yaml", list[str]()
+    monkeypatch.setattr(windows_service, "host_options", lambda: {"config": str(policy)})
+    monkeypatch.setattr(windows_service, "reload", lambda: told.append("reload"))
+    policy.write_text("rulez: []\n")
+    assert main(["service", "reload"]) == 2
+    assert f'{policy}:1: unknown key "rulez"' in capsys.readouterr().err
+    assert told == []
+    policy.write_text("rules: []\n")
+    assert main(["service", "reload"]) == 0
+    assert capsys.readouterr().out == f"{policy}: valid; the service reads it again\n"
+    assert told == ["reload"]
+
+
 def test_a_program_is_quoted_even_without_need() -> None:
     assert windows_service._command_line(r"C:\py\python.exe", None, ["x"]) == r'"C:\py\python.exe" -I -m agent x'
 

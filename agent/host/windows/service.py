@@ -216,7 +216,7 @@ def stop() -> bool:
 
 
 def reload() -> None:
-    """Have the service read its policy again; the result is in its journal and its log."""
+    """Tell the service to read its policy again; the result is in its journal and its log."""
     with _service(_CHANGE_PARAMETERS) as service:
         win32service.ControlService(service, win32service.SERVICE_CONTROL_PARAMCHANGE)
 
@@ -248,6 +248,12 @@ def options_of(command: str) -> dict[str, str]:
     """The options in the command line of a service, as ``install`` writes it; names are without dashes."""
     found = re.findall(r'(?:^| )(?:"--([\w-]+)=([^"]*)"|--([\w-]+)=(\S*))', command)
     return {quoted or plain: in_quotes or value for quoted, in_quotes, plain, value in found}
+
+
+def host_options() -> dict[str, str]:
+    """The options of the installed service. Raises HostError if there is none."""
+    with _service(_QUERY) as service:
+        return options_of(str(win32service.QueryServiceConfig(service)[3]))
 
 
 def need_windows() -> None:
