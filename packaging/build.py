@@ -82,6 +82,7 @@ _FOLDERS = {
     "config/examples": f"{_DOC}/examples",
     "config/hooks": f"usr/share/{NAME}/hooks",
     "config/prometheus": f"usr/share/{NAME}/prometheus",
+    "systemd": f"usr/share/{NAME}/systemd",
 }
 # Single files: where each is in the tree, and its mode.
 _PLACES = {
@@ -92,12 +93,11 @@ _PLACES = {
     "packaging/start.py": (f"{HOME}/start.py", 0o644),
     "config/policy.yaml": (f"etc/{NAME}/policy.yaml", 0o644),
     "config/policy.schema.json": (f"usr/share/{NAME}/policy.schema.json", 0o644),
-    "systemd/polkit.rules": (f"usr/share/{NAME}/systemd/polkit.rules", 0o644),
-    "systemd/strict.conf": (f"usr/share/{NAME}/systemd/strict.conf", 0o644),
     f"systemd/{NAME}.service": (f"usr/lib/systemd/system/{NAME}.service", 0o644),
+    f"systemd/{NAME}-hook@.service": (f"usr/lib/systemd/system/{NAME}-hook@.service", 0o644),
     "packaging/preset": (f"usr/lib/systemd/system-preset/80-{NAME}.preset", 0o644),
-    "packaging/sysusers.conf": (f"usr/lib/sysusers.d/{NAME}.conf", 0o644),
-    "packaging/tmpfiles.conf": (f"usr/lib/tmpfiles.d/{NAME}.conf", 0o644),
+    "systemd/sysusers.conf": (f"usr/lib/sysusers.d/{NAME}.conf", 0o644),
+    "systemd/tmpfiles.conf": (f"usr/lib/tmpfiles.d/{NAME}.conf", 0o644),
 }
 # What links in documents may point to besides the folders.
 _LINKED = {source: f"/{target}" for source, (target, _) in _PLACES.items()} | {
@@ -218,6 +218,7 @@ def stage(architecture: str, root: Path, version: str | None = None) -> Staged:
     _place_agent(root, version)
     _place_files(root)
     _place_documents(root)
+    _name_program_in_units(root)
     _generate_from_parser(root, tools, version, epoch)
     _place_licenses(root, vendored)
     glibc = _needed_glibc(root / HOME)
@@ -327,7 +328,7 @@ def _place_documents(root: Path) -> None:
     write(root / _DOC / "README.md", _in_package(SOURCES / "README.md").encode())
     for folder, place in _FOLDERS.items():
         for source in sorted((SOURCES / folder).rglob("*")):
-            if not source.is_file() or source.relative_to(SOURCES).as_posix() in _LINKED:
+            if not source.is_file() or source == SOURCES / "config/hooks/README.md":  # it is in /etc
                 continue
             target = root / place / source.relative_to(SOURCES / folder)
             if source.suffix == ".md" or folder == "config/examples":
@@ -336,6 +337,11 @@ def _place_documents(root: Path) -> None:
                 copy(source, target, mode=0o755 if os.access(source, os.X_OK) else 0o644)
             if folder == "config/examples":
                 edit(target, "$schema=../policy.schema.json", f"$schema=/usr/share/{NAME}/policy.schema.json")
+
+
+def _name_program_in_units(root: Path) -> None:
+    for place in ("usr/lib/systemd/system", f"usr/share/{NAME}/systemd"):
+        edit(root / place / f"{NAME}.service", f"/usr/local/bin/{NAME}", f"/usr/bin/{NAME}")
 
 
 def _in_package(page: Path) -> str:

@@ -31,7 +31,6 @@ _COMMANDS = {
     "doctor": ("doctor", "would the agent do its work on this machine?"),
     "simulate": ("simulate", "serve a simulated Scheduled Events endpoint"),
     "demo": ("demo", "watch the agent handle five events of a simulated Azure"),
-    "install-unit": ("install_unit", "have systemd run the agent from where it is installed"),
     "service": ("service", "the agent as a Windows service: install, remove, start, stop, status, reload"),
     "completion": ("completion", "print a script that makes a shell complete these commands"),
     "ids": ("ids", "print the ids of pending events, which completion offers"),

@@ -227,7 +227,7 @@ def judge_service(service: OwnService | None, fault: str) -> Finding:
         return warning(
             "service",
             "the agent is not installed as a service: it is not started with the machine, nor restarted",
-            "install the package, or use install-unit, or service install on Windows",
+            "install the package or the unit (docs/install-other.md), or service install on Windows",
         )
     enabled = "masked" if service.is_masked else "enabled" if service.is_enabled else "not enabled"
     what = f"installed, {enabled}, {service.state}, runs as {service.account}"

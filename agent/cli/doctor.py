@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, get_args
 
+import agent
 from agent import __version__, host
 from agent.api_version import versions_to_ask
 from agent.cli import add_state_options, diagnosis
@@ -107,7 +108,8 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
             else:
                 yield failure("policy", problem, "correct it: the agent does not start with this policy")
     if loaded is not None:
-        yield from _look_at_policy(loaded, account)
+        is_root_service = service is not None and _is_system(service.account)
+        yield from _look_at_policy(loaded, account, is_root_service=is_root_service)
     if settings.fleet is not None:
         from agent.cli import fleet  # noqa: PLC0415  # most policies have none
 
@@ -186,7 +188,7 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
 # --- the policy and what it names
 
 
-def _look_at_policy(loaded: Loaded, account: str | None) -> Iterator[Finding]:
+def _look_at_policy(loaded: Loaded, account: str | None, *, is_root_service: bool) -> Iterator[Finding]:
     """``account``: the service's, if it is not that of this process; so too below."""
     for doubt in loaded.warnings:
         yield warning("policy", str(doubt), "check that this is intended")
@@ -197,7 +199,7 @@ def _look_at_policy(loaded: Loaded, account: str | None) -> Iterator[Finding]:
         yield ok("policy", f"{loaded.name}: valid")
     if account is None or host.is_privileged():
         yield from _look_at_hooks(loaded, account)
-        yield from _look_at_files(loaded, account)
+        yield from _look_at_files(loaded, account, is_root_service=is_root_service)
         return
     for check in ("hooks", "files"):
         what = f"the agent runs as {account}, and {host.account_name()} cannot tell what that account may do"
@@ -246,7 +248,7 @@ def _access_fault(hook: Hook, account: str | None) -> str | None:
     return None
 
 
-def _look_at_files(loaded: Loaded, account: str | None) -> Iterator[Finding]:
+def _look_at_files(loaded: Loaded, account: str | None, *, is_root_service: bool) -> Iterator[Finding]:
     policy = None if loaded.name == BUILT_IN_NAME else host.tampering_fault(Path(loaded.name))
     hooks = (hook_tampering_fault(hook) for hook in loaded.settings.hooks.values())
     faults = list(dict.fromkeys(filter(None, (policy, *hooks))))
@@ -257,8 +259,25 @@ def _look_at_files(loaded: Loaded, account: str | None) -> Iterator[Finding]:
             yield failure("files", fault, advice)
         else:
             yield warning("files", fault, "run that command, unless you trust these accounts")
-    if not faults:
-        yield ok("files", "no other account can change the policy or what its hooks run")
+    own = _own_code_fault() if is_root_service else None
+    if own is not None:
+        advice = (
+            "install the agent where only root or administrators can write: who changes its code is one of them"
+        )
+        yield failure("files", own, advice)
+    elif not faults:
+        what = "the policy or what its hooks run"
+        if is_root_service:
+            what = "the policy, what its hooks run, or the agent's own code"
+        yield ok("files", f"no other account can change {what}")
+
+
+def _own_code_fault() -> str | None:
+    """Who could change what runs as the agent, and the way out. One fault is enough: there may be hundreds."""
+    package = Path(agent.__file__).parent
+    modules = {Path(file) for module in tuple(sys.modules.values()) if (file := getattr(module, "__file__", None))}
+    code = (Path(sys.argv[0]), Path(sys.executable), *sorted({*modules, *package.rglob("*.py")}))
+    return next((fault for path in code if (fault := host.tampering_fault(path, is_own_code=True))), None)
 
 
 def _is_system(account: str) -> bool:

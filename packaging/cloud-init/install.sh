@@ -99,7 +99,12 @@ if [ -n "$policy" ]; then
 fi
 
 case $name in
-    *.whl) "$agent" install-unit ;;
+    *.whl)
+        ln -sf "$agent" /usr/local/bin/
+        ln -sfn "$home/share/scheduled-events-agent" /usr/share/scheduled-events-agent
+        cp "$home"/share/scheduled-events-agent/systemd/*.service /etc/systemd/system/
+        systemctl daemon-reload
+        ;;
 esac
 systemctl enable --quiet scheduled-events-agent.service
 systemctl restart scheduled-events-agent.service

@@ -111,6 +111,19 @@ def test_a_directory_anywhere_above_that_everybody_may_replace_is_told(tmp_path:
         assert fault.startswith(f"{path} can be changed by S-1-1-0, ")
 
 
+def test_who_can_change_the_agents_own_code_is_trusted_but_not_with_that_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "agent.py"
+    path.touch()
+    _open_to_everybody(path)
+    monkeypatch.setattr("agent.host.windows.permissions.__file__", str(path))
+    assert host.tampering_fault(path) is None
+    fault = host.tampering_fault(path, is_own_code=True)
+    assert fault is not None
+    assert fault.startswith(f"{path} can be changed by S-1-1-0, ")
+
+
 @pytest.mark.skipif(_ON_WINE, reason="Wine 8 cannot make junctions")
 def test_what_a_link_leads_to_is_looked_at_too(tmp_path: Path) -> None:
     assert sys.platform == "win32"

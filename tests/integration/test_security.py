@@ -14,6 +14,7 @@ import pytest
 from agent import host
 from agent.cli import main
 from agent.hooks import HookResult, HookRun
+from agent.host import processes
 from agent.policy import Hook
 from agent.settings.files import hook_tampering_fault
 
@@ -176,6 +177,27 @@ def test_what_is_mounted_read_only_cannot_be_changed_there(file: Path) -> None:
         pytest.skip(f"no mount can be made here: {done.stderr}")
     assert done.stdout == "None\n"
     assert host.tampering_fault(file) == danger(place, "every account", f"chmod go-w {place}")
+
+
+@needs_root
+def test_the_owner_of_the_agents_own_code_is_trusted_but_not_with_that_code(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.chown(file, SOMEBODY, 0)
+    monkeypatch.setattr("agent.host.linux.files.__file__", str(file))
+    assert host.tampering_fault(file) is None
+    told = danger(file, f"its owner, uid {SOMEBODY}", f"chown root {file}")
+    assert host.tampering_fault(file, is_own_code=True) == told
+
+
+@needs_root
+def test_whether_a_disk_is_temporary_can_be_asked_by_an_account_that_may_not_look_into_it(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir(mode=0o700)
+    os.seteuid(NOBODY)
+    try:
+        assert processes.temporary_disk(tmp_path / "state") is None
+    finally:
+        os.seteuid(0)
 
 
 # --- what of a hook is looked at

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from agent.simulator import Simulator
 UNIT = "scheduled-events-agent.service"
 POLICY = "/etc/scheduled-events-agent/policy.yaml"
 DROP_INS = f"/etc/systemd/system/{UNIT}.d"
+POLKIT_RULE = "/etc/polkit-1/rules.d/50-scheduled-events-agent.rules"
 
 
 def build_deb(directory: Path, *options: str) -> Path:
@@ -30,6 +32,28 @@ def build_deb(directory: Path, *options: str) -> Path:
     subprocess.run([*command, *wanted, *options], env=environment, check=True, timeout=300)
     (package,) = directory.glob("*.deb")
     return package
+
+
+def shown_commands(page: str, heading: str) -> list[list[str]]:
+    """The commands for root below a heading of a page, block by block."""
+    text = (CHECKOUT / page).read_text(encoding="utf-8")
+    section = re.split("^#", text.partition(f"\n{heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    blocks = re.findall(r"^```console\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    return [[line.removeprefix("$ ") for line in block.splitlines()] for block in blocks]
+
+
+def make_strict(machine: Container) -> None:
+    """Give the agent the strict set-up, as the page shows it."""
+    (commands,) = shown_commands("docs/systemd.md", "### strict")
+    assert len(commands) == 4
+    machine.run("sh", "-euc", "\n".join(commands))
+
+
+def make_root(machine: Container) -> None:
+    """Take the strict set-up back, as the page says it."""
+    machine.run("rm", f"{DROP_INS}/50-strict.conf", POLKIT_RULE)
+    (commands,) = shown_commands("docs/systemd.md", "### strict")
+    machine.run("sh", "-euc", commands[-1])
 
 
 class Service:

@@ -9,8 +9,8 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("debs are installed on Debian", allow_module_level=True)
 
-from container import Container
-from service import DROP_INS, POLICY, UNIT, Service, build_deb, upgrade_while_a_hook_runs
+from container import CHECKOUT, Container
+from service import DROP_INS, POLICY, POLKIT_RULE, UNIT, Service, build_deb, make_strict, upgrade_while_a_hook_runs
 
 from agent import __version__
 from agent.simulator import Simulator
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.timeout(600)
 
 NAME = "scheduled-events-agent"
 NEWER = "9.8.7"
-RULE = "/etc/polkit-1/rules.d/50-scheduled-events-agent.rules"
 PACKAGE = "/root/agent.deb"
 
 
@@ -228,18 +227,11 @@ def test_purging_it_leaves_nothing_behind(debian: Path, deb: Path) -> None:
         install(machine, deb)
         machine.write(f"/etc/{NAME}/hooks/drain", "#!/bin/sh\n", 0o755)
         machine.write(f"/etc/{NAME}/credentials/token", "secret\n", 0o600)
-        machine.write(
-            POLICY,
-            "rules: [{name: reboots, when: {type: Reboot}, prepare: [drain], approve: when-prepared}]\n"
-            "hooks: {drain: {unit: drain.service}}\nagent: {listen: off}\n",
-        )
-        machine.write("/etc/systemd/system/drain.service", "[Service]\nType=oneshot\nExecStart=/bin/true\n")
-        machine.run("systemctl", "daemon-reload")
-        machine.run(NAME, "install-unit", "--strict", "--now")
+        machine.write(POLICY, "agent: {listen: off}\n")
+        make_strict(machine)
         assert machine.path(f"{DROP_INS}/50-strict.conf").exists()
-        assert machine.path(RULE).exists()
+        assert machine.path(POLKIT_RULE).exists()
         assert state_of(machine) == ("enabled", "active")
-        machine.path("/etc/systemd/system/drain.service").unlink()
         machine.run("dpkg", "--purge", NAME)
         after = files_of(machine)
         # What dpkg, and the tools that make and remove accounts, keep for themselves of what was; and logs.
@@ -276,16 +268,14 @@ def test_purging_it_empties_a_state_directory_that_is_a_file_system_of_its_own(u
     assert NAME not in upgradable.path("/etc/passwd").read_text()
 
 
-def test_purging_it_takes_nothing_from_an_agent_that_install_unit_put_in_its_place(
+def test_purging_it_takes_nothing_from_an_agent_of_pip_that_has_taken_its_place(
     upgradable: Container,
 ) -> None:
     upgradable.write(f"/etc/{NAME}/credentials/token", "secret\n", 0o600)
     upgradable.run("dpkg", "--remove", NAME)
-    # As install-unit writes it, but for the program.
-    unit = f"# Written by {NAME} install-unit, version 1 (sha256 0).\n[Service]\nExecStart=/bin/sleep infinity\n"
-    upgradable.write(
-        f"/etc/systemd/system/{UNIT}", f"{unit}StateDirectory={NAME}\n[Install]\nWantedBy=multi-user.target\n"
-    )
+    upgradable.write(f"/usr/local/bin/{NAME}", "#!/bin/sh\nsystemd-notify --ready\nexec sleep infinity\n", 0o755)
+    shipped = (CHECKOUT / "systemd" / UNIT).read_text(encoding="utf-8")
+    upgradable.write(f"/etc/systemd/system/{UNIT}", shipped.replace("NotifyAccess=main", "NotifyAccess=all"))
     upgradable.run("systemctl", "daemon-reload")
     upgradable.run("systemctl", "enable", "--now", UNIT)
     upgradable.run("dpkg", "--purge", NAME)
@@ -319,27 +309,21 @@ def test_removing_and_purging_it_do_not_mind_what_is_gone_already(upgradable: Co
 
 
 @pytest.mark.parametrize("root", ["debian", "debian_13"])
-def test_the_strict_account_starts_units_of_the_policy_but_none_of_its_own(
+def test_the_strict_account_starts_its_hooks_but_no_unit_of_its_own_making(
     root: str, deb: Path, request: pytest.FixtureRequest
 ) -> None:
     with Container(request.getfixturevalue(root), private_network=True) as machine:
         install(machine, deb)
-        machine.write(
-            POLICY,
-            "rules: [{name: reboots, when: {type: Reboot}, prepare: [drain, gone], approve: when-prepared}]\n"
-            "hooks: {drain: {unit: drain.service}, gone: {unit: gone.service}}\n",
-        )
-        drain = "[Service]\nType=oneshot\nExecStart=/bin/touch /etc/drained\n"
-        machine.write("/etc/systemd/system/drain.service", drain)
-        machine.run("systemctl", "daemon-reload")
-        machine.run(NAME, "install-unit", "--strict")
-        machine.run("systemctl", "start", "drain.service", user=NAME)
+        make_strict(machine)
+        machine.write(f"/etc/{NAME}/hooks/drain", "#!/bin/sh\ntouch /etc/drained\n", 0o755)
+        run_as_root = f"/usr/share/{NAME}/systemd/run-as-root"
+        machine.run(run_as_root, "drain", input="{}", user=NAME)
         assert machine.path("/etc/drained").exists()
-        # Its file is gone, so nothing but the rule is in the way of a root's unit under that name.
+        # Nothing but the rule is in the way of a unit of root's under such a name.
         asked = machine.run(
             "busctl", "call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1",
             "org.freedesktop.systemd1.Manager", "StartTransientUnit", "ssa(sv)a(sa(sv))",
-            "gone.service", "replace", "2", "Type", "s", "oneshot",
+            f"{NAME}-hook@gone.service", "replace", "2", "Type", "s", "oneshot",
             "ExecStart", "a(sasb)", "1", "/bin/touch", "2", "/bin/touch", "/etc/taken", "false", "0",
             user=NAME, check=False,
         )  # fmt: skip
@@ -380,7 +364,7 @@ def test_an_upgrade_does_not_end_a_strict_agent_that_cannot_read_its_policy(
     upgradable: Container, grant: str
 ) -> None:
     service = Service(upgradable, "")
-    upgradable.run(NAME, "install-unit", "--strict", "--now")
+    make_strict(upgradable)
     service.add_drop_in(f"[Service]\n{grant}\n")
     service.systemctl("restart")
     before = service.pid()
@@ -412,7 +396,7 @@ def test_an_upgrade_restarts_a_strict_agent_with_a_hook_that_its_account_may_cha
     rules = "rules: [{name: reboots, when: {type: Reboot}, prepare: [drain], approve: when-prepared}]\n"
     nowhere = "imds: {endpoint: 'http://127.0.0.1:9'}\n"
     upgradable.write(POLICY, f"{rules}hooks: {{drain: {{run: [{hook}]}}}}\n{nowhere}agent: {{listen: off}}\n")
-    upgradable.run(NAME, "install-unit", "--strict", "--now")
+    make_strict(upgradable)
     upgradable.write(hook, "#!/bin/sh\n", 0o755)
     upgradable.run("chown", NAME, hook)
     refused = upgradable.run(NAME, "check", check=False)

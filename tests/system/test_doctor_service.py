@@ -8,7 +8,7 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
-from service import DROP_INS, Service
+from service import DROP_INS, Service, make_strict
 
 pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(900)  # the first time, Debian is fetched
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(900)  # the first time, Debian is fetched
 STATE = "/var/lib/scheduled-events-agent"
 RULES = [{"name": "all", "prepare": ["drain"], "approve": "when-prepared"}]
 HOOK = "/etc/scheduled-events-agent/hooks/drain"
+FILES_ARE_SAFE = "no other account can change the policy, what its hooks run, or the agent's own code"
 ADVICE = "correct it: until then the hook fails, and a failed prepare hook holds its event"
 
 
@@ -36,6 +37,28 @@ def test_the_service_that_the_package_installs_is_well(service: Service) -> None
     assert checks["service"] == [["ok", "installed, enabled, active (running), runs as root", ""]]
     assert checks["agent"][0][1].startswith(f"runs (pid {service.pid()}), ")
     assert checks["state"] == [["ok", f"{STATE} is there, for root alone, and writable", ""]]
+
+
+def test_code_of_a_service_of_root_that_others_can_change_is_a_failure(service: Service) -> None:
+    assert examine(service)[1]["files"] == [["ok", FILES_ARE_SAFE, ""]]
+    module = service.machine.run("find", "/usr/lib/scheduled-events-agent", "-name", "engine").stdout.strip()
+    told = "can be changed by {}, and the agent acts on what it finds there: {}"
+    advice = "install the agent where only root or administrators can write: who changes its code is one of them"
+    for command, who, way_out in (
+        (("chmod", "o+w", module), "every account", f"chmod go-w {module}"),
+        (("chown", "12345", module), "its owner, uid 12345", f"chown root {module}"),
+    ):
+        service.machine.run(*command)
+        code, checks = examine(service)
+        assert code == 1
+        assert checks["files"] == [["failure", f"{module} {told.format(who, way_out)}", advice]]
+        service.machine.run("sh", "-c", f"chown root {module}; chmod go-w {module}")
+    service.machine.run("chmod", "o+w", "/usr/bin/python3.11")
+    assert examine(service)[1]["files"][0][1].startswith("/usr/bin/python3.11 can be changed by every account, ")
+    make_strict(service.machine)
+    assert examine(service)[1]["files"] == [
+        ["ok", "no other account can change the policy or what its hooks run", ""]
+    ]
 
 
 def test_a_service_that_is_stopped_is_a_failure_and_one_that_is_disabled_a_warning(service: Service) -> None:
@@ -86,17 +109,19 @@ def test_a_unit_that_was_edited_and_not_read_again_is_a_warning(service: Service
 def test_hooks_of_an_agent_without_privileges_are_tried_as_its_account(service: Service) -> None:
     machine = service.machine
     machine.write(HOOK, "#!/bin/sh\n", 0o700)
-    machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
     service.write_policy(rules=RULES, hooks={"drain": {"run": [HOOK]}})
+    make_strict(machine)
     code, checks = examine(service)
-    assert code == 1
     assert checks["service"][0][1] == "installed, enabled, active (running), runs as scheduled-events-agent"
     assert checks["hooks"] == [
         ["failure", f"hooks.drain.run: scheduled-events-agent cannot execute {HOOK}", ADVICE]
     ]
     assert checks["state"] == [["ok", f"{STATE} is there, for scheduled-events-agent alone, and writable", ""]]
+    assert code == 1
 
-    machine.path(HOOK).chmod(0o755)
+    run_as_root = ["/usr/share/scheduled-events-agent/systemd/run-as-root", "drain"]
+    service.write_policy(rules=RULES, hooks={"drain": {"run": run_as_root, "serialize": True}})
+    service.reload()
     code, checks = examine(service)
     assert checks["hooks"] == [["ok", "1 hook: all programs exist and can be started", ""]]
     assert code == 0

@@ -30,7 +30,7 @@ if sys.platform == "win32":
 import apt
 from container import CHECKOUT, PATIENCE, Container
 from ports import free_port
-from service import DROP_INS, POLICY, UNIT, Service, build_deb
+from service import POLICY, POLKIT_RULE, UNIT, Service, build_deb, make_strict, shown_commands
 
 from agent.settings import AgentSettings
 from agent.simulator import Simulator
@@ -39,10 +39,7 @@ pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(600)
 
 PACKAGING = CHECKOUT / "packaging"
-PROGRAM = "bin/scheduled-events-agent"
 USER = {"name": "user-initiated", "when": {"source": "User"}, "approve": "immediately"}
-RULE_FILE = "/etc/polkit-1/rules.d/50-scheduled-events-agent.rules"
-NOTHING = "nothing to do: all is as it should be\n"
 OTHER_PYTHON = "3.11"  # Debian 12's
 
 
@@ -98,37 +95,23 @@ def service(supplied: Container, sim: Simulator) -> Iterator[Service]:
         sys.stdout.write(machine.account())  # pytest shows it on failure only
 
 
-@pytest.fixture(scope="module")
-def in_venv(supplied: Container) -> Iterator[Container]:
-    """A machine on which pip has installed the agent, see ``VENV_PROGRAM``; nothing else is done yet."""
-    with Container(supplied, boots=False) as machine:
-        assert install_by("venv", machine) == VENV_PROGRAM
-        yield machine
-
-
-@pytest.fixture
-def pip_service(in_venv: Container, sim: Simulator) -> Iterator[Service]:
-    """The same, booted, and the simulator beside it."""
-    with Container(in_venv) as machine:
-        yield Service(machine, sim.endpoint())
-        sys.stdout.write(machine.account())  # pytest shows it on failure only
-
-
 OFFLINE = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/root/wheels"}
-VENV_PROGRAM = f"/opt/scheduled-events-agent/{PROGRAM}"
+# What the page shows: the five commands, and the one that strict needs besides.
+PIP, FOR_STRICT = shown_commands("docs/install-other.md", "## pip")
+VENV = "/opt/scheduled-events-agent"
+PIPX = "/opt/pipx/venvs/scheduled-events-agent"
 
 
-def install_by(way: str, machine: Container) -> str:
-    """Install the agent's wheel; returns where its program is."""
-    if way == "venv":
-        place = "/opt/scheduled-events-agent"
-        machine.run("python3", "-m", "venv", place)
-        machine.run(f"{place}/bin/pip", "install", "scheduled-events-agent", environment=OFFLINE, timeout=600)
-        return f"{place}/{PROGRAM}"
+def carry_out(machine: Container, commands: list[str], home: str = VENV) -> None:
+    """Run commands of the page, each by itself, for an agent that lies there."""
+    for command in commands:
+        machine.run("sh", "-euc", command.replace(VENV, home), environment=OFFLINE, timeout=600)
+
+
+def install_by_pipx(machine: Container) -> None:
     # What "pipx install --global" of newer versions does.
     places = {"PIPX_HOME": "/opt/pipx", "PIPX_BIN_DIR": "/usr/local/bin"}
     machine.run("pipx", "install", "scheduled-events-agent", environment=OFFLINE | places, timeout=600)
-    return f"/opt/pipx/venvs/scheduled-events-agent/{PROGRAM}"
 
 
 def is_approved(sim: Simulator) -> bool:
@@ -168,31 +151,27 @@ def test_the_wheel_has_all_of_the_agent_its_configuration_and_its_unit(wheels: P
     assert wrong == []
 
 
-# --- install-unit
+# --- pip
 
 
 @pytest.mark.parametrize("way", ["venv", "pipx"])
-def test_an_agent_that_pip_installed_becomes_a_service_and_goes_without_a_trace(
-    way: str, sim: Simulator, request: pytest.FixtureRequest
+def test_an_agent_that_pip_installed_becomes_a_service_by_five_commands(
+    service: Service, sim: Simulator, way: str
 ) -> None:
-    service: Service = request.getfixturevalue("pip_service" if way == "venv" else "service")
-    machine = service.machine
-    program = VENV_PROGRAM if way == "venv" else install_by(way, machine)
+    machine, home = service.machine, VENV if way == "venv" else PIPX
     service.write_policy(rules=[USER])
-    first = machine.run(program, "install-unit", "--now").stdout.splitlines()
-    assert first == [
-        f"wrote /etc/systemd/system/{UNIT}",
-        "enabled the agent: it starts at boot",
-        "started the agent",
-    ]
+    assert len(PIP) == 5
+    if way == "pipx":
+        install_by_pipx(machine)
+    carry_out(machine, PIP if way == "venv" else PIP[2:], home)
     assert machine.run("systemd-analyze", "verify", "--man=no", UNIT).stderr == ""
+    program = "/usr/local/bin/scheduled-events-agent"
     assert command_line(service)[1:] == [program, "run", "--stop-timeout", "60s"]
+    assert machine.path(program).is_relative_to(machine.path(home))
     assert service.process_status()["Uid"].split() == ["0"] * 4
     assert is_approved(sim)
 
     pid = service.pid()
-    assert machine.run(program, "install-unit", "--now").stdout == NOTHING
-    assert service.pid() == pid
     machine.run("kill", "-KILL", pid)
     machine.wait_for(lambda: service.pid() not in (pid, "0"), "systemd had started it again")
     assert is_approved(sim)
@@ -200,119 +179,46 @@ def test_an_agent_that_pip_installed_becomes_a_service_and_goes_without_a_trace(
 
     machine.reboot()
     assert is_approved(sim)
-
-    assert machine.run(program, "install-unit", "--remove").stdout == (
-        "stopped and disabled the agent\n"
-        f"removed /etc/systemd/system/{UNIT}\n"
-        "not touched, if they are there: /etc/scheduled-events-agent, /var/lib/scheduled-events-agent and the "
-        "account scheduled-events-agent\n"
-    )
-    assert service.show("LoadState") == "not-found"
-    assert machine.run("find", "/etc/systemd", "/etc/polkit-1", "-name", "*scheduled-events-agent*").stdout == ""
-    assert machine.run("pgrep", "--full", PROGRAM, check=False).stdout == ""
-    assert machine.path(POLICY).exists()
-    assert machine.path("/var/lib/scheduled-events-agent/state.db").exists()
-    again = machine.run(program, "install-unit", "--remove").stdout.splitlines()
-    assert again[0] == "there is nothing of install-unit to remove"
+    told = "no other account can change the policy, what its hooks run, or the agent's own code"
+    assert doctor(machine, "files") == [("ok", told)]
+    machine.run("chown", "-R", "nobody", f"{home}/lib")
+    ((verdict, finding),) = doctor(machine, "files")
+    assert verdict == "failure"
+    uid = machine.run("id", "-u", "nobody").stdout.strip()
+    assert f" can be changed by its owner, uid {uid}, and the agent acts on what it finds there: " in finding
 
 
-def test_the_strict_set_up_of_an_agent_of_pip_starts_units_and_no_others(
-    pip_service: Service, sim: Simulator
-) -> None:
-    service, machine, program = pip_service, pip_service.machine, VENV_PROGRAM
-    for name, kind, command in (
-        ("drain", "oneshot", "/bin/touch /etc/drained"),
-        ("hold", "exec", "/bin/sleep 1000"),
-        ("other", "oneshot", "/bin/touch /etc/other"),
-    ):
-        unit = f"[Service]\nType={kind}\nExecStart={command}\n"
-        machine.write(f"/etc/systemd/system/{name}.service", unit)
+def doctor(machine: Container, check: str) -> list[tuple[str, str]]:
+    """Verdicts and findings of a check."""
+    done = machine.run("/usr/local/bin/scheduled-events-agent", "doctor", "--json", check=False)
+    found = [one for one in json.loads(done.stdout)["checks"] if one["check"] == check]
+    return [(one["verdict"], one["finding"]) for one in found]
+
+
+def test_without_a_policy_it_goes_by_the_default_one(supplied: Container) -> None:
+    # In a network of its own: the default policy asks Azure's endpoint and serves its pages at the usual port.
+    with Container(supplied, private_network=True) as machine:
+        carry_out(machine, PIP)
+        (started,) = Service(machine, "").log("agent started")
+        assert (started["rules"], started["listen"]) == (["user-initiated", "short-freeze"], "127.0.0.1:9769")
+
+
+def test_the_strict_set_up_of_an_agent_of_pip_has_hooks_that_run_as_root(service: Service, sim: Simulator) -> None:
+    machine = service.machine
+    run_as_root = "/usr/share/scheduled-events-agent/systemd/run-as-root"
+    machine.write("/etc/scheduled-events-agent/hooks/drain", "#!/bin/sh\ntouch /etc/drained\n", 0o755)
     drain = {"name": "drain", "prepare": ["drain"], "approve": "when-prepared"}
-    service.write_policy(rules=[drain], hooks={name: {"unit": f"{name}.service"} for name in ("drain", "hold")})
-    done = machine.run(program, "install-unit", "--strict", "--now").stdout.splitlines()
-    assert done == [
-        "made the account scheduled-events-agent",
-        f"wrote /etc/systemd/system/{UNIT}",
-        f"wrote {DROP_INS}/50-strict.conf",
-        f"wrote {RULE_FILE}",
-        "enabled the agent: it starts at boot",
-        "started the agent",
-    ]
+    hooks = {"drain": {"run": [run_as_root, "drain"], "serialize": True}}
+    service.write_policy(rules=[drain], hooks=hooks)
+    carry_out(machine, PIP)
+    assert len(FOR_STRICT) == 1
+    carry_out(machine, FOR_STRICT)
+    make_strict(machine)
     uid = machine.run("id", "-u", "scheduled-events-agent").stdout.strip()
     assert service.process_status()["Uid"].split() == [uid] * 4
     sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
     assert machine.path("/etc/drained").exists()
-    assert machine.run(program, "install-unit", "--strict", "--now").stdout == NOTHING
-
-    def may(*words: str) -> bool:
-        asked = machine.run(
-            "busctl", "call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1",
-            "org.freedesktop.systemd1.Manager", *words, user="scheduled-events-agent", check=False,
-        )  # fmt: skip
-        refused = "Interactive authentication required" in asked.stderr or "Access denied" in asked.stderr
-        assert asked.returncode == 0 or refused, asked.stderr
-        return not refused
-
-    asked_for = {
-        "start": ("StartUnit", "ss", "hold.service", "replace"),
-        "ref": ("RefUnit", "s", "hold.service"),
-        "kill": ("KillUnit", "ssi", "hold.service", "all", "15"),
-        "stop": ("StopUnit", "ss", "hold.service", "replace"),
-        "restart": ("RestartUnit", "ss", "hold.service", "replace"),
-        "start other": ("StartUnit", "ss", "other.service", "replace"),
-        "stop itself": ("StopUnit", "ss", UNIT, "replace"),
-        "reload all": ("Reload",),
-    }
-    assert [name for name, words in asked_for.items() if may(*words)] == ["start", "ref", "kill", "stop"]
-    assert not machine.path("/etc/other").exists()
-
-    assert machine.run(program, "install-unit").stdout.splitlines() == [
-        f"removed {DROP_INS}/50-strict.conf",
-        f"removed {RULE_FILE}",
-        "restarted the agent",
-    ]
-    assert service.process_status()["Uid"].split() == ["0"] * 4
-    own = [machine.path(f"/var/lib/scheduled-events-agent{name}") for name in ("", "/state.db")]
-    own.append(machine.path("/run/scheduled-events-agent"))
-    assert {(path.stat().st_uid, path.stat().st_gid) for path in own} == {(0, 0)}
-    machine.run(program, "install-unit", "--strict")
-    machine.run(program, "install-unit", "--remove")
-    assert machine.run("find", "/etc/systemd", "/etc/polkit-1", "-name", "*scheduled-events-agent*").stdout == ""
-
-
-def test_a_place_that_a_user_can_write_is_refused_and_so_is_a_user(pip_service: Service) -> None:
-    machine, program = pip_service.machine, VENV_PROGRAM
-    machine.run("chown", "-R", "nobody", "/opt/scheduled-events-agent/lib")
-    refused = machine.run(program, "install-unit", "--now", check=False)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    uid = machine.run("id", "-u", "nobody").stdout.strip()
-    assert refused.stderr.startswith("scheduled-events-agent: /opt/scheduled-events-agent/lib/")
-    assert refused.stderr.endswith(
-        f" belongs to uid {uid}; a system service must be installed where only root can write: with "
-        "pipx install --global, or in a venv that root makes under /opt (python3 -m venv "
-        "/opt/scheduled-events-agent)\n"
-    )
-    asked = machine.run(program, "install-unit", user="daemon", check=False)
-    only_root = "only root can install a unit: use sudo, or see with --print what would be written"
-    assert (asked.returncode, asked.stderr) == (1, f"scheduled-events-agent: {only_root}\n")
-    assert machine.run(program, "install-unit", "--print", user="daemon").stdout.startswith("# file /etc/")
-    assert not machine.path("/etc/scheduled-events-agent").exists()
-
-
-def test_in_an_image_without_a_running_systemd_it_is_installed_for_the_first_boot(
-    in_venv: Container, sim: Simulator
-) -> None:
-    with Container(in_venv, boots=False) as machine:
-        service, program = Service(machine, sim.endpoint()), VENV_PROGRAM
-        service.write_policy(rules=[USER])
-        done = machine.run(program, "install-unit", "--now").stdout.splitlines()
-        assert done[-2:] == [
-            "enabled the agent: it starts at boot",
-            "systemd does not run here: nothing was started",
-        ]
-        assert machine.run(program, "install-unit").stdout == NOTHING
-        machine.start()
-        assert is_approved(sim)
+    assert machine.path(POLKIT_RULE).read_text() == (CHECKOUT / "systemd/polkit.rules").read_text()
 
 
 # --- cloud-init, and the script that it shares with the extension
@@ -432,7 +338,8 @@ def test_the_script_installs_a_wheel_too(service: Service, sim: Simulator, wheel
     for _ in range(2):
         command = ("sh", "/root/install.sh", f"file:///root/wheels/{wheel.name}", "-", "/root/policy.yaml")
         machine.run(*command, environment=OFFLINE, timeout=120)
-        assert command_line(service)[1] == f"/opt/scheduled-events-agent/{PROGRAM}"
+        assert command_line(service)[1] == "/usr/local/bin/scheduled-events-agent"
+        assert machine.path("/usr/share/scheduled-events-agent/systemd/run-hook").exists()
         assert is_approved(sim)
 
 
@@ -509,11 +416,17 @@ def test_the_ansible_role_installs_everything_once_and_ends_no_agent(
         assert service.pid() == pid
 
         strict = play(service, **{**variables, "policy": policy_text(sim), "strict": True})
-        assert (strict["changed"], strict["failed"]) == (1, 0)
+        assert (strict["changed"] > 0, strict["failed"]) == (True, 0)
         uid = machine.run("id", "-u", "scheduled-events-agent").stdout.strip()
         assert service.process_status()["Uid"].split() == [uid] * 4
         assert is_approved(sim)
+        assert machine.path(POLKIT_RULE).exists()
         assert play(service, **{**variables, "policy": policy_text(sim), "strict": True})["changed"] == 0
+        root = play(service, **{**variables, "policy": policy_text(sim)})
+        assert (root["changed"] > 0, root["failed"]) == (True, 0)
+        assert service.process_status()["Uid"].split() == ["0"] * 4
+        assert not machine.path(POLKIT_RULE).exists()
+        assert play(service, **{**variables, "policy": policy_text(sim), "strict": True})["failed"] == 0
 
         # Nor does a newer package end it, if the policy file has become a bad one meanwhile.
         machine.copy_in(newer, f"/root/{newer.name}")

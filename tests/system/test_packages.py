@@ -42,7 +42,9 @@ COMPILED = ("agent", "certifi", "h11", "httpcore", "httpx", "idna", "prometheus_
 MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine of ELF
 DEBS = {"x86_64": "amd64", "aarch64": "arm64"}
 EXECUTABLE = {f"usr/bin/{NAME}", f"{HOME}/bytecode.sh", f"{HOME}/restart.sh"} | {
-    f"usr/share/{NAME}/hooks/{path.name}" for path in CHECKOUT.glob("config/hooks/*") if path.suffix == ""
+    f"usr/share/{NAME}/{path.parent.name}/{path.name}"
+    for path in (*CHECKOUT.glob("config/hooks/*"), *CHECKOUT.glob("systemd/run-*"))
+    if path.suffix == ""
 }
 
 pytestmark = pytest.mark.timeout(600)
@@ -295,6 +297,31 @@ def test_examples_hooks_and_rules_are_there_and_the_texts_name_their_places(
     assert left == {}
     assert f"{share}/hooks/nginx-prepare" in named
     assert sorted(name for name in named if not any(known.startswith(name) for known in debs["x86_64"])) == []
+
+
+def test_all_for_systemd_is_there_and_its_units_differ_from_the_wheels_in_the_path_of_the_program(
+    debs: Mapping[str, Mapping[str, Entry]],
+) -> None:
+    share, entries = f"usr/share/{NAME}/systemd", debs["x86_64"]
+    sources = {path.name: path.read_text("utf-8") for path in (CHECKOUT / "systemd").iterdir()}
+    of_systemd = {
+        f"usr/lib/systemd/system/{NAME}.service": f"{NAME}.service",
+        f"usr/lib/systemd/system/{NAME}-hook@.service": f"{NAME}-hook@.service",
+        f"usr/lib/sysusers.d/{NAME}.conf": "sysusers.conf",
+        f"usr/lib/tmpfiles.d/{NAME}.conf": "tmpfiles.conf",
+    }
+    places = of_systemd | {f"{share}/{name}": name for name in sources if name != "README.md"}
+    assert {name for name in entries if name.startswith(f"{share}/")} == {f"{share}/{name}" for name in sources}
+    for place, name in places.items():
+        packed, shipped = text_of(entries, place).splitlines(), sources[name].splitlines()
+        differing = [pair for pair in zip(packed, shipped, strict=True) if pair[0] != pair[1]]
+        wanted = []
+        if name == f"{NAME}.service":
+            wanted = [
+                (f"{key}=/usr/bin/{NAME} {words}", f"{key}=/usr/local/bin/{NAME} {words}")
+                for key, words in (("ExecStart", "run --stop-timeout 60s"), ("ExecReload", "check"))
+            ]
+        assert differing == wanted, place
 
 
 def test_what_the_documents_say_is_in_the_package_is(debs: Mapping[str, Mapping[str, Entry]]) -> None:

@@ -20,7 +20,7 @@ if sys.platform == "win32":
 import apt
 from container import CHECKOUT, Container
 from ports import free_port
-from service import DROP_INS, POLICY, UNIT, Service
+from service import DROP_INS, UNIT, Service, make_root, make_strict
 from stuck import hanging_thread, outer_pid, wait_killed
 
 from agent.log_ids import LogId
@@ -420,7 +420,7 @@ def test_secrets_reach_hooks_as_credentials_and_nothing_else(
 ) -> None:
     service.machine.write("/etc/scheduled-events-agent/credentials/token", "s3cret", 0o600)
     if is_strict:
-        service.machine.run("scheduled-events-agent", "install-unit", "--strict")
+        make_strict(service.machine)
     service.write_policy(**drain_with("cat $CREDENTIALS_DIRECTORY/hooks_token; env"))
     service.systemctl("restart")
     sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
@@ -445,8 +445,7 @@ def test_without_the_directory_of_secrets_it_starts_all_the_same(service: Servic
 
 @pytest.fixture
 def strict(service: Service) -> Service:
-    service.machine.run("scheduled-events-agent", "install-unit", "--strict")
-    service.systemctl("restart")
+    make_strict(service.machine)
     return service
 
 
@@ -517,7 +516,7 @@ def test_strict_reaches_loopback_and_the_endpoint_and_no_other_address(installed
         )
         machine.write("/usr/local/bin/ask.py", ask, 0o755)
         service.write_policy(hooks={"ask": {"run": ["python3", "/usr/local/bin/ask.py"]}}, on_clear=["ask"])
-        machine.run("scheduled-events-agent", "install-unit", "--strict")
+        make_strict(machine)
         simulator = ("scheduled-events-agent", "simulate", "--port", "8765", "--vm", "vm-1")
         machine.run("systemd-run", "--unit=simulator", *simulator)
         service.endpoint = "http://127.0.0.1:8765"
@@ -527,69 +526,6 @@ def test_strict_reaches_loopback_and_the_endpoint_and_no_other_address(installed
         lines = [entry["line"] for entry in service.log("hook output")]
         assert lines[:2] == ["127.0.0.1 reached", "169.254.169.254 reached"]
         assert lines[2] in ("192.0.2.1 TimeoutError", "192.0.2.1 PermissionError")
-
-
-def test_strict_drains_with_a_unit_that_does_as_root_what_it_may_not(strict: Service, sim: Simulator) -> None:
-    for name, command in (("drain-web", "touch /etc/drained"), ("resume-web", "rm /etc/drained")):
-        unit = f"[Service]\nType=oneshot\nExecStart=/bin/{command}\n"
-        strict.machine.write(f"/etc/systemd/system/{name}.service", unit)
-    strict.machine.run("systemctl", "daemon-reload")
-    strict.write_policy(
-        rules=[{**RULES[0], "recover": ["resume"]}],
-        hooks={"drain": {"unit": "drain-web.service"}, "resume": {"unit": "resume-web.service"}},
-    )
-    strict.machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
-    event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
-    sim.wait_approved(event)
-    assert strict.machine.path("/etc/drained").exists()
-    sim.end(event)
-    strict.wait_log("closed")
-    assert not strict.machine.path("/etc/drained").exists()
-
-
-def test_strict_can_tell_a_failed_hook_from_one_that_the_shutdown_ended(strict: Service, sim: Simulator) -> None:
-    resume = "while [ -e /root/wait ]; do sleep 0.1; done; touch /etc/resumed"
-    for name, command in (("drain-web", "true"), ("resume-web", resume)):
-        unit = f"[Service]\nType=oneshot\nExecStart=/bin/sh -c '{command}'\n"
-        strict.machine.write(f"/etc/systemd/system/{name}.service", unit)
-    # While this takes its time to stop, the agent is still up, and so has to see how its hook ends.
-    slow = "[Unit]\nAfter=network.target\n[Service]\nExecStart=/bin/sleep 1000\nExecStop=/bin/sleep 10\n"
-    strict.machine.write("/etc/systemd/system/slow.service", slow)
-    strict.machine.run("systemctl", "daemon-reload")
-    strict.machine.run("systemctl", "start", "slow.service")
-    strict.machine.write("/root/wait", "")
-    strict.write_policy(
-        rules=[{**RULES[0], "recover": ["resume"]}],
-        hooks={"drain": {"unit": "drain-web.service"}, "resume": {"unit": "resume-web.service"}},
-    )
-    strict.machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
-    event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
-    strict.wait_log("started")
-    sim.end(event)
-    strict.wait_log("hook started", hook="resume")
-    strict.machine.run("systemctl", "reboot", "--no-block")
-    assert strict.machine.wait_end()
-    strict.machine.path("/root/wait").unlink()
-    strict.machine.start()
-    strict.wait_log("closed", reason="is over: completed")
-    assert strict.machine.path("/etc/resumed").exists()
-    told = "the machine goes down: this hook counts as not run, and runs again at the next start"
-    assert len(strict.log(told, boot=-1, hook="resume")) == 1
-
-
-def test_strict_is_refused_as_long_as_its_account_cannot_read_the_policy(service: Service) -> None:
-    policy = service.machine.path(POLICY)
-    policy.chmod(0o640)  # as an editor leaves it with the umask that guides to hardening want
-    refused = service.machine.run("scheduled-events-agent", "install-unit", "--strict", "--now", check=False)
-    assert refused.returncode == 1
-    way_out = f"chgrp scheduled-events-agent {POLICY} && chmod g+r {POLICY}"
-    assert f"{POLICY}: scheduled-events-agent cannot read {POLICY}, so the agent would not start" in refused.stderr
-    assert way_out in refused.stderr
-    assert not service.machine.path(f"{DROP_INS}/50-strict.conf").exists()
-    assert service.process_status()["Uid"].split() == ["0"] * 4  # it runs as before
-    service.machine.run("sh", "-c", way_out)
-    service.machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
-    assert service.show("StatusText") == "nothing is pending"
 
 
 @pytest.mark.parametrize("key", [f"{ETC}/server.key", "/run/credentials/scheduled-events-agent.service/hooks_key"])
@@ -604,7 +540,7 @@ def test_strict_serves_its_pages_with_a_key_that_only_its_account_can_read(
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         service.write_policy(agent={"listen": address, "web_config": f"{ETC}/web.yml"})
-        machine.run("scheduled-events-agent", "install-unit", "--strict", "--now")
+        make_strict(machine)
         if key.startswith(ETC):
             install = ("install", "-m", "640", "-g", "scheduled-events-agent")
             service.wait_status(f"{key} cannot be read: No such file or directory")
@@ -644,6 +580,6 @@ def test_back_from_strict_the_state_is_kept(strict: Service, sim: Simulator) -> 
     strict.systemctl("restart")
     event = sim.schedule("Reboot", notice_seconds=600)
     strict.wait_status(event)
-    strict.machine.run("scheduled-events-agent", "install-unit", "--now")
+    make_root(strict.machine)
     assert strict.process_status()["Uid"].split() == ["0"] * 4
     assert strict.log("agent started", pending=1)

@@ -170,7 +170,7 @@ def test_an_agent_that_runs_has_loaded_all_of_its_own_before_an_upgrade() -> Non
     program = "import sys, agent.cli.run, agent.daemon; print(*sys.modules)"
     command = [sys.executable, "-c", program]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    here = {path for path in files(*RESIDENT) if "windows" not in path.name and path.name != "systemd_unit.py"}
+    here = {path for path in files(*RESIDENT) if "windows" not in path.name}
     wanted = {name for path in here for name in imports(path) if "windows" not in name}
     # It is loaded at the start too, if the policy has it.
     wanted = {name for name in wanted if not is_in(name, {"agent.fleet", "agent.daemon.fleet"})}

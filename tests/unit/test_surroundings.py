@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from agent.host import systemd_unit
 from agent.host.surroundings import (
     Approver,
     Mount,
@@ -16,7 +15,6 @@ from agent.host.surroundings import (
     mount_of,
     windows_approvers,
 )
-from agent.host.systemd_unit import polkit_rule, unnamed_units
 
 Processes = dict[int, tuple[str, ...]]  # command lines, by pid
 
@@ -271,17 +269,3 @@ def test_the_temporary_disk_is_told_by_the_links_to_its_device(tmp_path: Path, l
     assert _temporary(tmp_path, "/mnt/state")
     assert not _temporary(tmp_path, "/mnt/data disk/state")
     assert not _temporary(tmp_path, "/var/lib")
-
-
-# --- the polkit rule
-
-
-def test_units_that_the_installed_rule_does_not_name_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rule, units = tmp_path / "rule", ["drain-web.service", "resume-web.service"]
-    monkeypatch.setattr(systemd_unit, "RULE_FILE", rule)
-    assert unnamed_units(units) == units
-    rule.write_text(polkit_rule("var scheduledEventsUnits = [];", units[:1]), encoding="utf-8")
-    assert unnamed_units(units) == ["resume-web.service"]
-    assert unnamed_units(units[:1]) == []

@@ -386,8 +386,8 @@ def test_what_the_scm_refuses_is_told_with_the_way_out(code: int, text: str) -> 
 def test_on_linux_it_names_systemd(action: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["service", action]) == 2
     assert capsys.readouterr().err == (
-        "scheduled-events-agent: `service` is for Windows: here systemd runs the agent, and `install-unit` sets "
-        "that up where no package has\n"
+        "scheduled-events-agent: `service` is for Windows: here systemd runs the agent, as docs/install-other.md "
+        "says where no package does it\n"
     )
 
 

@@ -75,22 +75,23 @@ def ownership_fault(path: Path, user: str | None) -> str | None:
     return None
 
 
-def tampering_fault(path: Path, user: str | None = None) -> str | None:
+def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = False) -> str | None:
     """Which other accounts could change the file or replace it, and the way out; None if none can.
 
-    Root, this account, ``user`` and the owner of the agent's own code may. It looks at the file, every directory
-    above it, and the same of what symbolic links lead to.
+    Root, this account, ``user`` and the owner of the agent's own code may, but of that code itself its owner may
+    not (``is_own_code``). It looks at the file, every directory above it, and the same of what symbolic links
+    lead to.
     """
     try:
         path.stat()
     except OSError:
         return None  # it is not there, or is a circle of links
-    trusted = _trusted(None)
+    trusted = _trusted(None, is_own_code=is_own_code)
     try:
         for place, facts in _places(path.absolute()):
             fault = _who_may_change(place, facts, trusted)
             if fault and user is not None:  # looking up an account may take long
-                trusted, user = _trusted(user), None
+                trusted, user = _trusted(user, is_own_code=is_own_code), None
                 fault = _who_may_change(place, facts, trusted)
             if fault:
                 who, way_out = fault
@@ -207,9 +208,10 @@ class _Trusted(NamedTuple):
     groups: frozenset[int]
 
 
-def _trusted(user: str | None) -> _Trusted:
-    # The owner of the agent's own code can change what it does anyway.
-    users = {0, os.geteuid(), Path(__file__).stat().st_uid}
+def _trusted(user: str | None, *, is_own_code: bool) -> _Trusted:
+    users = {0, os.geteuid()}
+    if not is_own_code:  # its owner can change what the agent does anyway
+        users.add(Path(__file__).stat().st_uid)
     if user is not None:
         with suppress(KeyError, ValueError):  # start_tree refuses an unknown one
             users.add(pwd.getpwnam(user).pw_uid)

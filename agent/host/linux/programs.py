@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from agent.host import surroundings
@@ -24,18 +25,6 @@ _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the roo
 def other_approvers() -> list[Approver]:
     """Other programs on this machine that approve events, as far as they are known."""
     return surroundings.linux_approvers()
-
-
-def find_systemctl() -> str:
-    """The program that controls the service manager. Raises HostError where there is none."""
-    program = shutil.which("systemctl", path=DEFAULT_PATH)
-    if program is None:
-        raise HostError(
-            f"found no systemctl on {DEFAULT_PATH}: this machine does not use systemd; "
-            "have its own service manager supervise `scheduled-events-agent run`",
-            kind="systemctl",
-        )
-    return program
 
 
 def is_shutting_down() -> bool | None:
@@ -73,9 +62,14 @@ def _ask_systemctl(*words: str, timeout_seconds: float) -> "subprocess.Completed
     """Raises HostError if it cannot be asked, or does not answer in time."""
     # systemctl must not notify systemd in the agent's name.
     environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+    program = shutil.which("systemctl", path=DEFAULT_PATH)
+    if program is None:
+        raise HostError(
+            f"found no systemctl on {DEFAULT_PATH}: this machine does not use systemd", kind="systemctl"
+        )
     try:
         return subprocess.run(
-            [find_systemctl(), *words],
+            [program, *words],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             encoding="utf-8",
@@ -94,8 +88,9 @@ def temporary_disk(path: Path) -> Path | None:
     """The root of the temporary disk of this VM that the path is on; None if it is on none that is known."""
     path = Path(os.path.realpath(path))
     for place in (path, *path.parents):
-        if (place / _TEMPORARY_WARNING).exists():
-            return place
+        with suppress(OSError):  # a directory that is closed to this account
+            if (place / _TEMPORARY_WARNING).exists():
+                return place
     mount = surroundings.mount_of(path)
     return Path(mount.place) if mount is not None and surroundings.is_temporary(mount) else None
 

@@ -93,17 +93,18 @@ def ownership_fault(path: Path, user: str | None) -> str | None:
     return None
 
 
-def tampering_fault(path: Path, user: str | None = None) -> str | None:
+def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = False) -> str | None:
     """The accounts that could change or replace the file and should not, and the way out; None if there are none.
 
-    The system, administrators, this account, the service's and those that can change the agent's own code may.
+    The system, administrators, this account, the service's and those that can change the agent's own code may,
+    but of that code itself (``is_own_code``) the last may not.
     The file, its directory (also for adding files) and every directory above are checked, also of what links lead
     to.
     """
     del user  # start_tree refuses one
     with contextlib.suppress(OSError):
         path.stat()
-        for place, others in permissions.meddlers(path):
+        for place, others in permissions.meddlers(path, is_own_code=is_own_code):
             return (
                 f"{place} can be changed by {', '.join(others)}, and the agent acts on what it finds there: "
                 f"{permissions.way_out(place, others)}"

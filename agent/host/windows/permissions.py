@@ -88,13 +88,16 @@ def readers(path: Path) -> list[str]:
     )
 
 
-def meddlers(path: Path) -> Iterator[tuple[Path, list[str]]]:
+def meddlers(path: Path, *, is_own_code: bool) -> Iterator[tuple[Path, list[str]]]:
     """Each place where others could make the path mean something else, and the accounts that could.
 
-    The accounts that could change the agent's own code are left out: they decide what it does in any case.
+    The accounts that could change the agent's own code are left out, unless it is that code: they decide what it
+    does in any case.
     """
     trusted = _trusted()
-    code = {place for file in (Path(__file__), Path(sys.executable)) for place in (file, file.parent)}
+    code = set[Path]()
+    if not is_own_code:
+        code = {place for file in (Path(__file__), Path(sys.executable)) for place in (file, file.parent)}
     masters = {who for place in code for who in _writers(place, trusted, TO_WRITE)}
     seen = set[Path]()
     for whole in (path.absolute(), Path(os.path.realpath(path))):

@@ -260,8 +260,8 @@ def need_windows() -> None:
     """Raises HostError on another system."""
     if sys.platform != "win32":
         raise HostError(
-            "`service` is for Windows: here systemd runs the agent, and `install-unit` sets that up where no "
-            "package has",
+            "`service` is for Windows: here systemd runs the agent, as docs/install-other.md says where no "
+            "package does it",
             kind="usage",
         )
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 
 from agent.host import dhcp, surroundings
-from agent.host.error import HostError
 from agent.host.surroundings import Approver
 from agent.host.windows.files import registry_value
 
@@ -93,14 +92,6 @@ def is_writable(descriptor: int, patience_seconds: float) -> bool:
     """Whether a line can be written without waiting longer than that; this system has no way to ask."""
     del descriptor, patience_seconds
     return True
-
-
-def find_systemctl() -> str:
-    """The program that controls the service manager. Raises HostError where there is none."""
-    raise HostError(
-        "there is no systemd on Windows: use `scheduled-events-agent service install`",
-        kind="usage",
-    )
 
 
 def may_change_user() -> bool:
