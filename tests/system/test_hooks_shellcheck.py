@@ -1,4 +1,4 @@
-"""Every shell script that is shipped as a hook, and every one that the cookbook shows, read by shellcheck."""
+"""Every shell script that is shipped as a hook or for one, or that the cookbook shows, read by shellcheck."""
 
 import re
 import shutil
@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def scripts() -> dict[str, str]:
     """Each script with where it stands."""
-    found = {f"config/hooks/{path.name}": path.read_text("utf-8") for path in (ROOT / "config/hooks").iterdir()}
+    shipped = [*(ROOT / "config/hooks").iterdir(), *(ROOT / "systemd").iterdir()]
+    found = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in shipped}
     for page in (ROOT / "config/hooks/README.md", *(ROOT / "docs/cookbook").glob("*.md")):
         blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
         found |= {f"{page.relative_to(ROOT)}, {index}": text for index, text in enumerate(blocks)}
@@ -53,9 +54,8 @@ def test_it_would_speak_of_a_variable_without_quotes(shellcheck: str) -> None:
 
 
 def test_the_hooks_of_the_examples_are_among_them() -> None:
-    assert {"config/hooks/common.sh", "config/hooks/nginx-prepare", "config/hooks/ci-runner-prepare"} <= set(
-        SCRIPTS
-    )
+    hooks = {f"config/hooks/{name}" for name in ("common.sh", "nginx-prepare", "ci-runner-prepare")}
+    assert {*hooks, "systemd/run-hook", "systemd/run-as-root"} <= set(SCRIPTS)
 
 
 def test_a_hook_without_what_it_shares_with_others_says_what_is_missing(tmp_path: Path) -> None:
