@@ -257,7 +257,9 @@ def compare(
 
 def to_azure_json(event: ScheduledEvent) -> bytes:
     """The event as an object in Azure's names, as hooks get it on standard input."""
-    seconds = event.duration_seconds
+    seconds: float | int = -1 if event.duration_seconds is None else event.duration_seconds
+    if isinstance(seconds, float) and seconds.is_integer():
+        seconds = int(seconds)
     fields: dict[str, Any] = {
         "EventId": event.id,
         "EventStatus": event.status,
@@ -267,7 +269,7 @@ def to_azure_json(event: ScheduledEvent) -> bytes:
         "NotBefore": "" if event.not_before is None else event.not_before.isoformat().replace("+00:00", "Z"),
         "Description": event.description,
         "EventSource": event.source,
-        "DurationInSeconds": -1 if seconds is None else int(seconds) if seconds.is_integer() else seconds,
+        "DurationInSeconds": seconds,
     }
     return msgspec.json.encode(fields)
 
@@ -316,7 +318,8 @@ def parse_json(body: bytes) -> Any:
     if sum(body.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
         raise DocumentError(f"more than {_MAX_VALUES} values: {excerpt(body)}", kind="too_many")
     msgspec.json.decode(body, type=msgspec.Raw)  # makes no values; json alone would take more than is JSON
-    to_object, to_number = partial(_to_object, texts={}), msgspec.json.decode
+    to_object = partial(_to_object, texts={})
+    to_number = msgspec.json.decode
     return json.loads(body.decode(), object_pairs_hook=to_object, parse_int=to_number, parse_float=to_number)
 
 
@@ -382,7 +385,7 @@ def _identify(value: Any) -> tuple[str, str, str]:
 def clean_text(value: Any) -> str:
     """A text from outside as one printable line of bounded length; "" for what is no text or number."""
     # An object or a list where a text belongs says nothing, and may be nested too deep to be written out.
-    text = value if isinstance(value, str) else str(value) if isinstance(value, int | float) else ""
+    text = str(value) if isinstance(value, str | int | float) else ""
     return printable(text[:_MAX_TEXT]).strip()
 
 
@@ -394,7 +397,11 @@ def printable(text: str, *, keep: str = "", mark: str = " ") -> str:
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else "a list" if isinstance(value, list) else repr(clean_text(value)[:80])
+    if value is None:
+        return "null"
+    if isinstance(value, list):
+        return "a list"
+    return repr(clean_text(value)[:80])
 
 
 def _word(value: Any) -> str:

@@ -98,7 +98,8 @@ class FailureLog:
     def __init__(self, what: str, fails: LogId | None = None, works: LogId | None = None) -> None:
         """``fails`` and ``works`` are the ids of the two messages."""
         self._what = what
-        self._fails, self._works = fails, works
+        self._fails = fails
+        self._works = works
         self._count = 0
         self._began = 0.0
         self._logged_at: dict[str, float] = {}
@@ -115,7 +116,8 @@ class FailureLog:
             get_logger().warning(
                 f"{self._what} fails", log_id=self._fails, kind=kind, reason=message, failures=self._count
             )
-            self._kind, self._logged_at[kind] = kind, now
+            self._kind = kind
+            self._logged_at[kind] = now
 
     def succeeded(self, now: float) -> None:
         """It works; logged if a failure was."""
@@ -124,7 +126,8 @@ class FailureLog:
             get_logger().info(
                 f"{self._what} works again", log_id=self._works, failures=self._count, after_seconds=seconds
             )
-            self._logged_at, self._count = {}, 0
+            self._logged_at = {}
+            self._count = 0
 
     def _may_log(self, kind: str, now: float) -> bool:
         return self._limits.setdefault(kind, _RateLimit(_BURST_OF_KIND)).take(now)
@@ -173,7 +176,9 @@ class _RateLimiter:
             one = self._of_one.setdefault(key, _RateLimit(_BURST_OF_ONE))
             if not (one.take(now) and all_.take(now)):
                 raise structlog.DropEvent
-            left_out, one.left_out, all_.left_out = one.left_out + all_.left_out, 0, 0
+            left_out = one.left_out + all_.left_out
+            one.left_out = 0
+            all_.left_out = 0
         return {**event, "left_out": left_out} if left_out else event
 
 
@@ -209,7 +214,7 @@ class _SafeStream:
 
 @lru_cache(maxsize=1)
 def _safe(stream: TextIO | None) -> _SafeStream:
-    """The same one after another ``set_up``, so that older loggers do not write between its pieces."""
+    """One for each stream, also after another ``set_up``: older loggers must not write between its pieces."""
     return _SafeStream(stream)
 
 

@@ -16,7 +16,8 @@ class LogId(IntEnum):
     def __new__(cls, number: int, meaning: str) -> Self:
         """As the table below gives them."""
         member = int.__new__(cls, number)
-        member._value_, member.meaning = number, meaning
+        member._value_ = number
+        member.meaning = meaning
         return member
 
     @property

@@ -188,11 +188,9 @@ class Metrics:
 
     def _count_from_zero(self) -> None:
         """Show each counter from the start, for each of its labels."""
-        types, sources, affects = (
-            (*sorted(EVENT_TYPES), "other"),
-            ("Platform", "User", "unknown"),
-            get_args(Affects),
-        )
+        types = (*sorted(EVENT_TYPES), "other")
+        sources = ("Platform", "User", "unknown")
+        affects = get_args(Affects)
         outcomes = [outcome for outcome in get_args(Outcome) if outcome]
         for family, words in (
             (self.polls, (("ok", *_REQUEST_FAILURES, "document", "too_many"),)),
@@ -232,7 +230,8 @@ class Metrics:
 
     def record_note(self, workflow: Workflow, note: Note, now: float) -> None:
         """Count what happened; ``now`` is Unix time."""
-        event, rule = workflow.event, workflow.decision.rule or "none"
+        event = workflow.event
+        rule = workflow.decision.rule or "none"
         if note.kind == "seen":
             self.events.labels(event_type(event.type), _source(event.source), workflow.decision.affects).inc()
         elif note.kind == "decided":
@@ -250,7 +249,8 @@ class Metrics:
 
     def expose(self) -> bytes:
         """All of them in Prometheus' text format; what is pending is written anew only when it has changed."""
-        pending, exposed = tuple(self._load_pending()), self._exposed
+        pending = tuple(self._load_pending())
+        exposed = self._exposed
         if exposed is None or exposed[0] != pending:
             registry = CollectorRegistry()
             registry.register(_Pending(pending))
@@ -294,7 +294,8 @@ class _Pending(Collector):
         counts: dict[tuple[str, str], int] = dict.fromkeys(product(phases, get_args(Affects)), 0)
         hooks = failed = 0
         for workflow in self._pending:
-            event, decision = workflow.event, workflow.decision
+            event = workflow.event
+            decision = workflow.decision
             what = (event.id or event.key, event_type(event.type), _status(event.status), decision.affects)
             time = event.not_before.timestamp() if event.not_before else 0.0
             times[*what, workflow.phase, decision.rule or "none"] = time

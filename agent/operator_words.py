@@ -5,16 +5,19 @@ Decides nothing, reads nothing, knows no clock. The one invariant: a word that i
 
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Iterable
-from itertools import pairwise
 
 from agent.status import OperatorWord, Status
 from agent.workflow import Workflow
 
+_SHORT = 8  # characters of an id that are always shown
+
 
 def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
     """With which words an operator can change what an acting agent will do about the event, likeliest first."""
-    event, decision = workflow.event, workflow.decision
+    event = workflow.event
+    decision = workflow.decision
     if workflow.phase == "recovery_failed":
         return ("retry", "resolve")
     is_open = event.status == "Scheduled" and not (workflow.is_over or workflow.was_started)
@@ -41,12 +44,12 @@ def _overruling_preparation(workflow: Workflow) -> tuple[OperatorWord, ...]:
         return ("release",)
     if workflow.prepare.state == "failed":
         return ("retry",)
-    is_to_begin = workflow.decision.rule and workflow.decision.has_preparation
+    is_to_begin = bool(workflow.decision.rule) and workflow.decision.has_preparation
     return ("hold",) if is_to_begin and workflow.prepare.state in ("idle", "running") else ()
 
 
 def words_of_use(status: Status, workflow: Workflow) -> tuple[OperatorWord, ...]:
-    """The same for the agent as it is: one that does not act takes no word but that a recovery was put right."""
+    """Those words of ``overruling`` that this agent takes; one that does not act takes only ``resolve``."""
     words = overruling(workflow)
     return words if status.mode == "act" else tuple([word for word in words if word == "resolve"])
 
@@ -62,18 +65,15 @@ def quoted(word: str) -> str:
 
 
 def short_ids(ids: Iterable[str]) -> dict[str, str]:
-    """For each id its shortest beginning that fits no other, whatever the case; at least 8 characters."""
-    folded = {id_: id_.casefold() for id_ in ids}
-    # In their order, what shares the longest beginning with an id is next to it.
-    ordered = ["", *sorted(set(folded.values())), ""]
-    shared = [_shared_characters(*pair) for pair in pairwise(ordered)]
-    needed = {mine: 1 + max(both) for mine, both in zip(ordered[1:], pairwise(shared), strict=False)}
-    return {id_: id_[: max(8, needed[mine])] for id_, mine in folded.items()}
-
-
-def _shared_characters(one: str, other: str) -> int:
-    """How long the beginning is that both have; 0 if it is shorter than a short id."""
-    if one[:8] != other[:8]:
-        return 0
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+    """For each id a beginning that fits no other, whatever the case; ids that begin alike get the same length."""
+    alike: defaultdict[str, set[str]] = defaultdict(set)
+    for id_ in ids:
+        alike[id_.casefold()[:_SHORT]].add(id_)
+    short: dict[str, str] = {}
+    for group in alike.values():
+        folded = {id_.casefold() for id_ in group}
+        length = _SHORT
+        while len({id_[:length] for id_ in folded}) < len(folded):
+            length += 1
+        short |= {id_: id_[:length] for id_ in group}
+    return short

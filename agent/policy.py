@@ -282,26 +282,33 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         What this VM does not approve by itself stays prepared until Azure starts it. So, without a lead, it is
         prepared for no earlier than it must be: ``needed_seconds`` before NotBefore, and in no window.
         """
-        refusal = self.refusal
-        # An eviction may come sooner than it says, and half a minute out of service costs little.
-        may_be_late = bool(refusal) and self.has_preparation and event.type != "Preempt"
-        is_at_once = self.lead is None and not may_be_late and (self.window is None or bool(refusal))
+        at_once = Start(now, "")
         starts_at = event.starts_at
-        if starts_at is None or is_at_once:
-            return Start(now, "")
-        lead = needed_seconds if refusal else max(needed_seconds, USUAL_NOTICE_SECONDS)
-        lead = lead if self.lead is None else self.lead
-        if (starts_at - now).total_seconds() <= lead:
-            return Start(now, "")
-        latest = starts_at - timedelta(seconds=lead)
-        opening = self.window.opening(now, before=latest) if self.window and not refusal else None
-        if opening is not None:
-            return Start(opening, "" if opening == now else f"window {self.window_name} opens")
+        if starts_at is None:
+            return at_once
+        is_automatic = not self.refusal
         if self.lead is not None:
-            return Start(latest, f"lead {format_duration(lead)}")
-        if not refusal:
-            return Start(latest, f"window {self.window_name} does not open before")
-        return Start(latest, f"{refusal}, and preparation may take {format_duration(lead)}")
+            lead = self.lead
+            reason = f"lead {format_duration(lead)}"
+        elif is_automatic and self.window is not None:
+            lead = max(needed_seconds, USUAL_NOTICE_SECONDS)
+            reason = f"window {self.window_name} does not open before"
+        elif not is_automatic and self.has_preparation and event.type != "Preempt":
+            # An eviction, which is not among these, may come sooner than it says.
+            lead = needed_seconds
+            reason = f"{self.refusal}, and preparation may take {format_duration(lead)}"
+        else:
+            return at_once
+        if (starts_at - now).total_seconds() <= lead:
+            return at_once
+        latest = starts_at - timedelta(seconds=lead)
+        if is_automatic and self.window is not None:
+            opening = self.window.opening(now, before=latest)
+            if opening == now:
+                return at_once
+            if opening is not None:
+                return Start(opening, f"window {self.window_name} opens")
+        return Start(latest, reason)
 
 
 def decide(
@@ -371,15 +378,10 @@ def _decision_of(
     # What is approved without preparation may be approved by any of its VMs, should those before it be away.
     may_speak = shared in ("any", "all-ready") or (shared == "first" and (place == 0 or approve == "immediately"))
     reason = f"rule {rule.name} takes it: {_summary(rule.when, event, affects)}"
-    if approve != "never" and affects not in ("self", "shared"):
-        approve, reason = "never", f"{reason}; it does not name this VM, so it is not approved from here"
-    elif approve != "never" and event.type not in EVENT_TYPES:
-        approve, reason = "never", f"{reason}; {event.type or 'a missing type'} is unknown, so it is not approved"
-    elif approve != "never" and event.approval_fault:
-        approve, reason = "never", f"{reason}; {event.approval_fault}"
-    elif approve != "never" and event.is_ambiguous:
-        text = "the document lists it more than once, with different contents, so only an operator may approve it"
-        approve, reason = "never", f"{reason}; {text}"
+    why_never = _why_not_approved(event, affects)
+    if approve != "never" and why_never:
+        approve = "never"
+        reason = f"{reason}; {why_never}"
     return Decision(
         rule=rule.name,
         reason=reason,
@@ -399,6 +401,19 @@ def _decision_of(
         window=windows[rule.window] if rule.window else None,
         expire_after=rule.expire_after,
     )
+
+
+def _why_not_approved(event: ScheduledEvent, affects: Affects) -> str:
+    """Why the agent does not approve the event, whatever its rule says; "" if it may."""
+    if affects not in ("self", "shared"):
+        return "it does not name this VM, so it is not approved from here"
+    if event.type not in EVENT_TYPES:
+        return f"{event.type or 'a missing type'} is unknown, so it is not approved"
+    if event.approval_fault:
+        return event.approval_fault
+    if event.is_ambiguous:
+        return "the document lists it more than once, with different contents, so only an operator may approve it"
+    return ""
 
 
 def _summary(when: When, event: ScheduledEvent, affects: Affects) -> str:

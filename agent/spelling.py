@@ -64,6 +64,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return by_folded[found[0]] if found else None
 
 
+def plural(count: int, noun: str) -> str:
+    """Such as 1 hook, or 2 hooks."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def quote(text: str) -> str:
     """As errors show it: its beginning, in one line."""
     return '"' + shortened(text, 60).replace("\n", "\\n") + '"'

@@ -59,12 +59,7 @@ def trusting(ca_file: str | None) -> ssl.SSLContext:
 
 def proxy_for(setting: str | None, url: httpx.URL) -> httpx.Proxy | None:
     """The proxy on the way to a URL; the setting may be ``environment``. Raises SetupError."""
-    proxy = setting
-    if proxy == "environment":
-        variables = {name.lower(): value for name, value in os.environ.items()}
-        spared = [name.strip().lstrip("*").lstrip(".") for name in variables.get("no_proxy", "").split(",")]
-        is_spared = any(f".{url.host}".endswith(f".{name}") for name in spared if name)
-        proxy = None if is_spared or "*" in variables.get("no_proxy", "") else variables.get(f"{url.scheme}_proxy")
+    proxy = _proxy_of_environment(url) if setting == "environment" else setting
     if not proxy:
         return None
     try:
@@ -74,6 +69,17 @@ def proxy_for(setting: str | None, url: httpx.URL) -> httpx.Proxy | None:
     if found is None or found.url.scheme != "http" or not 0 < (found.url.port or 1) < 65536:
         raise SetupError("proxy: expected http://HOST:PORT")
     return found
+
+
+def _proxy_of_environment(url: httpx.URL) -> str | None:
+    """What HTTPS_PROXY or HTTP_PROXY name, unless NO_PROXY has the host or a domain above it."""
+    variables = {name.lower(): value for name, value in os.environ.items()}
+    for entry in variables.get("no_proxy", "").split(","):
+        domain = entry.strip().removeprefix("*").removeprefix(".").lower()
+        is_below = bool(domain) and (url.host == domain or url.host.endswith(f".{domain}"))
+        if entry.strip() == "*" or is_below:
+            return None
+    return variables.get(f"{url.scheme}_proxy")
 
 
 def connect_fault(error: httpx.ConnectError) -> tuple[Literal["tls", "refused", "unreachable"], str]:
@@ -103,7 +109,8 @@ class BoundedTransport(httpx.BaseTransport):
         self._on_wait = on_wait
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        host, port = request.url.raw_host.decode(), request.url.port or 80
+        host = request.url.raw_host.decode()
+        port = request.url.port or 80
         url = httpcore.URL(scheme=b"http", host=host, port=port, target=request.url.raw_path)
         content = httpcore.Request(request.method, url, headers=request.headers.raw, content=request.read())
         stream = _BoundedStream(self._max_answer_bytes, request.extensions["timeout"]["read"], self._on_wait)
@@ -113,9 +120,9 @@ class BoundedTransport(httpx.BaseTransport):
 
 
 class SecureTransport(httpx.BaseTransport):
-    """The same over HTTPS or HTTP, over IPv6 too, directly or through an HTTP proxy.
+    """For ``httpx.Client``: HTTPS or HTTP/1.1, over IPv4 or IPv6, directly or through an HTTP proxy.
 
-    Raises httpx.ProxyError if the proxy refuses.
+    Its limits are those of ``BoundedTransport``. Raises httpx.ProxyError if the proxy refuses.
     """
 
     def __init__(
@@ -268,7 +275,8 @@ class _BoundedStream(httpcore.NetworkStream):
         return self
 
     def _open(self, address: str, port: int, limit: float) -> socket.socket:
-        deadline, connection = monotonic() + limit, socket.socket()
+        deadline = monotonic() + limit
+        connection = socket.socket()
         try:
             connection.settimeout(self._slice_before(deadline))
             try:

@@ -58,7 +58,8 @@ class Problem(msgspec.Struct, frozen=True):
     message: str
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.line}: {f'{self.path}: ' if self.path else ''}{self.message}"
+        place = f"{self.name}:{self.line}"
+        return f"{place}: {self.path}: {self.message}" if self.path else f"{place}: {self.message}"
 
 
 class Parsed(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
@@ -272,29 +273,32 @@ def _scalar(node: Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
         if "\0" in text:
             raise _ValueProblemError("the character U+0000 cannot be part of it: remove it")
         return text
-    if get_origin(type_) is Literal:
-        if text in get_args(type_):
-            return text
-    elif type_ is float and "duration" in kinds(metas):
-        try:
-            return parse_duration(text)
-        except ValueError as error:
-            raise _ValueProblemError(str(error)) from error
-    elif type_ is bool:
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-    elif type_ is int:
-        if _INTEGER.fullmatch(text) and len(text) < 20:
-            return int(text)
-    elif type_ is float:
-        if NUMBER.fullmatch(text) and math.isfinite(float(text)):
-            return float(text)
-    elif type_ is time:
-        match = TIME.fullmatch(text)
-        if match:
-            return time(int(match[1]), int(match[2]), int(match[3] or 0))
+    value = _duration(text) if type_ is float and "duration" in kinds(metas) else _plain_value(text, type_)
+    if value is not None:
+        return value
     got = "a text, not shown here for it may be secret" if "secret" in kinds(metas) else quote(text)
     raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {got}")
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise _ValueProblemError(str(error)) from error
+
+
+def _plain_value(text: str, type_: Any) -> Any:
+    """What the text says, as this type; None if it says no such thing."""
+    if get_origin(type_) is Literal:
+        return text if text in get_args(type_) else None
+    if type_ is bool:
+        return {"true": True, "false": False}.get(text.lower())
+    if type_ is int:
+        return int(text) if _INTEGER.fullmatch(text) and len(text) < 20 else None
+    if type_ is float:
+        return float(text) if NUMBER.fullmatch(text) and math.isfinite(float(text)) else None
+    match = TIME.fullmatch(text) if type_ is time else None
+    return time(int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
 
 
 def _expected(type_: Any, metas: tuple[Meta, ...]) -> str:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from agent.events import ScheduledEvent
 from agent.operator_words import command, short_ids, words_of_use
+from agent.spelling import plural
 from agent.status import EventSummary, HookStep, RunningHook, ShownWorkflow, Status
 from agent.workflow import Note, Progress, Stage, Waits, Workflow
 
@@ -57,7 +58,8 @@ def wait_in_words(workflow: Workflow, waits: Waits | None) -> str:
     """Why the event waits, as a clause; "" if it does not."""
     if waits is None:
         return workflow.recover.failure if workflow.phase == "recovery_failed" else ""
-    event, decision = workflow.event, workflow.decision
+    event = workflow.event
+    decision = workflow.decision
     at = f"{waits.at:%Y-%m-%dT%H:%M:%SZ}" if waits.at else ""
     if waits.kind == "would_begin":
         return f"the agent only observes; it would {_plan(workflow, waits, at)}"
@@ -108,7 +110,8 @@ def _held(workflow: Workflow) -> str:
 
 def notice_title(what: str, event: ScheduledEvent, vm: str, outcome: str) -> str:
     """What has happened, as the head of a notice. ``what``: as in the policy, or test."""
-    name, vm = event.type or "event", vm or "this VM"
+    name = event.type or "event"
+    vm = vm or "this VM"
     return {
         "test": f"Test of the notifications of {vm}",
         "seen": f"Azure announces a {name} of {vm}",
@@ -149,19 +152,22 @@ def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datet
         return f"{_held(workflow)}: {workflow.waits_for}"
     if workflow.waits_for:
         return workflow.waits_for if workflow.waits_for.startswith("waits ") else f"waits: {workflow.waits_for}"
-    match workflow.phase:
-        case "waiting" if not (workflow.decision.has_preparation or workflow.decision.approve != "never"):
-            return "only observed"
-        case "approved":
-            return "approved; the event is Azure's to start"
-        case "started":
-            return "under way"
-        case "closed":
-            return f"over: {workflow.outcome}"
-        case _ if workflow.approval.state == "requested":
-            return "asks Azure to start it"
-        case phase:
-            return phase
+    return _phase_in_words(workflow)
+
+
+def _phase_in_words(workflow: Workflow) -> str:
+    """What the phase says by itself, when no hook runs and nothing is waited for."""
+    phases = {
+        "approved": "approved; the event is Azure's to start",
+        "started": "under way",
+        "closed": f"over: {workflow.outcome}",
+    }
+    if workflow.phase in phases:
+        return phases[workflow.phase]
+    is_observed = not workflow.decision.has_preparation and workflow.decision.approve == "never"
+    if workflow.phase == "waiting" and is_observed:
+        return "only observed"
+    return "asks Azure to start it" if workflow.approval.state == "requested" else workflow.phase
 
 
 def last_known_activity(workflow: ShownWorkflow) -> str:
@@ -225,7 +231,8 @@ def pending_in_words(pending: Iterable[Workflow]) -> str:
         "of other VMs": sum(workflow.decision.affects == "others" for workflow in workflows),
     }
     told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-    events = "1 event is pending" if len(workflows) == 1 else f"{len(workflows)} events are pending"
+    are = "is" if len(workflows) == 1 else "are"
+    events = f"{plural(len(workflows), 'event')} {are} pending"
     return f"{events} ({told})" if told else events
 
 
@@ -265,7 +272,9 @@ def clock(at: datetime, now: datetime) -> str:
 def span(earlier: datetime, later: datetime) -> str:
     """The time between, in at most two units, rounded down; 0s if there is none."""
     seconds = max(0, int((later - earlier).total_seconds()))
-    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86400
+    minutes = seconds // 60
+    hours = seconds // 3600
+    days = seconds // 86400
     if days:
         return f"{days}d {hours % 24}h"
     if hours:
@@ -278,7 +287,8 @@ def with_words(status: Status) -> Status:
     pending = by_urgency(status.pending)
     headline, tone = _headline(status, pending)
     if status.health != "ok":
-        headline, tone = f"Not healthy. {headline}", "bad"
+        headline = f"Not healthy. {headline}"
+        tone = "bad"
     short = short_ids([workflow.event.id for workflow in status.pending])
     summaries = tuple(
         EventSummary(
@@ -311,7 +321,7 @@ def _headline(status: Status, pending: Sequence[ShownWorkflow]) -> tuple[str, st
         more = f", and {len(pending) - 1} more" if len(pending) > 1 else ""
         return f"{_course(ours[0])}{more}", "busy"
     if pending:
-        return f"{len(pending)} event{'s' if len(pending) > 1 else ''} pending, none for this VM", "good"
+        return f"{plural(len(pending), 'event')} pending, none for this VM", "good"
     if status.last_poll_at is None:
         return "Azure has not answered yet", "busy"
     if status.poll_failure:
@@ -338,12 +348,13 @@ def _course(workflow: Workflow) -> str:
 
 def _approval(workflow: Workflow) -> str:
     """How far the approval is."""
-    approval, decision = workflow.approval, workflow.decision
+    approval = workflow.approval
+    decision = workflow.decision
     tries = f"{approval.failures} failed so far" if approval.failures else ""
     if approval.state == "confirmed":
         text = "Azure has taken it"
     elif approval.state == "requested":
-        text = f"Azure is being asked{f'; {tries}' if tries else ''}"
+        text = f"Azure is being asked; {tries}" if tries else "Azure is being asked"
     elif tries:
         text = f"{tries}; the agent tries again"
     elif workflow.event.is_recommendation:
@@ -359,7 +370,8 @@ def _approval(workflow: Workflow) -> str:
 
 def _hooks(status: Status, workflow: Workflow) -> Iterator[HookStep]:
     """The hooks of the event in their order."""
-    decision, is_over = workflow.decision, workflow.is_over
+    decision = workflow.decision
+    is_over = workflow.is_over
     running = {(hook.stage, hook.hook) for hook in status.running_for(workflow.id)}
     stages: tuple[tuple[Stage, tuple[str, ...], Progress, bool], ...] = (
         ("prepare", decision.prepare, workflow.prepare, is_over or workflow.was_started),

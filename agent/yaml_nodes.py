@@ -58,7 +58,8 @@ def _decoded(text: bytes) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:
-        line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
+        line = error.object.count(b"\n", 0, error.start) + 1
+        byte = error.object[error.start]
         message = f"expected UTF-8; got the byte 0x{byte:02x}: save the file as UTF-8"
         raise SyntaxFault(line, message) from error
 

@@ -167,7 +167,8 @@ def measure_fleet(is_quick: bool) -> None:
         if count > 1:
             show(f"requests to the table, an event of {count} VMs", [(requests,) for requests, _ in used])
             show(f"last of {count} VMs ready to the approval, ms", [(ms,) for _, ms in used])
-        show(f"resident memory, {f'fleet of {count}' if count > 1 else 'no fleet'}, MiB", memory)
+        which = f"fleet of {count}" if count > 1 else "no fleet"
+        show(f"resident memory, {which}, MiB", memory)
 
 
 def watch(sides: Sequence[Side], count: int, names: int) -> list[tuple[Side, str]]:

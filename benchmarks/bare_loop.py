@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 
-PATH, HEADERS = "/metadata/scheduledevents?api-version=2020-07-01", {"Metadata": "true"}
+PATH = "/metadata/scheduledevents?api-version=2020-07-01"
+HEADERS = {"Metadata": "true"}
 kind, endpoint, interval, *hook = sys.argv[1:]
 
 if kind == "httpx":
@@ -29,7 +30,8 @@ else:
         return connection.getresponse().read()
 
 
-last, known = b"", set[str]()
+last = b""
+known = set[str]()
 while True:
     began = time.monotonic()
     body = exchange(None)
@@ -40,5 +42,6 @@ while True:
                 exchange(json.dumps({"StartRequests": [{"EventId": new}]}))
             elif events[new]["EventType"] == "Redeploy":
                 subprocess.run(hook, check=False)
-        last, known = body, set(events)
+        last = body
+        known = set(events)
     time.sleep(max(0.0, began + float(interval) - time.monotonic()))

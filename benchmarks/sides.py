@@ -55,7 +55,9 @@ def show(figure: str, samples: Sequence[Sequence[float]], target: float | None =
     last = math.ceil(len(samples) * percent / 100) - 1
     values = [sorted(column)[last] for column in zip(*samples, strict=True)]
     cells = [f"{value:.2f}" for value in values] + ["-"] * (len(SIDES) - len(values))
-    verdict = "" if target is None else f"<= {target:g} {'met' if values[0] <= target else 'MISSED'}"
+    verdict = ""
+    if target is not None:
+        verdict = f"<= {target:g} met" if values[0] <= target else f"<= {target:g} MISSED"
     print(LINE.format(figure, f"{len(samples):,}", *cells, verdict).rstrip(), flush=True)
 
 
@@ -67,7 +69,10 @@ class Side(Agent):
     ) -> None:
         """``interval``: seconds between two polls, 1 at most. ``keep_days``: how long the journal is kept."""
         super().__init__(directory, simulator.endpoint())
-        self.kind, self.simulator, self.interval, self._keep_days = kind, simulator, interval, keep_days
+        self.kind = kind
+        self.simulator = simulator
+        self.interval = interval
+        self._keep_days = keep_days
         self.write_policy(imds={"poll_interval": "1s"}, rules=RULES, hooks={"drain": {"run": HOOK}})
         self.environment = installed_environment()
 

@@ -79,16 +79,21 @@ def judge(samples: Sequence[Sequence[float]]) -> list[Sequence[str]]:
     rows: list[Sequence[str]] = []
     for (what, (may_grow, may_reach)), values in zip(LIMITS.items(), zip(*samples, strict=True), strict=True):
         growth = statistics.linear_regression(range(len(values)), values).slope * (len(values) - 1)
+        verdict = "flat"
+        if growth > may_grow:
+            verdict = "GREW"
+        elif max(values) > may_reach:
+            verdict = "TOO MUCH"
         numbers = f"{min(values):,.1f}", f"{max(values):,.1f}", f"{growth:+,.1f}", f"{may_grow:g}"
-        rows.append(
-            (what, *numbers, "GREW" if growth > may_grow else "TOO MUCH" if max(values) > may_reach else "flat")
-        )
+        rows.append((what, *numbers, verdict))
     return rows
 
 
 def run(agent: Side, turns: int) -> list[tuple[float, ...]]:
     """Until the time is over and all events are; returns a sample of each turn."""
-    simulator, events, samples = agent.simulator, list[str](), []
+    simulator = agent.simulator
+    events = list[str]()
+    samples = []
     agent.write_policy(imds=IMDS, rules=RULES, hooks=HOOKS)
     agent.start()
     began = time.monotonic()

@@ -268,11 +268,11 @@ def read_wheel(wheel: Path) -> tuple[Distribution, dict[str, bytes]]:
         contents = {name: archive.read(name) for name in sorted(archive.namelist()) if not name.endswith("/")}
     (about,) = (content for name, content in contents.items() if name.endswith(".dist-info/METADATA"))
     metadata = message_from_bytes(about)
-    texts = {
-        (match[1] or match[2]).replace("/", "-"): content.decode("utf-8")
-        for name, content in contents.items()
-        if (match := re.search(r"\.dist-info/(?:licenses/(.+)|(LICENSE[^/]*))$", name))
-    }
+    texts = {}
+    for name, content in contents.items():
+        match = re.search(r"\.dist-info/(?:licenses/(.+)|(LICENSE[^/]*))$", name)
+        if match:
+            texts[(match[1] or match[2]).replace("/", "-")] = content.decode("utf-8")
     texts |= _licenses_in_modules({name: content for name, content in contents.items() if name.endswith(".py")})
     if not any("LICENSE" in name.upper() for name in texts):
         raise BuildError(f"{wheel.name}: expected its licence inside, found none")
@@ -577,7 +577,8 @@ def debian_copyright(staged: Staged) -> str:
         sections.append(f"--- {one.name} {one.version}: {one.license}")
         for name, text in one.texts.items():
             is_apache = "Apache License" in text[:200]
-            sections.append(f"{name}:\n\n{'/usr/share/common-licenses/Apache-2.0' if is_apache else text.strip()}")
+            shown = "/usr/share/common-licenses/Apache-2.0" if is_apache else text.strip()
+            sections.append(f"{name}:\n\n{shown}")
     return "\n\n".join(sections) + "\n"
 
 
@@ -590,7 +591,8 @@ def _fill(template: str, values: Mapping[str, str]) -> str:
 
 def pack_rpm(staged: Staged, output: Path) -> Path:
     """Pack the tree as an rpm; returns its path. The tree gets the format's own places and is spent."""
-    root, machine = staged.root, ARCHITECTURES[staged.architecture]
+    root = staged.root
+    machine = ARCHITECTURES[staged.architecture]
     (root / "usr/share/zsh/vendor-completions").rename(root / "usr/share/zsh/site-functions")
     copy(SOURCES / "CHANGELOG.md", root / _DOC / "CHANGELOG.md")
     (root / "var/lib" / NAME).mkdir(parents=True)

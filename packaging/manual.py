@@ -62,7 +62,11 @@ def _sections(path: str, value: dict[str, Any], types: dict[str, Any]) -> Iterat
     types_here = [choice["$ref"].rpartition("/")[2] for choice in choices if "$ref" in choice]
     if not types_here:
         return
-    place = f"{path}[]" if "items" in value else f"{path}.NAME" if inner is not value else path
+    place = path
+    if "items" in value:
+        place = f"{path}[]"
+    elif inner is not value:
+        place = f"{path}.NAME"
     keys = types[types_here[0]]["properties"]
     yield from (f'.SH "KEYS OF {_text(place)}"', *_keys(keys))
     for key, below in keys.items():
@@ -116,7 +120,8 @@ def _value(action: argparse.Action) -> str:
     if action.nargs == 0:
         return ""
     metavar = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
-    value = rf"\fI{_text(metavar if isinstance(metavar, str) else ' '.join(metavar))}\fR"
+    shown = metavar if isinstance(metavar, str) else " ".join(metavar)
+    value = rf"\fI{_text(shown)}\fR"
     if action.choices is not None and action.metavar is None:
         value = "{" + ",".join(rf"\fB{_text(str(choice))}\fR" for choice in action.choices) + "}"
     value = f"[{value}]" if action.nargs in ("?", "*") else value

@@ -15,7 +15,7 @@ from agent.policy import Rule, When
 from agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
 from agent.settings.files import check_files, refuse_exposed
 from agent.settings.schema import policy_schema
-from agent.spelling import format_duration
+from agent.spelling import format_duration, plural
 from agent.typed_yaml import Problem
 
 # For the metadata service, which other machines than VMs in Azure lack.
@@ -41,8 +41,7 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.json:
             print_json({"valid": False, "problems": error.problems, "warnings": []})
         else:
-            count = len(error.problems)
-            print(*error.problems, f"not valid: {count} problem{'s' if count > 1 else ''}", sep="\n")
+            print(*error.problems, f"not valid: {plural(len(error.problems), 'problem')}", sep="\n")
         return 2
     warnings = [str(warning) for warning in (*loaded.warnings, *check_files(loaded), *_check_targets(loaded))]
     if arguments.json:
@@ -110,7 +109,8 @@ def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
         Row(rule.name, f"{_when_in_words(rule.when)}: {_rule_in_words(rule, settings)}") for rule in settings.rules
     ]
     yield from terminal.rows([*rows, Row("(none)", "observed: logged and counted, nothing more")])
-    imds, agent = settings.imds, settings.agent
+    imds = settings.imds
+    agent = settings.agent
     versions = ", else ".join(versions_to_ask(imds.api_version, settings.rules))
     poll = f"asks {imds.endpoint} every {format_duration(imds.poll_interval)} (api-version {versions})"
     listen = "serves no pages" if agent.listen == "off" else f"serves its pages on {agent.listen}"
@@ -122,8 +122,7 @@ def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
         words = f"{_when_in_words(target.when)}: when {_either(target.on).replace('_', ' ')}"
         yield from terminal.line(f"It notifies {target.name} (body {target.body}). {words}.")
     if fleet := settings.fleet:
-        count = fleet.max_events
-        limit = f", {count} event{'s' if count > 1 else ''} at a time" if count else ""
+        limit = f", {plural(fleet.max_events, 'event')} at a time" if fleet.max_events else ""
         away = "holds events" if fleet.when_away == "hold" else "proceeds alone"
         group = f"group {fleet.group}" if fleet.group else "its scale set"
         words = f"It acts with the VMs of {group} through {fleet.table}{limit}; without the table it {away}."
@@ -146,27 +145,17 @@ def _when_in_words(when: When) -> str:
     if when.description:
         parts.append(f"described as {_either(when.description)}")
     for kind, words in (("duration", "lasting"), ("notice", "announced")):
-        below, at_least = getattr(when, f"{kind}_below"), getattr(when, f"{kind}_at_least")
+        below = getattr(when, f"{kind}_below")
+        at_least = getattr(when, f"{kind}_at_least")
         limits = [f"at least {format_duration(at_least)}"] if at_least is not None else []
         limits += [f"less than {format_duration(below)}"] if below is not None else []
         if limits:
-            parts.append(f"{words} {' and '.join(limits)}{' ahead' if kind == 'notice' else ''}")
+            ahead = " ahead" if kind == "notice" else ""
+            parts.append(f"{words} {' and '.join(limits)}{ahead}")
     return " ".join(parts)
 
 
 def _rule_in_words(rule: Rule, settings: Settings) -> str:
-    begin = []
-    is_approved = rule.approve in ("immediately", "when-prepared")
-    if rule.window is not None and is_approved:
-        begin.append(f"in window {rule.window}, or")
-    if rule.lead is not None:
-        begin.append(f"from {format_duration(rule.lead)} before NotBefore")
-    elif rule.window is not None and is_approved:
-        begin.append("shortly before NotBefore")
-    elif not is_approved and (rule.prepare or rule.drain_for):
-        begin.append(_late_in_words(rule, settings))
-    if rule.when.type == (RECOMMENDATION,):
-        begin = ["at once"]
     parts = []
     if rule.drain_for:
         parts.append(f"not ready for {format_duration(rule.drain_for)}")
@@ -182,7 +171,8 @@ def _rule_in_words(rule: Rule, settings: Settings) -> str:
         approve += " (even if a hook fails)"
     if rule.when.type != (RECOMMENDATION,):
         parts.append(approve)
-    words = f"{' '.join(begin)}, {', then '.join(parts)}" if begin else ", then ".join(parts)
+    begin = _beginning_in_words(rule, settings)
+    words = f"{begin}, {', then '.join(parts)}" if begin else ", then ".join(parts)
     if rule.on_start:
         words += f"; once started run {', '.join(rule.on_start)}"
     if rule.recover:
@@ -190,6 +180,23 @@ def _rule_in_words(rule: Rule, settings: Settings) -> str:
     if RECOMMENDATION in rule.when.type:
         words += f"; a recommendation is not approved, and over after {format_duration(rule.expire_after)}"
     return words + _sharing_in_words(rule, settings)
+
+
+def _beginning_in_words(rule: Rule, settings: Settings) -> str:
+    """When the rule has an event begun; "" if as soon as it is known."""
+    if rule.when.type == (RECOMMENDATION,):
+        return "at once"
+    is_approved = rule.approve in ("immediately", "when-prepared")
+    begin = []
+    if rule.window is not None and is_approved:
+        begin.append(f"in window {rule.window}, or")
+    if rule.lead is not None:
+        begin.append(f"from {format_duration(rule.lead)} before NotBefore")
+    elif rule.window is not None and is_approved:
+        begin.append("shortly before NotBefore")
+    elif not is_approved and (rule.prepare or rule.drain_for):
+        begin.append(_late_in_words(rule, settings))
+    return " ".join(begin)
 
 
 def _late_in_words(rule: Rule, settings: Settings) -> str:
@@ -211,7 +218,7 @@ def _sharing_in_words(rule: Rule, settings: Settings) -> str:
     if rule.approve == "immediately" and mode == "first":
         return ""
     unless = ", unless it names this VM first" if mode == "first" else ""
-    is_late = rule.lead is None and (rule.prepare or rule.drain_for)
+    is_late = rule.lead is None and bool(rule.prepare or rule.drain_for)
     late = f" prepare {_late_in_words(rule, settings)} and" if is_late else ""
     return f"; if it names other VMs too,{late} do not approve{unless}"
 

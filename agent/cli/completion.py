@@ -39,7 +39,7 @@ def hinted_parser() -> argparse.ArgumentParser:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Those of the whole grammar."""
+    """Every option and argument of the command and of its commands."""
     for action in parser._actions:  # noqa: SLF001 - argparse has no other way to ask
         yield action
         if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001 - as above

@@ -262,5 +262,6 @@ def _ended_well(scene: _Scene, event: SimulatedEvent, journal: list[JournalEntry
     approved = "approved" if is_approved else "not approved"
     started = ((event.started_at or event.scheduled_at) - event.scheduled_at).total_seconds()
     told = ", ".join((f"rule {rule}", *hooks, approved, f"started after {started:.1f}s"))
-    print(f"{'ok' if is_right else 'WRONG':5}  {scene.type:8}  {event.id[:8]}  {told}")
+    verdict = "ok" if is_right else "WRONG"
+    print(f"{verdict:5}  {scene.type:8}  {event.id[:8]}  {told}")
     return is_right

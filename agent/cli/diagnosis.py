@@ -15,6 +15,7 @@ from agent.events import DocumentError, parse_document
 from agent.host.surroundings import Approver, OwnService
 from agent.imds import Answer, ImdsError, ImdsErrorKind
 from agent.settings import VmSettings
+from agent.spelling import plural
 
 Verdict = Literal["ok", "warning", "failure"]
 
@@ -77,7 +78,8 @@ def failure(check: str, finding: str, advice: str) -> Finding:
 
 def in_words(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:
     """The lines to show, each as soon as there is a finding, the last of them a summary."""
-    width, counts = len("endpoint"), dict.fromkeys(_STYLES, 0)  # no check has a longer name
+    width = len("endpoint")
+    counts = dict.fromkeys(_STYLES, 0)  # no check has a longer name
     for finding in findings:
         counts[finding.verdict] += 1
         lead = f"{finding.verdict:7}  {finding.check:{width}}  "
@@ -86,12 +88,7 @@ def in_words(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:
         yield from more
         if finding.advice:
             yield from terminal.line(f"{'':{len(lead)}}-> {finding.advice}", indent=len(lead) + 3)
-    yield f"{counts['ok']} ok, {count(counts['warning'], 'warning')}, {count(counts['failure'], 'failure')}"
-
-
-def count(number: int, noun: str) -> str:
-    """Such as ``2 hooks``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    yield f"{counts['ok']} ok, {plural(counts['warning'], 'warning')}, {plural(counts['failure'], 'failure')}"
 
 
 # --- the metadata service
@@ -154,7 +151,7 @@ def judge_document(answer: Answer, names: Sequence[str], host_name: str) -> Find
         return failure("events", str(error), _SOMETHING_ELSE)
     if not events:
         return ok("events", "no event is pending, so it is not known yet how Resources name this VM")
-    pending = f"{count(len(events), 'event')} pending"
+    pending = f"{plural(len(events), 'event')} pending"
     if mine := sum(event.affects(names) in ("self", "shared") for event in events):
         return ok("events", f"{pending}, Resources of {mine} name this VM")
     others = sorted({resource for event in events for resource in event.resources})
@@ -229,13 +226,15 @@ def judge_service(service: OwnService | None, fault: str) -> Finding:
             "the agent is not installed as a service: it is not started with the machine, nor restarted",
             "install the package or the unit (docs/install-other.md), or service install on Windows",
         )
-    enabled = "masked" if service.is_masked else "enabled" if service.is_enabled else "not enabled"
+    enabled = "enabled" if service.is_enabled else "not enabled"
+    if service.is_masked:
+        enabled = "masked"
     what = f"installed, {enabled}, {service.state}, runs as {service.account}"
     if not service.is_running:
         return failure("service", what, UNMASK if service.is_masked else START)
     if not service.is_enabled:
-        way_out = "systemctl enable scheduled-events-agent; on Windows sc config ScheduledEventsAgent start= auto"
-        way_out = UNMASK if service.is_masked else way_out
+        enable = "systemctl enable scheduled-events-agent; on Windows sc config ScheduledEventsAgent start= auto"
+        way_out = UNMASK if service.is_masked else enable
         return warning("service", f"{what}: after a reboot there will be no agent", way_out)
     if service.is_stale:
         way_out = "systemctl daemon-reload, and restart it"
@@ -263,7 +262,8 @@ def judge_disk(place: str, temporary: str | None, kind: str | None, free_bytes: 
             f"{place} is on the overlay of a container, and lost with it",
             "mount a volume there: after a restart the agent must know what it had prepared",
         )
-    return ok("disk", f"{place} is on a persistent disk{f' ({kind})' if kind else ''}, {free}")
+    of_kind = f" ({kind})" if kind else ""
+    return ok("disk", f"{place} is on a persistent disk{of_kind}, {free}")
 
 
 def judge_others(approvers: Sequence[Approver], *, is_acting: bool) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ import agent
 from agent import __version__, host
 from agent.api_version import versions_to_ask
 from agent.cli import add_state_options, diagnosis
-from agent.cli.diagnosis import START, UNMASK, Finding, count, failure, ok, warning
+from agent.cli.diagnosis import START, UNMASK, Finding, failure, ok, warning
 from agent.cli.status import ask_status
 from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
 from agent.events import ApiVersion
@@ -38,6 +38,7 @@ from agent.settings import (
     state_dir_of,
 )
 from agent.settings.files import check_files, hook_tampering_fault
+from agent.spelling import plural
 from agent.status import Status
 
 # The service answers five requests a second to the whole VM, and an agent beside us makes its own.
@@ -116,7 +117,8 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
         time.sleep(_SPACING_SECONDS)
         yield fleet.examine(settings, settings.fleet, account)
     state_dir = state_dir_of(settings, state_option).absolute()
-    pid, lock_fault = None, ""
+    pid = None
+    lock_fault = ""
     try:
         pid = host.lock_holder(state_dir / "lock")
     except host.HostError as error:
@@ -233,7 +235,7 @@ def _look_at_hooks(loaded: Loaded, account: str | None) -> Iterator[Finding]:
     for text in sorted(unknown):
         yield warning("hooks", text, "run this as root, or as the account that runs the hooks")
     if not found and not unknown:
-        yield ok("hooks", f"{count(len(hooks), 'hook')}: all programs exist and can be started")
+        yield ok("hooks", f"{plural(len(hooks), 'hook')}: all programs exist and can be started")
 
 
 def _access_fault(hook: Hook, account: str | None) -> str | None:
@@ -273,11 +275,17 @@ def _look_at_files(loaded: Loaded, account: str | None, *, is_root_service: bool
 
 
 def _own_code_fault() -> str | None:
-    """Who could change what runs as the agent, and the way out. One fault is enough: there may be hundreds."""
-    package = Path(agent.__file__).parent
-    modules = {Path(file) for module in tuple(sys.modules.values()) if (file := getattr(module, "__file__", None))}
-    code = (Path(sys.argv[0]), Path(sys.executable), *sorted({*modules, *package.rglob("*.py")}))
-    return next((fault for path in code if (fault := host.tampering_fault(path, is_own_code=True))), None)
+    """Who could change what runs as the agent, and what to do. One fault is enough: there may be hundreds."""
+    code = {Path(sys.argv[0]), Path(sys.executable), *Path(agent.__file__).parent.rglob("*.py")}
+    for module in tuple(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file is not None:
+            code.add(Path(file))
+    for path in sorted(code):
+        fault = host.tampering_fault(path, is_own_code=True)
+        if fault is not None:
+            return fault
+    return None
 
 
 def _is_system(account: str) -> bool:
@@ -316,7 +324,8 @@ def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> 
 def _look_at_disk(directory: Path) -> Finding:
     try:
         place = next(path for path in (directory, *directory.parents) if path.exists())
-        temporary, system = processes.temporary_disk(place), processes.file_system(place)
+        temporary = processes.temporary_disk(place)
+        system = processes.file_system(place)
         free_bytes = shutil.disk_usage(place).free
     except (OSError, StopIteration) as error:
         return warning("disk", f"{directory}: {error}", _AS_AGENT)
@@ -336,7 +345,7 @@ def _judge_no_agent(state_dir: Path, service: OwnService | None) -> Finding:
 
 
 def judge_agent(pid: str, status: Status | str, loaded: Loaded | None) -> Finding:
-    """Of the agent that runs: whether it is well, and does what the policy file says."""
+    """Whether the agent that runs is well, and does what the policy file says."""
     if isinstance(status, str):
         return warning("agent", status, "see its log; if it stays, restart it")
     runs = f"runs (pid {pid}), version {status.version}"
@@ -345,7 +354,8 @@ def judge_agent(pid: str, status: Status | str, loaded: Loaded | None) -> Findin
         return failure("agent", f"{runs} and is not healthy: {problems}", "see its log, and status")
     doubts = [(status.version != __version__, f"{__version__} is installed", _RESTART)]
     if loaded is not None:
-        policy, changed_at = status.policy, status.policy.read_at
+        policy = status.policy
+        changed_at = status.policy.read_at
         with contextlib.suppress(OSError):  # the built-in policy has no file
             changed_at = datetime.fromtimestamp(Path(loaded.name).stat().st_mtime, UTC)
         is_other = os.path.realpath(loaded.name) != os.path.realpath(policy.file)

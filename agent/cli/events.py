@@ -15,6 +15,7 @@ from agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, 
 from agent.events import ApiVersion, Document, parse_document
 from agent.imds import ImdsClient, connect
 from agent.settings import Settings, find_config, load_settings, state_dir_of
+from agent.spelling import plural
 from agent.status import CurrentEvent, CurrentEvents, ShownWorkflow, Vm
 from agent.store import Store, StoreError
 from agent.words import activity, as_shown, last_known_activity
@@ -53,7 +54,8 @@ def _look(arguments: argparse.Namespace) -> CurrentEvents:
     known_name = vm_id = problem = ""
     try:
         with closing(Store.look_into(state_dir)) as store:
-            known_name, vm_id = store.load_fact("vm_name"), store.load_fact("vm_id")
+            known_name = store.load_fact("vm_name")
+            vm_id = store.load_fact("vm_id")
             workflows = {w.event.key: as_shown(w) for w in store.load_workflows() if not w.is_gone}
     except StoreError as error:
         problem = str(error)
@@ -88,13 +90,12 @@ def fetch_document(settings: Settings, *, is_first: bool = True) -> tuple[Docume
 
 
 def _in_words(seen: CurrentEvents, terminal: Terminal) -> Iterator[str]:
-    count = len(seen.events)
-    events = "no event" if not count else "1 event" if count == 1 else f"{count} events"
+    events = plural(len(seen.events), "event") if seen.events else "no event"
     names = " or ".join(seen.vm.names) or "a VM whose name is not known"
     yield from terminal.line(
         f"{events} in document {seen.incarnation or '(no number)'}, seen from {names}", "bold"
     )
-    if seen.problem and count:
+    if seen.problem and seen.events:
         yield from terminal.line(f"What the agent makes of them is not known: {seen.problem}", "dim")
     elif not seen.agent_runs:
         yield from terminal.line("No agent runs: the lines about it show what it wrote last", "red")

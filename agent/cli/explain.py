@@ -144,7 +144,8 @@ def _rehearse(event: ScheduledEvent, context: Context) -> _Life:
         progression = proceed(board, signals, context)
         for _, fault in progression.faults:
             raise fault
-        board, signals = progression.board, []
+        board = progression.board
+        signals = []
         for step in progression.steps:
             if begins_at is None and step.workflow.phase in ("preparing", "prepared"):
                 begins_at = context.now
@@ -218,7 +219,9 @@ def _willing_fleet(settings: Settings, event: ScheduledEvent, now: datetime) -> 
 
 
 def _approval(life: _Life, now: datetime) -> ExpectedApproval:
-    event, decision, approved_at = life.workflow.event, life.workflow.decision, life.approved_at
+    event = life.workflow.event
+    decision = life.workflow.decision
+    approved_at = life.approved_at
     if approved_at is not None:
         when = "at once" if approved_at == now else f"at {clock(approved_at, now)} at the earliest"
         if decision.approve == "when-prepared" and decision.prepare:
@@ -241,7 +244,8 @@ def _approval(life: _Life, now: datetime) -> ExpectedApproval:
 def _run(arguments: argparse.Namespace) -> int:
     settings = load_settings(find_config(arguments.config, host.default_config_path()))
     now = arguments.at or datetime.now(UTC).replace(microsecond=0)
-    name, hint = arguments.vm or settings.vm.name or "", ""
+    name = arguments.vm or settings.vm.name or ""
+    hint = ""
     if arguments.document is None:
         from agent.cli.events import fetch_document  # noqa: PLC0415  # httpx: half of this command's start
 
@@ -255,7 +259,8 @@ def _run(arguments: argparse.Namespace) -> int:
     known_times = _load_known_times(settings)
     explanations = [explain_event(settings, event, names, now, known_times) for event in document.events]
     if arguments.json:
-        vm, mode = Vm(names=names, vm_id=""), settings.agent.mode
+        vm = Vm(names=names, vm_id="")
+        mode = settings.agent.mode
         print_json(Explanations(at=now, vm=vm, mode=mode, events=tuple(explanations)))
         return 0
     print(f"This VM: {', also known as '.join(names) or 'not known'}{hint}. Time: {now:%Y-%m-%d %H:%M:%S}Z.")
@@ -296,7 +301,9 @@ def _read(argument: str) -> Document:
 
 
 def _rows(explanation: Explanation, now: datetime) -> Iterator[Row]:
-    event, decision, begins_at = explanation.event, explanation.decision, explanation.begins_at
+    event = explanation.event
+    decision = explanation.decision
+    begins_at = explanation.begins_at
     yield from event_rows(event, decision.affects)
     label = "rule"
     for passed in explanation.passed_over:
@@ -316,7 +323,8 @@ def _rows(explanation: Explanation, now: datetime) -> Iterator[Row]:
         when = "now, as it has started" if event.is_started else "once it has started"
         yield Row("on start", f"{when}: run {', '.join(decision.on_start)}")
     if decision.recover and not event.is_started:
-        expiry = f", at the latest after {format_duration(decision.expire_after)}"
-        end = f"once it is over{expiry if event.is_recommendation else ''}"
+        end = "once it is over"
+        if event.is_recommendation:
+            end += f", at the latest after {format_duration(decision.expire_after)}"
         yield Row("recover", f"{end}: run {', '.join(decision.recover)}")
     yield Row("approval", explanation.expected_approval.text)

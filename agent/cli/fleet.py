@@ -76,7 +76,7 @@ class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
     held: tuple[str, ...]
     back: tuple[str, ...]
     awaited: tuple[str, ...]
-    """Those that count and have not told anything."""
+    """VMs that count and have not told anything."""
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +183,8 @@ def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Fi
         group = fleet.group or _ask_group(settings)
     except AgentError as error:
         return failure("fleet", str(error), "give all VMs that act together the same fleet.group")
-    partition, key = partition_of_doctor(group), key_of(settings.vm.name or socket.gethostname())
+    partition = partition_of_doctor(group)
+    key = key_of(settings.vm.name or socket.gethostname())
     skew = None
     try:
         ledger = connect(fleet, resolve_endpoint(settings.imds.endpoint))
@@ -259,7 +260,8 @@ def look(ledger: Ledger, group: str, fleet: FleetSettings, now: datetime) -> Fle
 
 def release(ledger: Ledger, group: str, prefix: str, now: datetime) -> tuple[str, tuple[str, ...]]:
     """Free the slots of the one event whose id begins so; its id, and the slots. Raises AgentError."""
-    folded, taken = prefix.casefold(), _taken(ledger, group, now)
+    folded = prefix.casefold()
+    taken = _taken(ledger, group, now)
     found = [row for row in taken if _slot(row).event_id.casefold().startswith(folded)]
     ids = {_slot(row).event_id for row in found}
     if len(ids) != 1:
@@ -278,7 +280,8 @@ def release(ledger: Ledger, group: str, prefix: str, now: datetime) -> tuple[str
 
 def _out_of_service(ledger: Ledger, group: str, slots: list[LedgerRow]) -> list[str]:
     """The VMs that say they prepare for the events of these slots, or are ready, and not that they are back."""
-    partition, keys = partition_of_vms(group), {slot.content["event"] for slot in slots}
+    partition = partition_of_vms(group)
+    keys = {slot.content["event"] for slot in slots}
     told = [row.content for key in keys for row in ledger.list_rows(partition, prefix_of(key))]
     return sorted({one.get("vm", "") for one in told if one.get("state") in ("ready", "held")})
 

@@ -88,7 +88,7 @@ class _Shown(NamedTuple):
 
     histories: Sequence[History]
     notes: Sequence[JournalEntry]
-    """Of the agent, by time; shown in a timeline, or between timelines."""
+    """What the journal has of the agent itself, by time; shown in a timeline, or between timelines."""
     is_chosen: bool
     """Whether only one event is wanted: then no notes are shown between timelines."""
     limit: int
@@ -150,13 +150,16 @@ def _in_words(shown: _Shown, now: datetime, terminal: Terminal) -> Iterator[str]
 
 
 def _timeline(history: History, notes: Iterable[JournalEntry], now: datetime, terminal: Terminal) -> Iterator[str]:
-    workflow, began = history.workflow, history.workflow.first_seen_at
+    workflow = history.workflow
+    began = history.workflow.first_seen_at
     event = workflow.event
     if _is_over(history):
         end = history.entries[-1]
-        outcome, period = end.text, f"until {clock(end.at, began)}, for {span(began, end.at)}"
+        outcome = end.text
+        period = f"until {clock(end.at, began)}, for {span(began, end.at)}"
     else:
-        outcome, period = f"is pending: {workflow.phase}", f"until now, for {span(began, now)}"
+        outcome = f"is pending: {workflow.phase}"
+        period = f"until now, for {span(began, now)}"
     rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
     yield from terminal.line(f"{title(event, event.id)} {outcome}", "bold", indent=4)
     yield from terminal.line(f"  {rule}; seen from {began:%Y-%m-%d %H:%M:%S}Z {period}", "dim", indent=4)

@@ -84,4 +84,5 @@ def _test(target: NotifyTarget, vm: str) -> TestedTarget:
 
 def _in_words(tested: TestedTarget) -> str:
     what = f"delivered, it answers {tested.status}" if tested.is_delivered else f"failed: {tested.failure}"
-    return f"{tested.name}: {what}{f': {tested.answer}' if tested.answer not in ('', 'nothing') else ''}"
+    answer = f": {tested.answer}" if tested.answer not in ("", "nothing") else ""
+    return f"{tested.name}: {what}{answer}"

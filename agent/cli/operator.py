@@ -16,6 +16,7 @@ from pathlib import Path
 from agent import AgentError, host
 from agent.cli import add_state_options
 from agent.cli.terminal import print_json, printable
+from agent.spelling import plural
 from agent.status import OperatorAnswer
 from agent.store import FILE_NAME, REQUEST_VALID_SECONDS, RequestWord, Store, StoreError
 from agent.words import clock
@@ -61,8 +62,9 @@ def find_state_dir(arguments: argparse.Namespace) -> Path:
     except ConfigError as error:
         # A running agent still uses the policy from before, so it must be reachable.
         directory = host.default_state_dir()
-        problem, *more = error.problems
-        problems = f"{problem}{f' (and {len(more)} more problems)' if more else ''}"
+        problems, *more = error.problems
+        if more:
+            problems += f" (and {plural(len(more), 'more problem')})"
         if arguments.config or not _may_exist(directory / FILE_NAME):
             raise AgentError(f"{problems}\nso name the state directory with --state-dir", kind="config") from error
         print(f"{problems}\nso this looks in {directory}; --state-dir names another", file=sys.stderr)
@@ -103,7 +105,8 @@ def find_by_prefix(prefix: str, workflows: Sequence[Workflow], *, kind: str = ""
 
     ``kind``: what all of these events are, such as pending.
     """
-    folded, of_kind = prefix.casefold(), f"{kind} " if kind else ""
+    folded = prefix.casefold()
+    of_kind = f"{kind} " if kind else ""
     found = [workflow for workflow in workflows if folded and workflow.event.key.startswith(folded)]
     found = [workflow for workflow in found if workflow.event.key == folded] or found
     if len({workflow.event.key for workflow in found}) == 1:
@@ -138,7 +141,8 @@ def _how_it_ended(prefix: str, word: str, pending: Sequence[Workflow], store: St
     if not folded or any(w.event.key.startswith(folded) for w in pending if may_be_over or not w.is_gone):
         return ""
     for history in store.load_histories(limit=1, is_wanted=lambda w: w.event.key.startswith(folded)):
-        workflow, gone = history.workflow, [entry for entry in history.entries if entry.kind in ("gone", "closed")]
+        workflow = history.workflow
+        gone = [entry for entry in history.entries if entry.kind in ("gone", "closed")]
         ended = f" since {clock(gone[0].at, datetime.now(UTC))}" if gone else ""
         outcome = f": {workflow.outcome}" if workflow.outcome else ""
         recovery = "; its recovery is not done" if workflow.is_open else ""
@@ -152,7 +156,8 @@ def _request(arguments: argparse.Namespace) -> int:
     except AgentError as error:
         if not arguments.json or error.kind in ("config", "usage"):
             raise
-        workflow, answer = None, str(error)
+        workflow = None
+        answer = str(error)
     is_done = workflow is not None and not answer.startswith("refused")
     if arguments.json:
         result = OperatorAnswer(

@@ -135,7 +135,7 @@ class _PolicyFile:
         self._set_up_log = set_up_log
         self.name = str(path.absolute()) if path else BUILT_IN_NAME
         self.hash = ""
-        """Of the file as it was loaded last."""
+        """The hash of the file as it was loaded last."""
 
     def load(self) -> Settings:
         """What the file says, at start and at each reload; the log follows it at once. Raises ConfigError."""

@@ -21,7 +21,7 @@ from agent.simulator.recorder import REAL_ENDPOINT, record
 from agent.simulator.recording import SUFFIX, Recording, load_recording, rename_vm
 from agent.simulator.scenario import DEFAULT_SCENARIO
 from agent.simulator.table import SimulatedTable
-from agent.spelling import parse_duration
+from agent.spelling import parse_duration, plural
 
 _LINGER_SECONDS = 3.0  # in which clients can still see that the last event is gone
 
@@ -152,14 +152,10 @@ def _check(name: str | None) -> int:
         raise AgentError("--check: expected SCENARIO, the file to look at; got none", kind="usage")
     found = _load(name, ())
     if isinstance(found, Scenario):
-        print(f"{name}: right, with {_count(len(found.timeline), 'step')} for {', '.join(found.vms)}")
+        print(f"{name}: right, with {plural(len(found.timeline), 'step')} for {', '.join(found.vms)}")
     else:
-        print(f"{name}: right, with {_count(len(found.documents), 'document')} of {found.origin.vm}")
+        print(f"{name}: right, with {plural(len(found.documents), 'document')} of {found.origin.vm}")
     return 0
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _record(arguments: argparse.Namespace) -> int:

@@ -123,7 +123,8 @@ def _style(status: Status) -> Style:
 
 
 def _rows(status: Status) -> Iterator[Row]:
-    now, policy = status.at, status.policy
+    now = status.at
+    policy = status.policy
     for problem in () if status.health == "ok" else status.health:
         yield Row("problem", problem, "red")
     yield Row("vm", _vm(status.vm))
@@ -156,9 +157,8 @@ def _known(seen: LastKnown, terminal: Terminal, options: str) -> Iterator[str]:
     if not runs and seen.notes and seen.notes[-1].kind == "agent_started":
         why = "it was killed, the machine went down, or its disk was full"
         rows.append(Row("", f"and did not say that it stopped: {why}", "yellow"))
-    rows.append(
-        Row("next", f"{'' if runs else 'start it; '}scheduled-events-agent doctor looks for what is wrong")
-    )
+    look = "scheduled-events-agent doctor looks for what is wrong"
+    rows.append(Row("next", look if runs else f"start it; {look}"))
     yield from terminal.line(f"{seen.problem}; when last heard of, {pending_in_words(seen.pending)}", "red")
     yield from terminal.rows(rows)
     yield from _cards(seen, terminal, options)
@@ -179,7 +179,8 @@ def _card(workflow: ShownWorkflow, seen: Status | LastKnown, short_id: str, opti
     words: Iterable[str] = ()
     if isinstance(seen, Status):
         running = seen.running_for(workflow.id)
-        doing, words = activity(workflow, running, seen.at), words_of_use(seen, workflow)
+        doing = activity(workflow, running, seen.at)
+        words = words_of_use(seen, workflow)
         style = "cyan" if running else style
     else:
         doing = last_known_activity(workflow)
@@ -220,7 +221,8 @@ def _last_poll(status: Status) -> Row:
 
 def _life(note: JournalEntry, now: datetime) -> str:
     what = note.kind.removeprefix("agent_")
-    return f"{what} {_ago(note.at, now)}{f': {note.text}' if note.text else ''}"
+    text = f": {note.text}" if note.text else ""
+    return f"{what} {_ago(note.at, now)}{text}"
 
 
 def _ago(at: datetime, now: datetime) -> str:
@@ -235,10 +237,12 @@ def title(event: ScheduledEvent, id_: str) -> str:
 
 def head(event: ScheduledEvent, id_: str, now: datetime, *, is_over: bool = False) -> str:
     """The event's title, and how long until it may start."""
+    if is_over:
+        return f"{title(event, id_)}: is over"
     left = time_left(event, now)
     if event.not_before and not event.is_started:
         left += f" ({clock(event.not_before, now)})"
-    return f"{title(event, id_)}: {'is over' if is_over else left}"
+    return f"{title(event, id_)}: {left}"
 
 
 def event_rows(event: ScheduledEvent, affects: Affects) -> list[Row]:

@@ -75,8 +75,10 @@ class Terminal(NamedTuple):
         for row in rows:
             parts = self._broken(f"{' ' * (2 + column)}{printable(row.text)}", 2 + column)
             for index, part in enumerate(parts):
-                label = f"{'' if index else printable(row.label):<{column}}"
-                lines.append(f"  {self.paint(label, 'dim')}{self.paint(part.lstrip(' '), row.style)}")
+                label = "" if index else printable(row.label)
+                lines.append(
+                    f"  {self.paint(label.ljust(column), 'dim')}{self.paint(part.lstrip(' '), row.style)}"
+                )
         return [line.rstrip() for line in lines]
 
     def _broken(self, text: str, indent: int) -> list[str]:

@@ -186,6 +186,7 @@ class Daemon:
         if settings.agent.listen != "off":
             self._web_thread = self._start_thread("pages", self._pages.serve)
             self._pages.has_tried.wait(_WEB_PATIENCE_SECONDS)
+        listen = settings.agent.listen if self._web_thread else "off"
         self._log.info(
             "agent started",
             log_id=LogId.AGENT_STARTED,
@@ -195,7 +196,7 @@ class Daemon:
             endpoint=settings.imds.endpoint,
             vm=self._engine.name() or "not known yet",
             pending=len(self._engine.board),
-            listen=self.web.address if self.web else settings.agent.listen if self._web_thread else "off",
+            listen=self.web.address if self.web else listen,
         )
         ended = end_leftovers(self._instance)
         if ended:
@@ -290,11 +291,11 @@ class Daemon:
 
     def _turn(self) -> bool:
         """Take what has come, decide, commit, perform. False when it is time to stop."""
-        may_go_on = self._inbox.take(self._seconds_to_next_turn())
+        could_go_on = self._inbox.take(self._seconds_to_next_turn())
         document_at = self._poller.succeeded_at  # before the inbox is emptied: nothing later is in it
-        may_go_on = self._inbox.take(0.0) and may_go_on
+        may_go_on = self._inbox.take(0.0)
         self._executor.reap()
-        if not may_go_on:
+        if not (could_go_on and may_go_on):
             return False
         has_worked = self._engine.turn(document_at)
         self._tell_service()
@@ -307,15 +308,15 @@ class Daemon:
     def _seconds_to_next_turn(self) -> float:
         if self._told_status is None:
             return _START_TICK_SECONDS
-        is_restless = self._wake_up is None or self._engine.is_restless or self._poller.overdue_seconds()
+        is_restless = self._wake_up is None or self._engine.is_restless or bool(self._poller.overdue_seconds())
         seconds = min(_TICK_SECONDS, _RESTLESS_TICK_SECONDS) if is_restless else _TICK_SECONDS
         wake_at = self._engine.wake_at
         return min(seconds, (wake_at - datetime.now(UTC)).total_seconds()) if wake_at else seconds
 
     def _obey(self, item: Command | PolicyRead) -> None:
+        if self._is_stopping:
+            return
         match item:
-            case _ if self._is_stopping:
-                pass
             case Command(word="look"):
                 pass  # the turn that follows does
             case PolicyRead():
@@ -348,7 +349,8 @@ class Daemon:
         parts = []
         if hooks := [running.hook for running in self._executor.running()]:
             # Packages look for these words, to restart the agent when no hook runs.
-            parts.append(f"runs hook{'s' if len(hooks) > 1 else ''} {', '.join(hooks)}")
+            noun = "hook" if len(hooks) == 1 else "hooks"
+            parts.append(f"runs {noun} {', '.join(hooks)}")
         if self._engine.settings.agent.mode == "observe":
             parts.append("only observes")
         if self._engine.store_failure:
@@ -363,8 +365,10 @@ class Daemon:
             parts.append("agent.web_config was refused, what it said before is in force")
         board = self._engine.board
         parts += [summarize(workflow) for workflow in islice(board.values(), _MOST_DESCRIBED)]
-        more = len(board) - _MOST_DESCRIBED
-        parts += [f"and {more} more"] if more > 0 else [] if board else ["nothing is pending"]
+        if not board:
+            parts.append("nothing is pending")
+        if len(board) > _MOST_DESCRIBED:
+            parts.append(f"and {len(board) - _MOST_DESCRIBED} more")
         return "; ".join(parts)
 
     # --- policy

@@ -78,16 +78,19 @@ class FleetThread:
         while not self._is_stopping:
             self._news.clear()
             wanted = self._wanted
-            settings, wishes = wanted.settings.fleet, wanted.wishes
+            settings = wanted.settings.fleet
+            wishes = wanted.wishes
             if settings is None or wishes is None:
                 fleet = used = told = None
                 self._metrics.fleet_awaited.set(0)
                 self._metrics.fleet_away.set(0)
                 self._news.wait()
                 continue
-            group, now = settings.group or wanted.group, datetime.now(UTC)
+            group = settings.group or wanted.group
+            now = datetime.now(UTC)
             if used != (settings, group, wanted.vm_id, wanted.settings.imds.endpoint):
-                fleet, told = None, None
+                fleet = None
+                told = None
                 used = (settings, group, wanted.vm_id, wanted.settings.imds.endpoint)
             seconds = _RETRY_SECONDS
             try:

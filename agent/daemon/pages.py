@@ -175,7 +175,8 @@ class Pages:
 
     def _snapshot(self) -> object:
         """What a status shows, apart from the time."""
-        engine, poller = self._engine, self._poller
+        engine = self._engine
+        poller = self._poller
         at_work = (
             self._executor.running(),
             engine.names(),
@@ -248,7 +249,8 @@ class Pages:
         return with_words(status)
 
     def _fleet(self) -> FleetState | None:
-        settings, told = self._engine.settings.fleet, self._engine.fleet.told
+        settings = self._engine.settings.fleet
+        told = self._engine.fleet.told
         if settings is None:
             return None
         return FleetState(
@@ -259,7 +261,8 @@ class Pages:
         )
 
     def _notified(self) -> Iterator[NotifiedTarget]:
-        waiting, failures = self._engine.notifying.waiting, self._executor.notify_failures()
+        waiting = self._engine.notifying.waiting
+        failures = self._executor.notify_failures()
         for target in self._engine.settings.notify:
             mine = waiting.get(target.name)
             yield NotifiedTarget(
@@ -308,7 +311,8 @@ class _Shared:
                 snapshot = self._snapshot()
                 if time.monotonic() - self._made_at >= self._seconds or snapshot != self._shown:
                     self._page = self._make()
-                    self._made_at, self._shown = time.monotonic(), snapshot
+                    self._made_at = time.monotonic()
+                    self._shown = snapshot
             finally:
                 self._making.release()
         return self._page

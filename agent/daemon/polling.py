@@ -111,7 +111,8 @@ class Poller:
         if self._client is None or self.failure or is_other:
             is_first = self.succeeded is None
             self._client = connect(imds, version, may_switch_on=is_first, on_wait=self._expect_back)
-            self._imds, self._client_version = imds, version
+            self._imds = imds
+            self._client_version = version
         return self._client
 
     def run_relief(self) -> None:
@@ -120,7 +121,8 @@ class Poller:
             self._needs_relief.clear()
             due = (self._sent or 0.0) + _RELIEF_AFTER_SECONDS
             while not self.stop_requested.wait(max(0.0, due - time.monotonic())):
-                sent, began = self._sent, time.monotonic()
+                sent = self._sent
+                began = time.monotonic()
                 if sent is None or began - sent < _RELIEF_AFTER_SECONDS:
                     break
                 due = began + self._poll(lambda version: connect(self._engine.settings.imds, version))
@@ -129,7 +131,8 @@ class Poller:
         """Send one request and handle the answer; returns the seconds from its beginning to the next one."""
         with self._lock:
             self._last_number += 1
-            number, began = self._last_number, time.monotonic()
+            number = self._last_number
+            began = time.monotonic()
         settings = self._engine.settings
         delay = settings.imds.poll_interval
         versions = versions_to_ask(settings.imds.api_version, settings.rules, self._refusals, began)
@@ -164,7 +167,8 @@ class Poller:
         self._put(replace(self._document, answered=time.monotonic()))
 
     def _learn_version(self, asked: tuple[ApiVersion, ...], answered: ApiVersion) -> None:
-        before, self._refusals = self._refusals, self._refusals.after(asked, answered, time.monotonic())
+        before = self._refusals
+        self._refusals = self._refusals.after(asked, answered, time.monotonic())
         self.api_version = answered
         if self._refusals.are_enough and not before.are_enough:
             text = f"api-version {asked[0]} is refused, and asked for again in a day: no recommendation is seen"
@@ -180,7 +184,8 @@ class Poller:
         self._failure_log.succeeded(now)
         self._backoff.reset()
         self._tell_failure("")
-        self.succeeded, self.succeeded_at = now, datetime.now(UTC)
+        self.succeeded = now
+        self.succeeded_at = datetime.now(UTC)
 
     def _tell_failure(self, failure: str) -> None:
         if failure != self.failure:

@@ -58,7 +58,8 @@ class Senders:
 
     def use(self, targets: Iterable[NotifyTarget]) -> None:
         """Send what waits for these; other targets are not notified any longer."""
-        old, senders = dict(self._senders), {}
+        old = dict(self._senders)
+        senders = {}
         for target in targets:
             sender = old.pop(target.name, None) or _Sender(target, self._state_dir, self._report, self._metrics)
             if sender.target != target:
@@ -125,7 +126,9 @@ class _Sender:
 
     def retarget(self, target: NotifyTarget) -> None:
         # How long the old service failed says nothing about this one.
-        self.target, self.failure, self._failing_since = target, None, None
+        self.target = target
+        self.failure = None
+        self._failing_since = None
 
     def end(self) -> None:
         self._has_ended = True
@@ -163,7 +166,8 @@ class _Sender:
                 error = self._try(notice)
                 if error is None or self._is_given_up(notice, error):
                     self._report(NoticeEnded(notice.id))
-                    last_id, failures = notice.id, 0
+                    last_id = notice.id
+                    failures = 0
                     continue
             except StoreError as fault:
                 self._fail("store", str(fault))

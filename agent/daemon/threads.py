@@ -70,7 +70,8 @@ class Threads:
 
         since = datetime.now(UTC)
         started = RunningHook(workflow_id=effect.workflow_id, stage=effect.stage, hook=name, since=since)
-        self._runs[key_of(effect)], self._have_run = (run, started), True
+        self._runs[key_of(effect)] = (run, started)
+        self._have_run = True
         _start_thread(
             f"hook-{name}",
             lambda: self._put(HookEnded(effect, run.run())),

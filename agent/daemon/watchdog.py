@@ -51,7 +51,8 @@ class Watchdog:
         while not self._is_stopped:
             if self._is_fed.wait(patience * _TICK_SECONDS):
                 self._is_fed.clear()
-                self._ticks, patience = 0, _REST_TICKS
+                self._ticks = 0
+                patience = _REST_TICKS
                 continue
             if not self._waits_for_disk():
                 self._ticks += patience

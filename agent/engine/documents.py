@@ -1,5 +1,7 @@
 """Documents: the one that the next turn decides on, the last one before, and what it lacks."""
 
+from math import inf
+
 from msgspec.structs import replace
 
 from agent.events import Document, Gone, Missing, Seen, compare
@@ -46,7 +48,8 @@ class Documents:
         document = self.new
         if document is None:
             return []
-        known, events = known_events(board), document.events
+        known = known_events(board)
+        events = document.events
         if not document.has_recommendations:
             # They are not gone: this api-version only leaves them out.
             known = {key: event for key, event in known.items() if not event.is_recommendation}
@@ -55,7 +58,10 @@ class Documents:
         self.others_events = len(document.events) - len(events)
         for key in known.keys() - {event.key for event in events}:
             self._lacked.setdefault(key, document.answered)
-        apart = _INTERVAL_SHARE * settings.imds.poll_interval
-        keys = [workflow.event.key for workflow in board.values() if workflow.is_missing]
-        missing = {key: document.answered - self._lacked.get(key, document.answered) >= apart for key in keys}
+        longest_ago = document.answered - _INTERVAL_SHARE * settings.imds.poll_interval
+        missing = {
+            workflow.event.key: self._lacked.get(workflow.event.key, inf) <= longest_ago
+            for workflow in board.values()
+            if workflow.is_missing
+        }
         return compare(known, replace(document, events=events), missing)

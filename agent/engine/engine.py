@@ -221,7 +221,8 @@ class Engine:
 
     def change_settings(self, settings: Settings) -> None:
         """Put another policy in force."""
-        now, old = self._machine.now(), self.settings
+        now = self._machine.now()
+        old = self.settings
         self.settings = kept_hooks(old, settings, self.board)
         for name in ("listen", "state_dir"):
             if getattr(old.agent, name) != getattr(settings.agent, name):
@@ -280,7 +281,8 @@ class Engine:
         )
 
     def _look_at_clock(self, now: datetime) -> None:
-        before, self._clock_offset = self._clock_offset, now.timestamp() - self.turned_at
+        before = self._clock_offset
+        self._clock_offset = now.timestamp() - self.turned_at
         seconds = self._clock_offset - before
         if abs(seconds) > _CLOCK_SET_SECONDS and self.board:
             self._signals.append(ClockSet(seconds))
@@ -303,7 +305,8 @@ class Engine:
             return
         self._requests = []
         self.documents.committed(has_faults=bool(progression.faults))
-        self.board, self._signals = progression.board, []
+        self.board = progression.board
+        self._signals = []
         self._teller.tell_steps(progression.steps, now)
         self._teller.forget_closed(self.board)
         for workflow_id, fault in progression.faults:
@@ -343,7 +346,7 @@ class Engine:
             self._executor.approve(together, self.incarnation())
 
     def incarnation(self) -> str:
-        """Of the last document that was decided on."""
+        """DocumentIncarnation of the last document that was decided on."""
         return self.documents.latest.incarnation if self.documents.latest else ""
 
     def _greet_first_document(self, now: datetime) -> None:
@@ -373,7 +376,8 @@ class Engine:
             if request.word == "status":
                 self._store.answer_request(request.id, self._describe().decode())
                 continue
-            workflow, context = self.board.get(request.workflow_id), self._context(now, self._document_at)
+            workflow = self.board.get(request.workflow_id)
+            context = self._context(now, self._document_at)
             if why := refusal(request, workflow, context, self._why_not_acting()):
                 self._store.answer_request(request.id, f"refused: {why}")
             else:
@@ -394,7 +398,8 @@ class Engine:
         self._requests = []
 
     def _learn_identity(self, now: datetime) -> None:
-        identity, known = self._new_identity, self.identity
+        identity = self._new_identity
+        known = self.identity
         if identity is None:
             return
         if known.vm_id and identity.vm_id and known.vm_id.casefold() != identity.vm_id.casefold():
@@ -409,7 +414,9 @@ class Engine:
             save_identity(self._store, learned, self.boot_id)
             self._log.info("this VM is known", log_id=LogId.VM_KNOWN, vm=learned.name, vm_id=learned.vm_id)
             self._reconsider()
-        self.identity, self._new_identity, self._is_identity_sure = learned, None, True
+        self.identity = learned
+        self._new_identity = None
+        self._is_identity_sure = True
 
     def names(self) -> tuple[str, ...]:
         """What documents may call this VM."""

@@ -22,7 +22,8 @@ class FleetPart:
         """The VMs that events of this VM wait for."""
 
     def take(self, told: FleetTold) -> None:
-        self.told, self.has_news = told, True
+        self.told = told
+        self.has_news = True
 
     def view(self, settings: Settings) -> Fleet | None:
         """What the workflow reads; None if this VM acts alone."""

@@ -92,7 +92,8 @@ class HookRuns:
         """Start what had to wait, but for events that are missing now."""
         if self._executor.is_running(ON_CLEAR):
             return
-        delayed, self.delayed = self.delayed, []
+        delayed = self.delayed
+        self.delayed = []
         for effect in delayed:
             workflow = board.get(effect.workflow_id)  # None if it was another VM's
             if workflow is not None and workflow.is_missing:

@@ -98,12 +98,14 @@ class Notifying:
         if self._ended:
             self._store.notices.delete(self._ended)
             self._ended = []
-        waiting, names = self._store.notices.waiting(), [target.name for target in self._settings.notify]
+        waiting = self._store.notices.waiting()
+        names = [target.name for target in self._settings.notify]
         if removed := waiting.keys() - set(names):
             self._store.notices.drop(removed)
             for target in removed:
                 self._drop(target, waiting.pop(target).count, "removed")
-        self.waiting, self._is_settled = waiting, True
+        self.waiting = waiting
+        self._is_settled = True
         self._metrics.set_waiting(
             {
                 name: (waiting[name].count, waiting[name].oldest_at.timestamp()) if name in waiting else (0, 0.0)

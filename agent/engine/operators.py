@@ -11,24 +11,32 @@ def refusal(request: Request, workflow: Workflow | None, context: Context, why_n
     """Why not even an operator can have that; "" if one can. ``why_not_acting``: "" for an agent that acts."""
     if workflow is None:
         return "the event is not pending any more"
+    if request.word in ("retry", "resolve"):
+        return _refusal_of_retry(workflow, request.word, why_not_acting)
+    if workflow.is_gone:
+        return "the event is over"
+    if workflow.is_expired:
+        return "the recommendation has expired"
     match request.word:
-        case "retry" | "resolve":
-            return _refusal_of_retry(workflow, request.word, why_not_acting)
-        case _ if workflow.is_gone:
-            return "the event is over"
-        case _ if workflow.is_expired:
-            return "the recommendation has expired"
-        case "held" if workflow.was_started or workflow.event.is_started:
-            return "the event has started"
-        case "held" if workflow.approval.state == "confirmed":
-            return "Azure has taken the approval; it cannot be withdrawn"
-        case "approved" if why_not_acting:
-            return why_not_acting
+        case "held":
+            return _refusal_of_hold(workflow)
         case "approved":
-            leave = ask_gates(replace(workflow, operator="approved"), context)
-            return wait_in_words(workflow, leave.waits) if leave.answer == "no" else ""
+            return why_not_acting or _refusal_of_approval(workflow, context)
         case _:
             return ""
+
+
+def _refusal_of_hold(workflow: Workflow) -> str:
+    if workflow.was_started or workflow.event.is_started:
+        return "the event has started"
+    if workflow.approval.state == "confirmed":
+        return "Azure has taken the approval; it cannot be withdrawn"
+    return ""
+
+
+def _refusal_of_approval(workflow: Workflow, context: Context) -> str:
+    leave = ask_gates(replace(workflow, operator="approved"), context)
+    return wait_in_words(workflow, leave.waits) if leave.answer == "no" else ""
 
 
 def _refusal_of_retry(workflow: Workflow, word: Word, why_not_acting: str) -> str:
@@ -53,7 +61,8 @@ def answer(request: Request, workflow: Workflow) -> str:
     if not has_obeyed(workflow, request.word):
         return "refused: the event has just changed, or another operator was faster"
     current = next((stage.current for stage in workflow.stages if stage.current), None)
-    hook = f", hook {current} {'runs to its end' if request.word == 'held' else 'runs'}" if current else ""
+    runs = "runs to its end" if request.word == "held" else "runs"
+    hook = f", hook {current} {runs}" if current else ""
     is_asked = workflow.approval.state != "none" and not workflow.is_gone
     approval = f", approval {workflow.approval.state}" if is_asked else ""
     waits = wait_in_words(workflow, workflow.waits)

@@ -18,7 +18,7 @@ from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Stan
 HookKey = tuple[str, str]
 """Workflow and stage: what a workflow runs one hook of at a time."""
 ON_CLEAR: HookKey = ("", "on_clear")
-"""The same for the hooks of on_clear, which are of no workflow."""
+"""Under which the hooks of on_clear run, which are of no workflow."""
 
 
 @dataclass(frozen=True)

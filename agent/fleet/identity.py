@@ -74,7 +74,8 @@ class VmCredential:
 def _parse_token(body: bytes) -> AccessToken:
     try:
         document = parse_json(body)
-        token, ends_at = document["access_token"], float(document["expires_on"])
+        token = document["access_token"]
+        ends_at = float(document["expires_on"])
         if not isinstance(token, str) or not token.isascii() or not token.isprintable() or not token:
             raise ValueError
         return AccessToken(token, int(ends_at))

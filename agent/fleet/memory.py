@@ -62,7 +62,8 @@ class MemoryLedger:
         rows = {name: row for name, row in before.items() if name != key}
         if content is not None:
             rows[key] = Row(key, dict(content), str(next(self._versions)))
-        self._partitions[partition], self._before[partition] = rows, before
+        self._partitions[partition] = rows
+        self._before[partition] = before
 
     def _begin(self, call: str) -> str:
         self.calls += 1

@@ -94,12 +94,16 @@ class _Event:
 
     def forget_ready(self) -> None:
         """What the others have said may not be true any more."""
-        self.ready, self.looked_for, self.look_at = frozenset(), None, None
+        self.ready = frozenset()
+        self.looked_for = None
+        self.look_at = None
 
     def begin_again(self) -> None:
         """The event is over, and has come back."""
         self.forget_ready()
-        self.has_slot, self.holder, self.ask_at = False, "", None
+        self.has_slot = False
+        self.holder = ""
+        self.ask_at = None
         self.gone_at = max(self.gone_at, self.ended_at or LONG_AGO)
         self.row = "unknown" if self.row else ""
         self.waits_since.clear()
@@ -121,7 +125,8 @@ class Fleet:
     ) -> None:
         """``waited`` hears for how many seconds an event has waited for its slot, or for the other VMs."""
         self._ledger = ledger
-        self._slots, self._vms = partition_of_slots(group), partition_of_vms(group)
+        self._slots = partition_of_slots(group)
+        self._vms = partition_of_vms(group)
         self._vm_id = vm_id
         self._max_events = max_events
         self._expect = expect
@@ -153,7 +158,10 @@ class Fleet:
                 # Open events first: VMs wait for these rows.
                 for event in sorted(self._events.values(), key=lambda event: event.wish.stage == "idle"):
                     self._attend(event, now)
-                self.failures, self._pause_until, self.failure, self.away_since = 0, None, "", None
+                self.failures = 0
+                self._pause_until = None
+                self.failure = ""
+                self.away_since = None
                 self._clear_away(now)
             except LedgerError as error:
                 self._leave_alone(error, now)
@@ -186,8 +194,10 @@ class Fleet:
             self._pause_until = self._clear_at = None
             self.away_since = self.away_since and now
             for event in self._events.values():
-                event.ask_at, event.look_at = event.ask_at and now, event.look_at and now
-                event.back_at, event.gone_at = event.back_at and now, min(event.gone_at, now)
+                event.ask_at = event.ask_at and now
+                event.look_at = event.look_at and now
+                event.back_at = event.back_at and now
+                event.gone_at = min(event.gone_at, now)
         self._visited_at = now
 
     def _take(self, wishes: Iterable[Wish], now: datetime) -> None:
@@ -203,12 +213,14 @@ class Fleet:
             event = self._events[name]
             if wish.stage == "gone" and (known is None or known.wish.stage != "gone"):
                 event.gone_at = now
-            event.wish, event.ended_at = wish, None
+            event.wish = wish
+            event.ended_at = None
         for name in self._events.keys() - by_event.keys():
             event = self._events[name]
             is_shared = len(event.wish.expected) > 1
             event.is_touched = event.is_touched or (is_shared and event.row != "back")
-            event.wish, event.ended_at = replace(event.wish, stage="idle"), event.ended_at or now
+            event.wish = replace(event.wish, stage="idle")
+            event.ended_at = event.ended_at or now
 
     def _leave_alone(self, error: LedgerError, now: datetime) -> None:
         """A growing pause, and not the same for all VMs, so that they do not come back together."""
@@ -216,7 +228,9 @@ class Fleet:
         pause = min(_MAX_PAUSE_SECONDS, 2.0 ** min(self.failures - 1, 10)) * self._random.uniform(0.5, 1.0)
         asked = min(error.retry_after, _MAX_RETRY_AFTER_SECONDS) * self._random.uniform(1.0, 1.5)
         self._pause_until = now + timedelta(seconds=max(pause, asked))
-        self.failure, self.failure_kind, self.away_since = str(error), error.kind, self.away_since or now
+        self.failure = str(error)
+        self.failure_kind = error.kind
+        self.away_since = self.away_since or now
         for event in self._events.values():
             event.forget_ready()
 
@@ -230,7 +244,8 @@ class Fleet:
             if event.ended_at is not None and now > event.ended_at + _KEEP_ROWS:
                 del self._events[wish.event]
             return
-        event.is_touched, event.back_at = True, None
+        event.is_touched = True
+        event.back_at = None
         if wish.stage in ("begin", "busy", "gone") and event.row in ("ready", "back", "unknown"):
             event.forget_ready()
             self._write(event, "held", now)
@@ -340,8 +355,12 @@ class Fleet:
 
     def _put_back(self, event: _Event, now: datetime) -> None:
         """This VM has done with the event. The last one that is back frees the slot and clears away."""
-        wish, had_slot, slots = event.wish, event.has_slot, list[Row]()
-        event.has_slot, event.holder, event.back_at = False, "", None
+        wish = event.wish
+        had_slot = event.has_slot
+        slots = list[Row]()
+        event.has_slot = False
+        event.holder = ""
+        event.back_at = None
         event.forget_ready()
         # After a restart it is not sure: the rows may be from before others joined.
         is_alone = set(wish.expected) <= {wish.own} and event.row == ""
@@ -367,7 +386,10 @@ class Fleet:
         event.is_touched = False
 
     def _are_all_back(self, event: _Event, rows: list[Row], expected: Iterable[str]) -> bool:
-        """Also those that have joined since this VM, which may have been restarted, last heard of the event."""
+        """Whether every other VM of the event is back.
+
+        Those count too that have joined since this VM, which may have been restarted, last heard of the event.
+        """
         own = event.wish.own
         others = [row for row in rows if plain_name(row.content.get("vm", "")) != own]
         back = _names_in(others, "back")
@@ -399,7 +421,8 @@ class Fleet:
             return  # not known yet
         # Slots first: they name all VMs of their events.
         for row in [*self._ledger.list_rows(self._slots), *self._ledger.list_rows(self._vms)]:
-            name, resources = row.content.get("name", ""), resources_of(row) or (row.content.get("vm", ""),)
+            name = row.content.get("name", "")
+            resources = resources_of(row) or (row.content.get("vm", ""),)
             own = next((plain_name(one) for one in resources if plain_name(one) in mine), "")
             if not own or not row.content.get("id"):
                 continue

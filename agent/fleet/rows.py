@@ -22,17 +22,17 @@ def key_of(text: str) -> str:
 
 
 def event_key_of(event: str) -> str:
-    """The same for an event: always 32 hex digits."""
+    """The id of an event as a key of 32 hex digits."""
     return hashlib.sha256(event.encode(errors="replace")).hexdigest()[:32]
 
 
 def partition_of_slots(group: str) -> str:
-    """Its rows are 000, 001 ..., one for each event that may be prepared for at a time."""
+    """The partition with the rows 000, 001 ..., one for each event that may be prepared for at a time."""
     return f"slot|{key_of(group)}"
 
 
 def partition_of_vms(group: str) -> str:
-    """Its rows tell of each VM how far it is with an event; their keys begin with ``prefix_of(event)``."""
+    """The partition whose rows tell of each VM how far it is with an event; see ``prefix_of`` for their keys."""
     return f"vm|{key_of(group)}"
 
 

@@ -76,8 +76,9 @@ def sas_doubts(path: Path, now: datetime) -> Iterator[str]:
     else:
         ends_at = ends_at if ends_at.tzinfo else ends_at.replace(tzinfo=UTC)
         if ends_at - now < _RENEW_BEFORE:
-            end = f"{'has expired' if ends_at <= now else 'expires soon'}, at {ends_at:%Y-%m-%dT%H:%M:%SZ}"
-            yield f"the signature in {path} {end}: write a new one into the file"
+            ends = "has expired" if ends_at <= now else "expires soon"
+            at = f"{ends_at:%Y-%m-%dT%H:%M:%SZ}"
+            yield f"the signature in {path} {ends}, at {at}: write a new one into the file"
     missing = [word for letter, word in _NEEDED.items() if "sp" in fields and letter not in fields["sp"][0]]
     if missing:
         yield f"the signature in {path} does not allow what the agent does: {', '.join(missing)}"

@@ -108,7 +108,8 @@ class TableLedger:
     def _list(self, partition: str, prefix: str) -> list[Row]:
         deadline = monotonic() + _LIST_SECONDS
         rows: list[Row] = []
-        which, parameters = "PartitionKey eq @partition", {"partition": partition}
+        which = "PartitionKey eq @partition"
+        parameters = {"partition": partition}
         if prefix:
             which += " and RowKey ge @first and RowKey lt @after"
             parameters |= {"first": prefix, "after": prefix[:-1] + chr(ord(prefix[-1]) + 1)}
@@ -149,7 +150,9 @@ class TableLedger:
         response = error.response if isinstance(error.response, HttpResponse) else None
         match = _CODE.search(response.text()[:4096]) if response else None
         code = clean_text((match[1] or match[2]) if match else "")
-        says = f"{account} answers {status}{f' ({code})' if code else ''}"
+        says = f"{account} answers {status}"
+        if code:
+            says += f" ({code})"
         if (status, code) == (404, "TableNotFound") or (status == 404 and code != "ResourceNotFound"):
             way = "create it, or correct fleet.table"
             return LedgerError(f"{says}: there is no table {name}: {way}", kind="missing")
@@ -190,7 +193,8 @@ def _to_entity(partition: str, key: str, content: Mapping[str, str]) -> TableEnt
 
 def _to_row(entity: TableEntity) -> Row | None:
     """A row that any program may have written: only its texts count. None if it has no key."""
-    key, version = entity.get("RowKey"), entity.metadata.get("etag")
+    key = entity.get("RowKey")
+    version = entity.metadata.get("etag")
     if not isinstance(key, str) or not isinstance(version, str):
         return None
     texts = {name: value for name, value in entity.items() if isinstance(value, str)}

@@ -90,7 +90,7 @@ class TableTransport(HttpTransport[HttpRequest, HttpResponse]):
         """Each exchange has a connection of its own."""
 
     def close(self) -> None:
-        """As above."""
+        """There is nothing to close: each exchange has closed its own connection."""
 
     def __enter__(self) -> Self:
         return self

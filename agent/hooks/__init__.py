@@ -13,6 +13,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Literal
 
 import msgspec
@@ -125,7 +126,7 @@ class HookRun:
         self._hook = hook
         self._environment = environment
         self._stdin = stdin
-        self._deadline = deadline
+        self._deadline = inf if deadline is None else deadline
         self._on_line = on_line
         self._instance = instance
         self._queue = queues[name] if queues is not None and hook.serialize else None
@@ -162,7 +163,7 @@ class HookRun:
     def set_deadline(self, deadline: float | None) -> None:
         """Move the deadline, earlier or later; see the class."""
         with self._changed:
-            self._deadline = deadline
+            self._deadline = inf if deadline is None else deadline
             self._changed.notify_all()
 
     def _run_attempts(self, begun_at: float) -> HookResult:
@@ -192,7 +193,8 @@ class HookRun:
 
     def _run_attempt(self, attempt: int, begun_at: float) -> HookResult:
         started_at = time.monotonic()
-        self._has_ended, self._exit_code = False, None
+        self._has_ended = False
+        self._exit_code = None
         # Not only when the policy is read: its owner may have changed since.
         if host.is_privileged() and (fault := hook_tampering_fault(self._hook)):
             return self._result(attempt, begun_at, "not_started", fault)
@@ -203,7 +205,8 @@ class HookRun:
         try:
             outcome, detail = self._watch(self._start(output.descriptor), started_at)
         except AgentError as error:
-            outcome, detail = "not_started", str(error)
+            outcome = "not_started"
+            detail = str(error)
         finally:
             tail = output.finish()
         return self._result(attempt, begun_at, outcome, detail, tail)
@@ -258,19 +261,28 @@ class HookRun:
                 if self._is_canceled:
                     return "canceled"
                 now = time.monotonic()
-                timeout = started_at + self._hook.timeout - now
-                left = self._seconds_left()
-                left -= min(_GRACE_SECONDS, _GRACE_SHARE * max(0.0, now + left - started_at))
-                if is_time_up and min(timeout, left) <= 0:
-                    return "timeout" if timeout <= 0 else "deadline"
-                # If this process was stopped meanwhile, the hook may have ended in time: look once more.
-                is_time_up = min(timeout, left) <= 0
-                self._changed.wait(_CHECK_SECONDS[1] if is_time_up else min(timeout, left, threading.TIMEOUT_MAX))
+                timeout_at = started_at + self._hook.timeout
+                end_at = min(timeout_at, self._latest_end(started_at))
+                if now < end_at:
+                    is_time_up = False
+                    self._changed.wait(min(end_at - now, threading.TIMEOUT_MAX))
+                elif is_time_up:
+                    return "timeout" if now >= timeout_at else "deadline"
+                else:
+                    # If this process was stopped meanwhile, the hook may have ended in time: look once more.
+                    is_time_up = True
+                    self._changed.wait(_CHECK_SECONDS[1])
+
+    def _latest_end(self, started_at: float) -> float:
+        """When the program must be asked to end, so that all of it is gone at the deadline."""
+        whole_time = max(0.0, self._deadline - started_at)
+        return self._deadline - min(_GRACE_SECONDS, _GRACE_SHARE * whole_time)
 
     def _await_end(self, tree: processes.ProcessTree) -> None:
         exit_code = tree.wait()
         with self._changed:
-            self._exit_code, self._has_ended = exit_code, True
+            self._exit_code = exit_code
+            self._has_ended = True
             self._changed.notify_all()
             is_abandoned = self._is_abandoned
         if is_abandoned:
@@ -281,13 +293,14 @@ class HookRun:
         asked_at = time.monotonic()
         kill_at: float | None = None
         pause, longest_pause = _CHECK_SECONDS
-        is_asked, kills = False, 0
+        is_asked = False
+        kills = 0
         while not (self._has_ended and tree.is_empty()):
             now = time.monotonic()
             if not is_asked:
                 tree.terminate()
                 is_asked = True
-            if kill_at is None and now >= min(asked_at + grace_seconds, now + self._seconds_left()):
+            if kill_at is None and now >= min(asked_at + grace_seconds, self._deadline):
                 kill_at = now
             if kill_at is not None:
                 if now >= kill_at + _KILL_SECONDS and kills >= _KILLS:
@@ -300,8 +313,7 @@ class HookRun:
         return True
 
     def _seconds_left(self) -> float:
-        deadline = self._deadline
-        return float("inf") if deadline is None else deadline - time.monotonic()
+        return self._deadline - time.monotonic()
 
     def _pass_on(self, line: str) -> bool:
         if self._lines_left > 0:

@@ -106,7 +106,8 @@ class HookOutput:
                 self._pass_on()
 
     def _pass_on(self) -> None:
-        line, self._line = self._line, b""
+        line = self._line
+        self._line = b""
         if not line or not self._wants_lines:
             return
         line = self._redacted(line.removesuffix(b"\n").removesuffix(b"\r"))

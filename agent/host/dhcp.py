@@ -24,13 +24,14 @@ def parse_lease(text: str) -> str | None:
 
     dhclient appends its leases: the last with the option holds.
     """
-    found = [address for value in re.findall(_OPTION, text) if (address := _to_address(value))]
+    found = list(filter(None, map(_to_address, re.findall(_OPTION, text))))
     return found[-1] if found else None
 
 
 def parse_windows_options(data: bytes) -> str | None:
     """Option 245, as a dotted address, of a registry value ``DhcpInterfaceOptions``."""
-    address, position = None, 0
+    address = None
+    position = 0
     while position + _WINDOWS_RECORD.size <= len(data):
         option, _, length, is_vendor, _ = _WINDOWS_RECORD.unpack_from(data, position)
         position += _WINDOWS_RECORD.size

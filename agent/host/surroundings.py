@@ -98,7 +98,7 @@ def running_processes() -> Iterator[psutil.Process]:
 
 
 def linux_approvers(root: Path = Path("/")) -> list[Approver]:
-    """Those of Linux: in processes, unit files and Pacemaker's configuration."""
+    """Other approvers on Linux: in processes, unit files and Pacemaker's configuration."""
     commands = []
     for process in running_processes():
         with suppress(psutil.Error):  # it has ended, or belongs to an account that hides it
@@ -123,18 +123,21 @@ def linux_approvers(root: Path = Path("/")) -> list[Approver]:
         cib = (root / _CIB).read_text(encoding="utf-8", errors="replace")
     if agent := _CIB_AGENT.search(cib):
         pids = runs("pacemakerd")
-        life: Life = "installed" if not pids else "maybe" if _CIB_STOPPED.search(cib) else "active"
-        where = f"/{_CIB} names it" + (f" and process {pids[0]}, pacemakerd, runs" if pids else "")
+        life: Life = "installed"
+        where = f"/{_CIB} names it"
+        if pids:
+            life = "maybe" if _CIB_STOPPED.search(cib) else "active"
+            where += f" and process {pids[0]}, pacemakerd, runs"
         way_out = "have this agent only observe (agent.mode: observe), or take the resource out of the cluster"
         found.append(Approver(f"Pacemaker's {agent[1]}", where, life, way_out))
     return found
 
 
 def windows_approvers(services: Iterable[tuple[str, str, bool]], root: Path) -> list[Approver]:
-    """Those of Windows: among ``services`` (name, display name, whether it runs) and directories."""
+    """Other approvers on Windows: among ``services`` (name, display name, whether it runs) and directories."""
     found = []
     for name, display, is_running in services:
-        where = f"service {name} {'runs' if is_running else 'is there'}"
+        where = f"service {name} runs" if is_running else f"service {name} is there"
         if name.casefold() == _SAMPLE_SERVICE or display.casefold() == _SAMPLE_DISPLAY:
             way_out = f"stop one of the two: sc stop {name}, and sc config {name} start= disabled"
             found.append(Approver(_SAMPLE, where, "active" if is_running else "installed", way_out))
@@ -142,7 +145,8 @@ def windows_approvers(services: Iterable[tuple[str, str, bool]], root: Path) -> 
         found += [
             Approver(one.name, where, life, one.way_out) for one in _KNOWN if name.casefold() in one.services
         ]
-    jetpack, place = _KNOWN[0], root / "cycle" / "jetpack"
+    jetpack = _KNOWN[0]
+    place = root / "cycle" / "jetpack"
     if place.is_dir() and not any(one.name == jetpack.name for one in found):
         found.append(Approver(jetpack.name, f"{place} is there", "installed", jetpack.way_out))
     return found

@@ -70,7 +70,8 @@ def _cloud_event(happening: Happening) -> dict[str, Any]:
 
 def _facts(happening: Happening) -> dict[str, str]:
     """What a person wants to know of it besides the title."""
-    event, left = happening.event, happening.seconds_left
+    event = happening.event
+    left = happening.seconds_left
     facts = {
         "Event": event.id,
         "VM": happening.vm,
@@ -144,7 +145,8 @@ def _from_template(path: Path, happening: Happening) -> bytes:
         json.loads(text)
     except ValueError as error:
         # No value has a line break in it, so the line is that of the template.
-        line, reason = getattr(error, "lineno", 1), getattr(error, "msg", str(error))
+        line = getattr(error, "lineno", 1)
+        reason = getattr(error, "msg", str(error))
         raise BodyError(f"{path}:{line}: not JSON once its placeholders are filled in: {reason}") from error
     return text.encode()
 

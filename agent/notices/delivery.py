@@ -139,7 +139,8 @@ def _exchange(client: httpx.Client, post: _Post) -> httpx.Response:
         kind, what = connect_fault(error)
     except httpx.ProxyError as error:
         status = re.match(r"\d{3}\b", str(error))
-        kind, what = "proxy", f"the proxy answers {status[0] if status else 'with an error'}"
+        answer = status[0] if status else "with an error"
+        kind, what = "proxy", f"the proxy answers {answer}"
     except TooLargeError:
         kind, what = "too_large", f"the answer is over {_MAX_ANSWER_BYTES // 1024} KiB"
     except httpx.NetworkError:

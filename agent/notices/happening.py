@@ -41,7 +41,8 @@ def happenings(
 ) -> Iterator[tuple[Step, Happening]]:
     """What the steps have to tell, in their order."""
     for step in steps:
-        workflow, event = step.workflow, step.workflow.event
+        workflow = step.workflow
+        event = step.workflow.event
         is_ahead = event.not_before is not None and not (workflow.is_gone or event.is_started)
         for note in step.notes:
             if (what := _WORDS.get(note.kind)) is None:

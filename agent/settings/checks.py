@@ -12,6 +12,7 @@ from agent.policy import DEFAULT_EXPIRE_SECONDS, Hook, Rule, When
 from agent.settings.model import (
     NOTICE_BODIES,
     FleetCredential,
+    NotifyTarget,
     SecretFile,
     Settings,
     ip_address_of,
@@ -104,14 +105,18 @@ def _notify_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
             if isinstance(value, SecretFile) and not Path(value.file).is_absolute():
                 expected = "an absolute path; it is not shown here, as it may be the secret itself"
                 yield f"{path}.{key}.file", f"expected {expected}"
-        for name, value in target.headers.items():
-            if not _HEADER_NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
-                yield f"{path}.headers", f'a header cannot be called "{name}" here: take it out'
-            if isinstance(value, str) and not (value.isascii() and value.isprintable()):
-                yield f"{path}.headers.{name}", "expected one line of printable ASCII characters"
-        if target.body == "pagerduty" and not any(name.lower() == "x-routing-key" for name in target.headers):
-            yield f"{path}.headers", "PagerDuty needs its integration key as the header X-Routing-Key"
+        yield from _header_faults(path, target)
         yield from _when_faults(f"{path}.when", target.when, parsed)
+
+
+def _header_faults(path: str, target: NotifyTarget) -> Iterator[Finding]:
+    for name, value in target.headers.items():
+        if not _HEADER_NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
+            yield f"{path}.headers", f'a header cannot be called "{name}" here: take it out'
+        if isinstance(value, str) and not (value.isascii() and value.isprintable()):
+            yield f"{path}.headers.{name}", "expected one line of printable ASCII characters"
+    if target.body == "pagerduty" and not any(name.lower() == "x-routing-key" for name in target.headers):
+        yield f"{path}.headers", "PagerDuty needs its integration key as the header X-Routing-Key"
 
 
 def _fleet_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
@@ -122,7 +127,8 @@ def _fleet_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Find
         name = "TABLE has 3 to 63 letters and digits and is not tables"
         yield "fleet.table", f"expected https://ACCOUNT.table.core.windows.net/TABLE, where {name}; {_HIDDEN}"
     if isinstance(fleet.credential, FleetCredential):
-        credential, path = fleet.credential, "fleet.credential"
+        credential = fleet.credential
+        path = "fleet.credential"
         if (credential.client_id is None) == (credential.sas_file is None):
             yield path, "expected managed-identity, or one of client_id and sas_file"
         if credential.client_id is not None and not _GUID.fullmatch(credential.client_id):
@@ -146,7 +152,8 @@ def _fleet_rule_faults(path: str, rule: Rule, settings: Settings, parsed: Parsed
 
 
 def _setting_faults(settings: Settings) -> Iterator[Finding]:
-    imds, agent = settings.imds, settings.agent
+    imds = settings.imds
+    agent = settings.agent
     if imds.endpoint != "auto" and parse_endpoint(imds.endpoint) is None:
         yield "imds.endpoint", f'expected auto or http://HOST[:PORT]; got "{imds.endpoint}"'
     match = _LISTEN.fullmatch(agent.listen)
@@ -202,7 +209,8 @@ def _when_faults(path: str, when: When, parsed: Parsed[Settings]) -> Iterator[Fi
             where = f"{path}.description[{index}]"
             yield where if where in parsed.lines else f"{path}.description", fault
     for kind in ("duration", "notice"):
-        below, at_least = getattr(when, f"{kind}_below"), getattr(when, f"{kind}_at_least")
+        below = getattr(when, f"{kind}_below")
+        at_least = getattr(when, f"{kind}_at_least")
         if below is not None and at_least is not None and below <= at_least:
             limit = f"more than {kind}_at_least ({format_duration(at_least)})"
             yield f"{path}.{kind}_below", f"expected {limit}; got {format_duration(below)}"
@@ -268,11 +276,7 @@ def _hint(name: str, known: Iterable[str]) -> str:
 
 def doubts(settings: Settings) -> Iterator[Finding]:
     """What is allowed but probably not intended."""
-    for index, target in enumerate(settings.notify):
-        if isinstance(target.to, str) and _UNENCRYPTED.match(target.to):
-            yield f"notify[{index}].to", "the notices go over the network unencrypted: use https"
-        if target.body == "pagerduty" and "recovered" not in target.on:
-            yield f"notify[{index}].on", "without recovered no alert is ever resolved"
+    yield from _notify_doubts(settings)
     fleet = settings.fleet
     if fleet and fleet.max_events is None and all(rule.shared != "all-ready" for rule in settings.rules):
         yield "fleet", "does nothing: it has no max_events, and no rule has shared: all-ready"
@@ -305,8 +309,17 @@ def doubts(settings: Settings) -> Iterator[Finding]:
             yield f"maintenance_windows.{name}", "no rule names this maintenance window"
 
 
+def _notify_doubts(settings: Settings) -> Iterator[Finding]:
+    for index, target in enumerate(settings.notify):
+        if isinstance(target.to, str) and _UNENCRYPTED.match(target.to):
+            yield f"notify[{index}].to", "the notices go over the network unencrypted: use https"
+        if target.body == "pagerduty" and "recovered" not in target.on:
+            yield f"notify[{index}].on", "without recovered no alert is ever resolved"
+
+
 def _rule_doubts(path: str, rule: Rule) -> Iterator[Finding]:
-    when, prepares = rule.when, bool(rule.prepare or rule.drain_for)
+    when = rule.when
+    prepares = bool(rule.prepare or rule.drain_for)
     if rule.approve != "never" and set(when.affects) == {"others"}:
         yield f"{path}.approve", "never approves: an event that does not name this VM is not approved from here"
     if set(when.status) == {"Started"} and (prepares or rule.approve != "never"):
@@ -374,8 +387,10 @@ def _covers(wide: When, narrow: When) -> bool:
     if any(mine and not (its and set(its) <= set(mine)) for mine, its in pairs):
         return False
     for kind in ("duration", "notice"):
-        below, its_below = getattr(wide, f"{kind}_below"), getattr(narrow, f"{kind}_below")
-        at_least, its_at_least = getattr(wide, f"{kind}_at_least"), getattr(narrow, f"{kind}_at_least")
+        below = getattr(wide, f"{kind}_below")
+        its_below = getattr(narrow, f"{kind}_below")
+        at_least = getattr(wide, f"{kind}_at_least")
+        its_at_least = getattr(narrow, f"{kind}_at_least")
         if below is not None and (its_below is None or its_below > below):
             return False
         if at_least is not None and (its_at_least is None or its_at_least < at_least):

@@ -51,7 +51,11 @@ def hook_tampering_fault(hook: Hook) -> str | None:
     Looked at are the program, the interpreter in its first line, and arguments that are programs or scripts, if
     their paths are absolute. What a shell line names, or a program starts in its turn, is not.
     """
-    return next((fault for file in _code_files(hook) if (fault := host.tampering_fault(file, hook.user))), None)
+    for file in _code_files(hook):
+        fault = host.tampering_fault(file, hook.user)
+        if fault:
+            return fault
+    return None
 
 
 def _exposed(settings: Settings, policy: Path | None) -> Iterator[Finding]:

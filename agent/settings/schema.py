@@ -51,34 +51,13 @@ def plain(value: Any, annotation: Any) -> Any:
 
 def _schema(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     type_, metas = peel(annotation)
-    origin, arguments = get_origin(type_), get_args(type_)
-    schema: dict[str, Any]
-    if origin in (Union, UnionType):
-        first, last = arguments
+    if get_origin(type_) in (Union, UnionType):
+        first, last = get_args(type_)
         other = {"type": "null"} if last is NoneType else _schema(last, definitions)
-        schema = {"anyOf": [_schema(Annotated[first, Meta(), *metas], definitions), other]}
-        description = schema["anyOf"][0].pop("description", None)
-        return schema | ({"description": description} if description else {})
-    if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
-        schema = {"$ref": f"#/$defs/{type_.__name__}"}
-        if type_.__name__ not in definitions:
-            definitions[type_.__name__] = {}
-            definitions[type_.__name__] = _struct_schema(type_, definitions)
-    elif origin is Literal:
-        schema = {"enum": list(arguments)}
-    elif origin in (tuple, list):
-        schema = {"type": "array", "items": _schema(arguments[0], definitions)}
-    elif origin is dict:
-        schema = {"type": "object", "additionalProperties": _schema(arguments[1], definitions)}
-        names = _schema(arguments[0], definitions)
-        if names != {"type": "string"}:
-            schema["propertyNames"] = names
-    elif type_ is time:
-        schema = {"type": "string", "pattern": f"^({TIME.pattern})$"}
-    elif type_ is float and "duration" in kinds(metas):
-        schema = {"type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(d|h|m|s|ms))+$"}
-    else:
-        schema = {"type": {str: "string", bool: "boolean", int: "integer", float: "number"}[type_]}
+        union: dict[str, Any] = {"anyOf": [_schema(Annotated[first, Meta(), *metas], definitions), other]}
+        description = union["anyOf"][0].pop("description", None)
+        return union | ({"description": description} if description else {})
+    schema = _bare_schema(type_, metas, definitions)
     if "one-or-many" in kinds(metas):
         schema = {"anyOf": [schema["items"], schema]}
     for meta in metas:
@@ -87,6 +66,32 @@ def _schema(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any]:
             words |= {"minimum": meta.ge, "maximum": meta.le}
         schema.update({word: value for word, value in words.items() if value is not None})
     return schema
+
+
+def _bare_schema(type_: Any, metas: tuple[Meta, ...], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Only what the type itself says, without its limits and its description."""
+    origin = get_origin(type_)
+    arguments = get_args(type_)
+    if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+        if type_.__name__ not in definitions:
+            definitions[type_.__name__] = {}
+            definitions[type_.__name__] = _struct_schema(type_, definitions)
+        return {"$ref": f"#/$defs/{type_.__name__}"}
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if origin in (tuple, list):
+        return {"type": "array", "items": _schema(arguments[0], definitions)}
+    if origin is dict:
+        schema = {"type": "object", "additionalProperties": _schema(arguments[1], definitions)}
+        names = _schema(arguments[0], definitions)
+        if names != {"type": "string"}:
+            schema["propertyNames"] = names
+        return schema
+    if type_ is time:
+        return {"type": "string", "pattern": f"^({TIME.pattern})$"}
+    if type_ is float and "duration" in kinds(metas):
+        return {"type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(d|h|m|s|ms))+$"}
+    return {"type": {str: "string", bool: "boolean", int: "integer", float: "number"}[type_]}
 
 
 def _struct_schema(type_: type[msgspec.Struct], definitions: dict[str, Any]) -> dict[str, Any]:

@@ -75,9 +75,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     wire: bytes
     """Status line, headers and body, ready to be sent."""
     accepted: tuple[str, ...] = ()
-    """Those that were not refused."""
+    """Ids that the request asked to start and that were not refused."""
     approved: tuple[str, ...] = ()
-    """Those on which that had an effect."""
+    """Ids that the request approved: not what was approved or had started before."""
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     """When it was answered, by the wall clock."""
     monotonic: float
-    """The same by time.monotonic(), just before the first byte of the answer was sent."""
+    """When it was answered, by time.monotonic(), just before the first byte was sent."""
     vm: str
     connection: int
     """Counted from 1; requests on one kept-alive connection have the same number."""
@@ -103,12 +103,13 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     accepted: tuple[str, ...]
     """Ids that this request asked to start and that were not refused."""
     approved: tuple[str, ...]
-    """Those of them on which it had an effect: not on what was approved or had started before."""
+    """Ids that this request approved: not what was approved or had started before."""
     incarnation: int
     """DocumentIncarnation at that moment."""
 
     def __str__(self) -> str:
-        return f"{self.vm} {self.method} {self.status}{f' ({self.fault})' if self.fault else ''}"
+        line = f"{self.vm} {self.method} {self.status}"
+        return f"{line} ({self.fault})" if self.fault else line
 
 
 def make_answer(
@@ -150,14 +151,7 @@ class Imds:
         version = query.get("api-version", "")
         match path:
             case ["metadata", "scheduledevents"]:
-                if version not in EVENTS_VERSIONS:
-                    return _bad_version(EVENTS_VERSIONS)
-                if request.method == "GET":
-                    self._azure.mark_served(now, vm, version)
-                    return make_answer(200, self._azure.document(version))
-                if request.method == "POST":
-                    return self._approve(now, vm, version, request.body)
-                return make_error(405)
+                return self._answer_events(now, vm, version, request)
             case ["metadata", "instance", *rest]:
                 if version not in INSTANCE_VERSIONS:
                     return _bad_version(INSTANCE_VERSIONS)
@@ -173,6 +167,16 @@ class Imds:
                     return make_error(405)
                 return make_answer(200, _encode({"apiVersions": sorted({*EVENTS_VERSIONS, *INSTANCE_VERSIONS})}))
         return make_error(404)
+
+    def _answer_events(self, now: float, vm: str, version: str, request: Request) -> Answer:
+        if version not in EVENTS_VERSIONS:
+            return _bad_version(EVENTS_VERSIONS)
+        if request.method == "GET":
+            self._azure.mark_served(now, vm, version)
+            return make_answer(200, self._azure.document(version))
+        if request.method == "POST":
+            return self._approve(now, vm, version, request.body)
+        return make_error(405)
 
     def _approve(self, now: float, vm: str, version: str, body: bytes) -> Answer:
         """All ids of a request or none: what the real service does with a mixture is not documented."""
@@ -228,7 +232,8 @@ def _token(vm: VirtualMachine, query: dict[str, str], now: float) -> Answer:
         )
     if query.get("client_id", vm.client_id).lower() != vm.client_id:
         return make_error(400, "invalid_request", error_description="Identity not found")
-    began, ends = int(now), int(now) + _TOKEN_SECONDS
+    began = int(now)
+    ends = int(now) + _TOKEN_SECONDS
     claims = {
         "aud": resource,
         "iss": "https://sts.windows.net/00000000-0000-0000-0000-000000000000/",

@@ -58,7 +58,9 @@ def record(
         with path.open("xb") as stream:
             origin: Origin | None = None
             last: bytes | None = None
-            said, timeout, document_path = "", _FIRST_TIMEOUT_SECONDS, _DOCUMENT_PATHS[0]
+            said = ""
+            timeout = _FIRST_TIMEOUT_SECONDS
+            document_path = _DOCUMENT_PATHS[0]
             while True:
                 trouble = ""
                 try:
@@ -69,7 +71,8 @@ def record(
                     body = _get(host, port, document_path, timeout)
                     timeout = _TIMEOUT_SECONDS
                     if body != last:
-                        recorded, last = make_recorded(datetime.now(UTC), body), body
+                        recorded = make_recorded(datetime.now(UTC), body)
+                        last = body
                         _append(stream, recorded)
                         tell(recorded.at, summarize(recorded))
                 except _TroubleError as error:
@@ -123,9 +126,12 @@ def _origin(body: bytes) -> Origin:
 def _parse(endpoint: str) -> tuple[str, int]:
     try:
         parts = urlsplit(endpoint)
-        host, port = parts.hostname, parts.port or 80
+        host = parts.hostname
+        port = parts.port or 80
     except ValueError:
-        parts, host, port = urlsplit(""), None, 0
+        parts = urlsplit("")
+        host = None
+        port = 0
     if parts.scheme != "http" or not host or parts.path.strip("/") or parts.query or parts.username:
         raise SimulatorError(f'--from: expected http://ADDRESS[:PORT]; got "{endpoint}"', kind="usage")
     return host, port

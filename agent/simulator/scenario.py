@@ -4,7 +4,7 @@ Owns the grammar of scenario files and the ones that ship with the agent. Knows 
 state. Every name in a scenario that was read is known, so it can be played.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib import resources
 from itertools import islice
 from pathlib import Path
@@ -144,16 +144,10 @@ def _mistakes(scenario: Scenario) -> Iterator[tuple[str, str]]:
     """What the types alone cannot tell: path and message of each."""
     with_port = dict.fromkeys(scenario.vms)
     named = with_port | dict.fromkeys(scenario.others)
-
-    def unknown(path: str, vms: Iterable[str], known: Collection[str]) -> Iterator[tuple[str, str]]:
-        for vm in vms:
-            if vm not in known:
-                yield path, f'expected a VM of this scenario ({_some(known)}); got "{vm}"'
-
     if len(with_port) < len(scenario.vms):
         yield "vms", "a VM is listed twice"
     for vm in scenario.vm_ids:
-        yield from unknown(f"vm_ids.{vm}", [vm], with_port)
+        yield from _unknown(f"vm_ids.{vm}", [vm], with_port)
     announced: dict[str, float] = {}
     for index, step in enumerate(scenario.timeline):
         if step.event and step.event.name:
@@ -163,16 +157,27 @@ def _mistakes(scenario: Scenario) -> Iterator[tuple[str, str]]:
     for index, step in enumerate(scenario.timeline):
         where = f"timeline[{index}]"
         if step.event:
-            yield from unknown(f"{where}.event.vms", step.event.vms, named)
+            yield from _unknown(f"{where}.event.vms", step.event.vms, named)
         if step.fault:
-            yield from unknown(f"{where}.fault.vms", step.fault.vms, with_port)
+            yield from _unknown(f"{where}.fault.vms", step.fault.vms, with_port)
         if step.named:
             action, name = step.named
-            if name not in announced:
-                names = _some(announced) or "none has a name"
-                yield f"{where}.{action}", f'expected the name of an event ({names}); got "{name}"'
-            elif announced[name] > step.at:
-                yield f"{where}.{action}", f'"{name}" is announced only later'
+            mistake = _why_not_named(name, step.at, announced)
+            if mistake:
+                yield f"{where}.{action}", mistake
+
+
+def _unknown(path: str, vms: Iterable[str], known: Collection[str]) -> Iterator[tuple[str, str]]:
+    for vm in vms:
+        if vm not in known:
+            yield path, f'expected a VM of this scenario ({_some(known)}); got "{vm}"'
+
+
+def _why_not_named(name: str, at: float, announced: Mapping[str, float]) -> str:
+    """Why a step cannot name this event; "" if it can. ``announced``: when each event is."""
+    if name not in announced:
+        return f'expected the name of an event ({_some(announced) or "none has a name"}); got "{name}"'
+    return f'"{name}" is announced only later' if announced[name] > at else ""
 
 
 def _some(names: Iterable[str]) -> str:

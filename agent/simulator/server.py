@@ -68,7 +68,8 @@ class Connection(BaseHTTPRequestHandler):
         """The simulator keeps its own record."""
 
     def _send(self, wire: bytes, fault: Fault | None) -> None:
-        connection, closing = self.connection, self._server.closing
+        connection = self.connection
+        closing = self._server.closing
         match fault and fault.kind:
             case "reset":
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)

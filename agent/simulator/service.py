@@ -220,7 +220,8 @@ def _machines(
         origin = scenario.origin
         vms = [VirtualMachine(name=origin.vm, vm_id=origin.vm_id, scale_set=origin.scale_set)]
     elif not vms and isinstance(scenario, Scenario):
-        ids, scale_set = scenario.vm_ids, scenario.scale_set
+        ids = scenario.vm_ids
+        scale_set = scenario.scale_set
         vms = [VirtualMachine(name=vm, vm_id=ids.get(vm, ""), scale_set=scale_set) for vm in scenario.vms]
     machines = [VirtualMachine(name=vm) if isinstance(vm, str) else vm for vm in vms or ("vm-1",)]
     by_name = {machine.name: machine for machine in machines}

@@ -29,7 +29,8 @@ PATIENCE_SECONDS = 60.0
 """How long waiting lasts at most, by default: far more than what is waited for takes."""
 
 # Within these, every time that a scenario can name is a date, on Windows too (where they end with the year 3000).
-_MIN_SPEED, _MAX_SPEED = 0.1, 1e6
+_MIN_SPEED = 0.1
+_MAX_SPEED = 1e6
 # More than a day of one VM that polls once a second; a bound so that a simulator left running does not grow.
 _MAX_RECORDS = 100_000
 
@@ -248,7 +249,8 @@ class Simulator:
             with self._changed:
                 while not (len(history) > told or self.is_finished or self._is_closed):
                     self._changed.wait(1.0)  # on Windows Ctrl-C cannot break a wait, only come after it
-                news, told = history[told:], len(history)
+                news = history[told:]
+                told = len(history)
             if not news:
                 return
             yield from news
@@ -340,7 +342,8 @@ class Simulator:
         """The service with everything done that was due, under the lock."""
         with self._changed:
             history = self._service.azure.history
-            told, has_ended = len(history), self.is_finished
+            told = len(history)
+            has_ended = self.is_finished
             self._service.advance(self._clock())
             if len(history) > told or self.is_finished != has_ended:
                 self._changed.notify_all()

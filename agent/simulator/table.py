@@ -41,7 +41,7 @@ class SimulatedTable:
         self._server.close()
 
     def list_entities(self, partition: str, first: str = "", after: str = "") -> list[Entity]:
-        """Those with keys from ``first`` to before ``after``, if given."""
+        """The partition's entities, from the key ``first`` to before ``after``, if given."""
         with self._lock:
             found = [(key, one) for (name, key), one in sorted(self._entities.items()) if name == partition]
         return [one for key, one in found if first <= key and (not after or key < after)]
@@ -76,8 +76,10 @@ class SimulatedTable:
                 case "PUT" | "DELETE" if found := _ENTITY.search(unquote(target.path)):
                     status, code = self.write(found[1], found[2], entity, request.headers.get("if-match"))
                 case _:
-                    status, code = 400, "InvalidInput"
+                    status = 400
+                    code = "InvalidInput"
         except (msgspec.DecodeError, KeyError):
-            status, code = 400, "InvalidInput"
+            status = 400
+            code = "InvalidInput"
         error = {"odata.error": {"code": code, "message": {"value": code}}}
         return make_answer(status, msgspec.json.encode(error) if code else b"")

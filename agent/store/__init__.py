@@ -207,7 +207,7 @@ class Store:
         query = "SELECT body FROM workflow WHERE updated_at >= ? ORDER BY rowid DESC"
         with self._reading():
             rows = self._connection.execute(query, (_stamp(since) if since else "",))
-            wanted = (workflow for (body,) in rows if is_wanted(workflow := _to_workflow(body)))
+            wanted = filter(is_wanted, (_to_workflow(body) for (body,) in rows))
             workflows = list(itertools.islice(wanted, None if limit < 0 else limit))
             rows.close()
         return workflows[::-1]

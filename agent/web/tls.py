@@ -119,7 +119,7 @@ class _FileError(Exception):
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
-        self.key = f"tls_server_config{'.' if key else ''}{key}"
+        self.key = f"tls_server_config.{key}" if key else "tls_server_config"
 
 
 def _read(path: Path) -> tuple[WebConfig, ssl.SSLContext]:
@@ -154,7 +154,8 @@ def _context(tls: TlsServerConfig, files: dict[str, Path]) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}[tls.min_version]
     context.options |= ssl.OP_NO_RENEGOTIATION
-    certificate, key_file = files["cert_file"], files["key_file"]
+    certificate = files["cert_file"]
+    key_file = files["key_file"]
     try:
         # Without the password, the library would ask a terminal for it.
         context.load_cert_chain(certificate, key_file, password=lambda: "")

@@ -79,7 +79,8 @@ def service_gate(workflow: Workflow, context: Context) -> Leave:
 
 
 def rule_gate(workflow: Workflow, _: Context) -> Leave:
-    decision, prepare = workflow.decision, workflow.prepare
+    decision = workflow.decision
+    prepare = workflow.prepare
     is_overruled = workflow.operator == "approved"
     if decision.approve == "never" and not is_overruled:
         return _no("never")
@@ -107,7 +108,8 @@ def time_gate(workflow: Workflow, _: Context) -> Leave:
 
 def speaker_gate(workflow: Workflow, context: Context) -> Leave:
     """An approval covers every VM that the event names; not every VM may approve for all."""
-    decision, turn_at = workflow.decision, turn_to_approve(workflow)
+    decision = workflow.decision
+    turn_at = turn_to_approve(workflow)
     if workflow.operator == "approved":
         return YES
     if not decision.may_speak:
@@ -157,7 +159,8 @@ def request_approval(workflow: Workflow, context: Context) -> Step | None:
     approval = workflow.approval
     if approval.retry_at is not None and not is_due(approval.retry_at, context.now, _MAX_RETRY_SECONDS):
         return None
-    document_at, failed_at = context.document_at, approval.failed_at
+    document_at = context.document_at
+    failed_at = approval.failed_at
     if failed_at is not None and document_at is not None and document_at <= failed_at <= context.now:
         return None
     requested = replace(approval, state="requested", retry_at=None)

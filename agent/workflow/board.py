@@ -105,7 +105,8 @@ class _Turn:
             self.faults[key] = error
 
     def _apply(self, step: Step) -> None:
-        new, old = step.workflow, self.workflows.get(step.workflow.id)
+        new = step.workflow
+        old = self.workflows.get(step.workflow.id)
         if old is not None and new.phase != old.phase and new.phase not in TRANSITIONS[old.phase]:
             raise WorkflowError(f"{old.phase} -> {new.phase} is no step in the life of an event", kind="bug")
         if old != new or step.effects or step.notes:
@@ -149,7 +150,8 @@ def next_wake_at(board: Board, context: Context) -> datetime | None:
     if board and context.fleet is not None and (alone_at := proceeds_alone_at(context.fleet)):
         times.append(alone_at)
     for workflow in board.values():
-        prepare, approval = workflow.prepare, workflow.approval
+        prepare = workflow.prepare
+        approval = workflow.approval
         if workflow.drain_until and prepare.state == "running" and prepare.current is None:
             times.append(workflow.drain_until)
         if approval.state == "none" and approval.retry_at:

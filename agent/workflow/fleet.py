@@ -35,7 +35,8 @@ def needs_all(workflow: Workflow) -> bool:
 
 def expected(workflow: Workflow, context: Context) -> list[str]:
     """Plain names of the VMs whose readiness counts, each once, in the order of Resources."""
-    expect, mine = context.fleet.expect if context.fleet else ("*",), plain_names(context.names)
+    expect = context.fleet.expect if context.fleet else ("*",)
+    mine = plain_names(context.names)
     resources = [name for name in workflow.event.resources if plain_name(name)]
     counted = [name for name in resources if matches_glob(name, expect) or plain_name(name) in mine]
     first = own_name(workflow, context)
@@ -45,7 +46,7 @@ def expected(workflow: Workflow, context: Context) -> list[str]:
 def own_name(workflow: Workflow, context: Context) -> str:
     """What Resources call this VM, plain; "" if they do not name it."""
     mine = plain_names(context.names)
-    return next((plain for name in workflow.event.resources if (plain := plain_name(name)) in mine), "")
+    return next((name for name in map(plain_name, workflow.event.resources) if name in mine), "")
 
 
 def awaited(workflow: Workflow, context: Context) -> list[str]:
@@ -56,7 +57,7 @@ def awaited(workflow: Workflow, context: Context) -> list[str]:
 
 
 def awaited_others(workflow: Workflow, context: Context) -> list[str]:
-    """The same without this VM."""
+    """Plain names of the other VMs that are not known to be ready now."""
     own = own_name(workflow, context)
     return [name for name in awaited(workflow, context) if name != own]
 

@@ -41,27 +41,31 @@ def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | N
             return _recovery_failed(workflow, workflows)
         case "closed":
             return None
-        case _ if workflow.is_over:
-            return _over(workflow)
-        case "started":
-            return _started(workflow, workflows, context)
-        case _ if workflow.event.is_started:
-            return _start(workflow)
-        case _ if context.is_acting and workflow.operator == "held" and is_to_begin(workflow):
-            return _obey_hold(workflow)
-        case "waiting":
-            return _begin_when_due(workflow, context)
-        case "preparing":
-            return _preparing(workflow, workflows, context)
-        case _ if has_more_to_prepare(workflow):
-            return _prepare_more(workflow, context)
-        case "prepared" | "held":
-            return _approve(workflow, context)
-        case "approved":
-            return None
+    if workflow.is_over:
+        return _over(workflow)
+    if workflow.phase == "started":
+        return _started(workflow, workflows, context)
+    if workflow.event.is_started:
+        return _start(workflow)
+    return _before_start(workflow, workflows, context)
 
 
 # --- Before the event starts.
+
+
+def _before_start(workflow: Workflow, workflows: Workflows, context: Context) -> Step | None:
+    """In the phases waiting, preparing, prepared, held and approved."""
+    if context.is_acting and workflow.operator == "held" and is_to_begin(workflow):
+        return _obey_hold(workflow)
+    if workflow.phase == "waiting":
+        return _begin_when_due(workflow, context)
+    if workflow.phase == "preparing":
+        return _preparing(workflow, workflows, context)
+    if has_more_to_prepare(workflow):
+        return _prepare_more(workflow, context)
+    if workflow.phase == "approved":
+        return None
+    return _approve(workflow, context)
 
 
 def _obey_hold(workflow: Workflow) -> Step | None:
@@ -72,7 +76,8 @@ def _obey_hold(workflow: Workflow) -> Step | None:
 
 
 def _begin_when_due(workflow: Workflow, context: Context) -> Step | None:
-    decision, is_approved = workflow.decision, workflow.operator == "approved"
+    decision = workflow.decision
+    is_approved = workflow.operator == "approved"
     is_wanted = decision.rule is not None and (decision.has_preparation or decision.approve != "never")
     if not (is_wanted or is_approved):
         return None
@@ -140,7 +145,8 @@ def _approve(workflow: Workflow, context: Context) -> Step | None:
         return _stay_prepared(workflow)
     if workflow.approval.state == "confirmed":
         return _enter(workflow, "approved")
-    leave, is_held = ask_gates(workflow, context), workflow.phase == "held"
+    leave = ask_gates(workflow, context)
+    is_held = workflow.phase == "held"
     if leave.answer == "no" and not is_held:
         return _hold(workflow, leave.waits)
     if leave.answer != "no" and is_held:
@@ -290,9 +296,10 @@ def _needed_by(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
 
 def _without_what_is_undone(workflow: Workflow, needed_by: list[Workflow]) -> Workflow:
     """If another event has prepared again what was recovered, all of it must be recovered again."""
-    recover = workflow.recover
-    is_undone = recover.done and any(peer.prepare.run > 0 and share_hooks(peer, workflow) for peer in needed_by)
-    return replace(workflow, recover=replace(recover, done=())) if is_undone else workflow
+    if not workflow.recover.done:
+        return workflow
+    is_undone = any(peer.prepare.run > 0 and share_hooks(peer, workflow) for peer in needed_by)
+    return replace(workflow, recover=replace(workflow.recover, done=())) if is_undone else workflow
 
 
 def _close(workflow: Workflow) -> Step | None:

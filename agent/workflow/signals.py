@@ -105,14 +105,11 @@ def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
         text = "; ".join(f"{name} {show(getattr(old, name))} -> {show(getattr(event, name))}" for name in told)
         notes.append(Note(kind="changed", text=text))
     operator = workflow.operator
-    is_more = event.type != old.type or (event.resources and event.affects(old.resources) != "self")
-    is_more = is_more or (event.is_ambiguous and not old.is_ambiguous)
-    if operator == "approved" and is_more and workflow.approval.state != "confirmed":
-        # An approval cannot be withdrawn, and the operator has not seen this change.
-        operator = ""
-        change = "it was for another type, or for fewer VMs"
-        why = "the document contradicts itself now" if event.is_ambiguous else change
-        notes.append(Note(kind="operator", text=f"the operator's approval is void: {why}"))
+    if operator == "approved" and workflow.approval.state != "confirmed":
+        void = _why_approval_is_void(old, event)
+        if void:
+            operator = ""
+            notes.append(Note(kind="operator", text=f"the operator's approval is void: {void}"))
     noticed_at = context.now if event.not_before != old.not_before else workflow.noticed_at
     drain_until = workflow.drain_until
     if drain_until is not None and "not_before" in changed:
@@ -126,9 +123,23 @@ def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
     return Step(workflow=step.workflow, effects=effects, notes=(*notes, *step.notes))
 
 
+def _why_approval_is_void(old: ScheduledEvent, new: ScheduledEvent) -> str:
+    """Why an operator's approval of the event as it was does not count for it as it is now; "" if it counts.
+
+    An approval cannot be withdrawn, and the operator has not seen this change.
+    """
+    if new.is_ambiguous and not old.is_ambiguous:
+        return "the document contradicts itself now"
+    names_more_vms = bool(new.resources) and new.affects(old.resources) != "self"
+    if new.type != old.type or names_more_vms:
+        return "it was for another type, or for fewer VMs"
+    return ""
+
+
 def _decide_anew(workflow: Workflow, context: Context) -> Step:
     facts = Facts(names=context.names, noticed_at=workflow.noticed_at)
-    old, new = workflow.decision, decide(context.rules, context.windows, workflow.event, facts)
+    old = workflow.decision
+    new = decide(context.rules, context.windows, workflow.event, facts)
     has_begun = workflow.prepare.state != "idle" or workflow.on_start.state != "idle"
     lost: tuple[str, ...] = ()
     if has_begun or (workflow.event.is_started and old.rule is not None):
@@ -143,7 +154,8 @@ def _decide_anew(workflow: Workflow, context: Context) -> Step:
             workflow = replace(workflow, prepare=replace(workflow.prepare, state="running", run=run))
             more_recover = tuple(hook for hook in new.recover if hook not in old.recover)
         else:
-            more, more_recover = (), ()
+            more = ()
+            more_recover = ()
         new = replace(
             new,
             rule=old.rule,
@@ -193,8 +205,9 @@ def _bring_back(workflow: Workflow) -> Workflow:
     if workflow.is_expired:
         return replace(workflow, missing_since=None, is_gone=False)
     if workflow.phase == "recovering":
-        is_confirmed = workflow.approval.state == "confirmed"
-        phase: Phase = "started" if workflow.was_started else "approved" if is_confirmed else "prepared"
+        phase: Phase = "approved" if workflow.approval.state == "confirmed" else "prepared"
+        if workflow.was_started:
+            phase = "started"
         workflow = replace(workflow, phase=phase, recover=Progress(), waits=None)
     return replace(workflow, missing_since=None, is_gone=False, outcome="")
 
@@ -245,7 +258,8 @@ def _hear(workflow: Workflow, signal: OperatorSpoke, context: Context) -> Step:
     if word == "resolve":
         return Step(workflow=replace(workflow, recover=replace(workflow.recover, state="resolved")), notes=(note,))
     is_untouched = workflow.prepare.state == "idle" and workflow.approval.state == "none"
-    if workflow.phase == "held" and workflow.operator == "held" != word and is_untouched:
+    ends_hold = workflow.operator == "held" and word != "held"
+    if workflow.phase == "held" and ends_hold and is_untouched:
         workflow = replace(workflow, phase="waiting", waits=None)
     return Step(workflow=replace(workflow, operator=word), notes=(note,))
 
@@ -288,12 +302,13 @@ def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step | Non
     if recover.state == "resolved":
         return None
     progress = with_end(recover, signal)
-    if progress.state == "failed" != recover.state:
-        # It failed for an event that would run it next; one that has other hooks before it tries it later.
-        is_next = signal.hook == next_hook(workflow, "recover")
-        if not (is_next and workflow.phase == "recovering" and recover.current is None):
-            return None
-    elif progress.state == "failed" and signal.hook not in progress.done:
+    fails_now = progress.state == "failed" and recover.state != "failed"
+    has_failed_before = progress.state == "failed" and recover.state == "failed"
+    would_run_it_next = workflow.phase == "recovering" and signal.hook == next_hook(workflow, "recover")
+    # It fails for an event that would run it next; one that has other hooks before it tries it later.
+    if fails_now and not (would_run_it_next and recover.current is None):
+        return None
+    if has_failed_before and signal.hook not in progress.done:
         return None
     text = f"hook {signal.hook}: has run for another event, once for both"
     note = Note(kind="hook_finished", text=text, stage=signal.stage, hook=signal.hook, outcome=signal.outcome)
@@ -317,10 +332,11 @@ def _restart(workflow: Workflow, context: Context) -> Step:
 
 
 def _describe(event: ScheduledEvent, now: datetime) -> str:
+    more = ", ..." if len(event.resources) > 5 else ""
     parts = [
         f"{event.type or 'an event without a type'} {event.status or '(no status)'}",
         f"from {event.source}" if event.source else "",
-        f"for {', '.join(event.resources[:5])}{', ...' if len(event.resources) > 5 else ''}",
+        f"for {', '.join(event.resources[:5])}{more}",
         f"not before {show(event.not_before)} ({(event.not_before - now).total_seconds():.0f}s)"
         if event.not_before
         else "",

@@ -94,7 +94,8 @@ def wait(workflow: Workflow, waits: Waits | None, kind: NoteKind = "waits") -> S
     """Note why nothing moves, once."""
     if workflow.waits == waits:
         return None
-    waiting, before = replace(workflow, waits=waits), workflow.waits
+    waiting = replace(workflow, waits=waits)
+    before = workflow.waits
     if waits and waits.kind == "table":
         return Step(workflow=waiting)  # the answer tells what it waits for
     if before and waits and before.kind == waits.kind and waits.kind in ("slot", "all_ready"):

@@ -8,8 +8,10 @@ from agent.workflow.model import Context, Stage, Workflow
 
 
 def is_due(at: datetime, now: datetime, longest_seconds: float) -> bool:
-    """Whether the time has come, or is farther away than it can be (the clock was set back)."""
-    return not now < at <= now + timedelta(seconds=longest_seconds)
+    """Whether the time has come, or is farther away than it can be."""
+    if at <= now:
+        return True
+    return at > now + timedelta(seconds=longest_seconds)  # the clock was set back
 
 
 def start_of(workflow: Workflow, context: Context) -> Start:
@@ -57,7 +59,7 @@ def hook_deadline_at(workflow: Workflow, stage: Stage, reserve_seconds: float, n
     if stage != "prepare" or not_before is None:
         return None
     for seconds in (reserve_seconds, 0.0):
-        left = not_before - now - timedelta(seconds=seconds)
+        left = not_before - now - timedelta(seconds=seconds)  # a NotBefore may be the first moment of a datetime
         if left > timedelta(seconds=1):
             return now + left
     return None

@@ -51,13 +51,16 @@ def wishes(board: Board, context: Context) -> tuple[Wish, ...]:
 
 
 def _wish(workflow: Workflow, context: Context) -> Wish | None:
-    fleet, own = context.fleet, own_name(workflow, context)
+    fleet = context.fleet
+    own = own_name(workflow, context)
     if fleet is None:
         return None
-    wants_slot, wants_all = needs_slot(workflow, fleet), needs_all(workflow)
+    wants_slot = needs_slot(workflow, fleet)
+    wants_all = needs_all(workflow)
     if not own and workflow.prepare.state != "idle" and context.names:
         # The event names it no longer. It is still prepared, so its slot is not free.
-        own, wants_slot = plain_name(context.names[0]), fleet.max_events is not None
+        own = plain_name(context.names[0])
+        wants_slot = fleet.max_events is not None
     if not own or not (wants_slot or wants_all):
         return None
     return Wish(

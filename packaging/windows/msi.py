@@ -88,7 +88,8 @@ _BESIDE_PYTHON = "pywin32_system32/"  # where Windows looks for what modules loa
 _SET_PROPERTY = 51
 _COMMAND = 50  # a program that a property names, at once, as who installs
 _CUSTOM = 18 + 0x400 + 0x800  # a program among the installed files; later, in the script; as the system
-_IGNORE_RESULT, _ROLLBACK = 0x40, 0x100
+_IGNORE_RESULT = 0x40
+_ROLLBACK = 0x100
 _UNINSTALL = 'REMOVE="ALL"'
 _MAINTENANCE = 'REINSTALL OR REMOVE="ALL"'
 _REPLACES = "INSTALLED_AT AND (OLDER_FOUND OR POLICY) AND NOT REMOVE"
@@ -211,10 +212,9 @@ def check_python(path: Path | None, sha256: str | None) -> Path:
     """The file, if it is the one that is pinned. Raises BuildError."""
     pinned = tomllib.loads((HERE / "python.toml").read_text("utf-8"))
     if path is None or not path.is_file():
-        raise BuildError(
-            f"--python-embed (or PYTHON_EMBED): expected the file of {pinned['url']}; "
-            f"{'got nothing' if path is None else f'{path} is no file'}: download it first"
-        )
+        got = "got nothing" if path is None else f"{path} is no file"
+        expected = f"expected the file of {pinned['url']}"
+        raise BuildError(f"--python-embed (or PYTHON_EMBED): {expected}; {got}: download it first")
     found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != (sha256 or pinned["sha256"]):
         raise BuildError(
@@ -301,7 +301,9 @@ def _compile_messages(root: Path) -> None:
 
 def _resources(messages: bytes) -> bytes:
     """The message table 1 as a file of resources, which windres makes of a script only with a compiler's help."""
-    number, table, english = 0xFFFF, 11, 0x409
+    number = 0xFFFF
+    table = 11
+    english = 0x409
     header = struct.pack("<2I4HI2H2I", len(messages), 32, number, table, number, 1, 0, 0x30, english, 0, 0)
     empty = struct.pack("<2I4H4I", 0, 32, number, 0, number, 0, 0, 0, 0, 0)
     return empty + header + messages + b"\0" * (-len(messages) % 4)
@@ -469,7 +471,7 @@ def _describe(root: Path, version: str, identity: str, code: str) -> ET.Element:
 
 
 def _add_service(component: ET.Element) -> None:
-    """Its rows; what they cannot say, installation.py has the agent's own `service install` say."""
+    """Have the component install the service. What a row cannot say, the agent's own `service install` says."""
     service = ET.SubElement(
         component,
         "ServiceInstall",
@@ -497,9 +499,10 @@ def _add_service(component: ET.Element) -> None:
 
 
 def _tables(version: str, identity: str) -> Iterator[Table]:
-    """Those that wixl does not make, or not so."""
+    """The tables that wixl does not make, or not so."""
     python = Path("python/python.exe")
-    component, program = _id("c", python), _id("f", python)
+    component = _id("c", python)
+    program = _id("f", python)
     script = f'-I -B "[#{_id("f", Path("installation.py"))}]"'
     upgrade = f"{{{_guid('upgrade')}}}"
     # By what is there: nothing of the new version is on the disk yet. A broken version may be replaced unseen.
@@ -562,7 +565,9 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
             ("Installed OR WINDOWS_MAJOR", f"{PRODUCT} needs Windows Server 2016, Windows 10, or a later one."),
         ],
     )
-    machine, is_value, is_64_bit = 2, 2, 16
+    machine = 2
+    is_value = 2
+    is_64_bit = 16
     yield _table(
         "AppSearch",
         ("Property", "Signature_"),

@@ -192,7 +192,7 @@ class ServiceManager:
                 stream.write(json.dumps(answer) + "\n")
                 stream.flush()
 
-    def _do(self, arguments: list[str]) -> tuple[int, str]:
+    def _do(self, arguments: list[str]) -> tuple[int, str]:  # noqa: C901  # a flat list of cases
         verb, *options, name = arguments
         if name not in self._units:
             return 5, f"Unit {name} not found."

@@ -172,7 +172,8 @@ def _event(random: Random, **fixed: str) -> str:
         dice = random.random()
         if dice < 0.05 and key not in fixed:
             continue
-        pairs.append(f'"{key}": {_json(random) if dice > 0.98 and key not in fixed else value}')
+        shown = _json(random) if dice > 0.98 and key not in fixed else value
+        pairs.append(f'"{key}": {shown}')
     if random.random() < 0.1:
         pairs.append(random.choice(pairs or [""]))
         random.shuffle(pairs)
@@ -331,11 +332,9 @@ def _node(random: Random, annotation: Any, name: str = "", depth: int = 0) -> _N
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):
         inner = next(member for member in arguments if member is not NoneType)
-        return (
-            "null"
-            if random.random() < 0.01
-            else _node(random, Annotated[(inner, *metas)] if metas else inner, name, depth)
-        )
+        if random.random() < 0.01:
+            return "null"
+        return _node(random, Annotated[(inner, *metas)] if metas else inner, name, depth)
     if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
         return _struct_node(random, annotation, depth)
     if origin in (tuple, list):

@@ -205,7 +205,8 @@ def _turn(
                 case Approve():
                     event = events[workflow.event.key]
                     assert event.status == "Scheduled", f"an event that is {event.status} is approved"
-                    assert effect.event_id == event.approval_id != ""
+                    assert effect.event_id == event.approval_id
+                    assert effect.event_id
                     assert not event.is_ambiguous
                     assert event.affects(("vm-1",)) in ("self", "shared")
                     kind = "" if is_lucky else "timeout"

@@ -67,7 +67,8 @@ def test_a_seed_makes_the_same_input_in_every_process() -> None:
         ).stdout
         for seed in ("1", "2")
     ]
-    assert runs[0] == runs[1] != ""
+    assert runs[0] == runs[1]
+    assert runs[0]
 
 
 def test_what_inputs_are_made_from_is_read_and_not_only_refused() -> None:

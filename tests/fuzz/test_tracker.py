@@ -170,7 +170,11 @@ def expected_rule(rules: tuple[Rule, ...], told: Told, noticed_at: datetime) -> 
     """The name of the first rule whose conditions hold, told a second time and as simply as can be."""
     mine = {name.lower() for name in NAMES}
     named = [resource.lower().removeprefix("_") in mine for resource in told.resources]
-    affects = "unknown" if not named else "self" if all(named) else "shared" if any(named) else "others"
+    affects = "unknown"
+    if named:
+        affects = "shared" if any(named) else "others"
+    if named and all(named):
+        affects = "self"
     notice = 0.0
     if told.not_before is not None and told.status != "Started":
         notice = max(0.0, (told.not_before - noticed_at).total_seconds())

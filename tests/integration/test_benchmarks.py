@@ -66,7 +66,7 @@ def test_a_quick_run_prints_every_row() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert f"Python {sys.version.split()[0]}" in done.stdout.splitlines()[0]
-    rows = [match for line in done.stdout.splitlines() if (match := LINE.fullmatch(line))]
+    rows = list(filter(None, map(LINE.fullmatch, done.stdout.splitlines())))
     assert [(row["figure"], row["target"]) for row in rows] == ROWS, done.stdout
     assert all(float(row["agent"]) > 0 for row in rows if not row["figure"].startswith("more of it"))
     beside = [row["figure"] for row in rows if row["httpx"] != "-" and row["http"] != "-"]

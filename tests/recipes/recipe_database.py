@@ -49,7 +49,8 @@ class _Database(Recipe):
         server = self._servers.server
         primary = f"host={server} port=5432"
         both = f"host={server},{server} port=5432,5433 target_session_attrs=read-write"
-        conninfo = f"{both if self.has_standby else primary} user={USER} dbname=postgres connect_timeout=2"
+        servers = both if self.has_standby else primary
+        conninfo = f"{servers} user={USER} dbname=postgres connect_timeout=2"
         self.start_writers(conninfo)
 
     def start_writers(self, conninfo: str) -> None:

@@ -36,7 +36,8 @@ class HAProxyPair(Recipe):
         for name, command in (("HAProxy", programs().haproxy), ("keepalived", programs().keepalived)):
             done = subprocess.run([*command, "-v"], capture_output=True, text=True, check=True, timeout=60)
             version = re.search(r"\d+\.\d+\.\d+", done.stdout + done.stderr)
-            found.append(f"{name} {version[0] if version else 'of an unknown version'}")
+            number = version[0] if version else "of an unknown version"
+            found.append(f"{name} {number}")
         return ", ".join(found)
 
     def write_policy(self, agent: Agent) -> None:

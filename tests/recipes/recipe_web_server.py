@@ -38,7 +38,8 @@ class WebServer(Recipe):
                 [program, "-v"], env=environment, capture_output=True, text=True, check=True, timeout=60
             )
             version = re.search(r"\d+\.\d+\.\d+", done.stdout + done.stderr)
-            found.append(f"{Path(program).name} {version[0] if version else 'of an unknown version'}")
+            number = version[0] if version else "of an unknown version"
+            found.append(f"{Path(program).name} {number}")
         return ", ".join(found)
 
     def write_policy(self, agent: Agent) -> None:

@@ -39,14 +39,14 @@ from agent.engine import (
     key_of,
     without_run,
 )
-from agent.events import EventTypeName, parse_document
+from agent.events import Document, EventTypeName, parse_document
 from agent.imds import Identity
 from agent.metrics import Metrics
 from agent.notices import Happening
 from agent.policy import Hook, Rule, RuleAffects, When
 from agent.settings import AgentSettings, Settings
 from agent.settings.model import NoticeWord, NotifyTarget
-from agent.simulator.azure import Azure, EventType, Plan
+from agent.simulator.azure import Azure, EventType, HappeningKind, Plan, SimulatedEvent
 from agent.store import FactName, RequestWord, Store, StoredNotice, StoreError
 from agent.workflow import ApprovalAnswered, Approve, HookOutcome, NoteKind, RunHook, Step, Workflow, is_ready
 
@@ -378,31 +378,36 @@ class World(Machine):
             if happening.kind == "polled":
                 continue
             event = happening.event
-            self.tell(f"Azure: {happening.kind} {_describe(event) if event else happening.text}")
-            if event is None:
-                continue
-            if happening.kind in ("started", "gone"):
-                since = self._scheduled_since.pop(event.ids[0], None)
-                if since is not None and not event.approved_at:
-                    self._judge_neglect(event.ids[0], since, has_started=happening.kind == "started")
-            if happening.kind == "started" and VM in event.plan.vms:
-                if event.plan.type in ("Reboot", "Redeploy"):
-                    self.after(self.chance("reboot").uniform(0.0, 3.0), self._reboot)
-                else:
-                    self.after(0.1, self._freeze)
-            elif happening.kind == "scheduled":
-                self._scheduled_since[event.ids[0]] = self._at
-                # Mishaps are worth most while there is something to do.
-                for trouble, what in self._mishaps():
-                    chance = self.chance(f"{trouble} beside an event")
-                    is_due, seconds = chance.random() < 0.5, chance.expovariate(1 / 20.0)
-                    if self.has(trouble) and is_due and self._at + seconds < BUSY_SECONDS - 300.0:
-                        self.after(seconds, what)
+            what = _describe(event) if event else happening.text
+            self.tell(f"Azure: {happening.kind} {what}")
+            if event is not None:
+                self._notice(happening.kind, event)
         if told > self._azure_told:
             self._azure_told = told
             self._poll_soon()
             if self._azure.next_due < float("inf"):
                 self.after(max(0.0, self._azure.next_due - self._epoch()) + 1e-6, lambda: None)
+
+    def _notice(self, kind: HappeningKind, event: SimulatedEvent) -> None:
+        """What follows for the machine from what Azure did to the event."""
+        if kind in ("started", "gone"):
+            since = self._scheduled_since.pop(event.ids[0], None)
+            if since is not None and not event.approved_at:
+                self._judge_neglect(event.ids[0], since, has_started=kind == "started")
+        if kind == "started" and VM in event.plan.vms:
+            if event.plan.type in ("Reboot", "Redeploy"):
+                self.after(self.chance("reboot").uniform(0.0, 3.0), self._reboot)
+            else:
+                self.after(0.1, self._freeze)
+        elif kind == "scheduled":
+            self._scheduled_since[event.ids[0]] = self._at
+            # Mishaps are worth most while there is something to do.
+            for trouble, mishap in self._mishaps():
+                chance = self.chance(f"{trouble} beside an event")
+                is_due = chance.random() < 0.5
+                seconds = chance.expovariate(1 / 20.0)
+                if self.has(trouble) and is_due and self._at + seconds < BUSY_SECONDS - 300.0:
+                    self.after(seconds, mishap)
 
     def _judge_neglect(self, name: str, since: float, *, has_started: bool) -> None:
         seconds = self._at - max(since, BUSY_SECONDS)
@@ -824,17 +829,7 @@ class World(Machine):
         for step in steps:
             self._names[step.workflow.id] = self._azure.event(step.workflow.event.id).ids[0]
         if self._document is not None:
-            events = []
-            for event in self._document.events:
-                name = self._azure.event(event.id).ids[0]
-                facts = (event.type, event.status, event.resources, event.not_before)
-                events.append((name, event.id, *facts))
-            self.judge.read(
-                events,
-                answered=self._document.answered,
-                is_state_lost=self._is_state_lost,
-                has_recommendations=self._document.has_recommendations,
-            )
+            self._judge_document(self._document)
             self._document = None
         for step in steps:
             if any(note.kind == "expired" for note in step.notes):
@@ -851,13 +846,25 @@ class World(Machine):
             self.is_cut_after_commit |= self.chance("power cuts at an approval").random() < 0.2
         if self.is_cut_after_commit or self.judge.on_clear_runs:
             # The start is on the disk, and comes never, or only when the on_clear hook has ended.
-            for step in steps:
-                for effect in step.effects:
-                    if isinstance(effect, RunHook):
-                        self.judge.maybe_started(self._names[effect.workflow_id], effect.stage, effect.hook)
+            starts = [effect for step in steps for effect in step.effects if isinstance(effect, RunHook)]
+            for start in starts:
+                self.judge.maybe_started(self._names[start.workflow_id], start.stage, start.hook)
         if self.is_cut_after_commit:
             self.is_cut_after_commit = False
             raise PowerCut
+
+    def _judge_document(self, document: Document) -> None:
+        events = []
+        for event in document.events:
+            name = self._azure.event(event.id).ids[0]
+            facts = (event.type, event.status, event.resources, event.not_before)
+            events.append((name, event.id, *facts))
+        self.judge.read(
+            events,
+            answered=document.answered,
+            is_state_lost=self._is_state_lost,
+            has_recommendations=document.has_recommendations,
+        )
 
     def _known(self, ended: HookEnded, *, is_required: bool) -> None:
         if isinstance(ended.effect, RunHook):

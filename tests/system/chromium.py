@@ -164,7 +164,8 @@ class Browser:
     def _end_of_log(self) -> str:
         ended = self._process.poll()
         said = self._log.read_text(errors="replace")[-2000:]
-        return f"{'it runs' if ended is None else f'it has ended with {ended}'}, and has logged:\n{said}"
+        state = "it runs" if ended is None else f"it has ended with {ended}"
+        return f"{state}, and has logged:\n{said}"
 
     def _note(self, event: dict[str, Any]) -> None:
         tab = self._tabs.get(event.get("sessionId", ""))

@@ -194,7 +194,8 @@ def test_files_and_directories_are_copied_in_as_they_are(container: Container, t
     script.chmod(0o755)
     container.copy_in(tmp_path / "hooks", "/etc/hooks")
     container.copy_in(script, "/usr/local/bin/drain")
-    assert container.run("/etc/hooks/drain").stdout == container.run("drain").stdout == "drained\n"
+    assert container.run("/etc/hooks/drain").stdout == "drained\n"
+    assert container.run("drain").stdout == "drained\n"
 
 
 def test_a_path_leads_where_it_leads_in_the_machine(container: Container) -> None:

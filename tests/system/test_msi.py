@@ -276,7 +276,8 @@ def test_what_is_ours_is_done_between_the_service_s_registration_and_its_start(m
 def test_the_agent_stops_the_service_at_each_change_and_starts_it_if_that_fails(msi: Path) -> None:
     when = {row["Action"]: row["Condition"] for row in table(msi, "InstallExecuteSequence")}
     # Also in a repair. Installed once more as it is, nothing starts the service, so that nothing may stop it.
-    assert when["Halt"] == when["Return"] == 'REINSTALL OR REMOVE="ALL"'
+    assert when["Halt"] == 'REINSTALL OR REMOVE="ALL"'
+    assert when["Return"] == 'REINSTALL OR REMOVE="ALL"'
     assert when["Leave"] == 'REMOVE="ALL"'
     deferred, as_system, rollback, ignored = 0x400, 0x800, 0x100, 0x40
     types = {row["Action"]: int(row["Type"]) - 18 for row in table(msi, "CustomAction")}

@@ -312,7 +312,8 @@ def test_nothing_overflows_is_too_faint_or_runs_that_should_not(
     for width, is_dark in ((PHONE, False), (PHONE, True), (DESKTOP, False), (DESKTOP, True)):
         tab.look(width, is_dark=is_dark)
         open_scene(tab, server, f"{name}/")
-        tab.screenshot(tmp_path / f"{name}-{width}-{'dark' if is_dark else 'light'}.png")  # to be looked at
+        scheme = "dark" if is_dark else "light"
+        tab.screenshot(tmp_path / f"{name}-{width}-{scheme}.png")  # to be looked at
         assert tab.ask("document.documentElement.scrollWidth") <= width
         assert tab.ask(CONTRASTS) == []
     assert tab.ask("window.ran") is None

@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "status": {"events", "workflow"},
     "hook_times": {"policy", "workflow"},
     "operator_words": {"workflow", "status"},
-    "words": {"events", "workflow", "status", "operator_words"},
+    "words": {"events", "workflow", "status", "operator_words", "spelling"},
     "settings": {"events", "policy", "spelling", "typed_yaml", "host", "web", "settings"},
     "transport": set(),
     "imds": PURE | {"settings", "host", "transport"},
@@ -217,21 +217,6 @@ def test_a_host_module_can_be_imported_on_the_other_system(path: Path) -> None:
 
 def test_every_module_says_what_it_is_for() -> None:
     assert [name_of(path) for path in files() if not ast.get_docstring(parse(path))] == []
-
-
-def test_modules_and_functions_stay_short_enough_to_read_at_once() -> None:
-    def length(path: Path) -> int:
-        return len(path.read_text(encoding="utf-8").splitlines())
-
-    benchmarks = (ROOT.parent / "benchmarks").glob("*.py")
-    found = {name_of(path): length(path) for path in files() if length(path) > 450}
-    if (total := sum(map(length, benchmarks))) > 600:
-        found["benchmarks"] = total
-    for path in files():
-        for node in ast.walk(parse(path)):
-            if isinstance(node, ast.FunctionDef) and (lines := (node.end_lineno or 0) - node.lineno + 1) > 60:
-                found[f"{name_of(path)}: {node.name}"] = lines
-    assert found == {}
 
 
 def test_the_map_in_the_package_names_every_module() -> None:

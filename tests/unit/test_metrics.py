@@ -60,7 +60,7 @@ def record(metrics: Metrics, workflow: Workflow, *kinds: NoteKind, seconds_later
 def families(metrics: Metrics) -> dict[str, Metric]:
     """What a scraper understands, under the names by which it is asked for."""
     found = text_string_to_metric_families(metrics.expose().decode())
-    return {f"{family.name}{'_total' if family.type == 'counter' else ''}": family for family in found}
+    return {f"{family.name}_total" if family.type == "counter" else family.name: family for family in found}
 
 
 def samples(metrics: Metrics, name: str) -> dict[tuple[str, ...], float]:

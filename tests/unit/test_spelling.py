@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.spelling import format_duration, parse_duration
+from agent.spelling import format_duration, parse_duration, plural
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,10 @@ def test_durations_read_and_write_the_same_text(text: str, seconds: float) -> No
 @given(st.integers(0, 3650 * 86_400_000))
 def test_every_duration_that_is_written_reads_back(milliseconds: int) -> None:
     assert round(parse_duration(format_duration(milliseconds / 1000)) * 1000) == milliseconds
+
+
+def test_one_is_not_many() -> None:
+    assert [plural(count, "hook") for count in (0, 1, 2)] == ["0 hooks", "1 hook", "2 hooks"]
 
 
 @pytest.mark.parametrize("text", ["", "s", "5", "5 s", "-5s", "5x", "1m1h", "5s5s", "1e3s", "5S", "٣s", "5s\n"])

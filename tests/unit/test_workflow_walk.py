@@ -221,22 +221,7 @@ class World:
     def choices(self) -> Iterator[str]:
         """Everything that can happen next, in words that ``after`` understands."""
         for event in self.script.rules:
-            status = self.truth.get(event)
-            if status is None:
-                is_more = self.counts.get(event, 0) < self.script.appearances or event in self.missing
-                if is_more and self._may_appear(event):
-                    yield f"{event} appears Scheduled"
-                    if event != "R":
-                        yield f"{event} appears Started"
-                continue
-            if event == "R":
-                if event in self.read and not self.is_blind and self._may_expire(self.present(event)):
-                    yield "R expires"
-            elif status == "Scheduled":
-                yield f"{event} becomes Started"
-            elif self.script.may_flap:
-                yield f"{event} becomes Scheduled"
-            yield f"{event} vanishes"
+            yield from self._choices_of_azure(event)
         if self.is_blind:
             yield "first document"
             return
@@ -254,6 +239,31 @@ class World:
                 yield f"{name} approval error"
         if any(_waits_for_time(w) for w in self.board.values()):
             yield "time passes"
+        yield from self._choices_of_operators()
+        if self.crashes < self.script.crashes:
+            yield "crash"
+            if self.boot == 0:
+                yield "crash with reboot"
+
+    def _choices_of_azure(self, event: str) -> Iterator[str]:
+        status = self.truth.get(event)
+        if status is None:
+            is_more = self.counts.get(event, 0) < self.script.appearances or event in self.missing
+            if is_more and self._may_appear(event):
+                yield f"{event} appears Scheduled"
+                if event != "R":
+                    yield f"{event} appears Started"
+            return
+        if event == "R":
+            if event in self.read and not self.is_blind and self._may_expire(self.present(event)):
+                yield "R expires"
+        elif status == "Scheduled":
+            yield f"{event} becomes Started"
+        elif self.script.may_flap:
+            yield f"{event} becomes Scheduled"
+        yield f"{event} vanishes"
+
+    def _choices_of_operators(self) -> Iterator[str]:
         if self.script.has_operator:
             for event in self.read:
                 word = self.words.get(self.present(event), "")
@@ -261,10 +271,6 @@ class World:
             yield from (f"{name} retry" for name in self.failed if name not in self.started)
         for name in self.unrecovered():
             yield from (f"{name} retry", f"{name} resolve")
-        if self.crashes < self.script.crashes:
-            yield "crash"
-            if self.boot == 0:
-                yield "crash with reboot"
 
     def unrecovered(self) -> list[str]:
         """The appearances that wait for an operator to put their recovery right."""
@@ -292,7 +298,7 @@ class World:
         world._do(choice.split())
         return world
 
-    def _do(self, words: list[str]) -> None:
+    def _do(self, words: list[str]) -> None:  # noqa: C901  # a flat list of cases
         match words:
             case [event, "appears", status]:
                 self.truth[event] = status
@@ -594,7 +600,8 @@ class World:
         if self.missing:
             return "another answer"
         for (name, stage), flight in self.flights.items():
-            return f"{name} {stage} {'canceled' if flight.is_told_to_end else 'succeeded'}"
+            outcome = "canceled" if flight.is_told_to_end else "succeeded"
+            return f"{name} {stage} {outcome}"
         for name in self.posts:
             return f"{name} approval ok"
         for name in self.unrecovered():

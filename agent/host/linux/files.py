@@ -69,7 +69,8 @@ def privacy_fault(path: Path) -> str | None:
 def ownership_fault(path: Path, user: str | None) -> str | None:
     """The owner of the directory if neither the account (None: this one) nor root owns it, and the way out."""
     with suppress(OSError, KeyError):
-        owner, who = path.stat().st_uid, user or account_name()
+        owner = path.stat().st_uid
+        who = user or account_name()
         if owner not in (0, os.geteuid() if user is None else pwd.getpwnam(user).pw_uid):
             return f"it belongs to uid {owner}: if it is the agent's own, chown -R {who} {path}"
     return None
@@ -91,7 +92,8 @@ def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = 
         for place, facts in _places(path.absolute()):
             fault = _who_may_change(place, facts, trusted)
             if fault and user is not None:  # looking up an account may take long
-                trusted, user = _trusted(user, is_own_code=is_own_code), None
+                trusted = _trusted(user, is_own_code=is_own_code)
+                user = None
                 fault = _who_may_change(place, facts, trusted)
             if fault:
                 who, way_out = fault
@@ -226,7 +228,8 @@ def _trusted(user: str | None, *, is_own_code: bool) -> _Trusted:
 
 def _places(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Each file, directory and link on the way to the path, which exists."""
-    todo, seen = [path], set[Path]()
+    todo = [path]
+    seen = set[Path]()
     while todo:
         path = todo.pop()
         for place in (path, *path.parents):
@@ -241,10 +244,8 @@ def _places(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def _who_may_change(place: Path, facts: os.stat_result, trusted: _Trusted) -> tuple[str, str] | None:
     """Which other accounts could, and the command that ends it."""
     if facts.st_uid not in trusted.users:
-        return (
-            f"its owner, uid {facts.st_uid}",
-            f"chown {'-h ' if stat.S_ISLNK(facts.st_mode) else ''}root {place}",
-        )
+        chown = "chown -h" if stat.S_ISLNK(facts.st_mode) else "chown"
+        return f"its owner, uid {facts.st_uid}", f"{chown} root {place}"
     if stat.S_ISLNK(facts.st_mode):
         return None  # it has no mode of its own
     if stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX:

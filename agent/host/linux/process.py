@@ -322,7 +322,8 @@ def _why_not_started(program: str, cwd: str, user: str | None, env: Mapping[str,
     if path.is_dir():
         return f"a directory, not a program: {program}"
     if isinstance(error, PermissionError):
-        return f"not executable{f' for {user}' if user else ''}: {program}"
+        what = f"not executable for {user}" if user else "not executable"
+        return f"{what}: {program}"
     if error.errno == errno.ENOEXEC:
         return f"neither a program nor a script that begins with #!: {program}"
     return f"cannot be started ({error.strerror}): {program}"
@@ -330,16 +331,22 @@ def _why_not_started(program: str, cwd: str, user: str | None, env: Mapping[str,
 
 def _owned_processes(trees: Mapping[str, ProcessTree | None]) -> list[tuple[psutil.Process, str]]:
     """Every process that a tree started, with the tree's token, or "" for a stray that shows no owner."""
-    me, session = os.getpid(), os.getsid(0)
+    me = os.getpid()
+    session = os.getsid(0)
     tokens_by_session = {tree.pid: token for token, tree in trees.items() if tree is not None}
     owners: dict[int, str | None] = {}  # None for our own children that are no hooks, and for theirs
     owned = []
     for process in psutil.Process().children(recursive=True):  # parents come before their children
         try:
-            parent, own_session = process.ppid(), os.getsid(process.pid)
+            parent = process.ppid()
+            own_session = os.getsid(process.pid)
         except (psutil.Error, ProcessLookupError):
             continue
-        inherited = owners.get(parent, "") if parent != me else None if own_session == session else ""
+        inherited: str | None = ""
+        if parent != me:
+            inherited = owners.get(parent, "")
+        elif own_session == session:
+            inherited = None
         if inherited == "":
             token = _token_of(process)
             inherited = tokens_by_session.get(own_session) or (token if token in trees else "")

@@ -123,7 +123,8 @@ class ServiceManager:
 
 def _status_line(status: str) -> str:
     # The names of events come from the network, and systemd would read a new line as another message.
-    return f"STATUS={''.join(c if c.isprintable() else ' ' for c in status)[:_MAX_STATUS_CHARACTERS]}"
+    line = "".join(c if c.isprintable() else " " for c in status)
+    return f"STATUS={line[:_MAX_STATUS_CHARACTERS]}"
 
 
 def has_terminal_colors() -> bool:
@@ -149,4 +150,8 @@ def _option_245_of(root: Path) -> str | None:
         with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
             texts.append((os.fstat(file.fileno()).st_mtime, file.read(_MAX_LEASE_CHARACTERS)))
     newest_first = sorted(texts, key=itemgetter(0), reverse=True)
-    return next((address for _, text in newest_first if (address := dhcp.parse_lease(text))), None)
+    for _, text in newest_first:
+        address = dhcp.parse_lease(text)
+        if address:
+            return address
+    return None

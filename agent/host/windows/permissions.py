@@ -46,7 +46,8 @@ _TRUSTED = frozenset(
 )
 # For the system, administrators and further accounts; not inherited from the parent, which lets everyone in.
 _PRIVATE = "D:P(A;OICI;FA;;;SY)(A;OICI;FA;;;BA)"
-_ALL, _READ = "FA", "0x1200a9"
+_ALL = "FA"
+_READ = "0x1200a9"
 _INHERIT_ONLY = 0x8
 _ALREADY_EXISTS = 183
 _REPARSE_POINT = 0x400

@@ -48,9 +48,12 @@ _STOP_PATIENCE_SECONDS = STOP_TIMEOUT + 30.0
 _REMOVE_PATIENCE_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 # SERVICE_... rights, and DELETE: an account may have been given some of them only.
-_QUERY, _START, _STOP = 0x5, 0x10, 0x20
+_QUERY = 0x5
+_START = 0x10
+_STOP = 0x20
 _CHANGE_PARAMETERS = 0x40  # SERVICE_PAUSE_CONTINUE is for this control as well
-_DELETE, _ALL_ACCESS = 0x10000, 0xF01FF
+_DELETE = 0x10000
+_ALL_ACCESS = 0xF01FF
 _STATES = ("", "stopped", "start pending", "stop pending", "running")
 _STARTS = ("boot", "system", "automatic", "manual", "disabled")
 
