@@ -20,11 +20,11 @@ from pathlib import Path
 from many_agents import open_fleet
 from msgspec.structs import replace
 
-from agent.events import ScheduledEvent
-from agent.policy import Decision
-from agent.store import Store
-from agent.workflow import Note, Step, Workflow
 from benchmarks.sides import LINE, OTHERS, SIDES, Side, describe_machine, open_sides, show
+from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.policy import Decision
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.workflow import Note, Step, Workflow
 
 assert sys.platform != "win32"
 

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 from harness import Agent, installed_environment
 
-from agent import __version__
-from agent.simulator import Simulator
+from scheduled_events_agent import __version__
+from scheduled_events_agent.simulator import Simulator
 
 SIDES = ("agent", "httpx", "http.client")
 LINE = "{:<57}{:>6}{:>10}{:>10}{:>12}  {}"
@@ -34,9 +34,9 @@ RULES: list[dict[str, Any]] = [
 PACED = """
 import sys
 from datetime import timedelta
-from agent.cli import main
-from agent.daemon.polling import Poller
-from agent.engine import upkeep
+from scheduled_events_agent.cli import main
+from scheduled_events_agent.daemon.polling import Poller
+from scheduled_events_agent.engine import upkeep
 
 interval, keep = map(float, (sys.argv.pop(1), sys.argv.pop(1)))
 upkeep.KEEP_JOURNAL, upkeep.TIDY_SECONDS = timedelta(keep), min(60.0, keep * 86400 / 90)

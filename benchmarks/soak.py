@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 
-from agent.simulator import Simulator, SimulatorError
-from agent.store import FILE_NAME
 from benchmarks.sides import Side, describe_machine, open_sides
+from scheduled_events_agent.simulator import Simulator, SimulatorError
+from scheduled_events_agent.store import FILE_NAME
 
 TURN_SECONDS = 0.5
 REFUSED = "the policy file is refused; the old policy stays in force"

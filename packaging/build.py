@@ -103,7 +103,7 @@ _PLACES = {
 _LINKED = {source: f"/{target}" for source, (target, _) in _PLACES.items()} | {
     "README.md": f"/{_DOC}/README.md",
     "config/hooks/README.md": f"/etc/{NAME}/hooks/README.md",
-    "agent/__init__.py": f"/{HOME}/agent/__init__.py",
+    "agent/scheduled_events_agent/__init__.py": f"/{HOME}/scheduled_events_agent/__init__.py",
 }
 
 
@@ -237,10 +237,12 @@ def source_epoch() -> int:
 
 
 def source_version() -> str:
-    text = (SOURCES / "agent" / "__init__.py").read_text("utf-8")
+    text = (SOURCES / "agent/scheduled_events_agent/__init__.py").read_text("utf-8")
     found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if not found:
-        raise BuildError('agent/__init__.py: expected a line __version__ = "...", found none')
+        raise BuildError(
+            'agent/scheduled_events_agent/__init__.py: expected a line __version__ = "...", found none'
+        )
     return found[1]
 
 
@@ -303,10 +305,10 @@ def _licenses_in_modules(modules: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _place_agent(root: Path, version: str) -> None:
-    for source in sorted((SOURCES / "agent").rglob("*")):
+    for source in sorted((SOURCES / "agent/scheduled_events_agent").rglob("*")):
         if source.is_file() and "__pycache__" not in source.parts and source.name != "py.typed":
-            write(root / HOME / source.relative_to(SOURCES), source.read_bytes())
-    told = root / HOME / "agent/__init__.py"
+            write(root / HOME / source.relative_to(SOURCES / "agent"), source.read_bytes())
+    told = root / HOME / "scheduled_events_agent/__init__.py"
     edit(told, f'__version__ = "{source_version()}"', f'__version__ = "{version}"')
 
 
@@ -374,7 +376,7 @@ def _generate_from_parser(root: Path, tools: Path, version: str, epoch: int) -> 
     }
     with tempfile.TemporaryDirectory() as path:
         # The staged agent alone: its dependencies there may be for another processor than this machine's.
-        (Path(path) / "agent").symlink_to((root / HOME / "agent").resolve())
+        (Path(path) / "scheduled_events_agent").symlink_to((root / HOME / "scheduled_events_agent").resolve())
         environment = {"PATH": os.defpath, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         environment |= {"SOURCE_DATE_EPOCH": str(epoch), "LC_ALL": "C.UTF-8", "COLUMNS": "100"}
         for what, place in manuals.items():
@@ -382,7 +384,7 @@ def _generate_from_parser(root: Path, tools: Path, version: str, epoch: int) -> 
             write(root / "usr/share/man" / place, _gzip(text.encode()))
         for shell, place in completions.items():
             command = [python, "-m", "shtab", "--shell", shell, "--error-unimportable"]
-            grammar = ["--prefix", NAME.replace("-", "_"), "agent.cli.completion.hinted_parser"]
+            grammar = ["--prefix", NAME.replace("-", "_"), "scheduled_events_agent.cli.completion.hinted_parser"]
             write(root / place, run([*command, *grammar], env=environment).encode())
 
 

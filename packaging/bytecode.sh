@@ -11,5 +11,5 @@ find "$home" -depth -type d -name __pycache__ -exec rm -rf {} +
 . "$home/interpreter.sh"
 find_python || exit 0 # the launcher tells the user
 exec "$python" -I -S -m compileall -q -f --invalidation-mode timestamp \
-    "$home/agent" "$home/certifi" "$home/h11" "$home/httpcore" "$home/httpx" "$home/idna" \
+    "$home/scheduled_events_agent" "$home/certifi" "$home/h11" "$home/httpcore" "$home/httpx" "$home/idna" \
     "$home/prometheus_client" "$home/psutil" "$home/structlog" "$home/$abi"

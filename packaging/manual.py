@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from agent.cli import build_parser
-from agent.settings.schema import policy_schema
+from scheduled_events_agent.cli import build_parser
+from scheduled_events_agent.settings.schema import policy_schema
 
 _POLICY_INTRO = """The policy decides about each scheduled event: YAML, read at the start and at each reload. All
 of it may be left out. Durations are written 30s, 5m, 1h30m or 2d.

@@ -10,6 +10,6 @@ _HOME = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pat
 sys.path[:0] = [_HOME, f"{_HOME}/cp{sys.version_info.major}{sys.version_info.minor}"]
 
 if __name__ == "__main__":
-    from agent.cli import main
+    from scheduled_events_agent.cli import main
 
     sys.exit(main())

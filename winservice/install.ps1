@@ -58,7 +58,7 @@ if ($Account -and $Account -ne 'NT SERVICE\ScheduledEventsAgent' -and $Account -
         'group managed service accounts (DOMAIN\NAME$)'
 }
 $service = Get-CimInstance Win32_Service -Filter "Name='ScheduledEventsAgent'"
-if ($service -and $service.PathName -like '* -I -m agent service host*') {
+if ($service -and $service.PathName -like '* -I -m scheduled_events_agent service host*') {
     throw "the service does not run from a venv, but most likely from the MSI: remove it first (msiexec /x)"
 }
 if ($service) {

@@ -23,7 +23,7 @@ $ErrorActionPreference = 'Stop'
 
 $service = Get-CimInstance Win32_Service -Filter "Name='ScheduledEventsAgent'"
 $venv = Join-Path $Path 'Scripts\python.exe'
-if ($service -and $service.PathName -like '* -I -m agent service host*') {
+if ($service -and $service.PathName -like '* -I -m scheduled_events_agent service host*') {
     throw "the service does not run from a venv, but most likely from the MSI: remove it with msiexec /x"
 }
 if ($service) {

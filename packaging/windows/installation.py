@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         else:
             _return()
     except Exception as error:  # noqa: BLE001 - the exit code says so, and the file why
-        from agent import AgentError  # noqa: PLC0415 - not before what was left of another version is gone
+        from scheduled_events_agent import AgentError  # noqa: PLC0415 - not before what was left of another version is gone
 
         told = str(error) if isinstance(error, (AgentError, _RefusedError)) else traceback.format_exc()
         with _LOG.open("a", encoding="utf-8") as log:
@@ -72,7 +72,7 @@ def _check(msi: str, policy: str) -> None:
 
     What keeps that from being found out is no reason to refuse: "enter" looks once more.
     """
-    from agent.host import default_config_path  # noqa: PLC0415 - see main
+    from scheduled_events_agent.host import default_config_path  # noqa: PLC0415 - see main
 
     path = Path(policy) if policy else default_config_path()
     if not policy and not path.exists():
@@ -85,7 +85,7 @@ def _check(msi: str, policy: str) -> None:
         program = (
             f"import sys; sys.path.insert(0, {str(code)!r})\n"
             "from pathlib import Path\n"
-            "from agent.settings import ConfigError, load_policy\n"
+            "from scheduled_events_agent.settings import ConfigError, load_policy\n"
             f"try: load_policy(Path({str(path)!r}))\n"
             f"except ConfigError as error: print(error); sys.exit({_REFUSED})"
         )
@@ -127,9 +127,9 @@ def _enter(policy: str) -> None:
     for stale in (_LOG, _POLICY_REPLACED):
         stale.unlink(missing_ok=True)
     _forget_bytecode()
-    from agent.host import default_config_path  # noqa: PLC0415
-    from agent.host.windows.service import install, query, register_source, reload  # noqa: PLC0415
-    from agent.settings import load_policy  # noqa: PLC0415 - as are the imports below: see above
+    from scheduled_events_agent.host import default_config_path  # noqa: PLC0415
+    from scheduled_events_agent.host.windows.service import install, query, register_source, reload  # noqa: PLC0415
+    from scheduled_events_agent.settings import load_policy  # noqa: PLC0415 - as are the imports below: see above
 
     if policy:
         load_policy(Path(policy))
@@ -148,7 +148,7 @@ def _enter(policy: str) -> None:
 
 
 def _undo() -> None:
-    from agent.host import default_config_path  # noqa: PLC0415 - see main
+    from scheduled_events_agent.host import default_config_path  # noqa: PLC0415 - see main
 
     if _POLICY_REPLACED.exists():
         target = default_config_path()
@@ -158,7 +158,7 @@ def _undo() -> None:
 
 
 def _halt() -> None:
-    from agent.host.windows.service import query, stop  # noqa: PLC0415 - see main
+    from scheduled_events_agent.host.windows.service import query, stop  # noqa: PLC0415 - see main
 
     _HALTED.unlink(missing_ok=True)
     facts = query()
@@ -169,7 +169,7 @@ def _halt() -> None:
 
 
 def _leave(*, is_purge: bool) -> None:
-    from agent.host import default_config_path  # noqa: PLC0415 - see main
+    from scheduled_events_agent.host import default_config_path  # noqa: PLC0415 - see main
 
     if is_purge:
         shutil.rmtree(default_config_path().parent, ignore_errors=True)
@@ -178,7 +178,7 @@ def _leave(*, is_purge: bool) -> None:
 
 
 def _return() -> None:
-    from agent.host.windows.service import install, start  # noqa: PLC0415 - see main
+    from scheduled_events_agent.host.windows.service import install, start  # noqa: PLC0415 - see main
 
     install([])  # an installer brings back the service, but not its recovery actions and what else it has
     if _HALTED.exists():

@@ -74,7 +74,7 @@ _SEARCHES = (
     ("WINDOWS_MAJOR", r"SOFTWARE\Microsoft\Windows NT\CurrentVersion", "CurrentMajorVersionNumber"),
     ("INSTALLED_AT", _OWN_KEY, "InstallDir"),
 )
-_HOST = "-I -m agent service host"
+_HOST = "-I -m scheduled_events_agent service host"
 _EXAMPLE = "examples/windows-web-server.yaml"
 _LEFT = ("policy.replaced", "service.halted")  # what installation.py writes beside itself
 # Parts of the wheels that the agent does not use: pywin32's editor, COM, ODBC and programs, and build leftovers.
@@ -231,10 +231,14 @@ def stage(root: Path, interpreter: Path, version: str) -> None:
     """Lay out at ``root`` what will be in the folder of the product, every file with its final time."""
     _place_python(root, interpreter)
     _place_wheels(root)
-    for module in sorted((SOURCES / "agent").rglob("*")):
+    for module in sorted((SOURCES / "agent/scheduled_events_agent").rglob("*")):
         if module.is_file() and "__pycache__" not in module.parts and module.name != "py.typed":
-            copy(module, root / "lib" / module.relative_to(SOURCES))
-    edit(root / "lib/agent/__init__.py", f'__version__ = "{source_version()}"', f'__version__ = "{version}"')
+            copy(module, root / "lib" / module.relative_to(SOURCES / "agent"))
+    edit(
+        root / "lib/scheduled_events_agent/__init__.py",
+        f'__version__ = "{source_version()}"',
+        f'__version__ = "{version}"',
+    )
     copy(HERE / "installation.py", root / "installation.py")
     for source, name in ((f"{NAME}.cmd", f"bin/{NAME}.cmd"), ("status-page.url", "status-page.url")):
         write(root / name, (HERE / source).read_bytes().replace(b"\n", b"\r\n"))
@@ -284,8 +288,9 @@ def _place_wheels(root: Path) -> None:
 
 def _compile_messages(root: Path) -> None:
     """The texts of the Event Log's ids, as a library that holds nothing else."""
-    program = "from agent.log_ids import messages_source; print(messages_source())"
-    source = run([sys.executable, "-B", "-c", program], env={"PYTHONPATH": str(SOURCES), "PATH": os.defpath})
+    program = "from scheduled_events_agent.log_ids import messages_source; print(messages_source())"
+    environment = {"PYTHONPATH": str(SOURCES / "agent"), "PATH": os.defpath}
+    source = run([sys.executable, "-B", "-c", program], env=environment)
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-") as directory:
         place = Path(directory)
         (place / "messages.mc").write_text(source, "utf-8")
@@ -355,7 +360,7 @@ def _zip_of_agent(root: Path, directory: Path) -> Path:
     """The agent's code in one file, for installation.py of the version before to judge a policy by."""
     target = directory / "agent.zip"
     with zipfile.ZipFile(target, "w") as archive:
-        for path in _files(root / "lib/agent"):
+        for path in _files(root / "lib/scheduled_events_agent"):
             entry = zipfile.ZipInfo(path.relative_to(root / "lib").as_posix())  # of 1980, as all
             archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
     return target

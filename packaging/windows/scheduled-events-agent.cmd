@@ -1,1 +1,1 @@
-@"%~dp0..\python\python.exe" -I -m agent %*
+@"%~dp0..\python\python.exe" -I -m scheduled_events_agent %*

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import psutil
 import yaml
 
-from agent import simulator
+from scheduled_events_agent import simulator
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class Agent:
     # --- its life
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "agent", *arguments]
+        return [sys.executable, "-m", "scheduled_events_agent", *arguments]
 
     def start(self, *options: str, is_awaited: bool = True) -> None:
         """Start the command; returns when it has polled, or (if not awaited) at once."""

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Self
 import psutil
 from harness import Agent, Simulator, installed_environment
 
-from agent.fleet.ledger import Ledger
-from agent.fleet.table import connect
-from agent.settings.model import FleetCredential, FleetSettings
-from agent.simulator.table import SimulatedTable
+from scheduled_events_agent.fleet.ledger import Ledger
+from scheduled_events_agent.fleet.table import connect
+from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
+from scheduled_events_agent.simulator.table import SimulatedTable
 
 GROUP = "web"
 NOTICE_SECONDS = 3000

@@ -24,7 +24,10 @@ def block(language: str) -> str:
 @contextlib.contextmanager
 def running(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "agent", *arguments], cwd=CHECKOUT, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "scheduled_events_agent", *arguments],
+        cwd=CHECKOUT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     with process:
         try:

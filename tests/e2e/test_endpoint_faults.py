@@ -16,7 +16,7 @@ from typing import Any, get_args
 import pytest
 from harness import SLOWNESS, Agent, Simulator
 
-from agent.simulator.faults import FaultKind
+from scheduled_events_agent.simulator.faults import FaultKind
 
 INTERVAL = 0.25
 TIME_LIMIT = 0.5 + SLOWNESS / 3

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from harness import Agent, Simulator
 
-from agent.simulator import VirtualMachine
 from conftest import MakeAgent
+from scheduled_events_agent.simulator import VirtualMachine
 
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
 AT_ONCE = {"name": "all", "approve": "immediately"}

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from harness import CHECKOUT, PATIENCE, Agent, Endpoint, Simulator, document
 
-from agent import host
-from agent.status import OperatorAnswer
-from agent.store import Store
+from scheduled_events_agent import host
+from scheduled_events_agent.status import OperatorAnswer
+from scheduled_events_agent.store import Store
 
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
 BY_HAND = {"name": "by-hand", "approve": "manual"}
@@ -25,10 +25,11 @@ HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202e"
 # As root in a directory that only root can pass through, so that everything is loaded before.
 AS_NOBODY = """\
 import os, sys
-import agent.cli, agent.host, agent.settings, agent.status, agent.store, agent.typed_yaml, difflib, pwd, yaml
-agent.cli.build_parser()
+import difflib, pwd, yaml
+from scheduled_events_agent import cli, host, settings, status, store, typed_yaml
+cli.build_parser()
 os.setgroups([]), os.setgid(65534), os.setuid(65534)
-sys.exit(agent.cli.main(sys.argv[1:]))
+sys.exit(cli.main(sys.argv[1:]))
 """
 
 needs_terminal = pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals as POSIX has them")

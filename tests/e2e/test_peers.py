@@ -16,8 +16,8 @@ import pytest
 from harness import SLOWNESS, Agent, Endpoint, Simulator, approved_ids, document
 from ports import free_port
 
-from agent.simulator import RequestRecord, Scenario
 from conftest import MakeAgent
+from scheduled_events_agent.simulator import RequestRecord, Scenario
 
 AT_ONCE = {"name": "at-once", "approve": "immediately"}
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from harness import CHECKOUT, Agent, Endpoint, Simulator, document
 
-from agent.events import parse_document
 from conftest import MakeAgent
+from scheduled_events_agent.events import parse_document
 
 if sys.platform == "win32":
     pytest.skip("environment, descriptors and modes as Linux has them", allow_module_level=True)

@@ -202,7 +202,7 @@ def test_a_command_of_the_documentation_does_what_it_is_shown_for(
         cwd=tmp_path if words[0] == "simulate" else CHECKOUT,
         env={
             **os.environ,
-            "PYTHONPATH": str(CHECKOUT),
+            "PYTHONPATH": str(CHECKOUT / "agent"),
             "SCHEDULED_EVENTS_AGENT_CONFIG": str(agent.config),
             "COLUMNS": "100",
         },

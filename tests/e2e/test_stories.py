@@ -9,8 +9,8 @@ from hashlib import sha256
 import pytest
 from harness import Agent, Simulator, approved_ids
 
-from agent.simulator import VirtualMachine
 from conftest import MakeAgent
+from scheduled_events_agent.simulator import VirtualMachine
 
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
 BY_HAND = {**DRAIN, "name": "by-hand", "approve": "manual", "lead": "30d"}

@@ -48,13 +48,13 @@ class FaultyAgent(Agent):
         super().__init__(directory, endpoint)
         self.prefix: list[str] = []
         """A program and its arguments that sets the stage and then becomes the command itself."""
-        self.program = [sys.executable, "-m", "agent"]
+        self.program = [sys.executable, "-m", "scheduled_events_agent"]
         """What ``run`` is run by."""
         self.address = ""
         """Where its pages are, if its log cannot tell."""
 
     def command(self, *arguments: str) -> list[str]:
-        program = self.program if arguments[:1] == ("run",) else [sys.executable, "-m", "agent"]
+        program = self.program if arguments[:1] == ("run",) else [sys.executable, "-m", "scheduled_events_agent"]
         return [*self.prefix, *program, *arguments]
 
     def log(self, message: str, **fields: Any) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-import agent.host
-from agent.cli import main
+import scheduled_events_agent.host
+from scheduled_events_agent.cli import main
 
 _KILL = 9  # SIGKILL; on Windows the exit code with which the process is ended at once
 
@@ -58,6 +58,6 @@ def connect_deadly(*args: Any, **settings: Any) -> sqlite3.Connection:
 
 sqlite3.connect = connect_deadly  # type: ignore[assignment]
 if boot:
-    agent.host.boot_id = lambda: boot
-    agent.host.is_same_boot = lambda one, other: one == other
+    scheduled_events_agent.host.boot_id = lambda: boot
+    scheduled_events_agent.host.is_same_boot = lambda one, other: one == other
 sys.exit(main(arguments))

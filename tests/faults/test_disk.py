@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from faulty import DRAIN, FaultyAgent, Simulator, longest_gap_seconds, needs_root, see_through
 
-from agent.events import ScheduledEvent
-from agent.policy import Decision
-from agent.store import RESERVE_BYTES, Store, StoreError
-from agent.workflow import Note, NoteKind, Step, Workflow
+from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.policy import Decision
+from scheduled_events_agent.store import RESERVE_BYTES, Store, StoreError
+from scheduled_events_agent.workflow import Note, NoteKind, Step, Workflow
 
 if sys.platform == "win32":
     pytest.skip("file systems are mounted and limited as Linux does it", allow_module_level=True)

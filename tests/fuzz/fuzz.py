@@ -223,7 +223,7 @@ def _guided(target: str, seconds: int, directory: Path) -> None:
     import importlib
 
     atheris: Any = importlib.import_module("atheris")  # it is no dependency: 35 MB, for Linux alone
-    with atheris.instrument_imports(include=["agent"]):
+    with atheris.instrument_imports(include=["scheduled_events_agent"]):
         from inputs import corpus
         from targets import TARGETS
     directory.mkdir(parents=True, exist_ok=True)

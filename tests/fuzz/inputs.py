@@ -17,14 +17,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from agent.policy import Hook
-from agent.settings import Settings
-from agent.simulator import Scenario
-from agent.simulator.azure import Plan
-from agent.simulator.control import EmptyRequest, EventRequest, ResetRequest
-from agent.simulator.faults import Fault
-from agent.simulator.scenario import Step
-from agent.web.tls import WebConfig
+from scheduled_events_agent.policy import Hook
+from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.simulator import Scenario
+from scheduled_events_agent.simulator.azure import Plan
+from scheduled_events_agent.simulator.control import EmptyRequest, EventRequest, ResetRequest
+from scheduled_events_agent.simulator.faults import Fault
+from scheduled_events_agent.simulator.scenario import Step
+from scheduled_events_agent.web.tls import WebConfig
 
 ROOT = Path(__file__).parents[2]
 STORY_BREAK = b"\x1e"
@@ -501,7 +501,10 @@ def _policies() -> tuple[bytes, ...]:
 
 @cache
 def _scenarios() -> tuple[bytes, ...]:
-    return tuple(file.read_bytes() for file in sorted((ROOT / "agent" / "simulator" / "scenarios").glob("*.yaml")))
+    return tuple(
+        file.read_bytes()
+        for file in sorted((ROOT / "agent/scheduled_events_agent/simulator" / "scenarios").glob("*.yaml"))
+    )
 
 
 _FULL_POLICY = b"""\

@@ -29,8 +29,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import msgspec
 from inputs import STORY_BREAK, THIS_PORT
 
-from agent import __version__
-from agent.events import (
+from scheduled_events_agent import __version__
+from scheduled_events_agent.events import (
     Document,
     DocumentError,
     ScheduledEvent,
@@ -40,19 +40,25 @@ from agent.events import (
     parse_event,
     to_azure_json,
 )
-from agent.hooks import hook_environment
-from agent.host.dhcp import parse_lease, parse_windows_options
-from agent.policy import Facts, decide
-from agent.settings import ConfigError, Settings, parse_settings
-from agent.simulator import Scenario, Simulator, SimulatorError, parse_scenario, rename_vms
-from agent.simulator.control import Control
-from agent.simulator.protocol import Request
-from agent.simulator.recording import as_played, make_recorded, parse_recording, rename_vm, summarize
-from agent.status import Status
-from agent.web.server import Page, WebServer
-from agent.web.tls import Tls, TlsError
-from agent.words import with_words
-from agent.workflow import (
+from scheduled_events_agent.hooks import hook_environment
+from scheduled_events_agent.host.dhcp import parse_lease, parse_windows_options
+from scheduled_events_agent.policy import Facts, decide
+from scheduled_events_agent.settings import ConfigError, Settings, parse_settings
+from scheduled_events_agent.simulator import Scenario, Simulator, SimulatorError, parse_scenario, rename_vms
+from scheduled_events_agent.simulator.control import Control
+from scheduled_events_agent.simulator.protocol import Request
+from scheduled_events_agent.simulator.recording import (
+    as_played,
+    make_recorded,
+    parse_recording,
+    rename_vm,
+    summarize,
+)
+from scheduled_events_agent.status import Status
+from scheduled_events_agent.web.server import Page, WebServer
+from scheduled_events_agent.web.tls import Tls, TlsError
+from scheduled_events_agent.words import with_words
+from scheduled_events_agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,
     Approve,

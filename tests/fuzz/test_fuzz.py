@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from inputs import STORY_BREAK, THIS_PORT, corpus, make_input
 from targets import TARGETS, Target, request_of, tls_file
 
-from agent import AgentError
-from agent.events import parse_document
-from agent.host.dhcp import parse_lease, parse_windows_options
-from agent.settings import parse_settings
-from agent.simulator import Simulator, SimulatorError, parse_scenario
-from agent.simulator.control import Control
-from agent.simulator.recording import parse_recording
-from agent.web.tls import load_web_config
+from scheduled_events_agent import AgentError
+from scheduled_events_agent.events import parse_document
+from scheduled_events_agent.host.dhcp import parse_lease, parse_windows_options
+from scheduled_events_agent.settings import parse_settings
+from scheduled_events_agent.simulator import Simulator, SimulatorError, parse_scenario
+from scheduled_events_agent.simulator.control import Control
+from scheduled_events_agent.simulator.recording import parse_recording
+from scheduled_events_agent.web.tls import load_web_config
 
 ROOT = Path(__file__).parents[2]
 INPUTS = int(os.environ.get("FUZZ_INPUTS", "6000"))

@@ -15,11 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from agent.events import MAX_EVENTS, DocumentError, Missing, ScheduledEvent, Seen, compare, parse_document
-from agent.host.dhcp import parse_lease
-from agent.policy import Facts, Rule, When, decide
-from agent.settings import ConfigError, parse_settings
-from agent.simulator import SimulatorError, load_scenario, parse_scenario
+from scheduled_events_agent.events import (
+    MAX_EVENTS,
+    DocumentError,
+    Missing,
+    ScheduledEvent,
+    Seen,
+    compare,
+    parse_document,
+)
+from scheduled_events_agent.host.dhcp import parse_lease
+from scheduled_events_agent.policy import Facts, Rule, When, decide
+from scheduled_events_agent.settings import ConfigError, parse_settings
+from scheduled_events_agent.simulator import SimulatorError, load_scenario, parse_scenario
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
 MIB = 1 << 20
@@ -162,7 +170,7 @@ def test_a_document_of_8_mib_takes_less_than_150_mib_and_2_s_of_cpu(text: bytes,
     code = """
 import re, sys, time
 from pathlib import Path
-from agent.events import DocumentError, parse_document
+from scheduled_events_agent.events import DocumentError, parse_document
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024

@@ -27,9 +27,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from agent import events as tracker
-from agent import policy
-from agent.events import (
+from scheduled_events_agent import events as tracker
+from scheduled_events_agent import policy
+from scheduled_events_agent.events import (
     EVENT_TYPES,
     RECOMMENDATION,
     Document,
@@ -41,8 +41,8 @@ from agent.events import (
     compare,
     parse_document,
 )
-from agent.policy import Facts, Rule, When, decide
-from agent.workflow import (
+from scheduled_events_agent.policy import Facts, Rule, When, decide
+from scheduled_events_agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,
     Approve,

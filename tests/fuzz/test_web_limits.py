@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from inputs import make_input
 
-from agent.web import server as web
-from agent.web.server import Page, WebServer
+from scheduled_events_agent.web import server as web
+from scheduled_events_agent.web.server import Page, WebServer
 
 
 def test_a_server_without_a_file_descriptor_waits_and_does_not_spin() -> None:

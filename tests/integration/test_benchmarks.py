@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agent.simulator import Simulator
 from benchmarks.sides import Side
+from scheduled_events_agent.simulator import Simulator
 
 PAST = "100 past events"
 COMMANDS = (

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import pytest
 from ports import free_port
 
-from agent import __version__, cli, host
-from agent.cli import doctor, operator, terminal
-from agent.host import processes
-from agent.host.surroundings import OwnService
-from agent.settings import CONFIG_VARIABLE
-from agent.simulator import Simulator
-from agent.store import Store
+from scheduled_events_agent import __version__, cli, host
+from scheduled_events_agent.cli import doctor, operator, terminal
+from scheduled_events_agent.host import processes
+from scheduled_events_agent.host.surroundings import OwnService
+from scheduled_events_agent.settings import CONFIG_VARIABLE
+from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.store import Store
 
 needs_modes = pytest.mark.skipif(sys.platform == "win32", reason="modes and accounts are Linux's")
 needs_root = pytest.mark.skipif(
@@ -319,7 +319,9 @@ hooks: {{drain: {0}}}
 def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_checked(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint
 ) -> None:
-    monkeypatch.setattr("agent.cli.doctor.resolve_endpoint", lambda _: endpoint.url)  # not the machine's own
+    monkeypatch.setattr(
+        "scheduled_events_agent.cli.doctor.resolve_endpoint", lambda _: endpoint.url
+    )  # not the machine's own
     (tmp_path / "p.yaml").write_text("rules:\n  - {name: a, aprove: never}\nhooks: {x: {}}\n")
     code, out, _ = run("--config", "p.yaml", "--json", "--state-dir", str(tmp_path / "state"))
     checks = json.loads(out)["checks"]
@@ -506,7 +508,7 @@ def test_an_ordinary_account_makes_no_failure_of_what_it_may_not_see(
         assert code == 0
         return {one["check"]: (one["verdict"], one["finding"]) for one in json.loads(out)["checks"]}
 
-    monkeypatch.setattr("agent.cli.doctor.resolve_endpoint", lambda _: endpoint.url)
+    monkeypatch.setattr("scheduled_events_agent.cli.doctor.resolve_endpoint", lambda _: endpoint.url)
     with tempfile.TemporaryDirectory() as directory:  # pytest's own is for this account alone
         place = Path(directory)
         place.chmod(0o755)
@@ -552,7 +554,7 @@ def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
 ) -> None:
     listen = f"127.0.0.1:{free_port()}"
     assert examine(endpoint.url, listen=listen).one("agent").verdict == "warning"
-    command = [sys.executable, "-m", "agent", "run", "--config", str(tmp_path / "p.yaml")]
+    command = [sys.executable, "-m", "scheduled_events_agent", "run", "--config", str(tmp_path / "p.yaml")]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
@@ -579,9 +581,9 @@ def test_an_agent_that_does_not_do_what_the_policy_file_says_by_now_is_doubted(
             encoding="utf-8",
         )
     process = subprocess.Popen(
-        [sys.executable, "-m", "agent", "run", "--observe", "--config", policy.name],
+        [sys.executable, "-m", "scheduled_events_agent", "run", "--observe", "--config", policy.name],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "agent")},
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agent import cli, host
-from agent.events import ScheduledEvent
-from agent.policy import Decision
-from agent.settings import CONFIG_VARIABLE
-from agent.store import Store
-from agent.workflow import Note, NoteKind, Phase, Step, Workflow
+from scheduled_events_agent import cli, host
+from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.policy import Decision
+from scheduled_events_agent.settings import CONFIG_VARIABLE
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.workflow import Note, NoteKind, Phase, Step, Workflow
 
 BEGAN = datetime.now(UTC).replace(hour=10, minute=0, second=0, microsecond=0) - timedelta(days=2)
 DAY = f"{BEGAN:%Y-%m-%d}"

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agent import cli, host
-from agent.events import ScheduledEvent
-from agent.policy import Decision
-from agent.store import Store
-from agent.workflow import Note, Step, Workflow
+from scheduled_events_agent import cli, host
+from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.policy import Decision
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.workflow import Note, Step, Workflow
 
 NOW = datetime.now(UTC)
 OVER = Workflow(

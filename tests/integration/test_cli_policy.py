@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from agent import cli
-from agent.cli import run as run_command
-from agent.hook_times import encode, with_run
-from agent.settings import CONFIG_VARIABLE, ConfigError, find_config, load_policy
-from agent.store import Store
+from scheduled_events_agent import cli
+from scheduled_events_agent.cli import run as run_command
+from scheduled_events_agent.hook_times import encode, with_run
+from scheduled_events_agent.settings import CONFIG_VARIABLE, ConfigError, find_config, load_policy
+from scheduled_events_agent.store import Store
 
 ROOT = Path(__file__).parents[2]
 PAYLOADS = ROOT / "tests/payloads"

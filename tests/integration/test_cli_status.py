@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from agent import __version__, cli, host
-from agent.cli import operator
-from agent.events import ScheduledEvent
-from agent.policy import Decision
-from agent.settings import CONFIG_VARIABLE
-from agent.status import FleetState, PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
-from agent.store import Store, StoreError
-from agent.workflow import Note, Progress, Step, Waits, Workflow
+from scheduled_events_agent import __version__, cli, host
+from scheduled_events_agent.cli import operator
+from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.policy import Decision
+from scheduled_events_agent.settings import CONFIG_VARIABLE
+from scheduled_events_agent.status import FleetState, PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
+from scheduled_events_agent.store import Store, StoreError
+from scheduled_events_agent.workflow import Note, Progress, Step, Waits, Workflow
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
 POLICY = PolicyInForce(file="policy.yaml", read_at=NOW - timedelta(hours=2))
@@ -396,7 +396,8 @@ def test_a_request_that_cannot_be_withdrawn_is_not_said_to_be(
     monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", 0.1)
     store = Store.join(state_dir)
     monkeypatch.setattr(
-        "agent.cli.operator.time.sleep", lambda _: store._connection.execute("PRAGMA query_only = 1")
+        "scheduled_events_agent.cli.operator.time.sleep",
+        lambda _: store._connection.execute("PRAGMA query_only = 1"),
     )
     try:
         with pytest.raises(StoreError) as caught:

@@ -14,19 +14,19 @@ import pytest
 from given import Given
 from msgspec.structs import replace
 
-from agent import daemon as module
-from agent import host
-from agent.daemon import Daemon, pages
-from agent.daemon.polling import Poller
-from agent.engine import HookEnded, RunOnClear, without_run
-from agent.events import ScheduledEvent
-from agent.host import processes
-from agent.policy import Hook, Rule
-from agent.settings import AgentSettings, ImdsSettings, LogSettings, Settings
-from agent.simulator import Simulator
-from agent.store import Store
-from agent.web.server import WebServer
-from agent.workflow import Context, RunHook, Step, Workflow, signals
+from scheduled_events_agent import daemon as module
+from scheduled_events_agent import host
+from scheduled_events_agent.daemon import Daemon, pages
+from scheduled_events_agent.daemon.polling import Poller
+from scheduled_events_agent.engine import HookEnded, RunOnClear, without_run
+from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.host import processes
+from scheduled_events_agent.policy import Hook, Rule
+from scheduled_events_agent.settings import AgentSettings, ImdsSettings, LogSettings, Settings
+from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.web.server import WebServer
+from scheduled_events_agent.workflow import Context, RunHook, Step, Workflow, signals
 
 RULES = (Rule(name="all", approve="immediately"),)
 AGENT = AgentSettings(listen="127.0.0.1:0", log=LogSettings(level="error", format="json"))

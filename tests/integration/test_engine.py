@@ -14,16 +14,25 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from agent.engine import Engine, Executor, HookEnded, HookStart, Machine, RunOnClear, key_of, without_run
-from agent.events import Document, DocumentError, ScheduledEvent
-from agent.imds import Identity
-from agent.log import set_up
-from agent.metrics import Metrics
-from agent.policy import Hook, Rule, When
-from agent.settings import Settings
-from agent.store import FILE_NAME, MAX_ENTRIES, Store
-from agent.words import as_shown
-from agent.workflow import ApprovalAnswered, Approve, RunHook, proceed
+from scheduled_events_agent.engine import (
+    Engine,
+    Executor,
+    HookEnded,
+    HookStart,
+    Machine,
+    RunOnClear,
+    key_of,
+    without_run,
+)
+from scheduled_events_agent.events import Document, DocumentError, ScheduledEvent
+from scheduled_events_agent.imds import Identity
+from scheduled_events_agent.log import set_up
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.policy import Hook, Rule, When
+from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.store import FILE_NAME, MAX_ENTRIES, Store
+from scheduled_events_agent.words import as_shown
+from scheduled_events_agent.workflow import ApprovalAnswered, Approve, RunHook, proceed
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))
@@ -500,7 +509,7 @@ def test_a_world_that_never_comes_to_rest_floods_neither_log_nor_journal(
 ) -> None:
     polls = 700
     store, machine = Store.open(tmp_path, START), Clocks()
-    monkeypatch.setattr("agent.log.time", SimpleNamespace(monotonic=machine.monotonic))
+    monkeypatch.setattr("scheduled_events_agent.log.time", SimpleNamespace(monotonic=machine.monotonic))
     set_up("info", "json")
     try:
         rules = (Rule(name="late", lead=600.0, approve="manual"),)
@@ -570,7 +579,7 @@ def test_what_no_news_and_no_time_has_changed_is_not_decided_again(
         decided.append(machine.seconds)
         return proceed(*arguments)
 
-    monkeypatch.setattr("agent.engine.engine.proceed", counting)
+    monkeypatch.setattr("scheduled_events_agent.engine.engine.proceed", counting)
     event = replace(EVENT, not_before=machine.now() + timedelta(seconds=1000))
     try:
         settings = Settings(rules=(Rule(name="late", approve="immediately", lead=900.0),))

@@ -18,17 +18,17 @@ import pytest
 from azure.core.rest import HttpRequest
 from ports import free_port
 
-from agent import host
-from agent.cli import check, main, run
-from agent.fleet import table_ledger
-from agent.fleet.identity import VmCredential
-from agent.fleet.ledger import LedgerError
-from agent.fleet.table import connect, read_sas, sas_doubts
-from agent.fleet.table_ledger import TableLedger
-from agent.fleet.table_transport import TableTransport
-from agent.settings import load_policy
-from agent.settings.model import FleetCredential, FleetSettings
-from agent.simulator.table import SimulatedTable
+from scheduled_events_agent import host
+from scheduled_events_agent.cli import check, main, run
+from scheduled_events_agent.fleet import table_ledger
+from scheduled_events_agent.fleet.identity import VmCredential
+from scheduled_events_agent.fleet.ledger import LedgerError
+from scheduled_events_agent.fleet.table import connect, read_sas, sas_doubts
+from scheduled_events_agent.fleet.table_ledger import TableLedger
+from scheduled_events_agent.fleet.table_transport import TableTransport
+from scheduled_events_agent.settings import load_policy
+from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
+from scheduled_events_agent.simulator.table import SimulatedTable
 
 CHECKOUT = Path(__file__).parents[2]
 SAS = "sv=2019-02-02&sig=SECRET"
@@ -465,7 +465,7 @@ def test_check_asks_no_group_where_there_is_no_metadata_service(tmp_path: Path) 
 def test_without_the_package_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.delitem(sys.modules, "agent.fleet.table_ledger")
+    monkeypatch.delitem(sys.modules, "scheduled_events_agent.fleet.table_ledger")
     monkeypatch.setitem(sys.modules, "azure.data.tables", None)
     with pytest.raises(LedgerError, match=r"pip install 'scheduled-events-agent\[fleet\]'") as caught:
         connect(FleetSettings(table="https://a.example/abc"), "http://127.0.0.1:9")
@@ -476,8 +476,8 @@ _WITH_PACKAGED_MODULES = """
 import sys
 url, *absent = sys.argv[1:]
 sys.modules.update(dict.fromkeys(absent))  # to import one of them is a ModuleNotFoundError
-from agent.fleet.table import connect
-from agent.settings.model import FleetCredential, FleetSettings
+from scheduled_events_agent.fleet.table import connect
+from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
 table = connect(FleetSettings(table=url, credential=FleetCredential(sas_file="sas")), "http://127.0.0.1:9")
 table.put("p", "k", {"a": "b"})
 (row,) = table.list_rows("p")
@@ -501,7 +501,7 @@ def test_a_table_is_used_without_the_modules_that_the_packages_leave_out(tmp_pat
     with SimulatedTable() as table:
         done = subprocess.run(
             [sys.executable, "-c", _WITH_PACKAGED_MODULES, table.url, *absent],
-            env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+            env={**os.environ, "PYTHONPATH": str(CHECKOUT / "agent")},
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -512,9 +512,10 @@ def test_a_table_is_used_without_the_modules_that_the_packages_leave_out(tmp_pat
 
 _WITHOUT_FLEET = """
 import os, signal, sys, threading
-sys.modules.update({"azure": None, "agent.fleet": None, "agent.daemon.fleet": None})
-from agent.cli import main
-from agent.simulator import Simulator
+names = ("azure", "scheduled_events_agent.fleet", "scheduled_events_agent.daemon.fleet")
+sys.modules.update(dict.fromkeys(names))
+from scheduled_events_agent.cli import main
+from scheduled_events_agent.simulator import Simulator
 with Simulator(vms=("web_1",)) as azure, open("policy.yaml", "w") as policy:
     policy.write(f"rules: []\\nimds: {{endpoint: '{azure.endpoint()}'}}\\nagent: {{listen: off}}\\n")
     policy.close()
@@ -530,7 +531,7 @@ with Simulator(vms=("web_1",)) as azure, open("policy.yaml", "w") as policy:
 def test_an_agent_without_a_fleet_runs_without_any_module_of_it(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_FLEET],
-        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT / "agent")},
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -9,13 +9,13 @@ from typing import Any
 
 from structlog.testing import capture_logs
 
-from agent.daemon.fleet import FleetThread
-from agent.fleet.ledger import LedgerError, Row
-from agent.fleet.memory import MemoryLedger
-from agent.metrics import Metrics
-from agent.settings import Settings
-from agent.settings.model import FleetSettings
-from agent.workflow import Wish
+from scheduled_events_agent.daemon.fleet import FleetThread
+from scheduled_events_agent.fleet.ledger import LedgerError, Row
+from scheduled_events_agent.fleet.memory import MemoryLedger
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.settings.model import FleetSettings
+from scheduled_events_agent.workflow import Wish
 
 WISH = Wish(
     event="a",

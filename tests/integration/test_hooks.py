@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from agent.hooks import HookQueues, HookResult, HookRun
-from agent.policy import Hook
+from scheduled_events_agent.hooks import HookQueues, HookResult, HookRun
+from scheduled_events_agent.policy import Hook
 
 
 @pytest.fixture(autouse=True)

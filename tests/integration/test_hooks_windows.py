@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from agent.hooks import HookResult, HookRun, end_leftovers
-from agent.host.windows import process as windows_process
-from agent.policy import Hook
+from scheduled_events_agent.hooks import HookResult, HookRun, end_leftovers
+from scheduled_events_agent.host.windows import process as windows_process
+from scheduled_events_agent.policy import Hook
 
 if sys.platform != "win32":
     pytest.skip("Job objects and cmd are Windows'", allow_module_level=True)
@@ -198,7 +198,8 @@ def test_a_hook_that_hangs_is_killed_with_its_whole_tree() -> None:
 
 def test_the_trees_of_an_agent_end_with_it() -> None:
     code = (
-        "import sys; from agent.hooks import HookRun; from agent.policy import Hook;"
+        "import sys; from scheduled_events_agent.hooks import HookRun;"
+        "from scheduled_events_agent.policy import Hook;"
         "HookRun('test', Hook(run=(sys.executable, '-S', '-c', sys.argv[1], '1', sys.argv[1])), environment={},"
         "on_line=lambda line: print(line, flush=True)).run()"
     )
@@ -216,9 +217,9 @@ def test_the_trees_of_an_agent_end_with_it() -> None:
 
 _AGENT_THAT_DIES = """
 import os, sys
-from agent.host.windows import process as windows_process
-from agent.hooks import HookRun
-from agent.policy import Hook
+from scheduled_events_agent.host.windows import process as windows_process
+from scheduled_events_agent.hooks import HookRun
+from scheduled_events_agent.policy import Hook
 
 def die(job, process):
     if sys.argv[2] == "in the job":

@@ -10,13 +10,13 @@ from typing import Any
 import psutil
 import pytest
 
-from agent import host
-from agent.host import processes
+from scheduled_events_agent import host
+from scheduled_events_agent.host import processes
 
 _HOLD = """
 import sys
 from pathlib import Path
-from agent import host
+from scheduled_events_agent import host
 lock = host.hold_lock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -56,7 +56,8 @@ def test_the_lock_of_an_agent_that_was_killed_is_free(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform == "win32" or os.geteuid() != 0, reason="only root makes namespaces of processes")
 def test_the_holder_of_a_lock_is_seen_from_another_container(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    ask = f"from pathlib import Path; from agent import host; print(host.lock_holder(Path({str(path)!r})))"
+    ask = "from pathlib import Path; from scheduled_events_agent import host; "
+    ask += f"print(host.lock_holder(Path({str(path)!r})))"
     with _start_holder(path) as holder:
         apart = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", ask]
         said = subprocess.run(apart, capture_output=True, text=True, check=True).stdout
@@ -192,7 +193,7 @@ def test_a_file_in_place_of_the_parent_of_a_private_directory_is_an_error(tmp_pa
 
 
 def _say_who_asks(**environment: str) -> str:
-    code = "from agent.cli.operator import user_name; print(user_name())"
+    code = "from scheduled_events_agent.cli.operator import user_name; print(user_name())"
     names = dict.fromkeys(("LOGNAME", "USER", "LNAME", "USERNAME"), "somebody-else")
     done = subprocess.run(
         [sys.executable, "-c", code],

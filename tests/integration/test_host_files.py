@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.settings import load_policy
-from agent.settings.files import check_files
+from scheduled_events_agent.settings import load_policy
+from scheduled_events_agent.settings.files import check_files
 
 
 def _warnings(tmp_path: Path, policy: str) -> list[str]:

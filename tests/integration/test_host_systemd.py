@@ -12,10 +12,10 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
-from agent import host
-from agent.host import HostError, processes
-from agent.host.linux import programs
-from agent.host.surroundings import OwnService
+from scheduled_events_agent import host
+from scheduled_events_agent.host import HostError, processes
+from scheduled_events_agent.host.linux import programs
+from scheduled_events_agent.host.surroundings import OwnService
 
 
 def test_a_busy_service_manager_is_waited_for_until_it_hears_the_word(

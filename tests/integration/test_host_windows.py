@@ -19,15 +19,15 @@ import win32evtlog
 import win32file
 import win32security
 
-from agent import host
-from agent.host.windows import permissions
-from agent.host.windows.event_log import (
+from scheduled_events_agent import host
+from scheduled_events_agent.host.windows import permissions
+from scheduled_events_agent.host.windows.event_log import (
     EventLog,
     directory_fault,
     open_log_file,
 )
-from agent.host.windows.service import register_source, unregister_source
-from agent.host.windows.service_process import open_crash_file
+from scheduled_events_agent.host.windows.service import register_source, unregister_source
+from scheduled_events_agent.host.windows.service_process import open_crash_file
 
 pytestmark = pytest.mark.wine
 _ON_WINE = hasattr(ctypes.windll.ntdll, "wine_get_version")
@@ -114,10 +114,10 @@ def test_a_directory_anywhere_above_that_everybody_may_replace_is_told(tmp_path:
 def test_who_can_change_the_agents_own_code_is_trusted_but_not_with_that_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "agent.py"
+    path = tmp_path / "scheduled_events_agent.py"
     path.touch()
     _open_to_everybody(path)
-    monkeypatch.setattr("agent.host.windows.permissions.__file__", str(path))
+    monkeypatch.setattr("scheduled_events_agent.host.windows.permissions.__file__", str(path))
     assert host.tampering_fault(path) is None
     fault = host.tampering_fault(path, is_own_code=True)
     assert fault is not None
@@ -204,7 +204,7 @@ def test_a_file_that_everybody_may_change_is_told_with_the_way_out(tmp_path: Pat
 
 def test_the_source_is_registered_and_removed_and_both_may_be_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"ScheduledEventsAgentTest{os.getpid()}"  # a service may be installed on this machine
-    monkeypatch.setattr("agent.host.windows.service.NAME", name)
+    monkeypatch.setattr("scheduled_events_agent.host.windows.service.NAME", name)
     path = rf"SYSTEM\CurrentControlSet\Services\EventLog\Application\{name}"
     for _ in range(2):
         register_source(r"C:\messages.dll")
@@ -249,7 +249,7 @@ def test_an_event_log_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.Monkey
 
 
 def test_the_log_file_is_set_aside_while_others_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.host.windows.event_log.MAX_LOG_BYTES", 10)
+    monkeypatch.setattr("scheduled_events_agent.host.windows.event_log.MAX_LOG_BYTES", 10)
     log = open_log_file(tmp_path)
     log.write("the first\n")
     share = win32file.FILE_SHARE_READ | win32file.FILE_SHARE_WRITE | win32file.FILE_SHARE_DELETE
@@ -267,7 +267,7 @@ def test_the_log_file_is_set_aside_while_others_read_it(tmp_path: Path, monkeypa
 def test_a_log_file_that_cannot_be_set_aside_grows_to_twice_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.host.windows.event_log.MAX_LOG_BYTES", 20)
+    monkeypatch.setattr("scheduled_events_agent.host.windows.event_log.MAX_LOG_BYTES", 20)
     log = open_log_file(tmp_path)
     log.write("a line\n")
     with (tmp_path / "agent.log").open() as reader:  # which lets nobody rename it
@@ -283,7 +283,7 @@ def test_option_245_is_read_from_the_registry_of_whichever_interface_has_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     interfaces = rf"SOFTWARE\ScheduledEventsAgentTest{os.getpid()}"
-    monkeypatch.setattr("agent.host.windows.system._INTERFACES", interfaces)
+    monkeypatch.setattr("scheduled_events_agent.host.windows.system._INTERFACES", interfaces)
     option = struct.pack("<5I", 245, 0, 4, 0, 0x7FFFFFFF) + bytes([10, 0, 0, 5])
     assert host.dhcp_option_245() is None
     for name in ("one", "two"):

@@ -14,16 +14,23 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from agent.daemon import polling as module
-from agent.daemon.polling import Identifier, Poller
-from agent.daemon.threads import Threads
-from agent.engine import Engine, Message
-from agent.events import ApiVersion, Document, DocumentError
-from agent.imds import IMDS_ERROR_KINDS, EndpointError, Identity, ImdsClient, ImdsError, ImdsErrorKind
-from agent.metrics import Metrics
-from agent.policy import Rule, When
-from agent.settings import ImdsSettings, Settings
-from agent.workflow import ApprovalAnswered, Approve
+from scheduled_events_agent.daemon import polling as module
+from scheduled_events_agent.daemon.polling import Identifier, Poller
+from scheduled_events_agent.daemon.threads import Threads
+from scheduled_events_agent.engine import Engine, Message
+from scheduled_events_agent.events import ApiVersion, Document, DocumentError
+from scheduled_events_agent.imds import (
+    IMDS_ERROR_KINDS,
+    EndpointError,
+    Identity,
+    ImdsClient,
+    ImdsError,
+    ImdsErrorKind,
+)
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.policy import Rule, When
+from scheduled_events_agent.settings import ImdsSettings, Settings
+from scheduled_events_agent.workflow import ApprovalAnswered, Approve
 
 HOUR = 3600.0
 DOCUMENT = (

@@ -11,8 +11,8 @@ import httpx
 import pytest
 import respx
 
-from agent.events import parse_document
-from agent.imds import Identity, ImdsClient, ImdsError, ImdsErrorKind
+from scheduled_events_agent.events import parse_document
+from scheduled_events_agent.imds import Identity, ImdsClient, ImdsError, ImdsErrorKind
 
 PAYLOADS = Path(__file__).parent.parent / "payloads"
 ENDPOINT = "http://127.0.0.1:8080"

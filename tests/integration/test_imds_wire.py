@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ports import free_port
 
-from agent import __version__, transport
-from agent.events import DocumentError, parse_document
-from agent.imds import IMDS_ERROR_KINDS, ImdsClient, ImdsError, ImdsErrorKind
-from agent.transport import BoundedTransport
+from scheduled_events_agent import __version__, transport
+from scheduled_events_agent.events import DocumentError, parse_document
+from scheduled_events_agent.imds import IMDS_ERROR_KINDS, ImdsClient, ImdsError, ImdsErrorKind
+from scheduled_events_agent.transport import BoundedTransport
 
 DOCUMENT = b'{"DocumentIncarnation": 1, "Events": []}'
 PATH = "/metadata/scheduledevents?api-version=2020-07-01"

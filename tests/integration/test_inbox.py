@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import pytest
 
-from agent.daemon.inbox import Command, Inbox
-from agent.engine import Engine, HookEnded, HookKey, HookStart, key_of, without_run
-from agent.events import Document, ScheduledEvent
-from agent.imds import Identity
-from agent.metrics import Metrics
-from agent.policy import Hook, Rule, When
-from agent.settings import Settings
-from agent.store import Store
-from agent.workflow import ApprovalAnswered, Approve, Workflow
+from scheduled_events_agent.daemon.inbox import Command, Inbox
+from scheduled_events_agent.engine import Engine, HookEnded, HookKey, HookStart, key_of, without_run
+from scheduled_events_agent.events import Document, ScheduledEvent
+from scheduled_events_agent.imds import Identity
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.policy import Hook, Rule, When
+from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.workflow import ApprovalAnswered, Approve, Workflow
 
 RULES = (
     Rule(name="first", when=When(type=("Reboot",)), prepare=("drain",), approve="when-prepared"),

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import structlog
 
-from agent.host.windows.event_log import EventLog, open_log_file
-from agent.log import FailureLog, get_logger, set_up
-from agent.log_ids import LogId
-from agent.simulator import Simulator
+from scheduled_events_agent.host.windows.event_log import EventLog, open_log_file
+from scheduled_events_agent.log import FailureLog, get_logger, set_up
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.simulator import Simulator
 
 
 @pytest.fixture(autouse=True)
@@ -126,9 +126,8 @@ def test_auto_means_console_on_a_terminal() -> None:
     import pty
 
     master, slave = pty.openpty()
-    program = (
-        "from agent.log import get_logger, set_up; set_up('info', 'auto'); get_logger().info('seen', rule='r')"
-    )
+    program = "from scheduled_events_agent.log import get_logger, set_up; set_up('info', 'auto'); "
+    program += "get_logger().info('seen', rule='r')"
     run_python(program, capture_output=False, stderr=slave)
     os.close(slave)
     text = os.read(master, 4096).decode()
@@ -149,7 +148,7 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear, (tmp_path / "stream").open("w+") as stream:
         ear.bind(str(tmp_path / "journal"))
         ear.settimeout(20)
-        monkeypatch.setattr("agent.host.linux.service._JOURNAL_SOCKET", str(tmp_path / "journal"))
+        monkeypatch.setattr("scheduled_events_agent.host.linux.service._JOURNAL_SOCKET", str(tmp_path / "journal"))
         facts = os.fstat(stream.fileno())
         monkeypatch.setenv("JOURNAL_STREAM", f"{facts.st_dev}:{facts.st_ino}")
         yield ear, stream
@@ -234,7 +233,7 @@ def test_a_journal_that_takes_nothing_does_not_hold_up_who_logs(
 
 CHATTY = """
 import sys
-from agent.log import get_logger, set_up
+from scheduled_events_agent.log import get_logger, set_up
 for form in ("json", "console", "auto"):
     set_up("info", form)
     get_logger().info("seen", form=form)
@@ -273,7 +272,7 @@ def test_a_full_pipe_delays_nothing_and_works_again_when_it_is_read() -> None:
 
     program = """
 import sys, time
-from agent.log import get_logger, set_up
+from scheduled_events_agent.log import get_logger, set_up
 set_up("info", "json")
 began = time.monotonic()
 for number in range(5000):
@@ -305,7 +304,7 @@ get_logger().info("again")
 
 LONG_LINES = """
 import os, sys, threading
-from agent.log import get_logger, set_up
+from scheduled_events_agent.log import get_logger, set_up
 set_up("info", "json")
 for _ in range(15):
     os.write(2, b"." * 4095 + b"\\n")  # one page of room is left
@@ -358,8 +357,8 @@ def test_a_long_line_without_enough_room_is_cut_and_delays_nothing(character: st
 def test_a_long_line_that_is_read_is_written_whole() -> None:
     text = "x\N{REPLACEMENT CHARACTER}\N{GRINNING FACE}" * 20_000
     program = """
-from agent import log
-from agent.log import get_logger, set_up
+from scheduled_events_agent import log
+from scheduled_events_agent.log import get_logger, set_up
 log._PATIENCE_SECONDS = 60.0  # a busy reader is no failure
 set_up("info", "json")
 get_logger().info("long", line="x\\N{REPLACEMENT CHARACTER}\\N{GRINNING FACE}" * 20_000)
@@ -384,7 +383,15 @@ def test_a_reload_changes_what_is_logged(tmp_path: Path) -> None:
             policy.write_text(json.dumps(settings))
 
         write_policy("error")
-        arguments = ["-m", "agent", "run", "--config", str(policy), "--state-dir", str(tmp_path / "state")]
+        arguments = [
+            "-m",
+            "scheduled_events_agent",
+            "run",
+            "--config",
+            str(policy),
+            "--state-dir",
+            str(tmp_path / "state"),
+        ]
         with log.open("wb") as stream:
             process = subprocess.Popen([sys.executable, *arguments], stderr=stream)
         try:
@@ -463,7 +470,7 @@ def test_a_failure_that_comes_and_goes_is_told_at_most_once_a_minute(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, failures = Clock(), FailureLog("polling")
-    monkeypatch.setattr("agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("scheduled_events_agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
     set_up("info", "json")
     for _ in range(1800):
         failures.failed("server_error", "500", clock.pass_(1.0))
@@ -483,7 +490,7 @@ def test_a_line_that_repeats_is_held_back_and_the_next_one_says_how_many_were(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("scheduled_events_agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
     set_up("info", "json")
     for _ in range(86_400):
         clock.pass_(1.0)
@@ -499,7 +506,7 @@ def test_a_line_that_repeats_is_held_back_and_the_next_one_says_how_many_were(
 def test_while_one_event_floods_what_is_told_of_another_comes_through(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.log.time", SimpleNamespace(monotonic=lambda: 1000.0))
+    monkeypatch.setattr("scheduled_events_agent.log.time", SimpleNamespace(monotonic=lambda: 1000.0))
     set_up("info", "json")
     for _ in range(1000):
         get_logger().info("changed", event_id="E-1")
@@ -518,7 +525,7 @@ def test_events_without_number_do_not_flood_either(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr("agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr("scheduled_events_agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
     set_up("info", "json")
     for number in range(20_000):
         clock.pass_(1.0)
@@ -577,7 +584,7 @@ def test_in_the_journal_each_line_carries_its_priority(tmp_path: Path) -> None:
 import os, sys
 facts = os.fstat(2)
 os.environ["JOURNAL_STREAM"] = f"{facts.st_dev}:{facts.st_ino + int(sys.argv[1])}"
-from agent.log import get_logger, set_up
+from scheduled_events_agent.log import get_logger, set_up
 set_up("debug", "auto")
 for level in ("debug", "info", "warning", "error"):
     getattr(get_logger(), level)("hello")
@@ -653,7 +660,7 @@ def test_a_line_is_in_the_file_at_once_and_goes_on_where_an_earlier_agent_ended(
 def test_a_full_file_is_set_aside_and_four_older_ones_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.host.windows.event_log.MAX_LOG_BYTES", 20)
+    monkeypatch.setattr("scheduled_events_agent.host.windows.event_log.MAX_LOG_BYTES", 20)
     log = open_log_file(tmp_path)
     for number in range(13):
         log.write(f"line {number:02}\n")
@@ -665,7 +672,7 @@ def test_a_full_file_is_set_aside_and_four_older_ones_are_kept(
 
 
 def test_a_line_that_comes_in_pieces_is_not_torn_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.host.windows.event_log.MAX_LOG_BYTES", 5000)
+    monkeypatch.setattr("scheduled_events_agent.host.windows.event_log.MAX_LOG_BYTES", 5000)
     set_up("info", "json", stream=open_log_file(tmp_path))
     for number in range(2):
         get_logger().info("seen", number=number, long="x" * 8000)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.simulator import Simulator
-from agent.store import Store
+from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.store import Store
 
 SECRET = "correct-horse-battery-staple"
 
@@ -42,7 +42,15 @@ def test_neither_arguments_nor_environment_of_hooks_are_told_to_anybody(tmp_path
         }
         policy.write_text(json.dumps(settings))
         log = tmp_path / "log"
-        arguments = ["-m", "agent", "run", "--config", str(policy), "--state-dir", str(tmp_path / "state")]
+        arguments = [
+            "-m",
+            "scheduled_events_agent",
+            "run",
+            "--config",
+            str(policy),
+            "--state-dir",
+            str(tmp_path / "state"),
+        ]
         with log.open("wb") as stream:
             process = subprocess.Popen([sys.executable, *arguments], stderr=stream)
         try:

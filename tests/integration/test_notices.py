@@ -21,12 +21,12 @@ from msgspec.structs import replace
 from ports import free_port
 from receiver import Receiver, read_request
 
-from agent import __version__
-from agent.events import ScheduledEvent
-from agent.notices import SAMPLE, BodyError, NoticeError, deliver, doubts, render
-from agent.settings import NotifyTarget
-from agent.settings.model import SecretFile
-from agent.transport import proxy_for
+from scheduled_events_agent import __version__
+from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.notices import SAMPLE, BodyError, NoticeError, deliver, doubts, render
+from scheduled_events_agent.settings import NotifyTarget
+from scheduled_events_agent.settings.model import SecretFile
+from scheduled_events_agent.transport import proxy_for
 
 ROOT = Path(__file__).parents[2]
 URL = "https://hooks.example.com/T0/secret-path?sig=secret-query"

@@ -7,15 +7,15 @@ from typing import cast
 
 import pytest
 
-from agent.engine import Engine, Executor, HookEnded
-from agent.events import Document, ScheduledEvent
-from agent.hooks import HookResult
-from agent.imds import Identity
-from agent.metrics import Metrics
-from agent.policy import Hook, Rule
-from agent.settings import AgentSettings, Settings
-from agent.store import RequestWord, Store
-from agent.workflow import Approve, HookOutcome, RunHook
+from scheduled_events_agent.engine import Engine, Executor, HookEnded
+from scheduled_events_agent.events import Document, ScheduledEvent
+from scheduled_events_agent.hooks import HookResult
+from scheduled_events_agent.imds import Identity
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.policy import Hook, Rule
+from scheduled_events_agent.settings import AgentSettings, Settings
+from scheduled_events_agent.store import RequestWord, Store
+from scheduled_events_agent.workflow import Approve, HookOutcome, RunHook
 
 EVENT = ScheduledEvent(
     id="E1", type="Reboot", status="Scheduled", source="Platform", resources=("vm-1",),

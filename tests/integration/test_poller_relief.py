@@ -13,17 +13,17 @@ from typing import Any, cast
 import pytest
 from given import Given
 
-from agent import imds
-from agent.daemon import Daemon, polling
-from agent.daemon.polling import Poller
-from agent.engine import Engine, Message
-from agent.events import ApiVersion, Document
-from agent.imds import ImdsClient, ImdsError
-from agent.metrics import Metrics
-from agent.policy import Rule
-from agent.settings import AgentSettings, ImdsSettings, LogSettings, Settings
-from agent.simulator import Simulator
-from agent.store import Store
+from scheduled_events_agent import imds
+from scheduled_events_agent.daemon import Daemon, polling
+from scheduled_events_agent.daemon.polling import Poller
+from scheduled_events_agent.engine import Engine, Message
+from scheduled_events_agent.events import ApiVersion, Document
+from scheduled_events_agent.imds import ImdsClient, ImdsError
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.policy import Rule
+from scheduled_events_agent.settings import AgentSettings, ImdsSettings, LogSettings, Settings
+from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.store import Store
 
 PATIENCE = 60.0
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from agent import host
-from agent.cli import main
-from agent.hooks import HookResult, HookRun
-from agent.host import processes
-from agent.policy import Hook
-from agent.settings.files import hook_tampering_fault
+from scheduled_events_agent import host
+from scheduled_events_agent.cli import main
+from scheduled_events_agent.hooks import HookResult, HookRun
+from scheduled_events_agent.host import processes
+from scheduled_events_agent.policy import Hook
+from scheduled_events_agent.settings.files import hook_tampering_fault
 
 if sys.platform == "win32":
     pytest.skip("owners, modes and links as Linux has them", allow_module_level=True)
@@ -144,7 +144,7 @@ def test_whoever_owns_the_agents_own_code_is_trusted(file: Path, monkeypatch: py
     os.chown(code, SOMEBODY, SOMEBODY)
     os.chown(file, SOMEBODY, SOMEBODY)
     assert host.tampering_fault(file) is not None
-    monkeypatch.setattr("agent.host.linux.files.__file__", str(code))
+    monkeypatch.setattr("scheduled_events_agent.host.linux.files.__file__", str(code))
     assert host.tampering_fault(file) is None
 
 
@@ -169,7 +169,8 @@ def test_an_access_list_that_lets_an_account_write_is_told(file: Path) -> None:
 def test_what_is_mounted_read_only_cannot_be_changed_there(file: Path) -> None:
     file.parent.chmod(0o777)  # as Kubernetes makes the directory of a ConfigMap
     place = file.parent
-    code = f"from pathlib import Path; from agent import host; print(host.tampering_fault(Path({str(file)!r})))"
+    code = "from pathlib import Path; from scheduled_events_agent import host; "
+    code += f"print(host.tampering_fault(Path({str(file)!r})))"
     script = f'mount --bind "{place}" "{place}" && mount -o remount,ro,bind "{place}" && exec "$0" -c "$1"'
     command = ["unshare", "-m", "sh", "-c", script, sys.executable, code]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
@@ -184,7 +185,7 @@ def test_the_owner_of_the_agents_own_code_is_trusted_but_not_with_that_code(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.chown(file, SOMEBODY, 0)
-    monkeypatch.setattr("agent.host.linux.files.__file__", str(file))
+    monkeypatch.setattr("scheduled_events_agent.host.linux.files.__file__", str(file))
     assert host.tampering_fault(file) is None
     told = danger(file, f"its owner, uid {SOMEBODY}", f"chown root {file}")
     assert host.tampering_fault(file, is_own_code=True) == told
@@ -288,7 +289,7 @@ def test_root_refuses_to_start_with_the_way_out(
     capsys: pytest.CaptureFixture[str],
     is_observing: bool,
 ) -> None:
-    monkeypatch.setattr("agent.host.is_privileged", lambda: True)
+    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
     policy, problems = exposed
     options = ["--observe"] if is_observing else []
     assert main(["run", "--config", str(policy), "--state-dir", str(tmp_path / "state"), *options]) == 2
@@ -303,13 +304,13 @@ def test_check_tells_root_the_same_as_errors_and_others_as_warnings(
     exposed: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy, problems = exposed
-    monkeypatch.setattr("agent.host.is_privileged", lambda: True)
+    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
     assert main(["check", "--config", str(policy)]) == 2
     assert capsys.readouterr().out.splitlines() == [*problems, "not valid: 2 problems"]
     assert main(["check", "--json", "--config", str(policy)]) == 2
     assert json.loads(capsys.readouterr().out) == {"valid": False, "problems": problems, "warnings": []}
 
-    monkeypatch.setattr("agent.host.is_privileged", lambda: False)
+    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: False)
     assert main(["check", "--json", "--config", str(policy)]) == 0
     assert json.loads(capsys.readouterr().out)["warnings"] == problems
 
@@ -321,7 +322,7 @@ def run_once(hook: Hook) -> HookResult:
 def test_a_hook_that_others_can_change_since_the_policy_was_read_is_not_started(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.host.is_privileged", lambda: True)
+    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
     hook = Hook(run=(str(file),), attempts=2, retry_delay=0.0)
     assert (run_once(hook).outcome, run_once(hook).tail) == ("succeeded", "ran\n")
     file.chmod(0o777)

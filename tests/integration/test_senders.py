@@ -15,14 +15,14 @@ import structlog
 from msgspec.structs import replace
 from receiver import WAYS_TO_FAIL, Receiver, wait_until
 
-from agent.daemon import senders as module
-from agent.daemon.senders import Senders, pause_after
-from agent.engine import NoticeEnded
-from agent.metrics import Metrics
-from agent.notices import SAMPLE, NoticeError
-from agent.settings import NotifyTarget
-from agent.store import Store
-from agent.store.notices import MAX_NOTICES
+from scheduled_events_agent.daemon import senders as module
+from scheduled_events_agent.daemon.senders import Senders, pause_after
+from scheduled_events_agent.engine import NoticeEnded
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.notices import SAMPLE, NoticeError
+from scheduled_events_agent.settings import NotifyTarget
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.store.notices import MAX_NOTICES
 
 NOW = datetime.now(UTC)
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from agent.simulator import Simulator, SimulatorError, VirtualMachine
-from agent.simulator.azure import EVENTS_VERSIONS
-from agent.simulator.protocol import INSTANCE_VERSIONS
+from scheduled_events_agent.simulator import Simulator, SimulatorError, VirtualMachine
+from scheduled_events_agent.simulator.azure import EVENTS_VERSIONS
+from scheduled_events_agent.simulator.protocol import INSTANCE_VERSIONS
 
 PAYLOADS = Path(__file__).parent.parent / "payloads"
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"

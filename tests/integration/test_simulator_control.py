@@ -12,12 +12,12 @@ from typing import Any, get_args
 
 import pytest
 
-from agent.cli.simulate import _warn_if_open
-from agent.simulator import Simulator, SimulatorError, parse_scenario
-from agent.simulator.azure import EventType, Plan
-from agent.simulator.control import Control
-from agent.simulator.faults import Fault, FaultKind
-from agent.simulator.scenario import Step
+from scheduled_events_agent.cli.simulate import _warn_if_open
+from scheduled_events_agent.simulator import Simulator, SimulatorError, parse_scenario
+from scheduled_events_agent.simulator.azure import EventType, Plan
+from scheduled_events_agent.simulator.control import Control
+from scheduled_events_agent.simulator.faults import Fault, FaultKind
+from scheduled_events_agent.simulator.scenario import Step
 
 JSON = {"Content-Type": "application/json"}
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -284,7 +284,19 @@ def test_the_page_has_a_field_for_every_word_of_an_event_and_a_fault(port: int) 
 
 
 def test_the_command_serves_nothing_but_what_is_asked_for() -> None:
-    command = [sys.executable, "-m", "agent", "simulate", "--control", "0", "--vm", "a", "--vm", "b", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "scheduled_events_agent",
+        "simulate",
+        "--control",
+        "0",
+        "--vm",
+        "a",
+        "--vm",
+        "b",
+        "--json",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

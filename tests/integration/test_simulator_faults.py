@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent.simulator import Simulator
+from scheduled_events_agent.simulator import Simulator
 
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 INSTANCE = "/metadata/instance?api-version=2021-12-13"

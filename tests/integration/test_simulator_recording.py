@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent.cli import main
-from agent.simulator import Simulator, SimulatorError, recorder
-from agent.simulator.recorder import record
-from agent.simulator.recording import (
+from scheduled_events_agent.cli import main
+from scheduled_events_agent.simulator import Simulator, SimulatorError, recorder
+from scheduled_events_agent.simulator.recorder import record
+from scheduled_events_agent.simulator.recording import (
     Origin,
     Recorded,
     Recording,
@@ -329,7 +329,7 @@ def run_command(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def test_the_command_records_and_plays_what_it_has_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.cli.simulate._LINGER_SECONDS", 0.0)
+    monkeypatch.setattr("scheduled_events_agent.cli.simulate._LINGER_SECONDS", 0.0)
     path = tmp_path / "mine.jsonl"
     with Simulator(vms=("web_0",)) as azure:
         azure.schedule("Reboot", vms=["web_0"], id_="602d9444")
@@ -379,7 +379,7 @@ def test_the_command_leaves_no_recording_without_a_document_behind(tmp_path: Pat
 def test_a_disk_that_is_full_ends_the_recording(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     code = (
-        "import resource, sys; from agent.cli import main; "
+        "import resource, sys; from scheduled_events_agent.cli import main; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); sys.exit(main(sys.argv[1:]))"
     )
     with Simulator() as azure:

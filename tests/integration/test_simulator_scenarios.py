@@ -14,8 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli import main
-from agent.simulator import Simulator, SimulatorError, list_scenarios, load_scenario, parse_scenario
+from scheduled_events_agent.cli import main
+from scheduled_events_agent.simulator import (
+    Simulator,
+    SimulatorError,
+    list_scenarios,
+    load_scenario,
+    parse_scenario,
+)
 
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 
@@ -167,7 +173,17 @@ def test_the_command_lists_the_shipped_scenarios() -> None:
 def test_the_command_serves_a_scenario_from_the_first_request_to_its_end(tmp_path: Path) -> None:
     path, record = tmp_path / "mine.yaml", tmp_path / "requests.jsonl"
     path.write_text("timeline: [{at: 0s, event: {type: Redeploy, begins_started: true, lasts: 10s}}]\n")
-    command = [sys.executable, "-m", "agent", "simulate", str(path), "--speed", "20", "--vm", "real"]
+    command = [
+        sys.executable,
+        "-m",
+        "scheduled_events_agent",
+        "simulate",
+        str(path),
+        "--speed",
+        "20",
+        "--vm",
+        "real",
+    ]
     with subprocess.Popen([*command, "--requests", str(record)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         first_line = process.stdout.readline()

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from agent.fleet.ledger import Ledger
-from agent.fleet.memory import MemoryLedger
-from agent.fleet.table import connect
-from agent.settings.model import FleetCredential, FleetSettings
-from agent.simulator.table import SimulatedTable
+from scheduled_events_agent.fleet.ledger import Ledger
+from scheduled_events_agent.fleet.memory import MemoryLedger
+from scheduled_events_agent.fleet.table import connect
+from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
+from scheduled_events_agent.simulator.table import SimulatedTable
 
 
 @pytest.fixture(params=["simulated", "memory"])
@@ -42,7 +42,17 @@ def test_a_client_that_gives_up_leaves_no_trace(capfd: pytest.CaptureFixture[str
 
 
 def test_simulate_serves_a_table(tmp_path: Path) -> None:
-    command = (sys.executable, "-m", "agent", "simulate", "--control", "0", "--table", "0", "--json")
+    command = (
+        sys.executable,
+        "-m",
+        "scheduled_events_agent",
+        "simulate",
+        "--control",
+        "0",
+        "--table",
+        "0",
+        "--json",
+    )
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agent.settings import ConfigError
-from agent.simulator import Simulator, SimulatorError
-from agent.simulator.testing import HookEnd, OutcomeError, ScheduledEvents
+from scheduled_events_agent.settings import ConfigError
+from scheduled_events_agent.simulator import Simulator, SimulatorError
+from scheduled_events_agent.simulator.testing import HookEnd, OutcomeError, ScheduledEvents
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "testing-hooks.md").read_text(encoding="utf-8")
@@ -24,7 +24,7 @@ def run_pytest(directory: Path) -> subprocess.CompletedProcess[str]:
     """Pytest as a user would run it there, away from this checkout's settings."""
     (directory / "pytest.ini").write_text("[pytest]\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    environment["PYTHONPATH"] = str(ROOT)
+    environment["PYTHONPATH"] = str(ROOT / "agent")
     return subprocess.run(
         [
             sys.executable,

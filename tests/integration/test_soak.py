@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.store import Store
 from benchmarks.soak import LIMITS, judge
+from scheduled_events_agent.store import Store
 
 BEGAN = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
 COUNTED = [

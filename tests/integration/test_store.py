@@ -18,17 +18,17 @@ from unittest import mock
 import pytest
 from msgspec.structs import replace
 
-from agent import store as store_module
-from agent.engine import Executor
-from agent.engine.notifying import Notifying
-from agent.events import ScheduledEvent
-from agent.metrics import Metrics
-from agent.policy import Decision, When
-from agent.settings import NotifyTarget, Settings
-from agent.status import JournalEntry
-from agent.store import FILE_NAME, Store, StoreError, Waiting, WithdrawnError
-from agent.store import file as store_file
-from agent.workflow import Note, Phase, Step, Workflow
+from scheduled_events_agent import store as store_module
+from scheduled_events_agent.engine import Executor
+from scheduled_events_agent.engine.notifying import Notifying
+from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.policy import Decision, When
+from scheduled_events_agent.settings import NotifyTarget, Settings
+from scheduled_events_agent.status import JournalEntry
+from scheduled_events_agent.store import FILE_NAME, Store, StoreError, Waiting, WithdrawnError
+from scheduled_events_agent.store import file as store_file
+from scheduled_events_agent.workflow import Note, Phase, Step, Workflow
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, 123456, tzinfo=UTC)
 
@@ -97,7 +97,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_store import make_step
-from agent.store import Store
+from scheduled_events_agent.store import Store
 Store.open(Path(sys.argv[1]), datetime.now(UTC)).commit([make_step("one", "seen")], datetime.now(UTC))
 print("committed", flush=True)
 os.kill(os.getpid(), 9)
@@ -434,7 +434,7 @@ def test_a_request_of_another_process_is_found_and_its_answer_is_read_there(stor
 import sys, time
 from datetime import UTC, datetime
 from pathlib import Path
-from agent.store import Store
+from scheduled_events_agent.store import Store
 store = Store.join(Path(sys.argv[1]))
 number = store.add_request("one", "approved", "alice", datetime.now(UTC))
 while (answer := store.load_answer(number)) is None:
@@ -642,7 +642,7 @@ def test_a_directory_or_file_of_another_user_is_told_with_the_way_out(tmp_path: 
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from agent.store import Store, StoreError
+from scheduled_events_agent.store import Store, StoreError
 if os.getuid() == 0:  # whom no mode keeps out
     os.chown({str(place)!r}, 65534, 65534)
     if {is_there}:
@@ -673,11 +673,12 @@ def test_what_cannot_be_the_state_file_is_told_to_who_would_join(tmp_path: Path)
 def test_who_looks_into_the_file_beside_the_agent_does_not_give_up_its_locks(store: Store, tmp_path: Path) -> None:
     store.record("pause", "before", NOW)
     Store.look_into(tmp_path).close()  # as the status page does, in the agent's own process
-    join = "import pathlib, sys; from agent.store import Store; Store.join(pathlib.Path(sys.argv[1])).close()"
+    join = "import pathlib, sys; from scheduled_events_agent.store import Store; "
+    join += "Store.join(pathlib.Path(sys.argv[1])).close()"
     run_python(join, str(tmp_path))  # as the command status does
     store.record("pause", "after", NOW)
     look = (
-        "import pathlib, sys; from agent.store import Store;"
+        "import pathlib, sys; from scheduled_events_agent.store import Store;"
         "print([note.text for note in Store.look_into(pathlib.Path(sys.argv[1])).load_notes()])"
     )
     assert run_python(look, str(tmp_path)) == "['before', 'after']\n"

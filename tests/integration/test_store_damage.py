@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from agent import host
-from agent.events import ScheduledEvent
-from agent.policy import Decision
-from agent.store import FILE_NAME, Store, StoreError
-from agent.workflow import Note, Step, Workflow
+from scheduled_events_agent import host
+from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.policy import Decision
+from scheduled_events_agent.store import FILE_NAME, Store, StoreError
+from scheduled_events_agent.workflow import Note, Step, Workflow
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
 ASIDE = f"{FILE_NAME}.damaged-20260504T120000Z"
@@ -295,7 +295,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_store_damage import STEPS
-from agent.store import Store
+from scheduled_events_agent.store import Store
 store = Store.open(Path({str(place)!r}), datetime.now(UTC))
 store.commit(STEPS[:3], datetime.now(UTC))
 os.kill(os.getpid(), 9)

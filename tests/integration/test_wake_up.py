@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from test_daemon import running
 
-from agent import daemon as module
-from agent import host
-from agent.cli import operator
-from agent.daemon import Daemon, watchdog
-from agent.policy import Rule
-from agent.simulator import Simulator
-from agent.store import Store
+from scheduled_events_agent import daemon as module
+from scheduled_events_agent import host
+from scheduled_events_agent.cli import operator
+from scheduled_events_agent.daemon import Daemon, watchdog
+from scheduled_events_agent.policy import Rule
+from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.store import Store
 
 PATIENCE = 60.0
 NEVER = 3600.0

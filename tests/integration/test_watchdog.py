@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from test_daemon import get, running
 
-from agent import daemon
-from agent.daemon import pages, polling
-from agent.imds import ImdsClient, ImdsError
-from agent.simulator import Simulator
-from agent.store import Store
+from scheduled_events_agent import daemon
+from scheduled_events_agent.daemon import pages, polling
+from scheduled_events_agent.imds import ImdsClient, ImdsError
+from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.store import Store
 
 if sys.platform == "win32":
     pytest.skip("Windows has no watchdog for services", allow_module_level=True)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from agent import __version__
-from agent.web import server as web
-from agent.web.server import Page, Pages, WebError, WebServer
+from scheduled_events_agent import __version__
+from scheduled_events_agent.web import server as web
+from scheduled_events_agent.web.server import Page, Pages, WebError, WebServer
 
 STRANGE_NAME = (
     "asked by a name that is not this server's: use its address, or add the name to agent.listen_names\n"

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from agent import host
-from agent.settings import parse_settings
-from agent.settings.files import check_files
-from agent.web import server as web
-from agent.web.server import Page, WebServer
-from agent.web.tls import Tls, TlsError, load_web_config
+from scheduled_events_agent import host
+from scheduled_events_agent.settings import parse_settings
+from scheduled_events_agent.settings.files import check_files
+from scheduled_events_agent.web import server as web
+from scheduled_events_agent.web.server import Page, WebServer
+from scheduled_events_agent.web.tls import Tls, TlsError, load_web_config
 
 PAGES = {
     "/metrics": lambda: Page(HTTPStatus.OK, b"# metrics\n"),
@@ -430,7 +430,7 @@ def test_on_windows_its_list_tells_whether_every_account_can_read_the_key(
 ) -> None:
     import win32security
 
-    from agent.host.windows import permissions
+    from scheduled_events_agent.host.windows import permissions
 
     # Wine takes lists and keeps none: so one is given instead.
     descriptor = win32security.ConvertStringSecurityDescriptorToSecurityDescriptor(

@@ -17,13 +17,13 @@ import pytest
 import structlog
 from test_daemon import running
 
-from agent import log
-from agent.daemon import pages as module
-from agent.settings import AgentSettings, parse_settings
-from agent.simulator import Simulator
-from agent.store import Store
-from agent.web.files import HEADERS
-from agent.web.server import Page
+from scheduled_events_agent import log
+from scheduled_events_agent.daemon import pages as module
+from scheduled_events_agent.settings import AgentSettings, parse_settings
+from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.web.files import HEADERS
+from scheduled_events_agent.web.server import Page
 
 OUTPUT = "x" * 4096
 

@@ -16,7 +16,7 @@ sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("system",
 
 from harness import PATIENCE, Agent, Simulator
 
-from agent.simulator.azure import EventType
+from scheduled_events_agent.simulator.azure import EventType
 
 Way = Literal["nothing", "naive stop hook", "agent"]
 WAYS: tuple[Way, ...] = get_args(Way)

@@ -13,7 +13,7 @@ from database_stage import UNIT, USER, Servers, Writer, wait_until
 from frame import Outcome, Recipe, Way
 from harness import Agent
 
-from agent.simulator.azure import EventType
+from scheduled_events_agent.simulator.azure import EventType
 
 CLIENTS = 4
 

@@ -13,7 +13,7 @@ from frame import Outcome, Recipe, Way
 from harness import PATIENCE, Agent
 from training_job import UNIT, Job
 
-from agent.simulator.azure import EventType
+from scheduled_events_agent.simulator.azure import EventType
 
 
 class _Training(Recipe):

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 from judge import BrokenError
 
-from agent.fleet.ledger import Row
-from agent.fleet.protocol import SLOT_LASTS
-from agent.fleet.rows import event_key_of, partition_of_slots, prefix_of, time_of
-from agent.policy import matches_glob
+from scheduled_events_agent.fleet.ledger import Row
+from scheduled_events_agent.fleet.protocol import SLOT_LASTS
+from scheduled_events_agent.fleet.rows import event_key_of, partition_of_slots, prefix_of, time_of
+from scheduled_events_agent.policy import matches_glob
 
 if TYPE_CHECKING:
     from fleet_machines import Vm

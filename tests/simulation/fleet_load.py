@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from world import START
 
-from agent.fleet.ledger import LedgerError, Row
-from agent.fleet.memory import MemoryLedger
-from agent.fleet.protocol import Fleet
-from agent.fleet.rows import is_held
-from agent.workflow import Standing, Wish
-from agent.workflow.wishes import WishStage
+from scheduled_events_agent.fleet.ledger import LedgerError, Row
+from scheduled_events_agent.fleet.memory import MemoryLedger
+from scheduled_events_agent.fleet.protocol import Fleet
+from scheduled_events_agent.fleet.rows import is_held
+from scheduled_events_agent.workflow import Standing, Wish
+from scheduled_events_agent.workflow.wishes import WishStage
 
 HOURS = 12
 _NOTICE = 900.0

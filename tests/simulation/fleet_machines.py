@@ -17,14 +17,14 @@ from fleet_strands import KilledError, Strand
 from judge import BrokenError
 from msgspec.structs import replace
 
-from agent.engine import Engine, FleetTold, HookStart, Machine, key_of
-from agent.events import parse_document
-from agent.fleet.ledger import LedgerError, Row
-from agent.fleet.protocol import Fleet
-from agent.imds import Identity
-from agent.policy import Hook
-from agent.store import Store, file
-from agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Wish
+from scheduled_events_agent.engine import Engine, FleetTold, HookStart, Machine, key_of
+from scheduled_events_agent.events import parse_document
+from scheduled_events_agent.fleet.ledger import LedgerError, Row
+from scheduled_events_agent.fleet.protocol import Fleet
+from scheduled_events_agent.imds import Identity
+from scheduled_events_agent.policy import Hook
+from scheduled_events_agent.store import Store, file
+from scheduled_events_agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Wish
 
 if TYPE_CHECKING:
     from fleet_world import FleetWorld

@@ -17,11 +17,11 @@ from fleet_machines import Vm
 from judge import BrokenError
 from msgspec.structs import replace
 
-from agent.fleet.ledger import Row
-from agent.fleet.memory import MemoryLedger
-from agent.policy import Hook, Rule
-from agent.settings import AgentSettings, FleetSettings, Settings
-from agent.simulator.azure import Azure, Plan
+from scheduled_events_agent.fleet.ledger import Row
+from scheduled_events_agent.fleet.memory import MemoryLedger
+from scheduled_events_agent.policy import Hook, Rule
+from scheduled_events_agent.settings import AgentSettings, FleetSettings, Settings
+from scheduled_events_agent.simulator.azure import Azure, Plan
 
 FleetTrouble = Literal[
     "kills", "away", "cut off", "slow", "lost answers", "stale lists", "dead VMs", "growth", "bad hooks",

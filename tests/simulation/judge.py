@@ -32,10 +32,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from agent.events import RECOMMENDATION
-from agent.policy import Hook, Rule
-from agent.settings.model import NotifyTarget
-from agent.workflow import HookOutcome
+from scheduled_events_agent.events import RECOMMENDATION
+from scheduled_events_agent.policy import Hook, Rule
+from scheduled_events_agent.settings.model import NotifyTarget
+from scheduled_events_agent.workflow import HookOutcome
 
 VM = "vm_1"
 # Two answers that are closer to each other count as one.

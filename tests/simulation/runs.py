@@ -9,7 +9,7 @@ from pathlib import Path
 from judge import BrokenError
 from world import Trouble, World
 
-from agent import store
+from scheduled_events_agent import store
 
 # A real file, and no waiting for a real disk: nothing here tests that one keeps its promises.
 _MEMORY_DISK = Path("/dev/shm")

@@ -16,13 +16,13 @@ from fleet_world import FLEET_TROUBLES, FleetTrouble, FleetWorld
 from msgspec.structs import replace
 from mutants import break_workflow
 
-from agent.fleet import protocol
-from agent.fleet.ledger import Row
-from agent.fleet.protocol import Fleet
-from agent.workflow import Context, Workflow
-from agent.workflow.fleet import awaited
+from scheduled_events_agent.fleet import protocol
+from scheduled_events_agent.fleet.ledger import Row
+from scheduled_events_agent.fleet.protocol import Fleet
+from scheduled_events_agent.workflow import Context, Workflow
+from scheduled_events_agent.workflow.fleet import awaited
 
-WORKFLOW = "agent.workflow"
+WORKFLOW = "scheduled_events_agent.workflow"
 REAL_MIND, REAL_GATHER, REAL_NAMES = Fleet._mind_slot, Fleet._gather, Fleet._ready_names
 
 

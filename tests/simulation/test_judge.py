@@ -7,9 +7,9 @@ import pytest
 from judge import VM, BrokenError, Judge
 from world import START
 
-from agent.events import EventTypeName
-from agent.policy import Hook, Rule, When
-from agent.workflow import HookOutcome
+from scheduled_events_agent.events import EventTypeName
+from scheduled_events_agent.policy import Hook, Rule, When
+from scheduled_events_agent.workflow import HookOutcome
 
 NOT_BEFORE = START + timedelta(hours=1)
 OURS = Rule(name="reboots", when=When(type=("Reboot",)), prepare=("drain",), approve="when-prepared")

@@ -18,18 +18,18 @@ from mutants import break_workflow
 from runs import judge_seed, judge_seeds
 from world import START, TROUBLES, Trouble
 
-from agent.daemon.inbox import Inbox
-from agent.engine import Engine, Executor, HookEnded, Machine
-from agent.engine import engine as engine_module
-from agent.engine.documents import Documents
-from agent.engine.notifying import Notifying
-from agent.events import Document, ScheduledEvent
-from agent.imds import Identity
-from agent.metrics import Metrics
-from agent.policy import Rule
-from agent.settings import Settings
-from agent.store import Notices, Store, StoredNotice
-from agent.workflow import (
+from scheduled_events_agent.daemon.inbox import Inbox
+from scheduled_events_agent.engine import Engine, Executor, HookEnded, Machine
+from scheduled_events_agent.engine import engine as engine_module
+from scheduled_events_agent.engine.documents import Documents
+from scheduled_events_agent.engine.notifying import Notifying
+from scheduled_events_agent.events import Document, ScheduledEvent
+from scheduled_events_agent.imds import Identity
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.policy import Rule
+from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.store import Notices, Store, StoredNotice
+from scheduled_events_agent.workflow import (
     Approval,
     ApprovalAnswered,
     Context,
@@ -69,8 +69,8 @@ def test_every_trouble_comes_up() -> None:
 def test_years_leave_no_more_behind_than_the_last_ninety_days(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.store.RESERVE_BYTES", 0)
-    monkeypatch.setattr("agent.store.file.RESERVE_BYTES", 0)
+    monkeypatch.setattr("scheduled_events_agent.store.RESERVE_BYTES", 0)
+    monkeypatch.setattr("scheduled_events_agent.store.file.RESERVE_BYTES", 0)
     clock = Calendar()
     store = Store.open(tmp_path, clock.now())
     engine = Engine(
@@ -290,7 +290,7 @@ def _load_newest(self: Notices, target: str, after_id: int) -> StoredNotice | No
     return notice
 
 
-WORKFLOW = "agent.workflow"
+WORKFLOW = "scheduled_events_agent.workflow"
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ import msgspec
 from judge import VM, BrokenError, Judge, News
 from msgspec.structs import replace
 
-from agent import log
-from agent.daemon.inbox import Command, Inbox
-from agent.engine import (
+from scheduled_events_agent import log
+from scheduled_events_agent.daemon.inbox import Command, Inbox
+from scheduled_events_agent.engine import (
     Engine,
     HookEnded,
     HookKey,
@@ -39,16 +39,25 @@ from agent.engine import (
     key_of,
     without_run,
 )
-from agent.events import Document, EventTypeName, parse_document
-from agent.imds import Identity
-from agent.metrics import Metrics
-from agent.notices import Happening
-from agent.policy import Hook, Rule, RuleAffects, When
-from agent.settings import AgentSettings, Settings
-from agent.settings.model import NoticeWord, NotifyTarget
-from agent.simulator.azure import Azure, EventType, HappeningKind, Plan, SimulatedEvent
-from agent.store import FactName, RequestWord, Store, StoredNotice, StoreError
-from agent.workflow import ApprovalAnswered, Approve, HookOutcome, NoteKind, RunHook, Step, Workflow, is_ready
+from scheduled_events_agent.events import Document, EventTypeName, parse_document
+from scheduled_events_agent.imds import Identity
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.notices import Happening
+from scheduled_events_agent.policy import Hook, Rule, RuleAffects, When
+from scheduled_events_agent.settings import AgentSettings, Settings
+from scheduled_events_agent.settings.model import NoticeWord, NotifyTarget
+from scheduled_events_agent.simulator.azure import Azure, EventType, HappeningKind, Plan, SimulatedEvent
+from scheduled_events_agent.store import FactName, RequestWord, Store, StoredNotice, StoreError
+from scheduled_events_agent.workflow import (
+    ApprovalAnswered,
+    Approve,
+    HookOutcome,
+    NoteKind,
+    RunHook,
+    Step,
+    Workflow,
+    is_ready,
+)
 
 Trouble = Literal[
     "many events", "bad hooks", "deaf service", "lost answers", "kills", "power cuts", "torn writes", "reboots",

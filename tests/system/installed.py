@@ -16,7 +16,7 @@ import pytest
 from container import Container
 from service import POLICY, Service, build_deb
 
-from agent.simulator import Simulator
+from scheduled_events_agent.simulator import Simulator
 
 # Nothing listens there: an agent that no test has told of a simulator must not ask Azure's endpoint.
 # (And all machines have one loopback, so no port of it is to be taken.)

@@ -15,7 +15,7 @@ if sys.platform == "win32":
 
 from container import CHECKOUT, PATIENCE, Container
 
-from agent.simulator import Simulator
+from scheduled_events_agent.simulator import Simulator
 
 UNIT = "scheduled-events-agent.service"
 POLICY = "/etc/scheduled-events-agent/policy.yaml"

@@ -14,12 +14,12 @@ import pytest
 from packaging.requirements import Requirement
 from test_grammar import faults
 
-from agent.cli import main
-from agent.events import ScheduledEvent
-from agent.policy import Decision
-from agent.settings import CONFIG_VARIABLE
-from agent.store import Store
-from agent.workflow import Step, Workflow
+from scheduled_events_agent.cli import main
+from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.policy import Decision
+from scheduled_events_agent.settings import CONFIG_VARIABLE
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.workflow import Step, Workflow
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "packaging/tools.txt"
@@ -45,7 +45,8 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     subprocess.run([*pip, "--requirement", str(TOOLS), "--no-deps"], check=True, timeout=300)
 
     def made(shell: str) -> Path:
-        program = f"import sys; sys.path.insert(0, {str(place)!r}); import agent.cli; sys.exit(agent.cli.main())"
+        program = f"import sys; sys.path.insert(0, {str(place)!r}); "
+        program += "from scheduled_events_agent.cli import main; sys.exit(main())"
         command = [sys.executable, "-c", program, "completion", shell]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
         script = place / f"_{NAME}.{shell}"

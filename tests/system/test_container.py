@@ -18,7 +18,7 @@ import fcntl
 import container as container_module
 from container import PROJECT, Container, ContainerError
 
-from agent.simulator import Simulator
+from scheduled_events_agent.simulator import Simulator
 
 pytest_plugins = ["machines"]
 pytestmark = pytest.mark.timeout(900)  # the first time, a Debian is fetched

@@ -10,8 +10,8 @@ if sys.platform == "win32":
 
 from chromium import Browser, Tab, browser
 
-from agent.simulator import Simulator
-from agent.simulator.control import Control
+from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.simulator.control import Control
 
 HOSTILE = "<script>window.ran=1</script><img src=x onerror=window.ran=2> </script></style> \u202ex " + "x" * 3000
 

@@ -12,8 +12,8 @@ if sys.platform == "win32":
 from container import CHECKOUT, Container
 from service import DROP_INS, POLICY, POLKIT_RULE, UNIT, Service, build_deb, make_strict, upgrade_while_a_hook_runs
 
-from agent import __version__
-from agent.simulator import Simulator
+from scheduled_events_agent import __version__
+from scheduled_events_agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(600)
@@ -148,7 +148,7 @@ def upgrade_in_mid_event(machine: Container, sim: Simulator) -> None:
     said = [entry for entry in machine.journal(UNIT) if entry.get("_PID") == "1"]
     (stopped, *_) = [entry for entry in said[::-1] if str(entry["MESSAGE"]).startswith("Stopping")]
     (started, *_) = [entry for entry in said[::-1] if str(entry["MESSAGE"]).startswith("Started")]
-    in_place = machine.path(f"/usr/lib/{NAME}/agent/__init__.py").stat().st_ctime
+    in_place = machine.path(f"/usr/lib/{NAME}/scheduled_events_agent/__init__.py").stat().st_ctime
     stopped_at, started_at = (int(entry["__REALTIME_TIMESTAMP"]) / 1e6 for entry in (stopped, started))
     print(f"it was down for {started_at - stopped_at:.2f} s")
     assert in_place < stopped_at < started_at < stopped_at + 60

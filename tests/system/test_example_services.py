@@ -19,7 +19,7 @@ from container import PROJECT, Container
 from ports import free_port
 from service import POLICY, Service
 
-from agent.simulator import Simulator
+from scheduled_events_agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(900)  # the first time, a Debian is fetched

@@ -10,14 +10,14 @@ import pytest
 from azurite import Azurite, running_azurite  # noqa: F401 - a fixture
 from receiver import wait_until
 
-from agent import cli
-from agent.fleet import table_ledger
-from agent.fleet.ledger import LedgerError, Row
-from agent.fleet.table import connect
-from agent.fleet.table_ledger import TableLedger
-from agent.settings.model import FleetCredential, FleetSettings
-from agent.simulator import Simulator
-from agent.transport import trusting
+from scheduled_events_agent import cli
+from scheduled_events_agent.fleet import table_ledger
+from scheduled_events_agent.fleet.ledger import LedgerError, Row
+from scheduled_events_agent.fleet.table import connect
+from scheduled_events_agent.fleet.table_ledger import TableLedger
+from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
+from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.transport import trusting
 
 
 @pytest.fixture(scope="module")

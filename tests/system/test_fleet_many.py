@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.fleet.table import connect
-from agent.settings.model import FleetSettings
+from scheduled_events_agent.fleet.table import connect
+from scheduled_events_agent.settings.model import FleetSettings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 

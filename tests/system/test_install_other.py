@@ -32,8 +32,8 @@ from container import CHECKOUT, PATIENCE, Container
 from ports import free_port
 from service import POLICY, POLKIT_RULE, UNIT, Service, build_deb, make_strict, shown_commands
 
-from agent.settings import AgentSettings
-from agent.simulator import Simulator
+from scheduled_events_agent.settings import AgentSettings
+from scheduled_events_agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(600)
@@ -139,7 +139,8 @@ def test_the_wheel_has_all_of_the_agent_its_configuration_and_its_unit(wheels: P
     with zipfile.ZipFile(wheel) as archive:
         executable = {entry.filename: entry.external_attr >> 16 & 0o111 != 0 for entry in archive.infolist()}
     share = f"{wheel.name.removesuffix('-py3-none-any.whl')}.data/data/share/scheduled-events-agent"
-    places = {"agent": "agent", "config": share, "systemd": f"{share}/systemd"}
+    package = "scheduled_events_agent"
+    places = {f"agent/{package}": package, "config": share, "systemd": f"{share}/systemd"}
     sources = {
         f"{place}/{path.relative_to(CHECKOUT / folder).as_posix()}": path
         for folder, place in places.items()
@@ -244,7 +245,7 @@ def test_the_scripts_are_clean_and_the_user_data_has_them_as_they_are(supplied: 
     assert files[f"{folder}/install.sh"] == script.read_text(encoding="utf-8")
     policy = tmp_path / "policy.yaml"
     policy.write_text(files[f"{folder}/policy.yaml"], encoding="utf-8")
-    checked = run([sys.executable, "-m", "agent", "check", "--config", str(policy)], cwd=CHECKOUT)
+    checked = run([sys.executable, "-m", "scheduled_events_agent", "check", "--config", str(policy)], cwd=CHECKOUT)
     assert checked.stderr == ""
     inside = "/root/user-data.yaml"
     with Container(supplied, boots=False) as machine:

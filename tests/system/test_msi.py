@@ -30,9 +30,9 @@ if sys.platform == "win32":
 import wine_python
 from wine_python import CHECKOUT
 
-from agent import __version__
-from agent.log_ids import LogId
-from agent.simulator import Simulator
+from scheduled_events_agent import __version__
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.simulator import Simulator
 
 pytestmark = pytest.mark.timeout(1200)  # the first time, Wine and a Windows Python are fetched
 
@@ -45,7 +45,7 @@ SERVICE = "ScheduledEventsAgent"
 EPOCH = "1700000000"
 HOME = "Scheduled Events Agent"
 PYTHON = rf"C:\Program Files\{HOME}\python\python.exe"
-IMAGE = f'"{PYTHON}" -I -m agent service host'
+IMAGE = f'"{PYTHON}" -I -m scheduled_events_agent service host'
 SERVICES = r"HKLM\SYSTEM\CurrentControlSet\Services"
 ENVIRONMENT = r"HKLM\SYSTEM\CurrentControlSet\Control\Session Manager\Environment"
 EVENT_SOURCE = rf"{SERVICES}\EventLog\Application\{SERVICE}"
@@ -186,7 +186,7 @@ def test_the_installer_itself_registers_starts_stops_and_removes_the_service(msi
         "Dependencies": "Tcpip[~]Dhcp[~][~]",
         "StartName": "LocalSystem",
         "Password": "",
-        "Arguments": "-I -m agent service host",
+        "Arguments": "-I -m scheduled_events_agent service host",
         "Component_": component["Component"],
         "Description": "",
     }
@@ -347,7 +347,9 @@ def test_python_looks_for_modules_in_the_product_alone(tree: Path) -> None:
 
 
 def test_whatever_the_agent_imports_of_pywin32_is_there(tree: Path) -> None:
-    source = "\n".join(path.read_text("utf-8") for path in (CHECKOUT / "agent").rglob("*.py"))
+    source = "\n".join(
+        path.read_text("utf-8") for path in (CHECKOUT / "agent/scheduled_events_agent").rglob("*.py")
+    )
     wanted = set(
         re.findall(r"^\s*(?:import|from) (win32\w+|pywintypes|servicemanager|winerror)\b", source, re.MULTILINE)
     )
@@ -359,11 +361,11 @@ def test_whatever_the_agent_imports_of_pywin32_is_there(tree: Path) -> None:
 
 def test_the_agent_in_it_is_this_one_with_its_status_page(tree: Path) -> None:
     sources, packed = (
-        {path.relative_to(root).as_posix() for path in (root / "agent").rglob("*") if path.is_file()}
-        for root in (CHECKOUT, tree / "lib")
+        {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+        for root in (CHECKOUT / "agent/scheduled_events_agent", tree / "lib/scheduled_events_agent")
     )
-    assert packed == {name for name in sources if "__pycache__" not in name} - {"agent/py.typed"}
-    assert {f"agent/web/status.{kind}" for kind in ("html", "css", "js")} <= packed
+    assert packed == {name for name in sources if "__pycache__" not in name} - {"py.typed"}
+    assert {f"web/status.{kind}" for kind in ("html", "css", "js")} <= packed
 
 
 def test_nothing_is_in_it_that_is_not_needed(tree: Path) -> None:
@@ -726,7 +728,7 @@ def test_the_policy_is_judged_by_the_code_of_the_version_to_come(
 ) -> None:
     assert windows.install(msi, f"POLICY={policy}") == 0
     # As if the version that is there knew no rules yet.
-    module = windows.home / "lib/agent/settings/__init__.py"
+    module = windows.home / "lib/scheduled_events_agent/settings/__init__.py"
     module.write_text(module.read_text().replace("def load_policy(", "def load_policy_of_old("))
     assert windows.install(newer, f"POLICY={policy}") == 0
     assert windows.agent("--version") == (0, f"{NAME} 9.8.7\n")
@@ -790,7 +792,7 @@ def test_it_goes_where_it_is_told_stays_there_when_upgraded_and_leaves_nothing(
     assert windows.install(msi, "START=0", r"INSTALLDIR=C:\Program Files\Other Place") == 0
     assert windows.registry(EVENT_SOURCE)["EventMessageFile"] == messages
     assert windows.install(newer, "START=0") == 0
-    assert '__version__ = "9.8.7"' in (home / "lib/agent/__init__.py").read_text()
+    assert '__version__ = "9.8.7"' in (home / "lib/scheduled_events_agent/__init__.py").read_text()
     assert windows.registry(EVENT_SOURCE)["EventMessageFile"] == messages
     assert not windows.home.exists()
     assert windows.remove(newer) == 0

@@ -27,10 +27,10 @@ if sys.platform == "win32":
 
 import apt
 
-from agent import __version__
-from agent.cli import build_parser
-from agent.settings.schema import policy_schema
-from agent.simulator.table import SimulatedTable
+from scheduled_events_agent import __version__
+from scheduled_events_agent.cli import build_parser
+from scheduled_events_agent.settings.schema import policy_schema
+from scheduled_events_agent.simulator.table import SimulatedTable
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 BUILD = CHECKOUT / "packaging/build.py"
@@ -38,7 +38,10 @@ NAME = "scheduled-events-agent"
 HOME = f"usr/lib/{NAME}"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 # What the packages compile for the Python that they find.
-COMPILED = ("agent", "certifi", "h11", "httpcore", "httpx", "idna", "prometheus_client", "psutil", "structlog")
+COMPILED = (
+    *("certifi", "h11", "httpcore", "httpx", "idna", "prometheus_client", "psutil", "scheduled_events_agent"),
+    "structlog",
+)
 MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine of ELF
 DEBS = {"x86_64": "amd64", "aarch64": "arm64"}
 EXECUTABLE = {f"usr/bin/{NAME}", f"{HOME}/bytecode.sh", f"{HOME}/restart.sh"} | {
@@ -232,12 +235,14 @@ def test_nothing_is_in_it_that_is_not_needed(debs: Mapping[str, Mapping[str, Ent
 
 def test_the_agent_in_it_is_this_one(debs: Mapping[str, Mapping[str, Entry]]) -> None:
     sources = {
-        path.relative_to(CHECKOUT).as_posix()
-        for path in (CHECKOUT / "agent").rglob("*")
+        path.relative_to(CHECKOUT / "agent").as_posix()
+        for path in (CHECKOUT / "agent/scheduled_events_agent").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.name != "py.typed"
     }
     place = f"{HOME}/"
-    packed = {name.removeprefix(place) for name in debs["x86_64"] if name.startswith(f"{HOME}/agent/")}
+    packed = {
+        name.removeprefix(place) for name in debs["x86_64"] if name.startswith(f"{HOME}/scheduled_events_agent/")
+    }
     assert {name for name in packed if debs["x86_64"][place + name].content is not None} == sources
 
 
@@ -555,7 +560,7 @@ def test_another_version_can_be_built_without_editing_a_file(tmp_path: Path) -> 
     (package,) = tmp_path.iterdir()
     assert package.name == f"{NAME}_9.8.7-1_amd64.deb"
     entries = entries_of_deb(package)
-    assert '\n__version__ = "9.8.7"\n' in text_of(entries, f"{HOME}/agent/__init__.py")
+    assert '\n__version__ = "9.8.7"\n' in text_of(entries, f"{HOME}/scheduled_events_agent/__init__.py")
     assert f"{NAME} 9.8.7" in text_of(entries, f"usr/share/man/man8/{NAME}.8.gz")
 
 
@@ -846,9 +851,11 @@ def real_python(machine: Machine) -> str:
 
 def test_the_environment_cannot_slip_other_modules_in(machine: Machine, tmp_path: Path) -> None:
     real_python(machine)
-    for name in ("agent", "msgspec", "yaml", "sitecustomize", "usercustomize"):
+    for name in ("scheduled_events_agent", "msgspec", "yaml", "sitecustomize", "usercustomize"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('slipped in')\n")
-    done = machine.run("check", PYTHONPATH=str(tmp_path), PYTHONSTARTUP=str(tmp_path / "agent.py"))
+    done = machine.run(
+        "check", PYTHONPATH=str(tmp_path), PYTHONSTARTUP=str(tmp_path / "scheduled_events_agent.py")
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "valid" in done.stdout
 

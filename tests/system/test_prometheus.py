@@ -34,7 +34,7 @@ import apt
 from harness import PATIENCE, Agent, Simulator
 from receiver import Receiver
 
-from agent.simulator.table import SimulatedTable
+from scheduled_events_agent.simulator.table import SimulatedTable
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "config" / "prometheus"
@@ -49,8 +49,8 @@ AT_ONCE = {"name": "at-once", "when": {"source": "User"}, "approve": "immediatel
 # An agent with a bug in it: it cannot take in a Freeze.
 WITH_BUG = """
 import sys
-from agent.workflow import signals
-from agent.cli import main
+from scheduled_events_agent.workflow import signals
+from scheduled_events_agent.cli import main
 admit = signals._admit
 def faulty(event, context):
     if event.type == "Freeze":

@@ -20,8 +20,8 @@ if sys.platform == "win32":
 from container import CHECKOUT, PROJECT, Container
 from service import POLICY, UNIT, Service, upgrade_while_a_hook_runs
 
-from agent import __version__
-from agent.simulator import Simulator
+from scheduled_events_agent import __version__
+from scheduled_events_agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(600)

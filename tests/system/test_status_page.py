@@ -21,9 +21,9 @@ if sys.platform == "win32":
 from chromium import Browser, Tab, browser
 from ports import free_port
 
-from agent.events import ScheduledEvent, Seen
-from agent.policy import Rule
-from agent.status import (
+from scheduled_events_agent.events import ScheduledEvent, Seen
+from scheduled_events_agent.policy import Rule
+from scheduled_events_agent.status import (
     FleetState,
     History,
     HistoryItem,
@@ -35,10 +35,10 @@ from agent.status import (
     Status,
     Vm,
 )
-from agent.web.files import FILES
-from agent.web.server import Page, WebServer
-from agent.words import as_shown, with_words
-from agent.workflow import Approval, Context, Phase, Progress, proceed
+from scheduled_events_agent.web.files import FILES
+from scheduled_events_agent.web.server import Page, WebServer
+from scheduled_events_agent.words import as_shown, with_words
+from scheduled_events_agent.workflow import Approval, Context, Phase, Progress, proceed
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 RULE = Rule(name="impactful", prepare=("drain", "checkpoint"), recover=("resume",), approve="when-prepared")

@@ -15,7 +15,7 @@ from ports import free_port
 from service import Service
 from stuck import hanging_thread, outer_pid, wait_killed
 
-from agent.simulator import Simulator
+from scheduled_events_agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(900)  # the first time, Debian is fetched

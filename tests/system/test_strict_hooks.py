@@ -16,7 +16,7 @@ if sys.platform == "win32":
 from container import CHECKOUT
 from service import UNIT, Service, make_strict
 
-from agent.simulator import Simulator
+from scheduled_events_agent.simulator import Simulator
 
 pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(900)  # the first time, Debian is fetched

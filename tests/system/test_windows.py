@@ -54,12 +54,14 @@ def test_what_wine_could_not_start_is_started_again_and_what_failed_is_not(tmp_p
 
 
 def test_the_agent_runs_on_windows(python: WinePython) -> None:
-    done = python.run("-c", "import agent.cli, sys; print(sys.platform, sys.version_info[:2])", timeout=300)
+    done = python.run(
+        "-c", "import scheduled_events_agent.cli, sys; print(sys.platform, sys.version_info[:2])", timeout=300
+    )
     assert done.stdout.strip() == "win32 (3, 11)"
 
 
 def test_the_demo_comes_out_right_on_windows(python: WinePython) -> None:
-    done = python.run("-m", "agent", "demo", timeout=600)
+    done = python.run("-m", "scheduled_events_agent", "demo", timeout=600)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "all as expected" in done.stdout
 

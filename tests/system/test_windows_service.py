@@ -25,7 +25,7 @@ if sys.platform == "win32":
 
 from wine_python import WinePython, parse_service, wine_python
 
-from agent.simulator import Simulator
+from scheduled_events_agent.simulator import Simulator
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ class Service:
         return {"run": [r"C:\py311\python.exe", "-I", "-S", "-c", code], "cwd": self.folder, "timeout": "2m"}
 
     def command(self, *arguments: str) -> tuple[int, str]:
-        done = self.python.run("-m", "agent", "service", *arguments, timeout=300)
+        done = self.python.run("-m", "scheduled_events_agent", "service", *arguments, timeout=300)
         return done.returncode, done.stdout
 
     def install(self) -> str:
@@ -233,7 +233,7 @@ def test_to_install_is_to_bring_up_to_date(service: Service) -> None:
         "and recovers.",
         "DisplayName": "Azure Scheduled Events Agent",
         "ErrorControl": "0x1",
-        "ImagePath": r'"C:\py311\python.exe" -I -m agent service host '
+        "ImagePath": r'"C:\py311\python.exe" -I -m scheduled_events_agent service host '
         rf'"--config={service.folder}\policy.yaml" "--state-dir={service.folder}\state"',
         "ObjectName": "LocalSystem",
         "PreshutdownTimeout": "0x15f90",
@@ -241,7 +241,7 @@ def test_to_install_is_to_bring_up_to_date(service: Service) -> None:
         "Type": "0x10",
     }
     code, text = service.command("install", "--state-dir", r"C:\elsewhere")
-    command = r'"C:\py311\python.exe" -I -m agent service host --state-dir=C:\elsewhere'
+    command = r'"C:\py311\python.exe" -I -m scheduled_events_agent service host --state-dir=C:\elsewhere'
     assert code == 0
     assert text.splitlines() == [
         "the service ScheduledEventsAgent was there already, and is up to date now",
@@ -410,7 +410,7 @@ def test_an_agent_that_hangs_ends_with_a_failure_and_the_next_one_logs_its_stack
     service.start()
     stacks = service.wait_log("the agent before this one crashed or hung")["stacks"]
     assert stacks.startswith("Timeout (0:01:00)!")
-    assert "agent/daemon/inbox.py" in stacks.replace("\\", "/")
+    assert "agent/scheduled_events_agent/daemon/inbox.py" in stacks.replace("\\", "/")
 
 
 def test_no_service_is_made_if_the_data_directory_is_not_an_administrators(python: WinePython) -> None:

@@ -104,7 +104,7 @@ def wine_python() -> Iterator[WinePython]:
             ready.write_text(stamp)
         # For programs that take nothing from the environment: services, and whatever else runs python -I.
         site = ROOT / "prefix" / "drive_c" / f"py{_VERSION}" / "Lib" / "site-packages"
-        (site / "checkout.pth").write_text(windows_path(CHECKOUT) + "\n")
+        (site / "checkout.pth").write_text(windows_path(CHECKOUT / "agent") + "\n")
         _boot()
         try:
             yield WinePython(ROOT)
@@ -212,7 +212,7 @@ def _environment(root: Path) -> dict[str, str]:
         "WINEDEBUG": "-all",
         "WINELOADER": "/usr/lib/wine/wine64",
         "WINEDLLOVERRIDES": "mscoree,mshtml=;winedbg.exe=d",  # neither prompts to install things nor a debugger
-        "PYTHONPATH": windows_path(CHECKOUT),
+        "PYTHONPATH": windows_path(CHECKOUT / "agent"),
         "PYTHONPYCACHEPREFIX": r"C:\bytecode",  # the agent is started some hundred times
         "HYPOTHESIS_STORAGE_DIRECTORY": r"C:\hypothesis",
     }

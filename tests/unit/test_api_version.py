@@ -2,10 +2,10 @@
 
 import pytest
 
-from agent.api_version import NONE_YET, Refusals, ask_best, versions_to_ask
-from agent.events import ApiVersion, ApiVersionSetting
-from agent.imds import ImdsError, ImdsErrorKind
-from agent.policy import Rule, When
+from scheduled_events_agent.api_version import NONE_YET, Refusals, ask_best, versions_to_ask
+from scheduled_events_agent.events import ApiVersion, ApiVersionSetting
+from scheduled_events_agent.imds import ImdsError, ImdsErrorKind
+from scheduled_events_agent.policy import Rule, When
 
 DAY = 24 * 3600.0
 ADVISED = Rule(name="eviction-likely", when=When(type=("Preempt", "SpotRebalanceRecommendation")))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from agent.log_ids import LogId
-from agent.settings import ConfigError, parse_settings
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.settings import ConfigError, parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / ".github" / "workflows" / "ci.yml"

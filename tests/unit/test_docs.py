@@ -8,14 +8,14 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from agent.cli import build_parser
-from agent.cli.explain import Explanations
-from agent.cli.fleet import FleetRelease, FleetStatus
-from agent.cli.notify import NotifyTest
-from agent.log import JOURNAL_FIELDS
-from agent.log_ids import LogId
-from agent.status import SCHEMA_VERSION, CurrentEvents, Journal, LastKnown, OperatorAnswer, Status
-from agent.workflow import Phase
+from scheduled_events_agent.cli import build_parser
+from scheduled_events_agent.cli.explain import Explanations
+from scheduled_events_agent.cli.fleet import FleetRelease, FleetStatus
+from scheduled_events_agent.cli.notify import NotifyTest
+from scheduled_events_agent.log import JOURNAL_FIELDS
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.status import SCHEMA_VERSION, CurrentEvents, Journal, LastKnown, OperatorAnswer, Status
+from scheduled_events_agent.workflow import Phase
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from agent.events import EventTypeName
+from scheduled_events_agent.events import EventTypeName
 
 COOKBOOK = Path(__file__).resolve().parents[2] / "docs/cookbook"
 EVENTS = [name for name in get_args(EventTypeName) if name != "SpotRebalanceRecommendation"]  # a preview

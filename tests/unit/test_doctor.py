@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from agent import __version__
-from agent.cli.diagnosis import (
+from scheduled_events_agent import __version__
+from scheduled_events_agent.cli.diagnosis import (
     Finding,
     failure,
     in_words,
@@ -23,12 +23,12 @@ from agent.cli.diagnosis import (
     ok,
     warning,
 )
-from agent.cli.doctor import judge_agent
-from agent.cli.terminal import Terminal
-from agent.host.surroundings import Approver, Life
-from agent.imds import Answer, ImdsError
-from agent.settings import BUILT_IN_NAME, VmSettings, load_policy
-from agent.status import PolicyInForce, Status, Vm
+from scheduled_events_agent.cli.doctor import judge_agent
+from scheduled_events_agent.cli.terminal import Terminal
+from scheduled_events_agent.host.surroundings import Approver, Life
+from scheduled_events_agent.imds import Answer, ImdsError
+from scheduled_events_agent.settings import BUILT_IN_NAME, VmSettings, load_policy
+from scheduled_events_agent.status import PolicyInForce, Status, Vm
 
 NOON = datetime(2026, 4, 11, 12, tzinfo=UTC)
 LATER = datetime(2100, 1, 1, tzinfo=UTC)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.events import (
+from scheduled_events_agent.events import (
     Affects,
     Document,
     DocumentError,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agent.cli import main
-from agent.settings import parse_settings
+from scheduled_events_agent.cli import main
+from scheduled_events_agent.settings import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "config/examples").glob("*.yaml"))

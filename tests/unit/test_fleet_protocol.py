@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from agent.fleet.ledger import LedgerError, Row
-from agent.fleet.memory import MemoryLedger
-from agent.fleet.protocol import Fleet
-from agent.fleet.rows import event_key_of, key_of, resources_of, time_of
-from agent.workflow import Standing, Wish
+from scheduled_events_agent.fleet.ledger import LedgerError, Row
+from scheduled_events_agent.fleet.memory import MemoryLedger
+from scheduled_events_agent.fleet.protocol import Fleet
+from scheduled_events_agent.fleet.rows import event_key_of, key_of, resources_of, time_of
+from scheduled_events_agent.workflow import Standing, Wish
 
 START = datetime(2026, 3, 2, 8, 0, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from agent import AgentError
-from agent.cli import fleet as command
-from agent.cli import main
-from agent.cli.fleet import examine, in_words, look, release
-from agent.cli.terminal import Terminal
-from agent.fleet.ledger import LedgerError, Row
-from agent.fleet.memory import MemoryLedger
-from agent.fleet.rows import event_key_of
-from agent.host import processes
-from agent.settings import Settings, parse_settings
-from agent.settings.model import FleetCredential, FleetSettings
+from scheduled_events_agent import AgentError
+from scheduled_events_agent.cli import fleet as command
+from scheduled_events_agent.cli import main
+from scheduled_events_agent.cli.fleet import examine, in_words, look, release
+from scheduled_events_agent.cli.terminal import Terminal
+from scheduled_events_agent.fleet.ledger import LedgerError, Row
+from scheduled_events_agent.fleet.memory import MemoryLedger
+from scheduled_events_agent.fleet.rows import event_key_of
+from scheduled_events_agent.host import processes
+from scheduled_events_agent.settings import Settings, parse_settings
+from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
 
 NOW = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 ONE, OTHER = "602D9444-D2CD-49C7-8624-8643E7171297", "602D9445-0000-49C7-8624-8643E7171297"

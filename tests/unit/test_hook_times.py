@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from agent.hook_times import decode, encode, may_take_seconds, with_run
-from agent.policy import Hook
+from scheduled_events_agent.hook_times import decode, encode, may_take_seconds, with_run
+from scheduled_events_agent.policy import Hook
 
 HOOK = Hook(run=("/bin/drain",), timeout=300.0, attempts=3, retry_delay=10.0)
 

@@ -6,11 +6,11 @@ from types import ModuleType
 
 import pytest
 
-import agent.host
-from agent.host import HostError, processes
-from agent.host.windows import process, system
+import scheduled_events_agent.host
+from scheduled_events_agent.host import HostError, processes
+from scheduled_events_agent.host.windows import process, system
 
-_FOLDER = Path(agent.host.__file__).parent
+_FOLDER = Path(scheduled_events_agent.host.__file__).parent
 _ENV = {"SYSTEMROOT": r"C:\Windows", "PATHEXT": ".COM;.EXE;.BAT;.CMD", "PATH": r"C:\Windows"}
 
 
@@ -46,7 +46,7 @@ def _used(seam: str) -> set[str]:
     return {name for name in found if not (_FOLDER / f"{name}.py").exists()}
 
 
-@pytest.mark.parametrize(("seam", "least"), [(agent.host, 16), (processes, 15)])
+@pytest.mark.parametrize(("seam", "least"), [(scheduled_events_agent.host, 16), (processes, 15)])
 def test_both_systems_have_what_is_used_with_the_same_signatures(seam: ModuleType, least: int) -> None:
     used, linux, windows = _used(seam.__name__), _offered("linux"), _offered("windows")
     assert len(used) >= least

@@ -2,8 +2,8 @@
 
 import pytest
 
-from agent import AgentError, host
-from agent.imds import (
+from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.imds import (
     IMDS_ERROR_KINDS,
     Backoff,
     EndpointError,

@@ -1,4 +1,4 @@
-"""Who may know whom: imports point downwards only, and what differs between systems stays in agent/host/."""
+"""Who may know whom: imports point downwards only, and what differs between systems stays in host/."""
 
 import ast
 import subprocess
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import agent
+import scheduled_events_agent
 
-ROOT = Path(agent.__file__).parent
+ROOT = Path(scheduled_events_agent.__file__).parent
 PURE = {
     "api_version", "events", "hook_times", "log_ids", "operator_words", "policy", "spelling", "status", "words",
     "workflow",
@@ -50,7 +50,16 @@ ALLOWED: dict[str, set[str]] = {
     "cli": PURE | EDGES | {"settings", "host", "typed_yaml", "simulator", "daemon", "cli"},
 }
 # Files that wire parts together, though the rest of their folder does not.
-WIRING = {"agent/simulator/testing.py": {"simulator", "settings", "policy", "status", "store", "typed_yaml"}}
+WIRING = {
+    "scheduled_events_agent/simulator/testing.py": {
+        "simulator",
+        "settings",
+        "policy",
+        "status",
+        "store",
+        "typed_yaml",
+    }
+}
 # Nothing that reads a clock, a file or a socket, or starts anything.
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "glob", "http", "httpx", "io", "logging", "multiprocessing", "os",
@@ -132,7 +141,7 @@ def is_in(name: str, modules: set[str]) -> bool:
 def known_of_agent(path: Path) -> set[str]:
     """The modules of agent/ that the file imports anywhere."""
     parts = [name.split(".") for name in imports(path)]
-    inside = {part[1] for part in parts if part[0] == "agent" and len(part) > 1}
+    inside = {part[1] for part in parts if part[0] == "scheduled_events_agent" and len(part) > 1}
     return {name for name in inside if (ROOT / name).is_dir() or (ROOT / f"{name}.py").is_file()}
 
 
@@ -167,13 +176,17 @@ def test_importing_the_agent_loads_nothing_heavy(path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="an installer stops the agent first")
 def test_an_agent_that_runs_has_loaded_all_of_its_own_before_an_upgrade() -> None:
-    program = "import sys, agent.cli.run, agent.daemon; print(*sys.modules)"
+    program = "import sys, scheduled_events_agent.cli.run, scheduled_events_agent.daemon; print(*sys.modules)"
     command = [sys.executable, "-c", program]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     here = {path for path in files(*RESIDENT) if "windows" not in path.name}
     wanted = {name for path in here for name in imports(path) if "windows" not in name}
     # It is loaded at the start too, if the policy has it.
-    wanted = {name for name in wanted if not is_in(name, {"agent.fleet", "agent.daemon.fleet"})}
+    wanted = {
+        name
+        for name in wanted
+        if not is_in(name, {"scheduled_events_agent.fleet", "scheduled_events_agent.daemon.fleet"})
+    }
     assert (wanted & {dotted_name_of(path) for path in files()}) - set(loaded) == set()
 
 
@@ -182,14 +195,23 @@ def test_a_command_that_only_reads_the_state_loads_little(module: str) -> None:
     slow = {"asyncio", "httpx", "prometheus_client", "structlog", "yaml"}
     if sys.platform != "win32":  # which asks psutil for the boot's time, and hashlib for the service's account
         slow |= {"hashlib", "psutil", "subprocess"}
-    command = [sys.executable, "-c", f"import sys, agent.cli.{module}; print(*sys.modules)"]
+    command = [sys.executable, "-c", f"import sys, scheduled_events_agent.cli.{module}; print(*sys.modules)"]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert slow & set(loaded) == set()
 
 
 def test_a_check_loads_neither_http_nor_tls_unless_the_policy_has_them(tmp_path: Path) -> None:
     config = tmp_path / "policy.yaml"
-    command = [sys.executable, "-X", "importtime", "-m", "agent", "check", "--config", str(config)]
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "scheduled_events_agent",
+        "check",
+        "--config",
+        str(config),
+    ]
     slow = {"asyncio", "httpx", "prometheus_client", "ssl", "structlog"}
     for policy, is_with_http in (
         ("rules: [{name: all, approve: never}]", False),
@@ -198,15 +220,15 @@ def test_a_check_loads_neither_http_nor_tls_unless_the_policy_has_them(tmp_path:
         config.write_text(policy)
         told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         loaded = {line.rpartition("|")[2].strip() for line in told.splitlines()}
-        assert "agent.settings" in loaded
+        assert "scheduled_events_agent.settings" in loaded
         assert ({"httpx", "ssl"} <= loaded) == is_with_http
         assert is_with_http or slow & loaded == set()
 
 
 def test_only_the_plugin_for_users_tests_knows_pytest_and_nobody_else_loads_it() -> None:
-    plugin = "agent.simulator.testing"
+    plugin = "scheduled_events_agent.simulator.testing"
     knowing = {name_of(path) for path in files() if any(is_in(name, {"pytest", plugin}) for name in imports(path))}
-    assert knowing == {"agent/simulator/testing.py"}
+    assert knowing == {"scheduled_events_agent/simulator/testing.py"}
 
 
 @pytest.mark.parametrize("path", [path for path in files("host") if path.parent.name != "linux"], ids=name_of)
@@ -215,19 +237,23 @@ def test_a_host_module_can_be_imported_on_the_other_system(path: Path) -> None:
     assert found == set()
 
 
+def test_no_module_imports_the_source_folder_as_a_package() -> None:
+    assert [name_of(path) for path in files() if any(is_in(name, {"agent"}) for name in imports(path))] == []
+
+
 def test_every_module_says_what_it_is_for() -> None:
     assert [name_of(path) for path in files() if not ast.get_docstring(parse(path))] == []
 
 
 def test_the_map_in_the_package_names_every_module() -> None:
-    listed = agent.__doc__ or ""
+    listed = scheduled_events_agent.__doc__ or ""
     modules = {path.name for path in ROOT.glob("*.py")} - {"__init__.py", "__main__.py"}
     modules |= {f"{path.name}/" for path in ROOT.iterdir() if (path / "__init__.py").is_file()}
     assert sorted(module for module in modules if f"    {module}" not in listed) == []
 
 
 def test_the_walk_sees_imports_in_every_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "agent"
+    package = tmp_path / "scheduled_events_agent"
     package.mkdir()
     (package / "edge.py").write_text("")
     (package / "module.py").write_text(
@@ -235,12 +261,12 @@ def test_the_walk_sees_imports_in_every_form(tmp_path: Path, monkeypatch: pytest
         "import os.path\n"
         "from . import edge\n"
         "if TYPE_CHECKING:\n    import yaml\n"
-        "def later():\n    from agent.edge import thing\n    import ctypes\n"
+        "def later():\n    from scheduled_events_agent.edge import thing\n    import ctypes\n"
         "class Early:\n    import zoneinfo\n"
     )
     monkeypatch.setattr(sys.modules[__name__], "ROOT", package)
     path = package / "module.py"
     assert known_of_agent(path) == {"edge"}
-    assert {"os.path", "yaml", "ctypes", "zoneinfo", "agent.edge.thing"} <= imports(path)
+    assert {"os.path", "yaml", "ctypes", "zoneinfo", "scheduled_events_agent.edge.thing"} <= imports(path)
     assert {name for name in imports(path, only_at_start=True) if is_in(name, HEAVY)} == {"zoneinfo"}
     assert is_in("os.path", IMPURE)

@@ -11,12 +11,12 @@ from typing import get_args
 
 import pytest
 
-import agent
-from agent.log_ids import LogId, log_id_of, messages_source
-from agent.workflow import NoteKind
+import scheduled_events_agent
+from scheduled_events_agent.log_ids import LogId, log_id_of, messages_source
+from scheduled_events_agent.workflow import NoteKind
 
-AGENT = Path(agent.__file__).parent
-DOCUMENT = AGENT.parent / "docs" / "windows.md"
+AGENT = Path(scheduled_events_agent.__file__).parent
+DOCUMENT = AGENT.parents[1] / "docs" / "windows.md"
 LEVELS = {"info", "warning", "error", "exception"}
 FOR_THE_FILE_ONLY = {"hook output", "policy"}
 OF_ANY = {LogId.OTHER_WARNING, LogId.OTHER_ERROR}

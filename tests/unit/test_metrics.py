@@ -11,15 +11,15 @@ from msgspec.structs import replace
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-import agent.metrics
-from agent import __version__
-from agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
-from agent.imds import IMDS_ERROR_KINDS
-from agent.metrics import Metrics
-from agent.notices import NOTICE_ERROR_KINDS
-from agent.policy import ApproveMode, Decision, Rule
-from agent.settings import NotifyTarget, Settings
-from agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
+import scheduled_events_agent.metrics
+from scheduled_events_agent import __version__
+from scheduled_events_agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
+from scheduled_events_agent.imds import IMDS_ERROR_KINDS
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.notices import NOTICE_ERROR_KINDS
+from scheduled_events_agent.policy import ApproveMode, Decision, Rule
+from scheduled_events_agent.settings import NotifyTarget, Settings
+from scheduled_events_agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
 
 SOURCES = ("Platform", "User", "unknown")
 NOW = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
@@ -181,13 +181,13 @@ def test_what_is_pending_is_written_anew_only_when_it_has_changed(
 ) -> None:
     written: list[str] = []
 
-    class Watched(agent.metrics._Pending):
+    class Watched(scheduled_events_agent.metrics._Pending):
         def collect(self) -> Iterable[Metric]:
             families = tuple(super().collect())
             written.extend(sample.labels["phase"] for sample in families[0].samples)
             return families
 
-    monkeypatch.setattr(agent.metrics, "_Pending", Watched)
+    monkeypatch.setattr(scheduled_events_agent.metrics, "_Pending", Watched)
     pending.append(make_workflow())
     texts = [metrics.expose().decode() for _ in range(3)]
     assert written == ["preparing"]

@@ -6,7 +6,14 @@ import msgspec
 import pytest
 from test_workflow import NOTICE, START, Agent, a_rule, an_event, started
 
-from agent.workflow import HookFinished, HookOutcome, OperatorSpoke, Workflow, is_ready, next_wake_at
+from scheduled_events_agent.workflow import (
+    HookFinished,
+    HookOutcome,
+    OperatorSpoke,
+    Workflow,
+    is_ready,
+    next_wake_at,
+)
 
 TWO_RECOVER = a_rule(prepare=("drain",), recover=("load", "resume"))
 

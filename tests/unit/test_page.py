@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-import agent
-from agent.events import ScheduledEvent, Seen
-from agent.policy import Rule
-from agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
-from agent.web.files import FILES, HEADERS
-from agent.words import as_shown, with_words
-from agent.workflow import Approval, Context, Progress, proceed
+import scheduled_events_agent
+from scheduled_events_agent.events import ScheduledEvent, Seen
+from scheduled_events_agent.policy import Rule
+from scheduled_events_agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
+from scheduled_events_agent.web.files import FILES, HEADERS
+from scheduled_events_agent.words import as_shown, with_words
+from scheduled_events_agent.workflow import Approval, Context, Progress, proceed
 
 NOW = datetime(2026, 3, 4, 3, 0, 0, tzinfo=UTC)
 RULE = Rule(name="impactful", prepare=("drain", "checkpoint"), recover=("resume",), approve="when-prepared")
@@ -239,7 +239,7 @@ def test_the_browser_may_load_the_files_and_nothing_else() -> None:
 
 
 def test_texts_never_become_markup_and_nothing_comes_from_elsewhere() -> None:
-    folder = Path(agent.__file__).parent / "web"
+    folder = Path(scheduled_events_agent.__file__).parent / "web"
     script = (folder / "status.js").read_text(encoding="utf-8")
     ways = r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|eval\(|Function\(|\bstyle\b|setHTML"
     assert re.findall(ways, script) == []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.events import Document, DocumentError, ScheduledEvent, parse_document, parse_event
+from scheduled_events_agent.events import Document, DocumentError, ScheduledEvent, parse_document, parse_event
 
 PAYLOADS = Path(__file__).parent.parent / "payloads"
 

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, get_args
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.cli import build_parser
-from agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
-from agent.imds import IMDS_ERROR_KINDS
-from agent.metrics import Metrics
-from agent.policy import ApproveMode, Decision
-from agent.settings import NotifyTarget, Settings
-from agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
+from scheduled_events_agent.cli import build_parser
+from scheduled_events_agent.events import EVENT_TYPES, Affects, DocumentErrorKind, ScheduledEvent
+from scheduled_events_agent.imds import IMDS_ERROR_KINDS
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.policy import ApproveMode, Decision
+from scheduled_events_agent.settings import NotifyTarget, Settings
+from scheduled_events_agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "config" / "prometheus"

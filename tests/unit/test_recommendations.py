@@ -7,11 +7,11 @@ import pytest
 from msgspec.structs import replace
 from test_workflow import START, Agent, a_rule, an_event
 
-from agent.engine.documents import Documents
-from agent.events import Document, Missing, ScheduledEvent, parse_document
-from agent.policy import Rule, When
-from agent.settings import Settings
-from agent.workflow import ClockSet, has_obeyed, is_ready, next_wake_at
+from scheduled_events_agent.engine.documents import Documents
+from scheduled_events_agent.events import Document, Missing, ScheduledEvent, parse_document
+from scheduled_events_agent.policy import Rule, When
+from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.workflow import ClockSet, has_obeyed, is_ready, next_wake_at
 
 HOUR = 3600.0
 

@@ -9,14 +9,21 @@ from typing import get_args
 import msgspec
 import pytest
 
-from agent.cli import build_parser
-from agent.settings import parse_settings
-from agent.simulator import Simulator, SimulatorError, list_scenarios, load_scenario, parse_scenario, rename_vms
-from agent.simulator.azure import Plan
-from agent.simulator.control import _ACTIONS as ACTIONS
-from agent.simulator.faults import Fault, FaultKind
-from agent.simulator.scenario import DEFAULT_SCENARIO, Scenario, Step
-from agent.spelling import format_duration
+from scheduled_events_agent.cli import build_parser
+from scheduled_events_agent.settings import parse_settings
+from scheduled_events_agent.simulator import (
+    Simulator,
+    SimulatorError,
+    list_scenarios,
+    load_scenario,
+    parse_scenario,
+    rename_vms,
+)
+from scheduled_events_agent.simulator.azure import Plan
+from scheduled_events_agent.simulator.control import _ACTIONS as ACTIONS
+from scheduled_events_agent.simulator.faults import Fault, FaultKind
+from scheduled_events_agent.simulator.scenario import DEFAULT_SCENARIO, Scenario, Step
+from scheduled_events_agent.spelling import format_duration
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
 LIVES = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agent.simulator.azure import EVENTS_VERSIONS, Azure, EventType, Plan, SimulatorError
+from scheduled_events_agent.simulator.azure import EVENTS_VERSIONS, Azure, EventType, Plan, SimulatorError
 
 NOON = 1_782_648_000.0  # Sun, 28 Jun 2026 12:00:00 GMT
 LATEST = EVENTS_VERSIONS[-1]

@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agent import yaml_nodes
+from scheduled_events_agent import yaml_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((ROOT / "agent").rglob("*.py"))
+SOURCES = sorted((ROOT / "agent/scheduled_events_agent").rglob("*.py"))
 
 # The two places that make a command line for a shell of what a `shell:` hook says, and nothing else.
 SHELLS = {
-    "agent/host/linux/process.py": {"/bin/sh"},
-    "agent/host/windows/process.py": {"cmd.exe"},
-    "agent/cli/completion.py": {"bash", "zsh"},  # names of shells: it prints, and starts none
+    "agent/scheduled_events_agent/host/linux/process.py": {"/bin/sh"},
+    "agent/scheduled_events_agent/host/windows/process.py": {"cmd.exe"},
+    "agent/scheduled_events_agent/cli/completion.py": {
+        "bash",
+        "zsh",
+    },  # names of shells: it prints, and starts none
 }
 _SHELL = re.compile(r"(^|[\\/])((ba|da|z|k)?sh|cmd\.exe|cmd)$")
 STARTERS = re.compile(

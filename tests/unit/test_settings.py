@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agent.policy import When
-from agent.settings import ConfigError, Settings, checks, load_policy, parse_settings
-from agent.settings.model import parse_table
+from scheduled_events_agent.policy import When
+from scheduled_events_agent.settings import ConfigError, Settings, checks, load_policy, parse_settings
+from scheduled_events_agent.settings.model import parse_table
 
 
 def faults(text: str, *, may_change_user: bool = True) -> Sequence[str]:

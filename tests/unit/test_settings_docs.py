@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import pytest
 
-from agent.policy import Hook, MaintenanceWindow, Rule, When
-from agent.settings import (
+from scheduled_events_agent.policy import Hook, MaintenanceWindow, Rule, When
+from scheduled_events_agent.settings import (
     AgentSettings,
     ImdsSettings,
     LogSettings,
@@ -19,10 +19,10 @@ from agent.settings import (
     load_settings,
     parse_settings,
 )
-from agent.settings.model import FleetCredential, FleetSettings, SecretFile
-from agent.settings.schema import plain
-from agent.spelling import format_duration
-from agent.typed_yaml import default_of
+from scheduled_events_agent.settings.model import FleetCredential, FleetSettings, SecretFile
+from scheduled_events_agent.settings.schema import plain
+from scheduled_events_agent.spelling import format_duration
+from scheduled_events_agent.typed_yaml import default_of
 
 ROOT = Path(__file__).parents[2]
 TYPES = (

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from agent.host.surroundings import (
+from scheduled_events_agent.host.surroundings import (
     Approver,
     Mount,
     is_temporary,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.cli.terminal import Row, Terminal, printable
+from scheduled_events_agent.cli.terminal import Row, Terminal, printable
 
 NOWHERE = Terminal(width=None, has_colors=False)
 WINDOW = Terminal(width=40, has_colors=False)

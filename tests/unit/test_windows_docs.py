@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.windows import event_log, files, permissions, process, service
-from agent.settings import parse_settings
+from scheduled_events_agent.host.windows import event_log, files, permissions, process, service
+from scheduled_events_agent.settings import parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "windows.md").read_text(encoding="utf-8")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.host.windows.event_log import text_of
+from scheduled_events_agent.host.windows.event_log import text_of
 
 
 def test_a_text_is_the_message_its_reason_and_a_line_for_each_field() -> None:

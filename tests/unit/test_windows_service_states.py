@@ -13,10 +13,10 @@ from typing import TextIO
 
 import pytest
 
-from agent.cli import build_parser, main
-from agent.host import HostError
-from agent.host.windows import service as windows_service
-from agent.host.windows.service_process import Control, Service, State, Status, open_crash_file
+from scheduled_events_agent.cli import build_parser, main
+from scheduled_events_agent.host import HostError
+from scheduled_events_agent.host.windows import service as windows_service
+from scheduled_events_agent.host.windows.service_process import Control, Service, State, Status, open_crash_file
 
 UP = 0x1 | 0x4 | 0x8 | 0x100  # stop, shutdown, parameter change, preshutdown; not pause and continue
 START_PENDING = Status(0x10, State.START_PENDING, 0, 0, 0, 1, 10_000)
@@ -189,7 +189,7 @@ def test_a_refused_policy_has_an_exit_code_of_its_own(crash_file: TextIO) -> Non
 
 _LIVING = """
 import sys, time
-from agent.host.windows.service_process import Service
+from scheduled_events_agent.host.windows.service_process import Service
 
 def hang_in_a_call():
     time.sleep(60)
@@ -269,7 +269,7 @@ def test_the_command_is_quoted_however_the_paths_are() -> None:
         ["service", "host", r"--config=C:\my policies\p.yaml", "--state-dir=C:\\state dir\\"],
     )
     assert command == (
-        r'"C:\Program Files\agent\python.exe" -I -m agent service host'
+        r'"C:\Program Files\agent\python.exe" -I -m scheduled_events_agent service host'
         ' "--config=C:\\my policies\\p.yaml" "--state-dir=C:\\state dir\\\\"'
     )
 
@@ -298,7 +298,10 @@ def test_the_service_is_told_to_reload_if_its_own_policy_is_valid(
 
 
 def test_a_program_is_quoted_even_without_need() -> None:
-    assert windows_service._command_line(r"C:\py\python.exe", None, ["x"]) == r'"C:\py\python.exe" -I -m agent x'
+    assert (
+        windows_service._command_line(r"C:\py\python.exe", None, ["x"])
+        == r'"C:\py\python.exe" -I -m scheduled_events_agent x'
+    )
 
 
 @pytest.mark.parametrize(("path", "mark"), [(r"C:\%TEMP%\p.yaml", "%"), ('C:\\a"b', '"'), ("C:\\a\nb", "\n")])

@@ -6,11 +6,11 @@ from typing import Any, get_args
 
 import pytest
 
-from agent.events import ScheduledEvent
-from agent.operator_words import overruling, short_ids
-from agent.policy import Decision
-from agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
-from agent.words import (
+from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.operator_words import overruling, short_ids
+from scheduled_events_agent.policy import Decision
+from scheduled_events_agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
+from scheduled_events_agent.words import (
     activity,
     by_urgency,
     clock,
@@ -22,8 +22,8 @@ from agent.words import (
     verdict,
     wait_in_words,
 )
-from agent.workflow import Approval, Progress, Waits
-from agent.workflow.model import WaitKind
+from scheduled_events_agent.workflow import Approval, Progress, Waits
+from scheduled_events_agent.workflow.model import WaitKind
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
 

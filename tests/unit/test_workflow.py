@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from agent.events import Document, Gone, ScheduledEvent, compare
-from agent.policy import MaintenanceWindow, Rule, When
-from agent.words import as_shown, note_in_words
-from agent.workflow import (
+from scheduled_events_agent.events import Document, Gone, ScheduledEvent, compare
+from scheduled_events_agent.policy import MaintenanceWindow, Rule, When
+from scheduled_events_agent.words import as_shown, note_in_words
+from scheduled_events_agent.workflow import (
     TRANSITIONS,
     AgentRestarted,
     ApprovalAnswered,

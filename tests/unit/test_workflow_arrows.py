@@ -8,8 +8,19 @@ import test_workflow_changes
 from msgspec.structs import replace
 from test_workflow import Agent, a_rule, an_event, started
 
-from agent.policy import When
-from agent.workflow import TRANSITIONS, Board, Context, Phase, Progression, Signal, Step, Workflow, board, proceed
+from scheduled_events_agent.policy import When
+from scheduled_events_agent.workflow import (
+    TRANSITIONS,
+    Board,
+    Context,
+    Phase,
+    Progression,
+    Signal,
+    Step,
+    Workflow,
+    board,
+    proceed,
+)
 
 Arrows = set[tuple[Phase, Phase]]
 

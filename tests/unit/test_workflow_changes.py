@@ -24,9 +24,9 @@ import pytest
 from msgspec.structs import replace
 from mutants import break_workflow
 
-from agent.events import Document, ScheduledEvent, compare
-from agent.policy import Facts, MaintenanceWindow, Rule, When, decide
-from agent.workflow import (
+from scheduled_events_agent.events import Document, ScheduledEvent, compare
+from scheduled_events_agent.policy import Facts, MaintenanceWindow, Rule, When, decide
+from scheduled_events_agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,
     Approve,

@@ -7,10 +7,10 @@ import pytest
 from msgspec.structs import replace
 from test_workflow import NOTICE, START, a_rule, an_event
 
-from agent.engine.fleet import FleetPart
-from agent.events import Gone, Seen
-from agent.words import wait_in_words
-from agent.workflow import (
+from scheduled_events_agent.engine.fleet import FleetPart
+from scheduled_events_agent.events import Gone, Seen
+from scheduled_events_agent.words import wait_in_words
+from scheduled_events_agent.workflow import (
     ApprovalAnswered,
     Approve,
     Context,

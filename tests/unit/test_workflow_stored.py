@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from test_workflow import START, Agent, a_rule, an_event, started
 
-from agent.workflow import AgentRestarted, OperatorSpoke, Reconsider, Workflow, is_ready
+from scheduled_events_agent.workflow import AgentRestarted, OperatorSpoke, Reconsider, Workflow, is_ready
 
 IDLE: dict[str, Any] = {
     "state": "idle", "done": [], "current": None, "run": 0, "is_canceling": False, "failure": "",

@@ -45,9 +45,9 @@ import pytest
 from msgspec.structs import replace as replaced
 from mutants import break_workflow
 
-from agent.events import Document, ScheduledEvent, compare
-from agent.policy import Rule, When
-from agent.workflow import (
+from scheduled_events_agent.events import Document, ScheduledEvent, compare
+from scheduled_events_agent.policy import Rule, When
+from scheduled_events_agent.workflow import (
     AgentRestarted,
     Approval,
     ApprovalAnswered,
@@ -72,7 +72,7 @@ from agent.workflow import (
     signals,
     stages,
 )
-from agent.workflow.times import turn_to_approve
+from scheduled_events_agent.workflow.times import turn_to_approve
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
 TYPES = {"A": "Reboot", "B": "Redeploy"}

@@ -1,0 +1,228 @@
+"""``check``: is the policy file right, and what does it say?"""
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+
+from msgspec.structs import replace
+
+from scheduled_events_agent import host
+from scheduled_events_agent.api_version import versions_to_ask
+from scheduled_events_agent.cli import add_config_option
+from scheduled_events_agent.cli.terminal import Row, Terminal, print_json
+from scheduled_events_agent.events import RECOMMENDATION
+from scheduled_events_agent.policy import Rule, When
+from scheduled_events_agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
+from scheduled_events_agent.settings.files import check_files, refuse_exposed
+from scheduled_events_agent.settings.schema import policy_schema
+from scheduled_events_agent.spelling import format_duration, plural
+from scheduled_events_agent.typed_yaml import Problem
+
+# For the metadata service, which other machines than VMs in Azure lack.
+_ASK_SECONDS = 2.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``check``."""
+    parser.description = "Checks the policy file and tells what it says. Exit code 0: valid; 2: not valid."
+    add_config_option(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of policy files, for editors")
+    parser.set_defaults(handler=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.schema:
+        print_json(policy_schema())
+        return 0
+    try:
+        loaded = load_checked(arguments.config)
+    except ConfigError as error:
+        if arguments.json:
+            print_json({"valid": False, "problems": error.problems, "warnings": []})
+        else:
+            print(*error.problems, f"not valid: {plural(len(error.problems), 'problem')}", sep="\n")
+        return 2
+    warnings = [str(warning) for warning in (*loaded.warnings, *check_files(loaded), *_check_targets(loaded))]
+    if arguments.json:
+        about = {"file": loaded.name, "hash": loaded.hash}
+        print_json({**about, "valid": True, "problems": [], "warnings": warnings})
+        return 0
+    print(f"{loaded.name}: valid", *(f"warning: {warning}" for warning in warnings), "", sep="\n")
+    print(*_policy_in_words(loaded, Terminal.of(sys.stdout)), sep="\n")
+    return 0
+
+
+def load_checked(config: str | None) -> Loaded:
+    """The policy of an agent with this option --config. Raises ConfigError if it is not valid."""
+    loaded = load_policy(find_config(config, host.default_config_path()))
+    refuse_exposed(loaded)
+    _refuse_fleet(loaded)
+    return loaded
+
+
+def _refuse_fleet(loaded: Loaded) -> None:
+    """Raise ConfigError if the secret for the fleet's table cannot be read, or the VM is of no group."""
+    fleet = loaded.settings.fleet
+    if fleet is None:
+        return
+    from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
+
+    findings = [*table.faults(fleet), *([] if fleet.group else _group_faults(loaded.settings))]
+    if findings:
+        raise ConfigError(tuple(map(str, loaded.parsed.gather(findings))))
+
+
+def _group_faults(settings: Settings) -> Iterator[tuple[str, str]]:
+    from scheduled_events_agent import imds  # noqa: PLC0415  # with httpx, half of this command's start
+
+    brief = replace(settings.imds, request_timeout=min(_ASK_SECONDS, settings.imds.request_timeout))
+    try:
+        group = imds.connect(brief).fetch_identity().group
+    except imds.ImdsError:
+        return  # not on the VM that the policy is for
+    if not group:
+        yield "fleet.group", "the key is missing, and this VM is in no scale set that could be the group: add it"
+
+
+def _check_targets(loaded: Loaded) -> tuple[Problem, ...]:
+    """Warnings about services that are to be notified, and about the fleet's table."""
+    findings: list[tuple[str, str]] = []
+    if loaded.settings.notify:
+        from scheduled_events_agent.notices import doubts  # noqa: PLC0415  # with httpx, half of this command's start
+
+        findings += doubts(loaded.settings.notify)
+    if loaded.settings.fleet:
+        from scheduled_events_agent.fleet import table  # noqa: PLC0415  # as above
+
+        findings += table.doubts(loaded.settings.fleet)
+    return loaded.parsed.gather(findings)
+
+
+def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
+    settings = loaded.settings
+    if loaded.name != BUILT_IN_NAME and "rules" not in loaded.parsed.lines:
+        what = "names no rules" if loaded.parsed.lines else "is empty"
+        yield f"The file {what}: the built-in rules are in force."
+    yield "The first rule that matches takes the event:"
+    rows = [
+        Row(rule.name, f"{_when_in_words(rule.when)}: {_rule_in_words(rule, settings)}") for rule in settings.rules
+    ]
+    yield from terminal.rows([*rows, Row("(none)", "observed: logged and counted, nothing more")])
+    imds = settings.imds
+    agent = settings.agent
+    versions = ", else ".join(versions_to_ask(imds.api_version, settings.rules))
+    poll = f"asks {imds.endpoint} every {format_duration(imds.poll_interval)} (api-version {versions})"
+    listen = "serves no pages" if agent.listen == "off" else f"serves its pages on {agent.listen}"
+    mode = "" if agent.mode == "act" else "; mode observe: runs no hooks and approves nothing"
+    clear = f"; runs {', '.join(settings.on_clear)} at start if nothing is pending" if settings.on_clear else ""
+    yield ""
+    yield from terminal.line(f"The agent {poll}; {listen}{clear}{mode}.")
+    for target in settings.notify:
+        words = f"{_when_in_words(target.when)}: when {_either(target.on).replace('_', ' ')}"
+        yield from terminal.line(f"It notifies {target.name} (body {target.body}). {words}.")
+    if fleet := settings.fleet:
+        limit = f", {plural(fleet.max_events, 'event')} at a time" if fleet.max_events else ""
+        away = "holds events" if fleet.when_away == "hold" else "proceeds alone"
+        group = f"group {fleet.group}" if fleet.group else "its scale set"
+        words = f"It acts with the VMs of {group} through {fleet.table}{limit}; without the table it {away}."
+        yield from terminal.line(words)
+
+
+def _when_in_words(when: When) -> str:
+    parts = []
+    if when.type or when.status:
+        parts.append(" ".join(filter(None, (_either(when.status), _either(when.type) or "events"))))
+    else:
+        parts.append("Any event")
+    if when.source:
+        parts.append(f"from {_either(when.source)}")
+    if when.affects != ("self",):
+        named = {"self": "this VM", "shared": "this VM and others", "others": "only other VMs"}
+        parts.append(f"that names {_either(named[word] for word in when.affects)}")
+    if when.resource:
+        parts.append(f"with a resource like {_either(when.resource)}")
+    if when.description:
+        parts.append(f"described as {_either(when.description)}")
+    for kind, words in (("duration", "lasting"), ("notice", "announced")):
+        below = getattr(when, f"{kind}_below")
+        at_least = getattr(when, f"{kind}_at_least")
+        limits = [f"at least {format_duration(at_least)}"] if at_least is not None else []
+        limits += [f"less than {format_duration(below)}"] if below is not None else []
+        if limits:
+            ahead = " ahead" if kind == "notice" else ""
+            parts.append(f"{words} {' and '.join(limits)}{ahead}")
+    return " ".join(parts)
+
+
+def _rule_in_words(rule: Rule, settings: Settings) -> str:
+    parts = []
+    if rule.drain_for:
+        parts.append(f"not ready for {format_duration(rule.drain_for)}")
+    if rule.prepare:
+        parts.append(f"run {', '.join(rule.prepare)}")
+    approve = {
+        "immediately": "approve at once",
+        "when-prepared": "approve" if parts else "approve at once",
+        "manual": "wait for an operator to approve",
+        "never": "do not approve",
+    }[rule.approve]
+    if rule.prepare and rule.approve == "when-prepared" and rule.on_failure == "approve":
+        approve += " (even if a hook fails)"
+    if rule.when.type != (RECOMMENDATION,):
+        parts.append(approve)
+    begin = _beginning_in_words(rule, settings)
+    words = f"{begin}, {', then '.join(parts)}" if begin else ", then ".join(parts)
+    if rule.on_start:
+        words += f"; once started run {', '.join(rule.on_start)}"
+    if rule.recover:
+        words += f"; afterwards run {', '.join(rule.recover)}"
+    if RECOMMENDATION in rule.when.type:
+        words += f"; a recommendation is not approved, and over after {format_duration(rule.expire_after)}"
+    return words + _sharing_in_words(rule, settings)
+
+
+def _beginning_in_words(rule: Rule, settings: Settings) -> str:
+    """When the rule has an event begun; "" if as soon as it is known."""
+    if rule.when.type == (RECOMMENDATION,):
+        return "at once"
+    is_approved = rule.approve in ("immediately", "when-prepared")
+    begin = []
+    if rule.window is not None and is_approved:
+        begin.append(f"in window {rule.window}, or")
+    if rule.lead is not None:
+        begin.append(f"from {format_duration(rule.lead)} before NotBefore")
+    elif rule.window is not None and is_approved:
+        begin.append("shortly before NotBefore")
+    elif not is_approved and (rule.prepare or rule.drain_for):
+        begin.append(_late_in_words(rule, settings))
+    return " ".join(begin)
+
+
+def _late_in_words(rule: Rule, settings: Settings) -> str:
+    if rule.when.type == ("Preempt",):
+        return "at once"
+    hooks = sum(settings.hooks[name].limit_seconds for name in rule.prepare)
+    needed = format_duration(rule.drain_for + hooks + settings.agent.reserve)
+    return f"as late as its hooks allow ({needed} before NotBefore, or later if they are known to be quicker)"
+
+
+def _sharing_in_words(rule: Rule, settings: Settings) -> str:
+    """What is different if the event names other VMs too."""
+    mode = rule.shared or ("first" if rule.approve == "immediately" else "hold")
+    is_approved = rule.approve in ("immediately", "when-prepared")
+    if not is_approved or mode == "any" or not {"self", "shared"} & set(rule.when.affects):
+        return ""
+    if mode == "all-ready":
+        return "; if it names other VMs too, not before all of them are prepared"
+    if rule.approve == "immediately" and mode == "first":
+        return ""
+    unless = ", unless it names this VM first" if mode == "first" else ""
+    is_late = rule.lead is None and bool(rule.prepare or rule.drain_for)
+    late = f" prepare {_late_in_words(rule, settings)} and" if is_late else ""
+    return f"; if it names other VMs too,{late} do not approve{unless}"
+
+
+def _either(words: Iterable[str]) -> str:
+    *first, last = [*words] or [""]
+    return f"{', '.join(first)} or {last}" if first else last

@@ -1,0 +1,267 @@
+"""``demo``: the real agent against the simulated service, shown as it happens, and checked at the end."""
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from scheduled_events_agent import AgentError
+from scheduled_events_agent.simulator import SimulatedEvent, Simulator
+from scheduled_events_agent.status import JournalEntry
+from scheduled_events_agent.store import Store
+
+_WITHIN_SECONDS = 15.0
+_SHOWN_MESSAGES = (
+    "decided", "preparing", "waits", "hook finished", "held", "recovering", "closed",
+)  # fmt: skip
+
+_POLICY = """\
+rules:
+  - name: user-initiated            # a user pressed Restart and waits for it
+    when: {source: User}
+    approve: immediately
+  - name: short-freeze              # a pause of less than 9 s is not worth a drain
+    when: {type: Freeze, duration_below: 9s}
+    approve: immediately
+  - name: eviction                  # a Spot VM goes, and does not come back: save the work
+    when: {type: Preempt}
+    prepare: [checkpoint]
+    approve: when-prepared
+  - name: impactful                 # the rest: take the machine out of service first, back in afterwards
+    prepare: [drain]
+    recover: [resume]
+    approve: when-prepared
+"""
+
+# The hooks are one small program, so that the demo is the same on Linux and on Windows.
+_HOOK = """\
+import os, sys, time
+name, type_ = sys.argv[1], os.environ["SCHEDULED_EVENT_TYPE"]
+if name == "drain" and type_ == "Redeploy":
+    print("3 connections do not close", flush=True)
+    sys.exit(1)
+words = {"drain": "taking the web server out of the load balancer", "checkpoint": "writing the checkpoint",
+         "resume": "putting the web server back"}
+print(words[name], "for the", type_, flush=True)
+time.sleep({"drain": 1.0, "checkpoint": 1.5, "resume": 0.2}[name])
+"""
+
+
+class _Scene(NamedTuple):
+    """One event, and how it must end."""
+
+    title: str
+    type: str
+    plan: dict[str, Any]
+    """As ``Simulator.schedule`` takes it."""
+    rule: str
+    hooks: tuple[str, ...]
+    """``name: outcome``, in order."""
+    is_approved: bool = True
+
+
+_SOON = {"notice_seconds": 60, "start_delay_seconds": 0.4, "lasts_seconds": 0.8}
+_SCENES = (
+    _Scene(
+        "A user restarts the machine: nothing to prepare, approved at once",
+        "Reboot",
+        {**_SOON, "source": "User"},
+        rule="user-initiated",
+        hooks=(),
+    ),
+    _Scene(
+        "Azure wants to pause it for 5 seconds: short enough, approved at once",
+        "Freeze",
+        {**_SOON, "duration_seconds": 5},
+        rule="short-freeze",
+        hooks=(),
+    ),
+    _Scene(
+        "Azure wants to reboot the host: drain, approve, wait for the end, put back in service",
+        "Reboot",
+        _SOON,
+        rule="impactful",
+        hooks=("drain: succeeded", "resume: succeeded"),
+    ),
+    _Scene(
+        "A Spot VM is evicted in 8 seconds: the checkpoint must be written by then",
+        "Preempt",
+        {**_SOON, "notice_seconds": 8},
+        rule="eviction",
+        hooks=("checkpoint: succeeded",),
+    ),
+    _Scene(
+        "The drain fails: nothing is approved, Azure waits until NotBefore; recovered anyway",
+        "Redeploy",
+        {"notice_seconds": 3, "lasts_seconds": 1.0},
+        rule="impactful",
+        hooks=("drain: failed", "resume: succeeded"),
+        is_approved=False,
+    ),
+)
+
+
+class _Shown:
+    """Prints one line at a time, and knows what the agent has logged. For any thread."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self._changed = threading.Condition()
+        self._logged: set[tuple[str, str]] = set()
+
+    def line(self, source: str, text: str) -> None:
+        with self._changed:
+            lead = f"{time.monotonic() - self.began:5.1f}s  {source:6} " if source else ""
+            print(f"{lead}{text}", flush=True)
+
+    def note_logged(self, message: str, event_id: str) -> None:
+        with self._changed:
+            self._logged.add((message, event_id))
+            self._changed.notify_all()
+
+    def wait_for(self, message: str, event_id: str, seconds: float) -> bool:
+        """Whether it is in the agent's log by then."""
+        with self._changed:
+            return self._changed.wait_for(lambda: (message, event_id) in self._logged, seconds)
+
+
+def _show_azure(azure: Simulator, shown: _Shown) -> None:
+    for happening in azure.follow():
+        event = happening.event
+        if event is None:
+            continue
+        name = f"{event.plan.type} {event.id[:8]}"
+        notice = (event.not_before_at - event.scheduled_at).total_seconds()
+        words = {
+            "scheduled": f"announces {name}, at the earliest in {notice:.0f}s",
+            "approved": f"gets the approval of {name}",
+            "started": f"starts {name}",
+            "gone": f"is done with {name}",
+        }
+        if happening.kind in words:
+            shown.line("Azure", words[happening.kind])
+
+
+class _ShownAgent:
+    """The agent, as a process whose log is shown."""
+
+    def __init__(self, config: Path, state_dir: Path, shown: _Shown) -> None:
+        # As this program was, wherever its modules were found: by -m, a script of pip's, a package's launcher.
+        this_program = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]]
+        command = [*this_program, "run", "--config", str(config), "--state-dir", str(state_dir)]
+        self._shown = shown
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, encoding="utf-8")
+        self._reader = threading.Thread(target=self._show, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._reader.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        code = self._process.poll()
+        self._process.terminate()  # on Windows that is a kill, which the agent takes as well
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._reader.join()
+        self._process.__exit__(None, None, None)
+        if kind is None and code is not None:
+            raise AgentError(f"the agent ended by itself with exit code {code}")
+
+    def _show(self) -> None:
+        for line in self._process.stderr or ():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                self._shown.line("agent", line.rstrip())
+                continue
+            message = entry.get("message", "")
+            reason = entry.get("reason", "")
+            if message == "hook output":
+                self._shown.line("hook", f"{entry['hook']}: {entry['line']}")
+            elif message == "approving":
+                self._shown.line("agent", f"approves: {reason}")
+            elif message in _SHOWN_MESSAGES:
+                self._shown.line("agent", reason)
+            elif entry.get("level") in ("warning", "error"):
+                self._shown.line("agent", f"{message}: {reason}" if reason else message)
+            self._shown.note_logged(message, entry.get("event_id", ""))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``demo``."""
+    parser.description = (
+        "Starts a simulated Azure endpoint and the real agent with a sample policy on loopback, in a temporary "
+        "directory, and shows what happens. Exit code 1 if an event did not end as expected."
+    )
+    parser.set_defaults(handler=_run)
+
+
+def _run(_arguments: argparse.Namespace) -> int:
+    shown = _Shown()
+    with tempfile.TemporaryDirectory(prefix="scheduled-events-demo-") as name, Simulator(vms=("web-1",)) as azure:
+        directory = Path(name)
+        config = _write_files(directory, azure.endpoint())
+        print("Starts the real agent against a simulated Azure, both on loopback and in a temporary directory.\n")
+        print("The policy:\n", flush=True)
+        print("".join(f"    {line}\n" for line in _POLICY.splitlines()))
+        threading.Thread(target=_show_azure, args=(azure, shown), daemon=True).start()
+        with _ShownAgent(config, directory / "state", shown):
+            azure.wait_polls(1, timeout_seconds=_WITHIN_SECONDS)
+            events = [_play(azure, scene, shown) for scene in _SCENES]
+        with contextlib.closing(Store.look_into(directory / "state")) as store:
+            journal = store.load_journal()
+    print("\nHow it ended:\n")
+    wrong = [event for scene, event in zip(_SCENES, events, strict=True) if not _ended_well(scene, event, journal)]
+    verdict = f"{len(wrong)} of {len(events)} did not end as expected" if wrong else "all as expected"
+    print(f"\n{verdict}, in {time.monotonic() - shown.began:.0f} seconds")
+    return 1 if wrong else 0
+
+
+def _play(azure: Simulator, scene: _Scene, shown: _Shown) -> SimulatedEvent:
+    shown.line("", f"\n--- {scene.title}")
+    event_id = azure.schedule(scene.type, **scene.plan)  # type: ignore[arg-type]
+    azure.wait_gone(event_id, timeout_seconds=_WITHIN_SECONDS)
+    shown.wait_for("closed", event_id, _WITHIN_SECONDS)  # else the journal shows what is missing
+    return azure.event(event_id)
+
+
+def _write_files(directory: Path, endpoint: str) -> Path:
+    hook = directory / "hook.py"
+    hook.write_text(_HOOK, encoding="utf-8")
+    hooks = "".join(
+        f"  {name}: {{run: [{json.dumps(sys.executable)}, {json.dumps(str(hook))}, {name}], timeout: 10s}}\n"
+        for name in ("drain", "checkpoint", "resume")
+    )
+    config = directory / "policy.yaml"
+    # The service allows five requests a second: a faster pace than the usual 1 s, so that the demo is short.
+    config.write_text(
+        f"{_POLICY}hooks:\n{hooks}imds: {{endpoint: {json.dumps(endpoint)}, poll_interval: 400ms}}\n"
+        "agent: {listen: off, reserve: 1s, log: {format: json}}\n",
+        encoding="utf-8",
+    )
+    return config
+
+
+def _ended_well(scene: _Scene, event: SimulatedEvent, journal: list[JournalEntry]) -> bool:
+    """Print what Azure and the agent's journal say of the event; whether that is as the scene has it."""
+    entries = [entry for entry in journal if entry.event_id == event.id]
+    decided = next((entry.text for entry in entries if entry.kind == "decided"), "")
+    rule = decided.removeprefix("rule ").partition(" ")[0]
+    hooks = tuple(f"{entry.hook}: {entry.outcome}" for entry in entries if entry.kind == "hook_finished")
+    is_closed = any(entry.kind == "closed" and entry.text == "is over: completed" for entry in entries)
+    is_approved = event.approved_at is not None
+    is_right = (rule, hooks, is_approved) == (scene.rule, scene.hooks, scene.is_approved) and is_closed
+    approved = "approved" if is_approved else "not approved"
+    started = ((event.started_at or event.scheduled_at) - event.scheduled_at).total_seconds()
+    told = ", ".join((f"rule {rule}", *hooks, approved, f"started after {started:.1f}s"))
+    verdict = "ok" if is_right else "WRONG"
+    print(f"{verdict:5}  {scene.type:8}  {event.id[:8]}  {told}")
+    return is_right

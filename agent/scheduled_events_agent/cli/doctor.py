@@ -1,0 +1,373 @@
+"""``doctor``: would the agent do its work on this machine, and if not, what helps?
+
+The one invariant: it approves nothing, runs no hook, and leaves the machine as it was.
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, get_args
+
+import scheduled_events_agent
+from scheduled_events_agent import __version__, host
+from scheduled_events_agent.api_version import versions_to_ask
+from scheduled_events_agent.cli import add_state_options, diagnosis
+from scheduled_events_agent.cli.diagnosis import START, UNMASK, Finding, failure, ok, warning
+from scheduled_events_agent.cli.status import ask_status
+from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
+from scheduled_events_agent.events import ApiVersion
+from scheduled_events_agent.host import processes
+from scheduled_events_agent.host.surroundings import OwnService
+from scheduled_events_agent.imds import Answer, ImdsClient, ImdsError, parse_identity, resolve_endpoint
+from scheduled_events_agent.policy import Hook
+from scheduled_events_agent.settings import (
+    BUILT_IN_NAME,
+    ConfigError,
+    Loaded,
+    Settings,
+    find_config,
+    load_policy,
+    state_dir_of,
+)
+from scheduled_events_agent.settings.files import check_files, hook_tampering_fault
+from scheduled_events_agent.spelling import plural
+from scheduled_events_agent.status import Status
+
+# The service answers five requests a second to the whole VM, and an agent beside us makes its own.
+_SPACING_SECONDS = 0.5
+
+_AS_AGENT = "run this as root, or as the agent's account"
+_DO_SO = "run that command: the agent does not start before"
+_RESTART = "restart it: systemctl restart scheduled-events-agent, or on Windows service stop and service start"
+_RELOAD = (
+    "have it read again: systemctl reload scheduled-events-agent, or scheduled-events-agent service reload on "
+    "Windows; status says whether it was taken"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``doctor``."""
+    parser.description = (
+        "Looks at the metadata service, the clock, the policy, hooks, state, service, and at other agents that "
+        "approve events, and says what to do. Approves nothing, runs no hook, changes nothing on this machine; "
+        "with a fleet it writes a row to its table and deletes it. Exit code 0: no failure; 1: a check failed."
+    )
+    add_state_options(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    findings: list[Finding] = []
+
+    def examine() -> Iterator[Finding]:
+        for finding in _examine(arguments.config, arguments.state_dir):
+            findings.append(finding)
+            yield finding
+
+    if arguments.json:
+        number = Counter(finding.verdict for finding in examine())
+        counts = {verdict: number[verdict] for verdict in get_args(diagnosis.Verdict)}
+        print_json({"version": __version__, **counts, "checks": findings})
+    else:
+        for line in diagnosis.in_words(examine(), Terminal.of(sys.stdout)):
+            print(line, flush=True)
+    return 1 if any(finding.verdict == "failure" for finding in findings) else 0
+
+
+def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
+    loaded: Loaded | None = None
+    policy_error: ConfigError | None = None
+    try:
+        loaded = load_policy(find_config(config, host.default_config_path()))
+    except ConfigError as error:
+        policy_error = error
+    # Without a valid policy, the rest is looked at with the defaults.
+    settings = loaded.settings if loaded is not None else Settings()
+    service: OwnService | None = None
+    service_fault = ""
+    try:
+        service = processes.own_service()
+    except host.HostError as error:
+        service_fault = str(error)
+    account = service.account if service is not None and service.account != host.account_name() else None
+
+    yield from _look_at_imds(settings)
+    if policy_error is not None:
+        is_hidden = isinstance(policy_error.__cause__, PermissionError)
+        for problem in policy_error.problems:
+            if is_hidden:
+                yield warning("policy", problem, _AS_AGENT)
+            else:
+                yield failure("policy", problem, "correct it: the agent does not start with this policy")
+    if loaded is not None:
+        is_root_service = service is not None and _is_system(service.account)
+        yield from _look_at_policy(loaded, account, is_root_service=is_root_service)
+    if settings.fleet is not None:
+        from scheduled_events_agent.cli import fleet  # noqa: PLC0415  # most policies have none
+
+        time.sleep(_SPACING_SECONDS)
+        yield fleet.examine(settings, settings.fleet, account)
+    state_dir = state_dir_of(settings, state_option).absolute()
+    pid = None
+    lock_fault = ""
+    try:
+        pid = host.lock_holder(state_dir / "lock")
+    except host.HostError as error:
+        lock_fault = str(error)
+    yield _look_at_state(state_dir, account, is_in_use=pid is not None)
+    yield _look_at_disk(state_dir)
+    if lock_fault:
+        yield warning("agent", lock_fault, "run this as root or administrator")
+    elif pid is None:
+        yield _judge_no_agent(state_dir, service)
+    else:
+        yield judge_agent(pid, ask_status(state_dir, pid), loaded)
+    yield diagnosis.judge_service(service, service_fault)
+    yield from diagnosis.judge_others(processes.other_approvers(), is_acting=settings.agent.mode == "act")
+
+
+def _look_at_imds(settings: Settings) -> Iterator[Finding]:
+    imds = settings.imds
+    endpoint = resolve_endpoint(imds.endpoint)
+    versions = versions_to_ask(imds.api_version, settings.rules)
+
+    def ask(what: Literal["document", "instance"], version: ApiVersion) -> Answer:
+        client = ImdsClient(
+            endpoint,
+            api_version=version,
+            request_timeout=imds.request_timeout,
+            first_request_timeout=imds.first_request_timeout,
+        )
+        return client.inspect(what)
+
+    asked_at = datetime.now(UTC)
+    try:
+        instance = ask("instance", versions[0])
+    except ImdsError as error:
+        yield diagnosis.judge_no_answer("endpoint", error)
+        return
+    answered_at = datetime.now(UTC)
+    direct = diagnosis.judge_directness([instance])
+    if instance.fault is not None or diagnosis.is_page(instance):  # there is no point in asking for more
+        if instance.fault is not None and direct.verdict == "ok":
+            direct = diagnosis.judge_no_answer("endpoint", instance.fault)
+        yield direct
+        return
+    yield ok("endpoint", f"{endpoint} answers, in {(answered_at - asked_at).total_seconds() * 1000:.0f} ms")
+    identity = parse_identity(instance.body)
+    said = identity.name if identity is not None else ""
+    names = tuple(filter(None, (settings.vm.name or said, *settings.vm.aliases)))
+    version: Finding | None = None
+    try:
+        for asked in versions:
+            time.sleep(_SPACING_SECONDS)
+            with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+                document = ask("document", asked)
+            version = diagnosis.judge_version(asked, versions[0], document)
+            if document.status not in (400, 404):
+                break
+        direct = diagnosis.judge_directness([instance, document])
+        events = diagnosis.judge_document(document, names, socket.gethostname())
+    except ImdsError as error:
+        events = diagnosis.judge_no_answer("events", error)
+    yield direct
+    yield diagnosis.judge_name(settings.vm, said)
+    if version is not None:
+        yield version
+    yield events
+    yield diagnosis.judge_clock(instance.headers.get("date"), asked_at, answered_at)
+
+
+# --- the policy and what it names
+
+
+def _look_at_policy(loaded: Loaded, account: str | None, *, is_root_service: bool) -> Iterator[Finding]:
+    """``account``: the service's, if it is not that of this process; so too below."""
+    for doubt in loaded.warnings:
+        yield warning("policy", str(doubt), "check that this is intended")
+    if loaded.settings.agent.mode == "observe":
+        what = f"{loaded.name}: agent.mode is observe, so no hook runs and nothing is approved"
+        yield warning("policy", what, "set it to act when explain and the log show what you want")
+    elif not loaded.warnings:
+        yield ok("policy", f"{loaded.name}: valid")
+    if account is None or host.is_privileged():
+        yield from _look_at_hooks(loaded, account)
+        yield from _look_at_files(loaded, account, is_root_service=is_root_service)
+        return
+    for check in ("hooks", "files"):
+        what = f"the agent runs as {account}, and {host.account_name()} cannot tell what that account may do"
+        yield warning(check, what, _AS_AGENT)
+
+
+def _look_at_hooks(loaded: Loaded, account: str | None) -> Iterator[Finding]:
+    hooks = loaded.settings.hooks
+    if not hooks:
+        yield ok("hooks", "the policy names no hook")
+        return
+    exposed = {hook_tampering_fault(hook) for hook in hooks.values()}  # see _look_at_files
+    found = {
+        problem.path: str(problem)
+        for problem in check_files(loaded)
+        if problem.path.startswith("hooks.") and problem.message not in exposed
+    }
+    unknown: set[str] = set()
+    for name, hook in hooks.items():
+        if any(path.startswith(f"hooks.{name}.") for path in found):
+            continue
+        try:
+            if fault := _access_fault(hook, account):
+                found[name] = f"hooks.{name}.{fault}"
+        except host.HostError as error:
+            unknown.add(str(error))
+    for text in found.values():
+        yield failure(
+            "hooks", text, "correct it: until then the hook fails, and a failed prepare hook holds its event"
+        )
+    for text in sorted(unknown):
+        yield warning("hooks", text, "run this as root, or as the account that runs the hooks")
+    if not found and not unknown:
+        yield ok("hooks", f"{plural(len(hooks), 'hook')}: all programs exist and can be started")
+
+
+def _access_fault(hook: Hook, account: str | None) -> str | None:
+    """Why the account that runs the hook cannot, after the key that is wrong. Raises HostError."""
+    who = account or host.account_name()
+    if hook.user not in (None, who) and not _is_system(who):
+        return f"user: {who} cannot run it as {hook.user}"
+    program = processes.find_program(hook.run[0], hook.cwd, hook.env) if hook.run else None
+    for key, file in (("run", program), ("cwd", Path(hook.cwd) if hook.cwd else None)):
+        if file is not None and (fault := processes.access_fault(file, "execute", hook.user or account)):
+            return f"{key}: {fault}"
+    return None
+
+
+def _look_at_files(loaded: Loaded, account: str | None, *, is_root_service: bool) -> Iterator[Finding]:
+    policy = None if loaded.name == BUILT_IN_NAME else host.tampering_fault(Path(loaded.name))
+    hooks = (hook_tampering_fault(hook) for hook in loaded.settings.hooks.values())
+    faults = list(dict.fromkeys(filter(None, (policy, *hooks))))
+    is_refused = _is_system(account) if account is not None else host.is_privileged()
+    for fault in faults:
+        if is_refused:
+            advice = "run that command: an agent that runs as root or LocalSystem does not start before"
+            yield failure("files", fault, advice)
+        else:
+            yield warning("files", fault, "run that command, unless you trust these accounts")
+    own = _own_code_fault() if is_root_service else None
+    if own is not None:
+        advice = (
+            "install the agent where only root or administrators can write: who changes its code is one of them"
+        )
+        yield failure("files", own, advice)
+    elif not faults:
+        what = "the policy or what its hooks run"
+        if is_root_service:
+            what = "the policy, what its hooks run, or the agent's own code"
+        yield ok("files", f"no other account can change {what}")
+
+
+def _own_code_fault() -> str | None:
+    """Who could change what runs as the agent, and what to do. One fault is enough: there may be hundreds."""
+    code = {Path(sys.argv[0]), Path(sys.executable), *Path(scheduled_events_agent.__file__).parent.rglob("*.py")}
+    for module in tuple(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file is not None:
+            code.add(Path(file))
+    for path in sorted(code):
+        fault = host.tampering_fault(path, is_own_code=True)
+        if fault is not None:
+            return fault
+    return None
+
+
+def _is_system(account: str) -> bool:
+    return account.rpartition("\\")[2].casefold() in ("root", "localsystem", "system")
+
+
+# --- the state and the agent
+
+
+def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> Finding:
+    """``is_in_use``: an agent runs with this directory."""
+    who = account or host.account_name()
+    is_unknown = account is None and not host.is_privileged()
+    try:
+        if not directory.exists():
+            return ok("state", f"{directory} is not there yet: the agent makes it when it first starts")
+        if not directory.is_dir():
+            return failure("state", f"{directory} is not a directory", "name another one with agent.state_dir")
+        if fault := host.privacy_fault(directory):
+            return failure("state", f"{directory}: {fault}", _DO_SO)
+        if fault := host.ownership_fault(directory, account):
+            if account is None and is_in_use:
+                return ok("state", f"{directory} is there, for the agent that runs with it")
+            if account is None:  # the agent may run as the account that owns it
+                return warning("state", f"{directory}: {fault}", _AS_AGENT)
+            return failure("state", f"{directory}: {fault}", _DO_SO)
+        if fault := processes.access_fault(directory, "write", account):
+            if is_unknown:
+                return warning("state", fault, _AS_AGENT)
+            return failure("state", fault, f"make it writable for {who}, or name another one with agent.state_dir")
+    except (host.HostError, OSError) as error:
+        return warning("state", f"{directory}: {error}", _AS_AGENT)
+    return ok("state", f"{directory} is there, for {who} alone, and writable")
+
+
+def _look_at_disk(directory: Path) -> Finding:
+    try:
+        place = next(path for path in (directory, *directory.parents) if path.exists())
+        temporary = processes.temporary_disk(place)
+        system = processes.file_system(place)
+        free_bytes = shutil.disk_usage(place).free
+    except (OSError, StopIteration) as error:
+        return warning("disk", f"{directory}: {error}", _AS_AGENT)
+    kind = system[0] if system else None
+    return diagnosis.judge_disk(str(directory), None if temporary is None else str(temporary), kind, free_bytes)
+
+
+def _judge_no_agent(state_dir: Path, service: OwnService | None) -> Finding:
+    if service is not None and service.is_running:
+        return warning(
+            "agent",
+            f"the service runs (pid {service.pid}), but not with the state directory {state_dir}",
+            "name with --config and --state-dir what the service is started with",
+        )
+    way_out = UNMASK if service is not None and service.is_masked else START
+    return warning("agent", f"no agent runs with the state directory {state_dir}", way_out)
+
+
+def judge_agent(pid: str, status: Status | str, loaded: Loaded | None) -> Finding:
+    """Whether the agent that runs is well, and does what the policy file says."""
+    if isinstance(status, str):
+        return warning("agent", status, "see its log; if it stays, restart it")
+    runs = f"runs (pid {pid}), version {status.version}"
+    if status.health != "ok":
+        problems = "; ".join(status.health)
+        return failure("agent", f"{runs} and is not healthy: {problems}", "see its log, and status")
+    doubts = [(status.version != __version__, f"{__version__} is installed", _RESTART)]
+    if loaded is not None:
+        policy = status.policy
+        changed_at = status.policy.read_at
+        with contextlib.suppress(OSError):  # the built-in policy has no file
+            changed_at = datetime.fromtimestamp(Path(loaded.name).stat().st_mtime, UTC)
+        is_other = os.path.realpath(loaded.name) != os.path.realpath(policy.file)
+        looked = f"with the policy {policy.file}, and these checks looked at another"
+        read = f"with the policy as it was read at {policy.read_at:%Y-%m-%d %H:%M:%S}Z; its file has changed since"
+        observes = status.mode == "observe" and loaded.settings.agent.mode == "act"
+        doubts += [
+            (is_other, looked, "name that one with --config, or restart the agent"),
+            (changed_at > policy.read_at, read, _RELOAD),
+            (observes, "and only observes: no hook runs and nothing is approved", "start it without --observe"),
+        ]
+    for is_so, doubt, advice in doubts:
+        if is_so:
+            return warning("agent", f"{runs}, {doubt}", advice)
+    return ok("agent", runs)

@@ -1,0 +1,195 @@
+"""``history``: the journal, shown as one timeline for each event.
+
+Owns which events are shown and how a timeline looks. The one invariant: it only reads, and shows what the journal
+says in the journal's own words.
+"""
+
+import argparse
+import heapq
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+from scheduled_events_agent.cli import add_state_options
+from scheduled_events_agent.cli.operator import find_by_prefix, find_state_dir
+from scheduled_events_agent.cli.status import title
+from scheduled_events_agent.cli.terminal import Style, Terminal, print_json
+from scheduled_events_agent.spelling import parse_duration, parse_time
+from scheduled_events_agent.status import History, HistoryItem, Journal, JournalEntry
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.words import as_shown, clock, span
+
+_DEFAULT_LIMIT = 20
+_HOOK_STYLES: dict[str, Style] = {"succeeded": "green", "failed": "red", "timed_out": "red", "not_started": "red"}
+_STYLES: dict[str, Style] = {
+    "held": "yellow",
+    "blocked": "yellow",
+    "recovery_failed": "red",
+    "approval_failed": "yellow",
+    "approved": "green",
+    "operator": "cyan",
+    "pause": "yellow",
+    "reload_refused": "yellow",
+    "state_lost": "red",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``history``."""
+    parser.description = (
+        "Shows the journal: for each event a timeline from first sight to recovery, with the ends of hooks and "
+        "the last of their output; and between them what concerns the agent, unless an event is chosen."
+    )
+    parser.add_argument("--event", metavar="ID", help="only this event: its id, or a beginning that fits only one")
+    parser.add_argument(
+        "--since",
+        metavar="WHEN",
+        type=_since,
+        help="only what was noted since then: 2d, 1h30m or a time such as 2022-04-11T22:12:00Z",
+    )
+    parser.add_argument(
+        "--limit",
+        metavar="N",
+        type=_count,
+        default=_DEFAULT_LIMIT,
+        help=f"the latest N events, and as many notes of the agent (default: {_DEFAULT_LIMIT}; 0: all)",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON: histories, oldest first, each {workflow, entries}, with workflow null for a note of the "
+        "agent",
+    )
+    add_state_options(parser)
+    parser.set_defaults(handler=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    shown = _load(arguments)
+    if arguments.json:
+        histories = [
+            HistoryItem(workflow=as_shown(item.workflow), entries=item.entries)
+            if isinstance(item, History)
+            else HistoryItem(workflow=None, entries=(item,))
+            for item in _merge(shown)
+        ]
+        print_json(Journal(at=datetime.now(UTC), histories=tuple(histories)))
+        return 0
+    lines = list(_in_words(shown, datetime.now(UTC), Terminal.of(sys.stdout)))
+    print(*(lines or ["Nothing of that kind is in the journal."]), sep="\n")
+    return 0
+
+
+class _Shown(NamedTuple):
+    """What is to be shown."""
+
+    histories: Sequence[History]
+    notes: Sequence[JournalEntry]
+    """What the journal has of the agent itself, by time; shown in a timeline, or between timelines."""
+    is_chosen: bool
+    """Whether only one event is wanted: then no notes are shown between timelines."""
+    limit: int
+    """Of notes between timelines; -1: none."""
+
+
+def _load(arguments: argparse.Namespace) -> _Shown:
+    limit = arguments.limit or -1
+    with closing(Store.look_into(find_state_dir(arguments))) as store:
+        key: str | None = None
+        if arguments.event is not None:
+            key = find_by_prefix(arguments.event, store.find_workflows())[0].event.key
+        histories = store.load_histories(
+            since=arguments.since, limit=limit, is_wanted=lambda one: key is None or one.event.key == key
+        )
+        notes = sorted(store.load_notes(since=arguments.since), key=lambda note: note.at)
+    return _Shown(histories, notes, arguments.event is not None, limit)
+
+
+def _merge(shown: _Shown) -> list[History | JournalEntry]:
+    """Events, and notes that are in no timeline, oldest first."""
+    items: list[tuple[datetime, History | JournalEntry]] = [
+        (history.workflow.first_seen_at, history) for history in shown.histories
+    ]
+    if not shown.is_chosen:
+        placed = {index for history in shown.histories for index in _span(history, shown.notes)}
+        apart = [note for index, note in enumerate(shown.notes) if index not in placed]
+        items += [(note.at, note) for note in (apart if shown.limit < 0 else apart[-shown.limit :])]
+    return [item for _, item in sorted(items, key=lambda item: item[0])]
+
+
+def _span(history: History, notes: Sequence[JournalEntry]) -> range:
+    """Which notes fall into the time of the event, and so into its timeline."""
+    begins = bisect_left(notes, history.workflow.first_seen_at, key=lambda note: note.at)
+    if not _is_over(history):
+        return range(begins, len(notes))
+    return range(begins, bisect_right(notes, history.entries[-1].at, key=lambda note: note.at))
+
+
+def _is_over(history: History) -> bool:
+    # An event of another machine was closed by a journal entry alone.
+    return bool(history.entries) and history.entries[-1].kind == "closed"
+
+
+def _in_words(shown: _Shown, now: datetime, terminal: Terminal) -> Iterator[str]:
+    was_note = True
+    for index, item in enumerate(_merge(shown)):
+        is_note = not isinstance(item, History)
+        if index and not (is_note and was_note):
+            yield ""
+        was_note = is_note
+        if isinstance(item, History):
+            notes = [shown.notes[index] for index in _span(item, shown.notes)]
+            yield from _timeline(item, notes, now, terminal)
+        else:
+            style = _STYLES.get(item.kind, "dim")
+            text = f"{clock(item.at, now)}  {item.kind.replace('_', ' ')}: {item.text}"
+            yield from terminal.line(text, style, indent=4)
+
+
+def _timeline(history: History, notes: Iterable[JournalEntry], now: datetime, terminal: Terminal) -> Iterator[str]:
+    workflow = history.workflow
+    began = history.workflow.first_seen_at
+    event = workflow.event
+    if _is_over(history):
+        end = history.entries[-1]
+        outcome = end.text
+        period = f"until {clock(end.at, began)}, for {span(began, end.at)}"
+    else:
+        outcome = f"is pending: {workflow.phase}"
+        period = f"until now, for {span(began, now)}"
+    rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
+    yield from terminal.line(f"{title(event, event.id)} {outcome}", "bold", indent=4)
+    yield from terminal.line(f"  {rule}; seen from {began:%Y-%m-%d %H:%M:%S}Z {period}", "dim", indent=4)
+    # What was noted of the event stays in its order, whatever was done to the clock.
+    entries = list(heapq.merge(history.entries, notes, key=lambda entry: entry.at))
+    yield from _entries(entries, began, terminal)
+
+
+def _entries(entries: Sequence[JournalEntry], began: datetime, terminal: Terminal) -> Iterator[str]:
+    stamps = [f"{clock(entry.at, began)}  {f'+{span(began, entry.at)}':>8}" for entry in entries]
+    kinds = [entry.kind.replace("_", " ") for entry in entries]
+    widths = [max(map(len, column), default=0) for column in (stamps, kinds)]
+    for entry, stamp, kind in zip(entries, stamps, kinds, strict=True):
+        lead = f"  {stamp:<{widths[0]}}  {kind:<{widths[1]}}  "
+        style = _HOOK_STYLES.get(entry.outcome, "") or _STYLES.get(entry.kind, "" if entry.event_id else "dim")
+        yield from terminal.line(f"{lead}{entry.text}", style, indent=len(lead))
+        for line in entry.detail.splitlines():
+            yield from terminal.line(f"{' ' * len(lead)}| {line}", "dim", indent=len(lead) + 2)
+
+
+def _since(text: str) -> datetime:
+    with suppress(ValueError):
+        return datetime.now(UTC) - timedelta(seconds=parse_duration(text))
+    try:
+        return parse_time(text, instead="a duration such as 2d or 1h30m, or ")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"expected a number, 0 for all; got {text!r}")
+    return int(text)

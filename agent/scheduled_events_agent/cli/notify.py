@@ -1,0 +1,88 @@
+"""``notify test``: does a notice arrive?"""
+
+import argparse
+import socket
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+from msgspec.structs import replace
+
+from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.cli import add_config_option
+from scheduled_events_agent.cli.terminal import print_json
+from scheduled_events_agent.events import clean_text
+from scheduled_events_agent.notices import SAMPLE, NoticeError, deliver
+from scheduled_events_agent.settings import NotifyTarget, find_config, load_policy
+from scheduled_events_agent.status import SCHEMA_VERSION
+
+
+class TestedTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """How a service has answered."""
+
+    name: str
+    is_delivered: bool
+    status: int | None
+    """Of its answer, if that says that it has taken the notice."""
+    failure: str
+    answer: str
+    """Its beginning."""
+
+
+class NotifyTest(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``notify test --json`` prints."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    targets: tuple[TestedTarget, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``notify``."""
+    parser.description = (
+        "Sends one test notice to each service that the policy file notifies, or to the one that is named, and "
+        "prints its answer. The agent need not run. Exit code 0: all have taken it; 1: not all; 2: the policy is "
+        "not valid or has no such target."
+    )
+    parser.add_argument("word", choices=("test",), metavar="test", help="the only word there is")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the target's name (default: all of them)")
+    add_config_option(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    settings = load_policy(find_config(arguments.config, host.default_config_path())).settings
+    names = [target.name for target in settings.notify]
+    if not names:
+        raise AgentError("the policy names no service to notify: add one as notify", kind="usage")
+    if arguments.name not in (None, *names):
+        raise AgentError(f'no target is called "{arguments.name}"; known are: {", ".join(names)}', kind="usage")
+    vm = settings.vm.name or clean_text(socket.gethostname())
+    targets = [target for target in settings.notify if arguments.name in (None, target.name)]
+    tested = tuple([_test(target, vm) for target in targets])
+    if arguments.json:
+        print_json(NotifyTest(at=datetime.now(UTC), targets=tested))
+    else:
+        print(*map(_in_words, tested), sep="\n")
+    return 0 if all(one.is_delivered for one in tested) else 1
+
+
+def _test(target: NotifyTarget, vm: str) -> TestedTarget:
+    now = datetime.now(UTC)
+    event = replace(SAMPLE.event, resources=(vm,), not_before=now + timedelta(minutes=15))
+    happening = replace(SAMPLE, id=f"test-{now.timestamp():.6f}", at=now, vm=vm, event=event)
+    try:
+        delivered = deliver(target, happening)
+    except NoticeError as error:
+        return TestedTarget(
+            name=target.name, is_delivered=False, status=None, failure=str(error), answer=error.answer
+        )
+    return TestedTarget(
+        name=target.name, is_delivered=True, status=delivered.status, failure="", answer=delivered.answer
+    )
+
+
+def _in_words(tested: TestedTarget) -> str:
+    what = f"delivered, it answers {tested.status}" if tested.is_delivered else f"failed: {tested.failure}"
+    answer = f": {tested.answer}" if tested.answer not in ("", "nothing") else ""
+    return f"{tested.name}: {what}{answer}"

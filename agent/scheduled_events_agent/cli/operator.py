@@ -1,0 +1,206 @@
+"""``approve``, ``hold``, ``release``, ``retry``, ``resolve``: an operator's request about one event.
+
+Owns the way to the running agent, which is its state file: where the file is, whether an agent runs, how the agent
+is asked. The one invariant: a request that got no answer is withdrawn before the operator hears so.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.cli import add_state_options
+from scheduled_events_agent.cli.terminal import print_json, printable
+from scheduled_events_agent.spelling import plural
+from scheduled_events_agent.status import OperatorAnswer
+from scheduled_events_agent.store import FILE_NAME, REQUEST_VALID_SECONDS, RequestWord, Store, StoreError
+from scheduled_events_agent.words import clock
+from scheduled_events_agent.workflow import Workflow
+
+# Should the wake-up be lost: longer than the agent ever rests.
+_ANSWER_WITHIN_SECONDS = 12.0
+_LOOK_SECONDS = 0.01
+_LISTED = 20
+
+# Command -> the word of the request.
+_WORDS: dict[str, RequestWord] = {
+    "approve": "approved",
+    "hold": "held",
+    "release": "",
+    "retry": "retry",
+    "resolve": "resolve",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of each of these commands."""
+    parser.description = f"{parser.description} Exit code 1: the agent refuses, or does not answer."
+    parser.add_argument("id", metavar="ID", help="the event's id, or a beginning of it that fits only one")
+    add_state_options(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=_request)
+
+
+def find_state_dir(arguments: argparse.Namespace) -> Path:
+    """Where the agent keeps its state. Raises AgentError if that is not known."""
+    if arguments.state_dir:
+        return Path(arguments.state_dir)
+    from scheduled_events_agent.settings import (  # noqa: PLC0415  # 25 ms, most of it PyYAML's
+        ConfigError,
+        find_config,
+        load_settings,
+        state_dir_of,
+    )
+
+    try:
+        return state_dir_of(load_settings(find_config(arguments.config, host.default_config_path())))
+    except ConfigError as error:
+        # A running agent still uses the policy from before, so it must be reachable.
+        directory = host.default_state_dir()
+        problems, *more = error.problems
+        if more:
+            problems += f" (and {plural(len(more), 'more problem')})"
+        if arguments.config or not _may_exist(directory / FILE_NAME):
+            raise AgentError(f"{problems}\nso name the state directory with --state-dir", kind="config") from error
+        print(f"{problems}\nso this looks in {directory}; --state-dir names another", file=sys.stderr)
+        return directory
+
+
+def find_agent(state_dir: Path) -> str | None:
+    """The pid of the agent that runs there, "unknown" if that is not known; None if none does."""
+    try:
+        return host.lock_holder(state_dir / "lock")
+    except host.HostError:
+        return "unknown"  # it is asked anyway
+
+
+def ask_agent(store: Store, workflow_id: str, word: RequestWord, user: str) -> str | None:
+    """The running agent's answer; None if none came within twelve seconds: then it is withdrawn.
+
+    Raises StoreError.
+    """
+    request = store.add_request(workflow_id, word, user, datetime.now(UTC))
+    deadline = time.monotonic() + _ANSWER_WITHIN_SECONDS
+    try:
+        while store.load_answer(request) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+    finally:
+        try:
+            answer = store.withdraw_request(request)
+        except StoreError as error:
+            within = f"within {REQUEST_VALID_SECONDS:g} s"
+            raise StoreError(
+                f"{error}, so the request could not be withdrawn, and the agent may still take it {within}"
+            ) from error
+    return answer
+
+
+def find_by_prefix(prefix: str, workflows: Sequence[Workflow], *, kind: str = "") -> list[Workflow]:
+    """The workflows of the one event that the prefix fits, whatever the case. Raises AgentError, with a list.
+
+    ``kind``: what all of these events are, such as pending.
+    """
+    folded = prefix.casefold()
+    of_kind = f"{kind} " if kind else ""
+    found = [workflow for workflow in workflows if folded and workflow.event.key.startswith(folded)]
+    found = [workflow for workflow in found if workflow.event.key == folded] or found
+    if len({workflow.event.key for workflow in found}) == 1:
+        return found
+    listed = {w.event.key: f"\n  {_line(w)}" for w in (found or workflows)[-_LISTED:]}
+    if found:
+        count = len({workflow.event.key for workflow in found})
+        message = f'"{prefix}" fits {count} {of_kind}events; give more of the id:'
+    else:
+        message = f'no {of_kind}event begins with "{prefix}"; {kind or "known"} are:'
+    raise AgentError(message + ("".join(listed.values()) or " none"))
+
+
+def user_name() -> str:
+    """The account of this process, and the account that used sudo to become it."""
+    before = os.environ.get("SUDO_USER", "")
+    return f"{host.account_name()} (sudo: {before})" if before and before.isprintable() else host.account_name()
+
+
+def _find(prefix: str, word: str, workflows: Sequence[Workflow]) -> Workflow:
+    """The event that is meant. If it came back under its id, retry and resolve mean the one that is over."""
+    if word not in ("retry", "resolve"):
+        workflows = [workflow for workflow in workflows if not workflow.is_gone]
+    found = find_by_prefix(prefix, workflows, kind="pending")
+    return next((workflow for workflow in found if workflow.phase == "recovery_failed"), found[-1])
+
+
+def _how_it_ended(prefix: str, word: str, pending: Sequence[Workflow], store: Store) -> str:
+    """What is said of an event that is over, from the history; "" if a pending event may be meant, or none."""
+    folded = prefix.casefold()
+    may_be_over = word in ("retry", "resolve")
+    if not folded or any(w.event.key.startswith(folded) for w in pending if may_be_over or not w.is_gone):
+        return ""
+    for history in store.load_histories(limit=1, is_wanted=lambda w: w.event.key.startswith(folded)):
+        workflow = history.workflow
+        gone = [entry for entry in history.entries if entry.kind in ("gone", "closed")]
+        ended = f" since {clock(gone[0].at, datetime.now(UTC))}" if gone else ""
+        outcome = f": {workflow.outcome}" if workflow.outcome else ""
+        recovery = "; its recovery is not done" if workflow.is_open else ""
+        return printable(f"event {workflow.event.id} is over{ended}{outcome}{recovery}")
+    return ""
+
+
+def _request(arguments: argparse.Namespace) -> int:
+    try:
+        workflow, answer = _ask(arguments)
+    except AgentError as error:
+        if not arguments.json or error.kind in ("config", "usage"):
+            raise
+        workflow = None
+        answer = str(error)
+    is_done = workflow is not None and not answer.startswith("refused")
+    if arguments.json:
+        result = OperatorAnswer(
+            at=datetime.now(UTC),
+            command=arguments.command,
+            event_id=workflow.event.id if workflow else "",
+            workflow_id=workflow.id if workflow else "",
+            is_done=is_done,
+            answer=answer,
+        )
+        print_json(result)
+    else:
+        print(printable(answer))
+    return 0 if is_done else 1
+
+
+def _ask(arguments: argparse.Namespace) -> tuple[Workflow | None, str]:
+    """The event that is meant, and the agent's answer. Raises AgentError if there is none."""
+    word = _WORDS[arguments.command]
+    state_dir = find_state_dir(arguments)
+    with closing(Store.join(state_dir)) as store:
+        workflows = store.load_workflows()
+        if over := _how_it_ended(arguments.id, word, workflows, store):
+            raise AgentError(over)
+        workflow = _find(arguments.id, word, workflows)
+        pid = find_agent(state_dir)
+        if pid is None:
+            raise AgentError(f"no agent runs with the state directory {state_dir}: start the agent first")
+        answer = ask_agent(store, workflow.id, word, user_name())
+    if answer is None:
+        raise AgentError(
+            f"the agent (pid {pid}) has not answered within {_ANSWER_WITHIN_SECONDS:g} s, and the request is "
+            "withdrawn: is it stopped, or its disk slow? See scheduled-events-agent status"
+        )
+    return workflow, answer
+
+
+def _line(workflow: Workflow) -> str:
+    return printable(f"{workflow.event.id or workflow.event.key}  {workflow.event.type}  {workflow.phase}")
+
+
+def _may_exist(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # this account may not look there; opening the file says so
+        return True

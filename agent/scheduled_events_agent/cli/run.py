@@ -1,0 +1,208 @@
+"""``run``: the daemon in the foreground, as a service manager starts it; and how a daemon is put together."""
+
+import argparse
+import contextlib
+import faulthandler
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.cli import add_config_option, exit_code
+from scheduled_events_agent.daemon import Daemon
+from scheduled_events_agent.log import get_logger, set_up
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.notices import doubts
+from scheduled_events_agent.operator_words import quoted
+from scheduled_events_agent.settings import (
+    BUILT_IN_NAME,
+    Loaded,
+    LogFormat,
+    LogLevel,
+    Settings,
+    find_config,
+    load_policy,
+    state_dir_of,
+)
+from scheduled_events_agent.settings.files import check_files, refuse_exposed
+from scheduled_events_agent.spelling import parse_duration
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.typed_yaml import Problem
+
+# Between threads; Python's 5 ms is as long as all the work for an event, which passes through four of them.
+SWITCH_SECONDS = 0.0005
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``run``."""
+    parser.description = (
+        "Runs the agent in the foreground: polls, decides, prepares, approves, recovers. SIGTERM or Ctrl-C stops "
+        "it: hooks that run have until three seconds before the stop time-out to end by themselves, are then "
+        "terminated, and run again at the next start; a second signal ends the waiting. SIGHUP reads the policy "
+        "file again."
+    )
+    add_config_option(parser)
+    parser.add_argument(
+        "--observe", action="store_true", help="decide and report, but run no hooks, approve nothing"
+    )
+    parser.add_argument(
+        "--state-dir", metavar="DIR", help="where the state file is kept (overrides agent.state_dir)"
+    )
+    parser.add_argument(
+        "--stop-timeout",
+        metavar="DURATION",
+        type=_duration,
+        default=5.0,
+        help="how long stopping may take, such as 60s (default: 5s)",
+    )
+    parser.set_defaults(handler=_run)
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    is_log_set_up = False
+
+    def set_up_log(level: LogLevel, form: LogFormat) -> None:
+        nonlocal is_log_set_up
+        set_up(level, form)
+        is_log_set_up = True
+
+    try:
+        return _run_daemon(arguments, set_up_log)
+    except AgentError as error:
+        if sys.stderr is None or sys.stderr.isatty():
+            raise
+        # In the form of the log, so that systemd's journal has it as an error.
+        if not is_log_set_up:
+            set_up("info", "auto")
+        for reason in getattr(error, "problems", (str(error),)):  # of a policy file, one for each line
+            get_logger().error("the agent cannot run", log_id=LogId.AGENT_FAILED, kind=error.kind, reason=reason)
+        return exit_code(error)
+
+
+def _run_daemon(arguments: argparse.Namespace, set_up_log: Callable[[LogLevel, LogFormat], None]) -> int:
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # standard error may be closed, or no file
+        faulthandler.enable()  # a watchdog's SIGABRT then shows where every thread is
+    sys.setswitchinterval(SWITCH_SECONDS)
+    with open_daemon(
+        config=arguments.config,
+        state_dir=arguments.state_dir,
+        is_observing=arguments.observe,
+        stop_timeout=arguments.stop_timeout,
+        set_up_log=set_up_log,
+    ) as daemon:
+        if hasattr(signal, "SIGCHLD"):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose hooks' exit codes
+        responses = {  # SIGBREAK (Ctrl-Break) is Windows' alone, SIGHUP is Linux's alone
+            "SIGINT": daemon.stop, "SIGTERM": daemon.stop, "SIGBREAK": daemon.stop, "SIGHUP": daemon.reload,
+        }  # fmt: skip
+        for name, respond in responses.items():
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), lambda *_, respond=respond: respond())
+        daemon.run()
+    if sys.stderr is not None:  # None if it was closed from the beginning
+        with contextlib.suppress(OSError, ValueError):  # the reader of the log may be gone
+            sys.stderr.flush()
+    return 0
+
+
+class _PolicyFile:
+    """The policy file of an agent, with the options of the command line on top."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        state_dir: str | None,
+        set_up_log: Callable[[LogLevel, LogFormat], None],
+        *,
+        is_observing: bool,
+    ) -> None:
+        self._path = path
+        self._options = {"state_dir": state_dir} if state_dir else {}
+        if is_observing:
+            self._options["mode"] = "observe"
+        self._set_up_log = set_up_log
+        self.name = str(path.absolute()) if path else BUILT_IN_NAME
+        self.hash = ""
+        """The hash of the file as it was loaded last."""
+
+    def load(self) -> Settings:
+        """What the file says, at start and at each reload; the log follows it at once. Raises ConfigError."""
+        loaded = load_policy(self._path)
+        refuse_exposed(loaded)
+        settings = replace(loaded.settings, agent=replace(loaded.settings.agent, **self._options))
+        used = replace(loaded, settings=settings)
+        self.hash = loaded.hash
+        self._set_up_log(settings.agent.log.level, settings.agent.log.format)
+        _warn(loaded.warnings)
+        # To ask about accounts may take minutes, and neither start nor reload waits for that.
+        with contextlib.suppress(RuntimeError):  # no memory for a thread
+            threading.Thread(
+                target=lambda: _warn(_look_at_machine(used)), name="policy-check", daemon=True
+            ).start()
+        return settings
+
+
+def _look_at_machine(loaded: Loaded) -> tuple[Problem, ...]:
+    findings = [*doubts(loaded.settings.notify)]
+    if loaded.settings.fleet:
+        from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
+
+        findings += table.doubts(loaded.settings.fleet)
+    return (*check_files(loaded), *loaded.parsed.gather(findings))
+
+
+def _warn(problems: Iterable[Problem]) -> None:
+    for problem in problems:
+        get_logger().warning("the policy file has a warning", log_id=LogId.POLICY_WARNING, problem=str(problem))
+
+
+@contextlib.contextmanager
+def open_daemon(
+    *,
+    config: str | None,
+    state_dir: str | None,
+    is_observing: bool,
+    stop_timeout: float,
+    set_up_log: Callable[[LogLevel, LogFormat], None],
+    service: "host.ServiceManager | None" = None,
+) -> Iterator[Daemon]:
+    """A daemon that is ready to run: policy read, log set up, state directory locked, state opened.
+
+    ``config``, ``state_dir`` and ``is_observing`` are the options of that name. Raises AgentError.
+    """
+    path = find_config(config, host.default_config_path())
+    policy = _PolicyFile(path, state_dir, set_up_log, is_observing=is_observing)
+    settings = policy.load()
+    directory = state_dir_of(settings)
+    is_elsewhere = bool(state_dir) or path not in (None, host.default_config_path())
+    host.create_private_dir(directory)
+    with (
+        contextlib.closing(host.hold_lock(directory / "lock")),
+        contextlib.closing(Store.open(directory, datetime.now(UTC))) as store,
+    ):
+        get_logger().info(
+            "policy",
+            file=policy.name if path else "built in: no policy file",
+            hash=policy.hash,
+            state_dir=str(directory),
+        )
+        yield Daemon(
+            settings,
+            policy,
+            store,
+            command_options=f"--state-dir {quoted(str(directory.absolute()))}" if is_elsewhere else "",
+            stop_timeout=stop_timeout,
+            service=service,
+        )

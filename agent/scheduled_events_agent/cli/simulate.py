@@ -1,0 +1,275 @@
+"""``simulate``: serve a scenario or a recording on loopback ports; record a real endpoint."""
+
+import argparse
+import contextlib
+import json
+import math
+import re
+import sys
+import threading
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from scheduled_events_agent import AgentError
+from scheduled_events_agent.simulator import (
+    Happening,
+    Scenario,
+    Simulator,
+    list_scenarios,
+    load_scenario,
+    rename_vms,
+)
+from scheduled_events_agent.simulator.control import Control
+from scheduled_events_agent.simulator.recorder import REAL_ENDPOINT, record
+from scheduled_events_agent.simulator.recording import SUFFIX, Recording, load_recording, rename_vm
+from scheduled_events_agent.simulator.scenario import DEFAULT_SCENARIO
+from scheduled_events_agent.simulator.table import SimulatedTable
+from scheduled_events_agent.spelling import parse_duration, plural
+
+_LINGER_SECONDS = 3.0  # in which clients can still see that the last event is gone
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``simulate``."""
+    parser.description = (
+        "Serves a scenario, or a recording of a real endpoint, as Azure's endpoint would, one loopback port for "
+        "each VM of it, and tells what happens. Its time begins with the first request for a document."
+    )
+    _add_simulation_options(parser)
+    recording = parser.add_argument_group("to record a real endpoint, and simulate nothing")
+    recording.add_argument(
+        "--record", type=Path, metavar="FILE", help="write its documents to a new FILE.jsonl until Ctrl-C"
+    )
+    recording.add_argument(
+        "--from", dest="from_", metavar="URL", help="the endpoint (default: http://169.254.169.254)"
+    )
+    recording.add_argument("--for", dest="for_", metavar="DURATION", help="stop by itself after this, such as 2h")
+    parser.set_defaults(handler=_run)
+
+
+def _add_simulation_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "scenario",
+        nargs="?",
+        metavar="SCENARIO",
+        help="a shipped scenario, or the path of a .yaml file, or of a recording (.jsonl); "
+        "default: platform-reboot, or with --control none",
+    )
+    parser.add_argument("--list", action="store_true", help="list the shipped scenarios")
+    parser.add_argument("--check", action="store_true", help="only say whether SCENARIO is valid")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, metavar="N", help="let the scenario's time pass N times as fast"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="port of the first VM, the others follow (default: free ones)",
+    )
+    parser.add_argument(
+        "--control",
+        type=int,
+        metavar="PORT",
+        help="a port for events by hand: a page, and JSON (0: a free one); "
+        "the simulator then ends with Ctrl-C only",
+    )
+    parser.add_argument(
+        "--table",
+        type=int,
+        metavar="PORT",
+        help="a port for a table for the policy's fleet, which takes any signature (0: a free one); "
+        "the simulator then ends with Ctrl-C only",
+    )
+    parser.add_argument(
+        "--bind",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="listen on this address of the machine, 0.0.0.0 for all of them as in a container "
+        "(default: 127.0.0.1, which other machines cannot reach)",
+    )
+    parser.add_argument(
+        "--vm", action="append", default=[], metavar="NAME", help="call the first VM this; again for the next one"
+    )
+    parser.add_argument("--now", action="store_true", help="do not wait for the first request")
+    parser.add_argument("--requests", type=Path, metavar="FILE", help="write each request as a line of JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    for name in arguments.vm:
+        if not re.fullmatch(r"\S{1,128}", name):  # as in scenario files
+            raise AgentError(f'--vm: expected a name without blanks; got "{name}"', kind="usage")
+    if arguments.record:
+        return _record(arguments)
+    if arguments.from_ or arguments.for_:
+        raise AgentError("--from and --for say what to record: name a file with --record", kind="usage")
+    if arguments.list:
+        _print_list(list_scenarios(), arguments.json)
+        return 0
+    if arguments.check:
+        return _check(arguments.scenario)
+    name = arguments.scenario or (None if arguments.control is not None else DEFAULT_SCENARIO)
+    simulator = Simulator(
+        scenario=_load(name, tuple(arguments.vm)) if name else None,
+        vms=() if name else tuple(arguments.vm),
+        speed=arguments.speed,
+        port=arguments.port,
+        bind=arguments.bind,
+        begins_at_first_poll=not arguments.now,
+        linger_seconds=_LINGER_SECONDS if arguments.control is None and arguments.table is None else math.inf,
+        requests_file=arguments.requests,
+    )
+    with contextlib.suppress(KeyboardInterrupt), simulator, contextlib.ExitStack() as stack:
+        more = {}
+        if arguments.control is not None:
+            more["control"] = stack.enter_context(Control(simulator, arguments.control, bind=arguments.bind)).url
+        if arguments.table is not None:
+            more["table"] = stack.enter_context(SimulatedTable(arguments.table, bind=arguments.bind)).url
+        _warn_if_open(simulator, has_control="control" in more)
+        begin, follow = (_print_beginning, _print_life) if arguments.json else (_show_beginning, _show_life)
+        begin(simulator, name or "", more, waits=not arguments.now)
+        follow(simulator.follow())
+    return 0
+
+
+def _warn_if_open(simulator: Simulator, *, has_control: bool) -> None:
+    if simulator.is_open:
+        more = "; through the control port they can let anything happen" if has_control else ""
+        print(
+            f"warning: clients on other machines can read and approve the simulated events{more}", file=sys.stderr
+        )
+
+
+def _load(name: str, vms: tuple[str, ...]) -> Scenario | Recording:
+    if not name.endswith(SUFFIX):
+        return rename_vms(load_scenario(name), vms)
+    if len(vms) > 1:
+        raise AgentError(f"--vm: a recording has 1 VM; got {len(vms)} names", kind="usage")
+    recording = load_recording(name)
+    return rename_vm(recording, vms[0]) if vms else recording
+
+
+def _check(name: str | None) -> int:
+    if name is None:
+        raise AgentError("--check: expected SCENARIO, the file to look at; got none", kind="usage")
+    found = _load(name, ())
+    if isinstance(found, Scenario):
+        print(f"{name}: right, with {plural(len(found.timeline), 'step')} for {', '.join(found.vms)}")
+    else:
+        print(f"{name}: right, with {plural(len(found.documents), 'document')} of {found.origin.vm}")
+    return 0
+
+
+def _record(arguments: argparse.Namespace) -> int:
+    """Write down what a real endpoint gives, until Ctrl-C or the end of ``--for``."""
+    if arguments.record.suffix != SUFFIX:
+        raise AgentError(f"--record: expected a file that ends in {SUFFIX}; got {arguments.record}", kind="usage")
+    stop_requested = threading.Event()
+    if arguments.for_:
+        try:
+            seconds = parse_duration(arguments.for_)
+        except ValueError as error:
+            raise AgentError(f"--for: {error}", kind="usage") from None
+        timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), stop_requested.set)
+        timer.daemon = True
+        timer.start()
+    endpoint = arguments.from_ or REAL_ENDPOINT
+    print(f"records {endpoint} to {arguments.record}; Ctrl-C ends it", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        record(
+            endpoint,
+            arguments.record,
+            stop_requested,
+            lambda at, text: print(f"{at:%H:%M:%SZ}  {text}", flush=True),
+        )
+    if arguments.record.read_bytes().count(b"\n") < 2:  # the first line says whose documents they are
+        arguments.record.unlink()
+        raise AgentError(f"{endpoint} has given nothing to record")
+    print(f"recorded; play it with: scheduled-events-agent simulate {arguments.record}", flush=True)
+    return 0
+
+
+def _show_beginning(simulator: Simulator, name: str, more: dict[str, str], *, waits: bool) -> None:
+    width = max(map(len, (*simulator.vms, *more)))
+    for vm in simulator.vms:
+        print(f"{vm:{width}}  {simulator.endpoint(vm)}/metadata/scheduledevents")
+    for what, url in more.items():
+        print(f"{what:{width}}  {url}")
+    pace = "" if simulator.speed == 1 else f", {simulator.speed:g} times as fast"
+    when = "begins with the first request" if waits else "begins now"
+    what = f"scenario {name} {when}" if name else "nothing happens but what is asked for"
+    print(f"{what}{pace}; Ctrl-C ends it", flush=True)
+
+
+def _show_life(happenings: Iterable[Happening]) -> None:
+    began_at: datetime | None = None
+    for happening in happenings:
+        began_at = began_at or happening.at
+        seconds = (happening.at - began_at).total_seconds()
+        print(f"{seconds:7.1f}s  {_sentence(happening)}", flush=True)
+    print("the scenario is at its end", flush=True)
+
+
+def _print_beginning(simulator: Simulator, name: str, more: dict[str, str], *, waits: bool) -> None:
+    for vm, machine in simulator.vms.items():
+        _print_line(kind="endpoint", vm=vm, vm_id=machine.id, url=simulator.endpoint(vm))
+    for what, url in more.items():
+        _print_line(kind=what, url=url)
+    _print_line(kind="scenario", name=name, speed=simulator.speed, waits=waits)
+
+
+def _print_life(happenings: Iterable[Happening]) -> None:
+    for happening in happenings:
+        event = happening.event
+        about = event and {
+            "id": event.id,
+            "type": event.plan.type,
+            "status": event.status,
+            "source": event.plan.source,
+            "vms": event.plan.vms,
+            "not_before": event.not_before_at,
+            "approved_by": event.approved_by,
+            "outcome": event.outcome,
+        }
+        _print_line(kind=happening.kind, at=happening.at, vm=happening.vm, text=happening.text, event=about)
+    _print_line(kind="end")
+
+
+def _print_line(**fields: Any) -> None:
+    """For programs."""
+    print(msgspec.json.encode(fields).decode(), flush=True)
+
+
+def _sentence(happening: Happening) -> str:
+    event = happening.event
+    if event is None:
+        what = {"began": "begins", "behaved": "behaves"}.get(happening.kind, happening.kind)
+        return "  ".join(part for part in (f"{what:9}", happening.vm, happening.text) if part).rstrip()
+    who = f"{event.plan.type} {event.id[:8]}"
+    match happening.kind:
+        case "scheduled":
+            not_before = event.not_before_at.strftime("%a, %d %b %Y %H:%M:%S GMT")
+            more = f"{event.plan.source}, for {', '.join(event.plan.vms)}, not before {not_before}"
+        case "polled":
+            more = f"by {happening.vm} for the first time"
+        case "approved":
+            more = f"by {happening.vm}" + (f", {happening.text}" if happening.text else "")
+        case "gone":
+            more = event.outcome
+        case _:
+            more = happening.text
+    return f"{happening.kind:9}  {who}  {more}".rstrip()
+
+
+def _print_list(scenarios: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([{"name": name, "shows": shows} for name, shows in scenarios.items()], indent=2))
+        return
+    width = max(map(len, scenarios))
+    for name, shows in scenarios.items():
+        print(f"{name:{width}}  {shows}")

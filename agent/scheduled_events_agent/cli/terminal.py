@@ -1,0 +1,120 @@
+"""Output for people: lines that fit the terminal and have colours there, plain lines anywhere else.
+
+Owns widths, colours and the cleaning of text from outside. Knows nothing of events. The one invariant: no control
+character is printed except those written here, whatever a description or a hook's output contains.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from textwrap import wrap
+from typing import Literal, NamedTuple, TextIO
+
+from msgspec import to_builtins
+
+from scheduled_events_agent import host
+
+FIRST_ANSWER_IS_SLOW = "waits for the metadata service, whose very first answer may take two minutes"
+
+Style = Literal["", "bold", "dim", "red", "green", "yellow", "cyan"]
+
+_CODES: dict[Style, str] = {"bold": "1", "dim": "2", "red": "1;31", "green": "32", "yellow": "1;33", "cyan": "36"}
+# Lines of text that are longer than this are tiring to read, however wide the window.
+_MAX_WIDTH = 120
+_MIN_WIDTH = 40
+_MIN_TEXT = 18
+_SLOW_SECONDS = 3.0
+_COLOR_SEQUENCE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Row(NamedTuple):
+    """A label and its text."""
+
+    label: str
+    text: str
+    style: Style = ""
+
+
+class Terminal(NamedTuple):
+    """Where the output goes."""
+
+    width: int | None
+    """Columns; None if it is no terminal: then lines are not broken, so that each fact stays in its line."""
+    has_colors: bool
+
+    @classmethod
+    def of(cls, stream: TextIO) -> "Terminal":
+        """The terminal of the stream. NO_COLOR and TERM=dumb switch colours off."""
+        if not stream.isatty():
+            return cls(width=None, has_colors=False)
+        is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+        return cls(
+            width=max(_MIN_WIDTH, min(_MAX_WIDTH, shutil.get_terminal_size().columns)),
+            has_colors=not is_plain and host.has_terminal_colors(),
+        )
+
+    def paint(self, text: str, style: Style = "") -> str:
+        """The cleaned text, in this style if the terminal has colours."""
+        clean = printable(text)
+        return f"\x1b[{_CODES[style]}m{clean}\x1b[0m" if style and clean and self.has_colors else clean
+
+    def line(self, text: str, style: Style = "", *, indent: int = 0) -> list[str]:
+        """The text in as many lines as it needs, all but the first indented by this (less in a narrow window)."""
+        return [self.paint(part, style) for part in self._broken(printable(text), indent)]
+
+    def rows(self, rows: Iterable[Row]) -> list[str]:
+        """The rows, indented by two, with their texts in one column."""
+        rows = list(rows)
+        column = max((len(row.label) for row in rows), default=0) + 2
+        lines = []
+        for row in rows:
+            parts = self._broken(f"{' ' * (2 + column)}{printable(row.text)}", 2 + column)
+            for index, part in enumerate(parts):
+                label = "" if index else printable(row.label)
+                lines.append(
+                    f"  {self.paint(label.ljust(column), 'dim')}{self.paint(part.lstrip(' '), row.style)}"
+                )
+        return [line.rstrip() for line in lines]
+
+    def _broken(self, text: str, indent: int) -> list[str]:
+        if self.width is None or len(text) <= self.width:
+            return [text]
+        bare = text.lstrip(" ")
+        most = self.width - _MIN_TEXT
+        return wrap(
+            bare,
+            self.width,
+            initial_indent=" " * min(len(text) - len(bare), most),
+            subsequent_indent=" " * min(indent, most),
+            break_on_hyphens=False,
+        )
+
+
+def printable(text: str) -> str:
+    """The text in one line: without colours, and with each control character as its code."""
+    if text.isprintable():
+        return text
+    text = _COLOR_SEQUENCE.sub("", text).replace("\t", "    ")
+    return "".join([one if one.isprintable() else one.encode("unicode_escape").decode() for one in text])
+
+
+def print_json(value: object) -> None:
+    """Print it as docs/json.md describes. By the json module, as a hook's output may not be valid UTF-8."""
+    print(json.dumps(to_builtins(value), indent=2))
+
+
+@contextmanager
+def remark_if_slow(text: str) -> Iterator[None]:
+    """Print the text on standard error if the body takes longer than three seconds."""
+    timer = threading.Timer(_SLOW_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,102 @@
+"""The engine's inbox: other threads put items into it, the engine's thread takes them out.
+
+The one invariant: what came before the agent stopped is on disk then: results of hooks and approvals, this VM's
+name, the document, operators' requests.
+"""
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from scheduled_events_agent.engine import Engine, Executor, Message
+from scheduled_events_agent.log import get_logger
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.store import StoreError
+
+# How often operators are answered while the agent stops.
+_TICK_SECONDS = 1.0
+# Of a stop's time limit, this much is left to end hooks, and as much for the state file and the log.
+_GRACE_SECONDS = 1.5
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command from a signal or the service manager; ``look``: there may be a request, or another status."""
+
+    word: Literal["stop", "reload", "look"]
+
+
+@dataclass(frozen=True)
+class PolicyRead:
+    """The policy file was read again."""
+
+    settings: Settings | None
+    """None if the file was refused."""
+    hash: str = ""
+    refused: str = ""
+
+
+Item = Message | Command | PolicyRead
+
+
+class Inbox:
+    """For the engine's thread; other threads only have the queue."""
+
+    def __init__(
+        self,
+        items: "queue.SimpleQueue[Item]",
+        engine: Engine,
+        executor: Executor,
+        obey: Callable[[Command | PolicyRead], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``obey`` carries out every command but ``stop``, and takes the policy that was read."""
+        self._items = items
+        self._engine = engine
+        self._executor = executor
+        self._obey = obey
+        self._monotonic = monotonic
+
+    def take(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for an item, take all there are; False if one of them says stop."""
+        is_to_stop = False
+        try:
+            item = self._items.get(timeout=max(0.0, timeout))
+            while True:
+                if isinstance(item, Command) and item.word == "stop":
+                    is_to_stop = True
+                elif isinstance(item, Command | PolicyRead):
+                    self._obey(item)
+                else:
+                    self._engine.take(item)
+                item = self._items.get_nowait()
+        except queue.Empty:
+            return not is_to_stop
+
+    def finish(self, seconds: float) -> None:
+        """Stop within so many seconds: wait for hooks and approvals, then end the hooks. Keeps all that comes.
+
+        Raises StoreError.
+        """
+        self._engine.begin_stop()
+        self._collect(seconds - 2 * _GRACE_SECONDS)
+        self._executor.cancel_all(_GRACE_SECONDS)
+        self._collect(_GRACE_SECONDS + 0.5)
+        self.take(0.0)
+        self._engine.finish()
+
+    def _collect(self, seconds: float) -> None:
+        """Take items until nothing is under way, the time is up, or a second stop comes."""
+        deadline = self._monotonic() + seconds
+        while self._executor.is_busy() and (left := deadline - self._monotonic()) > 0:
+            try:
+                if not self.take(min(left, _TICK_SECONDS)):
+                    return
+                self._engine.turn(None)
+            except StoreError:
+                pass  # the engine logs it, and finish tries again
+            except Exception:  # noqa: BLE001 - hooks must be ended despite a bug
+                get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)

@@ -1,0 +1,235 @@
+"""Asks the metadata service for the document again and again, and for this VM's name, for the engine's inbox.
+
+The one invariant: the poller waits for nothing but the service, and a request without an answer does not delay the
+next one.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+
+from msgspec.structs import replace
+
+from scheduled_events_agent import AgentError
+from scheduled_events_agent.api_version import GENERAL_VERSION, Refusals, ask_best, versions_to_ask
+from scheduled_events_agent.engine import Engine, Message, Paused
+from scheduled_events_agent.events import RECOMMENDING_VERSION, ApiVersion, Document, DocumentError, parse_document
+from scheduled_events_agent.imds import Backoff, ImdsClient, ImdsError, connect
+from scheduled_events_agent.log import FailureLog, get_logger
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.settings import ImdsSettings
+
+# A tick that is late by more than this is a pause of the machine, not the scheduler's noise.
+_PAUSE_SECONDS = 1.0
+# Without a name nothing is done, so the next request comes soon; later if the service answered without a name.
+_IDENTITY_RETRY_SECONDS = 1.0
+_NO_NAME_RETRY_SECONDS = 10.0
+# After this long without an answer, other requests are sent beside the first, one for each interval and one at a
+# time: far below the service's limit of five a second.
+_RELIEF_AFTER_SECONDS = 2.0
+# What the poller may take between two waits: long enough for a big document, short enough for the watchdog.
+_SLACK_SECONDS = 1.0
+
+Put = Callable[[Message], None]
+"""Into the engine's inbox; from any thread, never waits."""
+
+
+class Poller:
+    """Fetches the document at the policy's pace."""
+
+    def __init__(
+        self, engine: Engine, put: Put, metrics: Metrics, on_failure: Callable[[], None] = lambda: None
+    ) -> None:
+        """``on_failure`` is called when ``failure`` has changed."""
+        self._on_failure = on_failure
+        self._engine = engine
+        self._put = put
+        self._metrics = metrics
+        self._good_polls = metrics.polls.labels("ok")  # a look-up costs CPU at every poll
+        self._backoff = Backoff()
+        self._failure_log = FailureLog("polling the metadata service", LogId.POLLING_FAILS, LogId.POLLING_WORKS)
+        # For what two threads share. Requests are numbered in the order in which they are sent.
+        self._lock = threading.Lock()
+        self._last_number = 0
+        self._newest_answered = 0
+        self._body = b""
+        self._document: Document | None = None
+        self.api_version: ApiVersion = GENERAL_VERSION
+        """In which version documents are answered, and approvals sent."""
+        self._refusals = Refusals()
+        self._client: ImdsClient | None = None
+        self._client_version: ApiVersion = GENERAL_VERSION
+        self._imds: ImdsSettings | None = None
+        self._sent: float | None = None  # since when the poller waits for an answer
+        self.stop_requested = threading.Event()
+        self.succeeded: float | None = None
+        """When a poll last succeeded, monotonic."""
+        self.succeeded_at: datetime | None = None
+        self.failure = ""
+        """Why the last poll failed; "" if it did not."""
+        self.has_tried = False
+        """Whether the first poll has ended, in success or failure."""
+        self._expected_back: float | None = None
+        self._needs_relief = threading.Event()
+
+    def overdue_seconds(self) -> float:
+        """For how long a sign of life of the loop has been due; 0 if it is on time."""
+        if self._expected_back is None or self.stop_requested.is_set():
+            return 0.0
+        return max(0.0, time.monotonic() - self._expected_back)
+
+    def stop(self) -> None:
+        self.stop_requested.set()
+        self._needs_relief.set()
+
+    def _expect_back(self, seconds: float) -> None:
+        """A sign of life; the next one comes within so many seconds."""
+        now = time.monotonic()
+        self._expected_back = now + seconds + _SLACK_SECONDS
+        if self._sent is not None and now - self._sent >= _RELIEF_AFTER_SECONDS / 4:
+            self._needs_relief.set()
+
+    def run(self) -> None:
+        while not self.stop_requested.is_set():
+            self._sent = began = time.monotonic()
+            self._expect_back(0.0)
+            delay = self._poll(self._connect)
+            self._sent = None
+            due = max(time.monotonic(), began + delay)  # missed ticks are dropped, not made up for
+            self._expect_back(due - time.monotonic())
+            self.stop_requested.wait(due - time.monotonic())
+            late = time.monotonic() - due
+            if late > _PAUSE_SECONDS:
+                self._put(Paused(late))
+
+    def _connect(self, version: ApiVersion) -> ImdsClient:
+        """A client for the endpoint of the policy; after a failure, ``auto`` reads the DHCP lease again."""
+        imds = self._engine.settings.imds
+        is_other = imds is not self._imds or version != self._client_version
+        if self._client is None or self.failure or is_other:
+            is_first = self.succeeded is None
+            self._client = connect(imds, version, may_switch_on=is_first, on_wait=self._expect_back)
+            self._imds = imds
+            self._client_version = version
+        return self._client
+
+    def run_relief(self) -> None:
+        """Send requests beside the poller's while that has no answer."""
+        while self._needs_relief.wait() and not self.stop_requested.is_set():
+            self._needs_relief.clear()
+            due = (self._sent or 0.0) + _RELIEF_AFTER_SECONDS
+            while not self.stop_requested.wait(max(0.0, due - time.monotonic())):
+                sent = self._sent
+                began = time.monotonic()
+                if sent is None or began - sent < _RELIEF_AFTER_SECONDS:
+                    break
+                due = began + self._poll(lambda version: connect(self._engine.settings.imds, version))
+
+    def _poll(self, load_client: Callable[[ApiVersion], ImdsClient]) -> float:
+        """Send one request and handle the answer; returns the seconds from its beginning to the next one."""
+        with self._lock:
+            self._last_number += 1
+            number = self._last_number
+            began = time.monotonic()
+        settings = self._engine.settings
+        delay = settings.imds.poll_interval
+        versions = versions_to_ask(settings.imds.api_version, settings.rules, self._refusals, began)
+        try:
+            body, version = ask_best(versions, lambda version: load_client(version).fetch())
+            with self._lock:
+                # The answer to a later request may have come first.
+                if number > self._newest_answered:
+                    self._take(body, version)
+                    self._learn_version(versions, version)
+                    self._newest_answered = number
+                    self._succeed(began)
+        except (AgentError, OSError) as raised:
+            error = request_error(raised)
+            with self._lock:
+                self._metrics.polls.labels(error.kind).inc()
+                if number > self._newest_answered:
+                    delay = max(delay, self._fail(error))
+        self.has_tried = True
+        return delay
+
+    def _take(self, body: bytes, version: ApiVersion) -> None:
+        if self._document is None or body != self._body or version != self.api_version:
+            has_recommendations = version >= RECOMMENDING_VERSION
+            document = replace(parse_document(body), has_recommendations=has_recommendations)
+            self._engine.check(document)
+            self._document = document
+            self._metrics.documents.inc()
+            self._body = body
+        elif not self._engine.lacks_event():
+            return
+        self._put(replace(self._document, answered=time.monotonic()))
+
+    def _learn_version(self, asked: tuple[ApiVersion, ...], answered: ApiVersion) -> None:
+        before = self._refusals
+        self._refusals = self._refusals.after(asked, answered, time.monotonic())
+        self.api_version = answered
+        if self._refusals.are_enough and not before.are_enough:
+            text = f"api-version {asked[0]} is refused, and asked for again in a day: no recommendation is seen"
+            get_logger().warning(text, log_id=LogId.API_VERSION, api_version=answered)
+        elif before.are_enough and not self._refusals.are_enough:
+            text = f"api-version {answered} is answered again: recommendations are seen"
+            get_logger().info(text, log_id=LogId.API_VERSION, api_version=answered)
+
+    def _succeed(self, began: float) -> None:
+        now = time.monotonic()
+        self._good_polls.inc()
+        self._metrics.poll_seconds.observe(now - began)
+        self._failure_log.succeeded(now)
+        self._backoff.reset()
+        self._tell_failure("")
+        self.succeeded = now
+        self.succeeded_at = datetime.now(UTC)
+
+    def _tell_failure(self, failure: str) -> None:
+        if failure != self.failure:
+            self.failure = failure
+            self._on_failure()
+
+    def _fail(self, error: ImdsError | DocumentError) -> float:
+        """Log the failure; returns how long to wait."""
+        self._tell_failure(str(error))
+        self._failure_log.failed(error.kind, str(error), time.monotonic())
+        return self._backoff.seconds_after(error)
+
+
+class Identifier:
+    """Asks the service for this VM's name until it answers; without a name no event can be matched to this VM."""
+
+    def __init__(self, engine: Engine, put: Put, stop_requested: threading.Event) -> None:
+        self._engine = engine
+        self._put = put
+        self._stop_requested = stop_requested
+        self.has_tried = threading.Event()
+
+    def run(self) -> None:
+        failure_log = FailureLog("asking for this VM's name", LogId.VM_UNKNOWN, LogId.VM_KNOWN)
+        backoff = Backoff()
+        while True:
+            try:
+                identity = connect(self._engine.settings.imds).fetch_identity()
+                self._put(identity)
+                if identity.name:
+                    failure_log.succeeded(time.monotonic())
+                    return
+                failure_log.failed("no_name", "the service does not tell it; set vm.name", time.monotonic())
+                delay = _NO_NAME_RETRY_SECONDS
+            except (AgentError, OSError) as raised:
+                error = request_error(raised)
+                delay = max(_IDENTITY_RETRY_SECONDS, backoff.seconds_after(error))
+                failure_log.failed(error.kind, str(error), time.monotonic())
+            finally:
+                self.has_tried.set()
+            if self._stop_requested.wait(delay):
+                return
+
+
+def request_error(error: AgentError | OSError) -> ImdsError | DocumentError:
+    """The same error, or one for an endpoint that could not be found out."""
+    return error if isinstance(error, ImdsError | DocumentError) else ImdsError(str(error), kind="unreachable")

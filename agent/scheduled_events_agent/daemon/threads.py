@@ -1,0 +1,170 @@
+"""Carries out what the engine has decided, on threads that the engine does not wait for.
+
+The one invariant: each hook and each approval is answered through the inbox, also one that could not begin.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+
+from scheduled_events_agent import AgentError
+from scheduled_events_agent.daemon.polling import Put, request_error
+from scheduled_events_agent.daemon.senders import Senders
+from scheduled_events_agent.engine import HookEnded, HookKey, HookStart, key_of, without_run
+from scheduled_events_agent.hooks import HookQueues, HookRun
+from scheduled_events_agent.host import processes
+from scheduled_events_agent.imds import ImdsClient
+from scheduled_events_agent.log import Logger, get_logger
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.policy import Hook
+from scheduled_events_agent.status import RunningHook, TargetFailure
+from scheduled_events_agent.workflow import ApprovalAnswered, Approve
+
+
+class Threads:
+    """One thread for each hook, each request to approve and each target of notices, so that none delays another.
+
+    For the engine's thread.
+    """
+
+    def __init__(self, connect: Callable[[], ImdsClient], put: Put, instance: str, senders: Senders) -> None:
+        self._connect = connect
+        self._put = put
+        self._instance = instance
+        self._senders = senders
+        self._queues = HookQueues(deque)
+        self._runs: dict[HookKey, tuple[HookRun, RunningHook]] = {}
+        self._unanswered: set[str] = set()
+        self._have_run = False
+
+    def start_hook(
+        self,
+        effect: HookStart,
+        hook: Hook | None,
+        *,
+        environment: dict[str, str],
+        stdin: bytes = b"",
+        deadline: float | None = None,
+        event_id: str = "",
+    ) -> None:
+        """Run the hook of ``effect``; its result goes to the inbox. Never raises."""
+        name = effect.hook
+        if hook is None:
+            result = without_run(name, "not_started", "there is no such hook in the policy any more")
+            self._put(HookEnded(effect, result))
+            return
+        log = get_logger().bind(hook=name, stage=environment["SCHEDULED_EVENT_STAGE"], event_id=event_id)
+        run = HookRun(
+            name,
+            hook,
+            environment=environment,
+            stdin=stdin,
+            deadline=deadline,
+            on_line=partial(_log_output, log),
+            instance=self._instance,
+            queues=self._queues,
+        )
+
+        since = datetime.now(UTC)
+        started = RunningHook(workflow_id=effect.workflow_id, stage=effect.stage, hook=name, since=since)
+        self._runs[key_of(effect)] = (run, started)
+        self._have_run = True
+        _start_thread(
+            f"hook-{name}",
+            lambda: self._put(HookEnded(effect, run.run())),
+            lambda _, reason: self._put(HookEnded(effect, without_run(name, "not_started", reason))),
+        )
+
+    def cancel_hook(self, key: HookKey) -> None:
+        """End the hook if it is running; its result says canceled."""
+        if key in self._runs:
+            self._runs[key][0].cancel()
+
+    def set_deadline(self, key: HookKey, deadline: float | None) -> None:
+        """NotBefore has moved."""
+        if key in self._runs:
+            self._runs[key][0].set_deadline(deadline)
+
+    def forget_hook(self, effect: HookStart) -> None:
+        """The hook's result has been taken from the inbox."""
+        self._runs.pop(key_of(effect), None)
+
+    def is_running(self, key: HookKey) -> bool:
+        return key in self._runs
+
+    def reap(self) -> None:
+        """Release orphans of hooks that have ended: they are children of this process now."""
+        if self._have_run:
+            processes.reap_orphans()
+
+    def is_busy(self) -> bool:
+        return bool(self._runs or self._unanswered) or self._senders.is_busy()
+
+    def running(self) -> tuple[RunningHook, ...]:
+        """The hooks that run, for any thread."""
+        return tuple([started for _, started in list(self._runs.values())])
+
+    def cancel_all(self, grace_seconds: float) -> None:
+        """End everything within the grace."""
+        for run, _ in self._runs.values():
+            run.cancel()
+            run.set_deadline(time.monotonic() + grace_seconds)
+
+    def report(self, message: HookEnded) -> None:
+        """Into the inbox."""
+        self._put(message)
+
+    def approve(self, approvals: list[Approve], incarnation: str) -> None:
+        """Send all of them in one request; each is answered through the inbox."""
+
+        def work() -> None:
+            kind = detail = ""
+            try:
+                client = self._connect()
+                client.approve([approve.event_id for approve in approvals], incarnation)
+            except (AgentError, OSError) as raised:
+                error = request_error(raised)
+                kind, detail = error.kind, str(error)
+            self._answer(approvals, kind, detail)
+
+        self._unanswered |= {approve.workflow_id for approve in approvals}
+        _start_thread("approval", work, partial(self._answer, approvals))
+
+    def forget_approval(self, workflow_id: str) -> None:
+        """Its answer has been taken from the inbox."""
+        self._unanswered.discard(workflow_id)
+
+    def notify(self, *, is_urgent: bool) -> None:
+        """There are new notices."""
+        self._senders.notify(is_urgent=is_urgent)
+
+    def notify_failures(self) -> dict[str, TargetFailure]:
+        """Why which target does not take notices, for any thread."""
+        return self._senders.failures()
+
+    def _answer(self, approvals: list[Approve], kind: str, detail: str) -> None:
+        for approve in approvals:
+            self._put(ApprovalAnswered(workflow_id=approve.workflow_id, error_kind=kind, detail=detail))
+
+
+def _start_thread(name: str, work: Callable[[], None], fail: Callable[[str, str], None]) -> None:
+    """``fail`` gets a kind and a reason, if the thread cannot start or ends by a bug."""
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - the workflow would wait for ever
+            get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
+            fail("bug", f"a bug in the agent: {error!r}")
+
+    try:
+        threading.Thread(target=guarded, name=name, daemon=True).start()
+    except RuntimeError as error:  # no memory for a thread
+        fail("no_thread", str(error))
+
+
+def _log_output(log: Logger, line: str) -> None:
+    log.info("hook output", line=line)

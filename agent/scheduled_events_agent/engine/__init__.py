@@ -1,0 +1,38 @@
+"""The engine: takes in what has come, decides, commits, performs.
+
+Owns the board of open workflows and all that outlives a turn. Decides nothing about events (``workflow`` does) and
+waits for nothing: it starts no thread, opens no connection and reads no clock but that of its ``Machine``. The one
+invariant: what was decided is on disk before any of it is done; what could not be written is decided again.
+
+    engine.py     a turn: take, decide, commit, perform
+    documents.py  the document to decide on, and what is missing in it
+    parts.py      the machine, the executor, the messages
+    operators.py  what operators may have, and their answers
+    hook_runs.py  hooks of events, how long they take; the hooks that run at the start if nothing is pending
+    telling.py    log, metrics and journal
+    notifying.py  notices of events, until they are delivered
+    identity.py   who this VM is, remembered
+    fleet.py      the VMs that act together: what was told of them, what is wished of them
+    upkeep.py     the state file: old entries, room for a full disk
+"""
+
+from scheduled_events_agent.engine.engine import Engine
+from scheduled_events_agent.engine.parts import (
+    Executor,
+    FleetTold,
+    HookEnded,
+    HookKey,
+    HookStart,
+    Machine,
+    Message,
+    NoticeEnded,
+    Paused,
+    RunOnClear,
+    key_of,
+    without_run,
+)
+
+__all__ = [
+    "Engine", "Executor", "FleetTold", "HookEnded", "HookKey", "HookStart", "Machine", "Message", "NoticeEnded",
+    "Paused", "RunOnClear", "key_of", "without_run",
+]  # fmt: skip

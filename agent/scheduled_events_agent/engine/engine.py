@@ -1,0 +1,437 @@
+"""A turn of the engine: take in what has come, decide, commit, perform.
+
+For one thread. The board and the settings are replaced, never changed, so that other threads may read them.
+"""
+
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from math import inf
+
+from scheduled_events_agent import __version__, host
+from scheduled_events_agent.engine.documents import Documents
+from scheduled_events_agent.engine.fleet import FleetPart
+from scheduled_events_agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
+from scheduled_events_agent.engine.identity import load_identity, save_identity
+from scheduled_events_agent.engine.notifying import Notifying
+from scheduled_events_agent.engine.operators import answer, refusal
+from scheduled_events_agent.engine.parts import (
+    Executor,
+    FleetTold,
+    HookEnded,
+    Machine,
+    Message,
+    NoticeEnded,
+    Paused,
+    RunOnClear,
+)
+from scheduled_events_agent.engine.telling import Teller
+from scheduled_events_agent.engine.upkeep import Upkeep
+from scheduled_events_agent.events import Document, refuse_too_many
+from scheduled_events_agent.hooks import HookResult
+from scheduled_events_agent.imds import Identity
+from scheduled_events_agent.log import FailureLog, get_logger
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.store import Request, Store, StoreError, WithdrawnError
+from scheduled_events_agent.words import pending_in_words
+from scheduled_events_agent.workflow import (
+    AgentRestarted,
+    ApprovalAnswered,
+    Approve,
+    Board,
+    CancelHook,
+    ClockSet,
+    Context,
+    MoveDeadline,
+    OperatorSpoke,
+    Progression,
+    Reconsider,
+    RunHook,
+    Signal,
+    Step,
+    Wish,
+    is_ready,
+    next_wake_at,
+    proceed,
+)
+
+# The clock was set if it and the monotonic one differ by more than this since the last turn.
+_CLOCK_SET_SECONDS = 1.0
+# Without news, and before the time that was worked out, all is decided again this often: to be safe.
+_DECIDE_SECONDS = 60.0
+
+
+class Engine:
+    """What the agent knows and does about events. ``take`` what has come, then ``turn``."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        metrics: Metrics,
+        executor: Executor,
+        machine: Machine | None = None,
+        *,
+        describe: Callable[[], bytes] = bytes,
+        wish: Callable[[tuple[Wish, ...]], None] = lambda _: None,
+    ) -> None:
+        """``describe``: how the agent is, for a command that asks through the store: a ``Status`` as JSON.
+
+        ``wish``: takes what this VM wants of its fleet, after each commit; FleetTold comes back.
+        """
+        self._machine = machine or Machine()
+        self._describe = describe
+        self.fleet = FleetPart(wish)
+        self._store = store
+        self._metrics = metrics
+        self._executor = executor
+        self._log = get_logger()
+        self.settings = settings
+        """The policy in force."""
+        self.board: Board = {}
+        """The open workflows."""
+        self.boot_id = self._machine.boot_id()
+        self.identity = load_identity(store)
+        """Who this VM is, as far as that is known."""
+        self._is_stopping = False
+        self.store_failure = ""
+        """Why the last turn could do nothing; "" if it could."""
+        self.turned_at = self._machine.monotonic()
+        """When the last turn began."""
+        self.wake_at: datetime | None = None
+        """When time alone will next let something happen."""
+        self._decided_at = -inf
+        self._clock_offset = self._machine.now().timestamp() - self.turned_at
+        self._new_identity: Identity | None = None
+        # A disk may have been copied to another VM, which is always another boot.
+        self._is_identity_sure = host.is_same_boot(store.load_fact("boot_id"), self.boot_id)
+        self._is_state_lost = bool(store.load_fact("state_lost"))
+        # What the next turn has to take in, and no commit has held yet.
+        self.documents = Documents()
+        self._signals: list[Signal] = []
+        self._requests: list[Request] = []
+        self._document_at: datetime | None = None
+        self._store_failures = FailureLog("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
+        self._teller = Teller(store, metrics)
+        self._hook_runs = HookRuns(settings, store, executor, self._machine, self._teller)
+        self.notifying = Notifying(settings, store, metrics, executor)
+        self._upkeep = Upkeep(store, metrics, self._machine)
+
+    def start(self) -> None:
+        """Go on where the last agent ended. Call it once, first. Raises StoreError."""
+        workflows = self._store.load_workflows()
+        # A boot id that is a rounded time may come out a little different within one boot.
+        self.boot_id = next(
+            (w.boot_id for w in workflows if host.is_same_boot(w.boot_id, self.boot_id)), self.boot_id
+        )
+        self.board = {workflow.id: workflow for workflow in workflows}
+        self._teller.leave_out([workflow.id for workflow in workflows])
+        now = self._machine.now()
+        if self._store.set_aside is not None:
+            self._log.error(
+                "the state file was damaged and has been set aside; what was done before is not known, so "
+                "no event that is pending now will be approved unless an operator does",
+                log_id=LogId.STATE_LOST,
+                set_aside=str(self._store.set_aside),
+            )
+            self._store.record("state_lost", f"the damaged state file is now {self._store.set_aside}", now)
+        self._store.record("agent_started", f"version {__version__}, mode {self.settings.agent.mode}", now)
+        self._count_settings()
+        if workflows:
+            # The policy may be another one than the last agent had.
+            self._signals += [AgentRestarted(), Reconsider()]
+
+    def take(self, message: Message) -> None:
+        """Note down what has come; the next turn decides on it."""
+        match message:
+            case Document():
+                self.documents.take(message, self._machine.monotonic())
+            case Identity():
+                self._new_identity = message
+            case ApprovalAnswered():
+                self._executor.forget_approval(message.workflow_id)
+                if message.error_kind:
+                    self._metrics.approvals.labels(message.error_kind).inc()
+                self._signals.append(message)
+            case HookEnded(effect=effect, result=result):
+                self._executor.forget_hook(effect)
+                self._metrics.record_hook(result.hook, effect.stage, result.outcome, result.duration_seconds)
+                if isinstance(effect, RunOnClear):
+                    self._end_on_clear_hook(result)
+                else:
+                    signal = self._hook_runs.take_result(effect, result)
+                    if signal is not None and not (self._is_stopping and is_cut_short(signal)):
+                        self._signals.append(signal)
+            case NoticeEnded(id=notice_id):
+                self.notifying.end(notice_id)
+            case FleetTold():
+                self.fleet.take(message)
+            case Paused(seconds=seconds):
+                self._teller.tell_pause(seconds, self._machine.now())
+
+    def turn(self, document_at: datetime | None) -> bool:
+        """Decide, commit, perform. False if the state file could not be written: then nothing was done.
+
+        Raises StoreError if the file is damaged: the next start of the agent sets it aside.
+
+        ``document_at``: when a document was last read; everything that was read until then has been taken.
+        """
+        self.turned_at = self._machine.monotonic()
+        now = self._machine.now()
+        self._look_at_clock(now)
+        try:
+            self._learn_identity(now)
+            self._take_requests(now)
+            has_document = bool(self.documents.new or self.documents.latest) and not self._is_stopping
+            if has_document and (self._is_identity_sure or self.settings.vm.name):
+                self._document_at = document_at or now
+            if self._hook_runs.delayed and not self._is_stopping and self._machine.is_shutting_down() is False:
+                self._hook_runs.run_delayed(self.board, self.name(), now)
+            self._decide_and_do(now)
+            self._greet_first_document(now)
+            self._hook_runs.save_times()
+            self.notifying.settle()
+        except StoreError as error:
+            self.store_failure = str(error)
+            # Nothing was done. The next turn decides again on what was taken in.
+            self._metrics.store_errors.labels(error.kind).inc()
+            self._store_failures.failed(error.kind, str(error), self.turned_at)
+            if error.kind == "damaged":
+                raise
+            self._forget_requests()
+            return False
+        self._store_failures.succeeded(self.turned_at)
+        self.store_failure = ""
+        return True
+
+    def tidy(self) -> None:
+        """Forget what is too old, and keep room for a full disk. Raises StoreError if the file is damaged."""
+        self._upkeep.tidy(self.turned_at)
+
+    @property
+    def is_restless(self) -> bool:
+        """Whether the next turn should come soon: for another try, or for a time of a clock that may be set."""
+        is_behind = bool(self.documents.new or self._hook_runs.delayed or self.store_failure)
+        return is_behind or self._upkeep.has_more or self.wake_at is not None
+
+    def begin_stop(self) -> None:
+        """From now on a turn keeps what has come and begins nothing; the next start goes on."""
+        self._is_stopping = True
+        self._document_at = None  # without a document nothing moves
+        self._signals = [signal for signal in self._signals if not is_cut_short(signal)]
+
+    def finish(self) -> None:
+        """Keep what has come last. Raises StoreError."""
+        self.turn(None)
+        self._store.record("agent_stopped", pending_in_words(self.board.values()), self._machine.now())
+
+    # --- policy
+
+    def change_settings(self, settings: Settings) -> None:
+        """Put another policy in force."""
+        now = self._machine.now()
+        old = self.settings
+        self.settings = kept_hooks(old, settings, self.board)
+        for name in ("listen", "state_dir"):
+            if getattr(old.agent, name) != getattr(settings.agent, name):
+                self._log.warning(
+                    f"agent.{name} takes effect at the next start of the agent", log_id=LogId.POLICY_WARNING
+                )
+        rules = [rule.name for rule in settings.rules]
+        self._log.info("the policy file was read again", log_id=LogId.POLICY_RELOADED, rules=rules)
+        self._teller.record("reloaded", f"rules: {', '.join(rules)}", now)
+        self._count_settings()
+        self._hook_runs.use(self.settings)
+        self.notifying.use(self.settings)
+        self._reconsider()
+
+    def refuse_settings(self, reason: str) -> None:
+        """The new policy cannot be used: the old one stays in force."""
+        self._metrics.reload_ok.set(0)
+        self._log.error(
+            "the policy file is refused; the old policy stays in force",
+            log_id=LogId.POLICY_REFUSED,
+            reason=reason,
+        )
+        self._teller.record("reload_refused", reason, self._machine.now())
+
+    def is_acting(self) -> bool:
+        """Whether it runs hooks and approves."""
+        return self.settings.agent.mode == "act"
+
+    def _count_settings(self) -> None:
+        self._metrics.is_acting.set(self.is_acting())
+        self._metrics.reload_ok.set(1)
+        self._metrics.reloaded_at.set_to_current_time()
+
+    def _reconsider(self) -> None:
+        """Decide anew, also on events that did not concern this VM."""
+        self._signals.append(Reconsider())
+        self.documents.look_again()
+
+    # --- a turn
+
+    def _context(self, now: datetime, document_at: datetime | None) -> Context:
+        settings = self.settings
+        return Context(
+            now=now,
+            names=self.names(),
+            rules=settings.rules,
+            windows=settings.maintenance_windows,
+            hooks=settings.hooks,
+            hook_seconds=self._hook_runs.seconds,
+            reserve=settings.agent.reserve,
+            boot_id=self.boot_id,
+            is_acting=self.is_acting(),
+            document_at=document_at,
+            is_state_lost=self._is_state_lost,
+            fleet=self.fleet.view(settings),
+        )
+
+    def _look_at_clock(self, now: datetime) -> None:
+        before = self._clock_offset
+        self._clock_offset = now.timestamp() - self.turned_at
+        seconds = self._clock_offset - before
+        if abs(seconds) > _CLOCK_SET_SECONDS and self.board:
+            self._signals.append(ClockSet(seconds))
+
+    def _decide_and_do(self, now: datetime) -> None:
+        has_news = bool(self._signals or self.fleet.has_news) or self.documents.new is not None
+        is_due = self.wake_at is not None and self.wake_at <= now
+        if not (has_news or (self.board and (is_due or self.turned_at - self._decided_at > _DECIDE_SECONDS))):
+            return
+        signals = [*self._signals, *self.documents.compare(self.board, self.names(), self.settings)]
+        self._metrics.others_events.set(self.documents.others_events)
+        progression = proceed(self.board, signals, self._context(now, self._document_at))
+        try:
+            answers = self._answers(progression)
+            self.notifying.commit(progression.steps, now, answers, self.names(), self.identity.vm_id)
+        except WithdrawnError:
+            self._forget_requests()
+            self._take_requests(now)
+            self._decide_and_do(now)
+            return
+        self._requests = []
+        self.documents.committed(has_faults=bool(progression.faults))
+        self.board = progression.board
+        self._signals = []
+        self._teller.tell_steps(progression.steps, now)
+        self._teller.forget_closed(self.board)
+        for workflow_id, fault in progression.faults:
+            self._teller.tell_fault(workflow_id, fault, self.turned_at)
+        self.notifying.perform(progression.steps)
+        self._perform(progression.steps, now)
+        self._decided_at = self.turned_at
+        context = self._context(now, self._document_at)
+        self.wake_at = next_wake_at(self.board, context)
+        self.fleet.committed(self.board, context)
+
+    def lacks_event(self) -> bool:
+        """Whether the last answer lacked an event that is not over yet: the next one counts. For any thread."""
+        return any(workflow.is_missing for workflow in self.board.values())
+
+    def check(self, document: Document) -> None:
+        """Raises DocumentError if it has more events of this VM than can be real. For any thread."""
+        refuse_too_many(document, self.names())
+
+    def _perform(self, steps: Iterable[Step], now: datetime) -> None:
+        together: list[Approve] = []
+        for step in steps:
+            for effect in step.effects:
+                match effect:
+                    case RunHook():
+                        self._hook_runs.run(step.workflow, effect, self.name(), now)
+                    case CancelHook(workflow_id=workflow_id, stage=stage):
+                        self._hook_runs.cancel((workflow_id, stage))
+                    case MoveDeadline(workflow_id=workflow_id):
+                        deadline = self._hook_runs.deadline(step.workflow, "prepare", now)
+                        self._executor.set_deadline((workflow_id, "prepare"), deadline)
+                    case Approve(is_alone=True):
+                        self._executor.approve([effect], self.incarnation())
+                    case Approve():
+                        together.append(effect)
+        if together:
+            self._executor.approve(together, self.incarnation())
+
+    def incarnation(self) -> str:
+        """DocumentIncarnation of the last document that was decided on."""
+        return self.documents.latest.incarnation if self.documents.latest else ""
+
+    def _greet_first_document(self, now: datetime) -> None:
+        """What is done once, when the agent has first decided on what is pending."""
+        if self._document_at is None or not (self.names() or not self.board):
+            return
+        if self._is_state_lost:
+            self._store.save_facts({"state_lost": ""})
+            self._is_state_lost = False
+        if not self._hook_runs.is_on_clear_decided and not self.lacks_event():
+            # A rule may have something prepared for an event of another VM, too.
+            is_clear = is_ready(self.board) and all(w.decision.affects == "others" for w in self.board.values())
+            may_run = is_clear and self.is_acting() and not self._is_stopping
+            self._hook_runs.decide_on_clear(self.name(), now, is_clear=may_run)
+
+    def _end_on_clear_hook(self, result: HookResult) -> None:
+        now = self._machine.now()
+        self._hook_runs.tell_on_clear(result, now)
+        if not self._is_stopping:
+            self._hook_runs.run_delayed(self.board, self.name(), now)
+            self._hook_runs.run_on_clear(self.name())
+
+    # --- operators and identity
+
+    def _take_requests(self, now: datetime) -> None:
+        for request in self._store.load_requests(now):
+            if request.word == "status":
+                self._store.answer_request(request.id, self._describe().decode())
+                continue
+            workflow = self.board.get(request.workflow_id)
+            context = self._context(now, self._document_at)
+            if why := refusal(request, workflow, context, self._why_not_acting()):
+                self._store.answer_request(request.id, f"refused: {why}")
+            else:
+                self._requests.append(request)
+                word = OperatorSpoke(workflow_id=request.workflow_id, word=request.word, user=request.user)
+                self._signals.append(word)
+
+    def _why_not_acting(self) -> str:
+        return "" if self.is_acting() else "the agent only observes (agent.mode, --observe)"
+
+    def _answers(self, progression: Progression) -> dict[int, str]:
+        workflows = progression.board | {step.workflow.id: step.workflow for step in progression.steps}
+        return {request.id: answer(request, workflows[request.workflow_id]) for request in self._requests}
+
+    def _forget_requests(self) -> None:
+        """Requests are read again, except those that operators withdraw meanwhile."""
+        self._signals = [signal for signal in self._signals if not isinstance(signal, OperatorSpoke)]
+        self._requests = []
+
+    def _learn_identity(self, now: datetime) -> None:
+        identity = self._new_identity
+        known = self.identity
+        if identity is None:
+            return
+        if known.vm_id and identity.vm_id and known.vm_id.casefold() != identity.vm_id.casefold():
+            both = f"the state file is of VM {known.vm_id}, and this VM is {identity.vm_id}"
+            text = f"{both}: the agent ignores it"
+            self._store.disown_workflows(now, text)
+            self.board = {}
+            self.documents.look_again()
+            self._log.warning(text, log_id=LogId.OTHER_VM)
+        learned = identity.completed_by(known)
+        if learned != known or not self._is_identity_sure:
+            save_identity(self._store, learned, self.boot_id)
+            self._log.info("this VM is known", log_id=LogId.VM_KNOWN, vm=learned.name, vm_id=learned.vm_id)
+            self._reconsider()
+        self.identity = learned
+        self._new_identity = None
+        self._is_identity_sure = True
+
+    def names(self) -> tuple[str, ...]:
+        """What documents may call this VM."""
+        vm = self.settings.vm
+        return tuple(name for name in (vm.name or self.identity.name, *vm.aliases) if name)
+
+    def name(self) -> str:
+        """What hooks are told; "" if it is not known."""
+        return next(iter(self.names()), "")

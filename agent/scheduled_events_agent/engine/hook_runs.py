@@ -1,0 +1,201 @@
+"""Hooks of events and of on_clear, from the decision that one runs to its end; and how long hooks take."""
+
+from collections.abc import Mapping
+from datetime import datetime
+
+from msgspec.structs import replace
+
+from scheduled_events_agent import hook_times
+from scheduled_events_agent.engine.parts import (
+    ON_CLEAR,
+    Executor,
+    HookEnded,
+    HookKey,
+    Machine,
+    RunOnClear,
+    key_of,
+    without_run,
+)
+from scheduled_events_agent.engine.telling import Teller
+from scheduled_events_agent.events import to_azure_json
+from scheduled_events_agent.hooks import HookResult, hook_environment
+from scheduled_events_agent.log import get_logger
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.workflow import Board, HookFinished, RunHook, Signal, Stage, Workflow, hook_deadline_at
+
+
+class HookRuns:
+    """Starts and stops hooks through the executor, and takes their results.
+
+    Not more than one hook of on_clear runs, and none beside a hook of an event.
+    """
+
+    def __init__(
+        self, settings: Settings, store: Store, executor: Executor, machine: Machine, teller: Teller
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._executor = executor
+        self._machine = machine
+        self._teller = teller
+        self._log = get_logger()
+        self.is_on_clear_decided = False
+        """Whether it is known if anything was pending at the start."""
+        self._on_clear: list[str] = []
+        self.delayed: list[RunHook] = []
+        """Hooks that wait for the end of an on_clear hook, which might undo what they do. And hooks that failed
+        while the machine went down, if it stays up after all."""
+        self._times = hook_times.decode(store.load_fact("hook_times"))
+        self._are_times_saved = True
+        self.seconds: Mapping[str, float] = {}
+        """How long each hook may take."""
+        self.use(settings)
+
+    def use(self, settings: Settings) -> None:
+        """Another policy is in force."""
+        self._settings = settings
+        self.seconds = {
+            name: hook_times.may_take_seconds(self._times, name, hook) for name, hook in settings.hooks.items()
+        }
+
+    def run(self, workflow: Workflow, effect: RunHook, vm: str, now: datetime) -> None:
+        if self._executor.is_running(ON_CLEAR):
+            self._on_clear = []
+            self._executor.cancel_hook(ON_CLEAR)
+            self.delayed.append(effect)
+            return
+        event = workflow.event
+        not_before = None if workflow.is_over else event.starts_at
+        environment = hook_environment(
+            event,
+            stage=effect.stage,
+            rule=workflow.decision.rule,
+            vm=vm,
+            outcome=workflow.outcome,
+            seconds_left=(not_before - now).total_seconds() if not_before else None,
+        )
+        self._executor.start_hook(
+            effect,
+            self._settings.hooks.get(effect.hook),
+            environment=environment,
+            stdin=to_azure_json(event),
+            deadline=self.deadline(workflow, effect.stage, now),
+            event_id=event.id,
+        )
+
+    def deadline(self, workflow: Workflow, stage: Stage, now: datetime) -> float | None:
+        """When a hook that starts now must have ended, monotonic; None if only its own time limit counts."""
+        deadline_at = hook_deadline_at(workflow, stage, self._settings.agent.reserve, now)
+        return None if deadline_at is None else self._machine.monotonic() + (deadline_at - now).total_seconds()
+
+    def cancel(self, key: HookKey) -> None:
+        for effect in [effect for effect in self.delayed if key_of(effect) == key]:
+            self.delayed.remove(effect)
+            result = without_run(effect.hook, "canceled", "canceled before it started")
+            self._executor.report(HookEnded(effect, result))
+        self._executor.cancel_hook(key)
+
+    def run_delayed(self, board: Board, vm: str, now: datetime) -> None:
+        """Start what had to wait, but for events that are missing now."""
+        if self._executor.is_running(ON_CLEAR):
+            return
+        delayed = self.delayed
+        self.delayed = []
+        for effect in delayed:
+            workflow = board.get(effect.workflow_id)  # None if it was another VM's
+            if workflow is not None and workflow.is_missing:
+                self.delayed.append(effect)
+            elif workflow is not None:
+                self._log.info(
+                    "a hook that had to wait starts now",
+                    log_id=LogId.HOOK_DELAYED,
+                    event_id=effect.workflow_id,
+                    hook=effect.hook,
+                )
+                self.run(workflow, effect, vm, now)
+
+    def take_result(self, effect: RunHook, result: HookResult) -> HookFinished | None:
+        """The signal; None if the hook counts as not run, since the machine goes down."""
+        self._learn_time(effect, result)
+        # A hook that was canceled does not run again.
+        if result.outcome not in ("succeeded", "canceled") and self._machine.is_shutting_down():
+            # Services and their hooks are stopped in no known order, some before the agent.
+            self._log.warning(
+                "the machine goes down: this hook counts as not run, and runs again at the next start",
+                log_id=LogId.HOOK_CUT_SHORT,
+                event_id=effect.workflow_id,
+                hook=effect.hook,
+                reason=result.detail,
+            )
+            self.delayed.append(effect)
+            return None
+        hook = self._settings.hooks.get(effect.hook)
+        attempts = f" after {result.attempts} attempts" if result.attempts > 1 else ""
+        return HookFinished(
+            workflow_id=effect.workflow_id,
+            stage=effect.stage,
+            hook=effect.hook,
+            run=effect.run,
+            outcome=result.outcome,
+            is_required=hook is None or hook.required,
+            detail=f"{result.detail}{attempts}",
+            tail=result.tail,
+        )
+
+    def decide_on_clear(self, vm: str, now: datetime, *, is_clear: bool) -> None:
+        """Begin the hooks of on_clear, or never do."""
+        self.is_on_clear_decided = True
+        if is_clear and self._settings.on_clear:
+            self._on_clear = list(self._settings.on_clear)
+            self._teller.record("on_clear", f"nothing is pending: {', '.join(self._on_clear)}", now)
+            self.run_on_clear(vm)
+
+    def run_on_clear(self, vm: str) -> None:
+        """Start the next hook of on_clear."""
+        if self._on_clear:
+            hook = self._on_clear.pop(0)
+            environment = {"SCHEDULED_EVENT_STAGE": "on_clear", "SCHEDULED_EVENT_VM": vm}
+            self._executor.start_hook(RunOnClear(hook), self._settings.hooks.get(hook), environment=environment)
+
+    def tell_on_clear(self, result: HookResult, now: datetime) -> None:
+        has_succeeded = result.outcome == "succeeded"
+        tell = self._log.info if has_succeeded else self._log.warning
+        log_id = LogId.HOOK_SUCCEEDED if has_succeeded else LogId.HOOK_FAILED
+        tell("on_clear hook ended", log_id=log_id, hook=result.hook, outcome=result.outcome, reason=result.detail)
+        self._teller.record("on_clear", f"hook {result.hook}: {result.detail} ({result.outcome})", now)
+
+    def _learn_time(self, effect: RunHook, result: HookResult) -> None:
+        hook = self._settings.hooks.get(effect.hook)
+        if effect.stage == "prepare" and hook is not None and result.attempts:
+            self._times = hook_times.with_run(
+                self._times, effect.hook, hook, result.outcome, result.duration_seconds
+            )
+            self._are_times_saved = False
+            self.use(self._settings)
+
+    def save_times(self) -> None:
+        """Raises StoreError."""
+        if not self._are_times_saved:
+            self._store.save_facts({"hook_times": hook_times.encode(self._times)})
+            self._are_times_saved = True
+
+
+def kept_hooks(old: Settings, new: Settings, board: Board) -> Settings:
+    """The new policy, with hooks of the old one that pending events still need to go on or to be undone."""
+    decisions = [workflow.decision for workflow in board.values()]
+    names = {name for decision in decisions for name in (*decision.on_start, *decision.recover)}
+    kept = {name: old.hooks[name] for name in names & old.hooks.keys() - new.hooks.keys()}
+    if kept:
+        get_logger().warning(
+            "hooks that pending events still need are kept until the next start",
+            log_id=LogId.POLICY_WARNING,
+            hooks=[*kept],
+        )
+    return replace(new, hooks={**kept, **new.hooks})
+
+
+def is_cut_short(signal: Signal) -> bool:
+    """Whether a hook has ended badly, perhaps because the agent is stopping: it runs again at the start."""
+    return isinstance(signal, HookFinished) and signal.outcome != "succeeded"

@@ -1,0 +1,73 @@
+"""What operators ask for: whether they can have it, and the answer when it was done."""
+
+from msgspec.structs import replace
+
+from scheduled_events_agent.store import Request
+from scheduled_events_agent.words import wait_in_words
+from scheduled_events_agent.workflow import Context, Word, Workflow, ask_gates, has_obeyed
+
+
+def refusal(request: Request, workflow: Workflow | None, context: Context, why_not_acting: str) -> str:
+    """Why not even an operator can have that; "" if one can. ``why_not_acting``: "" for an agent that acts."""
+    if workflow is None:
+        return "the event is not pending any more"
+    if request.word in ("retry", "resolve"):
+        return _refusal_of_retry(workflow, request.word, why_not_acting)
+    if workflow.is_gone:
+        return "the event is over"
+    if workflow.is_expired:
+        return "the recommendation has expired"
+    match request.word:
+        case "held":
+            return _refusal_of_hold(workflow)
+        case "approved":
+            return why_not_acting or _refusal_of_approval(workflow, context)
+        case _:
+            return ""
+
+
+def _refusal_of_hold(workflow: Workflow) -> str:
+    if workflow.was_started or workflow.event.is_started:
+        return "the event has started"
+    if workflow.approval.state == "confirmed":
+        return "Azure has taken the approval; it cannot be withdrawn"
+    return ""
+
+
+def _refusal_of_approval(workflow: Workflow, context: Context) -> str:
+    leave = ask_gates(replace(workflow, operator="approved"), context)
+    return wait_in_words(workflow, leave.waits) if leave.answer == "no" else ""
+
+
+def _refusal_of_retry(workflow: Workflow, word: Word, why_not_acting: str) -> str:
+    recover = workflow.recover
+    if word == "resolve":
+        if not workflow.is_over:
+            return "the event is not over; resolve is for a recovery that failed"
+        return f"its hook {recover.current} runs" if recover.current else ""
+    if why_not_acting:
+        return why_not_acting
+    if workflow.is_over:
+        return "" if recover.state == "failed" else "its recovery has not failed"
+    if workflow.was_started or workflow.event.is_started:
+        return "the event has started, and preparing for it is too late"
+    if workflow.prepare.state != "failed":
+        return "no hook of it has failed"
+    return "an operator holds it; release it first" if workflow.operator == "held" else ""
+
+
+def answer(request: Request, workflow: Workflow) -> str:
+    """The reply to the operator, after the turn that took the word in."""
+    if not has_obeyed(workflow, request.word):
+        return "refused: the event has just changed, or another operator was faster"
+    current = next((stage.current for stage in workflow.stages if stage.current), None)
+    runs = "runs to its end" if request.word == "held" else "runs"
+    hook = f", hook {current} {runs}" if current else ""
+    is_asked = workflow.approval.state != "none" and not workflow.is_gone
+    approval = f", approval {workflow.approval.state}" if is_asked else ""
+    waits = wait_in_words(workflow, workflow.waits)
+    reason = f": {waits}" if waits else ""
+    if request.word == "held" and workflow.decision.affects == "shared":
+        reason += "; the other VMs that it names may still approve it"
+    phase = workflow.phase.replace("_", " ")
+    return f"{request.word or 'released'}: the event is {phase}{hook}{approval}{reason}"

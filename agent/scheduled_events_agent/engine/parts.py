@@ -1,0 +1,151 @@
+"""What the engine works with: its machine, the executor of its decisions, and the messages it takes."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal, Protocol
+
+from scheduled_events_agent import host
+from scheduled_events_agent.events import Document
+from scheduled_events_agent.hooks import HookResult
+from scheduled_events_agent.host import processes
+from scheduled_events_agent.imds import Identity
+from scheduled_events_agent.policy import Hook
+from scheduled_events_agent.settings import FleetSettings
+from scheduled_events_agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Standing
+
+HookKey = tuple[str, str]
+"""Workflow and stage: what a workflow runs one hook of at a time."""
+ON_CLEAR: HookKey = ("", "on_clear")
+"""Under which the hooks of on_clear run, which are of no workflow."""
+
+
+@dataclass(frozen=True)
+class RunOnClear:
+    """Start a hook of on_clear; its result comes back as HookEnded."""
+
+    hook: str
+    workflow_id: str = ""
+    stage: Literal["on_clear"] = "on_clear"
+
+
+HookStart = RunHook | RunOnClear
+
+
+@dataclass(frozen=True)
+class Paused:
+    """The machine stood still."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class HookEnded:
+    """A hook has ended."""
+
+    effect: HookStart
+    result: HookResult
+
+
+@dataclass(frozen=True)
+class NoticeEnded:
+    """A notice was delivered, or given up."""
+
+    id: int
+
+
+@dataclass(frozen=True)
+class FleetTold:
+    """How the events of this VM stand with its fleet."""
+
+    group: str
+    failure: str
+    away_since: datetime | None
+    standings: Mapping[str, Standing]
+    settings: FleetSettings | None = None
+    """With which the table was asked."""
+
+
+Message = Document | Identity | ApprovalAnswered | HookEnded | Paused | NoticeEnded | FleetTold
+
+
+class Machine:
+    """The machine that the engine runs on."""
+
+    def now(self) -> datetime:
+        """The wall clock."""
+        return datetime.now(UTC)
+
+    def monotonic(self) -> float:
+        """Seconds, on a clock that is never set."""
+        return time.monotonic()
+
+    def boot_id(self) -> str:
+        """See ``host.boot_id``."""
+        return host.boot_id()
+
+    def is_shutting_down(self) -> bool | None:
+        """See ``processes.is_shutting_down``."""
+        return processes.is_shutting_down()
+
+
+class Executor(Protocol):
+    """Does what was decided. No method blocks or raises; results come back to ``Engine.take``."""
+
+    def start_hook(
+        self,
+        effect: HookStart,
+        hook: Hook | None,
+        *,
+        environment: dict[str, str],
+        stdin: bytes = b"",
+        deadline: float | None = None,
+        event_id: str = "",
+    ) -> None:
+        """Run the hook of ``effect``, which the policy may lack (None); HookEnded comes back."""
+
+    def cancel_hook(self, key: HookKey) -> None:
+        """End the running hook, if there is one; its result says canceled."""
+
+    def set_deadline(self, key: HookKey, deadline: float | None) -> None:
+        """NotBefore has moved; the deadline is monotonic."""
+
+    def is_running(self, key: HookKey) -> bool:
+        """Whether such a hook runs, or has ended and that was not taken yet."""
+
+    def forget_hook(self, effect: HookStart) -> None:
+        """The end of this hook has been taken."""
+
+    def report(self, message: HookEnded) -> None:
+        """Give this back to ``Engine.take``, soon."""
+
+    def approve(self, approvals: list[Approve], incarnation: str) -> None:
+        """Send all of them in one request; for each of them ApprovalAnswered comes back."""
+
+    def forget_approval(self, workflow_id: str) -> None:
+        """The answer to this approval has been taken."""
+
+    def notify(self, *, is_urgent: bool) -> None:
+        """There are new notices in the state file; for each of them NoticeEnded comes back.
+
+        ``is_urgent``: a target that failed is tried again now.
+        """
+
+    def is_busy(self) -> bool:
+        """Whether a hook or an approval is under way, or has ended and that was not taken yet."""
+
+    def cancel_all(self, grace_seconds: float) -> None:
+        """End every hook within the grace."""
+
+
+def key_of(effect: HookStart) -> HookKey:
+    """What the hook is known by while it runs."""
+    return effect.workflow_id, effect.stage
+
+
+def without_run(hook: str, outcome: HookOutcome, detail: str) -> HookResult:
+    """The result of a hook that was never started."""
+    return HookResult(
+        hook=hook, outcome=outcome, exit_code=None, attempts=0, duration_seconds=0.0, tail="", detail=detail
+    )

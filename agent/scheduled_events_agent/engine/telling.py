@@ -1,0 +1,84 @@
+"""What the engine tells: each note of an event to log and metrics, and its own news to log and journal."""
+
+from collections.abc import Iterable
+from datetime import datetime
+
+from scheduled_events_agent.log import FailureLog, get_logger
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.store import Store, StoreError
+from scheduled_events_agent.words import note_in_words
+from scheduled_events_agent.workflow import Note, Step, Workflow
+
+# Of more new events than this at once, the log tells of the first few.
+_MAX_TOLD_AT_ONCE = 10
+_TOLD_OF_MANY = 3
+_LOUD_NOTES = ("held", "blocked", "approval_failed", "recovery_failed")
+# An operator must act on these: the log has them for every event.
+_NEVER_LEFT_OUT = ("blocked", "recovery_failed")
+
+
+class Teller:
+    """Of very many events at once the log has only a few; journal and metrics have all of them."""
+
+    def __init__(self, store: Store, metrics: Metrics) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._log = get_logger()
+        self._left_out: set[str] = set()
+        self._faults = FailureLog("handling an event", LogId.EVENT_FAULT)
+
+    def tell_steps(self, steps: Iterable[Step], now: datetime) -> None:
+        """Every note of the steps of one turn."""
+        steps = list(steps)
+        self.leave_out([step.workflow.id for step in steps if any(note.kind == "seen" for note in step.notes)])
+        for step in steps:
+            for note in step.notes:
+                self._tell(step.workflow, note, now)
+
+    def _tell(self, workflow: Workflow, note: Note, now: datetime) -> None:
+        is_bad = note.kind in _LOUD_NOTES or (note.kind == "hook_finished" and note.outcome != "succeeded")
+        fields = {
+            "event_id": workflow.event.id,
+            "type": workflow.event.type,
+            "rule": workflow.decision.rule,
+            "phase": workflow.phase,
+        }
+        if note.hook:
+            fields |= {"hook": note.hook, "stage": note.stage}
+        ended = LogId.HOOK_FAILED if is_bad else LogId.HOOK_SUCCEEDED
+        log_id = ended if note.kind == "hook_finished" else LogId[note.kind.upper()]
+        if workflow.id not in self._left_out or note.kind in _NEVER_LEFT_OUT:
+            tell = self._log.warning if is_bad else self._log.info
+            tell(note.kind.replace("_", " "), log_id=log_id, reason=note_in_words(workflow, note), **fields)
+        self._metrics.record_note(workflow, note, now.timestamp())
+
+    def leave_out(self, workflow_ids: list[str]) -> None:
+        """If these are very many, log only the first few from now on."""
+        if len(workflow_ids) > _MAX_TOLD_AT_ONCE:
+            self._left_out.update(workflow_ids[_TOLD_OF_MANY:])
+            text = "very many events at once: the log tells of the first ones, the command history of all"
+            self._log.warning(text, log_id=LogId.MANY_EVENTS, events=len(workflow_ids), told=_TOLD_OF_MANY)
+
+    def forget_closed(self, open_ids: Iterable[str]) -> None:
+        """Only these are still open."""
+        self._left_out.intersection_update(open_ids)
+
+    def tell_pause(self, seconds: float, now: datetime) -> None:
+        """The machine stood still."""
+        self._metrics.pause_seconds.observe(seconds)
+        self._metrics.last_pause_seconds.set(seconds)
+        self._log.warning("this machine stood still", log_id=LogId.MACHINE_PAUSED, seconds=round(seconds, 1))
+        self.record("pause", f"stood still for {seconds:.1f}s", now)
+
+    def tell_fault(self, workflow_id: str, fault: Exception, now: float) -> None:
+        """A bug of the agent's own; ``now`` is monotonic."""
+        self._metrics.faults.inc()
+        self._faults.failed(type(fault).__name__, f"{workflow_id}: {fault!r}", now)
+
+    def record(self, kind: str, text: str, now: datetime) -> None:
+        """Into the journal if that can be written; the log has it in any case."""
+        try:
+            self._store.record(kind, text, now)
+        except StoreError as error:
+            self._metrics.store_errors.labels(error.kind).inc()

@@ -1,0 +1,48 @@
+"""Upkeep of the state file: forgets what is too old or too much, and keeps room for a full disk."""
+
+from datetime import timedelta
+
+from scheduled_events_agent.engine.parts import Machine
+from scheduled_events_agent.log import FailureLog
+from scheduled_events_agent.log_ids import LogId
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.store import Store, StoreError
+
+KEEP_JOURNAL = timedelta(days=90)
+TIDY_SECONDS = 60.0
+
+
+class Upkeep:
+    """Runs after a turn; takes milliseconds."""
+
+    def __init__(self, store: Store, metrics: Metrics, machine: Machine) -> None:
+        self._store = store
+        self._metrics = metrics
+        self._machine = machine
+        self._next_at = machine.monotonic()
+        self.has_more = False
+        """Whether there is more to forget."""
+        self._failures = FailureLog(
+            "keeping room in the state file for a full disk", LogId.NO_RESERVE, LogId.RESERVE
+        )
+
+    def tidy(self, now: float) -> None:
+        """At most once a minute; ``now`` is monotonic. Raises StoreError if the file is damaged."""
+        if now < self._next_at:
+            return
+        self._next_at = now + TIDY_SECONDS
+        try:
+            self.has_more = self._store.prune(self._machine.now() - KEEP_JOURNAL)
+            if self.has_more:
+                self._next_at = now
+            shortage = self._store.keep_reserve()
+            self._metrics.state_reserve.set(self._store.reserve_bytes())
+        except StoreError as error:
+            self._metrics.store_errors.labels(error.kind).inc()
+            if error.kind == "damaged":
+                raise
+            shortage = str(error)
+        if shortage:
+            self._failures.failed("shortage", shortage, now)
+        else:
+            self._failures.succeeded(now)

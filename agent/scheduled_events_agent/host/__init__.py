@@ -1,0 +1,18 @@
+"""What differs between Linux and Windows, and nothing else; ``processes`` has what takes long to load.
+
+The two packages define what the agent uses of them with the same signatures. They know nothing of events, policy
+or hooks, and import nothing of the agent but its base error.
+"""
+
+import sys
+
+from scheduled_events_agent.host.error import HostError as HostError
+
+if sys.platform == "win32":
+    from scheduled_events_agent.host.windows.files import *  # noqa: F403
+    from scheduled_events_agent.host.windows.system import *  # noqa: F403
+    from scheduled_events_agent.host.windows.waking import *  # noqa: F403
+else:
+    from scheduled_events_agent.host.linux.files import *  # noqa: F403
+    from scheduled_events_agent.host.linux.service import *  # noqa: F403
+    from scheduled_events_agent.host.linux.waking import *  # noqa: F403

@@ -1,0 +1,262 @@
+"""Linux files: private directories, locks, and who else could change, read or use a file.
+
+Knows nothing of events, policy or hooks.
+"""
+
+import fcntl
+import grp
+import os
+import pwd
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from scheduled_events_agent.host.error import HostError
+
+if sys.platform == "win32":
+    raise ImportError("scheduled_events_agent.host.linux is for Linux; import scheduled_events_agent.host instead")
+
+_LOCK_PATIENCE_SECONDS = 0.5  # lock_holder may have the lock for an instant
+
+
+def default_config_path() -> Path:
+    """Where the policy file is if no other place is given."""
+    return Path("/etc/scheduled-events-agent/policy.yaml")
+
+
+def default_state_dir() -> Path:
+    """Where the state is kept if the policy file names no other place."""
+    return Path("/var/lib/scheduled-events-agent")
+
+
+def create_private_dir(path: Path) -> None:
+    """Make the directory, for this account (and root) alone. Raises HostError if others can use it already.
+
+    What is there already is not changed. Parents that are missing are made so that others cannot write them.
+    """
+    way_out = "name another directory with agent.state_dir"
+    try:
+        for parent in reversed(path.absolute().parents):
+            if not parent.exists():
+                with suppress(FileExistsError):
+                    parent.mkdir(mode=0o755)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        fault = ownership_fault(path, None) or privacy_fault(path)
+        if not path.is_dir():
+            fault = f"it is no directory: {way_out}"
+        elif fault is None:
+            return
+        else:
+            fault = f"{fault}; else {way_out}"
+    except OSError as error:
+        fault = f"{error.strerror or error}: {way_out}"
+    raise HostError(f"{path}: expected a directory for this account alone; {fault}", kind="state_dir")
+
+
+def privacy_fault(path: Path) -> str | None:
+    """Why others could use what is in the directory, and the way out; None if they cannot or it is not there."""
+    with suppress(OSError):
+        if path.stat().st_mode & 0o077:
+            return f"it is open to others: if it is the agent's own, chmod 700 {path}"
+    return None
+
+
+def ownership_fault(path: Path, user: str | None) -> str | None:
+    """The owner of the directory if neither the account (None: this one) nor root owns it, and the way out."""
+    with suppress(OSError, KeyError):
+        owner = path.stat().st_uid
+        who = user or account_name()
+        if owner not in (0, os.geteuid() if user is None else pwd.getpwnam(user).pw_uid):
+            return f"it belongs to uid {owner}: if it is the agent's own, chown -R {who} {path}"
+    return None
+
+
+def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = False) -> str | None:
+    """Which other accounts could change the file or replace it, and the way out; None if none can.
+
+    Root, this account, ``user`` and the owner of the agent's own code may, but of that code itself its owner may
+    not (``is_own_code``). It looks at the file, every directory above it, and the same of what symbolic links
+    lead to.
+    """
+    try:
+        path.stat()
+    except OSError:
+        return None  # it is not there, or is a circle of links
+    trusted = _trusted(None, is_own_code=is_own_code)
+    try:
+        for place, facts in _places(path.absolute()):
+            fault = _who_may_change(place, facts, trusted)
+            if fault and user is not None:  # looking up an account may take long
+                trusted = _trusted(user, is_own_code=is_own_code)
+                user = None
+                fault = _who_may_change(place, facts, trusted)
+            if fault:
+                who, way_out = fault
+                return f"{place} can be changed by {who}, and the agent acts on what it finds there: {way_out}"
+    except OSError as error:  # it is changing just now
+        return f"cannot tell who could change {path} ({error.strerror}): try again"
+    return None
+
+
+def exposure_fault(path: Path) -> str | None:
+    """Why every account can read the file, and the way out; None if not, or it is not there.
+
+    A group may read it: Debian's ssl-cert is there for that, and root decides who is in a group.
+    """
+    with suppress(OSError):
+        path = Path(os.path.realpath(path))
+        can_reach = all(place.stat().st_mode & stat.S_IXOTH for place in path.parents)
+        if can_reach and path.stat().st_mode & stat.S_IROTH:
+            return f"{path} can be read by every account: chmod o-r {path}"
+    return None
+
+
+def flush_directory(path: Path) -> None:
+    """Make renames in the directory survive a power cut, if its file system can."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class HeldLock:
+    """A lock that ends with ``close`` or with the process."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def hold_lock(path: Path) -> HeldLock:
+    """Take the lock of this path. Raises HostError, naming the holder, if another process has it."""
+    patience_ends = time.monotonic() + _LOCK_PATIENCE_SECONDS
+    try:
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
+    except OSError as error:
+        raise HostError(f"{path}: cannot be opened for locking; {error.strerror}", kind="lock") from None
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if time.monotonic() < patience_ends:
+                time.sleep(0.01)
+                continue
+        holder = file.read(20).decode("ascii", "replace").strip() or "unknown"
+        file.close()
+        raise HostError(
+            f"{path}: another agent (pid {holder}) is at work here; stop it, or give this one another state_dir",
+            kind="locked",
+        )
+    with suppress(OSError):  # the disk is full: the holder is then "unknown"
+        os.ftruncate(file.fileno(), 0)
+        os.pwrite(file.fileno(), b"%d\n" % os.getpid(), 0)
+    return HeldLock(file)
+
+
+def lock_holder(path: Path) -> str | None:
+    """The pid of the process that has the lock, "unknown" if it left none; None if the lock is free.
+
+    Raises HostError if it is not known. It shares the lock for an instant, which ``hold_lock`` waits for.
+    """
+    try:
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read(20).decode("ascii", "replace").strip() or "unknown"
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise HostError(
+            f"{path}: cannot tell which process has this lock; {error.strerror}", kind="lock"
+        ) from None
+    return None
+
+
+def is_privileged() -> bool:
+    """Whether this process, and so what it runs, may do anything on this machine."""
+    return os.geteuid() == 0
+
+
+def account_name() -> str:
+    """The account that this process runs as, whatever the environment says."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return f"uid {os.getuid()}"
+
+
+def has_account(name: str) -> bool:
+    """Whether this machine knows the account."""
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        return False
+    return True
+
+
+class _Trusted(NamedTuple):
+    users: frozenset[int]
+    groups: frozenset[int]
+
+
+def _trusted(user: str | None, *, is_own_code: bool) -> _Trusted:
+    users = {0, os.geteuid()}
+    if not is_own_code:  # its owner can change what the agent does anyway
+        users.add(Path(__file__).stat().st_uid)
+    if user is not None:
+        with suppress(KeyError, ValueError):  # start_tree refuses an unknown one
+            users.add(pwd.getpwnam(user).pw_uid)
+    groups = {0}
+    for uid in users - {0}:
+        with suppress(KeyError):
+            entry = pwd.getpwuid(uid)
+            if grp.getgrgid(entry.pw_gid).gr_name == entry.pw_name:  # the user's own group
+                groups.add(entry.pw_gid)
+    return _Trusted(frozenset(users), frozenset(groups))
+
+
+def _places(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Each file, directory and link on the way to the path, which exists."""
+    todo = [path]
+    seen = set[Path]()
+    while todo:
+        path = todo.pop()
+        for place in (path, *path.parents):
+            if place not in seen:
+                seen.add(place)
+                facts = place.lstat()
+                if stat.S_ISLNK(facts.st_mode):
+                    todo.append(place.parent / place.readlink())
+                yield place, facts
+
+
+def _who_may_change(place: Path, facts: os.stat_result, trusted: _Trusted) -> tuple[str, str] | None:
+    """Which other accounts could, and the command that ends it."""
+    if facts.st_uid not in trusted.users:
+        chown = "chown -h" if stat.S_ISLNK(facts.st_mode) else "chown"
+        return f"its owner, uid {facts.st_uid}", f"{chown} root {place}"
+    if stat.S_ISLNK(facts.st_mode):
+        return None  # it has no mode of its own
+    if stat.S_ISDIR(facts.st_mode) and facts.st_mode & stat.S_ISVTX:
+        return None  # only a file's owner can replace it, and each owner is looked at
+    if not facts.st_mode & 0o022 or os.statvfs(place).f_flag & os.ST_RDONLY:
+        return None
+    if facts.st_mode & 0o002:
+        return "every account", f"chmod go-w {place}"
+    if facts.st_gid not in trusted.groups:
+        return f"the group {facts.st_gid}", f"chmod go-w {place}"
+    with suppress(OSError):  # a file system without access lists
+        if "system.posix_acl_access" in os.listxattr(place):  # the group's bits are its mask then
+            return "accounts in its access list", f"setfacl -b {place} && chmod go-w {place}"
+    return None

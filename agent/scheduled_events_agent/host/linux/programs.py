@@ -1,0 +1,101 @@
+"""What surrounds the agent on Linux: its own service, shutting down, other programs, disks."""
+
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from scheduled_events_agent.host import surroundings
+from scheduled_events_agent.host.error import HostError
+from scheduled_events_agent.host.linux.process import DEFAULT_PATH
+from scheduled_events_agent.host.surroundings import Approver, OwnService
+
+if sys.platform == "win32":
+    raise ImportError("scheduled_events_agent.host.linux is for Linux; import scheduled_events_agent.host instead")
+
+_SERVICE = "scheduled-events-agent.service"
+_SERVICE_PROPERTIES = "LoadState,UnitFileState,ActiveState,SubState,MainPID,User,NeedDaemonReload"
+_SERVICE_QUESTION_SECONDS = 10.0
+_SHUTDOWN_QUESTION_SECONDS = 2.0
+_TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the root of that disk
+
+
+def other_approvers() -> list[Approver]:
+    """Other programs on this machine that approve events, as far as they are known."""
+    return surroundings.linux_approvers()
+
+
+def is_shutting_down() -> bool | None:
+    """Whether the machine is shutting down; None if it is not known. May take two seconds."""
+    try:
+        state = _ask_systemctl("is-system-running", timeout_seconds=_SHUTDOWN_QUESTION_SECONDS).stdout.strip()
+    except HostError:
+        return None
+    return None if state in ("", "offline", "unknown") else state == "stopping"
+
+
+def own_service() -> OwnService | None:
+    """The agent's service as systemd has it; None if it has none. Raises HostError if systemd does not answer."""
+    done = _ask_systemctl(
+        "show", f"--property={_SERVICE_PROPERTIES}", _SERVICE, timeout_seconds=_SERVICE_QUESTION_SECONDS
+    )
+    unit = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+    if done.returncode != 0 or not set(_SERVICE_PROPERTIES.split(",")) <= unit.keys():
+        told = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise HostError(f"systemctl cannot tell about the agent's service: {told}", kind="systemctl")
+    if unit["LoadState"] == "not-found":
+        return None
+    return OwnService(
+        is_enabled=unit["UnitFileState"].startswith("enabled"),
+        state=f"{unit['ActiveState']} ({unit['SubState']})",
+        is_running=unit["ActiveState"] in ("active", "reloading"),
+        pid=int(unit["MainPID"]),
+        account=unit["User"] or "root",
+        is_stale=unit["NeedDaemonReload"] == "yes",
+        is_masked=unit["UnitFileState"].startswith("masked"),
+    )
+
+
+def _ask_systemctl(*words: str, timeout_seconds: float) -> "subprocess.CompletedProcess[str]":
+    """Raises HostError if it cannot be asked, or does not answer in time."""
+    # systemctl must not notify systemd in the agent's name.
+    environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+    program = shutil.which("systemctl", path=DEFAULT_PATH)
+    if program is None:
+        raise HostError(
+            f"found no systemctl on {DEFAULT_PATH}: this machine does not use systemd", kind="systemctl"
+        )
+    try:
+        return subprocess.run(
+            [program, *words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            timeout=timeout_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise HostError(f"systemctl did not answer within {timeout_seconds:g} s", kind="systemctl") from None
+    except OSError as error:
+        raise HostError(f"systemctl cannot be run: {error.strerror}", kind="systemctl") from None
+
+
+def temporary_disk(path: Path) -> Path | None:
+    """The root of the temporary disk of this VM that the path is on; None if it is on none that is known."""
+    path = Path(os.path.realpath(path))
+    for place in (path, *path.parents):
+        with suppress(OSError):  # a directory that is closed to this account
+            if (place / _TEMPORARY_WARNING).exists():
+                return place
+    mount = surroundings.mount_of(path)
+    return Path(mount.place) if mount is not None and surroundings.is_temporary(mount) else None
+
+
+def file_system(path: Path) -> tuple[str, Path] | None:
+    """Kind of the file system that the path is on, and where that is mounted; None if it is not known."""
+    mount = surroundings.mount_of(Path(os.path.realpath(path)))
+    return None if mount is None else (mount.kind, Path(mount.place))

@@ -1,0 +1,165 @@
+"""The Event Log and the log file of an agent that runs as a Windows service.
+
+Both take entries from ``agent.log``. Neither keeps the agent waiting or raises in it: what cannot be written is
+lost. Ids are below 65536 and carry no severity, so that the agent's own message file and the one of the .NET
+Framework (any id, only the text) have words for them.
+"""
+
+import contextlib
+import io
+import queue
+import re
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO, cast
+
+from scheduled_events_agent.host import HostError, create_private_dir, tampering_fault
+from scheduled_events_agent.host.windows.permissions import SERVICE
+
+if sys.platform == "win32" or TYPE_CHECKING:
+    import win32evtlogutil
+
+LOG_FILE = "agent.log"
+MAX_LOG_BYTES = 10_000_000
+LOG_FILES = 5
+# One string of an entry may have 31,839 characters. They are counted as UTF-16 has them: a few letters are two.
+_MAX_TEXT_CHARACTERS = 30_000
+_MAX_ID_CHARACTERS = 200
+_MAX_WAITING = 1000
+_CLOSE_SECONDS = 2.0
+_NO_FIELDS = {"time", "level", "message", "reason", "line"}  # a line is what a hook wrote, which may be secret
+# The Event Log's viewer would put other strings in place of these.
+_INSERTION = re.compile(r"%(?=[%\d])")
+_TYPES = {"debug": 4, "info": 4, "warning": 2, "error": 1}
+
+
+def text_of(entry: Mapping[str, object]) -> str:
+    """What the viewer shows of a log entry: the message and its reason, then a line for each other field."""
+    reason = entry.get("reason")
+    first = f"{entry.get('message')}: {reason}" if reason else str(entry.get("message"))
+    fields = [(name, value) for name, value in entry.items() if name not in _NO_FIELDS]
+    lines = [f"{name}: {_shown(value)}" for name, value in fields if value not in (None, "")]
+    text = "\n\n".join([first, "\n".join(lines)]) if lines else first
+    return _cut(_safe(text).replace("\n", "\r\n"), _MAX_TEXT_CHARACTERS)
+
+
+def _shown(value: object) -> str:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return ", ".join(map(str, value)) if is_list else str(value)  # type: ignore[call-overload]
+
+
+def _cut(text: str, size: int) -> str:
+    return text.encode("utf-16-le")[: 2 * size].decode("utf-16-le", "ignore")
+
+
+def _safe(text: str) -> str:
+    return _INSERTION.sub("% ", text.replace("\0", " ")).encode("utf-8", "replace").decode()
+
+
+class EventLog:
+    """Writes log entries to the Event Log, on a thread of its own. For any thread; end it with ``close``."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[tuple[int, int, list[str]] | None] = queue.Queue(_MAX_WAITING)
+        self._thread = threading.Thread(target=self._work, name="event-log", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no memory for a thread
+            self._thread.start()
+
+    def report(self, log_id: int | None, entry: Mapping[str, object]) -> None:
+        """Have an entry (``time``, ``level``, ``message`` and fields) written; without an id, it is left out."""
+        if log_id is not None:
+            event_id = _cut(_safe(str(entry.get("event_id", ""))), _MAX_ID_CHARACTERS)
+            with contextlib.suppress(queue.Full):
+                kind = _TYPES[str(entry["level"])]
+                self._queue.put_nowait((int(log_id), kind, [text_of(entry), event_id]))
+
+    def close(self) -> None:
+        """Wait two seconds at most until what was reported is written."""
+        if self._thread.is_alive():
+            with contextlib.suppress(queue.Full):
+                self._queue.put(None, timeout=_CLOSE_SECONDS)
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _work(self) -> None:
+        while (item := self._queue.get()) is not None:
+            log_id, kind, strings = item
+            with contextlib.suppress(Exception):  # the log file has it
+                win32evtlogutil.ReportEvent(SERVICE, log_id, eventType=kind, strings=strings)
+
+
+def directory_fault(directory: Path) -> str | None:
+    """Why nothing is written to the directory, which is made private if it is missing; None if all is well.
+
+    Accounts that could change it could have the agent, which may write anywhere, write to another file.
+    """
+    try:
+        if not directory.exists():
+            create_private_dir(directory)
+    except (OSError, HostError) as error:
+        return str(error)
+    return tampering_fault(directory)
+
+
+def open_log_file(directory: Path) -> TextIO:
+    """The log file in ``directory``, which is made private if it is missing. For any thread; never raises.
+
+    What is written to it raises OSError while the file cannot be written, and is lost.
+    """
+    return cast("TextIO", _LogFile(directory))
+
+
+class _LogFile(io.TextIOBase):
+    """A file of text, written at once, that is renamed at 10 MB; four older ones are kept. For any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LOG_FILE
+        self._lock = threading.Lock()
+        self._file: io.FileIO | None = None
+        self._is_in_line = False
+
+    def write(self, text: str) -> int:
+        data = text.encode("utf-8", "backslashreplace")
+        with self._lock:
+            try:
+                self._open_with_room(len(data)).write(data)
+            except OSError:
+                self._let_go()  # the next line tries again
+                raise
+            self._is_in_line = not text.endswith("\n")
+        return len(text)
+
+    def close(self) -> None:
+        with self._lock:
+            self._let_go()
+        super().close()
+
+    def _open_with_room(self, size: int) -> io.FileIO:
+        file = self._file or self._open()
+        used = file.tell()
+        if used and used + size > MAX_LOG_BYTES and not self._is_in_line:
+            self._let_go()
+            with contextlib.suppress(OSError):  # a reader may have opened a file so that it cannot be renamed
+                for number in range(LOG_FILES - 1, 0, -1):
+                    if self._older(number - 1).exists():
+                        self._older(number - 1).replace(self._older(number))
+            file = self._open()
+            if file.tell() > 2 * MAX_LOG_BYTES:
+                file.truncate(file.seek(0))
+        return file
+
+    def _older(self, number: int) -> Path:
+        return self._path.with_name(f"{LOG_FILE}.{number}") if number else self._path
+
+    def _open(self) -> io.FileIO:
+        if fault := directory_fault(self._path.parent):
+            raise OSError(fault)
+        self._file = io.FileIO(self._path, "ab")
+        return self._file
+
+    def _let_go(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._file = None

@@ -1,0 +1,260 @@
+"""Windows files: places, private directories, locks, and who else could change, read or use a file.
+
+Knows nothing of events, policy or hooks.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from scheduled_events_agent.host.error import HostError
+from scheduled_events_agent.host.windows import permissions
+
+if sys.platform == "win32" or TYPE_CHECKING:
+    import winreg
+
+    import pywintypes
+    import win32api
+    import win32con
+    import win32file
+
+_LOCK_PATIENCE_SECONDS = 0.5  # a process that looks for the holder may have it for an instant
+_SHARING_VIOLATION = 32
+_NOT_FOUND = (2, 3)  # the file, a directory above it
+_TEMPORARY_LABEL = "Temporary Storage"  # Azure gives it to that disk, and puts the file into it
+_TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"
+_PROFILES = r"SOFTWARE\Microsoft\Windows NT\CurrentVersion\ProfileList"
+
+
+def default_config_path() -> Path:
+    """The policy file, if neither an option nor the environment names another."""
+    return data_dir() / "policy.yaml"
+
+
+def default_state_dir() -> Path:
+    """The directory of the state, if the policy file does not name another."""
+    return data_dir() / "state"
+
+
+def data_dir() -> Path:
+    """The agent's data directory."""
+    # Where %ProgramData% comes from: any user can set the variable for the programs that they start.
+    found = registry_value(_PROFILES, "ProgramData")
+    parent = win32api.ExpandEnvironmentStrings(str(found)) if found else r"C:\ProgramData"
+    return Path(parent, permissions.SERVICE)
+
+
+def log_dir() -> Path:
+    """Where the service keeps its logs."""
+    return data_dir() / "logs"
+
+
+def registry_value(key: str, name: str) -> object:
+    """A value below HKEY_LOCAL_MACHINE; None if there is none."""
+    if sys.platform == "win32":
+        with contextlib.suppress(OSError), winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, key) as handle:
+            return winreg.QueryValueEx(handle, name)[0]
+    return None
+
+
+def create_private_dir(path: Path) -> None:
+    """Make the directory, for this account (and the system) alone. Raises HostError if others can use it already.
+
+    What exists is not changed, and Azure's temporary disk is refused. Parents that are missing are made as the
+    system makes directories; only the agent's own data directory is private too.
+    """
+    way_out = "name another directory with agent.state_dir"
+    fault: str | None
+    try:
+        if disk := temporary_disk(path):
+            fault = f"{disk} is Azure's temporary disk, which may be empty after an event: {way_out}"
+        else:
+            permissions.make_private_dir(path, data_dir())
+            fault = _openness(path) if path.is_dir() else f"it is no directory: {way_out}"
+    except OSError as error:
+        fault = f"{reason_of(error)}: {way_out}"
+    if fault is not None:
+        raise HostError(f"{path}: expected a directory for this account alone; {fault}", kind="state_dir")
+
+
+def privacy_fault(path: Path) -> str | None:
+    """Why others could use what is in the directory, and the way out; None if they cannot or it is not there."""
+    with contextlib.suppress(OSError):
+        return _openness(path)
+    return None
+
+
+def ownership_fault(path: Path, user: str | None) -> str | None:
+    """None: on Windows ``privacy_fault`` names a wrong owner."""
+    del path, user
+    return None
+
+
+def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = False) -> str | None:
+    """The accounts that could change or replace the file and should not, and the way out; None if there are none.
+
+    The system, administrators, this account, the service's and those that can change the agent's own code may,
+    but of that code itself (``is_own_code``) the last may not.
+    The file, its directory (also for adding files) and every directory above are checked, also of what links lead
+    to.
+    """
+    del user  # start_tree refuses one
+    with contextlib.suppress(OSError):
+        path.stat()
+        for place, others in permissions.meddlers(path, is_own_code=is_own_code):
+            return (
+                f"{place} can be changed by {', '.join(others)}, and the agent acts on what it finds there: "
+                f"{permissions.way_out(place, others)}"
+            )
+    return None
+
+
+def exposure_fault(path: Path) -> str | None:
+    """That every user of this machine can read the file, and the way out; None if not, or it is not there.
+
+    Another account or group may read it: an administrator has named it.
+    """
+    with contextlib.suppress(OSError):
+        if crowds := [account for account in permissions.readers(path) if account in permissions.CROWDS]:
+            whom = " ".join(f"*{account}" for account in crowds)
+            return (
+                f"{path} can be read by {', '.join(crowds)}: "
+                f'icacls "{path}" /inheritance:d, then icacls "{path}" /remove:g {whom}'
+            )
+    return None
+
+
+def is_privileged() -> bool:
+    """Whether this process, and so what it runs, may do anything on this machine."""
+    return permissions.is_administrator()
+
+
+def temporary_disk(path: Path) -> Path | None:
+    """The root of this VM's temporary disk if the path is on it, else None."""
+    path = path.absolute()
+    label, _ = _volume(path)
+    if label == _TEMPORARY_LABEL:
+        return Path(path.anchor)
+    return next((place for place in (path, *path.parents) if (place / _TEMPORARY_WARNING).exists()), None)
+
+
+def file_system(path: Path) -> tuple[str, Path] | None:
+    """Kind of the file system that the path is on, and its root; None if it is not known."""
+    _, kind = _volume(path)
+    return (kind, Path(path.absolute().anchor)) if kind else None
+
+
+def _volume(path: Path) -> tuple[str, str]:
+    """Label and file system of the volume that the path is on; empty if the system does not say."""
+    anchor = path.absolute().anchor.rstrip("\\/")
+    with contextlib.suppress(pywintypes.error):
+        facts = win32api.GetVolumeInformation(f"{anchor}\\")
+        return str(facts[0]), str(facts[4])
+    return "", ""
+
+
+def access_fault(path: Path, purpose: Literal["read", "execute", "write"], user: str | None) -> str | None:
+    """Why this account cannot use the file or directory so; None if it can.
+
+    Raises HostError for another account, of which it is not known.
+    """
+    name = "" if user is None else user.rpartition("\\")[2].casefold()
+    is_like_us = name in ("", account_name().casefold()) or (name in ("localsystem", "system") and is_privileged())
+    if not is_like_us:
+        raise HostError(f"cannot tell what {user} may do: run this as that account", kind="access")
+    if os.access(path, {"read": os.R_OK, "execute": os.X_OK, "write": os.W_OK}[purpose]):
+        return None
+    return f"{account_name()} cannot {purpose} {path}"
+
+
+def account_name() -> str:
+    """The account that this process runs as; not from the environment, which any user can set."""
+    return str(win32api.GetUserName())
+
+
+def has_account(name: str) -> bool:
+    """Whether this machine has the account; the answer has no use here, as no hook can run as another."""
+    return bool(name)
+
+
+def flush_directory(path: Path) -> None:
+    """Nothing: the file system's journal keeps what was renamed in the directory."""
+    del path
+
+
+class HeldLock:
+    """A lock that ends with ``close`` or with the process, whichever comes first."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def close(self) -> None:
+        self._handle.Close()
+
+
+def hold_lock(path: Path) -> HeldLock:
+    """Take the lock that ``path`` stands for. Raises HostError, naming the holder, if another process has it."""
+    patience_ends = time.monotonic() + _LOCK_PATIENCE_SECONDS
+    while True:
+        try:
+            # Others may read the pid in it, and no other process may open it for writing.
+            handle = _open_locked(path, win32con.GENERIC_WRITE, win32con.CREATE_ALWAYS)
+            break
+        except pywintypes.error as error:
+            if error.winerror != _SHARING_VIOLATION:
+                raise HostError(f"{path}: cannot be opened for locking; {reason_of(error)}", kind="lock") from None
+        if time.monotonic() >= patience_ends:
+            raise HostError(
+                f"{path}: another agent (pid {_pid_in(path)}) is at work here; stop it, or give this one another "
+                "state_dir",
+                kind="locked",
+            )
+        time.sleep(0.01)
+    with contextlib.suppress(pywintypes.error):  # on a full disk the holder remains unknown
+        win32file.WriteFile(handle, b"%d\n" % os.getpid())
+    return HeldLock(handle)
+
+
+def lock_holder(path: Path) -> str | None:
+    """The pid of the process that has the lock, "unknown" if it left none; None if no process has it.
+
+    Raises HostError if it is not known. Has the file open for an instant, and ``hold_lock`` waits for that.
+    """
+    try:
+        _open_locked(path, win32con.GENERIC_READ, win32con.OPEN_EXISTING).Close()
+    except pywintypes.error as error:
+        if error.winerror in _NOT_FOUND:
+            return None
+        if error.winerror == _SHARING_VIOLATION:
+            return _pid_in(path)
+        reason = reason_of(error)
+        raise HostError(f"{path}: cannot tell which process has this lock; {reason}", kind="lock") from None
+    return None
+
+
+def _open_locked(path: Path, access: int, disposition: int) -> Any:
+    return win32file.CreateFile(str(path), access, win32con.FILE_SHARE_READ, None, disposition, 0, None)
+
+
+def _pid_in(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="ascii").strip() or "unknown"
+    return "unknown"
+
+
+def _openness(path: Path) -> str | None:
+    others = permissions.readers(path)
+    if not others:
+        return None
+    return (
+        f"it is open to {', '.join(others)}: if it is the agent's own, {permissions.way_out(path, others)}; "
+        "else name another directory with agent.state_dir"
+    )
+
+
+def reason_of(error: Exception) -> str:
+    """The system's words for an error of its own, or of pywin32."""
+    return str(getattr(error, "strerror", None) or error).strip()

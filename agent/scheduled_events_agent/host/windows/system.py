@@ -1,0 +1,124 @@
+"""Windows as a system: the boot, its DHCP options, its shutdown, other programs that approve.
+
+Knows nothing of events, policy or hooks.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import psutil
+
+from scheduled_events_agent.host import dhcp, surroundings
+from scheduled_events_agent.host.surroundings import Approver
+from scheduled_events_agent.host.windows.files import registry_value
+
+if sys.platform == "win32" or TYPE_CHECKING:
+    import winreg
+
+    import win32api
+
+# A clock that is set right moves the boot's computed time; no machine boots twice within this.
+_SAME_BOOT_SECONDS = 120.0
+_SM_SHUTTINGDOWN = 0x2000
+_INTERFACES = r"SYSTEM\CurrentControlSet\Services\Tcpip\Parameters\Interfaces"
+
+
+def boot_id() -> str:
+    """A text that differs from one start of the system to the next; compare with ``is_same_boot``."""
+    return f"boot-time {psutil.boot_time():.0f}"
+
+
+def is_same_boot(one: str, other: str) -> bool:
+    """Whether two values of ``boot_id`` name the same start of the system."""
+    try:
+        return abs(float(one.removeprefix("boot-time ")) - float(other.removeprefix("boot-time "))) < (
+            _SAME_BOOT_SECONDS
+        )
+    except ValueError:
+        return False
+
+
+def dhcp_option_245() -> str | None:
+    """The address in DHCP option 245 of any interface that has it; None if none has."""
+    for name in _subkeys(_INTERFACES):
+        value = registry_value(rf"{_INTERFACES}\{name}", "DhcpInterfaceOptions")
+        if isinstance(value, bytes) and (address := dhcp.parse_windows_options(value)):
+            return address
+    return None
+
+
+def _subkeys(key: str) -> list[str]:
+    names: list[str] = []
+    if sys.platform == "win32":
+        with contextlib.suppress(OSError), winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, key) as handle:
+            names.extend(winreg.EnumKey(handle, index) for index in range(winreg.QueryInfoKey(handle)[0]))
+    return names
+
+
+def other_approvers() -> list[Approver]:
+    """Other programs on this machine that approve events, as far as they are known."""
+    services: list[tuple[str, str, bool]] = []
+    if sys.platform == "win32":  # the only system for which psutil has the function
+        with contextlib.suppress(OSError):
+            for service in psutil.win_service_iter():
+                with contextlib.suppress(psutil.Error, OSError):  # it was removed, or may not be asked
+                    is_running = service.status() != "stopped"
+                    services.append((service.name(), service.display_name() or "", is_running))
+    return surroundings.windows_approvers(services, Path(f"{os.environ.get('SYSTEMDRIVE', 'C:')}\\"))
+
+
+def is_shutting_down() -> bool | None:
+    """Whether the machine is on its way down; None if it is not known."""
+    return bool(win32api.GetSystemMetrics(_SM_SHUTTINGDOWN))
+
+
+def claim_port(listener: socket.socket) -> None:
+    """Make ``bind`` take a port that a process that has ended left in TIME_WAIT, and none that is in use."""
+    if sys.platform == "win32":  # where SO_REUSEADDR would share the port with the process that has it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+
+
+def has_terminal_colors() -> bool:
+    """Whether terminals show the usual colours by default."""
+    return False
+
+
+def is_writable(descriptor: int, patience_seconds: float) -> bool:
+    """Whether a line can be written without waiting longer than that; this system has no way to ask."""
+    del descriptor, patience_seconds
+    return True
+
+
+def may_change_user() -> bool:
+    """Whether hooks may run as another account than the agent."""
+    return False
+
+
+def is_journal(descriptor: int) -> bool:
+    """Whether what is written there goes to the system's journal; there is none that takes lines."""
+    del descriptor
+    return False
+
+
+def send_to_journal(fields: Mapping[str, str], patience_seconds: float) -> bool:
+    """Write one entry with fields of its own to the system's journal: there is none that takes them."""
+    del fields, patience_seconds
+    return False
+
+
+class ServiceManager:
+    """The service manager of a process that is not a service: there is none to inform."""
+
+    def tell(self, state: Literal["ready", "reloading", "stopping"], status: str) -> None:
+        """What the service is at now; ``status`` is one line for people."""
+
+    def tell_status(self, status: str) -> None:
+        """One line for people."""
+
+    def keep_alive(self) -> None:
+        """To be called as long as this process does its work."""

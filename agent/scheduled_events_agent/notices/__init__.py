@@ -1,0 +1,25 @@
+"""Notifications: what is told of an event, in which words and form, and how it gets to a service.
+
+Owns the value that a notice is kept as, the bodies that services want, and one exchange with a service. Keeps
+nothing, retries nothing and starts no thread. The one invariant: no URL, header or key of a target is in an error.
+
+    happening.py  what has happened to an event, and which targets want to hear of it
+    bodies.py     CloudEvents, Slack, Teams, PagerDuty, templates
+    delivery.py   one exchange: secrets, TLS, proxy, the answer
+"""
+
+from scheduled_events_agent.notices.bodies import BodyError, render
+from scheduled_events_agent.notices.delivery import (
+    FINAL_KINDS,
+    NOTICE_ERROR_KINDS,
+    Delivered,
+    NoticeError,
+    deliver,
+    doubts,
+)
+from scheduled_events_agent.notices.happening import SAMPLE, Happening, happenings, is_wanted
+
+__all__ = [
+    "FINAL_KINDS", "NOTICE_ERROR_KINDS", "SAMPLE", "BodyError", "Delivered", "Happening", "NoticeError",
+    "deliver", "doubts", "happenings", "is_wanted", "render",
+]  # fmt: skip

@@ -1,0 +1,191 @@
+"""One exchange with the service that hears of an event.
+
+Errors are worded here by their kind: the texts of libraries may hold the URL or a header, which are secrets.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import httpx
+import msgspec
+
+from scheduled_events_agent import AgentError, __version__, host
+from scheduled_events_agent.events import excerpt
+from scheduled_events_agent.notices.bodies import BodyError, render
+from scheduled_events_agent.notices.happening import SAMPLE, Happening
+from scheduled_events_agent.settings.model import NotifyTarget, SecretFile
+from scheduled_events_agent.transport import (
+    SecureTransport,
+    SetupError,
+    TooLargeError,
+    connect_fault,
+    parse_retry_after,
+    proxy_for,
+    trusting,
+)
+
+NoticeErrorKind = Literal[
+    "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "setup",
+    "bug", "rejected", "redirect", "too_large",
+]  # fmt: skip
+NOTICE_ERROR_KINDS: tuple[NoticeErrorKind, ...] = get_args(NoticeErrorKind)
+FINAL_KINDS: tuple[NoticeErrorKind, ...] = ("rejected", "redirect", "too_large")
+"""After these the same notice is not sent again."""
+
+_ROUTING_KEY = "x-routing-key"
+_MAX_ANSWER_BYTES = 1024 * 1024
+_MAX_SECRET_BYTES = 16 * 1024
+
+
+class NoticeError(AgentError):
+    """A notice was not delivered. The message holds no secret."""
+
+    kind: NoticeErrorKind
+
+    def __init__(
+        self, message: str, *, kind: NoticeErrorKind, retry_after: float | None = None, answer: str = ""
+    ) -> None:
+        """``retry_after``: seconds that the service asks to wait. ``answer``: its beginning, for people only."""
+        super().__init__(message, kind=kind)
+        self.retry_after = retry_after
+        self.answer = answer
+
+
+class Delivered(msgspec.Struct, frozen=True, kw_only=True):
+    """The service has taken a notice."""
+
+    status: int
+    answer: str
+    """The beginning of its answer, without secrets of the target; it may hold others, so for people only."""
+
+
+def deliver(target: NotifyTarget, happening: Happening) -> Delivered:
+    """Send it once. Blocks up to the target's time limit, and while a name is looked up. Raises NoticeError."""
+    post = _prepare(target, happening)
+    with httpx.Client(
+        transport=post.transport, trust_env=False, follow_redirects=False, timeout=target.timeout
+    ) as client:
+        response = _exchange(client, post)
+    answer = excerpt(response.content)
+    for secret in post.secrets:
+        answer = answer.replace(secret, "***")
+    if response.is_success:
+        return Delivered(status=response.status_code, answer=answer)
+    raise _refusal(response, answer)
+
+
+def doubts(targets: Iterable[NotifyTarget]) -> Iterator[tuple[str, str]]:
+    """Why a notice could not be sent from this machine, or who else can read its secrets: path and message."""
+    for index, target in enumerate(targets):
+        path = f"notify[{index}]"
+        for key, value in _secrets_of(target).items():
+            if isinstance(value, SecretFile) and (fault := host.exposure_fault(Path(value.file))):
+                yield f"{path}.{key}", fault
+        try:
+            _prepare(target, SAMPLE)
+        except NoticeError as error:
+            yield path, str(error)
+
+
+@dataclass(frozen=True)
+class _Post:
+    """All that is sent, and the way there."""
+
+    url: httpx.URL
+    headers: dict[str, str]
+    body: bytes
+    transport: SecureTransport
+    secrets: list[str]
+
+
+def _prepare(target: NotifyTarget, happening: Happening) -> _Post:
+    texts = {key: _text_of(value, key) for key, value in _secrets_of(target).items()}
+    url = _parse_url(texts["to"])
+    headers = {name.lower(): texts[f"headers.{name}"] for name in target.headers}
+    secrets = [secret for secret in (str(url), url.raw_path.decode(), *headers.values()) if len(secret) > 1]
+    routing_key = headers.pop(_ROUTING_KEY, "") if target.body == "pagerduty" else ""
+    try:
+        content_type, body = render(target.body, happening, routing_key)
+    except BodyError as error:
+        raise NoticeError(f"body: {error}", kind="setup") from None
+    own = {
+        "content-type": content_type,
+        "user-agent": f"scheduled-events-agent/{__version__}",
+        "accept-encoding": "identity",
+        "connection": "close",
+    }
+    try:
+        context = trusting(target.ca_file) if url.scheme == "https" else None
+        transport = SecureTransport(_MAX_ANSWER_BYTES, context, proxy_for(target.proxy, url))
+    except SetupError as error:
+        raise NoticeError(str(error), kind="setup") from None
+    return _Post(url=url, headers=own | headers, body=body, transport=transport, secrets=secrets)
+
+
+def _secrets_of(target: NotifyTarget) -> dict[str, str | SecretFile]:
+    return {"to": target.to, **{f"headers.{name}": value for name, value in target.headers.items()}}
+
+
+def _exchange(client: httpx.Client, post: _Post) -> httpx.Response:
+    kind: NoticeErrorKind
+    try:
+        return client.post(post.url, headers=post.headers, content=post.body)
+    except httpx.TimeoutException:
+        kind, what = "timeout", f"no whole answer within {client.timeout.read:g} s"
+    except httpx.ConnectError as error:
+        kind, what = connect_fault(error)
+    except httpx.ProxyError as error:
+        status = re.match(r"\d{3}\b", str(error))
+        answer = status[0] if status else "with an error"
+        kind, what = "proxy", f"the proxy answers {answer}"
+    except TooLargeError:
+        kind, what = "too_large", f"the answer is over {_MAX_ANSWER_BYTES // 1024} KiB"
+    except httpx.NetworkError:
+        kind, what = "unreachable", "the connection was lost"
+    except (httpx.TransportError, httpx.InvalidURL, ValueError):
+        kind, what = "malformed", "not a whole HTTP answer, or a header that cannot be sent"
+    if kind == "tls":
+        trusting.cache_clear()  # they may be other ones by now
+    # Outside of the except clauses, so that no traceback has the library's text.
+    raise NoticeError(what, kind=kind)
+
+
+def _refusal(response: httpx.Response, answer: str) -> NoticeError:
+    status = response.status_code
+    kind: NoticeErrorKind = "rejected"
+    if 300 <= status < 400:
+        kind = "redirect"
+    elif status >= 500:
+        kind = "server_error"
+    elif status in (408, 429):
+        kind = "timeout" if status == 408 else "throttled"
+    retry_after = parse_retry_after(response.headers.get("retry-after", ""))
+    return NoticeError(f"it answers {status}", kind=kind, retry_after=retry_after, answer=answer)
+
+
+def _text_of(secret: str | SecretFile, key: str) -> str:
+    if isinstance(secret, str):
+        return secret
+    try:
+        with Path(secret.file).open("rb") as file:
+            text = file.read(_MAX_SECRET_BYTES).decode("ascii").strip()
+    except OSError as error:
+        raise NoticeError(f"{key}: {secret.file} cannot be read: {error.strerror}", kind="setup") from None
+    except UnicodeDecodeError:
+        text = ""
+    if not text.isprintable() or not text:
+        raise NoticeError(f"{key}: {secret.file} is not one line of plain text", kind="setup")
+    return text
+
+
+def _parse_url(text: str) -> httpx.URL:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        url = httpx.URL("")
+    if url.scheme not in ("https", "http") or not url.host or not 0 < (url.port or 1) < 65536:
+        raise NoticeError("to: expected a URL such as https://example.com/hook", kind="setup")
+    return url

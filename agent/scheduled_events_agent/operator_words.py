@@ -1,0 +1,79 @@
+"""The commands with which an operator overrules the agent, as one may copy them.
+
+Decides nothing, reads nothing, knows no clock. The one invariant: a word that is offered has an effect.
+"""
+
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable
+
+from scheduled_events_agent.status import OperatorWord, Status
+from scheduled_events_agent.workflow import Workflow
+
+_SHORT = 8  # characters of an id that are always shown
+
+
+def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
+    """With which words an operator can change what an acting agent will do about the event, likeliest first."""
+    event = workflow.event
+    decision = workflow.decision
+    if workflow.phase == "recovery_failed":
+        return ("retry", "resolve")
+    is_open = event.status == "Scheduled" and not (workflow.is_over or workflow.was_started)
+    if is_open and event.is_recommendation:
+        return _overruling_preparation(workflow)
+    if not is_open or event.approval_fault or decision.affects not in ("self", "shared"):
+        return ()
+    if workflow.approval.state == "confirmed":
+        return ("retry",) if workflow.prepare.state == "failed" else ()
+    if workflow.operator == "held":
+        return ("release", "approve")
+    words: list[OperatorWord] = ["retry"] if workflow.prepare.state == "failed" else []
+    if workflow.operator:
+        return (*words, "release", "hold")
+    is_to_begin = decision.has_preparation and workflow.prepare.state in ("idle", "running")
+    approves_itself = decision.approve not in ("manual", "never")
+    if workflow.phase != "held" and decision.rule and (is_to_begin or approves_itself):
+        words.append("hold")
+    return (*words, "approve") if workflow.phase in ("waiting", "held") or not approves_itself else tuple(words)
+
+
+def _overruling_preparation(workflow: Workflow) -> tuple[OperatorWord, ...]:
+    if workflow.operator == "held":
+        return ("release",)
+    if workflow.prepare.state == "failed":
+        return ("retry",)
+    is_to_begin = bool(workflow.decision.rule) and workflow.decision.has_preparation
+    return ("hold",) if is_to_begin and workflow.prepare.state in ("idle", "running") else ()
+
+
+def words_of_use(status: Status, workflow: Workflow) -> tuple[OperatorWord, ...]:
+    """Those words of ``overruling`` that this agent takes; one that does not act takes only ``resolve``."""
+    words = overruling(workflow)
+    return words if status.mode == "act" else tuple([word for word in words if word == "resolve"])
+
+
+def command(words: str, short_id: str, options: str = "") -> str:
+    """The command line that an operator may copy. ``options``: see ``Status.command_options``."""
+    return " ".join(filter(None, ("scheduled-events-agent", words, quoted(short_id), options)))
+
+
+def quoted(word: str) -> str:
+    """As a shell takes it for one word; a path of Windows as it is."""
+    return word if re.fullmatch(r"[\w@%+=:,./\\-]+", word) else shlex.quote(word)
+
+
+def short_ids(ids: Iterable[str]) -> dict[str, str]:
+    """For each id a beginning that fits no other, whatever the case; ids that begin alike get the same length."""
+    alike: defaultdict[str, set[str]] = defaultdict(set)
+    for id_ in ids:
+        alike[id_.casefold()[:_SHORT]].add(id_)
+    short: dict[str, str] = {}
+    for group in alike.values():
+        folded = {id_.casefold() for id_ in group}
+        length = _SHORT
+        while len({id_[:length] for id_ in folded}) < len(folded):
+            length += 1
+        short |= {id_: id_[:length] for id_ in group}
+    return short

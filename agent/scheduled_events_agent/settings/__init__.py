@@ -1,0 +1,128 @@
+"""The policy file: YAML to frozen Settings, every error at once with its line.
+
+Owns where the file is found and how it is read. Decides nothing about events.
+The one invariant: Settings exist only if every check has passed, so nothing after this checks them again.
+"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.settings.checks import doubts, faults
+from scheduled_events_agent.settings.model import (
+    DEFAULT_RULES,
+    AgentSettings,
+    FleetSettings,
+    ImdsSettings,
+    LogFormat,
+    LogLevel,
+    LogSettings,
+    NotifyTarget,
+    Settings,
+    VmSettings,
+    parse_endpoint,
+)
+from scheduled_events_agent.typed_yaml import Parsed, Problem, parse
+
+__all__ = [
+    "BUILT_IN_NAME", "CONFIG_VARIABLE", "DEFAULT_RULES", "AgentSettings", "ConfigError", "FleetSettings",
+    "ImdsSettings", "Loaded", "LogFormat", "LogLevel", "LogSettings", "NotifyTarget", "Settings", "VmSettings",
+    "find_config", "load_policy", "load_settings", "parse_endpoint", "parse_settings", "state_dir_of",
+]  # fmt: skip
+
+CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"
+BUILT_IN_NAME = "built-in policy"
+
+_MAX_FILE_BYTES = 1024 * 1024
+
+
+class ConfigError(AgentError):
+    """The policy file cannot be used; ``problems`` has one line for each thing wrong with it."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__("\n".join(problems), kind="config")
+        self.problems = problems
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that passed every check, and the warnings about them."""
+
+    settings: Settings
+    warnings: tuple[Problem, ...]
+    parsed: Parsed[Settings]
+    content: bytes = b""
+    """The file as it was read; empty for the built-in policy."""
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the content, as sha256sum tells it."""
+        from hashlib import sha256  # noqa: PLC0415  # 3 ms of OpenSSL, for which only run and check have a use
+
+        return sha256(self.content).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """How messages call the file."""
+        return self.parsed.name
+
+
+def find_config(argument: str | None, system_path: Path) -> Path | None:
+    """The policy file to use: --config, else the environment's, else the system's if there is one."""
+    chosen = argument or os.environ.get(CONFIG_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    try:
+        system_path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError:
+        return system_path  # it is there but out of reach: reading it will say so
+    return system_path
+
+
+def state_dir_of(settings: Settings, option: str | None = None) -> Path:
+    """Where an agent with these settings, and this option --state-dir, keeps its state."""
+    chosen = option or settings.agent.state_dir
+    return Path(chosen) if chosen else host.default_state_dir()
+
+
+def load_settings(path: Path | None) -> Settings:
+    """The settings of a policy file, or the built-in ones. Raises ConfigError."""
+    return load_policy(path).settings
+
+
+def load_policy(path: Path | None) -> Loaded:
+    """Settings and warnings of a policy file, or the built-in ones. Raises ConfigError."""
+    if path is None:
+        return parse_settings("", BUILT_IN_NAME)
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        way_out = f"without --config and ${CONFIG_VARIABLE} the built-in policy is used"
+        raise ConfigError((f"{path}: there is no such file; {way_out}",)) from None
+    except OSError as error:
+        raise ConfigError((f"{path}: cannot be read: {error.strerror}",)) from error
+    if len(text) > _MAX_FILE_BYTES:
+        raise ConfigError((f"{path}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger",))
+    return parse_settings(text, str(path))
+
+
+def parse_settings(text: str | bytes, name: str, *, may_change_user: bool | None = None) -> Loaded:
+    """Settings and warnings of a policy's text; ``name`` is how problems call it. Raises ConfigError."""
+    parsed = parse(text, Settings, name)
+    may_change_user = host.may_change_user() if may_change_user is None else may_change_user
+    problems = parsed.problems
+    if parsed.draft is not None:
+        known = [problem.path for problem in problems]
+        all_faults = parsed.gather(faults(parsed.draft, parsed, may_change_user=may_change_user))
+        # Where a value was wrong already, what is missing because of it is no news.
+        news = [fault for fault in all_faults if not any(path.startswith(fault.path) for path in known)]
+        problems = tuple(sorted((*problems, *news), key=lambda problem: problem.line))
+    if parsed.value is None or problems:
+        raise ConfigError(tuple(str(problem) for problem in problems))
+    warnings = parsed.gather(doubts(parsed.value))
+    content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
+    return Loaded(settings=parsed.value, warnings=warnings, parsed=parsed, content=content)

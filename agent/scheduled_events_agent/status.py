@@ -1,0 +1,208 @@
+"""What there is to see: the agent and its events as values. docs/json.md says what each field is."""
+
+from datetime import datetime
+from typing import Literal
+
+import msgspec
+
+from scheduled_events_agent.events import Affects, ScheduledEvent
+from scheduled_events_agent.workflow import Stage, Workflow
+
+OperatorWord = Literal["approve", "hold", "release", "retry", "resolve"]
+SCHEMA_VERSION = 1
+"""Of all JSON that is shown; see docs/json.md. A further field leaves it; another meaning or name raises it."""
+
+
+class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the journal."""
+
+    at: datetime
+    workflow_id: str
+    event_id: str
+    kind: str
+    stage: str
+    hook: str
+    outcome: str
+    text: str
+    detail: str
+
+
+class ShownWorkflow(Workflow, frozen=True, kw_only=True):
+    """A workflow with the words that JSON has besides it."""
+
+    waits_for: str = ""
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """One event from first sight to its end, or to now."""
+
+    workflow: Workflow
+    entries: tuple[JournalEntry, ...]
+
+
+class HistoryItem(msgspec.Struct, frozen=True, kw_only=True):
+    """An event with its entries, or a note of the agent alone."""
+
+    workflow: ShownWorkflow | None
+    entries: tuple[JournalEntry, ...]
+
+
+class Journal(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``history --json`` prints."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    histories: tuple[HistoryItem, ...]
+
+
+class Vm(msgspec.Struct, frozen=True, kw_only=True):
+    """Who this VM is."""
+
+    names: tuple[str, ...]
+    vm_id: str
+
+
+class LastKnown(msgspec.Struct, frozen=True, kw_only=True):
+    """What the state file says while no agent answers."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    problem: str
+    state_file: str
+    vm: Vm
+    notes: tuple[JournalEntry, ...]
+    pending: tuple[ShownWorkflow, ...]
+
+
+class PolicyInForce(msgspec.Struct, frozen=True, kw_only=True):
+    """Which policy is in force."""
+
+    file: str
+    """Its path, or ``settings.BUILT_IN_NAME``."""
+    read_at: datetime
+    hash: str = ""
+    """SHA-256 of the file in force, as sha256sum tells it; of the built-in policy that of an empty file."""
+    refused: str = ""
+    """Why the file as it is by now was refused, so that an older one is in force; "" if it is the file's."""
+
+
+class RunningHook(msgspec.Struct, frozen=True, kw_only=True):
+    """A hook that runs now."""
+
+    workflow_id: str
+    stage: Stage | Literal["on_clear"]
+    hook: str
+    since: datetime
+
+
+class TargetFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a target does not take notices."""
+
+    since: datetime
+    reason: str
+
+
+class NotifiedTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """A service that is notified of events."""
+
+    name: str
+    waiting: int
+    oldest_at: datetime | None
+    failure: TargetFailure | None
+
+
+class FleetState(msgspec.Struct, frozen=True, kw_only=True):
+    """The VMs with which this one acts together."""
+
+    group: str
+    failure: str
+    """Why the table cannot be used; "" if it can."""
+    away_since: datetime | None
+    awaited: tuple[str, ...]
+    """VMs that events of this VM wait for."""
+
+
+class HookStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A hook of an event, and how far it is."""
+
+    stage: Stage
+    hook: str
+    state: Literal["open", "running", "done", "failed", "not_run"]
+
+
+class EventSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What people are shown of a pending event, in words."""
+
+    workflow_id: str
+    activity: str
+    approval: str
+    hooks: tuple[HookStep, ...]
+    commands: tuple[str, ...]
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """The agent at one moment."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    version: str
+    started_at: datetime
+    vm: Vm
+    mode: Literal["act", "observe"]
+    ready: bool
+    health: Literal["ok"] | tuple[str, ...]
+    policy: PolicyInForce
+    rules: tuple[str, ...]
+    endpoint: str
+    last_poll_at: datetime | None
+    poll_failure: str
+    incarnation: str
+    running: tuple[RunningHook, ...]
+    pending: tuple[ShownWorkflow, ...]
+    hook_output: tuple[JournalEntry, ...] = ()
+    others_events: int = 0
+    api_version: str = ""
+    """In which documents are answered."""
+    command_options: str = ""
+    """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
+    notify: tuple[NotifiedTarget, ...] = ()
+    fleet: FleetState | None = None
+    headline: str = ""
+    tone: Literal["good", "busy", "bad"] = "good"
+    summaries: tuple[EventSummary, ...] = ()
+
+    def running_for(self, workflow_id: str) -> tuple[RunningHook, ...]:
+        """The hooks that run for this event."""
+        return tuple([hook for hook in self.running if hook.workflow_id == workflow_id])
+
+
+class CurrentEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An event as Azure tells it now, and what the agent makes of it."""
+
+    event: ScheduledEvent
+    affects: Affects
+    workflow: ShownWorkflow | None
+
+
+class CurrentEvents(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``events --json`` prints."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    vm: Vm
+    incarnation: str
+    agent_runs: bool
+    problem: str
+    events: tuple[CurrentEvent, ...]
+
+
+class OperatorAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``approve``, ``hold`` and the like print with ``--json``."""
+
+    schema_version: int = SCHEMA_VERSION
+    at: datetime
+    command: str
+    event_id: str
+    workflow_id: str
+    is_done: bool
+    answer: str

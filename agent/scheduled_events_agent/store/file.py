@@ -1,0 +1,306 @@
+"""The state file as a file: its schema, how it is made, opened and closed, and what happens when it is damaged.
+
+The one invariant: state that was lost is never taken for a new beginning.
+
+The file and its write-ahead log hold a reserve for a full disk: free pages, and a log of full length that is
+overwritten in place. So the log is never deleted; when the agent ends well, it is only made void.
+"""
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+
+import msgspec
+
+from scheduled_events_agent import AgentError, host
+from scheduled_events_agent.workflow import Workflow
+
+FILE_NAME = "state.db"
+# A file with this name says why the state is lost; a damaged file gets the same name without it.
+_LOST = ".lost"
+# Beside a file that is being made: while this is there, it is no loss if the file is empty.
+_BEGINNING = ".begun"
+
+# Version 1 of the schema.
+_SCHEMA = """
+    CREATE TABLE workflow (
+        id TEXT PRIMARY KEY, event_id TEXT NOT NULL, is_open INTEGER NOT NULL,
+        updated_at TEXT NOT NULL, body TEXT NOT NULL
+    ) STRICT;
+    CREATE INDEX workflow_open ON workflow (is_open) WHERE is_open;
+    CREATE TABLE journal (
+        id INTEGER PRIMARY KEY, at TEXT NOT NULL, workflow_id TEXT NOT NULL, event_id TEXT NOT NULL,
+        kind TEXT NOT NULL, stage TEXT NOT NULL, hook TEXT NOT NULL, outcome TEXT NOT NULL,
+        text TEXT NOT NULL, detail TEXT NOT NULL
+    ) STRICT;
+    CREATE INDEX journal_workflow ON journal (workflow_id, id);
+    CREATE INDEX journal_at ON journal (at);
+    CREATE TABLE request (
+        id INTEGER PRIMARY KEY, at TEXT NOT NULL, workflow_id TEXT NOT NULL, word TEXT NOT NULL,
+        user TEXT NOT NULL, answer TEXT
+    ) STRICT;
+    CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+    CREATE TABLE notice (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, target TEXT NOT NULL, at TEXT NOT NULL, body TEXT NOT NULL
+    ) STRICT;
+    CREATE INDEX notice_target ON notice (target, id);
+"""
+# Each entry brings the schema one version further. What has been released is never edited, only added to.
+_MIGRATIONS: tuple[str, ...] = ()
+# Another process holds the write lock for a few milliseconds at a time; longer is a fault.
+_BUSY_SECONDS = 2.0
+RESERVE_BYTES = 4 * 1024 * 1024
+"""Room for the lives of a hundred events: so much of the file is free, and so long is its write-ahead log."""
+# The log is moved into the file when half of it is used, so the other half has room for the largest commit.
+_CHECKPOINT_PAGES = 512
+_CACHE_KIB = 256  # SQLite's default takes 2 MiB of memory, for rows that the agent reads once
+
+
+class StoreError(AgentError):
+    """The state file cannot be read or written now. Kinds: unusable, newer, older, write, read, damaged."""
+
+
+class _DamagedError(Exception):
+    """The file is there, but it is not what this agent wrote."""
+
+
+def open_as_owner(directory: Path, now: datetime) -> tuple[sqlite3.Connection, Path | None]:
+    """Open or make the state file for the agent; also returns where a damaged one was moved to.
+
+    The file that replaces a damaged one remembers that state was lost. If that is interrupted, the next call goes
+    on with it. Raises StoreError if there can be no file here, or if a newer version of the agent wrote it.
+    """
+    path = directory / FILE_NAME
+    reason = "that was found earlier"
+    try:
+        aside = _move_aside(path)
+        try:
+            return _open(path), aside
+        except _DamagedError as error:
+            reason = str(error)
+        lost = directory / f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_LOST}"
+        lost.write_text(reason, encoding="utf-8")
+        lost.chmod(0o600)
+        host.flush_directory(directory)
+        aside = _move_aside(path)
+        return _open(path), aside
+    except (OSError, sqlite3.Error, _DamagedError) as error:
+        raise StoreError(
+            f"{path} is damaged ({reason}) and cannot be set aside ({error}): move it away, then start again",
+            kind="unusable",
+        ) from error
+
+
+def open_as_guest(path: Path) -> sqlite3.Connection:
+    """Open the file of an agent that may be running; nothing is made or migrated. Raises StoreError."""
+    _refuse_unreachable(path, os.R_OK | os.W_OK)
+
+    def prepare(connection: sqlite3.Connection) -> None:
+        _refuse_other_version(path, _set_up(connection), is_owner=False)
+
+    try:
+        with _opening(path):
+            return _connect(path, "mode=rw", prepare)
+    except _DamagedError as error:
+        raise StoreError(
+            f"{path} is damaged ({error}): the agent sets it aside when it is started again", kind="unusable"
+        ) from error
+
+
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """Open the file for reading only. Raises StoreError."""
+    _refuse_unreachable(path, os.R_OK)
+
+    def check(connection: sqlite3.Connection) -> None:
+        _refuse_other_version(path, _version_of(connection), is_owner=False)
+
+    try:
+        return _connect(path, "mode=ro", check)
+    except (sqlite3.Error, OSError) as error:
+        raise StoreError(f"cannot read {path}: {error}", kind="read") from error
+
+
+def close(connection: sqlite3.Connection, path: Path) -> None:
+    """Close, and leave the write-ahead log where it is: another program could take its room."""
+    # The last connection to close removes the log, unless it may only read.
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(sqlite3.Error):
+            stack.enter_context(contextlib.closing(_connect(path, "mode=ro", _version_of)))
+        connection.close()
+
+
+def make_log_void(path: Path) -> None:
+    """Keep the write-ahead log for its room only, all of which must be in the file.
+
+    Otherwise it would be applied to a backup that an administrator puts in the place of the file.
+    """
+    with path.with_name(f"{path.name}-wal").open("r+b") as log:
+        log.write(bytes(4))  # where SQLite looks for a magic number
+        log.flush()
+        os.fsync(log.fileno())
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether SQLite has found the file corrupt; unlike a lack of room, that does not pass."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def _move_aside(path: Path) -> Path | None:
+    """If the state was found to be lost, move the damaged file away. Returns where it is then."""
+    lost = _load_loss(path)
+    if lost is None:
+        return None
+    aside = lost.with_suffix("")
+    if not aside.exists():
+        # The log goes first: it must never lie beside a file that it does not belong to.
+        for suffix in ("-shm", "-wal", ""):
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{path}{suffix}").replace(f"{aside}{suffix}")
+        host.flush_directory(path.parent)
+    return aside
+
+
+def _load_loss(path: Path) -> Path | None:
+    return next(path.parent.glob(f"{FILE_NAME}.damaged-*{_LOST}"), None)
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    beginning = path.with_name(path.name + _BEGINNING)
+    try:
+        if not path.exists():
+            beginning.touch(0o600)
+        # SQLite would follow the umask, and would not say why the file cannot be opened.
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        lost = _load_loss(path)
+    except OSError as error:
+        raise StoreError(
+            f"cannot open the state file {path}: {error.strerror or error}; "
+            "run as the agent's user, or set agent.state_dir to a directory that is writable",
+            kind="unusable",
+        ) from error
+
+    def prepare(connection: sqlite3.Connection) -> None:
+        version = _set_up(connection)
+        if version == 0 and not beginning.exists():  # cut to nothing, or its write-ahead log is lost
+            raise _DamagedError("there is nothing in it")
+        _refuse_other_version(path, version, is_owner=True)
+        # Checking takes time, so only if the last agent did not end well.
+        in_use = "SELECT 1 FROM fact WHERE name = 'in_use'"
+        if version and connection.execute(in_use).fetchone():
+            (result,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+            if result != "ok":
+                raise _DamagedError(" ".join(result.split()))
+        _migrate(connection, version)
+        for (body,) in connection.execute("SELECT body FROM workflow WHERE is_open"):
+            msgspec.json.decode(body, type=Workflow)
+        connection.execute("INSERT OR REPLACE INTO fact (name, value) VALUES ('in_use', '1')")
+        if lost:
+            reason = lost.read_text(encoding="utf-8") or "the reason was not kept"
+            connection.execute("INSERT OR REPLACE INTO fact (name, value) VALUES ('state_lost', ?)", (reason,))
+            lost.unlink()
+        beginning.unlink(missing_ok=True)
+
+    with _opening(path):
+        return _connect(path, "mode=rw", prepare)
+
+
+def _connect(path: Path, options: str, prepare: Callable[[sqlite3.Connection], object]) -> sqlite3.Connection:
+    """Open the file; closes it again if ``prepare`` fails. Raises sqlite3.Error."""
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?{options}",
+        uri=True,
+        timeout=_BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+    try:
+        prepare(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _set_up(connection: sqlite3.Connection) -> int:
+    """Set how the file is written; returns the version of its schema."""
+    connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+    # A long reader makes the log grow; afterwards it shrinks to this.
+    connection.execute(f"PRAGMA journal_size_limit = {RESERVE_BYTES}")
+    connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_PAGES}")
+    # On a full disk nothing else may need room.
+    connection.execute("PRAGMA secure_delete = OFF")
+    connection.execute("PRAGMA temp_store = MEMORY")
+    return _version_of(connection)
+
+
+def _version_of(connection: sqlite3.Connection) -> int:
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    return int(version)
+
+
+def _known_version() -> int:
+    return 1 + len(_MIGRATIONS)
+
+
+def _migrate(connection: sqlite3.Connection, version: int) -> None:
+    """Bring the schema from ``version`` (0: an empty file) to the one that is known here."""
+    scripts = (_SCHEMA, *_MIGRATIONS)
+    for number, script in enumerate(scripts[version:], start=version + 1):
+        connection.executescript(f"BEGIN IMMEDIATE; {script} PRAGMA user_version = {number}; COMMIT;")
+
+
+def _refuse_unreachable(path: Path, access: int) -> None:
+    """Raises StoreError, which says more than SQLite would.
+
+    A file that can be opened is not opened here: on Linux, closing it would give up all locks of this process on
+    it, and the next process to close it would remove the agent's log.
+    """
+    try:
+        if not os.access(path, access):
+            os.close(os.open(path, os.O_RDWR if access & os.W_OK else os.O_RDONLY))  # fails, and says why
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"no agent has run with the state directory {path.parent}: name it with --state-dir", kind="unusable"
+        ) from error
+    except OSError as error:
+        way_out = (
+            ": the state is for the agent's account alone; run this as that or as root (sudo), "
+            "on Windows in an elevated prompt"
+            if isinstance(error, PermissionError)
+            else ""
+        )
+        raise StoreError(f"cannot open {path}: {error.strerror or error}{way_out}", kind="unusable") from error
+
+
+@contextlib.contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except msgspec.MsgspecError as error:
+        raise _DamagedError(f"a workflow in it cannot be read: {error}") from error
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+        # Busy, disk full, no permission are not the file's fault; SQL that does not fit it is.
+        if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
+            raise StoreError(f"cannot open the state file {path}: {error}", kind="unusable") from error
+        raise _DamagedError(str(error)) from error
+
+
+def _refuse_other_version(path: Path, version: int, *, is_owner: bool) -> None:
+    if version > _known_version():
+        raise StoreError(
+            f"{path} was written by a newer version of the agent (schema {version}, "
+            f"known {_known_version()}): install that version again, or move the file away",
+            kind="newer",
+        )
+    if version < _known_version() and not is_owner:
+        raise StoreError(
+            f"{path} was written by an older version of the agent (schema {version}, "
+            f"known {_known_version()}): restart the agent, which brings it up to date",
+            kind="older",
+        )

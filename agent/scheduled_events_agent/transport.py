@@ -1,0 +1,346 @@
+"""HTTP with limits: httpx transports for services that are not trusted.
+
+Owns one deadline for a whole exchange, however slowly bytes arrive, and the size of an answer. Knows no service.
+The one invariant: each request has a connection of its own, so what is left on one is never the next answer.
+"""
+
+import logging
+import os
+import re
+import selectors
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import closing
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from functools import lru_cache
+from itertools import islice
+from time import monotonic
+from typing import Any, Literal
+
+import httpcore
+import httpx
+
+from scheduled_events_agent import AgentError
+
+# httpx logs whole URLs, which may hold secrets.
+logging.getLogger("httpx").setLevel(logging.WARNING)
+
+# httpx would unpack a small answer into a huge one, send cookies back, which may grow, and fail on an odd address.
+_DROPPED_HEADERS = (b"content-encoding", b"set-cookie", b"location")
+_MAX_HEAD_BYTES = 256 * 1024  # with all interim answers
+_MAX_PARTS = 20_000  # chunks, or reads; each costs about 10 us
+_TOO_MANY_PARTS = f"the answer comes in more than {_MAX_PARTS:,} parts"
+_RESOLVE_SECONDS = 30.0
+_SLICE_SECONDS = 1.0
+
+
+class TooLargeError(httpx.ReadError):
+    """The answer is over its limit."""
+
+
+class SetupError(AgentError):
+    """A setting of a connection cannot be used."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, kind="setup")
+
+
+@lru_cache(maxsize=4)  # reading the system's certificates takes a tenth of a second
+def trusting(ca_file: str | None) -> ssl.SSLContext:
+    """A context that trusts the certificates of the file, or of the system. Raises SetupError."""
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        reason = error.strerror if not isinstance(error, ssl.SSLError) else "no certificates in PEM form"
+        raise SetupError(f"ca_file: {ca_file} cannot be used: {reason}") from None
+
+
+def proxy_for(setting: str | None, url: httpx.URL) -> httpx.Proxy | None:
+    """The proxy on the way to a URL; the setting may be ``environment``. Raises SetupError."""
+    proxy = _proxy_of_environment(url) if setting == "environment" else setting
+    if not proxy:
+        return None
+    try:
+        found = httpx.Proxy(proxy)
+    except (httpx.InvalidURL, ValueError):
+        found = None
+    if found is None or found.url.scheme != "http" or not 0 < (found.url.port or 1) < 65536:
+        raise SetupError("proxy: expected http://HOST:PORT")
+    return found
+
+
+def _proxy_of_environment(url: httpx.URL) -> str | None:
+    """What HTTPS_PROXY or HTTP_PROXY name, unless NO_PROXY has the host or a domain above it."""
+    variables = {name.lower(): value for name, value in os.environ.items()}
+    for entry in variables.get("no_proxy", "").split(","):
+        domain = entry.strip().removeprefix("*").removeprefix(".").lower()
+        is_below = bool(domain) and (url.host == domain or url.host.endswith(f".{domain}"))
+        if entry.strip() == "*" or is_below:
+            return None
+    return variables.get(f"{url.scheme}_proxy")
+
+
+def connect_fault(error: httpx.ConnectError) -> tuple[Literal["tls", "refused", "unreachable"], str]:
+    """Why ``SecureTransport`` has no connection: a kind, and the words for it without any text of the service."""
+    cause = error.__cause__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return "tls", f"its certificate is not trusted: {cause.verify_message}"
+    if isinstance(cause, ssl.SSLError):
+        return "tls", f"no TLS: {cause.reason or 'the handshake failed'}"
+    if isinstance(cause, ConnectionRefusedError):
+        return "refused", "connection refused"
+    reason = cause.strerror if isinstance(cause, OSError) else None
+    return "unreachable", reason or "it cannot be reached"
+
+
+class BoundedTransport(httpx.BaseTransport):
+    """For ``httpx.Client``: plain HTTP/1.1 over IPv4. Keeps nothing between requests; for any thread.
+
+    The client's ``read`` time-out, in seconds, bounds the whole exchange, and its ``connect`` time-out the
+    connecting as well. A host name is resolved by the system, in its own time. Raises httpx.TransportError.
+    The extension ``headers`` of a response has the headers that httpx must not see, too.
+    """
+
+    def __init__(self, max_answer_bytes: int, on_wait: Callable[[float], None] = lambda _: None) -> None:
+        """``on_wait`` is called before each wait with the seconds that it may take."""
+        self._max_answer_bytes = max_answer_bytes
+        self._on_wait = on_wait
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        host = request.url.raw_host.decode()
+        port = request.url.port or 80
+        url = httpcore.URL(scheme=b"http", host=host, port=port, target=request.url.raw_path)
+        content = httpcore.Request(request.method, url, headers=request.headers.raw, content=request.read())
+        stream = _BoundedStream(self._max_answer_bytes, request.extensions["timeout"]["read"], self._on_wait)
+        stream.connect(host, port, request.extensions["timeout"]["connect"])
+        with closing(stream):
+            return _exchange(httpcore.HTTP11Connection(url.origin, stream), content, stream)
+
+
+class SecureTransport(httpx.BaseTransport):
+    """For ``httpx.Client``: HTTPS or HTTP/1.1, over IPv4 or IPv6, directly or through an HTTP proxy.
+
+    Its limits are those of ``BoundedTransport``. Raises httpx.ProxyError if the proxy refuses.
+    """
+
+    def __init__(
+        self, max_answer_bytes: int, ssl_context: ssl.SSLContext | None, proxy: httpx.Proxy | None
+    ) -> None:
+        self._max_answer_bytes = max_answer_bytes
+        self._ssl_context = ssl_context
+        self._proxy = proxy
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        asked = request.url
+        url = httpcore.URL(scheme=asked.raw_scheme, host=asked.raw_host, port=asked.port, target=asked.raw_path)
+        content = httpcore.Request(request.method, url, headers=request.headers.raw, content=request.read())
+        stream = _BoundedStream(self._max_answer_bytes, request.extensions["timeout"]["read"], lambda _: None)
+        backend = _Backend(stream)
+        pool = (
+            httpcore.HTTPProxy(
+                str(self._proxy.url),
+                proxy_auth=self._proxy.raw_auth,
+                ssl_context=self._ssl_context,
+                network_backend=backend,
+            )
+            if self._proxy
+            else httpcore.ConnectionPool(ssl_context=self._ssl_context, network_backend=backend)
+        )
+        with closing(pool):
+            try:
+                return _exchange(pool, content, stream)
+            except httpx.ConnectError as error:
+                raise error from stream.fault  # the pool has removed it
+            except httpcore.ProxyError as error:
+                raise httpx.ProxyError(str(error)) from error
+
+
+def _exchange(
+    connection: httpcore.ConnectionInterface | httpcore.ConnectionPool,
+    request: httpcore.Request,
+    stream: "_BoundedStream",
+) -> httpx.Response:
+    try:
+        answer = connection.handle_request(request)
+        stream.is_in_head = False
+        parts = list(islice(answer.iter_stream(), _MAX_PARTS + 1))
+    except httpcore.ProtocolError as error:
+        raise httpx.RemoteProtocolError(str(error)) from error
+    if len(parts) > _MAX_PARTS:
+        raise TooLargeError(_TOO_MANY_PARTS)
+    headers = [(name, value) for name, value in answer.headers if name.lower() not in _DROPPED_HEADERS]
+    extensions = {"headers": httpx.Headers(answer.headers)}
+    return httpx.Response(answer.status, headers=headers, content=b"".join(parts), extensions=extensions)
+
+
+def parse_retry_after(value: str) -> float | None:
+    """Seconds from now that a Retry-After header gives, as a number or an HTTP date; None for anything else."""
+    if re.fullmatch(r"[0-9]{1,9}", value):
+        return float(value)
+    try:
+        return (parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+class _Backend(httpcore.NetworkBackend):
+    """Connects the one stream of an exchange."""
+
+    def __init__(self, stream: "_BoundedStream") -> None:
+        self._stream = stream
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: object = None,
+    ) -> httpcore.NetworkStream:
+        del timeout, local_address, socket_options  # the deadline is stricter; none are set
+        self._stream.connect_to_any(host, port)
+        return self._stream
+
+
+class _BoundedStream(httpcore.NetworkStream):
+    """A connection whose waits all end at its deadline, and which gives a bounded number of bytes.
+
+    While ``is_in_head`` it gives few, as h11 itself reads any number of interim answers.
+    """
+
+    def __init__(self, max_bytes: int, seconds: float, on_wait: Callable[[float], None]) -> None:
+        self._max_bytes = max_bytes
+        self._seconds = seconds
+        self._deadline = monotonic() + seconds
+        self._on_wait = on_wait
+        self._received_bytes = self._reads = 0
+        self.is_in_head = True
+        self.fault: OSError | None = None
+        """Why there is no connection, as the system says it."""
+
+    def _seconds_left(self) -> float:
+        left = self._deadline - monotonic()
+        if left <= 0:
+            raise httpx.ReadTimeout(f"no whole answer within {self._seconds:g} s")
+        return left
+
+    def connect(self, host: str, port: int, limit: float) -> None:
+        try:
+            self._on_wait(_RESOLVE_SECONDS)
+            address = socket.gethostbyname(host)  # one address: several would multiply the time
+            limit = min(limit, self._seconds_left())
+            self._socket = self._open(address, port, limit)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout(f"no connection within {limit:.3g} s") from error
+        except OSError as error:
+            raise httpx.ConnectError(error.strerror or str(error)) from error
+        except UnicodeError as error:
+            raise httpx.ConnectError(f"{host} cannot be looked up") from error
+
+    def connect_to_any(self, host: str, port: int) -> None:
+        """To the first address that answers; they share the time."""
+        try:
+            addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+            for left, address in zip(range(len(addresses), 0, -1), addresses, strict=True):
+                try:
+                    self._socket = socket.create_connection((address, port), self._seconds_left() / left)
+                except OSError:
+                    if left == 1:
+                        raise
+                else:
+                    return
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout(f"no connection within {self._seconds:g} s") from error
+        except OSError as error:
+            self.fault = error
+            raise httpx.ConnectError(error.strerror or str(error)) from error
+        except UnicodeError as error:
+            raise httpx.ConnectError("its name cannot be looked up") from error
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        del timeout
+        try:
+            self._socket.settimeout(max(0.001, self._deadline - monotonic()))
+            self._socket = ssl_context.wrap_socket(self._socket, server_hostname=server_hostname)
+        except TimeoutError as error:
+            raise httpx.ConnectTimeout(f"no TLS handshake within {self._seconds:g} s") from error
+        except OSError as error:  # ssl.SSLError is one
+            self.fault = error
+            raise httpx.ConnectError("the TLS handshake failed") from error
+        return self
+
+    def _open(self, address: str, port: int, limit: float) -> socket.socket:
+        deadline = monotonic() + limit
+        connection = socket.socket()
+        try:
+            connection.settimeout(self._slice_before(deadline))
+            try:
+                connection.connect((address, port))
+            except TimeoutError:
+                connection.settimeout(0.0)  # it goes on connecting
+                with selectors.DefaultSelector() as waiting:
+                    waiting.register(connection, selectors.EVENT_WRITE)
+                    while not waiting.select(self._slice_before(deadline)):
+                        pass
+                if code := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    raise OSError(code, os.strerror(code)) from None
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _slice_before(self, deadline: float) -> float:
+        """How long to wait at a time, which is announced. Raises TimeoutError."""
+        seconds = min(deadline - monotonic(), _SLICE_SECONDS)
+        if seconds <= 0:
+            raise TimeoutError
+        self._on_wait(seconds)
+        return seconds
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        del timeout  # the deadline is stricter
+        data = self._receive(max_bytes)
+        if not data and not self._received_bytes:
+            raise httpx.ReadError("the connection was closed without an answer")
+        self._received_bytes += len(data)
+        self._reads += 1
+        if self._reads > _MAX_PARTS:
+            raise TooLargeError(_TOO_MANY_PARTS)
+        if self.is_in_head and self._received_bytes > _MAX_HEAD_BYTES:
+            raise TooLargeError(f"the head of the answer is over {_MAX_HEAD_BYTES // 1024} KiB")
+        if self._received_bytes > self._max_bytes:
+            raise TooLargeError(f"the answer is over {self._max_bytes / 1024**2:g} MiB")
+        return data
+
+    def _receive(self, max_bytes: int) -> bytes:
+        while True:
+            seconds = min(self._seconds_left(), _SLICE_SECONDS)
+            self._on_wait(seconds)
+            self._socket.settimeout(seconds)
+            try:
+                return self._socket.recv(max_bytes)
+            except TimeoutError:
+                continue
+            except OSError as error:
+                raise httpx.ReadError(error.strerror or str(error)) from error
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        del timeout
+        self._socket.settimeout(self._seconds_left())
+        try:
+            self._socket.sendall(buffer)
+        except TimeoutError as error:
+            raise httpx.WriteTimeout("the request could not be sent in time") from error
+        except OSError as error:  # httpcore reads what the server may have answered before it closed
+            raise httpcore.WriteError(str(error)) from error
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def get_extra_info(self, info: str) -> Any:
+        del info

@@ -1,0 +1,192 @@
+"""TLS settings of the web server: the file of ``agent.web_config``, in the format of Prometheus' exporters.
+
+Knows no page and no socket. The one invariant: a file that cannot be used leaves the one before it in force.
+"""
+
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from scheduled_events_agent import AgentError
+from scheduled_events_agent.typed_yaml import parse
+
+_MAX_FILE_BYTES = 1024 * 1024
+# The files are looked at this often at most.
+_LOOK_SECONDS = 1.0
+
+ClientAuthType = Literal["NoClientCert", "VerifyClientCertIfGiven", "RequireAndVerifyClientCert"]
+
+_NO_PASSWORDS = (
+    "the agent checks no passwords: ask for client certificates (client_auth_type: RequireAndVerifyClientCert), "
+    "or have a reverse proxy ask for passwords"
+)
+
+
+class TlsServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """TLS; relative paths begin where the file itself is."""
+
+    cert_file: str
+    key_file: str
+    client_auth_type: ClientAuthType = "NoClientCert"
+    client_ca_file: str | None = None
+    min_version: Literal["TLS12", "TLS13"] = "TLS12"
+
+
+class WebConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    tls_server_config: TlsServerConfig
+
+
+class TlsError(AgentError):
+    """The file cannot be used; one line for each thing wrong with it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, kind="web_config")
+
+
+class Tls:
+    """The TLS that the file asks for now: certificates are renewed under a running agent. For any thread."""
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        """``tell`` is called with the reason when the file is refused, and with "" when it is good again.
+
+        Raises TlsError.
+        """
+        self._path = path
+        self._tell = tell
+        self._lock = threading.Lock()
+        self.refused = ""
+        """Why the file as it is now was refused; "" if it is in force."""
+        config, self._context = _read(path)
+        self._files = (path, *named_files(path, config).values())
+        self._stamps = _stamps(self._files)
+        self._looked_at = time.monotonic()
+
+    def context(self) -> ssl.SSLContext:
+        """For the next connection. Reads the files again if they have changed, at most once a second."""
+        # A client does not wait for a disk that keeps another one waiting.
+        if time.monotonic() - self._looked_at >= _LOOK_SECONDS and self._lock.acquire(blocking=False):
+            try:
+                self._look()
+                self._looked_at = time.monotonic()
+            finally:
+                self._lock.release()
+        return self._context
+
+    def _look(self) -> None:
+        stamps = _stamps(self._files)
+        if stamps == self._stamps and not self.refused:
+            return
+        self._stamps = stamps
+        try:
+            config, self._context = _read(self._path)
+        except TlsError as error:
+            refused = str(error)
+        else:
+            refused = ""
+            self._files = (self._path, *named_files(self._path, config).values())
+        if refused != self.refused:
+            self.refused = refused
+            self._tell(refused)
+
+
+def load_web_config(path: Path) -> WebConfig:
+    """The file's settings, when all that it names can be used. Raises TlsError."""
+    return _read(path)[0]
+
+
+def doubts(config: WebConfig, *, is_open: bool) -> Iterator[str]:
+    """What is most likely a mistake. ``is_open``: other machines can reach the pages."""
+    if is_open and config.tls_server_config.client_auth_type != "RequireAndVerifyClientCert":
+        yield "every client that reaches the pages may read them: ask for client certificates"
+
+
+def named_files(path: Path, config: WebConfig) -> dict[str, Path]:
+    """The files that the file names, by their keys."""
+    tls = config.tls_server_config
+    names = {"cert_file": tls.cert_file, "key_file": tls.key_file, "client_ca_file": tls.client_ca_file}
+    return {key: path.parent / name for key, name in names.items() if name is not None}
+
+
+class _FileError(Exception):
+    """Something of ``tls_server_config`` cannot be used; ``key`` says what, "" for the whole."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = f"tls_server_config.{key}" if key else "tls_server_config"
+
+
+def _read(path: Path) -> tuple[WebConfig, ssl.SSLContext]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: no path at all
+        raise TlsError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(text) > _MAX_FILE_BYTES:
+        raise TlsError(f"{path}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger")
+    parsed = parse(text, WebConfig, str(path))
+    if "basic_auth_users" in parsed.lines:
+        raise TlsError(str(parsed.problem("basic_auth_users", _NO_PASSWORDS)))
+    if parsed.value is None or parsed.problems:
+        raise TlsError("\n".join(map(str, parsed.problems)))
+    try:
+        return parsed.value, _context(parsed.value.tls_server_config, named_files(path, parsed.value))
+    except _FileError as error:
+        raise TlsError(str(parsed.problem(error.key, str(error)))) from error
+
+
+def _context(tls: TlsServerConfig, files: dict[str, Path]) -> ssl.SSLContext:
+    asks = tls.client_auth_type != "NoClientCert"
+    if asks != ("client_ca_file" in files):
+        missing = "client_ca_file" if asks else "client_auth_type"
+        raise _FileError("", f"client_auth_type and client_ca_file go together: {missing} is missing")
+    for key, file in files.items():
+        try:
+            file.open("rb").close()  # the library would not say which file it cannot read
+        except (OSError, ValueError) as error:
+            raise _FileError(key, f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}[tls.min_version]
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    certificate = files["cert_file"]
+    key_file = files["key_file"]
+    try:
+        # Without the password, the library would ask a terminal for it.
+        context.load_cert_chain(certificate, key_file, password=lambda: "")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        if "MISMATCH" in str(getattr(error, "reason", "")):
+            raise _FileError("key_file", f"{key_file} is not the key of {certificate}") from error
+        expected = f"a certificate in {certificate} and its key, without a password, in {key_file}, both as PEM"
+        raise _FileError("cert_file", f"expected {expected}; {_reason(error)}") from error
+    if asks:
+        try:
+            context.load_verify_locations(files["client_ca_file"])
+        except (ssl.SSLError, OSError) as error:
+            text = f"expected certificates as PEM in {files['client_ca_file']}; {_reason(error)}"
+            raise _FileError("client_ca_file", text) from error
+        is_required = tls.client_auth_type == "RequireAndVerifyClientCert"
+        context.verify_mode = ssl.CERT_REQUIRED if is_required else ssl.CERT_OPTIONAL
+    return context
+
+
+def _reason(error: Exception) -> str:
+    reason = getattr(error, "reason", None)
+    return f"found: {str(reason).replace('_', ' ').lower()}" if reason else f"found: {error}"
+
+
+def _stamps(files: tuple[Path, ...]) -> tuple[object, ...]:
+    """What changes when a file does."""
+    stamps: list[object] = []
+    for file in files:
+        try:
+            facts = file.stat()
+            stamps.append((facts.st_mtime_ns, facts.st_size, facts.st_ino))
+        except OSError as error:
+            stamps.append(error.errno)
+    return tuple(stamps)

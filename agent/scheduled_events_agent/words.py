@@ -1,0 +1,391 @@
+"""The words for what there is to see: the terminal, the status page, the log and the service manager share them.
+
+Decides nothing, reads nothing, knows no clock. The one invariant: nothing is said here that ``workflow`` or the
+journal does not say, and nothing that is only expected.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+
+from msgspec.structs import replace
+
+from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.operator_words import command, short_ids, words_of_use
+from scheduled_events_agent.spelling import plural
+from scheduled_events_agent.status import EventSummary, HookStep, RunningHook, ShownWorkflow, Status
+from scheduled_events_agent.workflow import Note, Progress, Stage, Waits, Workflow
+
+_APPROVALS = {
+    "immediately": "wanted at once", "when-prepared": "wanted when prepared",
+    "manual": "wanted when an operator says so", "never": "not from here",
+}  # fmt: skip
+_WAITS = {
+    "time": "begins at {at} ({detail})",
+    "slot": "waits for a slot: {detail}; begins without one at {at}",
+    "table": "waits for the first answer of the fleet's table",
+    "would_run_on_start": "the agent only observes; it would now run {on_start}",
+    "observes": "the agent only observes",
+    "status": "only a scheduled event can be approved, and its status is {status}",
+    "not_ours": "it does not name this VM",
+    "missing": "it is not in the last document",
+    "id": "{event.approval_fault}",
+    "never": "{never}",
+    "unprepared": "preparation is not done",
+    "prepare_failed": "preparation failed ({prepare.failure})",
+    "prepare_canceled": "preparation was canceled",
+    "held": "an operator holds it",
+    "manual": "an operator must approve it",
+    "too_early": "its time has not come",
+    "shared": "it names other VMs too ({names}) and shared is {decision.shared}",
+    "earlier_vms": "VMs listed before this one may approve it until {at}",
+    "all_ready": "waits for {detail}",
+    "doubt": "the state file was lost, and what was done before is not known",
+    "recommendation": "prepared until it is over, at the latest until {at}",
+    "expired": "it has expired, and nothing more is done about it",
+    "other_event": "event {detail} still needs it prepared",
+    "lost_hook": "hook {detail} is not in the policy any more: put it back",
+}
+_OPERATORS = {"": "", "approved": "; an operator has approved it", "held": "; an operator holds it"}
+
+
+def as_shown(workflow: Workflow) -> ShownWorkflow:
+    """The workflow with its words."""
+    fields = {name: getattr(workflow, name) for name in Workflow.__struct_fields__}
+    return ShownWorkflow(**fields, waits_for=wait_in_words(workflow, workflow.waits))
+
+
+def wait_in_words(workflow: Workflow, waits: Waits | None) -> str:
+    """Why the event waits, as a clause; "" if it does not."""
+    if waits is None:
+        return workflow.recover.failure if workflow.phase == "recovery_failed" else ""
+    event = workflow.event
+    decision = workflow.decision
+    at = f"{waits.at:%Y-%m-%dT%H:%M:%SZ}" if waits.at else ""
+    if waits.kind == "would_begin":
+        return f"the agent only observes; it would {_plan(workflow, waits, at)}"
+    return _WAITS[waits.kind].format(
+        at=at,
+        detail=waits.detail,
+        event=event,
+        decision=decision,
+        prepare=workflow.prepare,
+        status=event.status or "missing",
+        names=", ".join(event.resources[:3]),
+        on_start=", ".join(decision.on_start),
+        never=f"approve is never ({decision.reason})" if decision.rule else decision.reason,
+    )
+
+
+def _plan(workflow: Workflow, waits: Waits, at: str) -> str:
+    """What an agent that acts would do about the event, as a clause."""
+    decision = workflow.decision
+    steps = [f"answer /readyz with 503 for {decision.drain_for:g}s"] if decision.drain_for else []
+    steps += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
+    if waits.approval is None:
+        approval = "approve it at once" if decision.approve == "immediately" or not steps else "approve it"
+        if decision.speaks_after:
+            approval += f" ({decision.speaks_after:g}s after the first VM that it names)"
+        steps.insert(0 if decision.approve == "immediately" else len(steps), approval)
+    elif waits.approval == "manual":
+        steps.append("wait for an operator to approve it")
+    else:
+        steps.append(f"not approve it ({wait_in_words(workflow, Waits(kind=waits.approval))})")
+    steps += [f"run {', '.join(decision.on_start)} when it has started"] if decision.on_start else []
+    steps += [f"run {', '.join(decision.recover)} when it is over"] if decision.recover else []
+    when = f"at {at} ({waits.detail})" if at else "now"
+    return f"{when} {', then '.join(steps)}"
+
+
+def note_in_words(workflow: Workflow, note: Note) -> str:
+    """What happened, for journal and log."""
+    if note.waits is None:
+        return note.text
+    reason = wait_in_words(workflow, note.waits)
+    return f"{_held(workflow)}: {reason}" if note.kind == "held" else reason
+
+
+def _held(workflow: Workflow) -> str:
+    return "held" if workflow.event.is_recommendation else "held, Azure starts it at NotBefore"
+
+
+def notice_title(what: str, event: ScheduledEvent, vm: str, outcome: str) -> str:
+    """What has happened, as the head of a notice. ``what``: as in the policy, or test."""
+    name = event.type or "event"
+    vm = vm or "this VM"
+    return {
+        "test": f"Test of the notifications of {vm}",
+        "seen": f"Azure announces a {name} of {vm}",
+        "preparing": f"Preparing {vm} for a {name}",
+        "prepared": f"{vm} is prepared for a {name}",
+        "held": f"The {name} of {vm} is held",
+        "approved": f"The {name} of {vm} is approved and may start",
+        "started": f"The {name} of {vm} has started",
+        "recovered": f"The {name} of {vm} is over: {outcome}",
+        "recovery_failed": f"{vm} has not recovered from a {name}: an operator must act",
+    }[what]
+
+
+def summarize(workflow: Workflow) -> str:
+    """The event in one line, which changes only when something happens to it."""
+    event = workflow.event
+    rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule"
+    not_before = f", not before {event.not_before:%Y-%m-%dT%H:%M:%SZ}" if event.not_before else ""
+    waits = wait_in_words(workflow, workflow.waits)
+    doing = ", ".join(filter(None, [workflow.phase.replace("_", " "), waits]))
+    return f"{event.type} {event.id} ({rule}{not_before}): {doing}"
+
+
+def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datetime) -> str:
+    """What the agent does about the event now, or what it waits for, as one sentence without its stop."""
+    hooks = [f"runs the {hook.stage} hook {hook.hook}, {span(hook.since, now)} so far" for hook in running]
+    if hooks and is_held(workflow):
+        hooks.append("held by an operator: no other begins")
+    if hooks:
+        return "; ".join(hooks)
+    if workflow.phase == "recovery_failed":
+        return f"recovery failed, an operator must retry or resolve it: {workflow.waits_for}"
+    if workflow.is_missing:
+        return "waits: it is not in the last document, and the next one tells if it is over"
+    if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
+        return f"drains for {span(now, workflow.drain_until)} more (/readyz answers 503)"
+    if workflow.phase == "held":
+        return f"{_held(workflow)}: {workflow.waits_for}"
+    if workflow.waits_for:
+        return workflow.waits_for if workflow.waits_for.startswith("waits ") else f"waits: {workflow.waits_for}"
+    return _phase_in_words(workflow)
+
+
+def _phase_in_words(workflow: Workflow) -> str:
+    """What the phase says by itself, when no hook runs and nothing is waited for."""
+    phases = {
+        "approved": "approved; the event is Azure's to start",
+        "started": "under way",
+        "closed": f"over: {workflow.outcome}",
+    }
+    if workflow.phase in phases:
+        return phases[workflow.phase]
+    is_observed = not workflow.decision.has_preparation and workflow.decision.approve == "never"
+    if workflow.phase == "waiting" and is_observed:
+        return "only observed"
+    return "asks Azure to start it" if workflow.approval.state == "requested" else workflow.phase
+
+
+def last_known_activity(workflow: ShownWorkflow) -> str:
+    """What the agent was about when it last wrote about the event; whether it goes on is not known."""
+    if workflow.phase == "recovery_failed":
+        return f"recovery had failed: {workflow.waits_for}"
+    stages = {"prepare": workflow.prepare, "on_start": workflow.on_start, "recover": workflow.recover}
+    hooks = [
+        f"had begun the {stage} hook {progress.current}" for stage, progress in stages.items() if progress.current
+    ]
+    waits = f"waited: {workflow.waits_for}" if workflow.waits_for else ""
+    approval = f"approval {workflow.approval.state}" if workflow.approval.state != "none" else ""
+    return "; ".join(filter(None, [f"was {workflow.phase.replace('_', ' ')}", *hooks, approval, waits]))
+
+
+def lasting(event: ScheduledEvent) -> str:
+    """Azure's estimate of the interruption, as a phrase."""
+    if event.duration_seconds is None:
+        return "for an unknown time"
+    return f"for about {event.duration_seconds:g}s" if event.duration_seconds else "without an interruption"
+
+
+def time_left(event: ScheduledEvent, now: datetime) -> str:
+    """How long until the event may start, as a phrase."""
+    if event.is_recommendation:
+        return "an eviction may follow"
+    if event.status == "Started":
+        return "has started"
+    if event.not_before is None or event.not_before <= now:
+        return "may start at any moment"
+    return f"not before {span(now, event.not_before)} from now"
+
+
+def verdict(status: Status) -> str:
+    """The agent in one line: is it well, what may it do, is anything pending."""
+    acts = "acts" if status.mode == "act" else "only observes"
+    parts = [
+        *(["RECOVERY FAILED"] if any(w.phase == "recovery_failed" for w in status.pending) else []),
+        "healthy" if status.health == "ok" else "NOT HEALTHY",
+        acts,
+        pending_in_words(status.pending),
+    ]
+    if not status.vm.names:
+        parts.append("the name of this VM is not known")
+    if status.policy.refused:
+        parts.append("the policy file is refused")
+    return "; ".join(parts)
+
+
+def pending_in_words(pending: Iterable[Workflow]) -> str:
+    """How many events are pending, and which of them may wait for an operator."""
+    workflows = list(pending)
+    if not workflows:
+        return "nothing is pending"
+    counts = {
+        "not recovered": sum(workflow.phase == "recovery_failed" for workflow in workflows),
+        "held": sum(workflow.phase == "held" for workflow in workflows),
+        "started": sum(workflow.phase == "started" for workflow in workflows),
+        "recovering": sum(workflow.phase == "recovering" for workflow in workflows),
+        "waiting for an operator": sum(map(waits_for_operator, workflows)),
+        "of other VMs": sum(workflow.decision.affects == "others" for workflow in workflows),
+    }
+    told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    are = "is" if len(workflows) == 1 else "are"
+    events = f"{plural(len(workflows), 'event')} {are} pending"
+    return f"{events} ({told})" if told else events
+
+
+def is_held(workflow: Workflow) -> bool:
+    """Whether an operator's hold is in force; it ends with the start of the event."""
+    return workflow.operator == "held" and not (workflow.is_gone or workflow.was_started)
+
+
+def waits_for_operator(workflow: Workflow) -> bool:
+    """Whether its rule wants an operator to approve it, and that is all it waits for."""
+    is_manual = workflow.decision.approve == "manual" and not workflow.operator
+    return is_manual and workflow.phase in ("waiting", "prepared") and not workflow.event.is_started
+
+
+def by_urgency(pending: Iterable[ShownWorkflow]) -> list[ShownWorkflow]:
+    """What was not recovered first, then what concerns this VM: what may start soonest, has started, is over."""
+
+    def rank(workflow: Workflow) -> tuple[bool, bool, bool, bool, bool, float]:
+        not_before = workflow.event.not_before
+        return (
+            workflow.phase != "recovery_failed",
+            workflow.decision.affects == "others",
+            workflow.event.is_recommendation,
+            workflow.is_gone,
+            workflow.event.is_started,
+            not_before.timestamp() if not_before else 0.0,
+        )
+
+    return sorted(pending, key=rank)
+
+
+def clock(at: datetime, now: datetime) -> str:
+    """Time of day, UTC, with the date if it is another one than that of ``now``."""
+    return f"{at:%H:%M:%S}Z" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}Z"
+
+
+def span(earlier: datetime, later: datetime) -> str:
+    """The time between, in at most two units, rounded down; 0s if there is none."""
+    seconds = max(0, int((later - earlier).total_seconds()))
+    minutes = seconds // 60
+    hours = seconds // 3600
+    days = seconds // 86400
+    if days:
+        return f"{days}d {hours % 24}h"
+    if hours:
+        return f"{hours}h {minutes % 60}m"
+    return f"{minutes}m {seconds % 60}s" if minutes else f"{seconds}s"
+
+
+def with_words(status: Status) -> Status:
+    """The same status, with its headline and the summaries of its events."""
+    pending = by_urgency(status.pending)
+    headline, tone = _headline(status, pending)
+    if status.health != "ok":
+        headline = f"Not healthy. {headline}"
+        tone = "bad"
+    short = short_ids([workflow.event.id for workflow in status.pending])
+    summaries = tuple(
+        EventSummary(
+            workflow_id=workflow.id,
+            activity=activity(workflow, status.running_for(workflow.id), status.at),
+            approval=_approval(workflow),
+            hooks=tuple(_hooks(status, workflow)),
+            commands=tuple(
+                command(word, short[workflow.event.id], status.command_options)
+                for word in words_of_use(status, workflow)
+            ),
+        )
+        for workflow in pending
+    )
+    return replace(status, headline=headline, tone=tone, summaries=summaries)
+
+
+def _headline(status: Status, pending: Sequence[ShownWorkflow]) -> tuple[str, str]:
+    """How things are with the events, and the tone of that."""
+    failed = [workflow for workflow in pending if workflow.phase == "recovery_failed"]
+    held = [workflow for workflow in pending if workflow.phase == "held"]
+    ours = [workflow for workflow in pending if workflow.decision.affects in ("self", "shared")]
+    if failed:
+        more = f", and from {len(failed) - 1} more" if len(failed) > 1 else ""
+        return f"Recovery from a {failed[0].event.type} failed{more}: {failed[0].waits_for}", "bad"
+    if held:
+        more = f", and {len(held) - 1} more" if len(held) > 1 else ""
+        return f"{held[0].event.type or 'An event'} is held{more}: {held[0].waits_for}", "bad"
+    if ours:
+        more = f", and {len(pending) - 1} more" if len(pending) > 1 else ""
+        return f"{_course(ours[0])}{more}", "busy"
+    if pending:
+        return f"{plural(len(pending), 'event')} pending, none for this VM", "good"
+    if status.last_poll_at is None:
+        return "Azure has not answered yet", "busy"
+    if status.poll_failure:
+        return "Nothing was pending at the last good poll", "busy"
+    return "Nothing is pending", "good"
+
+
+def _course(workflow: Workflow) -> str:
+    """What becomes of an event of this VM."""
+    name = workflow.event.type or "event"
+    if workflow.event.is_recommendation and workflow.phase == "prepared":
+        return f"Prepared for a {name}"
+    if workflow.is_gone and workflow.phase not in ("recovering", "recovery_failed"):
+        return f"{name} is over"
+    return {
+        "waiting": f"{name} is pending",
+        "preparing": f"Preparing for a {name}",
+        "prepared": f"Prepared for a {name}, which is not approved yet",
+        "approved": f"{name} is approved and may start",
+        "started": f"{name} is under way",
+        "recovering": f"Recovering from a {name}",
+    }.get(workflow.phase, f"{name}: {workflow.phase}")
+
+
+def _approval(workflow: Workflow) -> str:
+    """How far the approval is."""
+    approval = workflow.approval
+    decision = workflow.decision
+    tries = f"{approval.failures} failed so far" if approval.failures else ""
+    if approval.state == "confirmed":
+        text = "Azure has taken it"
+    elif approval.state == "requested":
+        text = f"Azure is being asked; {tries}" if tries else "Azure is being asked"
+    elif tries:
+        text = f"{tries}; the agent tries again"
+    elif workflow.event.is_recommendation:
+        text = "none: it would have no effect"
+    elif workflow.is_gone or workflow.was_started:
+        text = "none was given from here"
+    elif not decision.rule:
+        text = "none: the event is only observed"
+    else:
+        text = _APPROVALS[decision.approve]
+    return f"{text}{_OPERATORS[workflow.operator]}"
+
+
+def _hooks(status: Status, workflow: Workflow) -> Iterator[HookStep]:
+    """The hooks of the event in their order."""
+    decision = workflow.decision
+    is_over = workflow.is_over
+    running = {(hook.stage, hook.hook) for hook in status.running_for(workflow.id)}
+    stages: tuple[tuple[Stage, tuple[str, ...], Progress, bool], ...] = (
+        ("prepare", decision.prepare, workflow.prepare, is_over or workflow.was_started),
+        ("on_start", decision.on_start, workflow.on_start, is_over),
+        ("recover", decision.recover, workflow.recover, workflow.phase == "closed"),
+    )
+    for stage, hooks, progress, is_past in stages:
+        failed = progress.failed_hook or next((hook for hook in hooks if hook not in progress.done), None)
+        for hook in hooks:
+            if (stage, hook) in running or progress.current == hook:
+                yield HookStep(stage=stage, hook=hook, state="running")
+            elif hook in progress.done:
+                yield HookStep(stage=stage, hook=hook, state="done")
+            elif progress.state == "failed" and hook == failed:
+                yield HookStep(stage=stage, hook=hook, state="failed")
+            else:
+                yield HookStep(stage=stage, hook=hook, state="not_run" if is_past else "open")

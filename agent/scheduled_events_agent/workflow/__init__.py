@@ -1,0 +1,70 @@
+"""What happens next: the life of one event, from first sight to recovery, as a pure state machine.
+
+Decides when hooks run, when to approve and when to recover. Does no I/O, reads no clock, keeps no state.
+``proceed`` takes the board of open workflows and signals, and returns the new board with the steps that led to it;
+the caller writes the steps to disk and then performs their effects. The one invariant: a step follows from what is
+in the workflow, so that after a crash at any moment the same workflow leads to the same next step.
+
+    model.py      the values: a workflow, its phases and their arrows, signals, effects, steps
+    board.py      proceed: takes signals in, then moves every workflow as far as it goes
+    signals.py    what each signal changes in a workflow
+    phases.py     what is due in each phase
+    stages.py     the hooks of a stage, in order; hooks that events share
+    approving.py  gates: whether an event may be approved now; the request and its answer
+    fleet.py      slots and readiness: what the VMs of a group must agree on
+    wishes.py     what this VM wants of its fleet
+    times.py      begin, drain, deadline of a hook
+"""
+
+from scheduled_events_agent.workflow.approving import Leave, ask_gates
+from scheduled_events_agent.workflow.board import (
+    Progression,
+    has_obeyed,
+    is_ready,
+    known_events,
+    next_wake_at,
+    proceed,
+)
+from scheduled_events_agent.workflow.fleet import awaited_others, needs_all, needs_slot, workflow_id
+from scheduled_events_agent.workflow.model import (
+    TRANSITIONS,
+    AgentRestarted,
+    Approval,
+    ApprovalAnswered,
+    Approve,
+    Board,
+    CancelHook,
+    ClockSet,
+    Context,
+    Effect,
+    Fleet,
+    HookFinished,
+    HookOutcome,
+    MoveDeadline,
+    Note,
+    NoteKind,
+    OperatorSpoke,
+    Outcome,
+    Phase,
+    Progress,
+    Reconsider,
+    RunHook,
+    Signal,
+    Stage,
+    Standing,
+    Step,
+    Waits,
+    Word,
+    Workflow,
+)
+from scheduled_events_agent.workflow.times import hook_deadline_at, needed_seconds
+from scheduled_events_agent.workflow.wishes import Wish, wishes
+
+__all__ = [
+    "TRANSITIONS", "AgentRestarted", "Approval", "ApprovalAnswered", "Approve", "Board", "CancelHook", "ClockSet",
+    "Context", "Effect", "Fleet", "HookFinished", "HookOutcome", "Leave", "MoveDeadline", "Note", "NoteKind",
+    "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Reconsider", "RunHook", "Signal", "Stage",
+    "Standing", "Step", "Waits", "Wish", "Word", "Workflow", "ask_gates", "awaited_others", "has_obeyed",
+    "hook_deadline_at", "is_ready", "known_events", "needed_seconds", "needs_all", "needs_slot", "next_wake_at",
+    "proceed", "wishes", "workflow_id",
+]  # fmt: skip

@@ -1,0 +1,170 @@
+"""The board of all open workflows: takes in signals, then moves every workflow as far as it goes."""
+
+from collections.abc import Callable, Iterable
+from datetime import datetime, timedelta
+
+import msgspec
+from msgspec.structs import replace
+
+from scheduled_events_agent.events import Gone, Missing, ScheduledEvent, Seen
+from scheduled_events_agent.workflow.fleet import latest_begin, needs_slot, proceeds_alone_at
+from scheduled_events_agent.workflow.model import (
+    TRANSITIONS,
+    ApprovalAnswered,
+    Board,
+    Context,
+    HookFinished,
+    OperatorSpoke,
+    RunHook,
+    Signal,
+    Step,
+    Workflow,
+    WorkflowError,
+)
+from scheduled_events_agent.workflow.phases import may_begin, move
+from scheduled_events_agent.workflow.signals import may_return, take_in, waiting_for_hook
+from scheduled_events_agent.workflow.stages import share_hooks
+from scheduled_events_agent.workflow.times import expires_at, start_of, turn_to_approve
+
+# How often an approval that waits for a later document looks whether there is one.
+_LATER_DOCUMENT = timedelta(seconds=1)
+
+
+class Progression(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``proceed`` returns."""
+
+    board: dict[str, Workflow]
+    """The new board, without closed workflows."""
+    steps: tuple[Step, ...]
+    """In the order in which they were made."""
+    faults: tuple[tuple[str, Exception], ...]
+    """Bugs met on the way, with the workflow's id. That workflow stays where it was, the others went on."""
+
+
+def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progression:
+    """Take in ``signals``, then move every workflow as far as it goes."""
+    turn = _Turn(board, context)
+    for signal in signals:
+        for key in turn.targets(signal):
+            turn.attempt(key, take_in, turn.workflows.get(key), signal, context)
+    turn.move_all()
+    open_ = {key: workflow for key, workflow in turn.workflows.items() if workflow.is_open}
+    return Progression(board=open_, steps=tuple(turn.steps), faults=tuple(turn.faults.items()))
+
+
+class _Turn:
+    """One call of ``proceed``: the board as it changes, and the steps that changed it."""
+
+    def __init__(self, board: Board, context: Context) -> None:
+        self.workflows = dict(board)
+        self.steps: list[Step] = []
+        self.faults: dict[str, Exception] = {}
+        self._context = context
+        # By the event's key. No document has an event twice.
+        self._present = {w.event.key: w.id for w in board.values() if not w.is_gone}
+        self._gone = {w.event.key: w.id for w in board.values() if w.is_gone and w.missing_since is not None}
+
+    def targets(self, signal: Signal) -> list[str]:
+        """The workflows that the signal is for; "" stands for a new one."""
+        match signal:
+            case Seen(event, renamed_from):
+                gone = self._gone.get(event.key, "")
+                returns = gone if gone and may_return(self.workflows[gone]) else ""
+                return [self._present.get(renamed_from or event.key, returns)]
+            case Missing(key) | Gone(key):
+                return [self._present[key]] if key in self._present else []
+            case HookFinished():
+                return waiting_for_hook(signal, self.workflows)
+            case ApprovalAnswered() | OperatorSpoke():
+                return [signal.workflow_id] if signal.workflow_id in self.workflows else []
+            case _:
+                return list(self.workflows)
+
+    def move_all(self) -> None:
+        """Move until nothing moves: workflows wait for each other.
+
+        Events that are still to come move first: what they begin may forbid the recovery from another one.
+        """
+        moving = sorted(self.workflows, key=lambda key: self.workflows[key].is_over)
+        for _ in range(1000):
+            before = len(self.steps)
+            for key in moving:
+                if key not in self.faults:
+                    self.attempt(key, move, self.workflows[key], self.workflows, self._context)
+            if len(self.steps) == before:
+                return
+        self.faults[""] = WorkflowError(f"workflows do not come to rest: {moving}", kind="bug")
+
+    def attempt(self, key: str, find_step: Callable[..., Step | None], *arguments: object) -> None:
+        """Make the step, if there is one. A bug in one event must not stop the others."""
+        try:
+            step = find_step(*arguments)
+            if step is not None:
+                self._apply(step)
+        except Exception as error:  # noqa: BLE001 - as above
+            self.faults[key] = error
+
+    def _apply(self, step: Step) -> None:
+        new = step.workflow
+        old = self.workflows.get(step.workflow.id)
+        if old is not None and new.phase != old.phase and new.phase not in TRANSITIONS[old.phase]:
+            raise WorkflowError(f"{old.phase} -> {new.phase} is no step in the life of an event", kind="bug")
+        if old != new or step.effects or step.notes:
+            self.steps.append(step)
+            self.workflows[new.id] = new
+        if old is None and new.event.key in self._gone:
+            # Only the last appearance of an event may go on if it comes back.
+            followed = self.workflows[self._gone[new.event.key]]
+            self._apply(Step(workflow=replace(followed, missing_since=None)))
+        if any(isinstance(effect, RunHook) and effect.stage == "recover" for effect in step.effects):
+            for peer in list(self.workflows.values()):
+                if peer.is_over and share_hooks(peer, new):
+                    self._apply(Step(workflow=replace(peer, is_undone=True)))
+
+
+def known_events(board: Board) -> dict[str, ScheduledEvent]:
+    """The events that are not over, by key; the next document is compared with them."""
+    return {workflow.event.key: workflow.event for workflow in board.values() if not workflow.is_gone}
+
+
+def has_obeyed(workflow: Workflow, word: str) -> bool:
+    """Whether an operator's word that was just taken in still counts; a change may have come with it."""
+    match word:
+        case "retry":
+            stage = workflow.recover if workflow.is_over else workflow.prepare
+            return workflow.is_open and stage.state != "failed"
+        case "resolve":
+            return workflow.recover.state == "resolved"
+        case _:
+            return workflow.operator == word
+
+
+def is_ready(board: Board) -> bool:
+    """Whether this VM is ready for work: nothing is prepared for, and all recovery is done."""
+    return not any(workflow.is_prepared_for for workflow in board.values())
+
+
+def next_wake_at(board: Board, context: Context) -> datetime | None:
+    """When time alone will next let a workflow move."""
+    times = []
+    if board and context.fleet is not None and (alone_at := proceeds_alone_at(context.fleet)):
+        times.append(alone_at)
+    for workflow in board.values():
+        prepare = workflow.prepare
+        approval = workflow.approval
+        if workflow.drain_until and prepare.state == "running" and prepare.current is None:
+            times.append(workflow.drain_until)
+        if approval.state == "none" and approval.retry_at:
+            times.append(approval.retry_at)
+            if context.document_at and approval.failed_at and context.document_at <= approval.failed_at:
+                times.append(context.now + _LATER_DOCUMENT)
+        if approval.state == "none" and (turn_at := turn_to_approve(workflow)):
+            times.append(turn_at)
+        if may_begin(workflow) and workflow.decision.rule and not workflow.is_over:
+            times.append(start_of(workflow, context).at)
+            latest = latest_begin(workflow)
+            if latest is not None and context.fleet is not None and needs_slot(workflow, context.fleet):
+                times.append(latest)
+        if expiry := expires_at(workflow):
+            times.append(expiry)
+    return min((time for time in times if time > context.now), default=None)

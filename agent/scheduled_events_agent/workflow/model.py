@@ -1,0 +1,348 @@
+"""What a workflow is: its phases, what comes in, what goes out, and what a move rests on.
+
+Holds values only. A workflow is stored as it is here: once released, another form needs a migration in
+``store/file.py``.
+"""
+
+from collections.abc import Container, Mapping
+from datetime import datetime
+from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from scheduled_events_agent import AgentError
+from scheduled_events_agent.events import Gone, Missing, ScheduledEvent, Seen
+from scheduled_events_agent.policy import Decision, MaintenanceWindow, Rule
+
+Phase = Literal[
+    "waiting", "preparing", "prepared", "held", "approved", "started", "recovering", "recovery_failed", "closed",
+]  # fmt: skip
+Outcome = Literal["", "completed", "canceled", "expired", "unknown"]
+Stage = Literal["prepare", "on_start", "recover"]
+HookOutcome = Literal["succeeded", "failed", "timed_out", "canceled", "not_started"]
+Word = Literal["", "approved", "held", "retry", "resolve"]
+"""What an operator says of an event; "" takes back approved and held."""
+NoteKind = Literal[
+    "seen", "changed", "renamed", "missing", "gone", "decided", "preparing", "hook_started", "hook_finished",
+    "hook_canceled", "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering",
+    "recovery_failed", "waits", "blocked", "closed", "operator", "restarted", "expired",
+]  # fmt: skip
+WaitKind = Literal[
+    # before it begins
+    "time", "would_begin", "would_run_on_start", "observes", "slot",
+    # before it begins, and before it is approved
+    "table",
+    # what the gates answer
+    "status", "not_ours", "missing", "id", "never", "unprepared", "prepare_failed", "prepare_canceled", "held",
+    "manual", "too_early", "shared", "earlier_vms", "all_ready", "doubt",
+    # of a recommendation: while it is prepared for, and after that
+    "recommendation", "expired",
+    # before it recovers
+    "other_event", "lost_hook",
+]  # fmt: skip
+
+# Every arrow of the life of an event; ``proceed`` refuses a step along any other one.
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    "waiting": frozenset({"preparing", "prepared", "held", "started", "closed"}),
+    "preparing": frozenset({"waiting", "prepared", "held", "started", "recovering", "closed"}),
+    "prepared": frozenset({"preparing", "held", "approved", "started", "recovering", "closed"}),
+    "held": frozenset({"waiting", "preparing", "prepared", "approved", "started", "recovering", "closed"}),
+    "approved": frozenset({"preparing", "started", "recovering", "closed"}),
+    "started": frozenset({"recovering", "closed"}),
+    # Back to an earlier phase: the event is in the document again, and no recover hook has run.
+    # Back to waiting: the document still lists a recommendation that has expired.
+    "recovering": frozenset({"waiting", "prepared", "approved", "started", "recovery_failed", "closed"}),
+    "recovery_failed": frozenset({"waiting", "recovering", "closed"}),
+    "closed": frozenset(),
+}
+
+# How much of a changed value is shown in the log and the journal; the event itself is kept whole.
+_SHOWN_CHARACTERS = 200
+
+
+class WorkflowError(AgentError):
+    """A bug: a step that the table of transitions does not allow, or steps without end."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a stage (a list of hooks, run in order) has come."""
+
+    state: Literal["idle", "running", "succeeded", "failed", "canceled", "resolved"] = "idle"
+    """resolved: it failed, and an operator has repaired it by hand."""
+    done: tuple[str, ...] = ()
+    """Hooks that need not run again: they succeeded, or are not required."""
+    current: str | None = None
+    """The hook that runs; None between two hooks."""
+    run: int = 0
+    """Number of hooks started in this stage; tells the result of this run from that of an earlier one."""
+    is_canceling: bool = False
+    failure: str = ""
+    """The last failure, as a phrase."""
+    failed_hook: str = ""
+    """The hook at which the stage failed, until it is tried again."""
+
+
+class Approval(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the approval has come."""
+
+    state: Literal["none", "requested", "confirmed"] = "none"
+    failures: int = 0
+    retry_at: datetime | None = None
+    failed_at: datetime | None = None
+    """The next try also waits for a later document, which may say that the event is over."""
+
+
+class Waits(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a workflow does not move; ``words.py`` has the words for it."""
+
+    kind: WaitKind
+    at: datetime | None = None
+    """Until when, if that is known."""
+    detail: str = ""
+    """The other event's id, the lost hook's name, or why it does not begin earlier."""
+    approval: WaitKind | None = None
+    """Of what would begin: why it would not be approved."""
+
+
+class Workflow(msgspec.Struct, frozen=True, kw_only=True):
+    """One event and what was done about it. Stored as it is."""
+
+    id: str
+    """Unique to this appearance of the event, which may vanish and come back under the same event id."""
+    event: ScheduledEvent
+    decision: Decision
+    first_seen_at: datetime
+    noticed_at: datetime
+    """When the event was first seen with its present NotBefore."""
+    boot_id: str
+    """The boot during which the event was first seen."""
+    phase: Phase = "waiting"
+    prepare: Progress = Progress()
+    on_start: Progress = Progress()
+    recover: Progress = Progress()
+    drain_until: datetime | None = None
+    approval: Approval = Approval()
+    operator: Literal["", "approved", "held"] = ""
+    missing_since: datetime | None = None
+    """When an answer first lacked the event; the event is gone when a second one lacks it."""
+    is_gone: bool = False
+    is_undone: bool = False
+    """Since it was over, a recover hook has started that undoes what was prepared, for this or another event."""
+    is_expired: bool = False
+    """A recommendation that was prepared for long enough: it is over, though the document may still list it."""
+    was_started: bool = False
+    is_doubtful: bool = False
+    """First seen after the state file was lost: what was done about it before is not known."""
+    begun_at: datetime | None = None
+    """When its handling began. With ``shared: first``, this VM's turn to approve counts from then."""
+    waits: Waits | None = None
+    """Why the workflow does not move."""
+    outcome: Outcome = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self.phase != "closed"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing needs to be prepared for the event any more."""
+        return self.is_gone or self.is_expired
+
+    @property
+    def stages(self) -> tuple[Progress, ...]:
+        return self.prepare, self.on_start, self.recover
+
+    def progress(self, stage: Stage) -> Progress:
+        return {"prepare": self.prepare, "on_start": self.on_start, "recover": self.recover}[stage]
+
+    def with_progress(self, stage: Stage, progress: Progress) -> "Workflow":
+        changes: dict[str, Any] = {stage: progress}
+        return replace(self, **changes)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the last answer lacks the event; the next one tells if it is over."""
+        return self.missing_since is not None and not self.is_gone
+
+    @property
+    def is_prepared_for(self) -> bool:
+        """Preparation has begun and is not yet undone."""
+        return self.is_open and self.prepare.state != "idle"
+
+
+class HookFinished(msgspec.Struct, frozen=True, kw_only=True):
+    """A hook has ended."""
+
+    workflow_id: str
+    stage: Stage
+    hook: str
+    run: int
+    outcome: HookOutcome
+    is_required: bool = True
+    """False: a failure does not end the stage."""
+    detail: str = ""
+    tail: str = ""
+    """The end of its output, for the journal."""
+
+
+class ApprovalAnswered(msgspec.Struct, frozen=True, kw_only=True):
+    """The service has answered the start request, or the request failed (``error_kind``)."""
+
+    workflow_id: str
+    error_kind: str = ""
+    detail: str = ""
+
+
+class OperatorSpoke(msgspec.Struct, frozen=True, kw_only=True):
+    """What an operator says about the event."""
+
+    workflow_id: str
+    word: Word
+    user: str
+
+
+class AgentRestarted(msgspec.Struct, frozen=True):
+    """The agent has loaded its workflows from disk: no hook and no approval is under way."""
+
+
+class Reconsider(msgspec.Struct, frozen=True):
+    """The rules or this VM's names have changed: decide again."""
+
+
+class ClockSet(msgspec.Struct, frozen=True):
+    """The wall clock was set: a drain that goes on lasts as long as it would have."""
+
+    seconds: float
+
+
+Signal = (
+    Seen
+    | Missing
+    | Gone
+    | HookFinished
+    | ApprovalAnswered
+    | OperatorSpoke
+    | AgentRestarted
+    | Reconsider
+    | ClockSet
+)
+
+
+class RunHook(msgspec.Struct, frozen=True, kw_only=True):
+    """Start the hook; its result comes back as HookFinished."""
+
+    workflow_id: str
+    stage: Stage
+    hook: str
+    run: int
+
+
+class CancelHook(msgspec.Struct, frozen=True, kw_only=True):
+    """Stop the hook that runs; its result comes back as HookFinished."""
+
+    workflow_id: str
+    stage: Stage
+
+
+class MoveDeadline(msgspec.Struct, frozen=True, kw_only=True):
+    """NotBefore has changed while a prepare hook runs."""
+
+    workflow_id: str
+
+
+class Approve(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask Azure to start the event; the answer comes back as ApprovalAnswered."""
+
+    workflow_id: str
+    event_id: str
+    is_alone: bool
+
+
+Effect = RunHook | CancelHook | MoveDeadline | Approve
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that happened, for journal, log and metrics."""
+
+    kind: NoteKind
+    text: str = ""
+    """"" if ``waits`` says it; see ``words.note_in_words``."""
+    waits: Waits | None = None
+    """Why the workflow waits, or is held."""
+    stage: str = ""
+    hook: str = ""
+    outcome: str = ""
+    """How the hook ended; "" in other notes."""
+    detail: str = ""
+    """More about it, such as the end of a hook's output."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """The workflow after one move, the effects to carry out, and what happened."""
+
+    workflow: Workflow
+    effects: tuple[Effect, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+class Standing(msgspec.Struct, frozen=True, kw_only=True):
+    """What the fleet's table last said of one event."""
+
+    workflow: str = ""
+    """The appearance of the event that this is about; it counts for no other one."""
+    has_slot: bool = False
+    holder: str = ""
+    """Which event has the slot that frees up first, as a phrase; "" if that is not known."""
+    ready: frozenset[str] = frozenset()
+    """Plain names of the VMs that are ready."""
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """The VMs with which this one acts together, as far as the table tells."""
+
+    max_events: int | None = None
+    expect: tuple[str, ...] = ("*",)
+    when_away: Literal["hold", "proceed"] = "hold"
+    failure: str = ""
+    """Why the table cannot be used now; "" if it can."""
+    away_since: datetime | None = None
+    standings: Mapping[str, Standing] = {}
+    """By the event's fleet key."""
+
+
+class Context(msgspec.Struct, frozen=True, kw_only=True):
+    """What a move depends on besides the workflows."""
+
+    now: datetime
+    names: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    windows: Mapping[str, MaintenanceWindow]
+    hooks: Container[str]
+    """Names of all hooks of the policy."""
+    hook_seconds: Mapping[str, float] = {}
+    """How long each may take."""
+    reserve: float = 0.0
+    """Prepare hooks must end so many seconds before NotBefore."""
+    boot_id: str
+    is_acting: bool = True
+    """False in observe mode: neither hooks nor approvals."""
+    document_at: datetime | None
+    """When the last document was read; None before the first one, and then nothing moves."""
+    is_state_lost: bool = False
+    """The state file was found damaged, and this is the first document since."""
+    fleet: Fleet | None = None
+    """None if this VM acts alone."""
+
+
+Board = Mapping[str, Workflow]
+"""Open workflows by their id, oldest first."""
+
+
+def show(value: object) -> str:
+    if value is None:
+        return "unknown"
+    if isinstance(value, datetime):
+        return f"{value:%Y-%m-%dT%H:%M:%SZ}"
+    text = "[" + ", ".join(map(str, value[:10])) + "]" if isinstance(value, tuple) else str(value) or '""'
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} (cut)"

@@ -1,0 +1,346 @@
+"""What each signal changes in the workflow that it is for: facts only; ``phases`` acts on them."""
+
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+
+from msgspec.structs import replace
+
+from scheduled_events_agent.events import Gone, Missing, ScheduledEvent, Seen
+from scheduled_events_agent.policy import Facts, decide
+from scheduled_events_agent.workflow.approving import take_answer
+from scheduled_events_agent.workflow.fleet import workflow_id
+from scheduled_events_agent.workflow.model import (
+    AgentRestarted,
+    ApprovalAnswered,
+    ClockSet,
+    Context,
+    Effect,
+    HookFinished,
+    MoveDeadline,
+    Note,
+    OperatorSpoke,
+    Outcome,
+    Phase,
+    Progress,
+    Reconsider,
+    Signal,
+    Stage,
+    Step,
+    Workflow,
+    show,
+)
+from scheduled_events_agent.workflow.stages import is_to_recover, next_hook, prepared_peers, tried_again, with_end
+from scheduled_events_agent.workflow.times import drain_end
+
+
+def take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Step | None:
+    """The workflow with the signal in it; None if that changes nothing. Without a workflow: a new one."""
+    if workflow is None:
+        return _admit(signal.event, context) if isinstance(signal, Seen) else None
+    match signal:
+        case Seen(event):
+            return _see(workflow, event, context)
+        case Missing():
+            return _miss(workflow, context)
+        case Gone():
+            return _lose(workflow, signal, context)
+        case HookFinished() if workflow.id == signal.workflow_id:
+            return _finish_hook(workflow, signal)
+        case HookFinished():
+            return _share_finished_hook(workflow, signal)
+        case ApprovalAnswered():
+            return take_answer(workflow, signal, context)
+        case OperatorSpoke():
+            return _hear(workflow, signal, context)
+        case AgentRestarted():
+            return _restart(workflow, context)
+        case Reconsider():
+            return None if workflow.is_over else _decide_anew(workflow, context)
+        case ClockSet(seconds):
+            return _move_times(workflow, seconds, context)
+
+
+def waiting_for_hook(signal: HookFinished, workflows: Mapping[str, Workflow]) -> list[str]:
+    """The workflow whose hook has ended, and those whose recovery needs the same hook."""
+    owner = workflows.get(signal.workflow_id)
+    if owner is None:
+        return []
+    progress = owner.progress(signal.stage)
+    if (progress.current, progress.run) != (signal.hook, signal.run):
+        return []  # a restart has given up this run
+    if signal.stage != "recover" or (signal.outcome == "canceled" and progress.is_canceling):
+        return [owner.id]
+    return [owner.id, *(peer.id for peer in prepared_peers(owner, workflows) if is_to_recover(peer, signal.hook))]
+
+
+def _admit(event: ScheduledEvent, context: Context) -> Step:
+    facts = Facts(names=context.names, noticed_at=context.now)
+    decision = decide(context.rules, context.windows, event, facts)
+    workflow = Workflow(
+        id=workflow_id(event.key, context.now),
+        event=event,
+        decision=decision,
+        first_seen_at=context.now,
+        noticed_at=context.now,
+        boot_id=context.boot_id,
+        is_doubtful=context.is_state_lost,
+    )
+    notes = (Note(kind="seen", text=_describe(event, context.now)), Note(kind="decided", text=decision.reason))
+    return Step(workflow=workflow, notes=notes)
+
+
+def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
+    old = workflow.event
+    notes = []
+    if workflow.is_missing or workflow.is_gone:
+        notes.append(Note(kind="changed", text="is in the document again"))
+        workflow = _bring_back(workflow)
+    if event.key != old.key:
+        notes.append(Note(kind="renamed", text=f"goes on under the id {event.id} (was {old.id})"))
+    fields = ("status", "type", "not_before", "resources", "source", "duration_seconds", "description")
+    changed = [name for name in fields if getattr(event, name) != getattr(old, name)]
+    # NotBefore becomes blank when the event starts; that is not worth a line.
+    told = [name for name in changed if not (name == "not_before" and event.is_started)]
+    if told:
+        text = "; ".join(f"{name} {show(getattr(old, name))} -> {show(getattr(event, name))}" for name in told)
+        notes.append(Note(kind="changed", text=text))
+    operator = workflow.operator
+    if operator == "approved" and workflow.approval.state != "confirmed":
+        void = _why_approval_is_void(old, event)
+        if void:
+            operator = ""
+            notes.append(Note(kind="operator", text=f"the operator's approval is void: {void}"))
+    noticed_at = context.now if event.not_before != old.not_before else workflow.noticed_at
+    drain_until = workflow.drain_until
+    if drain_until is not None and "not_before" in changed:
+        drain_until = min(drain_until, drain_end(workflow.decision, event, context))
+    workflow = replace(workflow, event=event, noticed_at=noticed_at, drain_until=drain_until, operator=operator)
+    step = _decide_anew(workflow, context)
+    effects: tuple[Effect, ...] = ()
+    goes_on = not event.is_started or workflow.decision.on_early_start == "finish"
+    if "not_before" in changed and goes_on and workflow.prepare.current is not None:
+        effects = (MoveDeadline(workflow_id=workflow.id),)
+    return Step(workflow=step.workflow, effects=effects, notes=(*notes, *step.notes))
+
+
+def _why_approval_is_void(old: ScheduledEvent, new: ScheduledEvent) -> str:
+    """Why an operator's approval of the event as it was does not count for it as it is now; "" if it counts.
+
+    An approval cannot be withdrawn, and the operator has not seen this change.
+    """
+    if new.is_ambiguous and not old.is_ambiguous:
+        return "the document contradicts itself now"
+    names_more_vms = bool(new.resources) and new.affects(old.resources) != "self"
+    if new.type != old.type or names_more_vms:
+        return "it was for another type, or for fewer VMs"
+    return ""
+
+
+def _decide_anew(workflow: Workflow, context: Context) -> Step:
+    facts = Facts(names=context.names, noticed_at=workflow.noticed_at)
+    old = workflow.decision
+    new = decide(context.rules, context.windows, workflow.event, facts)
+    has_begun = workflow.prepare.state != "idle" or workflow.on_start.state != "idle"
+    lost: tuple[str, ...] = ()
+    if has_begun or (workflow.event.is_started and old.rule is not None):
+        # The rule that began it also ends it. More hooks of the new rule are added: the event must not be approved
+        # without them. A hook that the policy has lost is left out: its failure would stop the hooks after it.
+        more = tuple(hook for hook in new.prepare if hook not in old.prepare)
+        lost = _lost_hooks(workflow, context)
+        kept = tuple(hook for hook in old.prepare if hook not in lost)
+        if more and _may_prepare_more(workflow):
+            # A preparation without hooks counts as begun, so that it is recovered.
+            run = max(1, workflow.prepare.run) if workflow.prepare.state == "succeeded" else workflow.prepare.run
+            workflow = replace(workflow, prepare=replace(workflow.prepare, state="running", run=run))
+            more_recover = tuple(hook for hook in new.recover if hook not in old.recover)
+        else:
+            more = ()
+            more_recover = ()
+        new = replace(
+            new,
+            rule=old.rule,
+            prepare=kept + more,
+            recover=old.recover + more_recover,
+            drain_for=old.drain_for,
+            on_start=old.on_start,
+            on_early_start=old.on_early_start,
+            expire_after=new.expire_after if new.rule else old.expire_after,
+        )
+    if new == old:
+        return Step(workflow=workflow)
+    # The reason holds the values of the conditions: a changed status alone is not a new decision.
+    is_news = replace(new, reason=old.reason) != old
+    text = f"{new.reason}; no hook any more: {', '.join(lost)}" if lost else new.reason
+    notes = (Note(kind="decided", text=text),) if is_news else ()
+    waits = workflow.waits
+    if is_news and waits is not None and waits.kind in ("would_begin", "would_run_on_start"):
+        waits = None  # its words tell the decision, so it is noted again
+    return Step(workflow=replace(workflow, decision=new, waits=waits), notes=notes)
+
+
+def _lost_hooks(workflow: Workflow, context: Context) -> tuple[str, ...]:
+    """Prepare hooks that have still to run and are no longer in the policy."""
+    progress = workflow.prepare
+    if progress.state != "running":
+        return ()
+    ran = (*progress.done, progress.current)
+    return tuple(hook for hook in workflow.decision.prepare if hook not in ran and hook not in context.hooks)
+
+
+def _may_prepare_more(workflow: Workflow) -> bool:
+    is_in_time = workflow.phase in ("preparing", "prepared", "held", "approved") and not workflow.event.is_started
+    return is_in_time and workflow.prepare.state in ("running", "succeeded")
+
+
+def may_return(workflow: Workflow) -> bool:
+    """Whether the event, which was gone, may go on as it was: nothing was undone or cut short since."""
+    is_idle = all(progress.current is None for progress in workflow.stages)
+    is_untouched = not workflow.is_undone and workflow.recover.state in ("idle", "running")
+    is_cut_short = workflow.prepare.state == "canceled" and not workflow.was_started
+    return is_idle and is_untouched and not is_cut_short
+
+
+def _bring_back(workflow: Workflow) -> Workflow:
+    """As if the event had never been missing."""
+    if workflow.is_expired:
+        return replace(workflow, missing_since=None, is_gone=False)
+    if workflow.phase == "recovering":
+        phase: Phase = "approved" if workflow.approval.state == "confirmed" else "prepared"
+        if workflow.was_started:
+            phase = "started"
+        workflow = replace(workflow, phase=phase, recover=Progress(), waits=None)
+    return replace(workflow, missing_since=None, is_gone=False, outcome="")
+
+
+def _miss(workflow: Workflow, context: Context) -> Step | None:
+    if workflow.missing_since is not None:
+        return None
+    note = Note(kind="missing", text="is not in the document; over, if the next answer lacks it too")
+    return Step(workflow=replace(workflow, missing_since=context.now), notes=(note,))
+
+
+def _lose(workflow: Workflow, signal: Gone, context: Context) -> Step:
+    outcome: Outcome = "unknown"
+    not_before = workflow.event.not_before
+    missing_since = workflow.missing_since or context.now
+    if workflow.is_expired:
+        outcome = "expired"
+    elif signal.status:
+        outcome = "completed" if signal.status == "Completed" else "canceled"
+    elif workflow.was_started or workflow.event.is_started:
+        outcome = "completed"
+    elif workflow.boot_id != context.boot_id and workflow.event.type in ("Reboot", "Redeploy"):
+        outcome = "completed"  # this machine was down while it was Started
+    elif workflow.event.is_recommendation:
+        pass  # it says nothing about the eviction
+    elif workflow.approval.state == "none" and not_before is not None and missing_since < not_before:
+        outcome = "canceled"
+    note = Note(kind="gone", text=f"is no longer in the document ({outcome})")
+    gone = replace(workflow, is_gone=True, missing_since=missing_since, outcome=outcome)
+    return Step(workflow=gone, notes=(note,))
+
+
+def _move_times(workflow: Workflow, seconds: float, context: Context) -> Step:
+    moved = timedelta(seconds=seconds)
+    if workflow.begun_at is not None:
+        workflow = replace(workflow, begun_at=workflow.begun_at + moved)
+    if workflow.drain_until is not None:
+        latest = drain_end(workflow.decision, workflow.event, context)
+        workflow = replace(workflow, drain_until=min(workflow.drain_until + moved, latest))
+    return Step(workflow=workflow)
+
+
+def _hear(workflow: Workflow, signal: OperatorSpoke, context: Context) -> Step:
+    word = signal.word
+    note = Note(kind="operator", text=f"{signal.user or 'an operator'} says: {word or 'released'}")
+    if word == "retry":
+        return _retry(workflow, note, context)
+    if word == "resolve":
+        return Step(workflow=replace(workflow, recover=replace(workflow.recover, state="resolved")), notes=(note,))
+    is_untouched = workflow.prepare.state == "idle" and workflow.approval.state == "none"
+    ends_hold = workflow.operator == "held" and word != "held"
+    if workflow.phase == "held" and ends_hold and is_untouched:
+        workflow = replace(workflow, phase="waiting", waits=None)
+    return Step(workflow=replace(workflow, operator=word), notes=(note,))
+
+
+def _retry(workflow: Workflow, note: Note, context: Context) -> Step:
+    """The hook that failed runs again, and then the rest of its stage."""
+    stage: Stage = "recover" if workflow.is_over else "prepare"
+    progress = workflow.progress(stage)
+    if progress.state != "failed":
+        return Step(workflow=workflow, notes=(note,))
+    again = workflow.with_progress(stage, tried_again(progress))
+    if workflow.is_over:
+        return Step(workflow=again, notes=(note,))
+    step = _decide_anew(again, context)  # the policy may have lost the hook meanwhile
+    return replace(step, notes=(note, *step.notes))
+
+
+def _finish_hook(workflow: Workflow, signal: HookFinished) -> Step:
+    progress = workflow.progress(signal.stage)
+    phrase = f"hook {signal.hook}: {signal.detail or signal.outcome}"
+    was_cut_short = signal.outcome == "canceled" and progress.is_canceling
+    progress = replace(progress, current=None, is_canceling=False)
+    if not was_cut_short:
+        progress = with_end(progress, signal)
+    text = f"{phrase} ({signal.outcome})" if signal.detail else phrase
+    note = Note(
+        kind="hook_canceled" if was_cut_short else "hook_finished",
+        text=text if signal.is_required or signal.outcome == "succeeded" else f"{text}, and it is not required",
+        stage=signal.stage,
+        hook=signal.hook,
+        outcome=signal.outcome,
+        detail=signal.tail,
+    )
+    return Step(workflow=workflow.with_progress(signal.stage, progress), notes=(note,))
+
+
+def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step | None:
+    """A recover hook that ran for one event need not run again for another one that is over as well."""
+    recover = workflow.recover
+    if recover.state == "resolved":
+        return None
+    progress = with_end(recover, signal)
+    fails_now = progress.state == "failed" and recover.state != "failed"
+    has_failed_before = progress.state == "failed" and recover.state == "failed"
+    would_run_it_next = workflow.phase == "recovering" and signal.hook == next_hook(workflow, "recover")
+    # It fails for an event that would run it next; one that has other hooks before it tries it later.
+    if fails_now and not (would_run_it_next and recover.current is None):
+        return None
+    if has_failed_before and signal.hook not in progress.done:
+        return None
+    text = f"hook {signal.hook}: has run for another event, once for both"
+    note = Note(kind="hook_finished", text=text, stage=signal.stage, hook=signal.hook, outcome=signal.outcome)
+    return Step(workflow=replace(workflow, recover=progress), notes=(note,))
+
+
+def _restart(workflow: Workflow, context: Context) -> Step:
+    """No hook runs any more: one that did runs again, and an approval without an answer is sent again."""
+    stages: tuple[Stage, ...] = ("prepare", "on_start", "recover")
+    for stage in stages:
+        progress = workflow.progress(stage)
+        if progress.current is not None:
+            state = "canceled" if progress.is_canceling and stage == "prepare" else progress.state
+            progress = replace(progress, current=None, is_canceling=False, state=state)
+            workflow = workflow.with_progress(stage, progress)
+    if workflow.approval.state == "requested":
+        workflow = replace(workflow, approval=replace(workflow.approval, state="none", retry_at=None))
+    where = "the same boot" if workflow.boot_id == context.boot_id else "after a reboot"
+    note = Note(kind="restarted", text=f"the agent restarted ({where}) in phase {workflow.phase}")
+    return Step(workflow=workflow, notes=(note,))
+
+
+def _describe(event: ScheduledEvent, now: datetime) -> str:
+    more = ", ..." if len(event.resources) > 5 else ""
+    parts = [
+        f"{event.type or 'an event without a type'} {event.status or '(no status)'}",
+        f"from {event.source}" if event.source else "",
+        f"for {', '.join(event.resources[:5])}{more}",
+        f"not before {show(event.not_before)} ({(event.not_before - now).total_seconds():.0f}s)"
+        if event.not_before
+        else "",
+        f"about {event.duration_seconds:g}s long" if event.duration_seconds is not None else "",
+        f'"{event.description}"' if event.description else "",
+    ]
+    return ", ".join(part for part in parts if part)

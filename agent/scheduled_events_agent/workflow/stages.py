@@ -1,0 +1,125 @@
+"""Stages: the hooks of prepare, on_start and recover, run in order, and what events share of them."""
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from scheduled_events_agent.workflow.model import (
+    CancelHook,
+    Context,
+    HookFinished,
+    Note,
+    NoteKind,
+    Progress,
+    RunHook,
+    Stage,
+    Step,
+    Waits,
+    Workflow,
+)
+from scheduled_events_agent.workflow.times import is_due
+
+
+def run_next(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow], context: Context) -> Step | None:
+    """Start the stage's next hook, or end the stage; None while a hook runs or has to wait."""
+    progress = workflow.progress(stage)
+    if progress.current is not None:
+        return None
+    recoveries = [p for p in prepared_peers(workflow, workflows) if p.is_over and p.recover.current is not None]
+    if stage == "prepare":
+        drain_for = workflow.decision.drain_for
+        if workflow.drain_until is not None and not is_due(workflow.drain_until, context.now, drain_for):
+            return None
+        if any(share_hooks(peer, workflow) for peer in recoveries):
+            return None  # until that recovery has been canceled: hooks that do and undo must not run side by side
+    hook = next_hook(workflow, stage)
+    if hook is None:
+        return Step(workflow=workflow.with_progress(stage, replace(progress, state="succeeded")))
+    if stage == "recover" and any(peer.recover.current == hook for peer in recoveries):
+        return None  # it runs for another event now, once for both
+    if not context.is_acting:
+        return wait(workflow, Waits(kind="observes"))
+    if stage == "recover" and hook not in context.hooks:
+        # A prepare hook may fail: the event is held. A recovery that fails unseen leaves the VM out of service.
+        return wait(workflow, Waits(kind="lost_hook", detail=hook), kind="blocked")
+    progress = replace(progress, state="running", current=hook, run=progress.run + 1)
+    return Step(
+        workflow=replace(workflow.with_progress(stage, progress), waits=None),
+        effects=(RunHook(workflow_id=workflow.id, stage=stage, hook=hook, run=progress.run),),
+        notes=(Note(kind="hook_started", text=f"hook {hook} starts", stage=stage, hook=hook),),
+    )
+
+
+def next_hook(workflow: Workflow, stage: Stage) -> str | None:
+    """The stage's first hook that is not done."""
+    decision = workflow.decision
+    hooks = {"prepare": decision.prepare, "on_start": decision.on_start, "recover": decision.recover}[stage]
+    return next((hook for hook in hooks if hook not in workflow.progress(stage).done), None)
+
+
+def cut_short(workflow: Workflow, stage: Stage) -> Step | None:
+    """End a running stage: first the hook that runs, then the stage."""
+    progress = workflow.progress(stage)
+    if progress.current is None:
+        # Nothing was done if it waited for another recovery since it began: then nothing needs a recovery.
+        is_nothing_done = progress.run == 0 and workflow.drain_until is None and workflow.decision.prepare != ()
+        ended = replace(progress, state="idle" if stage == "prepare" and is_nothing_done else "canceled")
+        return Step(workflow=workflow.with_progress(stage, ended))
+    if progress.is_canceling:
+        return None
+    text = f"hook {progress.current} is canceled"
+    return Step(
+        workflow=workflow.with_progress(stage, replace(progress, is_canceling=True)),
+        effects=(CancelHook(workflow_id=workflow.id, stage=stage),),
+        notes=(Note(kind="hook_canceled", text=text, stage=stage, hook=progress.current),),
+    )
+
+
+def with_end(progress: Progress, signal: HookFinished) -> Progress:
+    """The stage after one of its hooks has ended by itself."""
+    if signal.outcome != "succeeded":
+        progress = replace(progress, failure=f"hook {signal.hook}: {signal.detail or signal.outcome}")
+        if signal.is_required and signal.stage != "on_start":
+            return replace(progress, state="failed", failed_hook=signal.hook)
+    if progress.failed_hook == signal.hook:
+        progress = tried_again(progress)
+    return replace(progress, done=(*progress.done, signal.hook))
+
+
+def tried_again(progress: Progress) -> Progress:
+    return replace(progress, state="running", failure="", failed_hook="")
+
+
+def wait(workflow: Workflow, waits: Waits | None, kind: NoteKind = "waits") -> Step | None:
+    """Note why nothing moves, once."""
+    if workflow.waits == waits:
+        return None
+    waiting = replace(workflow, waits=waits)
+    before = workflow.waits
+    if waits and waits.kind == "table":
+        return Step(workflow=waiting)  # the answer tells what it waits for
+    if before and waits and before.kind == waits.kind and waits.kind in ("slot", "all_ready"):
+        return Step(workflow=waiting)  # whom it waits for changes with each VM
+    return Step(workflow=waiting, notes=(Note(kind=kind, waits=waits),))
+
+
+def prepared_peers(workflow: Workflow, workflows: Mapping[str, Workflow]) -> list[Workflow]:
+    """The other events for which something is prepared."""
+    return [other for other in workflows.values() if other.id != workflow.id and other.is_prepared_for]
+
+
+def still_needs_preparation(workflow: Workflow) -> bool:
+    """Until the event is over and its last prepare hook has ended."""
+    return not workflow.is_over or workflow.prepare.current is not None
+
+
+def is_to_recover(workflow: Workflow, hook: str) -> bool:
+    """Whether the hook has still to run, and may run now that the event is over."""
+    is_open = hook in workflow.decision.recover and hook not in workflow.recover.done
+    return is_open and not still_needs_preparation(workflow)
+
+
+def share_hooks(one: Workflow, other: Workflow) -> bool:
+    """Whether the recovery of one event would undo what the other one needs prepared."""
+    mine = {*one.decision.prepare, *one.decision.recover}
+    return not mine.isdisjoint((*other.decision.prepare, *other.decision.recover))

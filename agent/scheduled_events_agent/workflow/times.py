@@ -1,0 +1,65 @@
+"""Times of a workflow: when it begins, how long it drains, when its hooks must have ended."""
+
+from datetime import datetime, timedelta
+
+from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.policy import Decision, Start
+from scheduled_events_agent.workflow.model import Context, Stage, Workflow
+
+
+def is_due(at: datetime, now: datetime, longest_seconds: float) -> bool:
+    """Whether the time has come, or is farther away than it can be."""
+    if at <= now:
+        return True
+    return at > now + timedelta(seconds=longest_seconds)  # the clock was set back
+
+
+def start_of(workflow: Workflow, context: Context) -> Start:
+    """When the event is begun, and why not earlier."""
+    return workflow.decision.start(workflow.event, context.now, needed_seconds(workflow.decision, context))
+
+
+def needed_seconds(decision: Decision, context: Context) -> float:
+    """How long before NotBefore the preparation must begin so that no hook is cut short."""
+    hooks = sum(context.hook_seconds.get(hook, 0.0) for hook in decision.prepare)
+    return decision.drain_for + hooks + context.reserve
+
+
+def drain_end(decision: Decision, event: ScheduledEvent, context: Context) -> datetime:
+    """When a drain that begins now ends: with little notice, earlier, but it takes half of that in any case."""
+    drain = decision.drain_for
+    if event.starts_at is not None:
+        left = (event.starts_at - context.now).total_seconds()
+        hooks = needed_seconds(decision, context) - drain
+        drain = min(drain, max(left - hooks, left / 2) if decision.prepare else left)
+    return context.now + timedelta(seconds=max(0.0, drain))
+
+
+def expires_at(workflow: Workflow) -> datetime | None:
+    """When a recommendation counts as over, if the document still lists it then; None for other events."""
+    if workflow.is_over or not workflow.event.is_recommendation:
+        return None
+    since = workflow.begun_at or workflow.first_seen_at
+    return since + timedelta(seconds=workflow.decision.expire_after)
+
+
+def turn_to_approve(workflow: Workflow) -> datetime | None:
+    """When this VM approves although VMs listed before it have not; None if it need not wait for them."""
+    seconds = workflow.decision.speaks_after
+    return workflow.begun_at + timedelta(seconds=seconds) if seconds and workflow.begun_at else None
+
+
+def hook_deadline_at(workflow: Workflow, stage: Stage, reserve_seconds: float, now: datetime) -> datetime | None:
+    """When a hook that starts now must have ended; None if only its own time limit counts.
+
+    Prepare hooks end ``reserve_seconds`` before NotBefore. If that is less than a second away, they have until
+    NotBefore; after it the event may start at any moment, and they are tried anyway.
+    """
+    not_before = workflow.event.starts_at
+    if stage != "prepare" or not_before is None:
+        return None
+    for seconds in (reserve_seconds, 0.0):
+        left = not_before - now - timedelta(seconds=seconds)  # a NotBefore may be the first moment of a datetime
+        if left > timedelta(seconds=1):
+            return now + left
+    return None
