@@ -721,9 +721,9 @@ def test_while_the_state_file_cannot_be_written_nothing_is_done_and_then_it_is(
         other.execute("BEGIN IMMEDIATE")
         event = sim.schedule("Reboot", lasts_seconds=None)
         failed = agent.wait_log("writing the state file fails")
-        assert failed["kind"] == "write"
+        assert failed["kind"] == "locked"
         assert posts(sim) == []
-        assert agent.metric("store_errors_total", kind="write") >= 1
+        assert agent.metric("store_errors_total", kind="locked") >= 1
         status, text = agent.get("/healthz")
         assert (status, text.partition(":")[0]) == (503, "nothing can be done until the state file can be written")
         other.execute("ROLLBACK")

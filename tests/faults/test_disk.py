@@ -91,15 +91,15 @@ def damage(disk: Path) -> None:
     Path(f"/sys/fs/ext4/{device}/trigger_fs_error").write_text("test")
 
 
-def check_stuck(agent: FaultyAgent, sim: Simulator, reason: str) -> None:
+def check_stuck(agent: FaultyAgent, sim: Simulator, kind: str, reason: str) -> None:
     """It can write nothing, and says so, but polls."""
     failed = agent.wait_log("writing the state file fails")
-    assert (failed["kind"], failed["level"]) == ("write", "warning")
+    assert (failed["kind"], failed["level"]) == (kind, "warning")
     assert failed["reason"] == f"cannot write {agent.state_dir / 'state.db'}: {reason}"
     trouble = f"nothing can be done until the state file can be written: {failed['reason']}\n"
     agent.wait_until(lambda: agent.get("/healthz") == (503, trouble), "/healthz said so")
-    failures = agent.metric("store_errors_total", kind="write")
-    agent.wait_until(lambda: agent.metric("store_errors_total", kind="write") > failures, "it tried again")
+    failures = agent.metric("store_errors_total", kind=kind)
+    agent.wait_until(lambda: agent.metric("store_errors_total", kind=kind) > failures, "it tried again")
     sim.wait_polls(4)
     assert len(agent.log("writing the state file fails")) == 1  # told once
 
@@ -210,7 +210,7 @@ def test_without_a_reserve_nothing_is_begun_or_approved_and_with_room_it_goes_on
     agent.wait_hook("drain", "start")
     ballast = fill(small_disk)
     agent.let_go("drained")  # what runs ends, and that cannot be written down
-    check_stuck(agent, sim, "database or disk is full")
+    check_stuck(agent, sim, "full", "database or disk is full")
     other = sim.schedule("Redeploy", lasts_seconds=None)
     sim.wait_polls(4)
     assert sim.approvals() == ()
@@ -277,7 +277,7 @@ def test_on_a_read_only_disk_nothing_is_approved_until_it_is_repaired(
     agent.wait_hook("drain", "start")
     damage(breakable_disk)
     agent.let_go("drained")
-    check_stuck(agent, sim, "disk I/O error")
+    check_stuck(agent, sim, "full", "disk I/O error")  # SQLite says the same of a quota that is used up
     assert sim.approvals() == ()
     agent.kill()
     agent.start(is_awaited=False)
@@ -333,7 +333,7 @@ def test_while_the_state_file_is_locked_only_polling_and_running_hooks_go_on(
         until = time.monotonic() + 10
         agent.let_go("drained")
         agent.wait_hook("drain")
-        check_stuck(agent, sim, "database is locked")
+        check_stuck(agent, sim, "locked", "database is locked")
         while time.monotonic() < until:
             assert sim.approvals() == ()
             assert agent.get("/status")[0] == 200

@@ -174,7 +174,7 @@ def test_a_commit_that_fails_in_the_middle_leaves_nothing_behind(store: Store) -
     with pytest.raises(StoreError) as caught:
         store.commit([make_step("two", "seen"), make_step("three", "x" * 100_000)], NOW)
     assert str(caught.value) == f"cannot write {store.path}: database or disk is full"
-    assert caught.value.kind == "write"
+    assert caught.value.kind == "full"
     store._connection.execute("PRAGMA max_page_count = 1000000")
     assert [workflow.id for workflow in store.load_workflows()] == ["one"]
     assert [entry.text for entry in store.load_journal()] == ["seen"]
@@ -187,7 +187,7 @@ def test_without_room_for_notices_the_step_is_committed_and_they_are_counted(
 
     def commit_without_room(*arguments: Any) -> dict[str, int]:
         if arguments[3:] and arguments[3]:
-            raise StoreError("database or disk is full", kind="write")
+            raise StoreError("database or disk is full", kind="full")
         return commit(*arguments)
 
     monkeypatch.setattr(store, "commit", commit_without_room)
@@ -511,7 +511,7 @@ def test_a_migration_that_fails_in_the_middle_leaves_the_file_as_it_was(
             Store.open(tmp_path, NOW)
     path = tmp_path / FILE_NAME
     assert str(caught.value) == f"cannot open the state file {path}: database or disk is full"
-    assert caught.value.kind == "unusable"
+    assert caught.value.kind == "full"
     store = Store.open(tmp_path, NOW)
     assert store.set_aside is None
     assert store.load_workflows() == [make_workflow("one")]
@@ -602,7 +602,10 @@ def test_a_write_lock_of_another_process_ends_a_commit_in_time_and_with_a_reason
     assert [workflow.id for workflow in store.load_workflows()] == ["one"]
 
 
-def test_a_file_that_another_process_holds_for_itself_is_not_taken_for_damaged(tmp_path: Path) -> None:
+def test_a_file_that_another_process_holds_for_itself_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_file, "_BUSY_AT_START_SECONDS", 2.5)
     Store.open(tmp_path, NOW).close()
     path = tmp_path / FILE_NAME
     other = sqlite3.connect(path, isolation_level=None)
@@ -612,8 +615,9 @@ def test_a_file_that_another_process_holds_for_itself_is_not_taken_for_damaged(t
     with pytest.raises(StoreError) as caught:
         Store.open(tmp_path, NOW)
     assert time.monotonic() - began < 60  # the other one would hold it for ever
-    assert str(caught.value) == f"cannot open the state file {path}: database is locked"
-    assert caught.value.kind == "unusable"
+    reason = "database is locked: another program uses it, a backup perhaps"
+    assert str(caught.value) == f"cannot open the state file {path}: {reason}"
+    assert caught.value.kind == "locked"
     other.close()
     names = {file.name for file in tmp_path.iterdir()}
     assert names <= {FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"}  # nothing was set aside

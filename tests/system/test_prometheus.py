@@ -435,7 +435,7 @@ def live_without_disk(directory: Path) -> list[Timeline]:
     """Something else keeps the state file locked while an event comes: once for a moment, once for long."""
 
     def count(number: int) -> None:
-        wait_count(agent, number, "store_errors_total", kind="write")
+        wait_count(agent, number, "store_errors_total", kind="locked")
 
     with living(directory) as (sim, agent):
         idle = expose(agent)
@@ -447,7 +447,7 @@ def live_without_disk(directory: Path) -> list[Timeline]:
             sim.wait_gone(event)
             wait_count(agent, 1, "closed_total")
             works = expose(agent)
-            errors = round(agent.metric("store_errors_total", kind="write"))
+            errors = round(agent.metric("store_errors_total", kind="locked"))
             other.execute("BEGIN IMMEDIATE")
             sim.schedule("Reboot", source="User", notice_seconds=900)
             failing = []

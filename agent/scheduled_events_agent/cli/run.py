@@ -31,7 +31,7 @@ from scheduled_events_agent.settings import (
 )
 from scheduled_events_agent.settings.files import check_files, refuse_exposed
 from scheduled_events_agent.spelling import parse_duration
-from scheduled_events_agent.store import Store
+from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.typed_yaml import Problem
 
 # Between threads; Python's 5 ms is as long as all the work for an event, which passes through four of them.
@@ -168,6 +168,14 @@ def _warn(problems: Iterable[Problem]) -> None:
         get_logger().warning("the policy file has a warning", log_id=LogId.POLICY_WARNING, problem=str(problem))
 
 
+def _report_lock(error: StoreError) -> None:
+    get_logger().warning(
+        "the agent waits up to 20 s until it can open its state file",
+        log_id=LogId.STATE_NOT_WRITTEN,
+        reason=str(error),
+    )
+
+
 @contextlib.contextmanager
 def open_daemon(
     *,
@@ -190,7 +198,7 @@ def open_daemon(
     host.create_private_dir(directory)
     with (
         contextlib.closing(host.hold_lock(directory / "lock")),
-        contextlib.closing(Store.open(directory, datetime.now(UTC))) as store,
+        contextlib.closing(Store.open(directory, datetime.now(UTC), _report_lock)) as store,
     ):
         get_logger().info(
             "policy",

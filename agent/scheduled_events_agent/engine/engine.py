@@ -192,6 +192,7 @@ class Engine:
             self._greet_first_document(now)
             self._hook_runs.save_times()
             self.notifying.settle()
+            self._teller.flush()
         except StoreError as error:
             self.store_failure = str(error)
             # Nothing was done. The next turn decides again on what was taken in.
@@ -212,7 +213,8 @@ class Engine:
     @property
     def is_restless(self) -> bool:
         """Whether the next turn should come soon: for another try, or for a time of a clock that may be set."""
-        is_behind = bool(self.documents.new or self._hook_runs.delayed or self.store_failure)
+        has_unwritten = self._teller.has_unwritten
+        is_behind = bool(self.documents.new or self._hook_runs.delayed or self.store_failure or has_unwritten)
         return is_behind or self._upkeep.has_more or self.wake_at is not None
 
     def begin_stop(self) -> None:

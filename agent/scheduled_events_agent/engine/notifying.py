@@ -53,10 +53,10 @@ class Notifying:
         notices = self._make(steps, now, names, vm_id)
         try:
             lost = self._store.commit(steps, now, answers, notices)
-        except StoreError:
-            if not notices:
+        except StoreError as error:
+            if not notices or error.kind != "full":
                 raise
-            # On a full disk notices must not take the room that events need.
+            # Notices must not take the room that events need.
             self._store.commit(steps, now, answers)
             for target, count in Counter(target for target, _ in notices).items():
                 self._drop(target, count, "no_room")

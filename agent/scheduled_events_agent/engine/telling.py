@@ -1,5 +1,6 @@
 """What the engine tells: each note of an event to log and metrics, and its own news to log and journal."""
 
+from collections import deque
 from collections.abc import Iterable
 from datetime import datetime
 
@@ -13,6 +14,8 @@ from scheduled_events_agent.workflow import Note, Step, Workflow
 # Of more new events than this at once, the log tells of the first few.
 _MAX_TOLD_AT_ONCE = 10
 _TOLD_OF_MANY = 3
+# Records that wait until the journal can be written; of more, the oldest go.
+_MAX_UNWRITTEN = 100
 _LOUD_NOTES = ("held", "blocked", "approval_failed", "recovery_failed")
 # An operator must act on these: the log has them for every event.
 _NEVER_LEFT_OUT = ("blocked", "recovery_failed")
@@ -26,6 +29,7 @@ class Teller:
         self._metrics = metrics
         self._log = get_logger()
         self._left_out: set[str] = set()
+        self._unwritten: deque[tuple[str, str, datetime]] = deque(maxlen=_MAX_UNWRITTEN)
         self._faults = FailureLog("handling an event", LogId.EVENT_FAULT)
 
     def tell_steps(self, steps: Iterable[Step], now: datetime) -> None:
@@ -77,8 +81,21 @@ class Teller:
         self._faults.failed(type(fault).__name__, f"{workflow_id}: {fault!r}", now)
 
     def record(self, kind: str, text: str, now: datetime) -> None:
-        """Into the journal if that can be written; the log has it in any case."""
+        """Into the journal, as soon as that can be written; the log has it in any case."""
+        self._unwritten.append((kind, text, now))
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the records that the journal has not taken yet."""
+        if not self._unwritten:
+            return
         try:
-            self._store.record(kind, text, now)
+            self._store.record_all(self._unwritten)
+            self._unwritten.clear()
         except StoreError as error:
             self._metrics.store_errors.labels(error.kind).inc()
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether records wait for ``flush``."""
+        return bool(self._unwritten)

@@ -92,9 +92,11 @@ class Store:
         self.notices = Notices(connection, self._transaction, self._reading)
 
     @classmethod
-    def open(cls, directory: Path, now: datetime) -> "Store":
+    def open(
+        cls, directory: Path, now: datetime, on_locked: Callable[[StoreError], None] = lambda _: None
+    ) -> "Store":
         """Open or make the state file in ``directory``, for the agent; see ``file.open_as_owner``."""
-        connection, set_aside = file.open_as_owner(directory, now)
+        connection, set_aside = file.open_as_owner(directory, now, on_locked)
         return cls(connection, directory / FILE_NAME, is_owner=True, set_aside=set_aside)
 
     @classmethod
@@ -166,8 +168,12 @@ class Store:
 
     def record(self, kind: str, text: str, at: datetime) -> None:
         """Put an entry about the agent itself into the journal."""
+        self.record_all([(kind, text, at)])
+
+    def record_all(self, records: Iterable[tuple[str, str, datetime]]) -> None:
+        """Put entries about the agent itself into the journal: kind, text and time of each."""
         with self._transaction():
-            self._insert_entries([(_stamp(at), "", "", kind, "", "", "", text, "")])
+            self._insert_entries((_stamp(at), "", "", kind, "", "", "", text, "") for kind, text, at in records)
 
     def disown_workflows(self, at: datetime, reason: str) -> None:
         """Close all open workflows without recovery: they belong to another machine."""
@@ -396,9 +402,7 @@ class Store:
                     self._connection.execute("ROLLBACK")
                 raise
         except sqlite3.Error as error:
-            self._is_damaged = self._is_damaged or file.is_damage(error)
-            kind = "damaged" if file.is_damage(error) else "write"
-            raise StoreError(f"cannot write {self.path}: {error}", kind=kind) from error
+            raise self._error("write", error) from error
         finally:
             self.is_writing = False
 
@@ -407,9 +411,12 @@ class Store:
         try:
             yield
         except (sqlite3.Error, msgspec.MsgspecError, ValueError) as error:
-            self._is_damaged = self._is_damaged or file.is_damage(error)
-            kind = "damaged" if file.is_damage(error) else "read"
-            raise StoreError(f"cannot read {self.path}: {error}", kind=kind) from error
+            raise self._error("read", error) from error
+
+    def _error(self, purpose: Literal["read", "write"], error: Exception) -> StoreError:
+        kind = file.error_kind(error, purpose)
+        self._is_damaged = self._is_damaged or kind == "damaged"
+        return StoreError(f"cannot {purpose} {self.path}: {error}", kind=kind)
 
 
 def _to_workflow(body: str) -> Workflow:

@@ -12,6 +12,7 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -39,7 +40,7 @@ _SCHEMA = """
     CREATE INDEX journal_workflow ON journal (workflow_id, id);
     CREATE INDEX journal_at ON journal (at);
     CREATE TABLE request (
-        id INTEGER PRIMARY KEY, at TEXT NOT NULL, workflow_id TEXT NOT NULL, word TEXT NOT NULL,
+        id INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL, workflow_id TEXT NOT NULL, word TEXT NOT NULL,
         user TEXT NOT NULL, answer TEXT
     ) STRICT;
     CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -52,6 +53,8 @@ _SCHEMA = """
 _MIGRATIONS: tuple[str, ...] = ()
 # Another process holds the write lock for a few milliseconds at a time; longer is a fault.
 _BUSY_SECONDS = 2.0
+# An agent that starts has nothing better to do than to wait. Less than TimeoutStartSec= of the unit.
+_BUSY_AT_START_SECONDS = 20.0
 RESERVE_BYTES = 4 * 1024 * 1024
 """Room for the lives of a hundred events: so much of the file is free, and so long is its write-ahead log."""
 # The log is moved into the file when half of it is used, so the other half has room for the largest commit.
@@ -60,15 +63,23 @@ _CACHE_KIB = 256  # SQLite's default takes 2 MiB of memory, for rows that the ag
 
 
 class StoreError(AgentError):
-    """The state file cannot be read or written now. Kinds: unusable, newer, older, write, read, damaged."""
+    """The state file cannot be read or written now.
+
+    Kinds: locked (another program has it), full (no room for it), read, write, damaged; when it is opened also
+    unusable, newer, older.
+    """
 
 
 class _DamagedError(Exception):
     """The file is there, but it is not what this agent wrote."""
 
 
-def open_as_owner(directory: Path, now: datetime) -> tuple[sqlite3.Connection, Path | None]:
+def open_as_owner(
+    directory: Path, now: datetime, on_locked: Callable[[StoreError], None]
+) -> tuple[sqlite3.Connection, Path | None]:
     """Open or make the state file for the agent; also returns where a damaged one was moved to.
+
+    Another program that has locked the file is waited for, 20 seconds in all; ``on_locked`` is called after two.
 
     The file that replaces a damaged one remembers that state was lost. If that is interrupted, the next call goes
     on with it. Raises StoreError if there can be no file here, or if a newer version of the agent wrote it.
@@ -78,7 +89,7 @@ def open_as_owner(directory: Path, now: datetime) -> tuple[sqlite3.Connection, P
     try:
         aside = _move_aside(path)
         try:
-            return _open(path), aside
+            return _open(path, on_locked), aside
         except _DamagedError as error:
             reason = str(error)
         lost = directory / f"{FILE_NAME}.damaged-{now:%Y%m%dT%H%M%SZ}{_LOST}"
@@ -86,7 +97,7 @@ def open_as_owner(directory: Path, now: datetime) -> tuple[sqlite3.Connection, P
         lost.chmod(0o600)
         host.flush_directory(directory)
         aside = _move_aside(path)
-        return _open(path), aside
+        return _open(path, on_locked), aside
     except (OSError, sqlite3.Error, _DamagedError) as error:
         raise StoreError(
             f"{path} is damaged ({reason}) and cannot be set aside ({error}): move it away, then start again",
@@ -143,9 +154,19 @@ def make_log_void(path: Path) -> None:
         os.fsync(log.fileno())
 
 
-def is_damage(error: Exception) -> bool:
-    """Whether SQLite has found the file corrupt; unlike a lack of room, that does not pass."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+def error_kind(error: Exception, otherwise: Literal["read", "write", "unusable"]) -> str:
+    """The kind of StoreError for what SQLite says. Unlike the others, ``damaged`` does not pass by itself."""
+    code = getattr(error, "sqlite_errorcode", 0)
+    if code == sqlite3.SQLITE_IOERR_WRITE:  # a used-up quota gives this, and so does a disk that cannot write
+        return "full"
+    match code & 0xFF:
+        case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
+            return "locked"
+        case sqlite3.SQLITE_FULL:
+            return "full"
+        case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+            return "damaged"
+    return otherwise
 
 
 def _move_aside(path: Path) -> Path | None:
@@ -167,7 +188,7 @@ def _load_loss(path: Path) -> Path | None:
     return next(path.parent.glob(f"{FILE_NAME}.damaged-*{_LOST}"), None)
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def _open(path: Path, on_locked: Callable[[StoreError], None]) -> sqlite3.Connection:
     beginning = path.with_name(path.name + _BEGINNING)
     try:
         if not path.exists():
@@ -203,16 +224,30 @@ def _open(path: Path) -> sqlite3.Connection:
             lost.unlink()
         beginning.unlink(missing_ok=True)
 
+    try:
+        with _opening(path):
+            return _connect(path, "mode=rw", prepare)
+    except StoreError as error:
+        if error.kind != "locked":
+            raise
+        on_locked(error)
     with _opening(path):
-        return _connect(path, "mode=rw", prepare)
+        connection = _connect(path, "mode=rw", prepare, _BUSY_AT_START_SECONDS - _BUSY_SECONDS)
+        connection.execute(f"PRAGMA busy_timeout = {_BUSY_SECONDS * 1000:.0f}")
+        return connection
 
 
-def _connect(path: Path, options: str, prepare: Callable[[sqlite3.Connection], object]) -> sqlite3.Connection:
+def _connect(
+    path: Path,
+    options: str,
+    prepare: Callable[[sqlite3.Connection], object],
+    busy_seconds: float = _BUSY_SECONDS,
+) -> sqlite3.Connection:
     """Open the file; closes it again if ``prepare`` fails. Raises sqlite3.Error."""
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?{options}",
         uri=True,
-        timeout=_BUSY_SECONDS,
+        timeout=busy_seconds,
         isolation_level=None,
         check_same_thread=False,
     )
@@ -287,7 +322,9 @@ def _opening(path: Path) -> Iterator[None]:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
         # Busy, disk full, no permission are not the file's fault; SQL that does not fit it is.
         if isinstance(error, sqlite3.OperationalError) and code != sqlite3.SQLITE_ERROR:
-            raise StoreError(f"cannot open the state file {path}: {error}", kind="unusable") from error
+            kind = error_kind(error, "unusable")
+            hint = ": another program uses it, a backup perhaps" if kind == "locked" else ""
+            raise StoreError(f"cannot open the state file {path}: {error}{hint}", kind=kind) from error
         raise _DamagedError(str(error)) from error
 
 

@@ -1,0 +1,214 @@
+"""The state file while another program has it: what waits, what is kept, and whose answer an answer is."""
+
+import contextlib
+import random
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from scheduled_events_agent.engine import Engine, Executor
+from scheduled_events_agent.engine.telling import Teller
+from scheduled_events_agent.events import Document, ScheduledEvent
+from scheduled_events_agent.imds import Identity
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.policy import Hook, Rule
+from scheduled_events_agent.settings import NotifyTarget, Settings
+from scheduled_events_agent.store import FILE_NAME, Store, StoreError, WithdrawnError, file
+
+NOW = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
+EVENT = ScheduledEvent(id="E1", type="Reboot", status="Scheduled", resources=("vm-1",))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with contextlib.closing(Store.open(tmp_path, NOW)) as store:
+        store._connection.execute("PRAGMA busy_timeout = 0")  # a lock is found at once, and not waited for
+        yield store
+
+
+@contextlib.contextmanager
+def locked(store: Store) -> Iterator[None]:
+    """The write lock in another program's hands."""
+    with contextlib.closing(sqlite3.connect(store.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (sqlite3.SQLITE_BUSY, "locked"),
+        (sqlite3.SQLITE_BUSY_SNAPSHOT, "locked"),
+        (sqlite3.SQLITE_LOCKED, "locked"),
+        (sqlite3.SQLITE_FULL, "full"),
+        (sqlite3.SQLITE_IOERR_WRITE, "full"),
+        (sqlite3.SQLITE_IOERR_READ, "write"),
+        (sqlite3.SQLITE_READONLY, "write"),
+        (sqlite3.SQLITE_CORRUPT, "damaged"),
+        (sqlite3.SQLITE_NOTADB, "damaged"),
+    ],
+)
+def test_an_error_of_sqlite_has_the_kind_of_its_cause(code: int, kind: str) -> None:
+    error = sqlite3.OperationalError("it says no")
+    error.sqlite_errorcode = code  # as SQLite's own errors have it
+    assert file.error_kind(error, "write") == kind
+
+
+def test_a_locked_and_a_full_file_are_told_apart(store: Store) -> None:
+    with locked(store), pytest.raises(StoreError) as of_lock:
+        store.record("note", "one", NOW)
+    (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
+    store._connection.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StoreError) as of_room:
+        store.record_all([("note", "x" * 8000, NOW)] * 2000)
+    assert (of_lock.value.kind, of_room.value.kind) == ("locked", "full")
+
+
+def test_a_lock_loses_no_notification_and_begins_nothing(store: Store) -> None:
+    settings = Settings(
+        rules=(Rule(name="all", prepare=("drain",), approve="when-prepared"),),
+        hooks={"drain": Hook(run=("/bin/true",))},
+        notify=(NotifyTarget(name="ops", to="https://example.com", on=("seen", "preparing")),),
+    )
+    executor, metrics = mock.create_autospec(Executor, instance=True), Metrics(tuple)
+    executor.is_running.return_value = False
+    engine = Engine(settings, store, metrics, executor)
+    engine.start()
+    engine.take(Identity(name="vm-1", vm_id="id-1"))
+    engine.take(Document(incarnation="1", events=(EVENT,)))
+    with locked(store):
+        assert not engine.turn(NOW)
+        assert not engine.turn(NOW)
+    executor.start_hook.assert_not_called()
+    assert store.notices.waiting() == {}
+    assert metrics.store_errors.labels("locked")._value.get() == 2
+    assert engine.turn(NOW)
+    executor.start_hook.assert_called_once()
+    assert store.notices.waiting()["ops"].count == 2
+    assert metrics.notices_dropped.labels("ops", "no_room")._value.get() == 0
+
+
+def test_records_about_the_agent_are_kept_until_the_lock_ends(store: Store) -> None:
+    engine = Engine(Settings(), store, Metrics(tuple), mock.create_autospec(Executor, instance=True))
+    engine.start()
+    with locked(store):
+        engine.change_settings(Settings(rules=(Rule(name="new", approve="never"),)))
+        engine.refuse_settings("line 3 is wrong")
+    assert engine.is_restless  # so it does not wait for an event
+    assert engine.turn(None)
+    kinds = [(entry.kind, entry.text) for entry in store.load_notes()]
+    assert kinds[-2:] == [("reloaded", "rules: new"), ("reload_refused", "line 3 is wrong")]
+    assert not engine.is_restless
+
+
+def test_of_very_many_records_the_latest_are_kept(store: Store) -> None:
+    teller = Teller(store, Metrics(tuple))
+    with locked(store):
+        for number in range(150):
+            teller.record("note", str(number), NOW)
+    teller.flush()
+    assert [entry.text for entry in store.load_notes()] == [str(number) for number in range(50, 150)]
+
+
+def test_an_agent_that_starts_waits_for_a_lock(tmp_path: Path) -> None:
+    Store.open(tmp_path, NOW).close()
+    other = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    reported: list[StoreError] = []
+
+    def let_go(error: StoreError) -> None:  # called after two seconds: the agent waits on
+        reported.append(error)
+        threading.Timer(0.5, other.execute, ["ROLLBACK"]).start()
+
+    with contextlib.closing(Store.open(tmp_path, NOW, let_go)) as store:
+        store.record("note", "it works", NOW)
+        assert store._connection.execute("PRAGMA busy_timeout").fetchone() == (2000,)
+    other.close()
+    assert [error.kind for error in reported] == ["locked"]
+
+
+def test_a_lock_that_stays_ends_the_start_with_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file, "_BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(file, "_BUSY_AT_START_SECONDS", 0.3)
+    Store.open(tmp_path, NOW).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreError, match="database is locked: another program uses it") as caught:
+            Store.open(tmp_path, NOW)
+    assert caught.value.kind == "locked"
+
+
+def test_the_started_agent_logs_once_that_it_waits_for_a_lock(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    Store.open(state, NOW).close()
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("imds: {endpoint: 'http://127.0.0.1:9'}\nagent: {listen: 'off', log: {format: json}}\n")
+    options = ["--config", str(policy), "--state-dir", str(state)]
+    with contextlib.closing(sqlite3.connect(state / FILE_NAME, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "scheduled_events_agent", "run", *options],
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        )
+        assert agent.stderr is not None
+        line = agent.stderr.readline()
+        while "waits up to 20 s" not in line:
+            assert line != "", "it ended"
+            line = agent.stderr.readline()
+        assert "database is locked" in line
+        other.execute("ROLLBACK")
+    while "agent started" not in (line := agent.stderr.readline()):
+        assert line != "", "it ended"
+        assert "waits up to" not in line
+    agent.kill()
+    agent.communicate()
+
+
+# --- operators' requests
+
+
+def test_the_number_of_a_request_is_never_used_again(store: Store, tmp_path: Path) -> None:
+    with contextlib.closing(Store.join(tmp_path)) as first, contextlib.closing(Store.join(tmp_path)) as second:
+        one = first.add_request("A", "held", "kim", NOW)
+        assert [request.id for request in store.load_requests(NOW)] == [one]
+        first.withdraw_request(one)
+        two = second.add_request("B", "held", "lee", NOW)
+        with pytest.raises(WithdrawnError):
+            store.commit([], NOW, {one: "held: the event is held"})
+        assert second.load_answer(two) is None
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_an_answer_reaches_the_request_for_which_it_was_made(store: Store, tmp_path: Path, seed: int) -> None:
+    """Two clients, one of them interrupted, beside an agent that loads requests and answers them later."""
+    dice, known = random.Random(seed), dict[int, str]()
+    asked: dict[str, int] = {}
+    with contextlib.closing(Store.join(tmp_path)) as client:
+        for _ in range(30):
+            who = dice.choice("AB")
+            match dice.choice(["ask", "interrupt", "load", "commit"]):
+                case "ask" if who not in asked:
+                    asked[who] = client.add_request(who, "held", who, NOW)
+                case "interrupt" if who == "A" and who in asked:
+                    client.withdraw_request(asked.pop(who))
+                case "load":
+                    known = {request.id: request.workflow_id for request in store.load_requests(NOW)}
+                case "commit" if known:
+                    with contextlib.suppress(WithdrawnError):
+                        store.commit([], NOW, known)
+                    known = {}
+            for name, number in asked.items():
+                assert client.load_answer(number) in (None, name)
+            for name in [name for name, number in asked.items() if client.load_answer(number)]:
+                client.withdraw_request(asked.pop(name))
