@@ -44,6 +44,8 @@ MAX_EVENTS = 2000
 MAX_OWN_EVENTS = 100
 _MAX_VALUES = 300_000
 _EXCERPT_BYTES = 220
+# A year. Real ones take seconds to minutes; what is longer is no estimate.
+_LONGEST_DURATION_SECONDS = 31_536_000.0
 # Event Grid has these two; the endpoint has never been seen to send them. Either one means: over.
 _ENDED = ("Completed", "Canceled")
 _CANONICAL = {
@@ -422,7 +424,7 @@ def _duration(value: Any) -> float | None:
         seconds = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return seconds if 0 <= seconds < float("inf") and not isinstance(value, bool) else None
+    return seconds if 0 <= seconds <= _LONGEST_DURATION_SECONDS and not isinstance(value, bool) else None
 
 
 @lru_cache(maxsize=1024)

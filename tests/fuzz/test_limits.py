@@ -137,11 +137,11 @@ def test_a_document_out_of_all_proportion_is_an_error_in_one_short_line(text: by
     ("value", "seconds"),
     [
         ("1" * 310, None),
-        ("1e308", 1e308),
+        ("1e308", None),
         ("-1e308", None),
         ("5e-324", 5e-324),
         ('"NaN"', None),
-        ("18446744073709551616", 2.0**64),
+        ("18446744073709551616", None),
     ],
 )
 def test_a_duration_of_any_size_is_a_number_or_unknown(value: str, seconds: float | None) -> None:

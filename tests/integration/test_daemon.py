@@ -1,6 +1,7 @@
 """The daemon inside this process, where its threads and its time limits can be reached."""
 
 import http.client
+import json
 import re
 import sys
 import threading
@@ -102,6 +103,23 @@ def test_the_health_page_tells_when_the_engine_hangs_and_when_it_goes_on(
         monkeypatch.undo()
         may_go_on.set()
         azure.wait_until(lambda: get(daemon, "/healthz") == (200, "ok\n"), "it was healthy again")
+
+
+def test_the_health_page_names_an_event_that_a_bug_keeps_from_being_handled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(*_: object) -> Step:
+        raise OverflowError("a bug")
+
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
+        with monkeypatch.context() as patch:
+            patch.setattr(signals, "_admit", faulty)
+            event = azure.schedule("Reboot", notice_seconds=60)
+            told = (503, f"event {event} cannot be handled: a bug in the agent (OverflowError); see the log\n")
+            azure.wait_until(lambda: get(daemon, "/healthz") == told, "the page said so")
+            status = json.loads(get(daemon, "/status")[1])
+            assert status["health"] == [told[1].removesuffix("\n")]
+        azure.wait_until(lambda: get(daemon, "/healthz") == (200, "ok\n"), "it was handled")
 
 
 def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn(

@@ -134,6 +134,9 @@ def test_not_before_is_read_in_both_forms_and_means_now_when_it_cannot_be_read(
         (True, None),
         ([5], None),
         (10**400, None),
+        (31_536_000, 31_536_000.0),
+        (31_536_001, None),
+        (1e308, None),
     ],
 )
 def test_a_duration_that_is_no_number_of_seconds_is_unknown(value: object, expected: float | None) -> None:

@@ -44,6 +44,7 @@ from scheduled_events_agent.workflow import Board, is_ready
 
 # An engine that has not turned for this long hangs. (It rests ten seconds, and waits two for a slow disk.)
 _STALL_SECONDS = 20.0
+_MAX_BUGS = 5  # that are named
 # What /history shows: this many events and pauses, and entries of each event. The page shows one entry less.
 _RECENT = 20
 _ENTRIES = 41
@@ -145,6 +146,9 @@ class Pages:
             problems.append(f"the engine has not turned for {now - self._engine.turned_at:.0f}s")
         if failure := self._engine.store_failure:
             problems.append(f"nothing can be done until the state file can be written: {failure}")
+        for event_id, kind in list(self._engine.bugs.items())[:_MAX_BUGS]:
+            what = f"event {event_id}" if event_id else "what is pending"
+            problems.append(f"{what} cannot be handled: a bug in the agent ({kind}); see the log")
         if (overdue := self._poller.overdue_seconds()) > _STALL_SECONDS:
             problems.append(f"the poller has given no sign of life for {overdue:.0f}s")
         since_poll = now - (self._poller.succeeded or self._started)

@@ -3,7 +3,7 @@
 For one thread. The board and the settings are replaced, never changed, so that other threads may read them.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from math import inf
 
@@ -97,6 +97,8 @@ class Engine:
         self._is_stopping = False
         self.store_failure = ""
         """Why the last turn could do nothing; "" if it could."""
+        self.bugs: Mapping[str, str] = {}
+        """The events that could not be handled when last decided on: by id, the kind of the error."""
         self.turned_at = self._machine.monotonic()
         """When the last turn began."""
         self.wake_at: datetime | None = None
@@ -320,8 +322,12 @@ class Engine:
         self._signals = []
         self._teller.tell_steps(progression.steps, now)
         self._teller.forget_closed(self.board)
+        bugs: dict[str, str] = {}
         for workflow_id, fault in progression.faults:
             self._teller.tell_fault(workflow_id, fault, self.turned_at)
+            workflow = self.board.get(workflow_id)
+            bugs[workflow.event.id if workflow else workflow_id] = type(fault).__name__
+        self.bugs = bugs
         self.notifying.perform(progression.steps)
         self._perform(progression.steps, now)
         self._decided_at = self.turned_at

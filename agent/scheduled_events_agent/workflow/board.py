@@ -38,7 +38,10 @@ class Progression(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[Step, ...]
     """In the order in which they were made."""
     faults: tuple[tuple[str, Exception], ...]
-    """Bugs met on the way, with the workflow's id. That workflow stays where it was, the others went on."""
+    """Bugs met on the way, with the workflow's id, or that of an event that is new.
+
+    That workflow stays where it was, the others went on.
+    """
 
 
 def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progression:
@@ -46,7 +49,8 @@ def proceed(board: Board, signals: Iterable[Signal], context: Context) -> Progre
     turn = _Turn(board, context)
     for signal in signals:
         for key in turn.targets(signal):
-            turn.attempt(key, take_in, turn.workflows.get(key), signal, context)
+            name = signal.event.id if isinstance(signal, Seen) and not key else key
+            turn.attempt(name, take_in, turn.workflows.get(key), signal, context)
     turn.move_all()
     open_ = {key: workflow for key, workflow in turn.workflows.items() if workflow.is_open}
     return Progression(board=open_, steps=tuple(turn.steps), faults=tuple(turn.faults.items()))
