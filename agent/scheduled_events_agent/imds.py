@@ -72,10 +72,18 @@ class ImdsError(AgentError):
 
     kind: ImdsErrorKind
 
-    def __init__(self, message: str, *, kind: ImdsErrorKind, retry_after: float | None = None) -> None:
-        """``retry_after``: seconds that the service asks to wait."""
+    def __init__(
+        self,
+        message: str,
+        *,
+        kind: ImdsErrorKind,
+        retry_after: float | None = None,
+        status: int | None = None,
+    ) -> None:
+        """``retry_after``: seconds that the service asks to wait; ``status``: of its answer, if it gave one."""
         super().__init__(message, kind=kind)
         self.retry_after = retry_after
+        self.status = status
 
 
 class EndpointError(AgentError):
@@ -279,6 +287,7 @@ def connect(
     api_version: ApiVersion = GENERAL_VERSION,
     *,
     may_switch_on: bool = False,
+    timeout: float | None = None,
     on_wait: Callable[[float], None] = lambda _: None,
 ) -> ImdsClient:
     """A client for the service that the policy names. Raises EndpointError.
@@ -286,12 +295,15 @@ def connect(
     ``api_version``: of documents and approvals; see ``api_version.versions_to_ask``.
 
     ``may_switch_on``: the first request for the document may be the VM's first one ever, which takes long.
+
+    ``timeout``: seconds that no request may take longer than, whatever the policy says; see ``ask_best``.
     """
+    longest = float("inf") if timeout is None else timeout
     return ImdsClient(
         resolve_endpoint(imds.endpoint),
         api_version=api_version,
-        request_timeout=imds.request_timeout,
-        first_request_timeout=imds.first_request_timeout if may_switch_on else 0.0,
+        request_timeout=min(imds.request_timeout, longest),
+        first_request_timeout=min(imds.first_request_timeout, longest) if may_switch_on else 0.0,
         on_wait=on_wait,
     )
 
@@ -307,6 +319,7 @@ def _refusal(request: httpx.Request, response: httpx.Response) -> ImdsError:
     elif status >= 500:
         kind = "server_error"
     error = _error(request, what, kind)
+    error.status = status
     error.retry_after = parse_retry_after(response.headers.get("retry-after", ""))
     return error
 

@@ -163,6 +163,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     others_events: int = 0
     api_version: str = ""
     """In which documents are answered."""
+    recommendations_failure: str = ""
+    """Why the recommendations that a rule names are not available; "" if they are."""
     command_options: str = ""
     """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
     notify: tuple[NotifiedTarget, ...] = ()

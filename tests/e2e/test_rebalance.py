@@ -1,6 +1,9 @@
 """Azure's early warning of a Spot eviction, as an agent with the real command meets it."""
 
+import pytest
 from harness import Agent, Simulator
+
+from scheduled_events_agent.simulator.faults import FaultKind
 
 ADVICE = {
     "name": "advice",
@@ -77,15 +80,47 @@ def test_a_service_without_the_preview_is_asked_in_the_version_that_it_has(sim: 
     sim.schedule("SpotRebalanceRecommendation", lasts_seconds=None)
     agent.write_policy(rules=[ADVICE, EVICTION], hooks=hooks(agent))
     agent.start()
-    refused = agent.wait_log(
-        "api-version 2024-07-09 is refused, and asked for again in a day: no recommendation is seen"
-    )
-    assert refused["level"] == "warning"
+    told = "SpotRebalanceRecommendation events are not available: api-version 2024-07-09 answers 404"
+    assert agent.wait_log(told)["level"] == "warning"
+    assert agent.status()["recommendations_failure"] == told
+    assert told in " ".join(agent.run("status", "--state-dir", str(agent.state_dir)).stdout.split())
     eviction = sim.schedule("Preempt", notice_seconds=600, lasts_seconds=None)
     sim.wait_approved(eviction)
     assert agent.status()["api_version"] == "2020-07-01"
     assert agent.log("polling the metadata service fails") == []
     assert {r.status for r in sim.requests() if "2020-07-01" in r.path} == {200}
+
+
+WAYS_TO_FAIL: dict[str, tuple[FaultKind, int]] = {
+    **{str(status): ("status", status) for status in (400, 403, 404, 410, 500, 503)},
+    "no answer": ("stall", 500),
+    "no whole answer": ("truncated", 500),
+}
+
+
+@pytest.mark.parametrize("begins", ["from the start", "amid an event"])
+@pytest.mark.parametrize("way", WAYS_TO_FAIL)
+def test_events_are_acted_on_though_the_preview_version_fails(
+    sim: Simulator, agent: Agent, way: str, begins: str
+) -> None:
+    kind, status = WAYS_TO_FAIL[way]
+    agent.write_policy(rules=[ADVICE, EVICTION, {**ANY, "approve": "manual", "lead": "1h"}], hooks=hooks(agent))
+    if begins == "from the start":
+        sim.fault(None, kind, api_version="2024-07-09", status=status)
+    agent.start(is_awaited=False)
+    reboot = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
+    agent.wait_log("prepared", event_id=reboot)
+    if begins == "amid an event":
+        sim.fault(None, kind, api_version="2024-07-09", status=status)
+    asked = len(sim.requests())
+    eviction = sim.schedule("Preempt", notice_seconds=600, lasts_seconds=None)
+    sim.wait_approved(eviction)
+    # Each of these takes two seconds at most. One more may have been sent beside one that hangs.
+    assert sum("2024-07-09" in request.path for request in sim.requests()[asked:]) <= 3
+    agent.wait_until(lambda: agent.status()["recommendations_failure"], "it said that there are none")
+    assert agent.status()["health"] == "ok"
+    sim.end(reboot)
+    agent.wait_log("gone", event_id=reboot)
 
 
 def test_a_change_to_the_older_version_and_back_ends_no_recommendation(sim: Simulator, agent: Agent) -> None:

@@ -676,7 +676,7 @@ def test_wrong_usage_ends_with_2(run: Callable[..., tuple[int, str, str]]) -> No
 SPOT = "rules: [{name: spot, when: {type: SpotRebalanceRecommendation}}]\n"
 
 
-@pytest.mark.parametrize("status", [400, 404])
+@pytest.mark.parametrize("status", [400, 403, 404, 410, 500])
 def test_the_api_version_that_is_answered_is_told(examine: Examine, status: int) -> None:
     with Simulator(vms=("vm-1",), rate_limit=None) as simulator:
         endpoint = simulator.endpoint()
@@ -686,7 +686,10 @@ def test_the_api_version_that_is_answered_is_told(examine: Examine, status: int)
         simulator.fault(None, "status", status=status, api_version="2024-07-09")
         report = examine(endpoint, SPOT)
     version = report.one("version")
-    refused = "api-version 2024-07-09 is refused, so the document comes in 2020-07-01, without recommendations"
+    refused = (
+        "SpotRebalanceRecommendation events are not available: api-version 2024-07-09 "
+        f"answers {status}; the document comes in 2020-07-01"
+    )
     assert (version.verdict, version.finding) == ("warning", refused)
     assert "Microsoft.Compute/SpotPlus" in version.advice
     assert report.verdicts("endpoint", "direct", "events") == ["ok", "ok", "ok"]

@@ -339,12 +339,22 @@ def test_one_refusal_alone_is_taken_for_an_outage_of_a_moment() -> None:
     assert run.log == []
 
 
-@pytest.mark.parametrize("failure", ["timeout", "server_error", "throttled", "gone"])
-def test_any_other_failure_of_the_newest_version_is_a_failed_poll(failure: ImdsErrorKind) -> None:
-    kind = type("Failing", (Preview,), {"refused_until": 0.5, "kind": failure})
+@pytest.mark.parametrize("failure", ["timeout", "server_error", "gone", "unreachable"])
+def test_a_newest_version_that_fails_is_left_alone_for_ten_minutes(failure: ImdsErrorKind) -> None:
+    kind = type("Failing", (Preview,), {"refused_until": HOUR, "kind": failure})
+    run = Run(60.0, HOUR + 1300.0, lambda _: (0.0, DOCUMENT), kind)
+    newest = [at for version, at in cast("Preview", run.service).versions if version == "2024-07-09"]
+    assert newest[:4] == [0.0, 60.0, 660.0, 1260.0]
+    assert newest[-1] > HOUR + 1200.0  # it is asked for in each poll again
+    assert run.polls(failure) == 0
+    assert run.messages("log_level", "api_version") == [("warning", "2020-07-01"), ("info", "2024-07-09")]
+
+
+def test_a_throttled_request_is_a_failed_poll_and_is_not_repeated_in_another_version() -> None:
+    kind = type("Failing", (Preview,), {"refused_until": 0.5, "kind": "throttled"})
     run = Run(1.0, 5.5, lambda _: (0.0, DOCUMENT), kind)
     assert {version for version, _ in cast("Preview", run.service).versions} == {"2024-07-09"}
-    assert run.polls(failure) == 1
+    assert run.polls("throttled") == 1
 
 
 def test_if_both_versions_are_refused_the_poll_has_failed() -> None:

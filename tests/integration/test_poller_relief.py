@@ -51,8 +51,10 @@ class Service:
         _version: ApiVersion,
         *,
         may_switch_on: bool = False,
+        timeout: float | None = None,
         on_wait: Callable[[float], None] = lambda _: None,
     ) -> "Service":
+        assert timeout is None  # there is but one version
         self.is_long.append(may_switch_on)
         if self.asked == 0:
             self.on_wait = on_wait

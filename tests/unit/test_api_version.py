@@ -2,7 +2,13 @@
 
 import pytest
 
-from scheduled_events_agent.api_version import NONE_YET, Refusals, ask_best, versions_to_ask
+from scheduled_events_agent.api_version import (
+    NONE_YET,
+    PREVIEW_TIMEOUT_SECONDS,
+    VersionFallback,
+    ask_best,
+    versions_to_ask,
+)
 from scheduled_events_agent.events import ApiVersion, ApiVersionSetting
 from scheduled_events_agent.imds import ImdsError, ImdsErrorKind
 from scheduled_events_agent.policy import Rule, When
@@ -10,39 +16,79 @@ from scheduled_events_agent.policy import Rule, When
 DAY = 24 * 3600.0
 ADVISED = Rule(name="eviction-likely", when=When(type=("Preempt", "SpotRebalanceRecommendation")))
 OTHERS = (Rule(name="any"), Rule(name="eviction", when=When(type=("Preempt",))))
-GENERAL, NEWEST = ("2020-07-01",), ("2024-07-09", "2020-07-01")
+GENERAL: tuple[ApiVersion, ...] = ("2020-07-01",)
+NEWEST: tuple[ApiVersion, ...] = ("2024-07-09", "2020-07-01")
+REFUSED = VersionFallback(2, 50.0, "answers 404", is_refused=True)
+FAILED = VersionFallback(2, 50.0, "answers 500")
 
 
 @pytest.mark.parametrize(
-    ("setting", "rules", "refusals", "now", "versions"),
+    ("setting", "rules", "fallback", "now", "versions"),
     [
         ("auto", (), NONE_YET, 0.0, GENERAL),
         ("auto", OTHERS, NONE_YET, 0.0, GENERAL),
         ("auto", (*OTHERS, ADVISED), NONE_YET, 0.0, NEWEST),
-        ("auto", (ADVISED,), Refusals(1, 50.0), 50.0, NEWEST),
-        ("auto", (ADVISED,), Refusals(2, 50.0), 50.0, GENERAL),
-        ("auto", (ADVISED,), Refusals(2, 50.0), 49.0 + DAY, GENERAL),
-        ("auto", (ADVISED,), Refusals(2, 50.0), 50.0 + DAY, NEWEST),
-        ("auto", OTHERS, Refusals(2, 50.0), 50.0 + DAY, GENERAL),
+        ("auto", (ADVISED,), VersionFallback(1, 50.0), 50.0, NEWEST),
+        ("auto", (ADVISED,), REFUSED, 50.0, GENERAL),
+        ("auto", (ADVISED,), REFUSED, 49.0 + DAY, GENERAL),
+        ("auto", (ADVISED,), REFUSED, 50.0 + DAY, NEWEST),
+        ("auto", (ADVISED,), FAILED, 649.0, GENERAL),
+        ("auto", (ADVISED,), FAILED, 650.0, NEWEST),
+        ("auto", OTHERS, REFUSED, 50.0 + DAY, GENERAL),
         ("2019-01-01", (ADVISED,), NONE_YET, 0.0, ("2019-01-01",)),
-        ("2024-07-09", (), Refusals(2, 50.0), 50.0, ("2024-07-09",)),
+        ("2024-07-09", (), REFUSED, 50.0, ("2024-07-09",)),
     ],
 )
 def test_the_newest_version_is_asked_for_only_where_a_rule_needs_it(
-    setting: ApiVersionSetting, rules: tuple[Rule, ...], refusals: Refusals, now: float, versions: tuple[str, ...]
+    setting: ApiVersionSetting,
+    rules: tuple[Rule, ...],
+    fallback: VersionFallback,
+    now: float,
+    versions: tuple[str, ...],
 ) -> None:
-    assert versions_to_ask(setting, rules, refusals, now) == versions
+    assert versions_to_ask(setting, rules, fallback, now) == versions
 
 
-def test_refusals_count_in_a_row_and_only_if_the_other_version_is_answered() -> None:
-    newest: tuple[ApiVersion, ...] = ("2024-07-09", "2020-07-01")
-    once = NONE_YET.after(newest, "2020-07-01", 1.0)
-    assert (once, once.are_enough) == (Refusals(1, 1.0), False)
-    assert once.after(newest, "2024-07-09", 2.0) == NONE_YET
-    twice = once.after(newest, "2020-07-01", 2.0)
-    assert (twice, twice.are_enough) == (Refusals(2, 2.0), True)
-    assert twice.after(("2020-07-01",), "2020-07-01", 3.0) == twice
-    assert twice.after(newest, "2020-07-01", DAY) == Refusals(3, DAY)
+def test_failures_count_in_a_row_and_only_if_the_other_version_is_answered() -> None:
+    down = ImdsError("no", kind="server_error", status=500)
+    once = NONE_YET.after(NEWEST, down, 1.0)
+    assert (once.count, once.is_settled, once.failure) == (1, False, "")
+    assert once.after(NEWEST, None, 2.0) == NONE_YET
+    twice = once.after(NEWEST, down, 2.0)
+    assert (twice.count, twice.last, twice.is_settled, twice.ask_again_seconds) == (2, 2.0, True, 600.0)
+    told = "SpotRebalanceRecommendation events are not available: api-version 2024-07-09 answers 500"
+    assert twice.failure == told
+    assert twice.after(GENERAL, None, 3.0) == twice
+
+
+@pytest.mark.parametrize(
+    ("kinds", "seconds"),
+    [
+        (("not_found", "bad_request"), DAY),
+        (("not_found", "server_error"), 600.0),
+        (("server_error", "not_found"), 600.0),
+        (("timeout", "timeout"), 600.0),
+    ],
+)
+def test_only_refusals_keep_it_from_being_asked_for_a_day(
+    kinds: tuple[ImdsErrorKind, ImdsErrorKind], seconds: float
+) -> None:
+    fallback = NONE_YET
+    for kind in kinds:
+        fallback = fallback.after(NEWEST, ImdsError("no", kind=kind), 1.0)
+    assert fallback.ask_again_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ImdsError("no", kind="gone", status=410), "answers 410"),
+        (ImdsError("no", kind="timeout"), "does not answer in time"),
+        (ImdsError("no", kind="malformed"), "gives no usable answer (malformed)"),
+    ],
+)
+def test_the_reason_says_what_the_service_does(error: ImdsError, reason: str) -> None:
+    assert NONE_YET.after(NEWEST, error, 1.0).reason == reason
 
 
 @pytest.mark.parametrize(
@@ -51,25 +97,30 @@ def test_refusals_count_in_a_row_and_only_if_the_other_version_is_answered() -> 
         ({}, ["2024-07-09"], "2024-07-09"),
         ({"2024-07-09": "not_found"}, ["2024-07-09", "2020-07-01"], "2020-07-01"),
         ({"2024-07-09": "bad_request"}, ["2024-07-09", "2020-07-01"], "2020-07-01"),
-        ({"2024-07-09": "timeout"}, ["2024-07-09"], "timeout"),
+        ({"2024-07-09": "server_error"}, ["2024-07-09", "2020-07-01"], "2020-07-01"),
+        ({"2024-07-09": "timeout"}, ["2024-07-09", "2020-07-01"], "2020-07-01"),
         ({"2024-07-09": "throttled"}, ["2024-07-09"], "throttled"),
         ({"2024-07-09": "not_found", "2020-07-01": "gone"}, ["2024-07-09", "2020-07-01"], "gone"),
     ],
 )
-def test_only_a_refusal_leads_to_the_other_version(
+def test_any_failure_but_a_throttled_request_leads_to_the_other_version(
     failures: dict[str, ImdsErrorKind], asked: list[str], result: str
 ) -> None:
     tried: list[str] = []
 
-    def ask(version: ApiVersion) -> str:
+    def ask(version: ApiVersion, timeout: float | None) -> str:
+        assert timeout == (PREVIEW_TIMEOUT_SECONDS if version == "2024-07-09" else None)
         tried.append(version)
         if version in failures:
             raise ImdsError("it failed", kind=failures[version])
         return version
 
-    try:
-        answer, version = ask_best(("2024-07-09", "2020-07-01"), ask)
-        assert answer == version
-    except ImdsError as error:
-        version = error.kind  # type: ignore[assignment]
-    assert (tried, version) == (asked, result)
+    if result not in NEWEST:
+        with pytest.raises(ImdsError) as caught:
+            ask_best(NEWEST, ask)
+        assert caught.value.kind == result
+    else:
+        answer = ask_best(NEWEST, ask)
+        assert (answer.content, answer.version) == (result, result)
+        assert (answer.error is None) == (not failures)
+    assert tried == asked

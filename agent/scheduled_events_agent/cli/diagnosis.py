@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from scheduled_events_agent.api_version import BestAnswer, not_available, reason_of
 from scheduled_events_agent.cli.terminal import Style, Terminal
 from scheduled_events_agent.events import DocumentError, parse_document
 from scheduled_events_agent.host.surroundings import Approver, OwnService
@@ -121,15 +122,15 @@ def judge_directness(answers: Iterable[Answer]) -> Finding:
     return ok("direct", "no sign of a proxy")
 
 
-def judge_version(asked: str, best: str, answer: Answer) -> Finding | None:
-    """In which api-version the document is answered; None if it is not. ``best``: what was asked for first."""
-    if answer.status != 200:
+def judge_version(best: BestAnswer[Answer]) -> Finding | None:
+    """In which api-version the document is answered; None if it is not."""
+    if best.content.status != 200:
         return None
-    if asked == best:
-        return ok("version", f"the document comes in api-version {asked}")
+    if best.error is None:
+        return ok("version", f"the document comes in api-version {best.version}")
     return warning(
         "version",
-        f"api-version {best} is refused, so the document comes in {asked}, without recommendations",
+        f"{not_available(reason_of(best.error))}; the document comes in {best.version}",
         "register the feature Microsoft.Compute/SpotPlus for the subscription; without it rules for "
         "SpotRebalanceRecommendation take nothing",
     )

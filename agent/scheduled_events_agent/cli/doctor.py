@@ -14,11 +14,13 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
+
+from msgspec.structs import replace
 
 import scheduled_events_agent
 from scheduled_events_agent import __version__, host
-from scheduled_events_agent.api_version import versions_to_ask
+from scheduled_events_agent.api_version import ask_best, versions_to_ask
 from scheduled_events_agent.cli import add_state_options, diagnosis
 from scheduled_events_agent.cli.diagnosis import START, UNMASK, Finding, failure, ok, warning
 from scheduled_events_agent.cli.status import ask_status
@@ -26,7 +28,7 @@ from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, 
 from scheduled_events_agent.events import ApiVersion
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.host.surroundings import OwnService
-from scheduled_events_agent.imds import Answer, ImdsClient, ImdsError, parse_identity, resolve_endpoint
+from scheduled_events_agent.imds import Answer, ImdsError, connect, parse_identity, resolve_endpoint
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.settings import (
     BUILT_IN_NAME,
@@ -136,22 +138,20 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
 
 
 def _look_at_imds(settings: Settings) -> Iterator[Finding]:
-    imds = settings.imds
-    endpoint = resolve_endpoint(imds.endpoint)
+    endpoint = resolve_endpoint(settings.imds.endpoint)
+    imds = replace(settings.imds, endpoint=endpoint)
     versions = versions_to_ask(imds.api_version, settings.rules)
 
-    def ask(what: Literal["document", "instance"], version: ApiVersion) -> Answer:
-        client = ImdsClient(
-            endpoint,
-            api_version=version,
-            request_timeout=imds.request_timeout,
-            first_request_timeout=imds.first_request_timeout,
-        )
-        return client.inspect(what)
+    def fetch(version: ApiVersion, timeout: float | None) -> Answer:
+        time.sleep(_SPACING_SECONDS)
+        answer = connect(imds, version, may_switch_on=True, timeout=timeout).inspect("document")
+        if answer.fault is not None and version != versions[-1]:
+            raise answer.fault
+        return answer
 
     asked_at = datetime.now(UTC)
     try:
-        instance = ask("instance", versions[0])
+        instance = connect(imds).inspect("instance")
     except ImdsError as error:
         yield diagnosis.judge_no_answer("endpoint", error)
         return
@@ -168,13 +168,10 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
     names = tuple(filter(None, (settings.vm.name or said, *settings.vm.aliases)))
     version: Finding | None = None
     try:
-        for asked in versions:
-            time.sleep(_SPACING_SECONDS)
-            with remark_if_slow(FIRST_ANSWER_IS_SLOW):
-                document = ask("document", asked)
-            version = diagnosis.judge_version(asked, versions[0], document)
-            if document.status not in (400, 404):
-                break
+        with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+            best = ask_best(versions, fetch)
+        document = best.content
+        version = diagnosis.judge_version(best)
         direct = diagnosis.judge_directness([instance, document])
         events = diagnosis.judge_document(document, names, socket.gethostname())
     except ImdsError as error:

@@ -80,12 +80,12 @@ def fetch_document(settings: Settings, *, is_first: bool = True) -> tuple[Docume
     ``is_first``: perhaps nothing has asked before on this VM. Then the answer may take minutes.
     """
 
-    def fetch(version: ApiVersion) -> tuple[bytes, ImdsClient]:
-        client = connect(settings.imds, version, may_switch_on=is_first)
+    def fetch(version: ApiVersion, timeout: float | None) -> tuple[bytes, ImdsClient]:
+        client = connect(settings.imds, version, may_switch_on=is_first, timeout=timeout)
         return client.fetch(), client
 
     with remark_if_slow(FIRST_ANSWER_IS_SLOW):
-        (body, client), _ = ask_best(versions_to_ask(settings.imds.api_version, settings.rules), fetch)
+        body, client = ask_best(versions_to_ask(settings.imds.api_version, settings.rules), fetch).content
         return parse_document(body), client
 
 

@@ -132,6 +132,8 @@ def _rows(status: Status) -> Iterator[Row]:
     if policy.refused:
         yield Row("refused", f"the file as it is now: {policy.refused}", "yellow")
     yield _last_poll(status)
+    if status.recommendations_failure:
+        yield Row("", status.recommendations_failure, "yellow")
     readiness = "ready" if status.ready else "not ready"
     yield Row("agent", f"version {status.version}, since {_ago(status.started_at, now)}; {readiness} (/readyz)")
     for target in status.notify:

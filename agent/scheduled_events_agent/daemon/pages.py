@@ -240,6 +240,7 @@ class Pages:
             rules=tuple([rule.name for rule in engine.settings.rules]),
             endpoint=engine.settings.imds.endpoint,
             api_version=self._poller.api_version,
+            recommendations_failure=self._poller.recommendations_failure,
             last_poll_at=self._poller.succeeded_at,
             poll_failure=self._poller.failure,
             incarnation=engine.incarnation(),

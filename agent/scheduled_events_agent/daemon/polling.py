@@ -12,9 +12,22 @@ from datetime import UTC, datetime
 from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError
-from scheduled_events_agent.api_version import GENERAL_VERSION, Refusals, ask_best, versions_to_ask
+from scheduled_events_agent.api_version import (
+    GENERAL_VERSION,
+    BestAnswer,
+    VersionFallback,
+    ask_best,
+    versions_to_ask,
+)
 from scheduled_events_agent.engine import Engine, Message, Paused
-from scheduled_events_agent.events import RECOMMENDING_VERSION, ApiVersion, Document, DocumentError, parse_document
+from scheduled_events_agent.events import (
+    RECOMMENDATION,
+    RECOMMENDING_VERSION,
+    ApiVersion,
+    Document,
+    DocumentError,
+    parse_document,
+)
 from scheduled_events_agent.imds import Backoff, ImdsClient, ImdsError, connect
 from scheduled_events_agent.log import FailureLog, get_logger
 from scheduled_events_agent.log_ids import LogId
@@ -58,7 +71,7 @@ class Poller:
         self._document: Document | None = None
         self.api_version: ApiVersion = GENERAL_VERSION
         """In which version documents are answered, and approvals sent."""
-        self._refusals = Refusals()
+        self._fallback = VersionFallback()
         self._client: ImdsClient | None = None
         self._client_version: ApiVersion = GENERAL_VERSION
         self._imds: ImdsSettings | None = None
@@ -104,13 +117,15 @@ class Poller:
             if late > _PAUSE_SECONDS:
                 self._put(Paused(late))
 
-    def _connect(self, version: ApiVersion) -> ImdsClient:
+    def _connect(self, version: ApiVersion, timeout: float | None) -> ImdsClient:
         """A client for the endpoint of the policy; after a failure, ``auto`` reads the DHCP lease again."""
         imds = self._engine.settings.imds
         is_other = imds is not self._imds or version != self._client_version
         if self._client is None or self.failure or is_other:
             is_first = self.succeeded is None
-            self._client = connect(imds, version, may_switch_on=is_first, on_wait=self._expect_back)
+            self._client = connect(
+                imds, version, may_switch_on=is_first, timeout=timeout, on_wait=self._expect_back
+            )
             self._imds = imds
             self._client_version = version
         return self._client
@@ -125,9 +140,12 @@ class Poller:
                 began = time.monotonic()
                 if sent is None or began - sent < _RELIEF_AFTER_SECONDS:
                     break
-                due = began + self._poll(lambda version: connect(self._engine.settings.imds, version))
+                due = began + self._poll(self._connect_beside)
 
-    def _poll(self, load_client: Callable[[ApiVersion], ImdsClient]) -> float:
+    def _connect_beside(self, version: ApiVersion, timeout: float | None) -> ImdsClient:
+        return connect(self._engine.settings.imds, version, timeout=timeout)
+
+    def _poll(self, load_client: Callable[[ApiVersion, float | None], ImdsClient]) -> float:
         """Send one request and handle the answer; returns the seconds from its beginning to the next one."""
         with self._lock:
             self._last_number += 1
@@ -135,14 +153,14 @@ class Poller:
             began = time.monotonic()
         settings = self._engine.settings
         delay = settings.imds.poll_interval
-        versions = versions_to_ask(settings.imds.api_version, settings.rules, self._refusals, began)
+        versions = versions_to_ask(settings.imds.api_version, settings.rules, self._fallback, began)
         try:
-            body, version = ask_best(versions, lambda version: load_client(version).fetch())
+            answer = ask_best(versions, lambda version, timeout: load_client(version, timeout).fetch())
             with self._lock:
                 # The answer to a later request may have come first.
                 if number > self._newest_answered:
-                    self._take(body, version)
-                    self._learn_version(versions, version)
+                    self._take(answer.content, answer.version)
+                    self._learn_version(versions, answer)
                     self._newest_answered = number
                     self._succeed(began)
         except (AgentError, OSError) as raised:
@@ -166,16 +184,28 @@ class Poller:
             return
         self._put(replace(self._document, answered=time.monotonic()))
 
-    def _learn_version(self, asked: tuple[ApiVersion, ...], answered: ApiVersion) -> None:
-        before = self._refusals
-        self._refusals = self._refusals.after(asked, answered, time.monotonic())
-        self.api_version = answered
-        if self._refusals.are_enough and not before.are_enough:
-            text = f"api-version {asked[0]} is refused, and asked for again in a day: no recommendation is seen"
-            get_logger().warning(text, log_id=LogId.API_VERSION, api_version=answered)
-        elif before.are_enough and not self._refusals.are_enough:
-            text = f"api-version {answered} is answered again: recommendations are seen"
-            get_logger().info(text, log_id=LogId.API_VERSION, api_version=answered)
+    @property
+    def recommendations_failure(self) -> str:
+        """Why a rule's SpotRebalanceRecommendation events are not available; "" if they are. For any thread."""
+        imds = self._engine.settings.imds
+        is_wanted = len(versions_to_ask(imds.api_version, self._engine.settings.rules)) > 1
+        return self._fallback.failure if is_wanted else ""
+
+    def _learn_version(self, asked: tuple[ApiVersion, ...], answer: BestAnswer[bytes]) -> None:
+        before = self._fallback
+        self._fallback = before.after(asked, answer.error, time.monotonic())
+        self.api_version = answer.version
+        if self._fallback.failure and not before.failure:
+            seconds = self._fallback.ask_again_seconds
+            get_logger().warning(
+                self._fallback.failure,
+                log_id=LogId.API_VERSION,
+                api_version=answer.version,
+                ask_again_seconds=seconds,
+            )
+        elif before.failure and not self._fallback.failure:
+            text = f"{RECOMMENDATION} events are available again"
+            get_logger().info(text, log_id=LogId.API_VERSION, api_version=answer.version)
 
     def _succeed(self, began: float) -> None:
         now = time.monotonic()

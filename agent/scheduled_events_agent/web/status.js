@@ -135,12 +135,14 @@
     const refused = policy.refused ? el("span", {class: "bad"}, " (the file as it is now was refused)") : "";
     const failure = status.poll_failure
       ? [" ", el("span", {class: "bad"}, "since then: ", words(status.poll_failure))] : "";
+    const unavailable = status.recommendations_failure
+      ? [" ", el("span", {class: "bad"}, words(status.recommendations_failure))] : "";
     const listed = (names) => separated(names.slice(0, MOST.names).map((name) => words(name, MOST.inName)));
     return el("section", {class: "card", "aria-labelledby": "agent"}, el("h2", {id: "agent"}, "Agent"), list([
       ["Health", status.health === "ok" ? "ok" : el("span", {class: "bad"}, "not healthy, see above")],
       ["Last good poll", [status.last_poll_at ? [since(status.last_poll_at), " ago"] : "never yet", failure]],
       ["Endpoint", code(status.endpoint)],
-      ["api-version", code(status.api_version)],
+      ["api-version", [code(status.api_version), unavailable]],
       ["Incarnation", words(status.incarnation) || "no document yet"],
       ["This VM", vm.names.length ? listed(vm.names) : "name not known yet"],
       ["VM id", vm.vm_id ? code(vm.vm_id) : ""],
