@@ -224,7 +224,8 @@ class Agent:
     def forget_boot(self) -> None:
         """While it does not run: have its machine be another boot than the one that its state file knows."""
         with contextlib.closing(sqlite3.connect(self.state_dir / "state.db")) as state, state:
-            state.execute("UPDATE workflow SET body = json_set(body, '$.boot_id', 'the boot before')")
+            boots = "'$.boot_id', 'the boot before', '$.prepare_boot_id', 'the boot before'"
+            state.execute(f"UPDATE workflow SET body = json_set(body, {boots})")
             state.execute("UPDATE fact SET value = 'the boot before' WHERE name = 'boot_id'")
 
     def __enter__(self) -> Self:

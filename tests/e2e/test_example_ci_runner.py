@@ -4,10 +4,8 @@ It behaves as GitLab documents its own: SIGQUIT has it take no more jobs and end
 SIGTERM cuts that off.
 """
 
-import contextlib
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -157,8 +155,7 @@ def test_a_job_ends_before_the_approval_and_the_next_begins_after_the_reboot(
     agent.wait_log("started", event_id=event)
 
     agent.kill()
-    with contextlib.closing(sqlite3.connect(agent.state_dir / "state.db")) as state, state:
-        state.execute("UPDATE workflow SET body = json_set(body, '$.boot_id', 'the boot before')")
+    agent.forget_boot()
     sim.end(event)
     agent.start()
     busy.wait_asked("started")

@@ -1,7 +1,5 @@
 """The agent's main stories from beginning to end, as an operator would tell them."""
 
-import contextlib
-import sqlite3
 import sys
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -461,9 +459,7 @@ def test_after_the_reboot_it_prepared_for_the_machine_is_recovered_once(
     sim.wait_approved(event)
     agent.wait_log("approved")
     agent.kill()
-    with contextlib.closing(sqlite3.connect(agent.state_dir / "state.db")) as state, state:
-        # What another boot makes of it: the system's id of this boot is not the one in the file any more.
-        state.execute("UPDATE workflow SET body = json_set(body, '$.boot_id', 'the boot before')")
+    agent.forget_boot()
     if is_over:
         sim.end(event)
     agent.start()

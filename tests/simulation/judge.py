@@ -7,7 +7,8 @@ what the agent knows, both are right.
 
     1  no approval before every prepare hook has succeeded, unless the rule or an operator says otherwise
     2  no approval for an event of another VM, one that has started, is over, is missing or is held
-    3  a prepare or on_start hook starts once, and once more only after a crash that it did not survive
+    3  a prepare or on_start hook starts once, and once more only after a crash that it did not survive; after a
+       reboot an event that has not started is prepared for from its first hook
     4  what was prepared is recovered exactly once after the event (two answers lack it), never while another event
        needs it prepared; what was never prepared is never recovered (of an event that had started when the state
        was lost, that it was not is not known: it is recovered). After a failure it and the rest of the stage wait
@@ -385,6 +386,16 @@ class Judge:
             life.is_posted, life.missing_since = False, None
         self._notices += self._unwritten
         self._unwritten = []
+
+    def rebooted(self) -> None:
+        """The machine has started again: what was prepared for an event that has not started is undone."""
+        for life in self.lives.values():
+            if life.is_over or life.was_started:
+                continue
+            self._used = {used for used in self._used if used[:2] != (life.name, "prepare")}
+            life.succeeded.clear()
+            life.has_failed = False
+            life.failed_hook = ""
 
     def forgotten(self, event: str, stage: str, hook: str) -> None:
         """The hook had ended, and the agent was killed before that was on disk."""

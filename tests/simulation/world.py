@@ -448,6 +448,7 @@ class World(Machine):
             self._crash("the power is off", may_restart=False)
         self._is_up = False
         self._boot += 1
+        self.judge.rebooted()
         self.after(chance.choice((5.0, 60.0, 600.0)), self._boot_up)
 
     def _freeze(self) -> None:

@@ -572,7 +572,7 @@ def test_a_clock_that_is_set_neither_shortens_nor_prolongs_a_drain(jump: float) 
     assert agent.tick(399) == []
     assert agent.tick(2) == ["A: prepare drain"]
     agent.wait(jump)
-    assert agent.send(ClockSet(jump)) == []
+    assert agent.send(ClockSet(jump)) == ["A: move deadline"]
     assert agent.ends("drain") == ["A: prepare checkpoint"]
 
 

@@ -274,6 +274,11 @@ class Life:
         stored = msgspec.json.encode([*self.board.values()])
         self.board = {workflow.id: workflow for workflow in msgspec.json.decode(stored, type=list[Workflow])}
         self.context = replace(self.context, document_at=None, boot_id=self.chance.choice(("1", "2")))
+        for workflow in self.board.values():
+            may_start = not (workflow.is_over or workflow.was_started or workflow.event.is_started)
+            if may_start and workflow.prepare_boot_id != self.context.boot_id:  # a reboot has undone it
+                key = (workflow.id, "prepare")
+                self.used = {used for used in self.used if used[:2] != key}
         self.send(AgentRestarted(), Reconsider())
         if self.document and self.chance.random() < 0.5:
             self.document.popitem()

@@ -29,6 +29,7 @@ STORED: dict[str, Any] = {
         "expire_after": 3600.0,
     },
     "first_seen_at": "2026-03-02T12:00:01Z", "noticed_at": "2026-03-02T12:00:01Z", "boot_id": "boot 1",
+    "prepare_boot_id": "boot 1",
     "phase": "preparing",
     "prepare": {**IDLE, "state": "running", "done": ["drain"], "current": "checkpoint", "run": 2},
     "on_start": IDLE, "recover": IDLE, "drain_until": None,

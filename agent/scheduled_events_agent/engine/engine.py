@@ -124,9 +124,8 @@ class Engine:
         """Go on where the last agent ended. Call it once, first. Raises StoreError."""
         workflows = self._store.load_workflows()
         # A boot id that is a rounded time may come out a little different within one boot.
-        self.boot_id = next(
-            (w.boot_id for w in workflows if host.is_same_boot(w.boot_id, self.boot_id)), self.boot_id
-        )
+        known = [boot_id for workflow in workflows for boot_id in (workflow.boot_id, workflow.prepare_boot_id)]
+        self.boot_id = next((one for one in known if host.is_same_boot(one, self.boot_id)), self.boot_id)
         self.board = {workflow.id: workflow for workflow in workflows}
         self._teller.leave_out([workflow.id for workflow in workflows])
         now = self._machine.now()

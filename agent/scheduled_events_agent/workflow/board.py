@@ -73,7 +73,7 @@ class _Turn:
         match signal:
             case Seen(event, renamed_from):
                 gone = self._gone.get(event.key, "")
-                returns = gone if gone and may_return(self.workflows[gone]) else ""
+                returns = gone if gone and may_return(self.workflows[gone], event) else ""
                 return [self._present.get(renamed_from or event.key, returns)]
             case Missing(key) | Gone(key):
                 return [self._present[key]] if key in self._present else []

@@ -117,6 +117,8 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     """When the event was first seen with its present NotBefore."""
     boot_id: str
     """The boot during which the event was first seen."""
+    prepare_boot_id: str = ""
+    """The boot in which its preparation has begun. After a reboot, what was prepared counts as undone."""
     phase: Phase = "waiting"
     prepare: Progress = Progress()
     on_start: Progress = Progress()

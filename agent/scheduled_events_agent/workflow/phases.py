@@ -55,8 +55,11 @@ def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | N
 
 def _before_start(workflow: Workflow, workflows: Workflows, context: Context) -> Step | None:
     """In the phases waiting, preparing, prepared, held and approved."""
-    if context.is_acting and workflow.operator == "held" and is_to_begin(workflow):
+    is_reset = is_reset_by_reboot(workflow, context)
+    if context.is_acting and workflow.operator == "held" and (is_reset or is_to_begin(workflow)):
         return _obey_hold(workflow)
+    if is_reset:
+        return _prepare_again(workflow, context)
     if workflow.phase == "waiting":
         return _begin_when_due(workflow, context)
     if workflow.phase == "preparing":
@@ -94,8 +97,21 @@ def _begin_when_due(workflow: Workflow, context: Context) -> Step | None:
     drain_until = drain_end(decision, workflow.event, context) if decision.drain_for else None
     drained = f"not ready for {decision.drain_for:g}s" if decision.drain_for else ""
     steps = ", ".join(filter(None, [drained, *decision.prepare])) or "nothing to run"
-    workflow = replace(workflow, prepare=Progress(state="running"), drain_until=drain_until)
+    workflow = replace(
+        workflow, prepare=Progress(state="running"), prepare_boot_id=context.boot_id, drain_until=drain_until
+    )
     return _enter(workflow, "preparing", Note(kind="preparing", text=f"preparation begins: {steps}"), *notes)
+
+
+def _prepare_again(workflow: Workflow, context: Context) -> Step | None:
+    """From the drain and the first hook on: a reboot has undone what was prepared."""
+    if not context.is_acting:
+        return None
+    drain_until = None
+    if workflow.decision.drain_for:
+        drain_until = drain_end(workflow.decision, workflow.event, context)
+    begun = replace(workflow, prepare_boot_id=context.boot_id, drain_until=drain_until)
+    return _enter(begun, "preparing", Note(kind="preparing", text="prepares again: the VM was restarted"))
 
 
 def _preparing(workflow: Workflow, workflows: Workflows, context: Context) -> Step | None:
@@ -171,6 +187,11 @@ def may_begin(workflow: Workflow) -> bool:
     return is_ready and workflow.prepare.state == "idle" and workflow.decision.has_preparation
 
 
+def is_reset_by_reboot(workflow: Workflow, context: Context) -> bool:
+    """Whether the preparation of an earlier boot has still to begin anew."""
+    return workflow.prepare.state == "running" and workflow.prepare_boot_id != context.boot_id
+
+
 def is_to_begin(workflow: Workflow) -> bool:
     """Whether a drain or a prepare hook begins next, when its time has come."""
     prepare = workflow.prepare
@@ -192,7 +213,8 @@ def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Step
         return None  # the document shows it as scheduled again: it cannot start twice
     if workflow.prepare.state == "running":
         # A reboot has undone what was prepared. A hold from before the start still counts.
-        may_finish = workflow.decision.on_early_start == "finish" and workflow.boot_id == context.boot_id
+        is_of_this_boot = workflow.prepare_boot_id == context.boot_id
+        may_finish = workflow.decision.on_early_start == "finish" and is_of_this_boot
         if may_finish and not (workflow.operator == "held" and is_to_begin(workflow)):
             step = run_next(workflow, "prepare", workflows, context)
         else:

@@ -29,7 +29,14 @@ from scheduled_events_agent.workflow.model import (
     Workflow,
     show,
 )
-from scheduled_events_agent.workflow.stages import is_to_recover, next_hook, prepared_peers, tried_again, with_end
+from scheduled_events_agent.workflow.stages import (
+    is_to_recover,
+    next_hook,
+    prepared_peers,
+    tried_again,
+    with_end,
+    with_void_approval,
+)
 from scheduled_events_agent.workflow.times import drain_end
 
 
@@ -117,8 +124,7 @@ def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
     workflow = replace(workflow, event=event, noticed_at=noticed_at, drain_until=drain_until, operator=operator)
     step = _decide_anew(workflow, context)
     effects: tuple[Effect, ...] = ()
-    goes_on = not event.is_started or workflow.decision.on_early_start == "finish"
-    if "not_before" in changed and goes_on and workflow.prepare.current is not None:
+    if "not_before" in changed and _has_deadline(workflow) and workflow.prepare.current is not None:
         effects = (MoveDeadline(workflow_id=workflow.id),)
     return Step(workflow=step.workflow, effects=effects, notes=(*notes, *step.notes))
 
@@ -192,8 +198,13 @@ def _may_prepare_more(workflow: Workflow) -> bool:
     return is_in_time and workflow.prepare.state in ("running", "succeeded")
 
 
-def may_return(workflow: Workflow) -> bool:
-    """Whether the event, which was gone, may go on as it was: nothing was undone or cut short since."""
+def may_return(workflow: Workflow, event: ScheduledEvent) -> bool:
+    """Whether the event, which was gone, may go on as it was: nothing was undone or cut short since.
+
+    An event cannot start twice: one that is Scheduled after it was Started is another one under the same id.
+    """
+    if (workflow.was_started or workflow.event.is_started) and not event.is_started:
+        return False
     is_idle = all(progress.current is None for progress in workflow.stages)
     is_untouched = not workflow.is_undone and workflow.recover.state in ("idle", "running")
     is_cut_short = workflow.prepare.state == "canceled" and not workflow.was_started
@@ -247,7 +258,15 @@ def _move_times(workflow: Workflow, seconds: float, context: Context) -> Step:
     if workflow.drain_until is not None:
         latest = drain_end(workflow.decision, workflow.event, context)
         workflow = replace(workflow, drain_until=min(workflow.drain_until + moved, latest))
-    return Step(workflow=workflow)
+    effects: tuple[Effect, ...] = ()
+    if workflow.prepare.current is not None and _has_deadline(workflow):
+        effects = (MoveDeadline(workflow_id=workflow.id),)
+    return Step(workflow=workflow, effects=effects)
+
+
+def _has_deadline(workflow: Workflow) -> bool:
+    """Whether NotBefore, and not only its own time limit, ends a prepare hook."""
+    return not workflow.event.is_started or workflow.decision.on_early_start == "finish"
 
 
 def _hear(workflow: Workflow, signal: OperatorSpoke, context: Context) -> Step:
@@ -293,7 +312,10 @@ def _finish_hook(workflow: Workflow, signal: HookFinished) -> Step:
         outcome=signal.outcome,
         detail=signal.tail,
     )
-    return Step(workflow=workflow.with_progress(signal.stage, progress), notes=(note,))
+    workflow = workflow.with_progress(signal.stage, progress)
+    if signal.stage == "prepare" and progress.state == "failed":
+        return with_void_approval(Step(workflow=workflow, notes=(note,)), f"hook {signal.hook} failed")
+    return Step(workflow=workflow, notes=(note,))
 
 
 def _share_finished_hook(workflow: Workflow, signal: HookFinished) -> Step | None:
@@ -326,9 +348,24 @@ def _restart(workflow: Workflow, context: Context) -> Step:
             workflow = workflow.with_progress(stage, progress)
     if workflow.approval.state == "requested":
         workflow = replace(workflow, approval=replace(workflow.approval, state="none", retry_at=None))
-    where = "the same boot" if workflow.boot_id == context.boot_id else "after a reboot"
+    workflow = _without_what_a_reboot_has_undone(workflow, context)
+    is_same_boot = context.boot_id in (workflow.boot_id, workflow.prepare_boot_id)
+    where = "the same boot" if is_same_boot else "after a reboot"
     note = Note(kind="restarted", text=f"the agent restarted ({where}) in phase {workflow.phase}")
     return Step(workflow=workflow, notes=(note,))
+
+
+def _without_what_a_reboot_has_undone(workflow: Workflow, context: Context) -> Workflow:
+    """With the prepare stage at its beginning, if it began in another boot and may still be needed.
+
+    The number of its runs stays: something was done, outside of this VM perhaps, and is recovered in any case.
+    """
+    has_started = workflow.was_started or workflow.event.is_started
+    has_begun = workflow.prepare.state != "idle"
+    if not has_begun or has_started or workflow.is_over or workflow.prepare_boot_id == context.boot_id:
+        return workflow
+    prepare = Progress(state="running", run=max(1, workflow.prepare.run))
+    return replace(workflow, prepare=prepare, drain_until=None)
 
 
 def _describe(event: ScheduledEvent, now: datetime) -> str:

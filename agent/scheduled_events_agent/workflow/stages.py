@@ -35,6 +35,8 @@ def run_next(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow]
     hook = next_hook(workflow, stage)
     if hook is None:
         return Step(workflow=workflow.with_progress(stage, replace(progress, state="succeeded")))
+    if stage != "on_start" and _has_earlier_hook(workflow, workflows):
+        return None
     if stage == "recover" and any(peer.recover.current == hook for peer in recoveries):
         return None  # it runs for another event now, once for both
     if not context.is_acting:
@@ -47,6 +49,16 @@ def run_next(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow]
         workflow=replace(workflow.with_progress(stage, progress), waits=None),
         effects=(RunHook(workflow_id=workflow.id, stage=stage, hook=hook, run=progress.run),),
         notes=(Note(kind="hook_started", text=f"hook {hook} starts", stage=stage, hook=hook),),
+    )
+
+
+def _has_earlier_hook(workflow: Workflow, workflows: Mapping[str, Workflow]) -> bool:
+    """Whether a hook of an earlier appearance of the same event runs, or has still to end."""
+    return any(
+        other.event.key == workflow.event.key
+        and other.first_seen_at < workflow.first_seen_at
+        and any(progress.current is not None for progress in other.stages)
+        for other in workflows.values()
     )
 
 
@@ -64,7 +76,8 @@ def cut_short(workflow: Workflow, stage: Stage) -> Step | None:
         # Nothing was done if it waited for another recovery since it began: then nothing needs a recovery.
         is_nothing_done = progress.run == 0 and workflow.drain_until is None and workflow.decision.prepare != ()
         ended = replace(progress, state="idle" if stage == "prepare" and is_nothing_done else "canceled")
-        return Step(workflow=workflow.with_progress(stage, ended))
+        step = Step(workflow=workflow.with_progress(stage, ended))
+        return with_void_approval(step, "preparation was canceled") if stage == "prepare" else step
     if progress.is_canceling:
         return None
     text = f"hook {progress.current} is canceled"
@@ -73,6 +86,15 @@ def cut_short(workflow: Workflow, stage: Stage) -> Step | None:
         effects=(CancelHook(workflow_id=workflow.id, stage=stage),),
         notes=(Note(kind="hook_canceled", text=text, stage=stage, hook=progress.current),),
     )
+
+
+def with_void_approval(step: Step, why: str) -> Step:
+    """What an operator approved counted on a preparation that has ended badly since: it must be said again."""
+    workflow = step.workflow
+    if workflow.operator != "approved" or workflow.approval.state == "confirmed":
+        return step
+    note = Note(kind="operator", text=f"the operator's approval is void: {why}")
+    return replace(step, workflow=replace(workflow, operator=""), notes=(*step.notes, note))
 
 
 def with_end(progress: Progress, signal: HookFinished) -> Progress:
