@@ -35,6 +35,7 @@ _WAITS = {
     "prepare_canceled": "preparation was canceled",
     "held": "an operator holds it",
     "manual": "an operator must approve it",
+    "stale": "the metadata service has not answered since {at}",
     "too_early": "its time has not come",
     "shared": "it names other VMs too ({names}) and shared is {decision.shared}",
     "earlier_vms": "VMs listed before this one may approve it until {at}",

@@ -29,7 +29,7 @@ from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.log import set_up
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Hook, Rule, When
-from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.settings import ImdsSettings, Settings
 from scheduled_events_agent.store import FILE_NAME, MAX_ENTRIES, Store
 from scheduled_events_agent.words import as_shown
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve, RunHook, proceed
@@ -355,6 +355,49 @@ def test_a_drain_lasts_as_long_as_it_should_though_somebody_sets_the_clock(
         assert executor.requests == [["E1"]]
     finally:
         store.close()
+
+
+def test_nothing_is_approved_by_an_answer_that_is_old(tmp_path: Path, executor: Approvals) -> None:
+    store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
+    with contextlib.closing(store):
+        settings = Settings(rules=(Rule(name="drain", drain_for=40.0, approve="when-prepared"),))
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        document = Document(incarnation="", events=(EVENT,))
+        answered_at = machine.now()
+        engine.take(document)
+        assert engine.turn(answered_at)
+        assert not engine.needs_answer()
+        machine.wait(41.0)  # polls have failed meanwhile
+        assert engine.turn(answered_at)
+        assert executor.requests == []
+        (workflow,) = engine.board.values()
+        waits_for = f"the metadata service has not answered since {answered_at:%Y-%m-%dT%H:%M:%SZ}"
+        assert as_shown(workflow).waits_for == waits_for
+        assert engine.needs_answer()  # also if it is that of before
+        engine.take(document)
+        assert engine.turn(machine.wait(1.0))
+        assert executor.requests == [["E1"]]
+        assert not engine.needs_answer()
+
+
+def test_two_long_polls_may_pass_before_an_answer_is_old(tmp_path: Path, executor: Approvals) -> None:
+    store, machine = Store.open(tmp_path, datetime.now(UTC)), Clocks()
+    with contextlib.closing(store):
+        settings = Settings(
+            imds=ImdsSettings(poll_interval=60.0),
+            rules=(Rule(name="drain", drain_for=100.0, approve="when-prepared"),),
+        )
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor), machine)
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        engine.take(Document(incarnation="", events=(EVENT,)))
+        answered_at = machine.now()
+        assert engine.turn(answered_at)
+        machine.wait(101.0)
+        assert engine.turn(answered_at)
+        assert executor.requests == [["E1"]]
 
 
 def a_shared_event(machine: Clocks) -> ScheduledEvent:

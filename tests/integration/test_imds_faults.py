@@ -75,7 +75,7 @@ class Service:
     def check(self, document: Document) -> None:
         pass
 
-    def lacks_event(self) -> bool:
+    def needs_answer(self) -> bool:
         return False
 
     def connect(self, _imds: ImdsSettings, version: ApiVersion = "2020-07-01", **_: object) -> "Service":
@@ -337,6 +337,13 @@ def test_one_refusal_alone_is_taken_for_an_outage_of_a_moment() -> None:
     versions = [version for version, _ in cast("Preview", run.service).versions]
     assert versions == ["2024-07-09", "2020-07-01", *["2024-07-09"] * 9]
     assert run.log == []
+
+
+def test_an_answer_like_the_one_before_is_passed_on_only_if_the_engine_needs_one() -> None:
+    kind = type("Needing", (Service,), {"needs_answer": lambda self: len(self.asked) > 3})
+    for service, documents in ((Service, 1), (kind, 4)):
+        run = Run(1.0, 5.5, lambda _: (0.0, DOCUMENT), service)
+        assert run.inbox.qsize() == documents
 
 
 @pytest.mark.parametrize("failure", ["timeout", "server_error", "gone", "unreachable"])

@@ -86,7 +86,7 @@ ENGINE = cast(
     SimpleNamespace(
         settings=Settings(imds=ImdsSettings(poll_interval=0.05)),
         check=lambda _: None,
-        lacks_event=lambda: False,
+        needs_answer=lambda: False,
     ),
 )
 

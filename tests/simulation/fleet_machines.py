@@ -176,7 +176,7 @@ class Vm(Machine):
             body = _EMPTY
             self.disturbed_at = world.at
             self.after(0.0, self.poll_soon)
-        if body != self._body or self.engine.lacks_event():
+        if body != self._body or self.engine.needs_answer():
             self._body = body
             document = replace(parse_document(body), answered=self.monotonic())
             self._mail.append(document)
@@ -205,7 +205,7 @@ class Vm(Machine):
         except KilledError:
             self.crash("in a turn")
             return
-        if engine.lacks_event():
+        if engine.needs_answer():
             self.after(1.0, self.poll_soon)
         if engine.wake_at is not None:
             seconds = (engine.wake_at - self.now()).total_seconds()

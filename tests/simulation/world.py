@@ -734,7 +734,7 @@ class World(Machine):
                 body = b'{"DocumentIncarnation":0,"Events":[]}'
                 self.after(0.0, self._poll_soon)
             known = (self._version, body)
-            if known != self._body or self.engine.lacks_event():
+            if known != self._body or self.engine.needs_answer():
                 self._body = known
                 document = replace(parse_document(body), has_recommendations=self._version == _PREVIEW)
                 self._deliver(replace(document, answered=self.monotonic()))
@@ -783,7 +783,7 @@ class World(Machine):
             return
         self._document_at = self._succeeded_at
         self._read_answers()
-        if engine.lacks_event():
+        if engine.needs_answer():
             self._poll_soon()
         wake_at = engine.wake_at
         if not is_done:

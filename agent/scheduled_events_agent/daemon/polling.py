@@ -180,7 +180,7 @@ class Poller:
             self._document = document
             self._metrics.documents.inc()
             self._body = body
-        elif not self._engine.lacks_event():
+        elif not self._engine.needs_answer():
             return
         self._put(replace(self._document, answered=time.monotonic()))
 

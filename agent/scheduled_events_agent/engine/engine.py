@@ -58,6 +58,8 @@ from scheduled_events_agent.workflow import (
 
 # The clock was set if it and the monotonic one differ by more than this since the last turn.
 _CLOCK_SET_SECONDS = 1.0
+# Nothing is approved by an answer of the service that is older than this, or than two polls.
+_STALE_SECONDS = 30.0
 # Without news, and before the time that was worked out, all is decided again this often: to be safe.
 _DECIDE_SECONDS = 60.0
 
@@ -104,6 +106,7 @@ class Engine:
         self.wake_at: datetime | None = None
         """When time alone will next let something happen."""
         self._decided_at = -inf
+        self._has_decided_on_stale = False
         self._clock_offset = self._machine.now().timestamp() - self.turned_at
         self._new_identity: Identity | None = None
         # A disk may have been copied to another VM, which is always another boot.
@@ -288,6 +291,7 @@ class Engine:
             boot_id=self.boot_id,
             is_acting=self.is_acting(),
             document_at=document_at,
+            stale_after=max(_STALE_SECONDS, 2.0 * settings.imds.poll_interval),
             is_state_lost=self._is_state_lost,
             fleet=self.fleet.view(settings),
         )
@@ -306,7 +310,9 @@ class Engine:
             return
         signals = [*self._signals, *self.documents.compare(self.board, self.names(), self.settings)]
         self._metrics.others_events.set(self.documents.others_events)
-        progression = proceed(self.board, signals, self._context(now, self._document_at))
+        context = self._context(now, self._document_at)
+        self._has_decided_on_stale = context.is_stale
+        progression = proceed(self.board, signals, context)
         try:
             answers = self._answers(progression)
             self.notifying.commit(progression.steps, now, answers, self.names(), self.identity.vm_id)
@@ -334,8 +340,15 @@ class Engine:
         self.wake_at = next_wake_at(self.board, context)
         self.fleet.committed(self.board, context)
 
+    def needs_answer(self) -> bool:
+        """Whether the next answer counts though it is that of before. For any thread.
+
+        The last one lacked an event that is not over yet, or it was too old to approve an event by it.
+        """
+        return self.lacks_event() or (self._has_decided_on_stale and bool(self.board))
+
     def lacks_event(self) -> bool:
-        """Whether the last answer lacked an event that is not over yet: the next one counts. For any thread."""
+        """Whether the last answer lacked an event that is not over yet."""
         return any(workflow.is_missing for workflow in self.board.values())
 
     def check(self, document: Document) -> None:

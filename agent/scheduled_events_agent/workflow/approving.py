@@ -148,9 +148,14 @@ def slot_gate(workflow: Workflow, context: Context) -> Leave:
     return Leave("not yet", waits) if waits else YES
 
 
+def stale_gate(_: Workflow, context: Context) -> Leave:
+    """The event may have been canceled since the service last answered."""
+    return Leave("not yet", Waits(kind="stale", at=context.document_at)) if context.is_stale else YES
+
+
 # What must say yes before this VM calls itself ready.
 OWN_GATES: Gates = (service_gate, rule_gate, operator_gate, time_gate, speaker_gate, doubt_gate)
-GATES: Gates = (*OWN_GATES, fleet_gate)
+GATES: Gates = (*OWN_GATES, fleet_gate, stale_gate)
 BEGIN_GATES: Gates = (start_gate, slot_gate)
 
 

@@ -6,6 +6,7 @@ Holds values only. A workflow is stored as it is here: once released, another fo
 
 from collections.abc import Container, Mapping
 from datetime import datetime
+from math import inf
 from typing import Any, Literal
 
 import msgspec
@@ -35,7 +36,7 @@ WaitKind = Literal[
     "table",
     # what the gates answer
     "status", "not_ours", "missing", "id", "never", "unprepared", "prepare_failed", "prepare_canceled", "held",
-    "manual", "too_early", "shared", "earlier_vms", "all_ready", "doubt",
+    "manual", "too_early", "shared", "earlier_vms", "all_ready", "doubt", "stale",
     # of a recommendation: while it is prepared for, and after that
     "recommendation", "expired",
     # before it recovers
@@ -331,10 +332,17 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """False in observe mode: neither hooks nor approvals."""
     document_at: datetime | None
     """When the last document was read; None before the first one, and then nothing moves."""
+    stale_after: float = inf
+    """Nothing is approved by a document that was read more seconds ago."""
     is_state_lost: bool = False
     """The state file was found damaged, and this is the first document since."""
     fleet: Fleet | None = None
     """None if this VM acts alone."""
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the last document was read too long ago: what it lists may have been canceled since."""
+        return self.document_at is not None and (self.now - self.document_at).total_seconds() > self.stale_after
 
 
 Board = Mapping[str, Workflow]
