@@ -224,7 +224,7 @@ class Clearing(Approvals):
     def is_running(self, key: object) -> bool:
         return key == key_of(RunOnClear("go"))
 
-    def cancel_hook(self, key: object) -> None:
+    def cancel_hook(self, key: object, *, is_urgent: bool) -> None:
         pass
 
     def forget_hook(self, effect: object) -> None:

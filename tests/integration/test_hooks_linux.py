@@ -149,6 +149,25 @@ def test_a_process_that_got_away_from_one_of_two_hooks_ends_with_the_last(tmp_pa
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.parametrize("is_urgent", [True, False])
+def test_a_hook_that_is_in_the_way_of_an_eviction_gets_less_time_to_end(
+    monkeypatch: pytest.MonkeyPatch, *, is_urgent: bool
+) -> None:
+    # The grace of the other kind would be longer than the test waits.
+    monkeypatch.setattr(hooks, "_URGENT_GRACE_SECONDS", 0.2 if is_urgent else 300.0)
+    monkeypatch.setattr(hooks, "_GRACE_SECONDS", 300.0 if is_urgent else 0.2)
+    ready = threading.Event()
+    stubborn = Hook(shell="trap '' TERM; echo ready; while :; do sleep 0.1; done")
+    run = HookRun("test", stubborn, environment={}, on_line=lambda _: ready.set(), instance=_INSTANCE)
+    results: list[HookResult] = []
+    thread = threading.Thread(target=lambda: results.append(run.run()))
+    thread.start()
+    assert ready.wait(60.0)
+    run.cancel(is_urgent=is_urgent)
+    thread.join(60.0)
+    assert [result.outcome for result in results] == ["canceled"]
+
+
 def test_one_hook_does_not_end_the_processes_of_another(tmp_path: Path) -> None:
     seen = threading.Event()
     lines: list[str] = []

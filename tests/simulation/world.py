@@ -1194,13 +1194,15 @@ class Executor:
             outcome, seconds = "timed_out", limit
         world.after(seconds, lambda: self._end(key, number, outcome))
 
-    def cancel_hook(self, key: HookKey) -> None:
+    def cancel_hook(self, key: HookKey, *, is_urgent: bool = False) -> None:
+        grace_seconds = 1.0 if is_urgent else 5.0
         if key in self._live:
             self._world.hook_is_told_to_end(self._runs[key])
             chance, number = self._world.chance("cancel"), self._numbers[key]
             # It may have been about to end anyway.
             outcome: HookOutcome = "succeeded" if chance.random() < 0.2 else "canceled"
-            self._world.after(chance.choice((0.0, 1.0, 5.0)), lambda: self._end(key, number, outcome))
+            seconds = min(grace_seconds, chance.choice((0.0, 1.0, 5.0)))
+            self._world.after(seconds, lambda: self._end(key, number, outcome))
 
     def set_deadline(self, key: HookKey, deadline: float | None) -> None:
         if key in self._live and deadline is not None:

@@ -8,7 +8,7 @@ import pytest
 from test_workflow import START, Agent, a_rule, an_event, started
 
 from scheduled_events_agent.policy import Rule
-from scheduled_events_agent.workflow import ClockSet, next_wake_at
+from scheduled_events_agent.workflow import CancelHook, ClockSet, next_wake_at
 
 EVENT = an_event()
 FIRST = ["A: prepare drain"]
@@ -256,3 +256,16 @@ def test_a_clock_that_is_set_moves_the_deadline_of_a_hook_that_runs(seconds: flo
     agent.ends("drain")
     agent.ends("checkpoint")
     assert agent.send(ClockSet(seconds)) == []
+
+
+@pytest.mark.parametrize(("type_", "is_urgent"), [("Preempt", True), ("Redeploy", False)])
+def test_an_eviction_leaves_a_recovery_that_is_in_its_way_no_time(type_: Any, is_urgent: bool) -> None:
+    agent = Agent(a_rule())
+    agent.document(EVENT)
+    agent.ends("drain")
+    agent.ends("checkpoint")
+    assert agent.document() == ["A: recover resume"]
+    assert agent.document(an_event(id="B", type=type_)) == ["A: cancel recover"]
+    cancels = [effect for step in agent.last.steps for effect in step.effects if isinstance(effect, CancelHook)]
+    assert [cancel.is_urgent for cancel in cancels] == [is_urgent]
+    assert agent.ends("resume", "canceled") == ["B: prepare drain"]

@@ -78,10 +78,10 @@ class Threads:
             lambda _, reason: self._put(HookEnded(effect, without_run(name, "not_started", reason))),
         )
 
-    def cancel_hook(self, key: HookKey) -> None:
-        """End the hook if it is running; its result says canceled."""
+    def cancel_hook(self, key: HookKey, *, is_urgent: bool) -> None:
+        """End the hook if it is running; its result says canceled. See ``HookRun.cancel``."""
         if key in self._runs:
-            self._runs[key][0].cancel()
+            self._runs[key][0].cancel(is_urgent=is_urgent)
 
     def set_deadline(self, key: HookKey, deadline: float | None) -> None:
         """NotBefore has moved."""

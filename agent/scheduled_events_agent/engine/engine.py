@@ -362,8 +362,8 @@ class Engine:
                 match effect:
                     case RunHook():
                         self._hook_runs.run(step.workflow, effect, self.name(), now)
-                    case CancelHook(workflow_id=workflow_id, stage=stage):
-                        self._hook_runs.cancel((workflow_id, stage))
+                    case CancelHook():
+                        self._hook_runs.cancel(effect)
                     case MoveDeadline(workflow_id=workflow_id):
                         deadline = self._hook_runs.deadline(step.workflow, "prepare", now)
                         self._executor.set_deadline((workflow_id, "prepare"), deadline)

@@ -10,7 +10,6 @@ from scheduled_events_agent.engine.parts import (
     ON_CLEAR,
     Executor,
     HookEnded,
-    HookKey,
     Machine,
     RunOnClear,
     key_of,
@@ -23,7 +22,16 @@ from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.store import Store
-from scheduled_events_agent.workflow import Board, HookFinished, RunHook, Signal, Stage, Workflow, hook_deadline_at
+from scheduled_events_agent.workflow import (
+    Board,
+    CancelHook,
+    HookFinished,
+    RunHook,
+    Signal,
+    Stage,
+    Workflow,
+    hook_deadline_at,
+)
 
 
 class HookRuns:
@@ -63,7 +71,7 @@ class HookRuns:
     def run(self, workflow: Workflow, effect: RunHook, vm: str, now: datetime) -> None:
         if self._executor.is_running(ON_CLEAR):
             self._on_clear = []
-            self._executor.cancel_hook(ON_CLEAR)
+            self._executor.cancel_hook(ON_CLEAR, is_urgent=workflow.event.type == "Preempt")
             self.delayed.append(effect)
             return
         event = workflow.event
@@ -90,12 +98,13 @@ class HookRuns:
         deadline_at = hook_deadline_at(workflow, stage, self._settings.agent.reserve, now)
         return None if deadline_at is None else self._machine.monotonic() + (deadline_at - now).total_seconds()
 
-    def cancel(self, key: HookKey) -> None:
+    def cancel(self, cancel: CancelHook) -> None:
+        key = (cancel.workflow_id, cancel.stage)
         for effect in [effect for effect in self.delayed if key_of(effect) == key]:
             self.delayed.remove(effect)
             result = without_run(effect.hook, "canceled", "canceled before it started")
             self._executor.report(HookEnded(effect, result))
-        self._executor.cancel_hook(key)
+        self._executor.cancel_hook(key, is_urgent=cancel.is_urgent)
 
     def run_delayed(self, board: Board, vm: str, now: datetime) -> None:
         """Start what had to wait, but for events that are missing now."""

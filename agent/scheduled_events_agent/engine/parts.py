@@ -105,8 +105,8 @@ class Executor(Protocol):
     ) -> None:
         """Run the hook of ``effect``, which the policy may lack (None); HookEnded comes back."""
 
-    def cancel_hook(self, key: HookKey) -> None:
-        """End the running hook, if there is one; its result says canceled."""
+    def cancel_hook(self, key: HookKey, *, is_urgent: bool) -> None:
+        """End the running hook, if there is one; its result says canceled. See ``HookRun.cancel``."""
 
     def set_deadline(self, key: HookKey, deadline: float | None) -> None:
         """NotBefore has moved; the deadline is monotonic."""

@@ -30,6 +30,7 @@ from scheduled_events_agent.workflow import HookOutcome
 # From SIGTERM to SIGKILL. (Windows has no SIGTERM.)
 _GRACE_SECONDS = 5.0
 _LEFTOVER_GRACE_SECONDS = 1.0
+_URGENT_GRACE_SECONDS = 1.0
 # At a deadline everything must be gone, so the grace comes before it; at most this part of the time.
 _GRACE_SHARE = 0.1
 # What SIGKILL does not end within this (a process stuck in the kernel) is abandoned, but not before so many
@@ -127,6 +128,7 @@ class HookRun:
         self._environment = environment
         self._stdin = stdin
         self._deadline = inf if deadline is None else deadline
+        self._cancel_grace_seconds: float | None = None
         self._on_line = on_line
         self._instance = instance
         self._queue = queues[name] if queues is not None and hook.serialize else None
@@ -154,10 +156,12 @@ class HookRun:
         finally:
             queue.remove(self)
 
-    def cancel(self) -> None:
-        """End the run now."""
+    def cancel(self, *, is_urgent: bool = False) -> None:
+        """End the run now. ``is_urgent``: one second after SIGTERM it is killed, not five."""
         with self._changed:
             self._is_canceled = True
+            if is_urgent:
+                self._cancel_grace_seconds = _URGENT_GRACE_SECONDS
             self._changed.notify_all()
 
     def set_deadline(self, deadline: float | None) -> None:
@@ -236,7 +240,12 @@ class HookRun:
             return "not_started", f"cannot be watched: {error}"
         cause = self._await_end_or_cause(started_at)
         stopped_after = _format(time.monotonic() - started_at)
-        is_gone = self._end(tree, _LEFTOVER_GRACE_SECONDS if cause is None else _GRACE_SECONDS)
+        grace_seconds = _GRACE_SECONDS
+        if cause is None:
+            grace_seconds = _LEFTOVER_GRACE_SECONDS
+        elif self._cancel_grace_seconds is not None:
+            grace_seconds = self._cancel_grace_seconds
+        is_gone = self._end(tree, grace_seconds)
         with self._changed:
             self._is_abandoned = not self._has_ended
         if not self._is_abandoned:

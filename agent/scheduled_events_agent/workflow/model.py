@@ -246,6 +246,8 @@ class CancelHook(msgspec.Struct, frozen=True, kw_only=True):
 
     workflow_id: str
     stage: Stage
+    is_urgent: bool = False
+    """Whether an eviction needs the VM: its seconds are not for the hook to end in its own time."""
 
 
 class MoveDeadline(msgspec.Struct, frozen=True, kw_only=True):

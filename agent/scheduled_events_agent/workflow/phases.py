@@ -283,7 +283,8 @@ def _recovering(workflow: Workflow, workflows: Workflows, context: Context) -> S
     if not needed_by:
         return run_next(workflow, "recover", workflows, context)
     if recover.current is not None:
-        return cut_short(workflow, "recover")
+        is_urgent = any(peer.event.type == "Preempt" for peer in needed_by)
+        return cut_short(workflow, "recover", is_urgent=is_urgent)
     afresh = _without_what_is_undone(workflow, needed_by)
     waits = Waits(kind="other_event", detail=needed_by[0].event.id)
     if workflow.waits and workflow.waits.kind == waits.kind:

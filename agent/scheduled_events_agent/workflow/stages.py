@@ -69,7 +69,7 @@ def next_hook(workflow: Workflow, stage: Stage) -> str | None:
     return next((hook for hook in hooks if hook not in workflow.progress(stage).done), None)
 
 
-def cut_short(workflow: Workflow, stage: Stage) -> Step | None:
+def cut_short(workflow: Workflow, stage: Stage, *, is_urgent: bool = False) -> Step | None:
     """End a running stage: first the hook that runs, then the stage."""
     progress = workflow.progress(stage)
     if progress.current is None:
@@ -83,7 +83,7 @@ def cut_short(workflow: Workflow, stage: Stage) -> Step | None:
     text = f"hook {progress.current} is canceled"
     return Step(
         workflow=workflow.with_progress(stage, replace(progress, is_canceling=True)),
-        effects=(CancelHook(workflow_id=workflow.id, stage=stage),),
+        effects=(CancelHook(workflow_id=workflow.id, stage=stage, is_urgent=is_urgent),),
         notes=(Note(kind="hook_canceled", text=text, stage=stage, hook=progress.current),),
     )
 
