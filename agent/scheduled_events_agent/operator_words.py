@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from scheduled_events_agent.status import OperatorWord, Status
 from scheduled_events_agent.workflow import Workflow
 
+UNSETTLED_HOLD = "held, unless Azure takes the approval that is under way; see status"
+"""The answer to a hold that was given too late to wait for the answer to the approval."""
 _SHORT = 8  # characters of an id that are always shown
 
 

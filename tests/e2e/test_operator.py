@@ -189,6 +189,28 @@ def test_what_azure_has_taken_is_not_said_to_be_held(sim: Simulator, agent: Agen
     assert agent.journal_times(kind="operator", text=f"{host.account_name()} says: held") == []
 
 
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_hold_amid_an_approval_is_answered_when_that_is(sim: Simulator, agent: Agent, *, is_taken: bool) -> None:
+    agent.write_policy(imds={"request_timeout": "3s"}, rules=[{"name": "all", "approve": "immediately"}])
+    if is_taken:
+        sim.fault(None, "slow", on="approve", delay_seconds=2)
+    else:
+        sim.fault(None, "stall", on="approve", count=1)
+    agent.start()
+    event = sim.schedule("Reboot", source="User", start_delay_seconds=600, lasts_seconds=None)
+    agent.wait_log("approving", event_id=event)
+    done = ask(agent, "hold", event)
+    if is_taken:
+        assert (done.returncode, done.stdout) == (1, "refused: Azure has taken the approval\n")
+        assert agent.pending()[event]["operator"] == ""
+        assert agent.pending()[event]["phase"] == "approved"
+    else:
+        assert (done.returncode, done.stdout[:23]) == (0, "held: the event is held")
+        sim.wait_polls(8)
+        assert sim.approvals(event) == ()
+        assert agent.pending()[event]["phase"] == "held"
+
+
 def test_status_tells_what_runs_and_the_command_that_it_shows_works(sim: Simulator, agent: Agent) -> None:
     agent.write_policy(
         rules=[DRAIN], hooks={**agent.hooks("resume"), "drain": agent.hook("drain", until="drained")}

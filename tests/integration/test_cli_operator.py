@@ -1,5 +1,6 @@
 """approve and the like as commands: which event they find, without an agent that runs."""
 
+import contextlib
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -8,10 +9,11 @@ import pytest
 from msgspec.structs import replace
 
 from scheduled_events_agent import cli, host
+from scheduled_events_agent.cli import operator
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.store import Store
-from scheduled_events_agent.workflow import Note, Step, Workflow
+from scheduled_events_agent.workflow import Approval, Note, Step, Workflow
 
 NOW = datetime.now(UTC)
 OVER = Workflow(
@@ -76,6 +78,20 @@ def test_an_event_that_is_recovered_from_is_over_for_approve_but_not_for_retry(r
 def test_an_event_that_came_back_under_its_id_is_pending(run: Run, state_dir: Path) -> None:
     keep(state_dir, AGAIN)
     assert "no agent runs" in run("approve", "aaaa")[1]
+
+
+def test_a_hold_that_gets_no_answer_amid_an_approval_says_that_it_counts(
+    run: Run, state_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", 0.1)
+    held = replace(PENDING, operator="held", approval=Approval(state="requested"))
+    keep(state_dir, held)
+    with contextlib.closing(host.hold_lock(state_dir / "lock")):  # as an agent that runs has it
+        told = "scheduled-events-agent: held, unless Azure takes the approval that is under way; see status\n"
+        assert run("hold", "bbbb") == (1, told)
+        assert "has not answered within 0.1 s" in run("release", "bbbb")[1]
+        keep(state_dir, replace(held, operator=""))
+        assert "has not answered within 0.1 s" in run("hold", "bbbb")[1]
 
 
 def test_an_event_that_was_never_seen_is_not_found_among_the_pending(run: Run) -> None:

@@ -206,7 +206,9 @@ def test_what_comes_before_the_end_of_a_stop_is_kept(
         assert agent.store.load_fact("vm_id") == "id-1", order
         assert new.event.type == "Redeploy", order
         assert held.operator == "held", order
-        assert (agent.store.load_answer(1) or "").startswith("held: the event is "), order
+        # Where its hook has ended before, the approval is under way.
+        answers = ("held: the event is ", "held, unless Azure takes the approval")
+        assert (agent.store.load_answer(1) or "").startswith(answers), order
         last = agent.store.load_notes()[-1]
         assert last.kind == "agent_stopped"
         assert last.text.startswith("3 events are pending"), last.text

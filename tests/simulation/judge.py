@@ -369,8 +369,11 @@ class Judge:
     def answered(self, name: str, *, is_confirmed: bool) -> None:
         """The agent has put the answer to an approval on disk."""
         if name in self.lives:
-            self.lives[name].is_posted = False
-            self.lives[name].is_confirmed |= is_confirmed
+            life = self.lives[name]
+            life.is_posted = False
+            life.is_confirmed |= is_confirmed
+            if is_confirmed and "held" in life.words:  # it came too late
+                life.words = life.words | {""}
 
     def spoke(self, name: str, words: Iterable[str]) -> None:
         """What an operator may have the agent believe now."""

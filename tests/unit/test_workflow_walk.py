@@ -324,6 +324,8 @@ class World:
                 workflow_id = self.posts.pop(name)
                 if how == "ok" and name in self.names.values():
                     self.confirmed |= {name}
+                    if self.words.get(name) == "held":
+                        self.words[name] = ""
                 self._send(ApprovalAnswered(workflow_id=workflow_id, error_kind="" if how == "ok" else "server"))
             case ["R", "expires"]:
                 self.expired |= {self.present("R")}

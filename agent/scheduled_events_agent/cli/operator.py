@@ -16,6 +16,7 @@ from pathlib import Path
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.terminal import print_json, printable
+from scheduled_events_agent.operator_words import UNSETTLED_HOLD
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import OperatorAnswer
 from scheduled_events_agent.store import FILE_NAME, REQUEST_VALID_SECONDS, RequestWord, Store, StoreError
@@ -158,7 +159,7 @@ def _request(arguments: argparse.Namespace) -> int:
             raise
         workflow = None
         answer = str(error)
-    is_done = workflow is not None and not answer.startswith("refused")
+    is_done = workflow is not None and not answer.startswith("refused") and answer != UNSETTLED_HOLD
     if arguments.json:
         result = OperatorAnswer(
             at=datetime.now(UTC),
@@ -187,12 +188,21 @@ def _ask(arguments: argparse.Namespace) -> tuple[Workflow | None, str]:
         if pid is None:
             raise AgentError(f"no agent runs with the state directory {state_dir}: start the agent first")
         answer = ask_agent(store, workflow.id, word, user_name())
+        is_held = word == "held" and answer is None and _is_held_amid_approval(store, workflow.id)
+    if is_held:
+        raise AgentError(UNSETTLED_HOLD)
     if answer is None:
         raise AgentError(
             f"the agent (pid {pid}) has not answered within {_ANSWER_WITHIN_SECONDS:g} s, and the request is "
             "withdrawn: is it stopped, or its disk slow? See scheduled-events-agent status"
         )
     return workflow, answer
+
+
+def _is_held_amid_approval(store: Store, workflow_id: str) -> bool:
+    """Whether the hold counts, and the approval that was sent before it has no answer yet."""
+    workflows = [workflow for workflow in store.load_workflows() if workflow.id == workflow_id]
+    return any(one.operator == "held" and one.approval.state == "requested" for one in workflows)
 
 
 def _line(workflow: Workflow) -> str:

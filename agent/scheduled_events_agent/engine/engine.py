@@ -32,6 +32,7 @@ from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.log import FailureLog, get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.operator_words import UNSETTLED_HOLD
 from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.store import Request, Store, StoreError, WithdrawnError
 from scheduled_events_agent.words import pending_in_words
@@ -116,6 +117,8 @@ class Engine:
         self.documents = Documents()
         self._signals: list[Signal] = []
         self._requests: list[Request] = []
+        self._holds_on_the_way: dict[int, Request] = {}
+        """Holds that count, and are answered when it is known whether Azure takes the approval under way."""
         self._document_at: datetime | None = None
         self._store_failures = FailureLog("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
         self._teller = Teller(store, metrics)
@@ -193,6 +196,7 @@ class Engine:
             if self._hook_runs.delayed and not self._is_stopping and self._machine.is_shutting_down() is False:
                 self._hook_runs.run_delayed(self.board, self.name(), now)
             self._decide_and_do(now)
+            self._answer_holds()
             self._greet_first_document(now)
             self._hook_runs.save_times()
             self.notifying.settle()
@@ -230,6 +234,8 @@ class Engine:
     def finish(self) -> None:
         """Keep what has come last. Raises StoreError."""
         self.turn(None)
+        for request_id in self._holds_on_the_way:
+            self._store.answer_request(request_id, UNSETTLED_HOLD)
         self._store.record("agent_stopped", pending_in_words(self.board.values()), self._machine.now())
 
     # --- policy
@@ -321,6 +327,7 @@ class Engine:
             self._take_requests(now)
             self._decide_and_do(now)
             return
+        self._holds_on_the_way |= {request.id: request for request in self._requests if request.id not in answers}
         self._requests = []
         self.documents.committed(has_faults=bool(progression.faults))
         self.board = progression.board
@@ -402,6 +409,8 @@ class Engine:
 
     def _take_requests(self, now: datetime) -> None:
         for request in self._store.load_requests(now):
+            if request.id in self._holds_on_the_way:
+                continue
             if request.word == "status":
                 self._store.answer_request(request.id, self._describe().decode())
                 continue
@@ -419,7 +428,27 @@ class Engine:
 
     def _answers(self, progression: Progression) -> dict[int, str]:
         workflows = progression.board | {step.workflow.id: step.workflow for step in progression.steps}
-        return {request.id: answer(request, workflows[request.workflow_id]) for request in self._requests}
+        asked = [(request, workflows[request.workflow_id]) for request in self._requests]
+        return {
+            request.id: answer(request, workflow)
+            for request, workflow in asked
+            if not (request.word == "held" and workflow.approval.state == "requested")
+        }
+
+    def _answer_holds(self) -> None:
+        """Once it is known what has become of the approval that was under way."""
+        for request in list(self._holds_on_the_way.values()):
+            workflow = self.board.get(request.workflow_id)
+            if workflow is not None and workflow.approval.state == "requested":
+                continue
+            if workflow is None:
+                text = "refused: the event is over"
+            elif workflow.approval.state == "confirmed":
+                text = "refused: Azure has taken the approval"
+            else:
+                text = answer(request, workflow)
+            self._store.answer_request(request.id, text)
+            del self._holds_on_the_way[request.id]
 
     def _forget_requests(self) -> None:
         """Requests are read again, except those that operators withdraw meanwhile."""

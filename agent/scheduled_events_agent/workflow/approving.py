@@ -208,9 +208,13 @@ def take_answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) 
     if workflow.approval.state != "requested":
         return None
     if not signal.error_kind:
-        approval = Approval(state="confirmed")
-        note = Note(kind="approved", text="Azure has taken the approval")
-        return Step(workflow=replace(workflow, approval=approval), notes=(note,))
+        notes = [Note(kind="approved", text="Azure has taken the approval")]
+        operator = workflow.operator
+        if operator == "held":  # while the approval was on its way
+            operator = ""
+            notes.append(Note(kind="operator", text="the operator's hold is void: Azure has taken the approval"))
+        confirmed = replace(workflow, approval=Approval(state="confirmed"), operator=operator)
+        return Step(workflow=confirmed, notes=tuple(notes))
     failures = workflow.approval.failures + 1
     # The service's limit is about a second: after a 429 the first pause is longer.
     exponent = failures if signal.error_kind == "throttled" else failures - 1
