@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import sqlite3
 import stat
 import subprocess
@@ -16,11 +17,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import structlog
 from msgspec.structs import replace
 
+from scheduled_events_agent import host
 from scheduled_events_agent import store as store_module
-from scheduled_events_agent.engine import Executor
+from scheduled_events_agent.engine import Executor, Machine
 from scheduled_events_agent.engine.notifying import Notifying
+from scheduled_events_agent.engine.upkeep import Upkeep
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Decision, When
@@ -424,6 +428,22 @@ def test_with_little_room_on_the_disk_no_reserve_is_taken(store: Store, monkeypa
         f"the disk of {store.path} has 10240 KiB left; of the 4096 KiB that the file keeps for a full disk, "
         "0 KiB are left"
     )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows removes no file that is open")
+def test_without_its_directory_the_upkeep_reports_that_and_goes_on(tmp_path: Path) -> None:
+    directory = tmp_path / "state"
+    host.create_private_dir(directory)
+    store, metrics = Store.open(directory, NOW), Metrics(tuple)
+    upkeep = Upkeep(store, metrics, Machine())
+    shutil.rmtree(directory)  # a cleaner of directories, or a backup that is restored
+    with structlog.testing.capture_logs() as logs:
+        upkeep.tidy(time.monotonic() + 1.0)
+    store.close()
+    assert metrics.store_errors.labels("write")._value.get() == 1
+    assert [log["reason"] for log in logs] == [
+        f"cannot look at the disk of {store.path}: No such file or directory"
+    ]
 
 
 # --- operators' requests

@@ -353,7 +353,10 @@ class Store:
         left = self.reserve_bytes()
         if left >= RESERVE_BYTES * 3 // 4:
             return ""
-        free = shutil.disk_usage(self.path.parent).free
+        try:
+            free = shutil.disk_usage(self.path.parent).free
+        except OSError as error:
+            raise StoreError(f"cannot look at the disk of {self.path}: {error.strerror}", kind="write") from error
         if free < 3 * RESERVE_BYTES:
             return (
                 f"the disk of {self.path} has {free >> 10} KiB left; of the {RESERVE_BYTES >> 10} KiB that the "
