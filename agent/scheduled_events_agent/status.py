@@ -140,6 +140,16 @@ class EventSummary(msgspec.Struct, frozen=True, kw_only=True):
     commands: tuple[str, ...]
 
 
+class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator's hold, which counts also when the event comes back."""
+
+    event_id: str
+    """In small letters."""
+    user: str
+    at: datetime
+    last_seen_at: datetime
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The agent at one moment."""
 
@@ -165,6 +175,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """In which documents are answered."""
     recommendations_failure: str = ""
     """Why the recommendations that a rule names are not available; "" if they are."""
+    holds: tuple[HeldEvent, ...] = ()
     command_options: str = ""
     """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
     notify: tuple[NotifiedTarget, ...] = ()

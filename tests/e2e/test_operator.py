@@ -189,6 +189,28 @@ def test_what_azure_has_taken_is_not_said_to_be_held(sim: Simulator, agent: Agen
     assert agent.journal_times(kind="operator", text=f"{host.account_name()} says: held") == []
 
 
+def test_a_hold_of_an_event_that_has_vanished_can_be_released(sim: Simulator, agent: Agent) -> None:
+    agent.write_policy(rules=[{**BY_HAND, "lead": "1h"}])
+    agent.start()
+    event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=None)
+    agent.wait_log("prepared", event_id=event)
+    assert ask(agent, "hold", event).returncode == 0
+    sim.cancel(event)
+    agent.wait_log("closed", event_id=event)
+    (held,) = agent.status()["holds"]
+    assert (held["event_id"], held["user"]) == (event.casefold(), host.account_name())
+    assert (
+        f"held       {event.casefold()}, by {host.account_name()}; not in the document"
+        in ask(agent, "status").stdout
+    )
+    told = ask(agent, "approve", event)
+    assert told.returncode == 1
+    assert told.stderr.endswith("; an operator's hold of it is remembered, release ends that\n")
+    done = ask(agent, "release", event[:8])
+    assert (done.returncode, done.stdout) == (0, "released; the event is not in the document\n")
+    assert agent.status()["holds"] == []
+
+
 @pytest.mark.parametrize("is_taken", [True, False])
 def test_a_hold_amid_an_approval_is_answered_when_that_is(sim: Simulator, agent: Agent, *, is_taken: bool) -> None:
     agent.write_policy(imds={"request_timeout": "3s"}, rules=[{"name": "all", "approve": "immediately"}])

@@ -189,10 +189,10 @@ def test_without_room_for_notices_the_step_is_committed_and_they_are_counted(
 ) -> None:
     commit, metrics = store.commit, Metrics(tuple)
 
-    def commit_without_room(*arguments: Any) -> dict[str, int]:
+    def commit_without_room(*arguments: Any, **options: Any) -> dict[str, int]:
         if arguments[3:] and arguments[3]:
             raise StoreError("database or disk is full", kind="full")
-        return commit(*arguments)
+        return commit(*arguments, **options)
 
     monkeypatch.setattr(store, "commit", commit_without_room)
     settings = Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),))

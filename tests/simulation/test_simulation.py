@@ -210,8 +210,8 @@ def _proceed_after_performing(engine: Engine, now: datetime) -> None:
     late: list[Step] = []
     late_answers: dict[int, str] = {}
 
-    def commit_nothing(steps: Any, at: datetime, answers: Any, notices: Any) -> dict[str, int]:
-        del at, notices
+    def commit_nothing(steps: Any, at: datetime, answers: Any, notices: Any, holds: Any) -> dict[str, int]:
+        del at, notices, holds
         late.extend(steps)
         late_answers.update(answers)
         return {}
@@ -267,9 +267,11 @@ def _expires_at_once(workflow: Workflow) -> datetime | None:
     return workflow.first_seen_at if REAL_EXPIRES(workflow) else None
 
 
-def _commit_notices_later(self: Notifying, steps: Any, now: datetime, answers: Any, *whose: Any) -> None:
+def _commit_notices_later(
+    self: Notifying, steps: Any, now: datetime, answers: Any, *whose: Any, holds: Any
+) -> None:
     """Notices in a transaction of their own, after that of their steps."""
-    self._store.commit(steps, now, answers)
+    self._store.commit(steps, now, answers, holds=holds)
     notices = self._make(steps, now, *whose)
     with self._store._transaction():
         self._store.notices.add(now.isoformat(), notices)

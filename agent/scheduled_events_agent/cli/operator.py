@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_state_options
@@ -151,44 +152,61 @@ def _how_it_ended(prefix: str, word: str, pending: Sequence[Workflow], store: St
     return ""
 
 
+class _Asked(NamedTuple):
+    """What was asked about, and the agent's answer."""
+
+    event_id: str
+    workflow_id: str
+    """Or the key of an event that is not in the document, and held."""
+    answer: str
+
+
 def _request(arguments: argparse.Namespace) -> int:
     try:
-        workflow, answer = _ask(arguments)
+        asked = _ask(arguments)
+        is_done = not asked.answer.startswith("refused") and asked.answer != UNSETTLED_HOLD
     except AgentError as error:
         if not arguments.json or error.kind in ("config", "usage"):
             raise
-        workflow = None
-        answer = str(error)
-    is_done = workflow is not None and not answer.startswith("refused") and answer != UNSETTLED_HOLD
+        asked = _Asked("", "", str(error))
+        is_done = False
     if arguments.json:
         result = OperatorAnswer(
             at=datetime.now(UTC),
             command=arguments.command,
-            event_id=workflow.event.id if workflow else "",
-            workflow_id=workflow.id if workflow else "",
+            event_id=asked.event_id,
+            workflow_id=asked.workflow_id,
             is_done=is_done,
-            answer=answer,
+            answer=asked.answer,
         )
         print_json(result)
     else:
-        print(printable(answer))
+        print(printable(asked.answer))
     return 0 if is_done else 1
 
 
-def _ask(arguments: argparse.Namespace) -> tuple[Workflow | None, str]:
-    """The event that is meant, and the agent's answer. Raises AgentError if there is none."""
+def _ask(arguments: argparse.Namespace) -> _Asked:
+    """Find the event, and ask the agent. Raises AgentError if there is no such event, or no answer."""
     word = _WORDS[arguments.command]
     state_dir = find_state_dir(arguments)
     with closing(Store.join(state_dir)) as store:
         workflows = store.load_workflows()
-        if over := _how_it_ended(arguments.id, word, workflows, store):
-            raise AgentError(over)
-        workflow = _find(arguments.id, word, workflows)
+        held = _find_absent_hold(arguments.id, workflows, store)
+        if held and word == "":
+            event_id = held
+            workflow_id = held
+        else:
+            if over := _how_it_ended(arguments.id, word, workflows, store):
+                remembered = "; an operator's hold of it is remembered, release ends that" if held else ""
+                raise AgentError(f"{over}{remembered}")
+            workflow = _find(arguments.id, word, workflows)
+            event_id = workflow.event.id
+            workflow_id = workflow.id
         pid = find_agent(state_dir)
         if pid is None:
             raise AgentError(f"no agent runs with the state directory {state_dir}: start the agent first")
-        answer = ask_agent(store, workflow.id, word, user_name())
-        is_held = word == "held" and answer is None and _is_held_amid_approval(store, workflow.id)
+        answer = ask_agent(store, workflow_id, word, user_name())
+        is_held = word == "held" and answer is None and _is_held_amid_approval(store, workflow_id)
     if is_held:
         raise AgentError(UNSETTLED_HOLD)
     if answer is None:
@@ -196,7 +214,17 @@ def _ask(arguments: argparse.Namespace) -> tuple[Workflow | None, str]:
             f"the agent (pid {pid}) has not answered within {_ANSWER_WITHIN_SECONDS:g} s, and the request is "
             "withdrawn: is it stopped, or its disk slow? See scheduled-events-agent status"
         )
-    return workflow, answer
+    return _Asked(event_id, workflow_id, answer)
+
+
+def _find_absent_hold(prefix: str, workflows: Sequence[Workflow], store: Store) -> str:
+    """The key of the one event that the prefix fits, is held, and is not in the document; "" if there is none."""
+    folded = prefix.casefold()
+    present = {workflow.event.key for workflow in workflows if not workflow.is_gone}
+    if not folded or any(key.startswith(folded) for key in present):
+        return ""
+    found = [key for key in store.load_holds() if key.startswith(folded)]
+    return found[0] if len(found) == 1 else ""
 
 
 def _is_held_amid_approval(store: Store, workflow_id: str) -> bool:

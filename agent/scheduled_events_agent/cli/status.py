@@ -145,6 +145,10 @@ def _rows(status: Status) -> Iterator[Row]:
         away = f"; its table cannot be used{since}: {fleet.failure}" if fleet.failure else ""
         awaited = f"; waits for {', '.join(fleet.awaited)}" if fleet.awaited else ""
         yield Row("fleet", f"group {fleet.group or 'not known'}{away}{awaited}", "yellow" if away else "")
+    present = {workflow.event.key for workflow in status.pending if not workflow.is_gone}
+    for held in status.holds:
+        if held.event_id not in present:
+            yield Row("held", f"{held.event_id}, by {held.user or 'an operator'}; not in the document", "yellow")
     for hook in status.running_for(""):
         yield Row("runs", f"the on_clear hook {hook.hook}, {span(hook.since, now)} so far", "cyan")
 

@@ -25,6 +25,7 @@ from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.status import (
     FleetState,
+    HeldEvent,
     History,
     HistoryItem,
     Journal,
@@ -187,6 +188,8 @@ class Pages:
             self.failure,
             engine.fleet.told,
             engine.fleet.awaited,
+            engine.holds.known,
+            engine.bugs,
         )
         return (engine.board, engine.settings, self.policy, poller.succeeded_at, poller.failure, *at_work)
 
@@ -245,6 +248,12 @@ class Pages:
             poll_failure=self._poller.failure,
             incarnation=engine.incarnation(),
             others_events=engine.documents.others_events,
+            holds=tuple(
+                [
+                    HeldEvent(event_id=key, user=hold.user, at=hold.at, last_seen_at=hold.last_seen_at)
+                    for key, hold in engine.holds.known.items()
+                ]
+            ),
             running=self._executor.running(),
             pending=self._pending(),
             command_options=self._command_options,

@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from math import inf
 
+from msgspec.structs import replace
+
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.engine.documents import Documents
 from scheduled_events_agent.engine.fleet import FleetPart
+from scheduled_events_agent.engine.holds import Holds, hold_changes
 from scheduled_events_agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
 from scheduled_events_agent.engine.identity import load_identity, save_identity
 from scheduled_events_agent.engine.notifying import Notifying
@@ -124,6 +127,8 @@ class Engine:
         self._teller = Teller(store, metrics)
         self._hook_runs = HookRuns(settings, store, executor, self._machine, self._teller)
         self.notifying = Notifying(settings, store, metrics, executor)
+        self.holds = Holds(store)
+        """What operators hold, also while the event is away."""
         self._upkeep = Upkeep(store, metrics, self._machine)
 
     def start(self) -> None:
@@ -216,7 +221,10 @@ class Engine:
 
     def tidy(self) -> None:
         """Forget what is too old, and keep room for a full disk. Raises StoreError if the file is damaged."""
-        self._upkeep.tidy(self.turned_at)
+        self._upkeep.tidy(self.turned_at, self._expire_holds)
+
+    def _expire_holds(self) -> None:
+        self.holds.expire(self._machine.now(), self.board.values())
 
     @property
     def is_restless(self) -> bool:
@@ -300,6 +308,7 @@ class Engine:
             stale_after=max(_STALE_SECONDS, 2.0 * settings.imds.poll_interval),
             is_state_lost=self._is_state_lost,
             fleet=self.fleet.view(settings),
+            holds=self.holds.known,
         )
 
     def _look_at_clock(self, now: datetime) -> None:
@@ -321,7 +330,8 @@ class Engine:
         progression = proceed(self.board, signals, context)
         try:
             answers = self._answers(progression)
-            self.notifying.commit(progression.steps, now, answers, self.names(), self.identity.vm_id)
+            holds = hold_changes(self.holds.known, signals, progression.steps, now)
+            self.notifying.commit(progression.steps, now, answers, self.names(), self.identity.vm_id, holds=holds)
         except WithdrawnError:
             self._forget_requests()
             self._take_requests(now)
@@ -329,6 +339,7 @@ class Engine:
             return
         self._holds_on_the_way |= {request.id: request for request in self._requests if request.id not in answers}
         self._requests = []
+        self.holds.committed(holds)
         self.documents.committed(has_faults=bool(progression.faults))
         self.board = progression.board
         self._signals = []
@@ -408,13 +419,17 @@ class Engine:
     # --- operators and identity
 
     def _take_requests(self, now: datetime) -> None:
-        for request in self._store.load_requests(now):
+        for asked in self._store.load_requests(now):
+            request = self._of_present_event(asked)
             if request.id in self._holds_on_the_way:
                 continue
             if request.word == "status":
                 self._store.answer_request(request.id, self._describe().decode())
                 continue
             workflow = self.board.get(request.workflow_id)
+            if workflow is None and request.workflow_id in self.holds.known:
+                self._store.answer_request(request.id, self._release_of_absent(request))
+                continue
             context = self._context(now, self._document_at)
             if why := refusal(request, workflow, context, self._why_not_acting()):
                 self._store.answer_request(request.id, f"refused: {why}")
@@ -422,6 +437,20 @@ class Engine:
                 self._requests.append(request)
                 word = OperatorSpoke(workflow_id=request.workflow_id, word=request.word, user=request.user)
                 self._signals.append(word)
+
+    def _of_present_event(self, request: Request) -> Request:
+        """The request, about the event itself if it names a remembered hold and the event has come back."""
+        if request.workflow_id not in self.holds.known:
+            return request
+        present = [workflow for workflow in self.board.values() if workflow.event.key == request.workflow_id]
+        return next((replace(request, workflow_id=one.id) for one in present if not one.is_gone), request)
+
+    def _release_of_absent(self, request: Request) -> str:
+        """What becomes of a request for the hold of an event that is not in the document; it names the key."""
+        if request.word:
+            return "refused: the event is not in the document; its hold can be released"
+        self.holds.release(request.workflow_id)
+        return "released; the event is not in the document"
 
     def _why_not_acting(self) -> str:
         return "" if self.is_acting() else "the agent only observes (agent.mode, --observe)"
@@ -464,6 +493,7 @@ class Engine:
             both = f"the state file is of VM {known.vm_id}, and this VM is {identity.vm_id}"
             text = f"{both}: the agent ignores it"
             self._store.disown_workflows(now, text)
+            self.holds.forget()
             self.board = {}
             self.documents.look_again()
             self._log.warning(text, log_id=LogId.OTHER_VM)

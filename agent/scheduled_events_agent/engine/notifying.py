@@ -12,7 +12,7 @@ from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.notices import happenings, is_wanted
 from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.store import Store, StoreError, Waiting
+from scheduled_events_agent.store import HoldChanges, Store, StoreError, Waiting
 from scheduled_events_agent.workflow import Step
 
 # An event of these types may leave only seconds: its notices do not wait for a pause after a failure to end.
@@ -48,16 +48,18 @@ class Notifying:
         answers: Mapping[int, str],
         names: tuple[str, ...],
         vm_id: str,
+        *,
+        holds: HoldChanges | None = None,
     ) -> None:
-        """Put the steps, the answers to operators and the notices on the disk. Raises as Store.commit does."""
+        """Put the steps, answers to operators, notices and holds on the disk. Raises as Store.commit does."""
         notices = self._make(steps, now, names, vm_id)
         try:
-            lost = self._store.commit(steps, now, answers, notices)
+            lost = self._store.commit(steps, now, answers, notices, holds)
         except StoreError as error:
             if not notices or error.kind != "full":
                 raise
             # Notices must not take the room that events need.
-            self._store.commit(steps, now, answers)
+            self._store.commit(steps, now, answers, holds=holds)
             for target, count in Counter(target for target, _ in notices).items():
                 self._drop(target, count, "no_room")
             return

@@ -1,5 +1,6 @@
 """Upkeep of the state file: forgets what is too old or too much, and keeps room for a full disk."""
 
+from collections.abc import Callable
 from datetime import timedelta
 
 from scheduled_events_agent.engine.parts import Machine
@@ -26,8 +27,11 @@ class Upkeep:
             "keeping room in the state file for a full disk", LogId.NO_RESERVE, LogId.RESERVE
         )
 
-    def tidy(self, now: float) -> None:
-        """At most once a minute; ``now`` is monotonic. Raises StoreError if the file is damaged."""
+    def tidy(self, now: float, expire: Callable[[], None] = lambda: None) -> None:
+        """At most once a minute; ``now`` is monotonic. Raises StoreError if the file is damaged.
+
+        ``expire`` forgets what else has become old.
+        """
         if now < self._next_at:
             return
         self._next_at = now + TIDY_SECONDS
@@ -35,6 +39,7 @@ class Upkeep:
             self.has_more = self._store.prune(self._machine.now() - KEEP_JOURNAL)
             if self.has_more:
                 self._next_at = now
+            expire()
             shortage = self._store.keep_reserve()
             self._metrics.state_reserve.set(self._store.reserve_bytes())
         except StoreError as error:

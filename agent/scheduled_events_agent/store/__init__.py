@@ -24,9 +24,11 @@ from scheduled_events_agent.store import file
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
 from scheduled_events_agent.store.notices import Notices, StoredNotice, Waiting
 from scheduled_events_agent.words import note_in_words
-from scheduled_events_agent.workflow import Note, Step, Word, Workflow
+from scheduled_events_agent.workflow import Note, RememberedHold, Step, Word, Workflow
 
-__all__ = ["FILE_NAME", "RESERVE_BYTES", "Notices", "Store", "StoreError", "StoredNotice", "Waiting"]
+__all__ = [
+    "FILE_NAME", "RESERVE_BYTES", "HoldChanges", "Notices", "Store", "StoreError", "StoredNotice", "Waiting",
+]  # fmt: skip
 
 _FILLER_BYTES = 64 * 1024
 # How much is kept of what is over, besides an age; the smallest limit counts.
@@ -66,6 +68,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """"" if it is about the agent."""
     word: RequestWord
     user: str
+
+
+class HoldChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """What a commit changes in the remembered holds, by the event's key."""
+
+    put: Mapping[str, RememberedHold] = {}
+    removed: frozenset[str] = frozenset()
 
 
 class Store:
@@ -142,8 +151,9 @@ class Store:
         at: datetime,
         answers: Mapping[int, str] | None = None,
         notices: Sequence[tuple[str, str]] = (),
+        holds: HoldChanges | None = None,
     ) -> dict[str, int]:
-        """Put the workflows, their notes, the answers to operators' requests, and notices on the disk.
+        """Put the workflows, their notes, answers to operators' requests, notices and holds on the disk.
 
         ``notices``: target and body of each. Returns how many older ones each target had too many, and has lost.
         Raises StoreError, or WithdrawnError if one of these requests is gone; then nothing is written.
@@ -161,6 +171,8 @@ class Store:
                 rows,
             )
             self._write_journal([(stamp, step.workflow, note) for step in steps for note in step.notes])
+            if holds is not None:
+                self._write_holds(holds)
             for request_id, answer in (answers or {}).items():
                 if not self._write_answer(request_id, answer):
                     raise WithdrawnError
@@ -175,6 +187,36 @@ class Store:
         with self._transaction():
             self._insert_entries((_stamp(at), "", "", kind, "", "", "", text, "") for kind, text, at in records)
 
+    def load_holds(self) -> dict[str, RememberedHold]:
+        """The remembered holds, by the event's key."""
+        query = "SELECT event_key, user, at, last_seen_at FROM remembered_event WHERE reason = 'hold' ORDER BY at"
+        with self._reading():
+            return {
+                key: RememberedHold(
+                    user=user, at=datetime.fromisoformat(at), last_seen_at=datetime.fromisoformat(last_seen_at)
+                )
+                for key, user, at, last_seen_at in self._fetch(query)
+            }
+
+    def forget_holds(self, keys: Iterable[str]) -> None:
+        """Remember these no longer."""
+        with self._transaction():
+            self._write_holds(HoldChanges(removed=frozenset(keys)))
+
+    def _write_holds(self, changes: HoldChanges) -> None:
+        self._connection.executemany(
+            "DELETE FROM remembered_event WHERE event_key = ? AND reason = 'hold'",
+            [(key,) for key in changes.removed],
+        )
+        self._connection.executemany(
+            "INSERT OR REPLACE INTO remembered_event (event_key, reason, user, at, last_seen_at)"
+            " VALUES (?, 'hold', ?, ?, ?)",
+            [
+                (key, _storable(hold.user), _stamp(hold.at), _stamp(hold.last_seen_at))
+                for key, hold in changes.put.items()
+            ],
+        )
+
     def disown_workflows(self, at: datetime, reason: str) -> None:
         """Close all open workflows without recovery: they belong to another machine."""
         note = Note(kind="closed", text=reason)
@@ -182,6 +224,7 @@ class Store:
             rows = self._fetch("SELECT body FROM workflow WHERE is_open")
             self._write_journal([(_stamp(at), _to_workflow(body), note) for (body,) in rows])
             self._connection.execute("UPDATE workflow SET is_open = 0 WHERE is_open")
+            self._connection.execute("DELETE FROM remembered_event")
 
     def load_journal(self) -> list[JournalEntry]:
         """All entries, oldest first."""

@@ -43,6 +43,10 @@ _SCHEMA = """
         id INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL, workflow_id TEXT NOT NULL, word TEXT NOT NULL,
         user TEXT NOT NULL, answer TEXT
     ) STRICT;
+    CREATE TABLE remembered_event (
+        event_key TEXT PRIMARY KEY, reason TEXT NOT NULL, user TEXT NOT NULL, at TEXT NOT NULL,
+        last_seen_at TEXT NOT NULL
+    ) STRICT;
     CREATE TABLE fact (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
     CREATE TABLE notice (
         id INTEGER PRIMARY KEY AUTOINCREMENT, target TEXT NOT NULL, at TEXT NOT NULL, body TEXT NOT NULL

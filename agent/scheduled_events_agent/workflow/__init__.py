@@ -48,6 +48,7 @@ from scheduled_events_agent.workflow.model import (
     Phase,
     Progress,
     Reconsider,
+    RememberedHold,
     RunHook,
     Signal,
     Stage,
@@ -63,7 +64,8 @@ from scheduled_events_agent.workflow.wishes import Wish, wishes
 __all__ = [
     "TRANSITIONS", "AgentRestarted", "Approval", "ApprovalAnswered", "Approve", "Board", "CancelHook", "ClockSet",
     "Context", "Effect", "Fleet", "HookFinished", "HookOutcome", "Leave", "MoveDeadline", "Note", "NoteKind",
-    "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Reconsider", "RunHook", "Signal", "Stage",
+    "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Reconsider", "RememberedHold", "RunHook",
+    "Signal", "Stage",
     "Standing", "Step", "Waits", "Wish", "Word", "Workflow", "ask_gates", "awaited_others", "has_obeyed",
     "hook_deadline_at", "is_ready", "known_events", "needed_seconds", "needs_all", "needs_slot", "next_wake_at",
     "proceed", "wishes", "workflow_id",

@@ -316,6 +316,15 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """By the event's fleet key."""
 
 
+class RememberedHold(msgspec.Struct, frozen=True, kw_only=True):
+    """An operator's hold; it outlives the appearance of the event for which it was given."""
+
+    user: str
+    at: datetime
+    last_seen_at: datetime
+    """When the event was last known to be in a document."""
+
+
 class Context(msgspec.Struct, frozen=True, kw_only=True):
     """What a move depends on besides the workflows."""
 
@@ -340,6 +349,8 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """The state file was found damaged, and this is the first document since."""
     fleet: Fleet | None = None
     """None if this VM acts alone."""
+    holds: Mapping[str, RememberedHold] = {}
+    """Of events that may come back, by their key."""
 
     @property
     def is_stale(self) -> bool:

@@ -92,8 +92,12 @@ def _admit(event: ScheduledEvent, context: Context) -> Step:
         boot_id=context.boot_id,
         is_doubtful=context.is_state_lost,
     )
-    notes = (Note(kind="seen", text=_describe(event, context.now)), Note(kind="decided", text=decision.reason))
-    return Step(workflow=workflow, notes=notes)
+    notes = [Note(kind="seen", text=_describe(event, context.now)), Note(kind="decided", text=decision.reason)]
+    hold = context.holds.get(event.key)
+    if hold is not None and not event.is_started:
+        workflow = replace(workflow, operator="held")
+        notes.append(Note(kind="operator", text=f"held by {hold.user or 'an operator'} since {show(hold.at)}"))
+    return Step(workflow=workflow, notes=tuple(notes))
 
 
 def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:

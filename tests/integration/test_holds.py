@@ -1,0 +1,210 @@
+"""An operator's hold counts though its event vanishes and comes back, also over a restart of the agent."""
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from msgspec.structs import replace
+from test_engine import START, Clocks
+
+from scheduled_events_agent.engine import Engine, Executor, HookEnded, without_run
+from scheduled_events_agent.events import Document, ScheduledEvent
+from scheduled_events_agent.imds import Identity
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.policy import Hook, Rule
+from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.store import Store
+
+EVENT = ScheduledEvent(
+    id="E1",
+    type="Reboot",
+    status="Scheduled",
+    source="Platform",
+    resources=("vm-1",),
+    not_before=START + timedelta(days=9),
+)
+HOURS = 3600.0
+
+
+class Agent:
+    """An engine on a state file, on a machine on which no time passes by itself."""
+
+    def __init__(self, directory: Path, *, lead: float = 10 * 86400.0) -> None:
+        self.machine = Clocks()
+        self.directory = directory
+        rule = Rule(name="all", prepare=("drain",), recover=("resume",), approve="when-prepared", lead=lead)
+        hooks = {name: Hook(run=("/bin/true",)) for name in ("drain", "resume")}
+        self.settings = Settings(rules=(rule,), hooks=hooks)
+        self.start()
+
+    def start(self) -> None:
+        self.store = Store.open(self.directory, self.machine.now())
+        self.executor = mock.create_autospec(Executor, instance=True)
+        self.executor.is_running.return_value = False
+        self.engine = Engine(self.settings, self.store, Metrics(tuple), self.executor, self.machine)
+        self.engine.start()
+        self.engine.take(Identity(name="vm-1", vm_id="id-1"))
+
+    def restart(self) -> None:
+        self.store.close()
+        self.start()
+
+    def read(self, *events: ScheduledEvent, times: int = 1) -> None:
+        for _ in range(times):
+            self.machine.wait(1.0)
+            self.engine.take(Document(incarnation="", events=events, answered=self.machine.seconds))
+            assert self.engine.turn(self.machine.now())
+
+    def end(self, hook: str) -> None:
+        effect = self.executor.start_hook.call_args.args[0]
+        assert effect.hook == hook
+        self.engine.take(HookEnded(effect, without_run(hook, "succeeded", "")))
+        assert self.engine.turn(self.machine.wait(1.0))
+
+    def ask(self, word: str, about: str = "") -> str | None:
+        with contextlib.closing(Store.join(self.directory)) as operator:
+            workflow_id = about or next(w.id for w in self.engine.board.values() if not w.is_gone)
+            request = operator.add_request(workflow_id, word, "kim", self.machine.now())  # type: ignore[arg-type]
+            assert self.engine.turn(self.machine.now())
+            return operator.load_answer(request)
+
+    def vanish(self) -> None:
+        self.read(times=2)
+        assert all(workflow.is_gone for workflow in self.engine.board.values())
+
+    @property
+    def started(self) -> list[str]:
+        return [call.args[0].hook for call in self.executor.start_hook.call_args_list]
+
+    @property
+    def operator(self) -> str:
+        (workflow,) = [workflow for workflow in self.engine.board.values() if not workflow.is_gone]
+        return workflow.operator
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    agent = Agent(tmp_path)
+    yield agent
+    agent.store.close()
+
+
+def lead_to(agent: Agent, phase: str) -> None:
+    if phase == "waiting":
+        agent.settings = replace(agent.settings, rules=(replace(agent.settings.rules[0], lead=HOURS),))
+        agent.restart()
+    agent.read(EVENT)
+    if phase == "prepared":
+        agent.settings = replace(agent.settings, rules=(replace(agent.settings.rules[0], approve="manual"),))
+        agent.engine.change_settings(agent.settings)
+        agent.end("drain")
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+@pytest.mark.parametrize("away_seconds", [2.0, 60.0, 23 * HOURS])
+@pytest.mark.parametrize("phase", ["waiting", "preparing", "prepared"])
+def test_a_hold_counts_when_the_event_comes_back(
+    agent: Agent, phase: str, away_seconds: float, *, is_restarted: bool
+) -> None:
+    lead_to(agent, phase)
+    (workflow,) = agent.engine.board.values()
+    assert workflow.phase == phase
+    assert (agent.ask("held") or "").startswith("held")
+    agent.vanish()
+    if agent.started and agent.engine.board:  # what was prepared is recovered meanwhile
+        if phase == "preparing":
+            effect = agent.executor.start_hook.call_args.args[0]
+            agent.engine.take(HookEnded(effect, without_run("drain", "canceled", "")))
+            assert agent.engine.turn(agent.machine.wait(1.0))
+        agent.end("resume")
+    assert agent.engine.board == {}
+    agent.machine.wait(away_seconds)
+    agent.engine.tidy()
+    if is_restarted:
+        agent.restart()
+    agent.executor.start_hook.reset_mock()
+    agent.read(EVENT)
+    assert agent.operator == "held"
+    assert any(entry.text.startswith("held by kim since 2026-03-02T12:") for entry in agent.store.load_journal())
+    assert agent.started == []
+    assert (agent.ask("") or "").startswith("released")
+    if phase != "waiting":
+        assert agent.started == ["drain"]
+
+
+def test_a_hold_ends_a_day_after_the_event_was_last_seen(agent: Agent) -> None:
+    agent.read(EVENT)
+    agent.end("drain")
+    agent.ask("held")
+    agent.vanish()
+    agent.end("resume")
+    agent.machine.wait(25 * HOURS)
+    agent.engine.tidy()
+    assert agent.engine.holds.known == {}
+    agent.restart()
+    agent.read(EVENT)
+    assert agent.operator == ""
+
+
+def test_while_its_event_is_pending_a_hold_does_not_end(agent: Agent) -> None:
+    agent.read(EVENT)
+    agent.ask("held")
+    for _ in range(3):
+        agent.machine.wait(25 * HOURS)
+        agent.engine.tidy()
+        agent.read(EVENT)
+    agent.restart()
+    agent.read(EVENT)
+    assert agent.operator == "held"
+    assert list(agent.engine.holds.known) == ["e1"]
+
+
+@pytest.mark.parametrize("word", ["", "approved"])
+def test_a_hold_that_was_taken_back_is_not_remembered(agent: Agent, word: str) -> None:
+    agent.read(EVENT)
+    agent.ask("held")
+    agent.ask(word)
+    assert (agent.engine.holds.known, agent.store.load_holds()) == ({}, {})
+
+
+def test_the_start_of_the_event_ends_its_hold(agent: Agent) -> None:
+    agent.read(EVENT)
+    agent.ask("held")
+    agent.read(replace(EVENT, status="Started", not_before=None))
+    assert agent.store.load_holds() == {}
+
+
+def test_an_absent_event_can_be_released_and_nothing_else(agent: Agent) -> None:
+    agent.read(EVENT)
+    agent.end("drain")
+    agent.ask("held")
+    agent.vanish()
+    agent.end("resume")
+    assert agent.ask("approved", "e1") == "refused: the event is not in the document; its hold can be released"
+    assert agent.ask("", "e1") == "released; the event is not in the document"
+    assert agent.store.load_holds() == {}
+    agent.read(EVENT)
+    assert agent.operator == ""
+
+
+def test_a_release_meets_the_event_that_has_just_come_back(agent: Agent) -> None:
+    agent.read(EVENT)
+    agent.end("drain")
+    agent.ask("held")
+    agent.vanish()
+    agent.end("resume")
+    agent.read(EVENT)
+    assert agent.operator == "held"
+    assert (agent.ask("", "e1") or "").startswith("released: the event is preparing")
+    assert agent.operator == ""
+
+
+def test_the_holds_of_another_machine_are_forgotten(agent: Agent) -> None:
+    agent.read(EVENT)
+    agent.ask("held")
+    agent.engine.take(Identity(name="vm-9", vm_id="another"))
+    assert agent.engine.turn(agent.machine.now())
+    assert (agent.engine.holds.known, agent.store.load_holds()) == ({}, {})
