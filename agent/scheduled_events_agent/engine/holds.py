@@ -26,6 +26,8 @@ class Holds:
 
     def committed(self, changes: HoldChanges) -> None:
         """The changes are on the disk."""
+        if not (changes.put or changes.removed):
+            return
         kept = {key: hold for key, hold in self.known.items() if key not in changes.removed}
         self.known = {**kept, **changes.put}
 

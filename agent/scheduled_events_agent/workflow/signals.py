@@ -115,17 +115,16 @@ def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
     if told:
         text = "; ".join(f"{name} {show(getattr(old, name))} -> {show(getattr(event, name))}" for name in told)
         notes.append(Note(kind="changed", text=text))
-    operator = workflow.operator
-    if operator == "approved" and workflow.approval.state != "confirmed":
-        void = _why_approval_is_void(old, event)
-        if void:
-            operator = ""
-            notes.append(Note(kind="operator", text=f"the operator's approval is void: {void}"))
+    void = _why_approval_is_void(old, event)
+    if void:
+        voided = with_void_approval(Step(workflow=workflow, notes=tuple(notes)), void)
+        workflow = voided.workflow
+        notes = list(voided.notes)
     noticed_at = context.now if event.not_before != old.not_before else workflow.noticed_at
     drain_until = workflow.drain_until
     if drain_until is not None and "not_before" in changed:
         drain_until = min(drain_until, drain_end(workflow.decision, event, context))
-    workflow = replace(workflow, event=event, noticed_at=noticed_at, drain_until=drain_until, operator=operator)
+    workflow = replace(workflow, event=event, noticed_at=noticed_at, drain_until=drain_until)
     step = _decide_anew(workflow, context)
     effects: tuple[Effect, ...] = ()
     if "not_before" in changed and _has_deadline(workflow) and workflow.prepare.current is not None:

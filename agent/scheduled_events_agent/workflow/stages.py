@@ -89,7 +89,7 @@ def cut_short(workflow: Workflow, stage: Stage, *, is_urgent: bool = False) -> S
 
 
 def with_void_approval(step: Step, why: str) -> Step:
-    """What an operator approved counted on a preparation that has ended badly since: it must be said again."""
+    """Without an operator's approval that Azure has not taken yet: what it counted on has changed since."""
     workflow = step.workflow
     if workflow.operator != "approved" or workflow.approval.state == "confirmed":
         return step
