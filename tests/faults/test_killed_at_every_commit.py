@@ -69,10 +69,12 @@ def live(agent: FaultyAgent, sim: Simulator, position: int, when: When, *, is_re
     agent.write_policy(rules=[RULE], hooks=agent.hooks(*HOOKS))
     killed = 0
 
+    def boot() -> str:
+        return f"boot {killed}" if is_rebooted else ""
+
     def start() -> None:
-        boot = f"boot {killed}" if is_rebooted else ""
         number = position if killed < kills else 0
-        agent.program = [sys.executable, str(KILLER), str(number), when, boot]
+        agent.program = [sys.executable, str(KILLER), str(number), when, boot()]
         agent.start(is_awaited=False)
 
     start()
@@ -93,23 +95,30 @@ def live(agent: FaultyAgent, sim: Simulator, position: int, when: When, *, is_re
             agent.process.terminate()
             agent.process.wait(PATIENCE)
         else:
-            is_over = lead(agent, sim, event)
+            is_over = lead(agent, sim, event, boot())
     story = [(kind, hook) for kind, hook, event_id in agent.journal("kind", "hook", "event_id") if event_id]
     return Life(killed, story, agent.ran(), len(sim.approvals(event)))
 
 
-def lead(agent: FaultyAgent, sim: Simulator, event: str) -> bool:
-    """Have Azure go on when the agent has got so far; returns whether the event is over and dealt with."""
+def lead(agent: FaultyAgent, sim: Simulator, event: str, boot: str) -> bool:
+    """Have Azure go on when the agent has got so far; returns whether the event is over and dealt with.
+
+    After a reboot an approved event is prepared for once more, in ``boot``; Azure waits for the end of that.
+    """
     code, text = agent.get("/status")
     if code != 200:
         return False
-    phases = {one["event"]["id"]: one["phase"] for one in json.loads(text)["pending"]}
+    workflows = {one["event"]["id"]: one for one in json.loads(text)["pending"]}
+    workflow = workflows.get(event)
     status = sim.event(event).status
-    if phases.get(event) == "approved" and status == "Scheduled":
-        sim.start_event(event)
-    if phases.get(event) == "started" and status == "Started":
-        sim.end(event)
-    return status == "Gone" and not phases
+    if workflow is not None:
+        is_of_this_boot = boot in ("", workflow["prepare_boot_id"])
+        is_prepared = is_of_this_boot and workflow["prepare"]["state"] == "succeeded"
+        if workflow["phase"] == "approved" and is_prepared and status == "Scheduled":
+            sim.start_event(event)
+        if workflow["phase"] == "started" and status == "Started":
+            sim.end(event)
+    return status == "Gone" and not workflows
 
 
 def check(life: Life, where: str, *, is_rebooted: bool) -> None:
