@@ -185,7 +185,7 @@ def write_history(state_dir: Path, count: int) -> None:
     decision = Decision(rule=None, reason="", affects="self")
     seen = Workflow(id="", event=event, first_seen_at=at, noticed_at=at, decision=decision, boot_id="b")
     notes = tuple(Note(kind=kind, text="what happened") for kind in ("seen", "started", "closed"))
-    closed = replace(seen, phase="closed", is_gone=True)
+    closed = replace(seen, phase="closed", is_over=True)
     past = [replace(closed, id=f"{n}", event=replace(event, id=f"past-{n}")) for n in range(count)]
     with closing(Store.open(state_dir, at)) as store:
         store.commit([Step(workflow=workflow, notes=notes) for workflow in past], at)

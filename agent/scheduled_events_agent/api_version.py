@@ -7,7 +7,7 @@ import msgspec
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.events import RECOMMENDATION, RECOMMENDING_VERSION, ApiVersion, ApiVersionSetting
-from scheduled_events_agent.policy import Rule
+from scheduled_events_agent.policy import Rule, names_recommendations
 
 T = TypeVar("T")
 
@@ -91,7 +91,7 @@ def versions_to_ask(
     if setting != "auto":
         return (setting,)
     is_resting = fallback.is_settled and now - fallback.last < fallback.ask_again_seconds
-    if is_resting or not any(RECOMMENDATION in rule.when.type for rule in rules):
+    if is_resting or not names_recommendations(rules):
         return (GENERAL_VERSION,)
     return RECOMMENDING_VERSION, GENERAL_VERSION
 

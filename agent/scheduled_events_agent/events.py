@@ -164,6 +164,8 @@ class Missing(msgspec.Struct, frozen=True):
     """One answer lacks the event that was known by ``key``; whether it is over, the next one tells."""
 
     key: str
+    names_others: bool = False
+    """It is listed, but no longer for this VM."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -179,6 +181,8 @@ class Gone(msgspec.Struct, frozen=True):
     key: str
     status: str = ""
     """Completed or Canceled if the document says so."""
+    names_others: bool = False
+    """It is listed, but no longer for this VM."""
 
 
 def parse_document(body: bytes) -> Document:

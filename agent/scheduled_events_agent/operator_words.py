@@ -42,12 +42,13 @@ def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
 
 
 def _overruling_preparation(workflow: Workflow) -> tuple[OperatorWord, ...]:
+    ends: tuple[OperatorWord, ...] = () if workflow.prepare.state == "idle" else ("resolve",)
     if workflow.operator == "held":
-        return ("release",)
+        return ("release", *ends)
     if workflow.prepare.state == "failed":
-        return ("retry",)
+        return ("retry", *ends)
     is_to_begin = bool(workflow.decision.rule) and workflow.decision.has_preparation
-    return ("hold",) if is_to_begin and workflow.prepare.state in ("idle", "running") else ()
+    return ("hold", *ends) if is_to_begin and workflow.prepare.state in ("idle", "running") else ends
 
 
 def words_of_use(status: Status, workflow: Workflow) -> tuple[OperatorWord, ...]:

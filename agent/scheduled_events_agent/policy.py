@@ -326,6 +326,11 @@ def decide(
     return Decision(rule=None, reason=reasons.get(affects, "no rule takes it: observe"), affects=affects)
 
 
+def names_recommendations(rules: Iterable[Rule]) -> bool:
+    """Whether a rule names the type of recommendations: only then are they followed."""
+    return any(RECOMMENDATION in rule.when.type for rule in rules)
+
+
 def refusal(rule: Rule, event: ScheduledEvent, facts: Facts) -> str | None:
     """Why the rule does not take the event, as a phrase; None if it does, unless an earlier one takes it."""
     if event.is_recommendation and RECOMMENDATION not in rule.when.type:

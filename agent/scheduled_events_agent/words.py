@@ -27,7 +27,7 @@ _WAITS = {
     "observes": "the agent only observes",
     "status": "only a scheduled event can be approved, and its status is {status}",
     "not_ours": "it does not name this VM",
-    "missing": "it is not in the last document",
+    "missing": "it is not in the last document, and the next one tells if it is over",
     "id": "{event.approval_fault}",
     "never": "{never}",
     "unprepared": "preparation is not done",
@@ -42,7 +42,6 @@ _WAITS = {
     "all_ready": "waits for {detail}",
     "doubt": "the state file was lost, and what was done before is not known",
     "recommendation": "prepared until it is over, at the latest until {at}",
-    "expired": "it has expired, and nothing more is done about it",
     "other_event": "event {detail} still needs it prepared",
     "lost_hook": "hook {detail} is not in the policy any more: put it back",
 }
@@ -145,8 +144,6 @@ def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datet
         return "; ".join(hooks)
     if workflow.phase == "recovery_failed":
         return f"recovery failed, an operator must retry or resolve it: {workflow.waits_for}"
-    if workflow.is_missing:
-        return "waits: it is not in the last document, and the next one tells if it is over"
     if workflow.phase == "preparing" and workflow.drain_until and workflow.drain_until > now:
         return f"drains for {span(now, workflow.drain_until)} more (/readyz answers 503)"
     if workflow.phase == "held":
@@ -239,7 +236,7 @@ def pending_in_words(pending: Iterable[Workflow]) -> str:
 
 def is_held(workflow: Workflow) -> bool:
     """Whether an operator's hold is in force; it ends with the start of the event."""
-    return workflow.operator == "held" and not (workflow.is_gone or workflow.was_started)
+    return workflow.operator == "held" and not (workflow.is_over or workflow.was_started)
 
 
 def waits_for_operator(workflow: Workflow) -> bool:
@@ -257,7 +254,7 @@ def by_urgency(pending: Iterable[ShownWorkflow]) -> list[ShownWorkflow]:
             workflow.phase != "recovery_failed",
             workflow.decision.affects == "others",
             workflow.event.is_recommendation,
-            workflow.is_gone,
+            workflow.is_over,
             workflow.event.is_started,
             not_before.timestamp() if not_before else 0.0,
         )
@@ -335,7 +332,7 @@ def _course(workflow: Workflow) -> str:
     name = workflow.event.type or "event"
     if workflow.event.is_recommendation and workflow.phase == "prepared":
         return f"Prepared for a {name}"
-    if workflow.is_gone and workflow.phase not in ("recovering", "recovery_failed"):
+    if workflow.is_over and workflow.phase not in ("recovering", "recovery_failed"):
         return f"{name} is over"
     return {
         "waiting": f"{name} is pending",
@@ -360,7 +357,7 @@ def _approval(workflow: Workflow) -> str:
         text = f"{tries}; the agent tries again"
     elif workflow.event.is_recommendation:
         text = "none: it would have no effect"
-    elif workflow.is_gone or workflow.was_started:
+    elif workflow.is_over or workflow.was_started:
         text = "none was given from here"
     elif not decision.rule:
         text = "none: the event is only observed"

@@ -57,22 +57,53 @@ def test_a_recommendation_and_then_the_eviction(sim: Simulator, agent: Agent) ->
     assert agent.is_ready()
 
 
-def test_a_recommendation_that_expires_is_recovered_from_and_does_not_begin_again(
-    sim: Simulator, agent: Agent
+@pytest.mark.parametrize(
+    "end", ["it expires", "its rule goes", "an operator resolves it", "the document lacks it"]
+)
+def test_a_recommendation_that_is_over_is_recovered_from_and_closed(
+    sim: Simulator, agent: Agent, end: str
 ) -> None:
-    agent.write_policy(rules=[{**ADVICE, "expire_after": "1s"}], hooks=hooks(agent))
+    expire_after = "1s" if end == "it expires" else "1h"
+    policy = {"hooks": agent.hooks("drain", "checkpoint", "resume", "clear"), "on_clear": ["clear"]}
+    agent.write_policy(rules=[{**ADVICE, "expire_after": expire_after}], **policy)
     agent.start()
+    agent.wait_log("on_clear hook ended")
     advice = sim.schedule("SpotRebalanceRecommendation", lasts_seconds=None)
-    agent.wait_log("hook finished", event_id=advice, hook="resume")
-    agent.wait_log("waits", event_id=advice, reason="it has expired, and nothing more is done about it")
+    agent.wait_log("prepared", event_id=advice)
+    if end == "its rule goes":
+        agent.write_policy(rules=[ANY], **policy)
+        agent.reload()
+    elif end == "an operator resolves it":
+        assert agent.run("resolve", advice[:8], "--state-dir", str(agent.state_dir)).returncode == 0
+    elif end == "the document lacks it":
+        sim.end(advice)
+    outcome = "unknown" if end == "the document lacks it" else "expired"
+    assert agent.wait_log("closed", event_id=advice)["reason"] == f"is over: {outcome}"
+    assert_nothing_is_pending(agent)
+    ran = agent.ran()
+    assert ran == ["clear", "drain", "checkpoint", "resume"]
+
+    # Still listed, it does not begin again, not even after a restart.
     agent.kill()
     agent.start()
-    sim.wait_polls(5)
-    assert agent.ran()[-1] == "resume"
-    assert agent.ran().count("resume") == 1
-    assert agent.is_ready()
-    sim.end(advice)
-    assert agent.wait_log("closed", event_id=advice)["reason"] == "is over: expired"
+    agent.wait_until(lambda: agent.ran() == [*ran, "clear"], "the hook of on_clear has run")
+    sim.wait_polls(3)
+    assert_nothing_is_pending(agent)
+    assert agent.ran() == [*ran, "clear"]
+
+    # After answers that lack it, it begins anew.
+    if end != "the document lacks it":
+        sim.end(advice)
+    sim.wait_polls(4)
+    if end != "its rule goes":
+        again = sim.schedule("SpotRebalanceRecommendation", lasts_seconds=None)
+        agent.wait_log("prepared", event_id=again)
+
+
+def assert_nothing_is_pending(agent: Agent) -> None:
+    status = agent.status()
+    assert (status["pending"], status["headline"], status["ready"]) == ([], "Nothing is pending", True)
+    assert all(value == 0.0 for _, value in agent.metrics()["pending"])
 
 
 def test_a_service_without_the_preview_is_asked_in_the_version_that_it_has(sim: Simulator, agent: Agent) -> None:

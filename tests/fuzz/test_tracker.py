@@ -420,7 +420,7 @@ class Documents(RuleBasedStateMachine):
         self.missing = self.known.keys() - self.azure.keys()
 
     def _check_lives(self) -> None:
-        present = {workflow.event.key: workflow.id for workflow in self.board.values() if not workflow.is_gone}
+        present = {workflow.event.key: workflow.id for workflow in self.board.values() if not workflow.is_over}
         assert set(present) == set(self.lives)
         for key, life in self.lives.items():
             if life:

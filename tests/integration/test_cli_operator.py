@@ -24,10 +24,10 @@ OVER = Workflow(
     noticed_at=NOW,
     boot_id="boot",
     phase="closed",
-    is_gone=True,
+    is_over=True,
     outcome="canceled",
 )
-PENDING = replace(OVER, id="bbbb@1", event=replace(OVER.event, id="BBBB"), phase="held", is_gone=False, outcome="")
+PENDING = replace(OVER, id="bbbb@1", event=replace(OVER.event, id="BBBB"), phase="held", is_over=False, outcome="")
 RECOVERING = replace(OVER, id="cccc@1", event=replace(OVER.event, id="CCCC"), phase="recovering")
 AGAIN = replace(PENDING, id="aaaa@2", event=OVER.event)
 
@@ -47,7 +47,7 @@ def keep(directory: Path, *workflows: Workflow) -> None:
     for workflow in workflows:
         gone = (Note(kind="gone", text=f"is no longer in the document ({workflow.outcome})"),)
         at = NOW - timedelta(days=1)
-        store.commit([Step(workflow=workflow, notes=gone if workflow.is_gone else ())], at)
+        store.commit([Step(workflow=workflow, notes=gone if workflow.is_over else ())], at)
     store.close()
 
 

@@ -129,7 +129,7 @@ def test_an_event_that_a_bug_kept_out_is_taken_in_at_the_next_turn(
     failures: list[str] = []
     admitted: list[str] = []
 
-    def faulty(event: ScheduledEvent, context: Context) -> Step:
+    def faulty(event: ScheduledEvent, context: Context) -> Step | None:
         if event.type == "Freeze" and (len(failures) < 2 or not admitted):
             failures.append(event.id)
             raise RuntimeError("a bug")

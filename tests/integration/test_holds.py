@@ -66,14 +66,14 @@ class Agent:
 
     def ask(self, word: str, about: str = "") -> str | None:
         with contextlib.closing(Store.join(self.directory)) as operator:
-            workflow_id = about or next(w.id for w in self.engine.board.values() if not w.is_gone)
+            workflow_id = about or next(w.id for w in self.engine.board.values() if not w.is_over)
             request = operator.add_request(workflow_id, word, "kim", self.machine.now())  # type: ignore[arg-type]
             assert self.engine.turn(self.machine.now())
             return operator.load_answer(request)
 
     def vanish(self) -> None:
         self.read(times=2)
-        assert all(workflow.is_gone for workflow in self.engine.board.values())
+        assert all(workflow.is_over for workflow in self.engine.board.values())
 
     @property
     def started(self) -> list[str]:
@@ -81,7 +81,7 @@ class Agent:
 
     @property
     def operator(self) -> str:
-        (workflow,) = [workflow for workflow in self.engine.board.values() if not workflow.is_gone]
+        (workflow,) = [workflow for workflow in self.engine.board.values() if not workflow.is_over]
         return workflow.operator
 
 
@@ -143,7 +143,7 @@ def test_a_hold_ends_a_day_after_the_event_was_last_seen(agent: Agent) -> None:
     agent.end("resume")
     agent.machine.wait(25 * HOURS)
     agent.engine.tidy()
-    assert agent.engine.holds.known == {}
+    assert agent.engine.remembered.known == {}
     agent.restart()
     agent.read(EVENT)
     assert agent.operator == ""
@@ -159,7 +159,7 @@ def test_while_its_event_is_pending_a_hold_does_not_end(agent: Agent) -> None:
     agent.restart()
     agent.read(EVENT)
     assert agent.operator == "held"
-    assert list(agent.engine.holds.known) == ["e1"]
+    assert list(agent.engine.remembered.known) == ["e1"]
 
 
 @pytest.mark.parametrize("word", ["", "approved"])
@@ -167,14 +167,14 @@ def test_a_hold_that_was_taken_back_is_not_remembered(agent: Agent, word: str) -
     agent.read(EVENT)
     agent.ask("held")
     agent.ask(word)
-    assert (agent.engine.holds.known, agent.store.load_holds()) == ({}, {})
+    assert (agent.engine.remembered.known, agent.store.load_remembered()) == ({}, {})
 
 
 def test_the_start_of_the_event_ends_its_hold(agent: Agent) -> None:
     agent.read(EVENT)
     agent.ask("held")
     agent.read(replace(EVENT, status="Started", not_before=None))
-    assert agent.store.load_holds() == {}
+    assert agent.store.load_remembered() == {}
 
 
 def test_an_absent_event_can_be_released_and_nothing_else(agent: Agent) -> None:
@@ -185,7 +185,7 @@ def test_an_absent_event_can_be_released_and_nothing_else(agent: Agent) -> None:
     agent.end("resume")
     assert agent.ask("approved", "e1") == "refused: the event is not in the document; its hold can be released"
     assert agent.ask("", "e1") == "released; the event is not in the document"
-    assert agent.store.load_holds() == {}
+    assert agent.store.load_remembered() == {}
     agent.read(EVENT)
     assert agent.operator == ""
 
@@ -207,4 +207,4 @@ def test_the_holds_of_another_machine_are_forgotten(agent: Agent) -> None:
     agent.ask("held")
     agent.engine.take(Identity(name="vm-9", vm_id="another"))
     assert agent.engine.turn(agent.machine.now())
-    assert (agent.engine.holds.known, agent.store.load_holds()) == ({}, {})
+    assert (agent.engine.remembered.known, agent.store.load_remembered()) == ({}, {})

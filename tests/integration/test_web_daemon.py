@@ -250,7 +250,7 @@ def test_the_past_of_ninety_busy_days_is_read_in_no_time(tmp_path: Path) -> None
         at = [
             (begin + timedelta(minutes=number * 32)).isoformat(timespec="microseconds") for number in range(4000)
         ]
-        closed = msgspec.structs.replace(one, phase="closed", outcome="completed", is_gone=True)
+        closed = msgspec.structs.replace(one, phase="closed", outcome="completed", is_over=True)
         rows = [
             (f"w{n}", f"e{n}", 0, at[n], msgspec.json.encode(msgspec.structs.replace(closed, id=f"w{n}")).decode())
             for n in range(4000)

@@ -39,13 +39,14 @@ from scheduled_events_agent.workflow import (
     Progress,
     Progression,
     Step,
+    Waits,
     Workflow,
     approving,
     phases,
     proceed,
+    recommendations,
     signals,
     stages,
-    times,
 )
 
 
@@ -126,7 +127,7 @@ def _open_gate(name: str) -> dict[str, Any]:
 
 REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, approving.take_answer, stages.cut_short
 REAL_FINISH, REAL_END = Engine.finish, stages.with_end
-REAL_TAKE, REAL_EXPIRES = Documents.take, times.expires_at
+REAL_TAKE, REAL_EXPIRES, REAL_ADMIT = Documents.take, recommendations.expires_at, signals._admit
 REAL_LOAD_NEXT = Notices.load_next
 REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.turn, Engine._decide_and_do
 
@@ -196,11 +197,11 @@ def _turn_that_acts_before_it_knows(self: Engine, document_at: datetime | None) 
     return REAL_TURN(self, document_at)
 
 
-def _begin_late(workflow: Workflow, context: Context) -> Step | None:
+def _begin_late(workflow: Workflow, context: Context) -> Step | Waits | None:
     return None if workflow.first_seen_at == context.now else REAL_BEGIN(workflow, context)
 
 
-def _begin_only_what_it_approves(workflow: Workflow, context: Context) -> Step | None:
+def _begin_only_what_it_approves(workflow: Workflow, context: Context) -> Step | Waits | None:
     return None if workflow.decision.refusal else REAL_BEGIN(workflow, context)
 
 
@@ -210,8 +211,8 @@ def _proceed_after_performing(engine: Engine, now: datetime) -> None:
     late: list[Step] = []
     late_answers: dict[int, str] = {}
 
-    def commit_nothing(steps: Any, at: datetime, answers: Any, notices: Any, holds: Any) -> dict[str, int]:
-        del at, notices, holds
+    def commit_nothing(steps: Any, at: datetime, answers: Any, notices: Any, remembered: Any) -> dict[str, int]:
+        del at, notices, remembered
         late.extend(steps)
         late_answers.update(answers)
         return {}
@@ -255,12 +256,12 @@ def _needed_by_sharers_only(workflow: Workflow, workflows: Any) -> list[Workflow
     return [peer for peer in peers if stages.still_needs_preparation(peer) and stages.share_hooks(peer, workflow)]
 
 
-def _rest_that_closes(workflow: Workflow) -> Step:
-    return phases._enter(workflow, "closed", Note(kind="closed", text="it has expired"))
+def _admit_what_has_expired(event: ScheduledEvent, context: Context) -> Step | None:
+    return REAL_ADMIT(event, replace(context, remembered={}))
 
 
-def _take_as_if_it_had_all(self: Documents, document: Document, now: float) -> None:
-    REAL_TAKE(self, replace(document, has_recommendations=True), now)
+def _take_as_if_it_had_all(self: Documents, document: Document, now: float, names: tuple[str, ...]) -> None:
+    REAL_TAKE(self, replace(document, has_recommendations=True), now, names)
 
 
 def _expires_at_once(workflow: Workflow) -> datetime | None:
@@ -268,10 +269,10 @@ def _expires_at_once(workflow: Workflow) -> datetime | None:
 
 
 def _commit_notices_later(
-    self: Notifying, steps: Any, now: datetime, answers: Any, *whose: Any, holds: Any
+    self: Notifying, steps: Any, now: datetime, answers: Any, *whose: Any, remembered: Any
 ) -> None:
     """Notices in a transaction of their own, after that of their steps."""
-    self._store.commit(steps, now, answers, holds=holds)
+    self._store.commit(steps, now, answers, remembered=remembered)
     notices = self._make(steps, now, *whose)
     with self._store._transaction():
         self._store.notices.add(now.isoformat(), notices)
@@ -337,7 +338,7 @@ MUTANTS: dict[str, Mutant] = {
         WORKFLOW, {"_needed_by": _needed_by_sharers_only}, "(4)", frozenset({"recommendations"}), first=62
     ),
     "4: an expired recommendation begins again": Mutant(
-        WORKFLOW, {"_rest": _rest_that_closes}, "(", frozenset({"recommendations"})
+        WORKFLOW, {"_admit": _admit_what_has_expired}, "(", frozenset({"recommendations"})
     ),
     "4: a recommendation expires too early": Mutant(
         WORKFLOW, {"expires_at": _expires_at_once}, "(4)", frozenset({"recommendations"})

@@ -47,7 +47,15 @@ from scheduled_events_agent.policy import Hook, Rule, RuleAffects, When
 from scheduled_events_agent.settings import AgentSettings, Settings
 from scheduled_events_agent.settings.model import NoticeWord, NotifyTarget
 from scheduled_events_agent.simulator.azure import Azure, EventType, HappeningKind, Plan, SimulatedEvent
-from scheduled_events_agent.store import FactName, HoldChanges, RequestWord, Store, StoredNotice, StoreError
+from scheduled_events_agent.store import (
+    NO_CHANGES,
+    FactName,
+    RememberedChanges,
+    RequestWord,
+    Store,
+    StoredNotice,
+    StoreError,
+)
 from scheduled_events_agent.workflow import (
     ApprovalAnswered,
     Approve,
@@ -101,11 +109,11 @@ class CrashingStore(Store):
         at: datetime,
         answers: Mapping[int, str] | None = None,
         notices: Sequence[tuple[str, str]] = (),
-        holds: HoldChanges | None = None,
+        remembered: RememberedChanges = NO_CHANGES,
     ) -> dict[str, int]:
         if self.world is not None:
             self.world.commits(steps, at)
-        lost = super().commit(steps, at, answers, notices, holds)
+        lost = super().commit(steps, at, answers, notices, remembered)
         if self.world is not None:
             self.world.committed(steps)
         return lost

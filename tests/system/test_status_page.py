@@ -128,7 +128,7 @@ PAST = (
 
 def past(count: int) -> list[History]:
     ended = [
-        workflow(event(number, type=kind), "closed", outcome="completed", id=f"past {number}", is_gone=True)
+        workflow(event(number, type=kind), "closed", outcome="completed", id=f"past {number}", is_over=True)
         for number, kind in zip(range(count), ("Freeze", "Redeploy", "Freeze", "Terminate"), strict=False)
     ]
     return [History(workflow=one, entries=PAST) for one in ended]
@@ -154,7 +154,7 @@ HELD = workflow(
 FAILED = workflow(
     event(3, status="Started"),
     "recovery_failed",
-    is_gone=True,
+    is_over=True,
     was_started=True,
     prepare=Progress(state="succeeded", done=("drain", "checkpoint"), run=2),
     recover=Progress(state="failed", failed_hook="resume", failure="hook resume: exit code 3"),
@@ -165,7 +165,7 @@ MANY = (
     workflow(event(0, type="Freeze"), "approved", approval=Approval(state="confirmed"), id="many 0"),
     workflow(event(1, type="Preempt", status="Started"), "started", was_started=True, id="many 1"),
     workflow(
-        event(2, type="Terminate"), "recovering", is_gone=True, recover=Progress(state="running"), id="many 2"
+        event(2, type="Terminate"), "recovering", is_over=True, recover=Progress(state="running"), id="many 2"
     ),
     workflow(
         event(3, not_before=NOW - timedelta(seconds=3)), "prepared", approval=Approval(failures=3), id="many 3"

@@ -110,14 +110,14 @@ def test_the_commands_to_overrule_lead_to_an_agent_that_is_not_where_the_default
 def test_no_command_is_offered_that_the_agent_would_refuse() -> None:
     assert commands(workflow()) != ()
     assert commands(workflow(), mode="observe") == ()
-    failed = workflow(phase="recovery_failed", is_gone=True)
+    failed = workflow(phase="recovery_failed", is_over=True)
     assert commands(failed, mode="observe") == ("scheduled-events-agent resolve C7061BAC",)
 
 
 def test_a_failed_recovery_is_told_with_the_commands_that_solve_it() -> None:
     failed = Progress(state="failed", failed_hook="load", failure="hook load: exit code 3")
     decision = replace(workflow().decision, recover=("load", "resume"))
-    over = workflow(phase="recovery_failed", is_gone=True, recover=failed, decision=decision)
+    over = workflow(phase="recovery_failed", is_over=True, recover=failed, decision=decision)
     assert commands(over) == (
         "scheduled-events-agent retry C7061BAC",
         "scheduled-events-agent resolve C7061BAC",
@@ -130,15 +130,15 @@ def test_a_failed_recovery_is_told_with_the_commands_that_solve_it() -> None:
     [
         ({"phase": "held", "waits_for": "hook drain failed"}, "Reboot is held: hook drain failed", "bad"),
         (
-            {"phase": "recovery_failed", "is_gone": True, "waits_for": "hook load: exit code 3"},
+            {"phase": "recovery_failed", "is_over": True, "waits_for": "hook load: exit code 3"},
             "Recovery from a Reboot failed: hook load: exit code 3",
             "bad",
         ),
         ({"phase": "prepared"}, "Prepared for a Reboot, which is not approved yet", "busy"),
         ({"phase": "approved"}, "Reboot is approved and may start", "busy"),
         ({"phase": "started"}, "Reboot is under way", "busy"),
-        ({"phase": "recovering", "is_gone": True}, "Recovering from a Reboot", "busy"),
-        ({"phase": "started", "is_gone": True}, "Reboot is over", "busy"),
+        ({"phase": "recovering", "is_over": True}, "Recovering from a Reboot", "busy"),
+        ({"phase": "started", "is_over": True}, "Reboot is over", "busy"),
         ({"phase": "waiting"}, "Reboot is pending", "busy"),
         ({"phase": "waiting", "event": event(type="")}, "event is pending", "busy"),
     ],
@@ -190,8 +190,8 @@ def steps(workflow: ShownWorkflow) -> list[str]:
             {"phase": "started", "was_started": True, "prepare": Progress(done=("drain",))},
             ["drain done", "checkpoint not_run", "resume open"],
         ),
-        ({"phase": "recovering", "is_gone": True}, ["drain not_run", "checkpoint not_run", "resume open"]),
-        ({"phase": "closed", "is_gone": True}, ["drain not_run", "checkpoint not_run", "resume not_run"]),
+        ({"phase": "recovering", "is_over": True}, ["drain not_run", "checkpoint not_run", "resume open"]),
+        ({"phase": "closed", "is_over": True}, ["drain not_run", "checkpoint not_run", "resume not_run"]),
         (
             {"phase": "held", "prepare": Progress(state="failed", done=("drain",))},
             ["drain done", "checkpoint failed", "resume open"],

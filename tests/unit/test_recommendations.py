@@ -14,6 +14,7 @@ from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.workflow import ClockSet, has_obeyed, is_ready, next_wake_at
 
 HOUR = 3600.0
+NAMES = ("vm_1",)
 
 
 def a_recommendation(**changes: Any) -> ScheduledEvent:
@@ -48,8 +49,7 @@ def prepared(*rules: Rule, **context: Any) -> Agent:
 def test_a_rule_that_does_not_name_its_type_does_not_take_it(rule: Rule) -> None:
     agent = Agent(rule)
     assert agent.document(a_recommendation()) == []
-    assert agent.of("R").decision.rule is None
-    assert is_ready(agent.board)
+    assert (agent.board, agent.journal) == ({}, [])
 
 
 @pytest.mark.parametrize("approve", ["immediately", "when-prepared", "manual", "never"])
@@ -89,17 +89,20 @@ def test_it_expires_recovers_and_does_not_begin_again_while_the_document_lists_i
     assert agent.tick(HOUR - 2) == []
     assert agent.tick(2) == ["R-RECOMMENDATION: recover undrain"]
     assert agent.ends("undrain", event="R") == []
-    assert is_ready(agent.board)
+    assert agent.board == {}
+    assert agent.journal[-1] == "closed: is over: expired"
+    told = len(agent.journal)
     for _ in range(3):
         assert agent.document(a_recommendation(description="another"), after=2 * HOUR) == []
         assert agent.restart("boot 2", a_recommendation()) == []
         assert agent.reload(advice(prepare=("drain", "more"))) == []
-    assert agent.waits_for("R") == "it has expired, and nothing more is done about it"
-    assert next_wake_at(agent.board, agent.context) is None
-    assert agent.document() == []
-    assert agent.board == {}
-    assert agent.journal.count("closed: is over: expired") == 1
+    assert agent.answer_once() == []
+    assert agent.document(a_recommendation()) == []  # one answer lacked it, which says nothing
+    assert agent.answer_once() == []
+    assert agent.answer_once() == []
+    assert (agent.board, len(agent.journal)) == ({}, told)
     # Another one is news.
+    agent.reload(advice())
     assert agent.document(a_recommendation()) == ["R-RECOMMENDATION: prepare drain"]
 
 
@@ -126,12 +129,11 @@ def test_a_recovery_that_failed_after_it_expired_can_be_tried_again_or_resolved(
         agent.ends("undrain", "failed", event="R")
         assert (agent.of("R").phase, is_ready(agent.board)) == ("recovery_failed", False)
         assert agent.operator(word, "R") == effects
+        assert has_obeyed(agent.last.steps[-1].workflow, word)
         if effects:
             agent.ends("undrain", event="R")
-        assert (agent.of("R").phase, is_ready(agent.board)) == ("waiting", True)
-        assert has_obeyed(agent.of("R"), word)
-        assert agent.document() == []
         assert agent.board == {}
+        assert agent.journal[-1].startswith("closed: is over: expired")
 
 
 def test_a_hold_lets_nothing_begin_and_a_release_does() -> None:
@@ -214,9 +216,70 @@ def test_a_document_of_an_api_version_without_it_says_nothing_about_it() -> None
     reboot = an_event(id="B")
     for answered, has_recommendations, found in ((1.0, False, []), (9.0, False, []), (10.0, True, [Missing])):
         document = Document(incarnation="1", events=(), has_recommendations=has_recommendations)
-        documents.take(replace(document, answered=answered), answered)
-        assert [type(change) for change in documents.compare(agent.board, ("vm_1",), settings)] == found
+        documents.take(replace(document, answered=answered), answered, NAMES)
+        assert [type(change) for change in documents.compare(agent.board, NAMES, settings, ())] == found
         documents.committed(has_faults=False)
     agent.document(a_recommendation(), reboot)
-    documents.take(Document(incarnation="2", events=(reboot,), has_recommendations=False), 20.0)
-    assert documents.compare(agent.board, ("vm_1",), settings) == []
+    documents.take(Document(incarnation="2", events=(reboot,), has_recommendations=False), 20.0, NAMES)
+    assert documents.compare(agent.board, NAMES, settings, ()) == []
+
+
+@pytest.mark.parametrize("phase", ["waiting", "held", "preparing", "prepared", "failed"])
+def test_it_ends_when_no_rule_names_its_type_any_more(phase: str) -> None:
+    agent = lead_to(phase)
+    effects = agent.reload(eviction())
+    assert effects == end_of(phase, agent)
+    assert agent.journal[-1] == "closed: is over: expired"
+    assert "expired: has expired: no rule names its type any more" in agent.journal
+    assert agent.board == {}
+    assert agent.reload(advice()) == []
+    assert agent.document(a_recommendation()) == []  # it has ended, and is still listed
+
+
+@pytest.mark.parametrize("phase", ["waiting", "held", "preparing", "prepared", "failed", "recovering"])
+def test_an_operator_ends_it_in_any_phase(phase: str) -> None:
+    agent = lead_to(phase)
+    effects = agent.operator("resolve", "R")
+    assert has_obeyed(agent.last.steps[0].workflow, "resolve")
+    assert effects == end_of(phase, agent)
+    assert agent.journal[-1].startswith("closed: is over: ")
+    assert agent.board == {}
+
+
+def lead_to(phase: str) -> Agent:
+    """An agent that follows a recommendation, and has got so far with it."""
+    if phase in ("prepared", "recovering"):
+        agent = prepared()
+        if phase == "recovering":
+            agent.document(a_preempt())  # which it waits for
+            agent.ends("save", event="P")
+    else:
+        agent = Agent(advice(prepare=("drain",)), eviction())
+        agent.document(a_recommendation())
+    match phase:
+        case "waiting":  # such as one that observed
+            agent = Agent(advice(), eviction(), is_acting=False)
+            agent.document(a_recommendation())
+        case "held":
+            agent = Agent(advice(drain_for=60.0))
+            agent.document(a_recommendation())
+            agent.operator("held", "R")
+            agent.tick(60)
+        case "failed":
+            agent.ends("drain", "failed", event="R")
+    assert agent.of("R").phase == ("held" if phase == "failed" else phase)
+    return agent
+
+
+def end_of(phase: str, agent: Agent) -> list[str]:
+    """What ends what was prepared; the hooks end at once."""
+    if phase in ("waiting", "recovering"):
+        if phase == "recovering":
+            agent.document()
+        return []
+    if phase == "preparing":
+        assert agent.ends("drain", "canceled", event="R") == ["R-RECOMMENDATION: recover undrain"]
+        agent.ends("undrain", event="R")
+        return ["R-RECOMMENDATION: cancel prepare"]
+    agent.ends("undrain", event="R")
+    return ["R-RECOMMENDATION: recover undrain"]

@@ -82,7 +82,7 @@ def a_status(**fields: Any) -> Status:
 OBSERVED = {"rule": None, "reason": "no rule takes it: observe", "approve": "never", "prepare": ()}
 MANUAL = {"approve": "manual", "prepare": ()}
 UNRECOVERED = a_workflow(
-    event={"id": "failed"}, phase="recovery_failed", is_gone=True, waits_for="hook resume: exit code 3"
+    event={"id": "failed"}, phase="recovery_failed", is_over=True, waits_for="hook resume: exit code 3"
 )
 
 
@@ -109,7 +109,7 @@ def test_what_is_pending_is_counted_with_what_may_need_somebody() -> None:
         a_workflow(decision=MANUAL, phase="prepared"),
         a_workflow(decision=MANUAL, phase="prepared", operator="approved"),
         a_workflow(phase="started", event={"status": "Started"}),
-        a_workflow(phase="recovering", is_gone=True),
+        a_workflow(phase="recovering", is_over=True),
         a_workflow(decision={**OBSERVED, "affects": "others"}),
     ]
     assert pending_in_words(pending) == (
@@ -129,7 +129,7 @@ def test_what_is_pending_is_counted_with_what_may_need_somebody() -> None:
         (a_workflow(phase="preparing", operator="approved"), ("release", "hold")),
         (a_workflow(phase="approved", approval=Approval(state="confirmed")), ()),
         (a_workflow(phase="started", event={"status": "Started"}), ()),
-        (a_workflow(phase="recovering", is_gone=True), ()),
+        (a_workflow(phase="recovering", is_over=True), ()),
         (UNRECOVERED, ("retry", "resolve")),
         (a_workflow(phase="held", prepare=Progress(state="failed")), ("retry", "approve")),
         (a_workflow(decision={"approve": "manual"}), ("hold", "approve")),
@@ -146,7 +146,7 @@ def test_only_words_that_would_change_something_are_offered(
 
 def test_what_concerns_this_vm_and_may_start_soonest_comes_first() -> None:
     others = a_workflow(event={"id": "others", "not_before": NOW}, decision={**OBSERVED, "affects": "others"})
-    over = a_workflow(event={"id": "over", "not_before": NOW}, is_gone=True, phase="recovering")
+    over = a_workflow(event={"id": "over", "not_before": NOW}, is_over=True, phase="recovering")
     started = a_workflow(event={"id": "started", "status": "Started", "not_before": None}, phase="started")
     late = a_workflow(event={"id": "late", "not_before": NOW + timedelta(days=7)})
     at_once = a_workflow(event={"id": "at once", "not_before": None})

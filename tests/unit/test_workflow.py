@@ -8,8 +8,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from scheduled_events_agent.engine.documents import Documents
+from scheduled_events_agent.engine.remembered import changes_by_steps
 from scheduled_events_agent.events import Document, Gone, ScheduledEvent, compare
 from scheduled_events_agent.policy import MaintenanceWindow, Rule, When
+from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.words import as_shown, note_in_words
 from scheduled_events_agent.workflow import (
     TRANSITIONS,
@@ -30,6 +33,7 @@ from scheduled_events_agent.workflow import (
     Signal,
     Stage,
     Step,
+    Waits,
     Workflow,
     ask_gates,
     board,
@@ -97,12 +101,18 @@ class Agent:
         self.last: Progression = Progression(board={}, steps=(), faults=())
         self.journal: list[str] = []
         self.may_fail = False
+        self.documents = Documents()
 
     def send(self, *signals: Signal) -> list[str]:
-        self.last = proceed(self.board, signals, self.context)
+        context = self.context
+        self.last = proceed(self.board, signals, context)
         if not self.may_fail:
             assert self.last.faults == ()
         self.board = self.last.board
+        unlisted = self.documents.unlisted
+        changes = changes_by_steps(context.remembered, signals, self.last.steps, unlisted, context.now)
+        kept = {key: one for key, one in context.remembered.items() if key not in changes.removed}
+        self.context = replace(context, remembered={**kept, **changes.put})
         told = ((step.workflow, note) for step in self.last.steps for note in step.notes)
         self.journal += [f"{note.kind}: {note_in_words(workflow, note)}" for workflow, note in told]
         return [in_words(effect) for step in self.last.steps for effect in step.effects]
@@ -117,10 +127,14 @@ class Agent:
     def answer_once(self, *events: ScheduledEvent, after: float = 1) -> list[str]:
         """A document is read; an event that it lacks is gone if the one before lacked it too."""
         self.wait(after)
-        self.context = replace(self.context, document_at=self.context.now)
-        missing = {workflow.event.key: True for workflow in self.board.values() if workflow.is_missing}
+        context = self.context = replace(self.context, document_at=self.context.now)
         document = Document(incarnation="1", events=events)
-        return self.send(*compare(known_events(self.board), document, missing))
+        self.documents.take(document, context.now.timestamp(), context.names)
+        settings = Settings(rules=context.rules, maintenance_windows={**context.windows})
+        expired = [key for key, one in context.remembered.items() if one.reason == "expired"]
+        found = self.documents.compare(self.board, context.names, settings, expired)
+        self.documents.committed(has_faults=False)
+        return self.send(*found)
 
     def ends(self, hook: str, outcome: HookOutcome = "succeeded", event: str = "A", after: float = 1) -> list[str]:
         """The hook in flight for ``event`` ends."""
@@ -161,6 +175,7 @@ class Agent:
         stored = msgspec.json.encode(list(self.board.values()))
         self.board = {workflow.id: workflow for workflow in msgspec.json.decode(stored, type=list[Workflow])}
         self.context = replace(self.context, boot_id=boot_id, document_at=None)
+        self.documents = Documents()
         assert self.send(AgentRestarted()) == []
         return self.document(*events) if document else []
 
@@ -770,10 +785,7 @@ def test_a_restart_counts_the_answers_anew_and_keeps_the_first_absence() -> None
     agent.answer_once()
     first = agent.of().missing_since
     agent.restart(document=False)
-    agent.context = replace(agent.context, now=START + NOTICE + timedelta(minutes=1))
-    agent.context = replace(agent.context, document_at=agent.context.now)
-    missing = {"a": False}
-    assert agent.send(*compare(known_events(agent.board), Document(incarnation="1", events=()), missing)) == []
+    assert agent.answer_once(after=NOTICE.total_seconds() + 60) == []
     assert agent.of().missing_since == first
     assert agent.answer_once() == ["A: recover resume"]
     assert agent.of().outcome == "canceled"  # NotBefore had not come when it was first missing
@@ -883,7 +895,8 @@ def test_what_was_prepared_is_undone_by_the_rule_that_prepared_it() -> None:
     agent.document(an_event())
     assert agent.reload() == []
     assert agent.ends("drain") == []
-    assert (agent.phase, agent.waits_for()) == ("held", "approve is never (no rule takes it: observe)")
+    waits_for = "approve is never (rule impactful began it; now no rule takes it: observe)"
+    assert (agent.phase, agent.waits_for()) == ("held", waits_for)
     assert agent.document() == ["A: recover resume"]
 
 
@@ -1034,14 +1047,14 @@ def test_of_many_events_that_end_one_by_one_each_tells_once_that_it_waits() -> N
         agent.document(*events[number:])
     waits = [line for line in agent.journal if line.startswith("waits: ") and "still needs it" in line]
     assert len(waits) == 19
-    assert {as_shown(w).waits_for for w in agent.board.values() if w.is_gone} == {
+    assert {as_shown(w).waits_for for w in agent.board.values() if w.is_over} == {
         "event E19 still needs it prepared"
     }
 
 
 def test_a_long_value_that_has_changed_is_cut_where_it_is_told() -> None:
     agent = Agent()
-    agent.document(an_event(description="x" * 4000, resources=("vm-1", *("y" * 900 for _ in range(100)))))
+    agent.document(an_event(description="x" * 4000, resources=("vm_1", *("y" * 900 for _ in range(100)))))
     agent.document(an_event(description="z" * 4000))
     (changed,) = [line for line in agent.journal if line.startswith("changed: ")]
     assert f"description {'x' * 200} (cut) -> {'z' * 200} (cut)" in changed
@@ -1776,13 +1789,14 @@ def test_a_thousand_events_of_other_vms_cost_a_look_at_each(monkeypatch: pytest.
     moves = 0
     real = phases.move
 
-    def counted(*arguments: Any) -> Step | None:
+    def counted(*arguments: Any) -> Step | Waits | None:
         nonlocal moves
         moves += 1
         return real(*arguments)
 
     monkeypatch.setattr(board, "move", counted)
-    agent = Agent(a_rule())
+    # The second rule takes none of them, but has them followed.
+    agent = Agent(a_rule(), a_rule(name="others", when=When(affects=("others",), type=("Freeze",))))
     foreign = tuple(an_event(id=f"F{number}", resources=(f"vm_{number + 2}",)) for number in range(1000))
     assert agent.document(*foreign) == []
     assert moves == 1000

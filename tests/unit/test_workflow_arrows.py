@@ -116,7 +116,7 @@ def expire_at_every_point() -> None:
         agent.ends("resume", outcome)
         if outcome == "failed":
             agent.operator("resolve")
-        assert agent.phase == "waiting"
+        assert agent.board == {}
     agent = Agent(rule)
     agent.document(event)
     agent.ends("drain")
@@ -124,4 +124,4 @@ def expire_at_every_point() -> None:
     agent.document(an_event(id="B", type="SpotRebalanceRecommendation"))
     assert agent.of("B").phase == "preparing"  # it waits for the end of the hook that would undo its own
     agent.tick(61)
-    assert agent.of("B").phase == "waiting"
+    assert agent.all_of("B") == []

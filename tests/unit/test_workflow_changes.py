@@ -119,7 +119,7 @@ class Life:
         self.context = replace(self.context, is_acting=True, hooks=HOOKS)
         self.send(Reconsider())
         self.document.clear()
-        while any(not workflow.is_gone for workflow in self.board.values()):
+        while any(not workflow.is_over for workflow in self.board.values()):
             self.read()
         for _ in range(100):
             failed = [key for key, workflow in self.board.items() if workflow.phase == "recovery_failed"]
@@ -239,8 +239,8 @@ class Life:
         if self.board:
             workflow = self.board[self.chance.choice([*self.board])]
             word: Any = self.chance.choice(("approved", "held", ""))
-            if (workflow.recover if workflow.is_gone else workflow.prepare).state == "failed":
-                word = self.chance.choice(("retry", "resolve" if workflow.is_gone else "retry", word))
+            if (workflow.recover if workflow.is_over else workflow.prepare).state == "failed":
+                word = self.chance.choice(("retry", "resolve" if workflow.is_over else "retry", word))
             if word == "resolve":
                 self.undone |= {hook[1:]: True for hook in workflow.decision.recover}
             elif word == "retry":
@@ -334,14 +334,14 @@ class Life:
         self.expect(self.context.is_acting and self.context.document_at is not None, "a hook starts blindly")
         self.expect(hook in self.context.hooks, "a hook starts that there is not")
         self.expect(key not in self.flights, "two hooks of a stage run")
-        self.expect(workflow.is_gone or workflow.event.id in self.document, "a hook starts for a missing event")
+        self.expect(workflow.is_over or workflow.event.id in self.document, "a hook starts for a missing event")
         if effect.stage == "recover":
-            self.expect(workflow.is_gone, "an event is recovered from that is not over")
+            self.expect(workflow.is_over, "an event is recovered from that is not over")
             for other in workflows.values():
-                needs_it = other.is_prepared_for and not other.is_gone and f"p{number}" in other.decision.prepare
+                needs_it = other.is_prepared_for and not other.is_over and f"p{number}" in other.decision.prepare
                 self.expect(not needs_it, f"{hook} undoes what {other.event.id} needs")
             return
-        self.expect(not workflow.is_gone, "an event is prepared for that is over")
+        self.expect(not workflow.is_over, "an event is prepared for that is over")
         self.expect((*key, hook) not in self.used, "a hook runs again")
         self.used.add((*key, hook))
         if effect.stage == "prepare":

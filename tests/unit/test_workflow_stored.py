@@ -34,11 +34,11 @@ STORED: dict[str, Any] = {
     "prepare": {**IDLE, "state": "running", "done": ["drain"], "current": "checkpoint", "run": 2},
     "on_start": IDLE, "recover": IDLE, "drain_until": None,
     "approval": {"state": "none", "failures": 0, "retry_at": None, "failed_at": None}, "operator": "",
-    "missing_since": None, "is_gone": False, "is_undone": False, "is_expired": False, "was_started": False,
+    "missing_since": None, "is_over": False, "is_undone": False, "was_started": False,
     "is_doubtful": False, "begun_at": "2026-03-02T12:00:01Z", "waits": None, "outcome": "",
 }  # fmt: skip
 OVER = {
-    "prepare": DONE, "missing_since": "2026-03-02T12:00:05Z", "is_gone": True, "was_started": True,
+    "prepare": DONE, "missing_since": "2026-03-02T12:00:05Z", "is_over": True, "was_started": True,
     "outcome": "completed",
 }  # fmt: skip
 EVENT = an_event(description="maintenance", duration_seconds=9.0)

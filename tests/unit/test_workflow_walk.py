@@ -21,10 +21,12 @@ invariants, which it works out for itself and not from the fields of a workflow:
 10. no prepare hook starts against an operator's hold
 11. a recommendation is never approved; it is over, too, when it has expired, and is then not prepared for again
     while the document lists it; it is not recovered from while an eviction is in the document
+12. the reason why an event waits is the one that holds now
 
 An event that one answer lacks is missing: nothing is begun for it and nothing of it is undone. Only when a second
 answer lacks it, it is over; if it comes back before a recovery has begun, its own or one for another event that
-undoes the same, it is the same appearance.
+undoes the same, it is the same appearance. A scheduled event that names only other VMs is lacked, too; once it is
+over so, it is another appearance if it names this VM again.
 
 From every state a fair world (hooks succeed, Azure answers, events end, an operator retries what has failed to
 recover) must lead to an empty board.
@@ -47,7 +49,7 @@ import pytest
 from msgspec.structs import replace as replaced
 from mutants import break_workflow
 
-from scheduled_events_agent.events import Document, ScheduledEvent, compare
+from scheduled_events_agent.events import Document, Gone, Missing, ScheduledEvent, compare
 from scheduled_events_agent.policy import Rule, When
 from scheduled_events_agent.workflow import (
     AgentRestarted,
@@ -61,12 +63,14 @@ from scheduled_events_agent.workflow import (
     Leave,
     OperatorSpoke,
     Progress,
+    RememberedEvent,
     RunHook,
     Signal,
     Stage,
     Step,
     Workflow,
     approving,
+    board,
     is_ready,
     known_events,
     phases,
@@ -97,6 +101,8 @@ class Script:
     has_operator: bool = False
     may_flap: bool = False
     """A started event may become scheduled again."""
+    may_leave: bool = False
+    """A scheduled event may name other VMs from some answer on."""
     resources: tuple[str, ...] = ("vm_1",)
     is_state_lost: bool = False
     depth: int = 1000
@@ -168,6 +174,11 @@ class World:
     first_seen: dict[str, datetime] = field(default_factory=dict)
     confirmed: frozenset[str] = frozenset()
     expired: frozenset[str] = frozenset()
+    """Recommendations that are over and not yet both closed and out of the document."""
+    elsewhere: frozenset[str] = frozenset()
+    """Events that the document lists for other VMs."""
+    left: frozenset[str] = frozenset()
+    """Appearances that ended so."""
     news: frozenset[tuple[str, ...]] = frozenset()
     """What the last step has brought."""
     crashes: int = 0
@@ -195,7 +206,8 @@ class World:
             *sorted((*key, flight.hook, flight.is_told_to_end) for key, flight in self.flights.items()),
             *sorted(self.posts), self.used, self.succeeded, self.undone, *sorted(self.failed.items()), self.owed,
             *sorted(self.stuck.items()), "/", *sorted(self.words.items()), self.missing,
-            self.started, self.confirmed, self.expired, self.crashes, self.failures, self.is_blind, self.boot,
+            self.started, self.confirmed, self.expired, self.elsewhere, self.left,
+            self.crashes, self.failures, self.is_blind, self.boot,
             *sorted(self.scheduled_boot.items()),
         )  # fmt: skip
 
@@ -210,7 +222,7 @@ class World:
             self.names[workflow.id], workflow.event.status, workflow.phase,
             *((p.state, p.done, p.current, p.is_canceling, p.failure, p.failed_hook)
               for p in (workflow.prepare, workflow.on_start, workflow.recover)),
-            approval.state, min(approval.failures, 2), retry, is_stale, drain, workflow.operator, workflow.is_gone,
+            approval.state, min(approval.failures, 2), retry, is_stale, drain, workflow.operator, workflow.is_over,
             workflow.was_started, workflow.is_doubtful, workflow.waits and replaced(workflow.waits, at=None),
             workflow.outcome, speaks,
         )  # fmt: skip
@@ -262,6 +274,8 @@ class World:
                 yield "R expires"
         elif status == "Scheduled":
             yield f"{event} becomes Started"
+            if self.script.may_leave:
+                yield f"{event} leaves"
         elif self.script.may_flap:
             yield f"{event} becomes Scheduled"
         yield f"{event} vanishes"
@@ -305,14 +319,17 @@ class World:
         match words:
             case [event, "appears", status]:
                 self.truth[event] = status
+                self.elsewhere -= {event}
                 if not self.is_blind:
                     self._read_document()
             case [event, "becomes", status]:
                 self.truth[event] = status
                 if not self.is_blind:
                     self._read_document()
-            case [event, "vanishes"]:
+            case [event, ("vanishes" | "leaves") as how]:
                 del self.truth[event]
+                if how == "leaves":
+                    self.elsewhere |= {event}
                 if not self.is_blind:
                     self._read_document()
             case ["first", "document"]:
@@ -371,6 +388,7 @@ class World:
         new = [event for event in self.truth if event not in self.read]
         absent = frozenset(self.read) - frozenset(self.truth)
         over, already = absent & self.missing, self.missing
+        self.left |= {self.present(event) for event in over & self.elsewhere}
         self.missing = absent - over
         self.read = {**{event: self.read[event] for event in self.missing}, **self.truth}
         for event, status in self.read.items():
@@ -394,8 +412,21 @@ class World:
             if is_doubtful or (self.read[event] == "Scheduled" and (rule.drain_for or not rule.prepare)):
                 self.owed |= {(self.present(event), hook) for hook in rule.recover}
         missing = {w.event.key: w.event.id in already for w in self.board.values() if w.is_missing}
-        document = Document(incarnation="1", events=events)
-        self._send(*compare(known_events(self.board), document, missing))
+        ended = {event.casefold(): "Canceled" for event in over & self.elsewhere}
+        document = Document(incarnation="1", events=events, ended=ended)
+        elsewhere = {event.casefold() for event in self.elsewhere}
+        found = compare(known_events(self.board), document, missing)
+        self._send(
+            *(
+                replaced(one, names_others=True)
+                if isinstance(one, Missing | Gone) and one.key in elsewhere
+                else one
+                for one in found
+            )
+        )
+        still = {self.names[workflow.id] for workflow in self.board.values()}
+        self.expired = frozenset(name for name in self.expired if name in still or not self.is_gone(name))
+        self.left &= still
         for event in new:
             self._expect_prompt_preparation(event)
 
@@ -404,7 +435,7 @@ class World:
         workflow = next((w for w in self.board.values() if self.names[w.id] == name), None)
         if workflow is None or any(other == name for other, _ in self.flights):
             return False
-        if name in self.undone:
+        if name in self.undone or name in self.expired or name in self.left:
             return False
         return workflow.prepare.state != "canceled" or name in self.started
 
@@ -477,6 +508,13 @@ class World:
             boot_id=BOOTS[self.boot],
             document_at=self.document_at,
             is_state_lost=self.script.is_state_lost,
+            remembered={
+                f"{name[0]}-recommendation".casefold(): RememberedEvent(
+                    reason="expired", at=self.now, last_seen_at=self.now
+                )
+                for name in self.expired
+                if not self.is_gone(name)
+            },
         )
         progression = proceed(self.board, signals, context)
         self.expect(progression.faults == (), f"faults: {progression.faults}")
@@ -510,6 +548,9 @@ class World:
             if not workflow.is_open:
                 self._forget(name, workflow.outcome)
         self.expect(not (self.stuck and is_ready(self.board)), "(4) ready though a recovery has failed")
+        for workflow in self.board.values():
+            due = phases.move(workflow, self.board, context)
+            self.expect(due == workflow.waits, f"(12) {due} is not the reason that is shown: {workflow.waits}")
 
     def _forget(self, name: str, outcome: str) -> None:
         """The workflow is closed: nothing may be left of it."""
@@ -520,7 +561,9 @@ class World:
         self.succeeded = frozenset(item for item in self.succeeded if item[0] != name)
         self.started, self.confirmed = self.started - {name}, self.confirmed - {name}
         self.undone -= {name}
-        self.expired -= {name}
+        self.left -= {name}
+        if self.is_gone(name):
+            self.expired -= {name}
         self.failed.pop(name, None)
         self.posts.pop(name, None)  # its answer finds nobody any more
         self.words.pop(name, None)
@@ -765,10 +808,12 @@ def test_one_event_in_every_order_of_things_with_a_crash_anywhere(
         Script({"A": a_rule(approve="immediately", shared="any")}, appearances=1, resources=SHARED),
         Script({"A": a_rule(approve="immediately")}, appearances=1, resources=SHARED),
         Script({"A": a_rule(prepare=("drain",))}, crashes=1, has_operator=True, resources=OTHER, appearances=1),
+        Script({"A": a_rule(prepare=("drain",))}, crashes=1, appearances=2, may_leave=True),
     ],
     ids=[
         "three crashes", "on start", "finish early start", "drain", "drain alone", "recovery alone", "no hooks",
         "manual", "operator", "never", "state lost", "shared hold", "shared any", "second of two", "another VM",
+        "leaves",
     ],
 )  # fmt: skip
 def test_one_event_under_special_rules_in_every_order_of_things(script: Script, depth: int) -> None:
@@ -986,9 +1031,8 @@ def _cancel_in_words_only(workflow: Workflow, stage: Stage) -> Step:
     return Step(workflow=workflow.with_progress(stage, progress))
 
 
-def _begin_when_an_operator_says_so(workflow: Workflow, context: Context) -> Step | None:
+def _begin_when_an_operator_says_so(workflow: Workflow, context: Context) -> Any:
     step = REAL["_begin_when_due"](workflow, context)
-    assert step is None or isinstance(step, Step)
     return step if workflow.operator == "approved" else None
 
 
@@ -1001,18 +1045,26 @@ def _needed_by_nobody_else(workflow: Workflow, workflows: Any) -> list[Workflow]
     return [peer for peer in peers if stages.still_needs_preparation(peer) and stages.share_hooks(peer, workflow)]
 
 
-def _close_an_expired_one(workflow: Workflow) -> Step:
-    return phases._enter(workflow, "closed")
+def _lose_as_if_it_had_vanished(workflow: Workflow, signal: Gone, context: Context) -> Any:
+    return REAL["_lose"](workflow, replaced(signal, names_others=False), context)
+
+
+def _expire_and_forget(event: ScheduledEvent, context: Context) -> Any:
+    return REAL["_admit"](event, replaced(context, remembered={}))
 
 
 REAL: Faults = {
     "_restart": signals._restart,
     "take_answer": approving.take_answer,
+    "_admit": signals._admit,
+    "_lose": signals._lose,
+    "explain": board.explain,
     "_begin_when_due": phases._begin_when_due,
     "with_end": stages.with_end,
 }
 MUTANTS: dict[str, tuple[Faults, str, Script]] = {
-    "no rule is asked": (_never_asked("rule_gate"), "(1", Script(PAIRS["same hooks"], depth=3)),
+    "no preparation is asked for": (_never_asked("preparation_gate"), "(1", Script(PAIRS["same hooks"], depth=3)),
+    "no rule is asked": (_never_asked("rule_gate"), "(1", Script({"A": a_rule(approve="never")}, depth=5)),
     "the service's gate is open": (
         _never_asked("service_gate"), "(2)", Script({"A": a_rule()}, resources=OTHER, has_operator=True),
     ),
@@ -1062,7 +1114,14 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
         {"_needed_by": _needed_by_nobody_else}, "(11)", Script(WARNED["nothing shared"], crashes=0),
     ),
     "an expired recommendation begins again": (
-        {"_rest": _close_an_expired_one}, "", Script(WARNED["same hooks"], crashes=0),
+        {"_admit": _expire_and_forget}, "", Script(WARNED["same hooks"], crashes=0),
+    ),
+    "an event that left comes back as it was": (
+        {"_lose": _lose_as_if_it_had_vanished}, "", Script(PAIRS["same hooks"], may_leave=True, crashes=0),
+    ),
+    "a reason outlives its cause": (
+        {"explain": lambda workflow, waits: REAL["explain"](workflow, waits or workflow.waits)},
+        "(12)", Script({"A": a_rule(approve="manual", prepare=("drain",))}, has_operator=True, crashes=0),
     ),
     "an event is prepared for only when an operator says so": (
         {"_begin_when_due": _begin_when_an_operator_says_so},

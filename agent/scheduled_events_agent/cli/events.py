@@ -56,7 +56,7 @@ def _look(arguments: argparse.Namespace) -> CurrentEvents:
         with closing(Store.look_into(state_dir)) as store:
             known_name = store.load_fact("vm_name")
             vm_id = store.load_fact("vm_id")
-            workflows = {w.event.key: as_shown(w) for w in store.load_workflows() if not w.is_gone}
+            workflows = {w.event.key: as_shown(w) for w in store.load_workflows() if not w.is_over}
     except StoreError as error:
         problem = str(error)
     name = arguments.vm or settings.vm.name or known_name or client.fetch_identity().name

@@ -30,7 +30,7 @@ from scheduled_events_agent.events import (
     plain_names,
 )
 from scheduled_events_agent.hook_times import KnownTimes, decode, may_take_seconds
-from scheduled_events_agent.policy import Decision, Facts, refusal
+from scheduled_events_agent.policy import Decision, Facts, decide, refusal
 from scheduled_events_agent.settings import Settings, find_config, load_settings, state_dir_of
 from scheduled_events_agent.spelling import format_duration, parse_time
 from scheduled_events_agent.status import SCHEMA_VERSION, Vm
@@ -138,6 +138,7 @@ class _Life(NamedTuple):
 
 def _rehearse(event: ScheduledEvent, context: Context) -> _Life:
     begins_at = approved_at = None
+    workflow = _not_followed(event, context)
     board: dict[str, Workflow] = {}
     signals: list[Signal] = [Seen(event)]
     while signals:
@@ -145,6 +146,7 @@ def _rehearse(event: ScheduledEvent, context: Context) -> _Life:
         for _, fault in progression.faults:
             raise fault
         board = progression.board
+        workflow = next((one for one in board.values() if not one.is_over), workflow)
         signals = []
         for step in progression.steps:
             if begins_at is None and step.workflow.phase in ("preparing", "prepared"):
@@ -167,7 +169,14 @@ def _rehearse(event: ScheduledEvent, context: Context) -> _Life:
         if not signals and wake_at is not None:
             context = replace(context, now=wake_at, document_at=wake_at)
             signals = [Seen(event)]
-    return _Life(next(iter(board.values())), context, begins_at, approved_at)
+    return _Life(workflow, context, begins_at, approved_at)
+
+
+def _not_followed(event: ScheduledEvent, context: Context) -> Workflow:
+    """What there is to say of a recommendation whose type no rule names."""
+    now = context.now
+    decision = decide(context.rules, context.windows, event, Facts(names=context.names, noticed_at=now))
+    return Workflow(id="", event=event, decision=decision, first_seen_at=now, noticed_at=now, boot_id="")
 
 
 def explain_event(

@@ -131,7 +131,7 @@ def user_name() -> str:
 def _find(prefix: str, word: str, workflows: Sequence[Workflow]) -> Workflow:
     """The event that is meant. If it came back under its id, retry and resolve mean the one that is over."""
     if word not in ("retry", "resolve"):
-        workflows = [workflow for workflow in workflows if not workflow.is_gone]
+        workflows = [workflow for workflow in workflows if not workflow.is_over]
     found = find_by_prefix(prefix, workflows, kind="pending")
     return next((workflow for workflow in found if workflow.phase == "recovery_failed"), found[-1])
 
@@ -140,7 +140,7 @@ def _how_it_ended(prefix: str, word: str, pending: Sequence[Workflow], store: St
     """What is said of an event that is over, from the history; "" if a pending event may be meant, or none."""
     folded = prefix.casefold()
     may_be_over = word in ("retry", "resolve")
-    if not folded or any(w.event.key.startswith(folded) for w in pending if may_be_over or not w.is_gone):
+    if not folded or any(w.event.key.startswith(folded) for w in pending if may_be_over or not w.is_over):
         return ""
     for history in store.load_histories(limit=1, is_wanted=lambda w: w.event.key.startswith(folded)):
         workflow = history.workflow
@@ -220,10 +220,12 @@ def _ask(arguments: argparse.Namespace) -> _Asked:
 def _find_absent_hold(prefix: str, workflows: Sequence[Workflow], store: Store) -> str:
     """The key of the one event that the prefix fits, is held, and is not in the document; "" if there is none."""
     folded = prefix.casefold()
-    present = {workflow.event.key for workflow in workflows if not workflow.is_gone}
+    present = {workflow.event.key for workflow in workflows if not workflow.is_over}
     if not folded or any(key.startswith(folded) for key in present):
         return ""
-    found = [key for key in store.load_holds() if key.startswith(folded)]
+    found = [
+        key for key, one in store.load_remembered().items() if one.reason == "hold" and key.startswith(folded)
+    ]
     return found[0] if len(found) == 1 else ""
 
 

@@ -145,7 +145,7 @@ def _rows(status: Status) -> Iterator[Row]:
         away = f"; its table cannot be used{since}: {fleet.failure}" if fleet.failure else ""
         awaited = f"; waits for {', '.join(fleet.awaited)}" if fleet.awaited else ""
         yield Row("fleet", f"group {fleet.group or 'not known'}{away}{awaited}", "yellow" if away else "")
-    present = {workflow.event.key for workflow in status.pending if not workflow.is_gone}
+    present = {workflow.event.key for workflow in status.pending if not workflow.is_over}
     for held in status.holds:
         if held.event_id not in present:
             yield Row("held", f"{held.event_id}, by {held.user or 'an operator'}; not in the document", "yellow")
@@ -175,7 +175,7 @@ def _cards(seen: Status | LastKnown, terminal: Terminal, options: str) -> Iterat
     for workflow in by_urgency(seen.pending):
         short_id = short[workflow.event.id]
         yield ""
-        yield from terminal.line(head(workflow.event, short_id, seen.at, is_over=workflow.is_gone), "bold")
+        yield from terminal.line(head(workflow.event, short_id, seen.at, is_over=workflow.is_over), "bold")
         yield from terminal.rows(_card(workflow, seen, short_id, options))
 
 

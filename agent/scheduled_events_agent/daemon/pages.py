@@ -188,7 +188,7 @@ class Pages:
             self.failure,
             engine.fleet.told,
             engine.fleet.awaited,
-            engine.holds.known,
+            engine.remembered.known,
             engine.bugs,
         )
         return (engine.board, engine.settings, self.policy, poller.succeeded_at, poller.failure, *at_work)
@@ -251,7 +251,7 @@ class Pages:
             holds=tuple(
                 [
                     HeldEvent(event_id=key, user=hold.user, at=hold.at, last_seen_at=hold.last_seen_at)
-                    for key, hold in engine.holds.known.items()
+                    for key, hold in engine.remembered.holds.items()
                 ]
             ),
             running=self._executor.running(),

@@ -1,10 +1,11 @@
 """Documents: the one that the next turn decides on, the last one before, and what it lacks."""
 
-from math import inf
+from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.events import Document, Gone, Missing, Seen, compare
+from scheduled_events_agent.events import Document, Gone, Missing, ScheduledEvent, Seen, compare
+from scheduled_events_agent.policy import Facts, decide
 from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.workflow import Board, known_events
 
@@ -21,14 +22,19 @@ class Documents:
         """The last one that was decided on."""
         self.others_events = 0
         """How many events of the last document only concern other VMs, and are not followed."""
+        self.unlisted: tuple[str, ...] = ()
+        """Recommendations that had expired, and that two answers lacked by now."""
+        self.lacks_expired = False
+        """Whether the last answer was the first one that lacked such a recommendation."""
         self._lacked: dict[str, float] = {}
         """Key of an event that the last answer lacked -> when the first answer lacked it, monotonic."""
 
-    def take(self, document: Document, now: float) -> None:
-        """``now`` is monotonic."""
+    def take(self, document: Document, now: float, names: tuple[str, ...]) -> None:
+        """``now`` is monotonic; ``names``: what documents may call this VM."""
         self.new = replace(document, answered=document.answered or now)
         for event in document.events:
-            self._lacked.pop(event.key, None)
+            if event.affects(names) != "others":  # else it may have left this VM
+                self._lacked.pop(event.key, None)
 
     def look_again(self) -> None:
         """Decide on the last document once more, if there is no newer one."""
@@ -40,28 +46,58 @@ class Documents:
             self.latest = self.new
         self.new = self.latest if has_faults else None
 
-    def compare(self, board: Board, names: tuple[str, ...], settings: Settings) -> list[Seen | Missing | Gone]:
+    def compare(
+        self, board: Board, names: tuple[str, ...], settings: Settings, expired: Collection[str]
+    ) -> list[Seen | Missing | Gone]:
         """What is new. An event is gone when two answers that are a poll interval apart lack it.
 
-        Events that only concern other VMs are counted and not followed, unless a rule may take them.
+        Events that only concern other VMs are counted and not followed, unless a rule may take them. One that has
+        not started and no longer names this VM is lacked, as far as this VM is concerned.
+
+        ``expired``: see ``Remembered``.
         """
         document = self.new
+        self.unlisted = ()
         if document is None:
             return []
         known = known_events(board)
         events = document.events
-        if not document.has_recommendations:
-            # They are not gone: this api-version only leaves them out.
+        forgettable: set[str] = set()
+        if document.has_recommendations:
+            forgettable = set(expired) - {event.key for event in events}
+        else:  # They are not gone: this api-version only leaves them out.
             known = {key: event for key, event in known.items() if not event.is_recommendation}
+        left = {event.key for event in events if _has_left(event, board, names, settings)}
         if not any("others" in rule.when.affects for rule in settings.rules):
             events = tuple([e for e in events if e.key in known or e.affects(names) != "others"])
+        events = tuple([event for event in events if event.key not in left])
         self.others_events = len(document.events) - len(events)
-        for key in known.keys() - {event.key for event in events}:
+        listed = {event.key for event in events}
+        lacked = (known.keys() - listed) | forgettable
+        for key in lacked:
             self._lacked.setdefault(key, document.answered)
+        for key in listed:
+            self._lacked.pop(key, None)
         longest_ago = document.answered - _INTERVAL_SHARE * settings.imds.poll_interval
-        missing = {
-            workflow.event.key: self._lacked.get(workflow.event.key, inf) <= longest_ago
-            for workflow in board.values()
-            if workflow.is_missing
-        }
-        return compare(known, replace(document, events=events), missing)
+        twice = {key for key in lacked if self._lacked[key] <= longest_ago}
+        self.unlisted = tuple(forgettable & twice)
+        self.lacks_expired = bool(forgettable - twice)
+        missing = {one.event.key: one.event.key in twice for one in board.values() if one.is_missing}
+        ended = {**document.ended, **{key: "Canceled" for key in left if missing.get(key)}}
+        found = compare(known, replace(document, events=events, ended=ended), missing)
+        return [replace(one, names_others=True) if _is_of(one, left) else one for one in found]
+
+
+def _has_left(event: ScheduledEvent, board: Board, names: tuple[str, ...], settings: Settings) -> bool:
+    """Whether the event named this VM, has not started, and now names other VMs that no rule is for."""
+    followed = next((one for one in board.values() if one.event.key == event.key and not one.is_over), None)
+    if followed is None or followed.was_started or followed.event.is_started or event.status != "Scheduled":
+        return False
+    if followed.event.affects(names) not in ("self", "shared") or event.affects(names) != "others":
+        return False
+    facts = Facts(names=names, noticed_at=followed.noticed_at)
+    return decide(settings.rules, settings.maintenance_windows, event, facts).rule is None
+
+
+def _is_of(found: Seen | Missing | Gone, keys: Collection[str]) -> bool:
+    return isinstance(found, Missing | Gone) and found.key in keys

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.engine.documents import Documents
 from scheduled_events_agent.engine.fleet import FleetPart
-from scheduled_events_agent.engine.holds import Holds, hold_changes
 from scheduled_events_agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
 from scheduled_events_agent.engine.identity import load_identity, save_identity
 from scheduled_events_agent.engine.notifying import Notifying
@@ -27,6 +26,7 @@ from scheduled_events_agent.engine.parts import (
     Paused,
     RunOnClear,
 )
+from scheduled_events_agent.engine.remembered import Remembered, changes_by_steps
 from scheduled_events_agent.engine.telling import Teller
 from scheduled_events_agent.engine.upkeep import Upkeep
 from scheduled_events_agent.events import Document, refuse_too_many
@@ -127,8 +127,7 @@ class Engine:
         self._teller = Teller(store, metrics)
         self._hook_runs = HookRuns(settings, store, executor, self._machine, self._teller)
         self.notifying = Notifying(settings, store, metrics, executor)
-        self.holds = Holds(store)
-        """What operators hold, also while the event is away."""
+        self.remembered = Remembered(store)
         self._upkeep = Upkeep(store, metrics, self._machine)
 
     def start(self) -> None:
@@ -158,7 +157,7 @@ class Engine:
         """Note down what has come; the next turn decides on it."""
         match message:
             case Document():
-                self.documents.take(message, self._machine.monotonic())
+                self.documents.take(message, self._machine.monotonic(), self.names())
             case Identity():
                 self._new_identity = message
             case ApprovalAnswered():
@@ -221,10 +220,13 @@ class Engine:
 
     def tidy(self) -> None:
         """Forget what is too old, and keep room for a full disk. Raises StoreError if the file is damaged."""
-        self._upkeep.tidy(self.turned_at, self._expire_holds)
+        self._upkeep.tidy(self.turned_at, self._tidy_remembered)
 
-    def _expire_holds(self) -> None:
-        self.holds.expire(self._machine.now(), self.board.values())
+    def _tidy_remembered(self) -> None:
+        latest = self.documents.latest
+        if latest is not None:
+            listed = {event.key for event in latest.events}
+            self.remembered.tidy(self._machine.now(), self.board.values(), listed)
 
     @property
     def is_restless(self) -> bool:
@@ -308,7 +310,7 @@ class Engine:
             stale_after=max(_STALE_SECONDS, 2.0 * settings.imds.poll_interval),
             is_state_lost=self._is_state_lost,
             fleet=self.fleet.view(settings),
-            holds=self.holds.known,
+            remembered=self.remembered.known,
         )
 
     def _look_at_clock(self, now: datetime) -> None:
@@ -323,15 +325,17 @@ class Engine:
         is_due = self.wake_at is not None and self.wake_at <= now
         if not (has_news or (self.board and (is_due or self.turned_at - self._decided_at > _DECIDE_SECONDS))):
             return
-        signals = [*self._signals, *self.documents.compare(self.board, self.names(), self.settings)]
+        found = self.documents.compare(self.board, self.names(), self.settings, self.remembered.expired)
+        signals = [*self._signals, *found]
         self._metrics.others_events.set(self.documents.others_events)
         context = self._context(now, self._document_at)
         self._has_decided_on_stale = context.is_stale
         progression = proceed(self.board, signals, context)
         try:
             answers = self._answers(progression)
-            holds = hold_changes(self.holds.known, signals, progression.steps, now)
-            self.notifying.commit(progression.steps, now, answers, self.names(), self.identity.vm_id, holds=holds)
+            steps = progression.steps
+            changes = changes_by_steps(self.remembered.known, signals, steps, self.documents.unlisted, now)
+            self.notifying.commit(steps, now, answers, self.names(), self.identity.vm_id, remembered=changes)
         except WithdrawnError:
             self._forget_requests()
             self._take_requests(now)
@@ -339,7 +343,7 @@ class Engine:
             return
         self._holds_on_the_way |= {request.id: request for request in self._requests if request.id not in answers}
         self._requests = []
-        self.holds.committed(holds)
+        self.remembered.committed(changes)
         self.documents.committed(has_faults=bool(progression.faults))
         self.board = progression.board
         self._signals = []
@@ -363,7 +367,8 @@ class Engine:
 
         The last one lacked an event that is not over yet, or it was too old to approve an event by it.
         """
-        return self.lacks_event() or (self._has_decided_on_stale and bool(self.board))
+        lacks_one = self.lacks_event() or self.documents.lacks_expired
+        return lacks_one or (self._has_decided_on_stale and bool(self.board))
 
     def lacks_event(self) -> bool:
         """Whether the last answer lacked an event that is not over yet."""
@@ -427,7 +432,7 @@ class Engine:
                 self._store.answer_request(request.id, self._describe().decode())
                 continue
             workflow = self.board.get(request.workflow_id)
-            if workflow is None and request.workflow_id in self.holds.known:
+            if workflow is None and request.workflow_id in self.remembered.holds:
                 self._store.answer_request(request.id, self._release_of_absent(request))
                 continue
             context = self._context(now, self._document_at)
@@ -440,16 +445,16 @@ class Engine:
 
     def _of_present_event(self, request: Request) -> Request:
         """The request, about the event itself if it names a remembered hold and the event has come back."""
-        if request.workflow_id not in self.holds.known:
+        if request.workflow_id not in self.remembered.holds:
             return request
         present = [workflow for workflow in self.board.values() if workflow.event.key == request.workflow_id]
-        return next((replace(request, workflow_id=one.id) for one in present if not one.is_gone), request)
+        return next((replace(request, workflow_id=one.id) for one in present if not one.is_over), request)
 
     def _release_of_absent(self, request: Request) -> str:
         """What becomes of a request for the hold of an event that is not in the document; it names the key."""
         if request.word:
             return "refused: the event is not in the document; its hold can be released"
-        self.holds.release(request.workflow_id)
+        self.remembered.release(request.workflow_id)
         return "released; the event is not in the document"
 
     def _why_not_acting(self) -> str:
@@ -493,7 +498,7 @@ class Engine:
             both = f"the state file is of VM {known.vm_id}, and this VM is {identity.vm_id}"
             text = f"{both}: the agent ignores it"
             self._store.disown_workflows(now, text)
-            self.holds.forget()
+            self.remembered.forget()
             self.board = {}
             self.documents.look_again()
             self._log.warning(text, log_id=LogId.OTHER_VM)

@@ -12,7 +12,7 @@ from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.notices import happenings, is_wanted
 from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.store import HoldChanges, Store, StoreError, Waiting
+from scheduled_events_agent.store import NO_CHANGES, RememberedChanges, Store, StoreError, Waiting
 from scheduled_events_agent.workflow import Step
 
 # An event of these types may leave only seconds: its notices do not wait for a pause after a failure to end.
@@ -49,17 +49,17 @@ class Notifying:
         names: tuple[str, ...],
         vm_id: str,
         *,
-        holds: HoldChanges | None = None,
+        remembered: RememberedChanges = NO_CHANGES,
     ) -> None:
-        """Put the steps, answers to operators, notices and holds on the disk. Raises as Store.commit does."""
+        """Put steps, answers, notices and what is remembered on the disk. Raises as Store.commit does."""
         notices = self._make(steps, now, names, vm_id)
         try:
-            lost = self._store.commit(steps, now, answers, notices, holds)
+            lost = self._store.commit(steps, now, answers, notices, remembered)
         except StoreError as error:
             if not notices or error.kind != "full":
                 raise
             # Notices must not take the room that events need.
-            self._store.commit(steps, now, answers, holds=holds)
+            self._store.commit(steps, now, answers, remembered=remembered)
             for target, count in Counter(target for target, _ in notices).items():
                 self._drop(target, count, "no_room")
             return

@@ -13,10 +13,8 @@ def refusal(request: Request, workflow: Workflow | None, context: Context, why_n
         return "the event is not pending any more"
     if request.word in ("retry", "resolve"):
         return _refusal_of_retry(workflow, request.word, why_not_acting)
-    if workflow.is_gone:
+    if workflow.is_over:
         return "the event is over"
-    if workflow.is_expired:
-        return "the recommendation has expired"
     match request.word:
         case "held":
             return _refusal_of_hold(workflow)
@@ -42,6 +40,8 @@ def _refusal_of_approval(workflow: Workflow, context: Context) -> str:
 def _refusal_of_retry(workflow: Workflow, word: Word, why_not_acting: str) -> str:
     recover = workflow.recover
     if word == "resolve":
+        if workflow.event.is_recommendation and not workflow.is_over:
+            return ""
         if not workflow.is_over:
             return "the event is not over; resolve is for a recovery that failed"
         return f"its hook {recover.current} runs" if recover.current else ""
@@ -63,7 +63,7 @@ def answer(request: Request, workflow: Workflow) -> str:
     current = next((stage.current for stage in workflow.stages if stage.current), None)
     runs = "runs to its end" if request.word == "held" else "runs"
     hook = f", hook {current} {runs}" if current else ""
-    is_asked = workflow.approval.state != "none" and not workflow.is_gone
+    is_asked = workflow.approval.state != "none" and not workflow.is_over
     approval = f", approval {workflow.approval.state}" if is_asked else ""
     waits = wait_in_words(workflow, workflow.waits)
     reason = f": {waits}" if waits else ""

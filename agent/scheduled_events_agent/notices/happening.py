@@ -43,7 +43,7 @@ def happenings(
     for step in steps:
         workflow = step.workflow
         event = step.workflow.event
-        is_ahead = event.not_before is not None and not (workflow.is_gone or event.is_started)
+        is_ahead = event.not_before is not None and not (workflow.is_over or event.is_started)
         for note in step.notes:
             if (what := _WORDS.get(note.kind)) is None:
                 continue

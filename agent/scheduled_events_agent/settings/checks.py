@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from scheduled_events_agent.events import RECOMMENDATION, RECOMMENDING_VERSION
-from scheduled_events_agent.policy import DEFAULT_EXPIRE_SECONDS, Hook, Rule, When
+from scheduled_events_agent.policy import DEFAULT_EXPIRE_SECONDS, Hook, Rule, When, names_recommendations
 from scheduled_events_agent.settings.model import (
     NOTICE_BODIES,
     FleetCredential,
@@ -356,7 +356,7 @@ def _recommendation_doubts(settings: Settings) -> Iterator[Finding]:
                 if getattr(rule, key) is not None:
                     yield f"{path}.{key}", "does nothing: a recommendation is prepared for at once"
     version = settings.imds.api_version
-    is_named = any(RECOMMENDATION in rule.when.type for rule in settings.rules)
+    is_named = names_recommendations(settings.rules)
     if is_named and version != "auto" and version < RECOMMENDING_VERSION:
         yield "imds.api_version", f"{version} has no {RECOMMENDATION}, which a rule names: write auto"
 

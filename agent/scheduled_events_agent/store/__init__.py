@@ -24,10 +24,10 @@ from scheduled_events_agent.store import file
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
 from scheduled_events_agent.store.notices import Notices, StoredNotice, Waiting
 from scheduled_events_agent.words import note_in_words
-from scheduled_events_agent.workflow import Note, RememberedHold, Step, Word, Workflow
+from scheduled_events_agent.workflow import Note, RememberedEvent, Step, Word, Workflow
 
 __all__ = [
-    "FILE_NAME", "RESERVE_BYTES", "HoldChanges", "Notices", "Store", "StoreError", "StoredNotice", "Waiting",
+    "FILE_NAME", "RESERVE_BYTES", "Notices", "RememberedChanges", "Store", "StoreError", "StoredNotice", "Waiting",
 ]  # fmt: skip
 
 _FILLER_BYTES = 64 * 1024
@@ -70,11 +70,17 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     user: str
 
 
-class HoldChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """What a commit changes in the remembered holds, by the event's key."""
+class RememberedChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """What a commit changes in the remembered events, by their keys."""
 
-    put: Mapping[str, RememberedHold] = {}
+    put: Mapping[str, RememberedEvent] = {}
     removed: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.put or self.removed)
+
+
+NO_CHANGES = RememberedChanges()
 
 
 class Store:
@@ -151,14 +157,14 @@ class Store:
         at: datetime,
         answers: Mapping[int, str] | None = None,
         notices: Sequence[tuple[str, str]] = (),
-        holds: HoldChanges | None = None,
+        remembered: RememberedChanges = NO_CHANGES,
     ) -> dict[str, int]:
-        """Put the workflows, their notes, answers to operators' requests, notices and holds on the disk.
+        """Put workflows, their notes, answers to operators' requests, notices and what is remembered on the disk.
 
         ``notices``: target and body of each. Returns how many older ones each target had too many, and has lost.
         Raises StoreError, or WithdrawnError if one of these requests is gone; then nothing is written.
         """
-        if not steps and not answers:
+        if not (steps or answers or remembered):
             return {}
         latest = {step.workflow.id: step.workflow for step in steps}
         stamp = _stamp(at)
@@ -171,8 +177,7 @@ class Store:
                 rows,
             )
             self._write_journal([(stamp, step.workflow, note) for step in steps for note in step.notes])
-            if holds is not None:
-                self._write_holds(holds)
+            self._write_remembered(remembered)
             for request_id, answer in (answers or {}).items():
                 if not self._write_answer(request_id, answer):
                     raise WithdrawnError
@@ -187,33 +192,32 @@ class Store:
         with self._transaction():
             self._insert_entries((_stamp(at), "", "", kind, "", "", "", text, "") for kind, text, at in records)
 
-    def load_holds(self) -> dict[str, RememberedHold]:
-        """The remembered holds, by the event's key."""
-        query = "SELECT event_key, user, at, last_seen_at FROM remembered_event WHERE reason = 'hold' ORDER BY at"
+    def load_remembered(self) -> dict[str, RememberedEvent]:
+        """The remembered events by their keys, the oldest first."""
+        query = "SELECT event_key, reason, user, at, last_seen_at FROM remembered_event ORDER BY at"
         with self._reading():
             return {
-                key: RememberedHold(
-                    user=user, at=datetime.fromisoformat(at), last_seen_at=datetime.fromisoformat(last_seen_at)
+                key: msgspec.convert(
+                    {"reason": reason, "user": user, "at": at, "last_seen_at": last_seen_at}, RememberedEvent
                 )
-                for key, user, at, last_seen_at in self._fetch(query)
+                for key, reason, user, at, last_seen_at in self._fetch(query)
             }
 
-    def forget_holds(self, keys: Iterable[str]) -> None:
-        """Remember these no longer."""
+    def change_remembered(self, changes: RememberedChanges) -> None:
+        """Write what has changed in the remembered events."""
         with self._transaction():
-            self._write_holds(HoldChanges(removed=frozenset(keys)))
+            self._write_remembered(changes)
 
-    def _write_holds(self, changes: HoldChanges) -> None:
+    def _write_remembered(self, changes: RememberedChanges) -> None:
         self._connection.executemany(
-            "DELETE FROM remembered_event WHERE event_key = ? AND reason = 'hold'",
-            [(key,) for key in changes.removed],
+            "DELETE FROM remembered_event WHERE event_key = ?", [(key,) for key in changes.removed]
         )
         self._connection.executemany(
             "INSERT OR REPLACE INTO remembered_event (event_key, reason, user, at, last_seen_at)"
-            " VALUES (?, 'hold', ?, ?, ?)",
+            " VALUES (?, ?, ?, ?, ?)",
             [
-                (key, _storable(hold.user), _stamp(hold.at), _stamp(hold.last_seen_at))
-                for key, hold in changes.put.items()
+                (key, one.reason, _storable(one.user), _stamp(one.at), _stamp(one.last_seen_at))
+                for key, one in changes.put.items()
             ],
         )
 

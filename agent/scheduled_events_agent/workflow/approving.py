@@ -53,7 +53,7 @@ Gates = tuple[Callable[[Workflow, Context], Leave], ...]
 
 
 def ask_gates(workflow: Workflow, context: Context, gates: Gates | None = None) -> Leave:
-    """The strictest answer of all gates, by default those of the approval."""
+    """The first of the strictest answers of all gates, by default those of the approval."""
     answers = [gate(workflow, context) for gate in gates or GATES]
     for word in ("no", "not yet"):
         for leave in answers:
@@ -65,25 +65,21 @@ def ask_gates(workflow: Workflow, context: Context, gates: Gates | None = None) 
 def service_gate(workflow: Workflow, context: Context) -> Leave:
     """What no operator can overrule: an acting agent may approve only a scheduled event of this VM."""
     event = workflow.event
-    if workflow.is_gone or workflow.was_started or event.status != "Scheduled":
+    if workflow.is_over or workflow.was_started or event.status != "Scheduled":
         return _no("status")
     if event.affects(context.names) not in ("self", "shared"):
         return _no("not_ours")
     if workflow.is_missing:
         return _not_yet("missing")
-    if event.approval_fault:
-        return _no("id")
     if not context.is_acting or context.document_at is None:
         return _not_yet("observes")
     return YES
 
 
-def rule_gate(workflow: Workflow, _: Context) -> Leave:
+def preparation_gate(workflow: Workflow, _: Context) -> Leave:
     decision = workflow.decision
     prepare = workflow.prepare
     is_overruled = workflow.operator == "approved"
-    if decision.approve == "never" and not is_overruled:
-        return _no("never")
     if decision.approve == "immediately" or prepare.state == "succeeded" or not decision.has_preparation:
         return YES
     if prepare.state == "failed":
@@ -92,6 +88,15 @@ def rule_gate(workflow: Workflow, _: Context) -> Leave:
     if prepare.state == "canceled":
         return YES if is_overruled else _no("prepare_canceled")
     return _not_yet("unprepared")
+
+
+def id_gate(workflow: Workflow, _: Context) -> Leave:
+    return _no("id") if workflow.event.approval_fault else YES
+
+
+def rule_gate(workflow: Workflow, _: Context) -> Leave:
+    is_never = workflow.decision.approve == "never" and workflow.operator != "approved"
+    return _no("never") if is_never else YES
 
 
 def operator_gate(workflow: Workflow, _: Context) -> Leave:
@@ -153,8 +158,11 @@ def stale_gate(_: Workflow, context: Context) -> Leave:
     return Leave("not yet", Waits(kind="stale", at=context.document_at)) if context.is_stale else YES
 
 
-# What must say yes before this VM calls itself ready.
-OWN_GATES: Gates = (service_gate, rule_gate, operator_gate, time_gate, speaker_gate, doubt_gate)
+# What must say yes before this VM calls itself ready. Of several that say no the first is named: that this VM can
+# never approve the event, then what can be put right, then what somebody wants so.
+OWN_GATES: Gates = (
+    service_gate, preparation_gate, doubt_gate, id_gate, rule_gate, operator_gate, time_gate, speaker_gate,
+)  # fmt: skip
 GATES: Gates = (*OWN_GATES, fleet_gate, stale_gate)
 BEGIN_GATES: Gates = (start_gate, slot_gate)
 
@@ -171,7 +179,7 @@ def request_approval(workflow: Workflow, context: Context) -> Step | None:
     requested = replace(approval, state="requested", retry_at=None)
     is_alone = approval.failures > 0
     return Step(
-        workflow=replace(workflow, approval=requested, waits=None),
+        workflow=replace(workflow, approval=requested),
         effects=(Approve(workflow_id=workflow.id, event_id=workflow.event.approval_id, is_alone=is_alone),),
         notes=(Note(kind="approving", text=_reason(workflow, context)),),
     )

@@ -14,20 +14,29 @@ from scheduled_events_agent.workflow.model import (
     Board,
     Context,
     HookFinished,
+    Note,
+    NoteKind,
     OperatorSpoke,
     RunHook,
     Signal,
     Step,
+    WaitKind,
+    Waits,
     Workflow,
     WorkflowError,
 )
 from scheduled_events_agent.workflow.phases import may_begin, move
+from scheduled_events_agent.workflow.recommendations import expires_at
 from scheduled_events_agent.workflow.signals import may_return, take_in, waiting_for_hook
 from scheduled_events_agent.workflow.stages import share_hooks
-from scheduled_events_agent.workflow.times import expires_at, start_of, turn_to_approve
+from scheduled_events_agent.workflow.times import start_of, turn_to_approve
 
 # How often an approval that waits for a later document looks whether there is one.
 _LATER_DOCUMENT = timedelta(seconds=1)
+# Of these reasons the journal has no word: the answer of the fleet's table, or of the service, brings one.
+_UNTOLD: tuple[WaitKind, ...] = ("table", "missing")
+# And of these only the first: what is waited for changes with each VM, or with each event that ends.
+_TOLD_ONCE: tuple[WaitKind, ...] = ("slot", "all_ready", "other_event")
 
 
 class Progression(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,8 +74,8 @@ class _Turn:
         self.faults: dict[str, Exception] = {}
         self._context = context
         # By the event's key. No document has an event twice.
-        self._present = {w.event.key: w.id for w in board.values() if not w.is_gone}
-        self._gone = {w.event.key: w.id for w in board.values() if w.is_gone and w.missing_since is not None}
+        self._present = {w.event.key: w.id for w in board.values() if not w.is_over}
+        self._gone = {w.event.key: w.id for w in board.values() if w.is_over and w.missing_since is not None}
 
     def targets(self, signal: Signal) -> list[str]:
         """The workflows that the signal is for; "" stands for a new one."""
@@ -92,21 +101,26 @@ class _Turn:
         moving = sorted(self.workflows, key=lambda key: self.workflows[key].is_over)
         for _ in range(1000):
             before = len(self.steps)
+            reasons = {}
             for key in moving:
                 if key not in self.faults:
-                    self.attempt(key, move, self.workflows[key], self.workflows, self._context)
+                    reasons[key] = self.attempt(key, move, self.workflows[key], self.workflows, self._context)
             if len(self.steps) == before:
+                for key, waits in reasons.items():
+                    self.attempt(key, explain, self.workflows[key], waits)
                 return
         self.faults[""] = WorkflowError(f"workflows do not come to rest: {moving}", kind="bug")
 
-    def attempt(self, key: str, find_step: Callable[..., Step | None], *arguments: object) -> None:
-        """Make the step, if there is one. A bug in one event must not stop the others."""
+    def attempt(self, key: str, find_step: Callable[..., Step | Waits | None], *arguments: object) -> Waits | None:
+        """Make the step, or return why there is none. A bug in one event must not stop the others."""
         try:
-            step = find_step(*arguments)
-            if step is not None:
-                self._apply(step)
+            found = find_step(*arguments)
+            if not isinstance(found, Step):
+                return found
+            self._apply(found)
         except Exception as error:  # noqa: BLE001 - as above
             self.faults[key] = error
+        return None
 
     def _apply(self, step: Step) -> None:
         new = step.workflow
@@ -126,9 +140,22 @@ class _Turn:
                     self._apply(Step(workflow=replace(peer, is_undone=True)))
 
 
+def explain(workflow: Workflow, waits: Waits | None) -> Step | None:
+    """The workflow with the reason why it waits now; noted, where it is news."""
+    before = workflow.waits
+    if before == waits or not workflow.is_open:
+        return None
+    explained = replace(workflow, waits=waits)
+    is_same_kind = before is not None and waits is not None and before.kind == waits.kind
+    if waits is None or waits.kind in _UNTOLD or (is_same_kind and waits.kind in _TOLD_ONCE):
+        return Step(workflow=explained)
+    kind: NoteKind = "blocked" if waits.kind == "lost_hook" else "waits"
+    return Step(workflow=explained, notes=(Note(kind=kind, waits=waits),))
+
+
 def known_events(board: Board) -> dict[str, ScheduledEvent]:
     """The events that are not over, by key; the next document is compared with them."""
-    return {workflow.event.key: workflow.event for workflow in board.values() if not workflow.is_gone}
+    return {workflow.event.key: workflow.event for workflow in board.values() if not workflow.is_over}
 
 
 def has_obeyed(workflow: Workflow, word: str) -> bool:
@@ -138,7 +165,7 @@ def has_obeyed(workflow: Workflow, word: str) -> bool:
             stage = workflow.recover if workflow.is_over else workflow.prepare
             return workflow.is_open and stage.state != "failed"
         case "resolve":
-            return workflow.recover.state == "resolved"
+            return workflow.recover.state == "resolved" or workflow.outcome == "expired"
         case _:
             return workflow.operator == word
 

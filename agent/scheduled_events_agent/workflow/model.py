@@ -37,8 +37,8 @@ WaitKind = Literal[
     # what the gates answer
     "status", "not_ours", "missing", "id", "never", "unprepared", "prepare_failed", "prepare_canceled", "held",
     "manual", "too_early", "shared", "earlier_vms", "all_ready", "doubt", "stale",
-    # of a recommendation: while it is prepared for, and after that
-    "recommendation", "expired",
+    # of a recommendation
+    "recommendation",
     # before it recovers
     "other_event", "lost_hook",
 ]  # fmt: skip
@@ -46,15 +46,14 @@ WaitKind = Literal[
 # Every arrow of the life of an event; ``proceed`` refuses a step along any other one.
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     "waiting": frozenset({"preparing", "prepared", "held", "started", "closed"}),
-    "preparing": frozenset({"waiting", "prepared", "held", "started", "recovering", "closed"}),
+    "preparing": frozenset({"prepared", "held", "started", "recovering", "closed"}),
     "prepared": frozenset({"preparing", "held", "approved", "started", "recovering", "closed"}),
     "held": frozenset({"waiting", "preparing", "prepared", "approved", "started", "recovering", "closed"}),
     "approved": frozenset({"preparing", "started", "recovering", "closed"}),
     "started": frozenset({"recovering", "closed"}),
     # Back to an earlier phase: the event is in the document again, and no recover hook has run.
-    # Back to waiting: the document still lists a recommendation that has expired.
-    "recovering": frozenset({"waiting", "prepared", "approved", "started", "recovery_failed", "closed"}),
-    "recovery_failed": frozenset({"waiting", "recovering", "closed"}),
+    "recovering": frozenset({"prepared", "approved", "started", "recovery_failed", "closed"}),
+    "recovery_failed": frozenset({"recovering", "closed"}),
     "closed": frozenset(),
 }
 
@@ -129,11 +128,10 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     operator: Literal["", "approved", "held"] = ""
     missing_since: datetime | None = None
     """When an answer first lacked the event; the event is gone when a second one lacks it."""
-    is_gone: bool = False
+    is_over: bool = False
+    """Two answers lacked it, or it is a recommendation that has ended: nothing needs to be prepared for it."""
     is_undone: bool = False
     """Since it was over, a recover hook has started that undoes what was prepared, for this or another event."""
-    is_expired: bool = False
-    """A recommendation that was prepared for long enough: it is over, though the document may still list it."""
     was_started: bool = False
     is_doubtful: bool = False
     """First seen after the state file was lost: what was done about it before is not known."""
@@ -146,11 +144,6 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_open(self) -> bool:
         return self.phase != "closed"
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing needs to be prepared for the event any more."""
-        return self.is_gone or self.is_expired
 
     @property
     def stages(self) -> tuple[Progress, ...]:
@@ -166,7 +159,7 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_missing(self) -> bool:
         """Whether the last answer lacks the event; the next one tells if it is over."""
-        return self.missing_since is not None and not self.is_gone
+        return self.missing_since is not None and not self.is_over
 
     @property
     def is_prepared_for(self) -> bool:
@@ -316,10 +309,12 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """By the event's fleet key."""
 
 
-class RememberedHold(msgspec.Struct, frozen=True, kw_only=True):
-    """An operator's hold; it outlives the appearance of the event for which it was given."""
+class RememberedEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """What outlives the appearance of an event for which it was decided."""
 
-    user: str
+    reason: Literal["hold", "expired"]
+    """An operator's hold; or a recommendation that is over, though documents may still list it."""
+    user: str = ""
     at: datetime
     last_seen_at: datetime
     """When the event was last known to be in a document."""
@@ -349,8 +344,8 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """The state file was found damaged, and this is the first document since."""
     fleet: Fleet | None = None
     """None if this VM acts alone."""
-    holds: Mapping[str, RememberedHold] = {}
-    """Of events that may come back, by their key."""
+    remembered: Mapping[str, RememberedEvent] = {}
+    """By the event's key."""
 
     @property
     def is_stale(self) -> bool:

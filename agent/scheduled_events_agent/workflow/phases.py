@@ -1,4 +1,4 @@
-"""Phases: one function for each, which makes the next step that is due.
+"""Phases: one function for each, which makes the next step that is due, or says why none is.
 
 The phase drives: a function looks only at what belongs to its phase, and leaves it along an arrow of
 ``TRANSITIONS``. From almost anywhere two things lead on: the event has started, and the event is over.
@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from scheduled_events_agent.workflow import recommendations
 from scheduled_events_agent.workflow.approving import BEGIN_GATES, HELD, ask_gates, request_approval, would_begin
 from scheduled_events_agent.workflow.fleet import without_slot
-from scheduled_events_agent.workflow.model import Context, Note, Phase, Progress, Step, Waits, Workflow, show
+from scheduled_events_agent.workflow.model import Context, Note, Phase, Progress, Step, Waits, Workflow
 from scheduled_events_agent.workflow.stages import (
     cut_short,
     next_hook,
@@ -18,22 +19,24 @@ from scheduled_events_agent.workflow.stages import (
     run_next,
     share_hooks,
     still_needs_preparation,
-    wait,
 )
-from scheduled_events_agent.workflow.times import drain_end, expires_at, is_due
+from scheduled_events_agent.workflow.times import drain_end
 
 Workflows = Mapping[str, Workflow]
 
 
-def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | None:
-    """The next step that is due; None if the workflow waits for a signal or for time."""
+def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
+    """The next step that is due. If none is: why the workflow waits; None if it does not.
+
+    Without a step and without a reason a hook, a drain, an approval or Azure has its turn.
+    """
     if context.document_at is None:
-        return None
-    expiry = expires_at(workflow)
-    if expiry is not None and is_due(expiry, context.now, workflow.decision.expire_after):
-        return _expire(workflow)
-    if workflow.is_missing and not workflow.is_expired:
-        return None
+        return workflow.waits
+    ended = recommendations.why_ended(workflow, context)
+    if ended:
+        return recommendations.end(workflow, ended)
+    if workflow.is_missing:
+        return Waits(kind="missing")
     match workflow.phase:
         case "recovering":
             return _recovering(workflow, workflows, context)
@@ -53,10 +56,12 @@ def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | N
 # --- Before the event starts.
 
 
-def _before_start(workflow: Workflow, workflows: Workflows, context: Context) -> Step | None:
+def _before_start(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
     """In the phases waiting, preparing, prepared, held and approved."""
+    if not context.is_acting:
+        return _observe(workflow, context)
     is_reset = is_reset_by_reboot(workflow, context)
-    if context.is_acting and workflow.operator == "held" and (is_reset or is_to_begin(workflow)):
+    if workflow.operator == "held" and (is_reset or is_to_begin(workflow)):
         return _obey_hold(workflow)
     if is_reset:
         return _prepare_again(workflow, context)
@@ -71,24 +76,34 @@ def _before_start(workflow: Workflow, workflows: Workflows, context: Context) ->
     return _approve(workflow, context)
 
 
-def _obey_hold(workflow: Workflow) -> Step | None:
+def _observe(workflow: Workflow, context: Context) -> Waits | None:
+    """Do nothing, and say what would be done."""
+    if not may_begin(workflow):
+        return Waits(kind="observes")
+    return would_begin(workflow, context) if _is_wanted(workflow) else None
+
+
+def _obey_hold(workflow: Workflow) -> Step | Waits | None:
     """Begin nothing. An approval that Azure has taken cannot be held."""
     if workflow.approval.state == "confirmed":
         return _enter(workflow, "approved") if workflow.phase in ("prepared", "held") else None
-    return wait(workflow, HELD) if workflow.phase == "held" else _hold(workflow, HELD)
+    return HELD if workflow.phase == "held" else _hold(workflow, HELD)
 
 
-def _begin_when_due(workflow: Workflow, context: Context) -> Step | None:
+def _is_wanted(workflow: Workflow) -> bool:
+    """Whether a rule or an operator wants something done before the event starts."""
     decision = workflow.decision
-    is_approved = workflow.operator == "approved"
-    is_wanted = decision.rule is not None and (decision.has_preparation or decision.approve != "never")
-    if not (is_wanted or is_approved):
+    is_wanted_by_rule = decision.rule is not None and (decision.has_preparation or decision.approve != "never")
+    return is_wanted_by_rule or workflow.operator == "approved"
+
+
+def _begin_when_due(workflow: Workflow, context: Context) -> Step | Waits | None:
+    if not _is_wanted(workflow):
         return None
-    if not context.is_acting:
-        return wait(workflow, would_begin(workflow, context))
+    decision = workflow.decision
     leave = ask_gates(workflow, context, BEGIN_GATES)
     if leave.answer != "yes":
-        return wait(workflow, leave.waits)
+        return leave.waits
     alone = without_slot(workflow, context)
     notes = (Note(kind="blocked", text=alone),) if alone else ()
     workflow = replace(workflow, begun_at=context.now)
@@ -103,10 +118,8 @@ def _begin_when_due(workflow: Workflow, context: Context) -> Step | None:
     return _enter(workflow, "preparing", Note(kind="preparing", text=f"preparation begins: {steps}"), *notes)
 
 
-def _prepare_again(workflow: Workflow, context: Context) -> Step | None:
+def _prepare_again(workflow: Workflow, context: Context) -> Step:
     """From the drain and the first hook on: a reboot has undone what was prepared."""
-    if not context.is_acting:
-        return None
     drain_until = None
     if workflow.decision.drain_for:
         drain_until = drain_end(workflow.decision, workflow.event, context)
@@ -114,9 +127,7 @@ def _prepare_again(workflow: Workflow, context: Context) -> Step | None:
     return _enter(begun, "preparing", Note(kind="preparing", text="prepares again: the VM was restarted"))
 
 
-def _preparing(workflow: Workflow, workflows: Workflows, context: Context) -> Step | None:
-    if not context.is_acting:
-        return None
+def _preparing(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
     if workflow.prepare.state != "running":
         return _end_preparation(workflow)
     step = run_next(workflow, "prepare", workflows, context)
@@ -134,7 +145,11 @@ def _end_preparation(workflow: Workflow) -> Step:
         why = "Azure has taken the approval already" if is_approved else "the rule goes on anyway"
         text = f"preparation {prepare.state} ({prepare.failure}), and {why}"
         return _enter(workflow, "prepared", Note(kind="prepared", text=text))
-    return _hold(workflow, Waits(kind="prepare_failed" if prepare.state == "failed" else "prepare_canceled"))
+    return _hold(workflow, _why_unprepared(workflow))
+
+
+def _why_unprepared(workflow: Workflow) -> Waits:
+    return Waits(kind="prepare_failed" if workflow.prepare.state == "failed" else "prepare_canceled")
 
 
 def has_more_to_prepare(workflow: Workflow) -> bool:
@@ -143,20 +158,16 @@ def has_more_to_prepare(workflow: Workflow) -> bool:
     return state == "running" or (state == "idle" and workflow.decision.has_preparation)
 
 
-def _prepare_more(workflow: Workflow, context: Context) -> Step | None:
+def _prepare_more(workflow: Workflow, context: Context) -> Step | Waits | None:
     """In the phases prepared, held and approved."""
     if workflow.prepare.state == "idle":
         return _begin_when_due(workflow, context)
-    if not context.is_acting:
-        return None
     hooks = ", ".join(hook for hook in workflow.decision.prepare if hook not in workflow.prepare.done)
     return _enter(workflow, "preparing", Note(kind="preparing", text=f"preparation goes on: {hooks}"))
 
 
-def _approve(workflow: Workflow, context: Context) -> Step | None:
+def _approve(workflow: Workflow, context: Context) -> Step | Waits | None:
     """In the phases prepared and held."""
-    if not context.is_acting:
-        return None
     if workflow.event.is_recommendation:
         return _stay_prepared(workflow)
     if workflow.approval.state == "confirmed":
@@ -169,14 +180,16 @@ def _approve(workflow: Workflow, context: Context) -> Step | None:
         return _enter(workflow, "prepared")
     if workflow.approval.state == "requested":
         return None
-    return request_approval(workflow, context) if leave.answer == "yes" else wait(workflow, leave.waits)
+    return request_approval(workflow, context) if leave.answer == "yes" else leave.waits
 
 
-def _stay_prepared(workflow: Workflow) -> Step | None:
+def _stay_prepared(workflow: Workflow) -> Step | Waits:
     """Until the recommendation is over; it is not approved."""
-    if workflow.phase == "prepared":
-        return wait(workflow, Waits(kind="recommendation", at=expires_at(workflow)))
-    return None if workflow.prepare.state in ("failed", "canceled") else _enter(workflow, "prepared")
+    if workflow.prepare.state in ("failed", "canceled"):
+        return _why_unprepared(workflow)
+    if workflow.phase == "held":
+        return _enter(workflow, "prepared")
+    return Waits(kind="recommendation", at=recommendations.expires_at(workflow))
 
 
 def may_begin(workflow: Workflow) -> bool:
@@ -208,7 +221,7 @@ def _start(workflow: Workflow) -> Step:
     return _enter(replace(workflow, was_started=True), "started", note)
 
 
-def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Step | None:
+def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
     if not workflow.event.is_started:
         return None  # the document shows it as scheduled again: it cannot start twice
     if workflow.prepare.state == "running":
@@ -228,20 +241,10 @@ def _started(workflow: Workflow, workflows: Workflows, context: Context) -> Step
     if context.is_acting:
         begun = replace(workflow, on_start=Progress(state="running"))
         return run_next(begun, "on_start", workflows, context)
-    if workflow.prepare.state == "running":
-        return None  # its reason is noted already; two reasons would alternate for ever
-    return wait(workflow, Waits(kind="would_run_on_start"))
+    return Waits(kind="would_run_on_start")
 
 
 # --- When it is over.
-
-
-def _expire(workflow: Workflow) -> Step:
-    text = f"has expired: it was prepared for since {show(workflow.begun_at)}"
-    if workflow.prepare.state == "idle":
-        text = f"has expired: it has been known since {show(workflow.first_seen_at)}"
-    expired = replace(workflow, is_expired=True, outcome="expired")
-    return Step(workflow=expired, notes=(Note(kind="expired", text=text),))
 
 
 def _over(workflow: Workflow) -> Step | None:
@@ -270,7 +273,7 @@ def _recover(workflow: Workflow, how: str) -> Step:
     return _enter(replace(workflow, recover=replace(recover, state="running")), "recovering", note)
 
 
-def _recovering(workflow: Workflow, workflows: Workflows, context: Context) -> Step | None:
+def _recovering(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
     recover = workflow.recover
     if recover.state == "resolved":
         return _close(workflow)
@@ -286,12 +289,9 @@ def _recovering(workflow: Workflow, workflows: Workflows, context: Context) -> S
         is_urgent = any(peer.event.type == "Preempt" for peer in needed_by)
         return cut_short(workflow, "recover", is_urgent=is_urgent)
     afresh = _without_what_is_undone(workflow, needed_by)
-    waits = Waits(kind="other_event", detail=needed_by[0].event.id)
-    if workflow.waits and workflow.waits.kind == waits.kind:
-        # Many events may end one by one: only the first of them is noted.
-        afresh = replace(afresh, waits=waits)
-        return None if afresh == workflow else Step(workflow=afresh)
-    return wait(afresh, waits)
+    if afresh != workflow:
+        return Step(workflow=afresh)
+    return Waits(kind="other_event", detail=needed_by[0].event.id)
 
 
 def _recovery_failed(workflow: Workflow, workflows: Workflows) -> Step | None:
@@ -312,7 +312,7 @@ def _needed_by(workflow: Workflow, workflows: Workflows) -> list[Workflow]:
     if workflow.event.is_recommendation:
         # The eviction that it warned of: this VM takes no new work before that.
         resources = workflow.event.resources
-        preempts = [w for w in workflows.values() if w.event.type == "Preempt" and not w.is_gone]
+        preempts = [w for w in workflows.values() if w.event.type == "Preempt" and not w.is_over]
         needed_by += [w for w in preempts if w not in needed_by and w.event.affects(resources) != "others"]
     return needed_by
 
@@ -325,18 +325,10 @@ def _without_what_is_undone(workflow: Workflow, needed_by: list[Workflow]) -> Wo
     return replace(workflow, recover=replace(workflow.recover, done=())) if is_undone else workflow
 
 
-def _close(workflow: Workflow) -> Step | None:
-    if not workflow.is_gone:
-        return _rest(workflow)
+def _close(workflow: Workflow) -> Step:
     by_hand = ", an operator has put its recovery right by hand" if workflow.recover.state == "resolved" else ""
-    return _enter(workflow, "closed", Note(kind="closed", text=f"is over: {workflow.outcome}{by_hand}"))
-
-
-def _rest(workflow: Workflow) -> Step | None:
-    """Do nothing more about an expired recommendation until the document lacks it: it must not begin again."""
-    if workflow.phase == "waiting":
-        return wait(workflow, Waits(kind="expired"))
-    return _enter(replace(workflow, prepare=Progress(), drain_until=None), "waiting")
+    note = Note(kind="closed", text=f"is over: {workflow.outcome}{by_hand}")
+    return _enter(replace(workflow, waits=None), "closed", note)
 
 
 def _hold(workflow: Workflow, waits: Waits | None) -> Step:
@@ -344,6 +336,4 @@ def _hold(workflow: Workflow, waits: Waits | None) -> Step:
 
 
 def _enter(workflow: Workflow, phase: Phase, *notes: Note) -> Step:
-    """The step into another phase. Only a held workflow keeps its reason; other phases find their own."""
-    waits = workflow.waits if phase == "held" else None
-    return Step(workflow=replace(workflow, phase=phase, waits=waits), notes=notes)
+    return Step(workflow=replace(workflow, phase=phase), notes=notes)

@@ -6,7 +6,8 @@ from datetime import datetime, timedelta
 from msgspec.structs import replace
 
 from scheduled_events_agent.events import Gone, Missing, ScheduledEvent, Seen
-from scheduled_events_agent.policy import Facts, decide
+from scheduled_events_agent.policy import Facts, decide, names_recommendations
+from scheduled_events_agent.workflow import recommendations
 from scheduled_events_agent.workflow.approving import take_answer
 from scheduled_events_agent.workflow.fleet import workflow_id
 from scheduled_events_agent.workflow.model import (
@@ -48,7 +49,7 @@ def take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Step
         case Seen(event):
             return _see(workflow, event, context)
         case Missing():
-            return _miss(workflow, context)
+            return _miss(workflow, signal, context)
         case Gone():
             return _lose(workflow, signal, context)
         case HookFinished() if workflow.id == signal.workflow_id:
@@ -80,7 +81,11 @@ def waiting_for_hook(signal: HookFinished, workflows: Mapping[str, Workflow]) ->
     return [owner.id, *(peer.id for peer in prepared_peers(owner, workflows) if is_to_recover(peer, signal.hook))]
 
 
-def _admit(event: ScheduledEvent, context: Context) -> Step:
+def _admit(event: ScheduledEvent, context: Context) -> Step | None:
+    remembered = context.remembered.get(event.key)
+    has_expired = remembered is not None and remembered.reason == "expired"
+    if has_expired or (event.is_recommendation and not names_recommendations(context.rules)):
+        return None
     facts = Facts(names=context.names, noticed_at=context.now)
     decision = decide(context.rules, context.windows, event, facts)
     workflow = Workflow(
@@ -93,17 +98,17 @@ def _admit(event: ScheduledEvent, context: Context) -> Step:
         is_doubtful=context.is_state_lost,
     )
     notes = [Note(kind="seen", text=_describe(event, context.now)), Note(kind="decided", text=decision.reason)]
-    hold = context.holds.get(event.key)
-    if hold is not None and not event.is_started:
+    if remembered is not None and not event.is_started:
         workflow = replace(workflow, operator="held")
-        notes.append(Note(kind="operator", text=f"held by {hold.user or 'an operator'} since {show(hold.at)}"))
+        text = f"held by {remembered.user or 'an operator'} since {show(remembered.at)}"
+        notes.append(Note(kind="operator", text=text))
     return Step(workflow=workflow, notes=tuple(notes))
 
 
 def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
     old = workflow.event
     notes = []
-    if workflow.is_missing or workflow.is_gone:
+    if workflow.is_missing or workflow.is_over:
         notes.append(Note(kind="changed", text="is in the document again"))
         workflow = _bring_back(workflow)
     if event.key != old.key:
@@ -154,6 +159,7 @@ def _decide_anew(workflow: Workflow, context: Context) -> Step:
     if has_begun or (workflow.event.is_started and old.rule is not None):
         # The rule that began it also ends it. More hooks of the new rule are added: the event must not be approved
         # without them. A hook that the policy has lost is left out: its failure would stop the hooks after it.
+        by_whom = f"rule {old.rule}" if old.rule else "no rule"
         more = tuple(hook for hook in new.prepare if hook not in old.prepare)
         lost = _lost_hooks(workflow, context)
         kept = tuple(hook for hook in old.prepare if hook not in lost)
@@ -168,6 +174,7 @@ def _decide_anew(workflow: Workflow, context: Context) -> Step:
         new = replace(
             new,
             rule=old.rule,
+            reason=new.reason if new.rule == old.rule else f"{by_whom} began it; now {new.reason}",
             prepare=kept + more,
             recover=old.recover + more_recover,
             drain_for=old.drain_for,
@@ -216,20 +223,21 @@ def may_return(workflow: Workflow, event: ScheduledEvent) -> bool:
 
 def _bring_back(workflow: Workflow) -> Workflow:
     """As if the event had never been missing."""
-    if workflow.is_expired:
-        return replace(workflow, missing_since=None, is_gone=False)
     if workflow.phase == "recovering":
         phase: Phase = "approved" if workflow.approval.state == "confirmed" else "prepared"
         if workflow.was_started:
             phase = "started"
-        workflow = replace(workflow, phase=phase, recover=Progress(), waits=None)
-    return replace(workflow, missing_since=None, is_gone=False, outcome="")
+        workflow = replace(workflow, phase=phase, recover=Progress())
+    return replace(workflow, missing_since=None, is_over=False, outcome="")
 
 
-def _miss(workflow: Workflow, context: Context) -> Step | None:
+def _miss(workflow: Workflow, signal: Missing, context: Context) -> Step | None:
     if workflow.missing_since is not None:
         return None
-    note = Note(kind="missing", text="is not in the document; over, if the next answer lacks it too")
+    text = "is not in the document; over, if the next answer lacks it too"
+    if signal.names_others:
+        text = "does not name this VM any more; over for it, if the next answer says so too"
+    note = Note(kind="missing", text=text)
     return Step(workflow=replace(workflow, missing_since=context.now), notes=(note,))
 
 
@@ -237,9 +245,7 @@ def _lose(workflow: Workflow, signal: Gone, context: Context) -> Step:
     outcome: Outcome = "unknown"
     not_before = workflow.event.not_before
     missing_since = workflow.missing_since or context.now
-    if workflow.is_expired:
-        outcome = "expired"
-    elif signal.status:
+    if signal.status:
         outcome = "completed" if signal.status == "Completed" else "canceled"
     elif workflow.was_started or workflow.event.is_started:
         outcome = "completed"
@@ -249,8 +255,11 @@ def _lose(workflow: Workflow, signal: Gone, context: Context) -> Step:
         pass  # it says nothing about the eviction
     elif workflow.approval.state == "none" and not_before is not None and missing_since < not_before:
         outcome = "canceled"
-    note = Note(kind="gone", text=f"is no longer in the document ({outcome})")
-    gone = replace(workflow, is_gone=True, missing_since=missing_since, outcome=outcome)
+    text = "names only other VMs now" if signal.names_others else "is no longer in the document"
+    note = Note(kind="gone", text=f"{text} ({outcome})")
+    # If it names this VM once more, it is another event for it: see ``missing_since`` in board.py.
+    since = None if signal.names_others else missing_since
+    gone = replace(workflow, is_over=True, missing_since=since, outcome=outcome)
     return Step(workflow=gone, notes=(note,))
 
 
@@ -277,12 +286,15 @@ def _hear(workflow: Workflow, signal: OperatorSpoke, context: Context) -> Step:
     note = Note(kind="operator", text=f"{signal.user or 'an operator'} says: {word or 'released'}")
     if word == "retry":
         return _retry(workflow, note, context)
+    if word == "resolve" and not workflow.is_over:
+        step = recommendations.end(workflow, f"{signal.user or 'an operator'} has resolved it")
+        return replace(step, notes=(note, *step.notes))
     if word == "resolve":
         return Step(workflow=replace(workflow, recover=replace(workflow.recover, state="resolved")), notes=(note,))
     is_untouched = workflow.prepare.state == "idle" and workflow.approval.state == "none"
     ends_hold = workflow.operator == "held" and word != "held"
     if workflow.phase == "held" and ends_hold and is_untouched:
-        workflow = replace(workflow, phase="waiting", waits=None)
+        workflow = replace(workflow, phase="waiting")
     return Step(workflow=replace(workflow, operator=word), notes=(note,))
 
 

@@ -9,7 +9,6 @@ from scheduled_events_agent.workflow.model import (
     Context,
     HookFinished,
     Note,
-    NoteKind,
     Progress,
     RunHook,
     Stage,
@@ -20,8 +19,10 @@ from scheduled_events_agent.workflow.model import (
 from scheduled_events_agent.workflow.times import is_due
 
 
-def run_next(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow], context: Context) -> Step | None:
-    """Start the stage's next hook, or end the stage; None while a hook runs or has to wait."""
+def run_next(
+    workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow], context: Context
+) -> Step | Waits | None:
+    """Start the stage's next hook, or end the stage. If neither is due: why it waits, or None."""
     progress = workflow.progress(stage)
     if progress.current is not None:
         return None
@@ -40,13 +41,13 @@ def run_next(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow]
     if stage == "recover" and any(peer.recover.current == hook for peer in recoveries):
         return None  # it runs for another event now, once for both
     if not context.is_acting:
-        return wait(workflow, Waits(kind="observes"))
+        return Waits(kind="observes")
     if stage == "recover" and hook not in context.hooks:
         # A prepare hook may fail: the event is held. A recovery that fails unseen leaves the VM out of service.
-        return wait(workflow, Waits(kind="lost_hook", detail=hook), kind="blocked")
+        return Waits(kind="lost_hook", detail=hook)
     progress = replace(progress, state="running", current=hook, run=progress.run + 1)
     return Step(
-        workflow=replace(workflow.with_progress(stage, progress), waits=None),
+        workflow=workflow.with_progress(stage, progress),
         effects=(RunHook(workflow_id=workflow.id, stage=stage, hook=hook, run=progress.run),),
         notes=(Note(kind="hook_started", text=f"hook {hook} starts", stage=stage, hook=hook),),
     )
@@ -110,19 +111,6 @@ def with_end(progress: Progress, signal: HookFinished) -> Progress:
 
 def tried_again(progress: Progress) -> Progress:
     return replace(progress, state="running", failure="", failed_hook="")
-
-
-def wait(workflow: Workflow, waits: Waits | None, kind: NoteKind = "waits") -> Step | None:
-    """Note why nothing moves, once."""
-    if workflow.waits == waits:
-        return None
-    waiting = replace(workflow, waits=waits)
-    before = workflow.waits
-    if waits and waits.kind == "table":
-        return Step(workflow=waiting)  # the answer tells what it waits for
-    if before and waits and before.kind == waits.kind and waits.kind in ("slot", "all_ready"):
-        return Step(workflow=waiting)  # whom it waits for changes with each VM
-    return Step(workflow=waiting, notes=(Note(kind=kind, waits=waits),))
 
 
 def prepared_peers(workflow: Workflow, workflows: Mapping[str, Workflow]) -> list[Workflow]:

@@ -35,14 +35,6 @@ def drain_end(decision: Decision, event: ScheduledEvent, context: Context) -> da
     return context.now + timedelta(seconds=max(0.0, drain))
 
 
-def expires_at(workflow: Workflow) -> datetime | None:
-    """When a recommendation counts as over, if the document still lists it then; None for other events."""
-    if workflow.is_over or not workflow.event.is_recommendation:
-        return None
-    since = workflow.begun_at or workflow.first_seen_at
-    return since + timedelta(seconds=workflow.decision.expire_after)
-
-
 def turn_to_approve(workflow: Workflow) -> datetime | None:
     """When this VM approves although VMs listed before it have not; None if it need not wait for them."""
     seconds = workflow.decision.speaks_after

@@ -1,0 +1,119 @@
+"""What is remembered beyond the appearance of an event: operators' holds, and recommendations that are over.
+
+An event may vanish and come back under its id: a hold counts until it is released, or until a day after the event
+was last in a document. A recommendation may be listed long after it has expired, and must not begin again.
+Pure but for ``Remembered``, which keeps what the state file has.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from datetime import datetime, timedelta
+
+from msgspec.structs import replace
+
+from scheduled_events_agent.store import RememberedChanges, Store
+from scheduled_events_agent.workflow import OperatorSpoke, RememberedEvent, Signal, Step, Workflow
+
+_REMEMBERED = timedelta(days=1)
+# That a recommendation is still listed is written no more often than this.
+_SEEN_AGAIN = timedelta(hours=1)
+
+
+class Remembered:
+    """By the event's key. For the engine's thread; ``known`` is replaced, never changed."""
+
+    def __init__(self, store: Store) -> None:
+        """Raises StoreError."""
+        self._store = store
+        self.known: Mapping[str, RememberedEvent] = store.load_remembered()
+
+    @property
+    def holds(self) -> dict[str, RememberedEvent]:
+        """What operators hold, also while the event is away."""
+        return {key: one for key, one in self.known.items() if one.reason == "hold"}
+
+    @property
+    def expired(self) -> frozenset[str]:
+        """The recommendations that are over, though documents may list them."""
+        return frozenset(key for key, one in self.known.items() if one.reason == "expired")
+
+    def committed(self, changes: RememberedChanges) -> None:
+        """The changes are on the disk."""
+        if changes:
+            kept = {key: one for key, one in self.known.items() if key not in changes.removed}
+            self.known = {**kept, **changes.put}
+
+    def release(self, key: str) -> None:
+        """Forget the hold of an event that is not in the document. Raises StoreError."""
+        self._change(RememberedChanges(removed=frozenset({key})))
+
+    def tidy(self, now: datetime, pending: Iterable[Workflow], listed: Collection[str]) -> None:
+        """Forget what was last seen a day ago. Raises StoreError.
+
+        ``listed``: keys of the last document's events.
+        """
+        self._change(changes_by_time(self.known, now, {one.event.key for one in pending}, listed))
+
+    def _change(self, changes: RememberedChanges) -> None:
+        if changes:
+            self._store.change_remembered(changes)
+            self.committed(changes)
+
+    def forget(self) -> None:
+        """It was all another VM's; the state file has none of it any more."""
+        self.known = {}
+
+
+def changes_by_time(
+    known: Mapping[str, RememberedEvent], now: datetime, pending: Collection[str], listed: Collection[str]
+) -> RememberedChanges:
+    """What the time that has passed changes: a day after its event was last seen, nothing is remembered."""
+    kept = {*pending, *(key for key in listed if key in known)}
+    old = {key for key, one in known.items() if now - one.last_seen_at > _REMEMBERED}
+    seen_again = {
+        key: replace(one, last_seen_at=now)
+        for key, one in known.items()
+        if one.reason == "expired" and key in listed and now - one.last_seen_at > _SEEN_AGAIN
+    }
+    return RememberedChanges(put=seen_again, removed=frozenset(old - kept))
+
+
+def changes_by_steps(
+    known: Mapping[str, RememberedEvent],
+    signals: Iterable[Signal],
+    steps: Iterable[Step],
+    unlisted: Iterable[str],
+    now: datetime,
+) -> RememberedChanges:
+    """What these steps change; it is committed with them. ``unlisted``: two answers lack these."""
+    steps = list(steps)
+    put, removed = _changes_of_holds(known, signals, steps, now)
+    removed |= known.keys() & set(unlisted)
+    for step in steps:
+        if any(note.kind == "expired" for note in step.notes):
+            seen_at = step.workflow.missing_since or now
+            put[step.workflow.event.key] = RememberedEvent(reason="expired", at=now, last_seen_at=seen_at)
+    return RememberedChanges(put=put, removed=frozenset(removed - put.keys()))
+
+
+def _changes_of_holds(
+    known: Mapping[str, RememberedEvent], signals: Iterable[Signal], steps: Iterable[Step], now: datetime
+) -> tuple[dict[str, RememberedEvent], set[str]]:
+    users = {one.workflow_id: one.user for one in signals if isinstance(one, OperatorSpoke) and one.word == "held"}
+    put: dict[str, RememberedEvent] = {}
+    removed: set[str] = set()
+    for workflow in {step.workflow.id: step.workflow for step in steps}.values():
+        key = workflow.event.key
+        hold = known.get(key)
+        if workflow.is_over:
+            continue
+        has_started = workflow.was_started or workflow.event.is_started
+        if workflow.operator != "held" or has_started:
+            removed |= {key} & known.keys()
+            continue
+        seen_at = workflow.missing_since or now
+        if hold is None or workflow.id in users:
+            user = users.get(workflow.id, "")
+            put[key] = RememberedEvent(reason="hold", user=user, at=now, last_seen_at=seen_at)
+        elif seen_at != hold.last_seen_at:
+            put[key] = replace(hold, last_seen_at=seen_at)
+    return put, removed

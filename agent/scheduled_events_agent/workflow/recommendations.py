@@ -1,0 +1,35 @@
+"""When a recommendation is over: it may be listed for hours, or leave the document unseen."""
+
+from datetime import datetime, timedelta
+
+from msgspec.structs import replace
+
+from scheduled_events_agent.policy import names_recommendations
+from scheduled_events_agent.workflow.model import Context, Note, Step, Workflow, show
+from scheduled_events_agent.workflow.times import is_due
+
+
+def expires_at(workflow: Workflow) -> datetime | None:
+    """When a recommendation counts as over, if the document still lists it then; None for other events."""
+    if workflow.is_over or not workflow.event.is_recommendation:
+        return None
+    since = workflow.begun_at or workflow.first_seen_at
+    return since + timedelta(seconds=workflow.decision.expire_after)
+
+
+def why_ended(workflow: Workflow, context: Context) -> str:
+    """Why a recommendation is over now, as a clause; "" if it is not, or is another event."""
+    expiry = expires_at(workflow)
+    if expiry is None:
+        return ""
+    if is_due(expiry, context.now, workflow.decision.expire_after):
+        if workflow.begun_at is None:
+            return f"it has been known since {show(workflow.first_seen_at)}"
+        return f"it was prepared for since {show(workflow.begun_at)}"
+    return "" if names_recommendations(context.rules) else "no rule names its type any more"
+
+
+def end(workflow: Workflow, why: str) -> Step:
+    """Over, whatever documents list."""
+    ended = replace(workflow, is_over=True, missing_since=None, outcome="expired")
+    return Step(workflow=ended, notes=(Note(kind="expired", text=f"has expired: {why}"),))

@@ -1,0 +1,122 @@
+"""An event that no longer names this VM is over for it; by another rule, other names or a start it is not."""
+
+from datetime import timedelta
+
+import pytest
+from test_workflow import Agent, a_rule, an_event, started
+
+from scheduled_events_agent.policy import When
+
+DAY = 86400.0
+ELSEWHERE = an_event(resources=("vm_2",))
+EVERYWHERE = an_event(resources=())
+SHARED = an_event(resources=("vm_1", "vm_2"))
+
+
+def prepared(**context: object) -> Agent:
+    agent = Agent(a_rule(prepare=("drain",), approve="manual", lead=DAY), **context)
+    agent.document(an_event())
+    agent.ends("drain")
+    return agent
+
+
+@pytest.mark.parametrize("first", [an_event(), SHARED])
+def test_two_answers_that_name_other_vms_end_it(first: object) -> None:
+    agent = prepared()
+    agent.document(first)  # type: ignore[arg-type]
+    phase = agent.phase
+    assert agent.answer_once(ELSEWHERE) == []
+    assert agent.phase == phase
+    assert agent.waits_for() == "it is not in the last document, and the next one tells if it is over"
+    assert agent.answer_once(ELSEWHERE) == ["A: recover resume"]
+    assert agent.of().outcome == "canceled"
+    assert agent.answer_once(ELSEWHERE) == []
+    agent.ends("resume")
+    assert agent.board == {}
+    assert [line for line in agent.journal if "VM" in line][-2:] == [
+        "missing: does not name this VM any more; over for it, if the next answer says so too",
+        "gone: names only other VMs now (canceled)",
+    ]
+
+
+def test_one_answer_does_not_end_it() -> None:
+    agent = prepared()
+    for _ in range(3):
+        agent.answer_once(ELSEWHERE)
+        agent.answer_once(an_event())
+    agent.answer_once(ELSEWHERE)
+    agent.answer_once(ELSEWHERE, after=0.5)  # not yet another poll
+    assert agent.phase == "prepared"
+    assert agent.answer_once(an_event()) == []
+    assert agent.waits_for() == "an operator must approve it"
+
+
+def test_if_it_names_this_vm_again_it_is_another_event() -> None:
+    agent = prepared()
+    other = an_event(id="B")
+    agent.document(an_event(), other)
+    agent.document(ELSEWHERE, other)  # B needs what is prepared, so nothing is undone yet
+    old = agent.of()
+    assert (old.phase, agent.waits_for()) == ("recovering", "event B still needs it prepared")
+    assert agent.document(an_event(), other) == ["A: prepare drain"]
+    assert [one.id != old.id for one in agent.all_of("A")] == [False, True]
+
+
+def test_an_event_that_names_nobody_has_not_left() -> None:
+    agent = prepared()
+    agent.document(EVERYWHERE)
+    agent.document(EVERYWHERE)
+    assert agent.phase == "held"
+    agent.document(ELSEWHERE)
+    agent.document(ELSEWHERE)  # it did not name this VM before, either
+    assert not agent.of().is_over
+
+
+def test_an_event_that_has_started_is_followed_until_it_is_gone() -> None:
+    agent = prepared()
+    agent.document(started(an_event()))
+    for event in (started(ELSEWHERE), ELSEWHERE):
+        agent.document(event)
+        agent.document(event)
+    assert (agent.phase, agent.of().is_over) == ("started", False)
+    assert agent.document() == ["A: recover resume"]
+
+
+def test_an_event_of_a_vm_that_got_another_name_is_followed() -> None:
+    agent = prepared()
+    agent.reload(*agent.context.rules, names=("vm_9",))
+    agent.document(an_event())
+    agent.document(an_event(description="another"))
+    agent.document(ELSEWHERE)
+    assert not agent.of().is_over
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_a_rule_for_events_of_other_vms_goes_on_with_it(*, is_taken: bool) -> None:
+    types = ("Reboot",) if is_taken else ("Freeze",)
+    others = a_rule(name="others", when=When(affects=("others",), type=types))  # type: ignore[arg-type]
+    agent = Agent(a_rule(prepare=("drain",), approve="manual", lead=DAY), others)
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.document(ELSEWHERE)
+    agent.document(ELSEWHERE)
+    assert any(one.is_over for one in agent.all_of("A")) is not is_taken
+
+
+def test_a_restart_between_the_answers_counts_them_anew() -> None:
+    agent = prepared()
+    agent.answer_once(ELSEWHERE)
+    agent.restart(document=False)
+    assert agent.answer_once(ELSEWHERE) == []
+    assert agent.answer_once(ELSEWHERE) == ["A: recover resume"]
+
+
+def test_a_hold_counts_when_it_names_this_vm_again() -> None:
+    agent = prepared()
+    agent.operator("held")
+    agent.document(ELSEWHERE)
+    agent.ends("resume")
+    assert agent.board == {}
+    agent.wait(timedelta(hours=1).total_seconds())
+    assert agent.document(an_event()) == []
+    assert (agent.phase, agent.of().operator) == ("held", "held")
