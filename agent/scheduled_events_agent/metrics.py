@@ -312,7 +312,11 @@ class _Pending(Collector):
         )
         for key, count in counts.items():
             pending.add_metric(key, count)
-        running = GaugeMetricFamily(f"{_PREFIX}hooks_running", "Hooks that run now for events.", value=hooks)
+        running = GaugeMetricFamily(
+            f"{_PREFIX}hooks_running",
+            "Hooks that run now for events, or wait for another run of the same hook.",
+            value=hooks,
+        )
         unrecovered = GaugeMetricFamily(
             f"{_PREFIX}recovery_failed",
             "Events that are over and whose recovery failed, until it is solved.",

@@ -87,12 +87,14 @@ class PolicyInForce(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningHook(msgspec.Struct, frozen=True, kw_only=True):
-    """A hook that runs now."""
+    """A hook that runs now, or waits for another run of the same hook."""
 
     workflow_id: str
     stage: Stage | Literal["on_clear"]
     hook: str
+    state: Literal["queued", "running"] = "running"
     since: datetime
+    """When that began."""
 
 
 class TargetFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +129,7 @@ class HookStep(msgspec.Struct, frozen=True, kw_only=True):
 
     stage: Stage
     hook: str
-    state: Literal["open", "running", "done", "failed", "not_run"]
+    state: Literal["open", "queued", "running", "done", "failed", "not_run"]
 
 
 class EventSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ _WAITS = {
     "time": "begins at {at} ({detail})",
     "slot": "waits for a slot: {detail}; begins without one at {at}",
     "table": "waits for the first answer of the fleet's table",
+    "other_run": "waits for another run of hook {detail}",
     "would_run_on_start": "the agent only observes; it would now run {on_start}",
     "observes": "the agent only observes",
     "status": "only a scheduled event can be approved, and its status is {status}",
@@ -137,7 +138,7 @@ def summarize(workflow: Workflow) -> str:
 
 def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datetime) -> str:
     """What the agent does about the event now, or what it waits for, as one sentence without its stop."""
-    hooks = [f"runs the {hook.stage} hook {hook.hook}, {span(hook.since, now)} so far" for hook in running]
+    hooks = [_hook_activity(hook, now) for hook in running]
     if hooks and is_held(workflow):
         hooks.append("held by an operator: no other begins")
     if hooks:
@@ -151,6 +152,12 @@ def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datet
     if workflow.waits_for:
         return workflow.waits_for if workflow.waits_for.startswith("waits ") else f"waits: {workflow.waits_for}"
     return _phase_in_words(workflow)
+
+
+def _hook_activity(hook: RunningHook, now: datetime) -> str:
+    if hook.state == "queued":
+        return f"waits for another run of hook {hook.hook}"
+    return f"runs the {hook.stage} hook {hook.hook}, {span(hook.since, now)} so far"
 
 
 def _phase_in_words(workflow: Workflow) -> str:
@@ -370,7 +377,7 @@ def _hooks(status: Status, workflow: Workflow) -> Iterator[HookStep]:
     """The hooks of the event in their order."""
     decision = workflow.decision
     is_over = workflow.is_over
-    running = {(hook.stage, hook.hook) for hook in status.running_for(workflow.id)}
+    running = {(hook.stage, hook.hook): hook.state for hook in status.running_for(workflow.id)}
     stages: tuple[tuple[Stage, tuple[str, ...], Progress, bool], ...] = (
         ("prepare", decision.prepare, workflow.prepare, is_over or workflow.was_started),
         ("on_start", decision.on_start, workflow.on_start, is_over),
@@ -380,7 +387,7 @@ def _hooks(status: Status, workflow: Workflow) -> Iterator[HookStep]:
         failed = progress.failed_hook or next((hook for hook in hooks if hook not in progress.done), None)
         for hook in hooks:
             if (stage, hook) in running or progress.current == hook:
-                yield HookStep(stage=stage, hook=hook, state="running")
+                yield HookStep(stage=stage, hook=hook, state=running.get((stage, hook), "running"))
             elif hook in progress.done:
                 yield HookStep(stage=stage, hook=hook, state="done")
             elif progress.state == "failed" and hook == failed:

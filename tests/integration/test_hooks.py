@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from scheduled_events_agent.hooks import HookQueues, HookResult, HookRun
+from scheduled_events_agent.hooks import HookQueue, HookQueues, HookResult, HookRun
 from scheduled_events_agent.policy import Hook
 
 
@@ -298,27 +297,35 @@ def test_a_serialized_hook_waits_for_the_other_run_of_it(tmp_path: Path) -> None
         "import os, sys, time; name = sys.argv[1]; handle = os.open(name, os.O_CREAT | os.O_EXCL);"
         "print('in', flush=True); time.sleep(0.1); os.close(handle); os.unlink(name)"
     )
-    queues = HookQueues(deque)
+    queues = HookQueues(HookQueue)
     hook = _hook(code, str(tmp_path / "inside"), serialize=True)
     runs = [_Background(hook, queues=queues) for _ in range(4)]
     assert [run.finish().outcome for run in runs] == ["succeeded"] * 4
 
 
-def test_serialized_runs_come_in_the_order_in_which_they_asked(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "expected"), [((2, 2, 2, 2), "0123"), ((2, 3, 2, 0), "0321"), ((2, 2, 1, 0), "0321")]
+)
+def test_serialized_runs_come_by_their_rank_and_then_in_the_order_in_which_they_asked(
+    tmp_path: Path, kinds: tuple[int, ...], expected: str
+) -> None:
     order, go = tmp_path / "order", tmp_path / "go"
     code = (
         "import os, sys, time; open(sys.argv[1], 'a').write(os.environ['NUMBER']);"
         "[time.sleep(0.02) for _ in iter(lambda: os.path.exists(sys.argv[2]), True)]"
     )
-    hook, queues = _hook(code, str(order), str(go), serialize=True), HookQueues(deque)
+    hook, queues = _hook(code, str(order), str(go), serialize=True), HookQueues(HookQueue)
     runs = []
-    for number in "0123":
-        runs.append(_Background(hook, queues=queues, environment={"NUMBER": number}))
-        while len(queues["test"]) < len(runs):
+    for number, kind in enumerate(kinds):
+        rank = (kind, 0.0, 0.0)
+        run = _Background(hook, queues=queues, environment={"NUMBER": str(number)}, rank=rank)
+        runs.append(run)
+        while len(queues["test"]._waiting) < number or not (number or order.exists()):
             time.sleep(0.01)
+        assert run.run.is_queued is bool(number)
     go.touch()
     assert [run.finish().outcome for run in runs] == ["succeeded"] * 4
-    assert order.read_text(encoding="utf-8") == "0123"
+    assert order.read_text(encoding="utf-8") == expected
 
 
 def test_a_hook_that_is_not_serialized_runs_for_two_events_at_once() -> None:
@@ -331,7 +338,7 @@ def test_a_hook_that_is_not_serialized_runs_for_two_events_at_once() -> None:
 
 
 def test_a_hook_that_waits_for_its_turn_can_be_canceled_or_run_out_of_time() -> None:
-    hook, queues = _hook(_READY_AND_SLEEP, serialize=True), HookQueues(deque)
+    hook, queues = _hook(_READY_AND_SLEEP, serialize=True), HookQueues(HookQueue)
     first = _Background(hook, queues=queues)
     first.wait_for_line()
     second = _Background(hook, queues=queues)

@@ -27,6 +27,8 @@ what the agent knows, both are right.
     12 every notice whose happening is on disk arrives at its target, those of a target in order, or is counted as
        given up; no other notice arrives. The counts of an agent that is killed and the notices of a state that is
        lost are excused
+    13 of a hook of which only one run goes on at a time, a less urgent one gives way to an eviction within a
+       second, and runs again later
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -288,12 +290,24 @@ class Judge:
                 is_sure = self.lives[run.event].plan is not None and not self.lives[run.event].is_unsure
                 text = f"(8) {life.name} waits for hook {run.hook} of {run.event}, which nobody has told to end"
                 self._expect(run.is_told_to_end or not is_sure, text)
-            is_held_up = self.on_clear_runs or in_the_way
+            is_held_up = self.on_clear_runs or in_the_way or self._is_taken(rule.prepare[0], life)
             is_begun = any((run.event, run.stage) == (life.name, "prepare") for run in self.runs)
             self._expect(is_begun or bool(is_held_up), f"(8) {life.name} is not prepared for at once")
 
+    def _is_taken(self, hook: str, life: Life) -> bool:
+        """Whether an eviction has the one run of the hook that may go on."""
+        runs = [run for run in self.runs if (run.stage, run.hook) == ("prepare", hook)]
+        is_needed = any(self.lives[run.event].type == "Preempt" for run in runs)
+        return is_needed and life.type != "Preempt" and self.hooks[hook].serialize
+
+    def waits(self, event: str, hook: str, *, behind: tuple[str, str]) -> None:
+        """A hook that must not run twice has waited for a second, behind one of that event and stage."""
+        is_urgent = self.lives[event].type == "Preempt"
+        is_less = behind[1] != "on_start" and self.lives[behind[0]].type != "Preempt"
+        self._expect(not (is_urgent and is_less), f"(13) hook {hook} of {event} waits for that of {behind[0]}")
+
     def started(self, event: str, stage: str, hook: str) -> None:
-        """A hook starts."""
+        """A hook starts, or waits for another run of it."""
         life, text = self.lives.get(event), f"{stage} hook {hook} of {event} starts"
         self._expect(not self.is_blind, f"(7) {text} before any document was read")
         self._expect(not self.on_clear_runs, f"{text} beside an on_clear hook")
@@ -328,6 +342,8 @@ class Judge:
         """The agent has put the end of a hook on disk."""
         life = self.lives[event]
         has_failed = outcome in ("failed", "timed_out", "not_started")
+        if stage == "prepare" and outcome == "canceled" and not (life.is_over or life.was_started):
+            self._used.discard((event, stage, hook))  # it gave way
         if stage == "prepare" and has_failed and is_required:
             life.has_failed, life.failed_hook = True, hook
         elif stage == "prepare" and has_failed:

@@ -403,6 +403,9 @@ MUTANTS: dict[str, Mutant] = {
     "12: what is dropped is not counted": Mutant(
         Notifying, {"_drop": lambda *_: None}, "(12)", frozenset({"bad receivers", "reloads"})
     ),
+    "13: an eviction waits for its turn": Mutant(
+        WORKFLOW, {"_has_come_to": _never}, "(13)", frozenset({"recommendations"})
+    ),
     "9: results are lost": Mutant(engine_module, {"proceed": _proceed_that_loses_what_fails}, "", first=129),
 }
 

@@ -18,6 +18,7 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -87,6 +88,8 @@ _NEWS: dict[NoteKind, NoticeWord] = {
     "seen": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held", "approved": "approved",
     "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
 }  # fmt: skip
+# So long a run that is in the way of an eviction may take at most to end, and a little more.
+_URGENT_SECONDS = 1.5
 _HOOKS = ("drain", "save", "stop", "load", "resume", "go", "tell")
 
 
@@ -907,6 +910,11 @@ class World(Machine):
         self.tell(f"{event}: {effect.stage} hook {name} starts")
         self.judge.started(event, effect.stage, name)
 
+    def hook_waits(self, effect: HookStart, behind: RunHook) -> None:
+        if isinstance(effect, RunHook) and effect.stage == "prepare":
+            first = (self._event_of(behind), behind.stage)
+            self.judge.waits(self._event_of(effect), effect.hook, behind=first)
+
     def hook_is_told_to_end(self, effect: HookStart) -> None:
         if isinstance(effect, RunHook):
             self.judge.told_to_end(self._event_of(effect), effect.stage)
@@ -1020,9 +1028,14 @@ class World(Machine):
         )
         if "recommendations" in self.troubles:
             rules += self._spot_rules()
-        must = self.chance("required hooks")
+        must, once = self.chance("required hooks"), self.chance("serialized hooks")
         hooks = {
-            name: Hook(run=("/bin/true",), timeout=chance.choice((20.0, 120.0)), required=must.random() < 0.7)
+            name: Hook(
+                run=("/bin/true",),
+                timeout=chance.choice((20.0, 120.0)),
+                required=must.random() < 0.7,
+                serialize=once.random() < 0.5,
+            )
             for name in _HOOKS
         }
         return Settings(
@@ -1166,6 +1179,12 @@ class Executor:
         self._numbers: dict[HookKey, int] = {}
         self._count = itertools.count()
         self._senders: dict[str, Sender] = {}
+        self._once: dict[str, HookKey] = {}
+        """By the hook's name: the run that goes on, of those that must not overlap."""
+        self._waiting: dict[HookKey, Callable[[], None]] = {}
+        """What begins the runs that wait for their turn."""
+        self._patient: set[HookKey] = set()
+        """Runs that were told to end, and may take their time."""
 
     def use(self, targets: Sequence[NotifyTarget]) -> None:
         """These targets are notified."""
@@ -1192,6 +1211,34 @@ class Executor:
         self._live.add(key)
         number = self._numbers[key] = next(self._count)
         assert hook is not None
+        begin = partial(self._begin, effect, hook, number, deadline)
+        if hook.serialize and effect.hook in self._once:
+            self._waiting[key] = begin
+            world.after(_URGENT_SECONDS, lambda: self._expect_turn(effect))
+            return
+        if hook.serialize:
+            self._once[effect.hook] = key
+        begin()
+
+    def _expect_turn(self, effect: HookStart) -> None:
+        """A second after it has begun to wait."""
+        key = key_of(effect)
+        if key in self._waiting and effect.hook in self._once and self._life == self._world.life:
+            first = self._once[effect.hook]
+            behind = self._runs[first]
+            if first not in self._patient and isinstance(behind, RunHook):
+                self._world.hook_waits(effect, behind)
+
+    def _take_turns(self, name: str) -> None:
+        """The run that went on has ended: the most urgent one of those that wait begins."""
+        self._once.pop(name, None)
+        waiting = [key for key in self._waiting if self._runs[key].hook == name]
+        if waiting:
+            key = self._once[name] = min(waiting, key=lambda key: self._runs[key].rank)
+            self._waiting.pop(key)()
+
+    def _begin(self, effect: HookStart, hook: Hook, number: int, deadline: float | None) -> None:
+        world, key = self._world, key_of(effect)
         limit = hook.timeout if deadline is None else min(hook.timeout, max(0.0, deadline - world.monotonic()))
         chance = world.chance(f"hook {effect.hook}")
         seconds = chance.choice((0.01, 1.0, 10.0))
@@ -1207,6 +1254,12 @@ class Executor:
         grace_seconds = 1.0 if is_urgent else 5.0
         if key in self._live:
             self._world.hook_is_told_to_end(self._runs[key])
+            if key in self._waiting:
+                number = self._numbers[key]
+                self._world.after(0.0, lambda: self._end(key, number, "canceled"))
+                return
+            if not is_urgent:
+                self._patient.add(key)
             chance, number = self._world.chance("cancel"), self._numbers[key]
             # It may have been about to end anyway.
             outcome: HookOutcome = "succeeded" if chance.random() < 0.2 else "canceled"
@@ -1263,7 +1316,11 @@ class Executor:
         if key not in self._live or self._numbers[key] != number or self._life != self._world.life:
             return
         self._live.discard(key)
+        self._patient.discard(key)
+        self._waiting.pop(key, None)
         effect = self._runs[key]
+        if self._once.get(effect.hook) == key:
+            self._take_turns(effect.hook)
         self._world.hook_ends(effect, outcome)
         self._world.give(self._life, HookEnded(effect, without_run(effect.hook, outcome, outcome)))
 

@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, get_args
 
 import pytest
+from msgspec.structs import replace
 
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.operator_words import overruling, short_ids
@@ -209,7 +210,9 @@ def test_every_reason_to_wait_has_words(kind: WaitKind) -> None:
 
 def test_a_hook_that_runs_is_told_with_its_time_so_far() -> None:
     hook = RunningHook(workflow_id="1", stage="prepare", hook="drain", since=NOW - timedelta(seconds=72))
+    waits = replace(hook, state="queued")
     assert activity(a_workflow(phase="preparing"), [hook], NOW) == "runs the prepare hook drain, 1m 12s so far"
+    assert activity(a_workflow(phase="preparing"), [waits], NOW) == "waits for another run of hook drain"
 
 
 def test_of_an_agent_that_does_not_answer_only_the_past_is_told() -> None:

@@ -22,6 +22,7 @@ invariants, which it works out for itself and not from the fields of a workflow:
 11. a recommendation is never approved; it is over, too, when it has expired, and is then not prepared for again
     while the document lists it; it is not recovered from while an eviction is in the document
 12. the reason why an event waits is the one that holds now
+13. of a hook that runs once at a time, no less urgent run is in the way of an eviction
 
 An event that one answer lacks is missing: nothing is begun for it and nothing of it is undone. Only when a second
 answer lacks it, it is over; if it comes back before a recovery has begun, its own or one for another event that
@@ -101,6 +102,8 @@ class Script:
     has_operator: bool = False
     may_flap: bool = False
     """A started event may become scheduled again."""
+    serialized: frozenset[str] = frozenset()
+    """Hooks of which only one run may go on at a time."""
     may_leave: bool = False
     """A scheduled event may name other VMs from some answer on."""
     resources: tuple[str, ...] = ("vm_1",)
@@ -446,6 +449,7 @@ class World:
                 stage == "recover" and self.script.share_hooks(name[0], event) for name, stage in self.flights
             )
             is_delayed = is_delayed or self._has_earlier_flight(self.present(event))
+            is_delayed = is_delayed or (event != "P" and self._taken_by_eviction(rule.prepare[0]))
             is_begun = (self.present(event), "prepare") in self.flights
             self.expect(is_begun or is_delayed, f"(8) {event} is not prepared for at once")
 
@@ -465,6 +469,8 @@ class World:
         elif outcome == "succeeded":
             self.news |= {(name, stage, flight.hook)}
             self.succeeded |= {(name, flight.hook)}
+        elif outcome == "canceled" and stage == "prepare" and not self.is_over(name) and name not in self.started:
+            self.used -= {(name, stage, flight.hook)}  # it gave way to an eviction, and has still to run
         elif outcome == "failed" and stage == "prepare":
             self.failed[name] = flight.hook
             if self.words.get(name) == "approved" and name not in self.confirmed:
@@ -508,6 +514,7 @@ class World:
             boot_id=BOOTS[self.boot],
             document_at=self.document_at,
             is_state_lost=self.script.is_state_lost,
+            serialized=self.script.serialized,
             remembered={
                 f"{name[0]}-recommendation".casefold(): RememberedEvent(
                     reason="expired", at=self.now, last_seen_at=self.now
@@ -548,9 +555,24 @@ class World:
             if not workflow.is_open:
                 self._forget(name, workflow.outcome)
         self.expect(not (self.stuck and is_ready(self.board)), "(4) ready though a recovery has failed")
+        self._expect_urgent_first()
         for workflow in self.board.values():
             due = phases.move(workflow, self.board, context)
             self.expect(due == workflow.waits, f"(12) {due} is not the reason that is shown: {workflow.waits}")
+
+    def _taken_by_eviction(self, hook: str) -> bool:
+        """Whether the one run of the hook that may go on is that of an eviction."""
+        if hook not in self.script.serialized:
+            return False
+        return any(
+            name[0] == "P" and stage == "prepare" and flight.hook == hook and not flight.is_told_to_end
+            for (name, stage), flight in self.flights.items()
+        )
+
+    def _expect_urgent_first(self) -> None:
+        for (name, stage), flight in self.flights.items():
+            if name[0] != "P" and stage != "on_start" and self._taken_by_eviction(flight.hook):
+                self.expect(flight.is_told_to_end, f"(13) {name} keeps an eviction from {flight.hook}")
 
     def _forget(self, name: str, outcome: str) -> None:
         """The workflow is closed: nothing may be left of it."""
@@ -890,6 +912,15 @@ def test_a_recommendation_and_an_eviction_in_every_order(rules: dict[str, Rule],
     assert walk(Script(rules, crashes=1, appearances=1, depth=depth)) > 300
 
 
+@to_depth(5, nightly=8)
+@pytest.mark.parametrize("more", [{}, {"prepare": ("drain", "save")}, {"drain_for": 30.0}])
+def test_an_eviction_among_others_that_need_the_same_hook_once_at_a_time(more: dict[str, Any], depth: int) -> None:
+    rules = {"A": a_rule("A", **{**DRAIN, **more}), "P": a_rule("P", **DRAIN)}
+    assert walk(Script(rules, crashes=1, appearances=1, serialized=frozenset({"drain"}), depth=depth)) > 500
+    swapped = {"A": a_rule("A", **DRAIN), "P": a_rule("P", **{**DRAIN, **more})}
+    assert walk(Script(swapped, crashes=1, appearances=1, serialized=frozenset({"drain"}), depth=depth)) > 500
+
+
 @to_depth(7)
 def test_a_recommendation_alone_in_every_order_of_things(depth: int) -> None:
     rules = {"R": a_rule("R", prepare=("drain",), expire_after=EXPIRE_SECONDS)}
@@ -1118,6 +1149,10 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     ),
     "an event that left comes back as it was": (
         {"_lose": _lose_as_if_it_had_vanished}, "", Script(PAIRS["same hooks"], may_leave=True, crashes=0),
+    ),
+    "an eviction waits for its turn": (
+        {"_has_come_to": _nobody_prepares}, "(13)",
+        Script({"A": a_rule("A", **DRAIN), "P": a_rule("P", **DRAIN)}, serialized=frozenset({"drain"}), crashes=0),
     ),
     "a reason outlives its cause": (
         {"explain": lambda workflow, waits: REAL["explain"](workflow, waits or workflow.waits)},

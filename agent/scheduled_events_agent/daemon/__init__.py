@@ -347,7 +347,7 @@ class Daemon:
     def _describe(self) -> str:
         """What the agent is at, in one line, which only changes when that does."""
         parts = []
-        if hooks := [running.hook for running in self._executor.running()]:
+        if hooks := [one.hook for one in self._executor.running() if one.state == "running"]:
             # Packages look for these words, to restart the agent when no hook runs.
             noun = "hook" if len(hooks) == 1 else "hooks"
             parts.append(f"runs {noun} {', '.join(hooks)}")

@@ -5,16 +5,14 @@ The one invariant: each hook and each approval is answered through the inbox, al
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from datetime import UTC, datetime
 from functools import partial
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.daemon.polling import Put, request_error
 from scheduled_events_agent.daemon.senders import Senders
 from scheduled_events_agent.engine import HookEnded, HookKey, HookStart, key_of, without_run
-from scheduled_events_agent.hooks import HookQueues, HookRun
+from scheduled_events_agent.hooks import HookQueue, HookQueues, HookRun
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds import ImdsClient
 from scheduled_events_agent.log import Logger, get_logger
@@ -35,8 +33,8 @@ class Threads:
         self._put = put
         self._instance = instance
         self._senders = senders
-        self._queues = HookQueues(deque)
-        self._runs: dict[HookKey, tuple[HookRun, RunningHook]] = {}
+        self._queues = HookQueues(HookQueue)
+        self._runs: dict[HookKey, tuple[HookRun, HookStart]] = {}
         self._unanswered: set[str] = set()
         self._have_run = False
 
@@ -66,11 +64,9 @@ class Threads:
             on_line=partial(_log_output, log),
             instance=self._instance,
             queues=self._queues,
+            rank=effect.rank,
         )
-
-        since = datetime.now(UTC)
-        started = RunningHook(workflow_id=effect.workflow_id, stage=effect.stage, hook=name, since=since)
-        self._runs[key_of(effect)] = (run, started)
+        self._runs[key_of(effect)] = (run, effect)
         self._have_run = True
         _start_thread(
             f"hook-{name}",
@@ -104,8 +100,19 @@ class Threads:
         return bool(self._runs or self._unanswered) or self._senders.is_busy()
 
     def running(self) -> tuple[RunningHook, ...]:
-        """The hooks that run, for any thread."""
-        return tuple([started for _, started in list(self._runs.values())])
+        """The hooks that run or wait for another run, for any thread."""
+        return tuple(
+            [
+                RunningHook(
+                    workflow_id=effect.workflow_id,
+                    stage=effect.stage,
+                    hook=effect.hook,
+                    state="queued" if run.is_queued else "running",
+                    since=run.since,
+                )
+                for run, effect in list(self._runs.values())
+            ]
+        )
 
     def cancel_all(self, grace_seconds: float) -> None:
         """End everything within the grace."""

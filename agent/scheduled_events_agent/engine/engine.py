@@ -303,6 +303,7 @@ class Engine:
             windows=settings.maintenance_windows,
             hooks=settings.hooks,
             hook_seconds=self._hook_runs.seconds,
+            serialized=self._hook_runs.serialized,
             reserve=settings.agent.reserve,
             boot_id=self.boot_id,
             is_acting=self.is_acting(),

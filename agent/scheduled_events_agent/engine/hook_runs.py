@@ -59,11 +59,14 @@ class HookRuns:
         self._are_times_saved = True
         self.seconds: Mapping[str, float] = {}
         """How long each hook may take."""
+        self.serialized: frozenset[str] = frozenset()
+        """The hooks of which only one run may go on at a time."""
         self.use(settings)
 
     def use(self, settings: Settings) -> None:
         """Another policy is in force."""
         self._settings = settings
+        self.serialized = frozenset(name for name, hook in settings.hooks.items() if hook.serialize)
         self.seconds = {
             name: hook_times.may_take_seconds(self._times, name, hook) for name, hook in settings.hooks.items()
         }

@@ -13,7 +13,7 @@ from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.settings import FleetSettings
-from scheduled_events_agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Standing
+from scheduled_events_agent.workflow import ApprovalAnswered, Approve, HookOutcome, Rank, RunHook, Standing
 
 HookKey = tuple[str, str]
 """Workflow and stage: what a workflow runs one hook of at a time."""
@@ -28,6 +28,7 @@ class RunOnClear:
     hook: str
     workflow_id: str = ""
     stage: Literal["on_clear"] = "on_clear"
+    rank: Rank = (9, 0.0, 0.0)
 
 
 HookStart = RunHook | RunOnClear

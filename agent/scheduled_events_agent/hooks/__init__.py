@@ -11,8 +11,9 @@ import os
 import signal
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from math import inf
 from typing import Literal
 
@@ -25,7 +26,7 @@ from scheduled_events_agent.host import processes
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.settings.files import hook_tampering_fault
 from scheduled_events_agent.spelling import format_duration
-from scheduled_events_agent.workflow import HookOutcome
+from scheduled_events_agent.workflow import HookOutcome, Rank
 
 # From SIGTERM to SIGKILL. (Windows has no SIGTERM.)
 _GRACE_SECONDS = 5.0
@@ -98,8 +99,38 @@ def end_leftovers(instance: str) -> int:
     return processes.end_marked(f"{instance}:")
 
 
-HookQueues = defaultdict[str, "deque[HookRun]"]
-"""The runs of each hook that must not run twice at a time, in the order of their turns."""
+class HookQueue:
+    """The runs of a hook that must not overlap: of those that wait, the one of the lowest rank is next."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[HookRun] = []
+        self._running: HookRun | None = None
+
+    def join(self, run: "HookRun") -> None:
+        """Wait for its turn from now on."""
+        with self._lock:
+            self._waiting.append(run)
+
+    def has_turn(self, run: "HookRun") -> bool:
+        """Whether it may run now; then no other one may, until it leaves."""
+        with self._lock:
+            if self._running is None and min(self._waiting, key=lambda one: one.rank) is run:
+                self._waiting.remove(run)
+                self._running = run
+            return self._running is run
+
+    def leave(self, run: "HookRun") -> None:
+        """It has ended, or waits no longer."""
+        with self._lock:
+            if self._running is run:
+                self._running = None
+            else:
+                self._waiting.remove(run)
+
+
+HookQueues = defaultdict[str, HookQueue]
+"""By the hook's name."""
 
 
 class HookRun:
@@ -108,7 +139,8 @@ class HookRun:
     ``deadline`` (monotonic): the hook and all that it started must be gone by then. None: only the hook's own time
     limit counts. ``on_line`` gets each line of output, on another thread; it should not block. ``instance`` tells
     this agent from others of this machine, for ``end_leftovers``: the absolute path of its state file. ``queues``:
-    shared by the runs that must not overlap.
+    shared by the runs that must not overlap; of those that wait for their turn, the one of the lowest ``rank`` is
+    next.
     """
 
     def __init__(
@@ -122,8 +154,14 @@ class HookRun:
         on_line: Callable[[str], None] = lambda _: None,
         instance: str = "",
         queues: HookQueues | None = None,
+        rank: Rank = (0, 0.0, 0.0),
     ) -> None:
         self.name = name
+        self.rank = rank
+        self.is_queued = queues is not None and hook.serialize
+        """Whether it waits for another run of the same hook to end; for any thread."""
+        self.since = datetime.now(UTC)
+        """Since when it waits, or runs; for any thread."""
         self._hook = hook
         self._environment = environment
         self._stdin = stdin
@@ -144,17 +182,19 @@ class HookRun:
         queue = self._queue
         if queue is None:
             return self._run_attempts(time.monotonic())
-        queue.append(self)
+        queue.join(self)
         try:
-            while queue[0] is not self and not self._is_canceled:
+            while not queue.has_turn(self) and not self._is_canceled:
                 if self._seconds_left() <= 0:
                     detail = "no time was left after other runs of this hook"
                     return self._result(0, time.monotonic(), "not_started", detail)
                 with self._changed:
                     self._changed.wait(max(0.0, min(self._seconds_left(), _QUEUE_CHECK_SECONDS)))
+            self.since = datetime.now(UTC)
+            self.is_queued = False
             return self._run_attempts(time.monotonic())
         finally:
-            queue.remove(self)
+            queue.leave(self)
 
     def cancel(self, *, is_urgent: bool = False) -> None:
         """End the run now. ``is_urgent``: one second after SIGTERM it is killed, not five."""

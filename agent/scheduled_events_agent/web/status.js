@@ -10,7 +10,8 @@
   const TONES = {recovery_failed: "bad", held: "bad", preparing: "busy", recovering: "busy", started: "busy"};
   const STAGES = {prepare: "prepare", on_start: "on start", recover: "recover"};
   const STEPS = {
-    done: ["good", "✓", "done"], running: ["busy", "▸", "running"], failed: ["bad", "✕", "failed"],
+    done: ["good", "✓", "done"], running: ["busy", "▸", "running"],
+    queued: ["busy", "…", "waits for another run"], failed: ["bad", "✕", "failed"],
     open: ["", "·", "to do"], not_run: ["", "-", "not run"],
   };
   const SOURCES = {User: "a user", Platform: "Azure's platform"};

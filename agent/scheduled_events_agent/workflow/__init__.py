@@ -47,6 +47,7 @@ from scheduled_events_agent.workflow.model import (
     Outcome,
     Phase,
     Progress,
+    Rank,
     Reconsider,
     RememberedEvent,
     RunHook,
@@ -64,9 +65,8 @@ from scheduled_events_agent.workflow.wishes import Wish, wishes
 __all__ = [
     "TRANSITIONS", "AgentRestarted", "Approval", "ApprovalAnswered", "Approve", "Board", "CancelHook", "ClockSet",
     "Context", "Effect", "Fleet", "HookFinished", "HookOutcome", "Leave", "MoveDeadline", "Note", "NoteKind",
-    "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Reconsider", "RememberedEvent", "RunHook",
-    "Signal", "Stage",
-    "Standing", "Step", "Waits", "Wish", "Word", "Workflow", "ask_gates", "awaited_others", "has_obeyed",
-    "hook_deadline_at", "is_ready", "known_events", "needed_seconds", "needs_all", "needs_slot", "next_wake_at",
-    "proceed", "wishes", "workflow_id",
+    "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Rank", "Reconsider", "RememberedEvent",
+    "RunHook", "Signal", "Stage", "Standing", "Step", "Waits", "Wish", "Word", "Workflow", "ask_gates",
+    "awaited_others", "has_obeyed", "hook_deadline_at", "is_ready", "known_events", "needed_seconds",
+    "needs_all", "needs_slot", "next_wake_at", "proceed", "wishes", "workflow_id",
 ]  # fmt: skip

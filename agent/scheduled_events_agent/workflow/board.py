@@ -96,9 +96,15 @@ class _Turn:
     def move_all(self) -> None:
         """Move until nothing moves: workflows wait for each other.
 
-        Events that are still to come move first: what they begin may forbid the recovery from another one.
+        Events that are still to come move first, and evictions before them: what they begin may forbid what others
+        would.
         """
-        moving = sorted(self.workflows, key=lambda key: self.workflows[key].is_over)
+
+        def order(key: str) -> tuple[bool, bool]:
+            workflow = self.workflows[key]
+            return workflow.is_over, workflow.event.type != "Preempt"
+
+        moving = sorted(self.workflows, key=order)
         for _ in range(1000):
             before = len(self.steps)
             reasons = {}

@@ -34,6 +34,8 @@ WaitKind = Literal[
     "time", "would_begin", "would_run_on_start", "observes", "slot",
     # before it begins, and before it is approved
     "table",
+    # while it is prepared for
+    "other_run",
     # what the gates answer
     "status", "not_ours", "missing", "id", "never", "unprepared", "prepare_failed", "prepare_canceled", "held",
     "manual", "too_early", "shared", "earlier_vms", "all_ready", "doubt", "stale",
@@ -225,6 +227,11 @@ Signal = (
 )
 
 
+Rank = tuple[int, float, float]
+"""How urgent the event is, NotBefore, and when it was first seen."""
+_LAST: Rank = (9, 0.0, 0.0)
+
+
 class RunHook(msgspec.Struct, frozen=True, kw_only=True):
     """Start the hook; its result comes back as HookFinished."""
 
@@ -232,6 +239,8 @@ class RunHook(msgspec.Struct, frozen=True, kw_only=True):
     stage: Stage
     hook: str
     run: int
+    rank: Rank = _LAST
+    """Of runs that must not overlap, the lowest is next."""
 
 
 class CancelHook(msgspec.Struct, frozen=True, kw_only=True):
@@ -331,6 +340,8 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """Names of all hooks of the policy."""
     hook_seconds: Mapping[str, float] = {}
     """How long each may take."""
+    serialized: Container[str] = frozenset()
+    """Names of the hooks of which only one run may go on at a time."""
     reserve: float = 0.0
     """Prepare hooks must end so many seconds before NotBefore."""
     boot_id: str

@@ -14,6 +14,7 @@ from scheduled_events_agent.workflow.fleet import without_slot
 from scheduled_events_agent.workflow.model import Context, Note, Phase, Progress, Step, Waits, Workflow
 from scheduled_events_agent.workflow.stages import (
     cut_short,
+    give_way,
     next_hook,
     prepared_peers,
     run_next,
@@ -36,7 +37,7 @@ def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | W
     if ended:
         return recommendations.end(workflow, ended)
     if workflow.is_missing:
-        return Waits(kind="missing")
+        return give_way(workflow, "prepare", workflows, context) or Waits(kind="missing")
     match workflow.phase:
         case "recovering":
             return _recovering(workflow, workflows, context)

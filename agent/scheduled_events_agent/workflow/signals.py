@@ -358,7 +358,8 @@ def _restart(workflow: Workflow, context: Context) -> Step:
     for stage in stages:
         progress = workflow.progress(stage)
         if progress.current is not None:
-            state = "canceled" if progress.is_canceling and stage == "prepare" else progress.state
+            is_cut = progress.is_canceling and stage == "prepare" and _is_past(workflow)
+            state = "canceled" if is_cut else progress.state
             progress = replace(progress, current=None, is_canceling=False, state=state)
             workflow = workflow.with_progress(stage, progress)
     if workflow.approval.state == "requested":
@@ -375,12 +376,16 @@ def _without_what_a_reboot_has_undone(workflow: Workflow, context: Context) -> W
 
     The number of its runs stays: something was done, outside of this VM perhaps, and is recovered in any case.
     """
-    has_started = workflow.was_started or workflow.event.is_started
     has_begun = workflow.prepare.state != "idle"
-    if not has_begun or has_started or workflow.is_over or workflow.prepare_boot_id == context.boot_id:
+    if not has_begun or _is_past(workflow) or workflow.prepare_boot_id == context.boot_id:
         return workflow
     prepare = Progress(state="running", run=max(1, workflow.prepare.run))
     return replace(workflow, prepare=prepare, drain_until=None)
+
+
+def _is_past(workflow: Workflow) -> bool:
+    """Whether it has started or is over: nothing begins to prepare for it any more."""
+    return workflow.was_started or workflow.event.is_started or workflow.is_over
 
 
 def _describe(event: ScheduledEvent, now: datetime) -> str:

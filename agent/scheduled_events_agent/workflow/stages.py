@@ -16,7 +16,7 @@ from scheduled_events_agent.workflow.model import (
     Waits,
     Workflow,
 )
-from scheduled_events_agent.workflow.times import is_due
+from scheduled_events_agent.workflow.times import is_due, rank_of
 
 
 def run_next(
@@ -25,7 +25,7 @@ def run_next(
     """Start the stage's next hook, or end the stage. If neither is due: why it waits, or None."""
     progress = workflow.progress(stage)
     if progress.current is not None:
-        return None
+        return give_way(workflow, stage, workflows, context)
     recoveries = [p for p in prepared_peers(workflow, workflows) if p.is_over and p.recover.current is not None]
     if stage == "prepare":
         drain_for = workflow.decision.drain_for
@@ -40,6 +40,8 @@ def run_next(
         return None
     if stage == "recover" and any(peer.recover.current == hook for peer in recoveries):
         return None  # it runs for another event now, once for both
+    if stage == "prepare" and _eviction_that_needs(hook, workflow, workflows, context):
+        return Waits(kind="other_run", detail=hook)
     if not context.is_acting:
         return Waits(kind="observes")
     if stage == "recover" and hook not in context.hooks:
@@ -48,9 +50,46 @@ def run_next(
     progress = replace(progress, state="running", current=hook, run=progress.run + 1)
     return Step(
         workflow=workflow.with_progress(stage, progress),
-        effects=(RunHook(workflow_id=workflow.id, stage=stage, hook=hook, run=progress.run),),
+        effects=(
+            RunHook(workflow_id=workflow.id, stage=stage, hook=hook, run=progress.run, rank=rank_of(workflow)),
+        ),
         notes=(Note(kind="hook_started", text=f"hook {hook} starts", stage=stage, hook=hook),),
     )
+
+
+def give_way(workflow: Workflow, stage: Stage, workflows: Mapping[str, Workflow], context: Context) -> Step | None:
+    """End a prepare hook of which only one run may go on, if an eviction needs it; it runs again later."""
+    progress = workflow.progress(stage)
+    if stage != "prepare" or progress.current is None or progress.is_canceling:
+        return None
+    eviction = _eviction_that_needs(progress.current, workflow, workflows, context)
+    if eviction is None:
+        return None
+    return _cancel(workflow, stage, f"hook {progress.current} gives way to {eviction.event.id}", is_urgent=True)
+
+
+def _eviction_that_needs(
+    hook: str, workflow: Workflow, workflows: Mapping[str, Workflow], context: Context
+) -> Workflow | None:
+    """The Preempt whose preparation has come to this hook, which runs for one event at a time."""
+    if hook not in context.serialized or workflow.event.type == "Preempt":
+        return None
+    evictions = [other for other in workflows.values() if other.event.type == "Preempt" and not other.is_over]
+    return next((one for one in evictions if _has_come_to(one, hook, context)), None)
+
+
+def _has_come_to(workflow: Workflow, hook: str, context: Context) -> bool:
+    """Whether the prepare hook runs for this event, or is next and may begin."""
+    prepare = workflow.prepare
+    if prepare.current is not None:
+        return prepare.current == hook and not prepare.is_canceling
+    is_on_its_way = workflow.phase == "preparing" and prepare.state == "running" and not workflow.event.is_started
+    if not is_on_its_way or workflow.operator == "held" or workflow.is_missing:
+        return False
+    if next_hook(workflow, "prepare") != hook:
+        return False
+    until = workflow.drain_until
+    return until is None or is_due(until, context.now, workflow.decision.drain_for)
 
 
 def _has_earlier_hook(workflow: Workflow, workflows: Mapping[str, Workflow]) -> bool:
@@ -81,11 +120,16 @@ def cut_short(workflow: Workflow, stage: Stage, *, is_urgent: bool = False) -> S
         return with_void_approval(step, "preparation was canceled") if stage == "prepare" else step
     if progress.is_canceling:
         return None
-    text = f"hook {progress.current} is canceled"
+    return _cancel(workflow, stage, f"hook {progress.current} is canceled", is_urgent=is_urgent)
+
+
+def _cancel(workflow: Workflow, stage: Stage, text: str, *, is_urgent: bool) -> Step:
+    """End the hook that runs."""
+    progress = workflow.progress(stage)
     return Step(
         workflow=workflow.with_progress(stage, replace(progress, is_canceling=True)),
         effects=(CancelHook(workflow_id=workflow.id, stage=stage, is_urgent=is_urgent),),
-        notes=(Note(kind="hook_canceled", text=text, stage=stage, hook=progress.current),),
+        notes=(Note(kind="hook_canceled", text=text, stage=stage, hook=progress.current or ""),),
     )
 
 

@@ -4,7 +4,9 @@ from datetime import datetime, timedelta
 
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.policy import Decision, Start
-from scheduled_events_agent.workflow.model import Context, Stage, Workflow
+from scheduled_events_agent.workflow.model import Context, Rank, Stage, Workflow
+
+_URGENT_TYPES = {"Preempt": 0, "Terminate": 1}
 
 
 def is_due(at: datetime, now: datetime, longest_seconds: float) -> bool:
@@ -33,6 +35,14 @@ def drain_end(decision: Decision, event: ScheduledEvent, context: Context) -> da
         hooks = needed_seconds(decision, context) - drain
         drain = min(drain, max(left - hooks, left / 2) if decision.prepare else left)
     return context.now + timedelta(seconds=max(0.0, drain))
+
+
+def rank_of(workflow: Workflow) -> Rank:
+    """How urgent its hooks are: an eviction, a termination, what starts sooner, what is known for longer."""
+    event = workflow.event
+    kind = 3 if workflow.is_over else _URGENT_TYPES.get(event.type, 2)
+    not_before = event.not_before.timestamp() if event.not_before else 0.0
+    return kind, not_before, workflow.first_seen_at.timestamp()
 
 
 def turn_to_approve(workflow: Workflow) -> datetime | None:

@@ -1,0 +1,87 @@
+"""What is urgent does not wait: hooks of which only one run goes on at a time, and an eviction among them."""
+
+from collections import Counter
+
+import pytest
+from harness import Agent, Simulator
+
+pytestmark = pytest.mark.timeout(120)
+
+RULE = {"name": "all", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
+
+
+def begin_reboots(sim: Simulator, agent: Agent, count: int) -> list[str]:
+    """So many Reboots, the first of which is drained for, with a drain that SIGTERM does not end."""
+    drain = agent.hook("drain", until="drained", ignores_sigterm=True, serialize=True)
+    agent.write_policy(rules=[RULE], hooks={"drain": drain, "resume": agent.hook("resume")})
+    agent.start()
+    reboots = []
+    for number in range(count):
+        reboots.append(sim.schedule("Reboot", notice_seconds=600.0 + number, lasts_seconds=None))
+        agent.wait_log("hook started", event_id=reboots[-1], hook="drain")
+        agent.wait_hook("drain", "start")
+    return reboots
+
+
+@pytest.mark.parametrize("queued", [0, 2])
+def test_an_eviction_does_not_wait_for_the_hooks_of_less_urgent_events(
+    sim: Simulator, agent: Agent, queued: int
+) -> None:
+    reboots = begin_reboots(sim, agent, 1 + queued)
+    preempt = sim.schedule("Preempt", notice_seconds=30.0, lasts_seconds=None)
+    agent.wait_hook("drain", "start", count=2)
+    assert drained(agent) == [reboots[0], preempt]
+    (seen,) = agent.journal_times(event_id=preempt, kind="seen")
+    (told,) = agent.journal_times(event_id=reboots[0], kind="hook_canceled", outcome="")
+    assert (told - seen).total_seconds() < 1.0
+    gives_way = f"hook drain gives way to {preempt}"
+    assert agent.log("hook canceled", event_id=reboots[0], reason=gives_way)
+    waiting = agent.pending()[reboots[0]]
+    assert waiting["phase"] == "preparing"
+    assert waiting["waits_for"] == "waits for another run of hook drain"
+
+    agent.let_go("drained")
+    for event in (preempt, *reboots):
+        sim.wait_approved(event)
+    ended = Counter(note["given"]["ID"] for note in agent.notes("start"))
+    assert ended == {reboots[0]: 2, preempt: 1} | dict.fromkeys(reboots[1:], 1)
+    assert len(agent.notes("end")) == 2 + queued
+    assert drained(agent)[2:] == reboots  # what starts sooner is drained for first
+    assert [line for line in agent.log("hook finished") if line["level"] != "info"] == []
+
+
+def test_a_termination_goes_first_and_ends_nothing(sim: Simulator, agent: Agent) -> None:
+    reboots = begin_reboots(sim, agent, 2)
+    terminate = sim.schedule("Terminate", notice_seconds=900.0, lasts_seconds=None)
+    agent.wait_until(lambda: len(agent.status()["running"]) == 3, "all three are there")
+    status = agent.status()
+    states = {one["workflow_id"]: one["state"] for one in status["running"]}
+    by_event = {one["event"]["id"]: states[one["id"]] for one in status["pending"]}
+    assert by_event == {reboots[0]: "running", reboots[1]: "queued", terminate: "queued"}
+    shown = " ".join(agent.run("status", "--state-dir", str(agent.state_dir)).stdout.split())
+    assert shown.count("waits for another run of hook drain") == 2
+    assert shown.count("runs the prepare hook drain") == 1
+    agent.let_go("drained")
+    for event in (terminate, *reboots):
+        sim.wait_approved(event)
+    assert drained(agent) == [reboots[0], terminate, reboots[1]]
+    assert agent.log("hook canceled") == []
+
+
+def test_killed_while_a_hook_gives_way_the_agent_goes_on_with_both(sim: Simulator, agent: Agent) -> None:
+    (reboot,) = begin_reboots(sim, agent, 1)
+    preempt = sim.schedule("Preempt", notice_seconds=600.0, lasts_seconds=None)
+    agent.wait_log("hook canceled", event_id=reboot)
+    agent.kill()
+    agent.start()
+    agent.wait_hook("drain", "start", count=2)
+    agent.wait_until(lambda: drained(agent)[-1] == preempt, "the eviction is drained for")
+    agent.let_go("drained")
+    sim.wait_approved(preempt)
+    sim.wait_approved(reboot)
+    assert drained(agent)[-1] == reboot
+
+
+def drained(agent: Agent) -> list[str]:
+    """The events that hooks were started for, in that order."""
+    return [note["given"]["ID"] for note in agent.notes("start") if note["hook"] == "drain"]
