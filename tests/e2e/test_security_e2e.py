@@ -179,6 +179,21 @@ def test_a_policy_that_others_can_write_is_refused_at_a_reload(agent: Agent) -> 
     assert agent.status()["rules"] == ["new"]
 
 
+def test_a_policy_that_is_a_named_pipe_is_refused_and_the_next_reload_reads_the_file(agent: Agent) -> None:
+    agent.write_policy(rules=[{**DRAIN, "name": "old"}], hooks=agent.hooks("drain", "resume"))
+    agent.start()
+    agent.config.unlink()
+    os.mkfifo(agent.config, mode=0o600)
+    agent.reload()
+    agent.wait_metric(0, "config_last_reload_successful")
+    assert any(f"{agent.config}: is not a regular file" in json.dumps(line) for line in agent.lines)
+    assert agent.status()["rules"] == ["old"]
+    agent.write_policy(rules=[{**DRAIN, "name": "new"}], hooks=agent.hooks("drain", "resume"))
+    agent.reload()
+    agent.wait_metric(1, "config_last_reload_successful")
+    assert agent.status()["rules"] == ["new"]
+
+
 @needs_root
 def test_an_event_is_held_when_its_hook_was_opened_to_others(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
     run = script(tmp_path, f"touch {tmp_path}/ran\n")

@@ -104,11 +104,11 @@ def test_no_text_of_the_library_gets_into_an_error(service: respx.MockRouter, fa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"to": SecretFile(file="/nowhere/file")}, "to: /nowhere/file cannot be read: "),
+        ({"to": SecretFile(file="/nowhere/file")}, f"to: {Path('/nowhere/file')}: cannot be read: "),
         ({"to": "ftp://secret.example.com/"}, "to: expected a URL such as https://example.com/hook"),
         ({"to": "https://example.com:secret/"}, "to: expected a URL such as https://example.com/hook"),
         ({"proxy": "https://secret:3128"}, "proxy: expected http://HOST:PORT"),
-        ({"ca_file": "/nowhere/ca.pem"}, "ca_file: /nowhere/ca.pem cannot be used: "),
+        ({"ca_file": "/nowhere/ca.pem"}, f"ca_file: {Path('/nowhere/ca.pem')}: cannot be read: "),
         ({"body": "/nowhere/body.json"}, f"body: {Path('/nowhere/body.json')}: cannot be read: "),
     ],
 )

@@ -258,7 +258,7 @@ def problems(file: Path) -> list[str]:
         ),
         (
             "tls_server_config: {cert_file: server.pem, key_file: none.key}",
-            ["DIR/web.yml:1: tls_server_config.key_file: DIR/none.key cannot be read: No such file or directory"],
+            ["DIR/web.yml:1: tls_server_config.key_file: DIR/none.key: cannot be read: No such file or directory"],
         ),
         (
             'tls_server_config: {cert_file: "server.pem\\0", key_file: server.key}',

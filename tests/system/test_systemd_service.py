@@ -543,7 +543,7 @@ def test_strict_serves_its_pages_with_a_key_that_only_its_account_can_read(
         make_strict(machine)
         if key.startswith(ETC):
             install = ("install", "-m", "640", "-g", "scheduled-events-agent")
-            service.wait_status(f"{key} cannot be read: No such file or directory")
+            service.wait_status(f"{key}: cannot be read: No such file or directory")
             machine.run(*install, f"{ETC}/credentials/key", key)
         # It is up without its pages, too.
         service.wait_status(f"its pages are not shown (cannot listen on {address}: Address already in use")

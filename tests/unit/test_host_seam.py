@@ -28,7 +28,7 @@ def _public(body: list[ast.stmt]) -> dict[str, str]:
 
 def _offered(system: str) -> dict[str, str]:
     found: dict[str, str] = {}
-    for path in (_FOLDER / system).glob("*.py"):
+    for path in (*_FOLDER.glob("*.py"), *(_FOLDER / system).glob("*.py")):
         found |= _public(ast.parse(path.read_text(encoding="utf-8")).body)
     return found
 

@@ -87,12 +87,9 @@ def sas_doubts(path: Path, now: datetime) -> Iterator[str]:
 def read_sas(path: Path) -> str:
     """The signature that a file holds, with or without a question mark before it. Raises LedgerError."""
     try:
-        if path.exists() and not path.is_file():
-            raise LedgerError(f"{path} is not a regular file", kind="setup")
-        with path.open("rb") as file:
-            text = file.read(_MAX_SAS_BYTES).decode("ascii").strip().removeprefix("?")
-    except OSError as error:
-        raise LedgerError(f"{path} cannot be read: {error.strerror}", kind="setup") from None
+        text = host.read_small_file(path, _MAX_SAS_BYTES).decode("ascii").strip().removeprefix("?")
+    except host.HostError as error:
+        raise LedgerError(str(error), kind="setup") from None
     except UnicodeDecodeError:
         raise LedgerError(f"{path} is not in ASCII: write it without a byte order mark", kind="setup") from None
     if text.startswith(("'", '"')):

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from scheduled_events_agent import host
 from scheduled_events_agent.events import to_azure_json
 from scheduled_events_agent.notices.happening import Happening
 from scheduled_events_agent.words import notice_title
@@ -129,12 +130,11 @@ def _pagerduty(happening: Happening, routing_key: str) -> dict[str, Any]:
 
 def _from_template(path: Path, happening: Happening) -> bytes:
     try:
-        with path.open("rb") as file:
-            template = file.read(_MAX_TEMPLATE_BYTES + 1).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BodyError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}") from error
-    if len(template) > _MAX_TEMPLATE_BYTES:
-        raise BodyError(f"{path}: expected at most {_MAX_TEMPLATE_BYTES // 1024} KiB; it is larger")
+        template = host.read_small_file(path, _MAX_TEMPLATE_BYTES).decode()
+    except host.HostError as error:
+        raise BodyError(str(error)) from error
+    except UnicodeDecodeError as error:
+        raise BodyError(f"{path}: cannot be read: not UTF-8") from error
     fields = _fields(happening)
     for match in _PLACEHOLDER.finditer(template):
         if match[1] not in fields:

@@ -38,6 +38,7 @@ FINAL_KINDS: tuple[NoticeErrorKind, ...] = ("rejected", "redirect", "too_large")
 _ROUTING_KEY = "x-routing-key"
 _MAX_ANSWER_BYTES = 1024 * 1024
 _MAX_SECRET_BYTES = 16 * 1024
+_MAX_CA_BYTES = 1024 * 1024
 
 
 class NoticeError(AgentError):
@@ -118,8 +119,12 @@ def _prepare(target: NotifyTarget, happening: Happening) -> _Post:
         "connection": "close",
     }
     try:
+        if target.ca_file is not None:
+            host.read_small_file(Path(target.ca_file), _MAX_CA_BYTES)  # the library would wait for a named pipe
         context = trusting(target.ca_file) if url.scheme == "https" else None
         transport = SecureTransport(_MAX_ANSWER_BYTES, context, proxy_for(target.proxy, url))
+    except host.HostError as error:
+        raise NoticeError(f"ca_file: {error}", kind="setup") from None
     except SetupError as error:
         raise NoticeError(str(error), kind="setup") from None
     return _Post(url=url, headers=own | headers, body=body, transport=transport, secrets=secrets)
@@ -170,10 +175,9 @@ def _text_of(secret: str | SecretFile, key: str) -> str:
     if isinstance(secret, str):
         return secret
     try:
-        with Path(secret.file).open("rb") as file:
-            text = file.read(_MAX_SECRET_BYTES).decode("ascii").strip()
-    except OSError as error:
-        raise NoticeError(f"{key}: {secret.file} cannot be read: {error.strerror}", kind="setup") from None
+        text = host.read_small_file(Path(secret.file), _MAX_SECRET_BYTES).decode("ascii").strip()
+    except host.HostError as error:
+        raise NoticeError(f"{key}: {error}", kind="setup") from None
     except UnicodeDecodeError:
         text = ""
     if not text.isprintable() or not text:

@@ -98,15 +98,12 @@ def load_policy(path: Path | None) -> Loaded:
     if path is None:
         return parse_settings("", BUILT_IN_NAME)
     try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
-        way_out = f"without --config and ${CONFIG_VARIABLE} the built-in policy is used"
-        raise ConfigError((f"{path}: there is no such file; {way_out}",)) from None
-    except OSError as error:
-        raise ConfigError((f"{path}: cannot be read: {error.strerror}",)) from error
-    if len(text) > _MAX_FILE_BYTES:
-        raise ConfigError((f"{path}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger",))
+        text = host.read_small_file(path, _MAX_FILE_BYTES)
+    except host.HostError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            way_out = f"without --config and ${CONFIG_VARIABLE} the built-in policy is used"
+            raise ConfigError((f"{path}: there is no such file; {way_out}",)) from None
+        raise ConfigError((str(error),)) from error.__cause__
     return parse_settings(text, str(path))
 
 

@@ -121,6 +121,8 @@ def _program_fault(hook: Hook) -> str | None:
         return f"{file} is a directory"
     if not file.exists():
         return f"{file} does not exist"
+    if not file.is_file():
+        return f"{file} is not a regular file"
     return None if os.access(file, os.X_OK) else f"{file} is not executable: chmod +x {file}"
 
 
@@ -131,9 +133,10 @@ def _code_files(hook: Hook) -> Iterator[Path]:
     if program is None:
         return
     yield program
-    with suppress(OSError), program.open("rb") as file:
-        if match := _SHEBANG.match(file.read(256)):
-            yield Path(os.fsdecode(match[1]))
+    if program.is_file():  # to open a named pipe would block
+        with suppress(OSError), program.open("rb") as file:
+            if match := _SHEBANG.match(file.read(256)):
+                yield Path(os.fsdecode(match[1]))
     takes_any = _INTERPRETERS.fullmatch(program.name) is not None
     for argument in hook.run[1:]:
         path = Path(argument)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from scheduled_events_agent import AgentError
+from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.typed_yaml import parse
 
 _MAX_FILE_BYTES = 1024 * 1024
@@ -124,12 +124,9 @@ class _FileError(Exception):
 
 def _read(path: Path) -> tuple[WebConfig, ssl.SSLContext]:
     try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_FILE_BYTES + 1)
-    except (OSError, ValueError) as error:  # ValueError: no path at all
-        raise TlsError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if len(text) > _MAX_FILE_BYTES:
-        raise TlsError(f"{path}: expected at most {_MAX_FILE_BYTES // 1024} KiB; it is larger")
+        text = host.read_small_file(path, _MAX_FILE_BYTES)
+    except host.HostError as error:
+        raise TlsError(str(error)) from error
     parsed = parse(text, WebConfig, str(path))
     if "basic_auth_users" in parsed.lines:
         raise TlsError(str(parsed.problem("basic_auth_users", _NO_PASSWORDS)))
@@ -148,9 +145,10 @@ def _context(tls: TlsServerConfig, files: dict[str, Path]) -> ssl.SSLContext:
         raise _FileError("", f"client_auth_type and client_ca_file go together: {missing} is missing")
     for key, file in files.items():
         try:
-            file.open("rb").close()  # the library would not say which file it cannot read
-        except (OSError, ValueError) as error:
-            raise _FileError(key, f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            # The library would not say which file it cannot read, and would wait for a named pipe.
+            host.read_small_file(file, _MAX_FILE_BYTES)
+        except host.HostError as error:
+            raise _FileError(key, str(error)) from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}[tls.min_version]
     context.options |= ssl.OP_NO_RENEGOTIATION

@@ -1,0 +1,32 @@
+"""Reads a small file of settings or secrets without waiting for what is not a file.
+
+A named pipe in its place would block whoever opens it until another process writes into it.
+"""
+
+import os
+import stat
+from pathlib import Path
+
+from scheduled_events_agent.host.error import HostError
+
+_NOT_BLOCKING: int = getattr(os, "O_NONBLOCK", 0)  # Windows has none, and needs none
+
+
+def read_small_file(path: Path, max_bytes: int) -> bytes:
+    """The content of a regular file. Raises HostError, which names the file and says why it cannot be used."""
+    try:
+        with open(path, "rb", opener=_open) as file:  # a path's own open takes no opener
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            content = file.read(max_bytes + 1) if is_regular else b""
+    except (OSError, ValueError) as error:  # ValueError: no path at all
+        reason = getattr(error, "strerror", None) or error
+        raise HostError(f"{path}: cannot be read: {reason}", kind="file") from error
+    if not is_regular:
+        raise HostError(f"{path}: is not a regular file", kind="file")
+    if len(content) > max_bytes:
+        raise HostError(f"{path}: expected at most {max_bytes // 1024} KiB; it is larger", kind="file")
+    return content
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | _NOT_BLOCKING)
