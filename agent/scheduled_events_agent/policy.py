@@ -51,6 +51,8 @@ Duration = Annotated[
 """Seconds; in the policy file a text such as 1h30m."""
 
 ONE_OR_MANY: dict[str, Any] = {"kind": "one-or-many"}
+SECRET: dict[str, Any] = {"kind": "secret"}
+"""Errors about the policy quote nothing of the value."""
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="Letters, digits, . _ -")]
 
 
@@ -150,16 +152,20 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One program to run. Either ``run`` or ``shell`` is set."""
 
-    run: Annotated[tuple[str, ...] | None, Meta(description="Program and arguments; no shell is involved.")] = None
-    shell: Annotated[str | None, Meta(description="A command line for /bin/sh (Linux) or cmd (Windows).")] = None
+    run: Annotated[
+        tuple[str, ...] | None,
+        Meta(description="Program and arguments; no shell is involved.", extra=SECRET),
+    ] = None
+    shell: Annotated[
+        str | None,
+        Meta(description="A command line for /bin/sh (Linux) or cmd (Windows).", extra=SECRET),
+    ] = None
     timeout: Annotated[Duration, Meta(gt=0, description="Time limit of one attempt.")] = 300.0
     attempts: Annotated[int, Meta(ge=1, le=100, description="How often to try.")] = 1
     retry_delay: Annotated[Duration, Meta(description="Pause between attempts.")] = 1.0
     user: Annotated[str | None, Meta(description="Account to run as (Linux only). Default: the agent's.")] = None
     cwd: Annotated[str | None, Meta(description="Working directory. Default: the root directory.")] = None
-    env: Annotated[
-        dict[str, str], Meta(description="Additional environment variables.", extra={"kind": "secret"})
-    ] = {}
+    env: Annotated[dict[str, str], Meta(description="Additional environment variables.", extra=SECRET)] = {}
     serialize: Annotated[bool, Meta(description="Never run this hook for two events at the same time.")] = False
     required: Annotated[
         bool,

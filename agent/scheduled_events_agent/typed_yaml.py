@@ -44,6 +44,7 @@ _SCALARS = {
 }
 _BARE_KEY = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9_./\\%+=-]+")
+_HIDDEN = "not shown here, for it may be secret"
 _LAST_STEP = re.compile(r"[.\[]?[^.\[]*$")
 
 
@@ -93,8 +94,9 @@ def parse(text: str | bytes, type_: type[T], name: str) -> Parsed[T]:
 
     Bytes are UTF-8, with or without a byte order mark. Annotations may use Struct, str, int, float, bool, None,
     Literal, ``str | Struct``, tuple, list, dict, datetime.time and msgspec.Meta, whose ``extra`` may say
-    ``{"kind": "duration"}`` (a float of seconds, written 1h30m) or ``{"kind": "one-or-many"}`` (a tuple that may
-    be written as its only item). A ValueError from a Struct's ``__post_init__`` becomes a problem.
+    ``{"kind": "duration"}`` (a float of seconds, written 1h30m), ``{"kind": "one-or-many"}`` (a tuple that may
+    be written as its only item) or ``{"kind": "secret"}`` (nothing of it and below it is quoted in a problem). A
+    ValueError from a Struct's ``__post_init__`` becomes a problem.
     """
     reader = _Reader(name)
     try:
@@ -105,6 +107,12 @@ def parse(text: str | bytes, type_: type[T], name: str) -> Parsed[T]:
     problems = tuple(sorted(reader.problems, key=lambda problem: problem.line))
     value = None if problems else draft
     return Parsed(name=name, value=value, problems=problems, draft=draft, lines=reader.lines)
+
+
+def without_value(message: str) -> str:
+    """A message such as ``expected a number; got "x"`` without what was found."""
+    expected, got, _ = message.partition("; got ")
+    return f"{expected}{got}a text, {_HIDDEN}" if got else message
 
 
 def default_of(item: msgspec.structs.FieldInfo) -> Any:
@@ -136,6 +144,10 @@ class _Reader:
         self.lines: dict[str, int] = {}
         self._open: set[int] = set()
         self._count = 0
+        self._is_secret = False
+        """Of the node that is being read, or of one around it."""
+        self._secrets: set[int] = set()
+        """Nodes that were read as secret: an alias may repeat one elsewhere."""
 
     def read_text(self, text: str | bytes, type_: Any) -> Any:
         try:
@@ -159,16 +171,31 @@ class _Reader:
             raise _EnoughError
         if id(node) in self._open:
             return self._problem(line, path, "an alias cannot be inside the value it repeats")
-        if node.tag not in _KNOWN_TAGS:
-            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            return self._problem(line, path, f"the tag {tag} means nothing here: remove it")
+        is_around_secret = self._is_secret
+        if "secret" in kinds(peel(annotation)[1]) or id(node) in self._secrets:
+            self._is_secret = True
+        if self._is_secret:
+            self._secrets.add(id(node))
         self._open.add(id(node))
         try:
+            self._check_tag(node)
             return self._convert(node, annotation, path)
         except _ValueProblemError as error:
-            return self._problem(line, path, str(error))
+            is_hidden = self._is_secret and node.id == "scalar" and not _is_null(node)
+            return self._problem(line, path, without_value(str(error)) if is_hidden else str(error))
         finally:
+            self._is_secret = is_around_secret
             self._open.discard(id(node))
+
+    def _check_tag(self, node: Node) -> None:
+        if node.tag in _KNOWN_TAGS:
+            return
+        if self._is_secret:
+            raise _ValueProblemError(
+                f"a tag, {_HIDDEN}, means nothing here: put a text that begins with ! in quotes"
+            )
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        raise _ValueProblemError(f"the tag {tag} means nothing here: remove it")
 
     def _convert(self, node: Node, annotation: Any, path: str) -> Any:
         type_, metas = peel(annotation)
@@ -195,7 +222,7 @@ class _Reader:
             if key not in fields:
                 guess = nearest(key, fields)
                 hint = f'did you mean "{guess}"?' if guess else f"known here: {', '.join(fields)}"
-                self._problem(self.lines[_join(path, key)], path, f"unknown key {quote(key)}; {hint}")
+                self._problem(self.lines[_join(path, key)], path, f"unknown {self._key(key)}; {hint}")
                 continue
             values[fields[key].name] = self._read(value, fields[key].type, _join(path, key))
         for item in fields.values():
@@ -223,7 +250,8 @@ class _Reader:
             items = [self._convert(node, item_type, path)]
         else:
             way_out = f": write {_as_list(node.value)}" if node.id == "scalar" and node.value else ""
-            raise _ValueProblemError(f"expected a list; got {_found(node, '[]')}{way_out}")
+            expected = "a list such as [one, two]" if self._is_secret else "a list"
+            raise _ValueProblemError(f"expected {expected}; got {_found(node, '[]')}{way_out}")
         if _BAD in items:
             return origin(items[: items.index(_BAD)])  # those after it would get a wrong index
         return _check(origin(items), metas)
@@ -232,14 +260,15 @@ class _Reader:
         values: dict[Any, Any] = {}
         before = len(self.problems)
         _, key_metas = peel(types[0])
-        if "secret" in kinds(metas) and node.id == "scalar" and not _is_null(node):
-            raise _ValueProblemError("expected keys with values; got a text, not shown here for it may be secret")
         for key, value in self._items(node, path):
             try:
                 _check(key, key_metas)
             except _ValueProblemError as error:
-                self._problem(self.lines[_join(path, key)], path, f"the key {quote(key)}: {error}")
-            values[key] = self._read(value, types[1], _join(path, key))
+                self._problem(self.lines[_join(path, key)], path, f"the {self._key(key)}: {error}")
+            # Of what is secret, the key is shown if it is a name; without a value, it may have been meant as one.
+            is_name = _BARE_KEY.fullmatch(key) and not _is_null(value)
+            key_path = _join(path, key) if is_name or not self._is_secret else f"{path}[...]"
+            values[key] = self._read(value, types[1], key_path)
         if len(self.problems) > before:
             return {key: value for key, value in values.items() if value is not _BAD}
         return _check(values, metas)
@@ -247,7 +276,10 @@ class _Reader:
     def _items(self, node: Node, path: str) -> list[tuple[str, Node]]:
         """Keys and their nodes; notes the line of each key, and the keys that cannot be."""
         if node.id != "mapping":
-            raise _ValueProblemError(f"expected keys with values; got {_found(node, '{}')}")
+            # A text in the place of keys may be the value of any of them, also of a secret one.
+            is_text = node.id == "scalar" and not _is_null(node)
+            found = f"a text, {_HIDDEN}" if is_text else _found(node, "{}")
+            raise _ValueProblemError(f"expected keys with values; got {found}")
         items: dict[str, Node] = {}
         for key_node, value in node.value:
             line = key_node.start_mark.line + 1
@@ -257,11 +289,14 @@ class _Reader:
                 self._problem(line, path, "merge keys (<<) cannot be used: write the keys out")
             elif key_node.value in items:
                 first = self.lines[_join(path, key_node.value)]
-                self._problem(line, path, f"the key {quote(key_node.value)} is in line {first} already")
+                self._problem(line, path, f"the {self._key(key_node.value)} is in line {first} already")
             else:
                 items[key_node.value] = value
                 self.lines[_join(path, key_node.value)] = line
         return list(items.items())
+
+    def _key(self, key: str) -> str:
+        return f"key ({_HIDDEN})" if self._is_secret else f"key {quote(key)}"
 
 
 def _scalar(node: Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
@@ -276,8 +311,7 @@ def _scalar(node: Node, type_: Any, metas: tuple[Meta, ...]) -> Any:
     value = _duration(text) if type_ is float and "duration" in kinds(metas) else _plain_value(text, type_)
     if value is not None:
         return value
-    got = "a text, not shown here for it may be secret" if "secret" in kinds(metas) else quote(text)
-    raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {got}")
+    raise _ValueProblemError(f"expected {_expected(type_, metas)}; got {quote(text)}")
 
 
 def _duration(text: str) -> float:

@@ -8,6 +8,8 @@ import yaml
 _MAX_DEPTH = 50
 # All that YAML does not allow in a text; the library would report it (NUL above all) without a line.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\ud800-\udfff\ufffe\uffff]")
+# An anchor or a tag in the library's words; it may be a secret that needs quotes.
+_NAME = re.compile(r" '[^']{2,}'(?=;|$)")
 
 Node = Any
 """A yaml.Node, whose published types lack ``id``."""
@@ -99,5 +101,6 @@ def _place(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[int, str]:
     elif "expected key" in problem or "<block end>" in problem or "'-' indicator" in problem:
         message = f"does not continue the block {begun}: check the indentation"
     else:
-        message = f"not YAML: {' '.join(filter(None, (error.context, problem)))}"
+        text = " ".join(filter(None, (error.context, problem)))
+        message = f"not YAML: {_NAME.sub('', text)}"
     return line, message

@@ -159,6 +159,29 @@ def test_secrets_of_hooks_are_in_no_file_page_or_log(sim: Simulator, agent: Agen
     assert [secret for secret in (SECRET, "tr0ub4dor") if secret in everything] == []
 
 
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        f"notify: [https://hooks.example.com/{SECRET}]",
+        f"notify: https://hooks.example.com/{SECRET}",
+        f"hooks: {{x: {{run: 'curl -H {SECRET}'}}}}",
+        f"hooks: {{x: {{run: [a], env: {{TOKEN: !{SECRET} }}}}}}",
+    ],
+)
+def test_a_mistake_near_a_secret_shows_it_neither_in_the_log_nor_on_the_page(agent: Agent, mistake: str) -> None:
+    agent.write_policy()
+    agent.start()
+    agent.config.write_text(f"{agent.config.read_text(encoding='utf-8')}{mistake}\n", encoding="utf-8")
+    agent.reload()
+    agent.wait_metric(0, "config_last_reload_successful")
+    refused = agent.status()["policy"]["refused"]
+    assert "not shown here, for it may be secret" in refused
+    history = agent.run("history", "--state-dir", str(agent.state_dir)).stdout
+    assert "not shown here" in history
+    agent.stop()
+    assert SECRET not in "".join([refused, history, *agent.history])
+
+
 # --- files that say what is done
 
 

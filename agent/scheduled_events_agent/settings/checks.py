@@ -21,7 +21,7 @@ from scheduled_events_agent.settings.model import (
     parse_table,
 )
 from scheduled_events_agent.spelling import format_duration, nearest
-from scheduled_events_agent.typed_yaml import Parsed
+from scheduled_events_agent.typed_yaml import Parsed, without_value
 
 _LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
@@ -29,7 +29,8 @@ _URL = re.compile(r"https?://[^\s/]+\S*")
 _UNENCRYPTED = re.compile(r"http://(?!localhost\b|127\.|\[::1\])")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _OWN_HEADERS = ("connection", "content-length", "host", "transfer-encoding")
-_HIDDEN = "it is not shown here, as it may hold a secret"
+_HIDDEN = "it is not shown here, for it may be secret"
+_NO_PATH = f"expected an absolute path; {_HIDDEN}"
 _PROXY = re.compile(r"http://[^\s/]+/?")
 _GUID = re.compile(r"[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}")
 # Searching backtracks, and nothing can end it. These limits, with that of the text searched (policy.py), keep the
@@ -93,28 +94,34 @@ def _notify_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
         if isinstance(target.to, str) and not _URL.fullmatch(target.to):
             yield (
                 f"{path}.to",
-                "expected a URL such as https://example.com/hook; it is not shown here, as it may be secret",
+                f"expected a URL such as https://example.com/hook; {_HIDDEN}",
             )
         if target.body not in NOTICE_BODIES and not Path(target.body).is_absolute():
             expected = f"{', '.join(NOTICE_BODIES)} or the absolute path of a template"
-            yield f"{path}.body", f'expected {expected}; got "{target.body}"{_hint(target.body, NOTICE_BODIES)}'
+            hint = _hint(target.body, NOTICE_BODIES)
+            yield f"{path}.body", f"expected {expected}; {_HIDDEN}{hint}"
         if target.proxy not in (None, "environment") and not _PROXY.fullmatch(target.proxy or ""):
             yield f"{path}.proxy", "expected http://HOST:PORT or environment"
-        files = {"to": target.to, **{f"headers.{name}": value for name, value in target.headers.items()}}
-        for key, value in files.items():
-            if isinstance(value, SecretFile) and not Path(value.file).is_absolute():
-                expected = "an absolute path; it is not shown here, as it may be the secret itself"
-                yield f"{path}.{key}.file", f"expected {expected}"
+        if target.ca_file is not None and not Path(target.ca_file).is_absolute():
+            yield f"{path}.ca_file", _NO_PATH
+        if isinstance(target.to, SecretFile) and not Path(target.to.file).is_absolute():
+            yield f"{path}.to.file", _NO_PATH
         yield from _header_faults(path, target)
-        yield from _when_faults(f"{path}.when", target.when, parsed)
+        for place, message in _when_faults(f"{path}.when", target.when, parsed):
+            yield place, without_value(message)
 
 
 def _header_faults(path: str, target: NotifyTarget) -> Iterator[Finding]:
     for name, value in target.headers.items():
-        if not _HEADER_NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
+        if not _HEADER_NAME.fullmatch(name):
+            yield f"{path}.headers", f"expected the name of a header; {_HIDDEN}"
+            continue
+        if name.lower() in _OWN_HEADERS:
             yield f"{path}.headers", f'a header cannot be called "{name}" here: take it out'
         if isinstance(value, str) and not (value.isascii() and value.isprintable()):
             yield f"{path}.headers.{name}", "expected one line of printable ASCII characters"
+        if isinstance(value, SecretFile) and not Path(value.file).is_absolute():
+            yield f"{path}.headers.{name}.file", _NO_PATH
     if target.body == "pagerduty" and not any(name.lower() == "x-routing-key" for name in target.headers):
         yield f"{path}.headers", "PagerDuty needs its integration key as the header X-Routing-Key"
 
@@ -134,8 +141,7 @@ def _fleet_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Find
         if credential.client_id is not None and not _GUID.fullmatch(credential.client_id):
             yield f"{path}.client_id", f"expected a client id in the form of a UUID; {_HIDDEN}"
         if credential.sas_file is not None and not Path(credential.sas_file).is_absolute():
-            expected = "an absolute path; it is not shown here, as it may be the secret itself"
-            yield f"{path}.sas_file", f"expected {expected}"
+            yield f"{path}.sas_file", _NO_PATH
     if fleet.proxy not in (None, "environment") and not _PROXY.fullmatch(fleet.proxy or ""):
         yield "fleet.proxy", "expected http://HOST:PORT or environment"
     if not fleet.expect and "fleet.expect" in parsed.lines:
@@ -252,9 +258,7 @@ def _hook_faults(path: str, hook: Hook, parsed: Parsed[Settings], *, may_change_
     yield from _blank_faults({f"{path}.{key}": text for key, text in texts.items()})
     for variable in hook.env:
         if not variable or "=" in variable or "\0" in variable:
-            # What follows a = was meant as the value and may be secret.
-            name, equals, _ = variable.partition("=")
-            yield f"{path}.env", f'expected a variable\'s name; got "{name}{equals and "=..."}"'
+            yield f"{path}.env", f"expected a variable's name, without =; {_HIDDEN}"
 
 
 def _blank_faults(texts: dict[str, str | None]) -> Iterator[Finding]:

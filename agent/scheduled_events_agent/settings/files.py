@@ -115,6 +115,9 @@ def _missing(settings: Settings) -> Iterator[Finding]:
 def _program_fault(hook: Hook) -> str | None:
     name = hook.run[0] if hook.run else ""
     file = processes.find_program(name, hook.cwd, hook.env)
+    if (file is None or not file.exists()) and re.search(r"\s", name):
+        what = "there is no such program; it has spaces and is not shown here, for it may be secret"
+        return f"{what}: write each argument as an item of its own"
     if file is None:
         return f"{name} is not found in PATH"
     if file.is_dir():

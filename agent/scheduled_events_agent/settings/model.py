@@ -9,7 +9,16 @@ import msgspec
 from msgspec import Meta
 
 from scheduled_events_agent.events import ApiVersionSetting
-from scheduled_events_agent.policy import ONE_OR_MANY, Duration, Hook, MaintenanceWindow, Name, Rule, When
+from scheduled_events_agent.policy import (
+    ONE_OR_MANY,
+    SECRET,
+    Duration,
+    Hook,
+    MaintenanceWindow,
+    Name,
+    Rule,
+    When,
+)
 
 _ENDPOINT = re.compile(r"http://(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?/?")
 
@@ -134,9 +143,7 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "seen", "held", "started", "recovered", "recovery_failed",
     )  # fmt: skip
     when: Annotated[When, Meta(description="Which events; the same conditions as in rules.")] = When()
-    headers: Annotated[
-        dict[str, str | SecretFile], Meta(description="Additional headers.", extra={"kind": "secret"})
-    ] = {}
+    headers: Annotated[dict[str, str | SecretFile], Meta(description="Additional headers.")] = {}
     timeout: Annotated[
         Duration, Meta(gt=0, le=120, description="Time limit of a whole exchange, answer included.")
     ] = 10.0
@@ -145,7 +152,7 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="http://HOST:PORT, or environment: as HTTPS_PROXY and NO_PROXY say. Default: none."),
     ] = None
     ca_file: Annotated[
-        str | None, Meta(description="File of the certificates to trust. Default: those of the system.")
+        str | None, Meta(description="Absolute path of the certificates to trust. Default: those of the system.")
     ] = None
 
 
@@ -174,7 +181,7 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     table: Annotated[str, Meta(description="URL of the table in Azure Table Storage.")]
     credential: Annotated[
         Literal["managed-identity"] | FleetCredential,
-        Meta(description="The identity of this VM, or the keys below.", extra={"kind": "secret"}),
+        Meta(description="The identity of this VM, or the keys below.", extra=SECRET),
     ] = "managed-identity"
     proxy: Annotated[
         str | None,
@@ -224,7 +231,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     maintenance_windows: Annotated[
         dict[Name, MaintenanceWindow], Meta(description="Named times of the week for early maintenance.")
     ] = {}
-    notify: Annotated[tuple[NotifyTarget, ...], Meta(description="Services that hear of events by HTTP.")] = ()
+    notify: Annotated[
+        tuple[NotifyTarget, ...], Meta(description="Services that hear of events by HTTP.", extra=SECRET)
+    ] = ()
     fleet: Annotated[FleetSettings | None, Meta(description="The VMs that act together, through a table.")] = None
 
 
