@@ -662,7 +662,7 @@ def test_the_text_is_plain_where_no_terminal_is_and_has_what_the_json_has(
     assert lines[2:5] == [
         "ok       policy    p.yaml: valid",
         "ok       hooks     the policy names no hook",
-        "ok       files     no other account can change the policy or what its hooks run",
+        "ok       files     no other account can change the policy or the files that it names",
     ]
     assert "\x1b" not in out
 

@@ -12,11 +12,17 @@ from pathlib import Path
 import pytest
 
 from scheduled_events_agent import host
-from scheduled_events_agent.cli import main
+from scheduled_events_agent.cli import doctor, main
+from scheduled_events_agent.cli.run import _PolicyFile
+from scheduled_events_agent.fleet.ledger import LedgerError
+from scheduled_events_agent.fleet.table import read_sas
 from scheduled_events_agent.hooks import HookResult, HookRun
 from scheduled_events_agent.host import processes
+from scheduled_events_agent.notices import SAMPLE, NoticeError, deliver
 from scheduled_events_agent.policy import Hook
+from scheduled_events_agent.settings import ConfigError, load_policy
 from scheduled_events_agent.settings.files import hook_tampering_fault
+from scheduled_events_agent.settings.model import FleetCredential
 
 if sys.platform == "win32":
     pytest.skip("owners, modes and links as Linux has them", allow_module_level=True)
@@ -313,6 +319,97 @@ def test_check_tells_root_the_same_as_errors_and_others_as_warnings(
     monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: False)
     assert main(["check", "--json", "--config", str(policy)]) == 0
     assert json.loads(capsys.readouterr().out)["warnings"] == problems
+
+
+TARGET = "notify: [{name: ops, to: 'https://127.0.0.1:1/', "
+EXCHANGE = {
+    "notify[0].to.file": "notify: [{name: ops, to: {file: 'FILE'}}]",
+    "notify[0].headers.X-Key.file": TARGET + "headers: {X-Key: {file: 'FILE'}}}]",
+    "notify[0].body": TARGET + "body: 'FILE'}]",
+    "notify[0].ca_file": TARGET + "ca_file: 'FILE'}]",
+    "fleet.credential.sas_file": (
+        "fleet: {group: g, table: 'https://acme.table.core.windows.net/vms', max_events: 1, "
+        "credential: {sas_file: 'FILE'}}"
+    ),
+}
+
+
+@pytest.fixture(params=EXCHANGE)
+def exchange(request: pytest.FixtureRequest, file: Path, tmp_path: Path) -> tuple[str, Path, str]:
+    """The key of a file that notify or fleet need, the policy that names it, and the fault of the file."""
+    file.write_text("sv=1&sig=1&sp=raud", encoding="utf-8")
+    file.chmod(0o666)
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(EXCHANGE[request.param].replace("FILE", str(file)) + "\n", encoding="utf-8")
+    return request.param, policy, danger(file, "every account", f"chmod go-w {file}")
+
+
+def test_a_file_of_notify_or_fleet_is_an_error_for_root_and_a_warning_for_others(
+    exchange: tuple[str, Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, policy, fault = exchange
+    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
+    assert main(["check", "--json", "--config", str(policy)]) == 2
+    assert json.loads(capsys.readouterr().out)["problems"] == [f"{policy}:1: {key}: {fault}"]
+
+    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: False)
+    assert main(["check", "--json", "--config", str(policy)]) == 0
+    assert f"{policy}:1: {key}: {fault}" in json.loads(capsys.readouterr().out)["warnings"]
+
+
+def test_an_agent_starts_with_such_a_file_but_does_not_read_the_policy_again(
+    exchange: tuple[str, Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, path, fault = exchange
+    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
+    policy = _PolicyFile(path, None, lambda *_: None, is_observing=False)
+    settings = policy.load()
+    assert settings.notify or settings.fleet
+    with pytest.raises(ConfigError) as caught:
+        policy.load()
+    assert caught.value.problems == (f"{path}:1: {key}: {fault}",)
+
+
+def test_what_needs_such_a_file_fails_with_the_reason(
+    exchange: tuple[str, Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, path, fault = exchange
+    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
+    settings = load_policy(path).settings
+    if settings.fleet is not None:
+        assert isinstance(settings.fleet.credential, FleetCredential)
+        assert settings.fleet.credential.sas_file is not None
+        with pytest.raises(LedgerError) as failed:
+            read_sas(Path(settings.fleet.credential.sas_file))
+        assert (failed.value.kind, str(failed.value)) == ("setup", fault)
+        return
+    with pytest.raises(NoticeError) as caught:
+        deliver(settings.notify[0], SAMPLE)
+    short = key.removeprefix("notify[0].").removesuffix(".file")
+    assert (caught.value.kind, str(caught.value)) == ("setup", f"{short}: {fault}")
+
+
+def test_doctor_fails_for_such_a_file_if_the_agent_is_root(
+    exchange: tuple[str, Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, path, fault = exchange
+    loaded = load_policy(path)
+    for is_root, verdict in ((True, "failure"), (False, "warning")):
+        monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda is_root=is_root: is_root)
+        found = doctor._look_at_files(loaded, None, is_root_service=False)
+        assert [(finding.verdict, finding.finding) for finding in found] == [(verdict, fault)]
+
+
+def test_files_of_the_pages_are_warned_of_and_used(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
+    file.chmod(0o666)
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"agent: {{web_config: '{file}'}}\n", encoding="utf-8")
+    assert main(["check", "--json", "--config", str(policy)]) == 0
+    told = f"{policy}:1: agent.web_config: {danger(file, 'every account', f'chmod go-w {file}')}"
+    assert told in json.loads(capsys.readouterr().out)["warnings"]
 
 
 def run_once(hook: Hook) -> HookResult:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(900)  # the first time, Debian is fetched
 STATE = "/var/lib/scheduled-events-agent"
 RULES = [{"name": "all", "prepare": ["drain"], "approve": "when-prepared"}]
 HOOK = "/etc/scheduled-events-agent/hooks/drain"
-FILES_ARE_SAFE = "no other account can change the policy, what its hooks run, or the agent's own code"
+FILES_ARE_SAFE = "no other account can change the policy, the files that it names, or the agent's own code"
 ADVICE = "correct it: until then the hook fails, and a failed prepare hook holds its event"
 
 
@@ -57,7 +57,7 @@ def test_code_of_a_service_of_root_that_others_can_change_is_a_failure(service: 
     assert examine(service)[1]["files"][0][1].startswith("/usr/bin/python3.11 can be changed by every account, ")
     make_strict(service.machine)
     assert examine(service)[1]["files"] == [
-        ["ok", "no other account can change the policy or what its hooks run", ""]
+        ["ok", "no other account can change the policy or the files that it names", ""]
     ]
 
 

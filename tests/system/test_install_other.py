@@ -180,7 +180,7 @@ def test_an_agent_that_pip_installed_becomes_a_service_by_five_commands(
 
     machine.reboot()
     assert is_approved(sim)
-    told = "no other account can change the policy, what its hooks run, or the agent's own code"
+    told = "no other account can change the policy, the files that it names, or the agent's own code"
     assert doctor(machine, "files") == [("ok", told)]
     machine.run("chown", "-R", "nobody", f"{home}/lib")
     ((verdict, finding),) = doctor(machine, "files")

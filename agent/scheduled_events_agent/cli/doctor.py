@@ -31,7 +31,6 @@ from scheduled_events_agent.host.surroundings import OwnService
 from scheduled_events_agent.imds import Answer, ImdsError, connect, parse_identity, resolve_endpoint
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.settings import (
-    BUILT_IN_NAME,
     ConfigError,
     Loaded,
     Settings,
@@ -39,7 +38,7 @@ from scheduled_events_agent.settings import (
     load_policy,
     state_dir_of,
 )
-from scheduled_events_agent.settings.files import check_files, hook_tampering_fault
+from scheduled_events_agent.settings.files import Use, check_files, exposures
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import Status
 
@@ -210,7 +209,7 @@ def _look_at_hooks(loaded: Loaded, account: str | None) -> Iterator[Finding]:
     if not hooks:
         yield ok("hooks", "the policy names no hook")
         return
-    exposed = {hook_tampering_fault(hook) for hook in hooks.values()}  # see _look_at_files
+    exposed = {fault for _, fault in exposures(loaded, "code")}  # see _look_at_files
     found = {
         problem.path: str(problem)
         for problem in check_files(loaded)
@@ -248,16 +247,21 @@ def _access_fault(hook: Hook, account: str | None) -> str | None:
 
 
 def _look_at_files(loaded: Loaded, account: str | None, *, is_root_service: bool) -> Iterator[Finding]:
-    policy = None if loaded.name == BUILT_IN_NAME else host.tampering_fault(Path(loaded.name))
-    hooks = (hook_tampering_fault(hook) for hook in loaded.settings.hooks.values())
-    faults = list(dict.fromkeys(filter(None, (policy, *hooks))))
     is_refused = _is_system(account) if account is not None else host.is_privileged()
-    for fault in faults:
-        if is_refused:
-            advice = "run that command: an agent that runs as root or LocalSystem does not start before"
-            yield failure("files", fault, advice)
-        else:
-            yield warning("files", fault, "run that command, unless you trust these accounts")
+    advices: dict[Use, str] = {
+        "code": "run that command: an agent that runs as root or LocalSystem does not start before",
+        "exchange": "run that command: an agent that runs as root or LocalSystem does not use the file before",
+    }
+    faults = set[str]()
+    for use in get_args(Use):
+        for _, fault in exposures(loaded, use):
+            if fault in faults:
+                continue
+            faults.add(fault)
+            if is_refused and use in advices:
+                yield failure("files", fault, advices[use])
+            else:
+                yield warning("files", fault, "run that command, unless you trust these accounts")
     own = _own_code_fault() if is_root_service else None
     if own is not None:
         advice = (
@@ -265,9 +269,9 @@ def _look_at_files(loaded: Loaded, account: str | None, *, is_root_service: bool
         )
         yield failure("files", own, advice)
     elif not faults:
-        what = "the policy or what its hooks run"
+        what = "the policy or the files that it names"
         if is_root_service:
-            what = "the policy, what its hooks run, or the agent's own code"
+            what = "the policy, the files that it names, or the agent's own code"
         yield ok("files", f"no other account can change {what}")
 
 

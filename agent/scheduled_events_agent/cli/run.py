@@ -140,7 +140,7 @@ class _PolicyFile:
     def load(self) -> Settings:
         """What the file says, at start and at each reload; the log follows it at once. Raises ConfigError."""
         loaded = load_policy(self._path)
-        refuse_exposed(loaded)
+        refuse_exposed(loaded, is_start=not self.hash)
         settings = replace(loaded.settings, agent=replace(loaded.settings.agent, **self._options))
         used = replace(loaded, settings=settings)
         self.hash = loaded.hash

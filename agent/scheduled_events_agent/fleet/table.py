@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 
 from scheduled_events_agent import host
 from scheduled_events_agent.fleet.ledger import LedgerError
+from scheduled_events_agent.settings.files import read_named_file
 from scheduled_events_agent.settings.model import FleetCredential, FleetSettings, parse_table
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def sas_doubts(path: Path, now: datetime) -> Iterator[str]:
 def read_sas(path: Path) -> str:
     """The signature that a file holds, with or without a question mark before it. Raises LedgerError."""
     try:
-        text = host.read_small_file(path, _MAX_SAS_BYTES).decode("ascii").strip().removeprefix("?")
+        text = read_named_file(path, _MAX_SAS_BYTES).decode("ascii").strip().removeprefix("?")
     except host.HostError as error:
         raise LedgerError(str(error), kind="setup") from None
     except UnicodeDecodeError:

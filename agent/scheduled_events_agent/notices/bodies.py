@@ -11,6 +11,7 @@ import msgspec
 from scheduled_events_agent import host
 from scheduled_events_agent.events import to_azure_json
 from scheduled_events_agent.notices.happening import Happening
+from scheduled_events_agent.settings.files import read_named_file
 from scheduled_events_agent.words import notice_title
 
 _MAX_TEMPLATE_BYTES = 64 * 1024
@@ -130,7 +131,7 @@ def _pagerduty(happening: Happening, routing_key: str) -> dict[str, Any]:
 
 def _from_template(path: Path, happening: Happening) -> bytes:
     try:
-        template = host.read_small_file(path, _MAX_TEMPLATE_BYTES).decode()
+        template = read_named_file(path, _MAX_TEMPLATE_BYTES).decode()
     except host.HostError as error:
         raise BodyError(str(error)) from error
     except UnicodeDecodeError as error:

@@ -16,6 +16,7 @@ from scheduled_events_agent import AgentError, __version__, host
 from scheduled_events_agent.events import excerpt
 from scheduled_events_agent.notices.bodies import BodyError, render
 from scheduled_events_agent.notices.happening import SAMPLE, Happening
+from scheduled_events_agent.settings.files import read_named_file
 from scheduled_events_agent.settings.model import NotifyTarget, SecretFile
 from scheduled_events_agent.transport import (
     SecureTransport,
@@ -120,7 +121,7 @@ def _prepare(target: NotifyTarget, happening: Happening) -> _Post:
     }
     try:
         if target.ca_file is not None:
-            host.read_small_file(Path(target.ca_file), _MAX_CA_BYTES)  # the library would wait for a named pipe
+            read_named_file(Path(target.ca_file), _MAX_CA_BYTES)  # the library would wait for a named pipe
         context = trusting(target.ca_file) if url.scheme == "https" else None
         transport = SecureTransport(_MAX_ANSWER_BYTES, context, proxy_for(target.proxy, url))
     except host.HostError as error:
@@ -175,7 +176,7 @@ def _text_of(secret: str | SecretFile, key: str) -> str:
     if isinstance(secret, str):
         return secret
     try:
-        text = host.read_small_file(Path(secret.file), _MAX_SECRET_BYTES).decode("ascii").strip()
+        text = read_named_file(Path(secret.file), _MAX_SECRET_BYTES).decode("ascii").strip()
     except host.HostError as error:
         raise NoticeError(f"{key}: {error}", kind="setup") from None
     except UnicodeDecodeError:

@@ -6,13 +6,22 @@ import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal, NamedTuple, get_args
 
 from scheduled_events_agent import host
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.settings import BUILT_IN_NAME, ConfigError, Loaded, state_dir_of
 from scheduled_events_agent.settings.checks import Finding
-from scheduled_events_agent.settings.model import AgentSettings, Settings, is_open
+from scheduled_events_agent.settings.model import (
+    NOTICE_BODIES,
+    AgentSettings,
+    FleetCredential,
+    NotifyTarget,
+    SecretFile,
+    Settings,
+    is_open,
+)
 from scheduled_events_agent.typed_yaml import Problem
 
 # Endings of files that an interpreter may be given, and interpreters that take any file first.
@@ -23,26 +32,91 @@ _INTERPRETERS = re.compile(
 _SHEBANG = re.compile(rb"#![ \t]*([^ \t\r\n]+)")
 
 
+Use = Literal["code", "exchange", "pages"]
+"""Code: it says what is done. Exchange: notify and fleet need it. Pages: the web server needs it."""
+
+
+class NamedFile(NamedTuple):
+    """A file that a policy names, or the policy itself."""
+
+    path: str
+    """Of the key, as problems have it."""
+    file: Path
+    user: str | None = None
+    """The account that the hook runs as."""
+
+
+def named_files(loaded: Loaded, use: Use) -> Iterator[NamedFile]:
+    """The files of a policy that are used so, without those that a program or a shell line names in its turn."""
+    settings = loaded.settings
+    if use == "code":
+        if loaded.name != BUILT_IN_NAME:
+            yield NamedFile("", Path(loaded.name))
+        for name, hook in settings.hooks.items():
+            for file in _code_files(hook):
+                yield NamedFile(f"hooks.{name}.run", file, hook.user)
+    elif use == "exchange":
+        for index, target in enumerate(settings.notify):
+            for key, file in _files_of_target(target):
+                yield NamedFile(f"notify[{index}].{key}", file)
+        credential = settings.fleet.credential if settings.fleet else None
+        if isinstance(credential, FleetCredential) and credential.sas_file:
+            yield NamedFile("fleet.credential.sas_file", Path(credential.sas_file))
+    elif settings.agent.web_config is not None and settings.agent.listen != "off":
+        from scheduled_events_agent.web import tls  # noqa: PLC0415  # 8 ms of OpenSSL
+
+        web_config = Path(settings.agent.web_config)
+        files = [web_config]
+        with suppress(tls.TlsError):
+            files += tls.named_files(web_config, tls.load_web_config(web_config)).values()
+        for file in files:
+            yield NamedFile("agent.web_config", file)
+
+
+def exposures(loaded: Loaded, use: Use) -> Iterator[Finding]:
+    """Which other account could change such a file, and the way out."""
+    seen = set[Finding]()  # most often several files are of one directory
+    for path, file, user in named_files(loaded, use):
+        fault = host.tampering_fault(file, user)
+        if fault and (path, fault) not in seen:
+            seen.add((path, fault))
+            yield path, fault
+
+
 def check_files(loaded: Loaded) -> tuple[Problem, ...]:
     """Warnings about what hooks name and this machine lacks or refuses, and of files that others could change."""
-    exposed = _exposed(loaded.settings, None if loaded.name == BUILT_IN_NAME else Path(loaded.name))
-    return loaded.parsed.gather([*exposed, *_web_doubts(loaded.settings.agent), *_missing(loaded.settings)])
+    findings: list[Finding] = []
+    for use in get_args(Use):
+        findings += exposures(loaded, use)
+    findings += _state_doubts(loaded.settings)
+    findings += _web_doubts(loaded.settings.agent)
+    findings += _missing(loaded.settings)
+    return loaded.parsed.gather(findings)
 
 
-def refuse_exposed(loaded: Loaded) -> None:
-    """Raise ConfigError if this process is root and others could change the policy file or what its hooks run.
+def refuse_exposed(loaded: Loaded, *, is_start: bool = False) -> None:
+    """Raise ConfigError if this process is root and others could change the policy or files that it names.
 
-    An ordinary user is only warned, by ``check_files``.
+    An agent that starts goes on without the files of ``notify`` and ``fleet``: what needs them fails. Files of the
+    pages, and what an ordinary user runs, get a warning of ``check_files``.
     """
     if not host.is_privileged():
         return
-    fault = None if loaded.name == BUILT_IN_NAME else host.tampering_fault(Path(loaded.name))
-    findings = [("", fault)] if fault else []
-    for name, hook in loaded.settings.hooks.items():
-        if fault := hook_tampering_fault(hook):
-            findings.append((f"hooks.{name}.run", fault))
+    findings = [*exposures(loaded, "code")]
+    if not is_start:
+        findings += exposures(loaded, "exchange")
     if findings:
         raise ConfigError(tuple(str(problem) for problem in loaded.parsed.gather(findings)))
+
+
+def read_named_file(path: Path, max_bytes: int) -> bytes:
+    """The content of a file of ``notify`` or ``fleet``. Raises HostError, also if others could change it.
+
+    Only a process that is root refuses it for that.
+    """
+    if host.is_privileged() and (fault := host.tampering_fault(path)):
+        raise host.HostError(fault, kind="file")
+    return host.read_small_file(path, max_bytes)
 
 
 def hook_tampering_fault(hook: Hook) -> str | None:
@@ -58,10 +132,8 @@ def hook_tampering_fault(hook: Hook) -> str | None:
     return None
 
 
-def _exposed(settings: Settings, policy: Path | None) -> Iterator[Finding]:
-    """Where the policy and the state are not safe from others, or from Azure."""
-    if policy is not None and (fault := host.tampering_fault(policy)):
-        yield "", fault
+def _state_doubts(settings: Settings) -> Iterator[Finding]:
+    """Why the state is not safe from others, or from Azure."""
     state_dir = state_dir_of(settings)
     if disk := processes.temporary_disk(state_dir):
         yield (
@@ -76,23 +148,18 @@ def _web_doubts(agent: AgentSettings) -> Iterator[Finding]:
     """Why the pages would not be shown, or to too many."""
     if agent.web_config is None or agent.listen == "off":
         return
-    from scheduled_events_agent.web.tls import TlsError, doubts, load_web_config, named_files  # noqa: PLC0415  # 8 ms of OpenSSL
+    from scheduled_events_agent.web import tls  # noqa: PLC0415  # 8 ms of OpenSSL
 
     path = Path(agent.web_config)
-    faults = {host.tampering_fault(path): None}
     try:
-        web_config = load_web_config(path)
-    except TlsError as error:
+        web_config = tls.load_web_config(path)
+    except tls.TlsError as error:
         for problem in str(error).splitlines():
             yield "agent.web_config", f"without it the pages are not shown: {problem}"
-    else:
-        files = named_files(path, web_config)
-        faults |= {host.tampering_fault(file): None for file in files.values()}
-        if "key_file" in files:
-            faults[host.exposure_fault(files["key_file"])] = None
-        for doubt in doubts(web_config, is_open=is_open(agent.listen)):
-            yield "agent.web_config", doubt
-    for fault in filter(None, faults):  # each once: most often they are of one directory
+        return
+    for doubt in tls.doubts(web_config, is_open=is_open(agent.listen)):
+        yield "agent.web_config", doubt
+    if fault := host.exposure_fault(tls.named_files(path, web_config)["key_file"]):
         yield "agent.web_config", fault
 
 
@@ -103,7 +170,6 @@ def _missing(settings: Settings) -> Iterator[Finding]:
             yield f"{path}.cwd", f"{hook.cwd} is not a directory on this machine"
         if hook.run:
             fault = _program_fault(hook) or processes.command_fault(hook.run, None, hook.cwd, hook.env)
-            fault = fault or hook_tampering_fault(hook)
             if fault:
                 yield f"{path}.run", fault
         elif fault := processes.command_fault(None, hook.shell, hook.cwd, hook.env):
@@ -127,6 +193,18 @@ def _program_fault(hook: Hook) -> str | None:
     if not file.is_file():
         return f"{file} is not a regular file"
     return None if os.access(file, os.X_OK) else f"{file} is not executable: chmod +x {file}"
+
+
+def _files_of_target(target: NotifyTarget) -> Iterator[tuple[str, Path]]:
+    if isinstance(target.to, SecretFile):
+        yield "to.file", Path(target.to.file)
+    for name, value in target.headers.items():
+        if isinstance(value, SecretFile):
+            yield f"headers.{name}.file", Path(value.file)
+    if target.body not in NOTICE_BODIES:
+        yield "body", Path(target.body)
+    if target.ca_file is not None:
+        yield "ca_file", Path(target.ca_file)
 
 
 def _code_files(hook: Hook) -> Iterator[Path]:
