@@ -53,6 +53,11 @@ Duration = Annotated[
 ONE_OR_MANY: dict[str, Any] = {"kind": "one-or-many"}
 SECRET: dict[str, Any] = {"kind": "secret"}
 """Errors about the policy quote nothing of the value."""
+_SECRET_NAMES = re.compile(
+    r"secret|token|passw|passphrase|credential|(api|access|account|private|shared|storage)_?key"
+    r"|connection_?string|(^|_)(pat|sas|auth)(_|$)",
+    re.IGNORECASE,
+)
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", description="Letters, digits, . _ -")]
 
 
@@ -176,6 +181,11 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def limit_seconds(self) -> float:
         """How long it may take, with all its attempts."""
         return self.attempts * self.timeout + (self.attempts - 1) * self.retry_delay
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether the value of a hook's variable of this name is taken for a secret."""
+    return _SECRET_NAMES.search(name) is not None
 
 
 def _timezone_fault(name: str) -> str:

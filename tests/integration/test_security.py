@@ -6,13 +6,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from scheduled_events_agent import host
-from scheduled_events_agent.cli import doctor, main
+from scheduled_events_agent.cli import doctor, main, run
 from scheduled_events_agent.cli.run import _PolicyFile
 from scheduled_events_agent.fleet.ledger import LedgerError
 from scheduled_events_agent.fleet.table import read_sas
@@ -428,6 +429,72 @@ def test_a_hook_that_others_can_change_since_the_policy_was_read_is_not_started(
     assert result.detail == danger(file, "every account", f"chmod go-w {file}")
     file.chmod(0o755)
     assert run_once(hook).outcome == "succeeded"
+
+
+# --- secrets in a policy that every account can read
+
+
+@pytest.fixture
+def shared_place() -> Iterator[Path]:
+    """A directory that every account can pass through, unlike pytest's own."""
+    with tempfile.TemporaryDirectory(prefix="security-") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def secret_warnings(policy: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    assert main(["check", "--json", "--config", str(policy)]) == 0
+    return [text for text in json.loads(capsys.readouterr().out)["warnings"] if "is a secret" in text]
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "way_out"),
+    [
+        ("notify: [{name: ops, to: 'https://127.0.0.1:1/SECRET'}]", "notify[0].to", "use {file: ...}"),
+        (
+            "notify: [{name: ops, to: {file: /run/none}, headers: {Authorization: SECRET}}]",
+            "notify[0].headers.Authorization",
+            "use {file: ...}",
+        ),
+        (
+            "hooks: {x: {run: [/bin/true], env: {COLOUR: red, API_TOKEN: SECRET}}}",
+            "hooks.x.env.API_TOKEN",
+            "have the hook read it from a file of its own",
+        ),
+    ],
+)
+def test_a_secret_in_a_policy_that_every_account_can_read_is_warned_of(
+    shared_place: Path, text: str, where: str, way_out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = shared_place / "policy.yaml"
+    policy.write_text(f"{text}\n", encoding="utf-8")
+    policy.chmod(0o644)
+    fault = f"{policy} can be read by every account: chmod o-r {policy}"
+    told = f"{policy}:1: {where}: is a secret, and {fault}, or {way_out}"
+    assert secret_warnings(policy, capsys) == [told]
+    loaded = load_policy(policy)
+    assert told in [str(problem) for problem in run._look_at_machine(loaded)]  # which an agent that starts logs
+    found = [*doctor._look_at_files(loaded, None, is_root_service=False)]
+    assert [(finding.verdict, finding.finding) for finding in found] == [("warning", told)]
+    policy.chmod(0o640)
+    assert secret_warnings(policy, capsys) == []
+
+
+def test_all_secrets_of_a_policy_are_one_warning(shared_place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = shared_place / "policy.yaml"
+    target = "{name: ops, to: 'https://127.0.0.1:1/SECRET', headers: {X-Key: SECRET}}"
+    policy.write_text(f"notify: [{target}]\nhooks: {{x: {{run: [/bin/true], env: {{DB_PASSWORD: a}}}}}}\n")
+    policy.chmod(0o644)
+    (text,) = secret_warnings(policy, capsys)
+    assert text.endswith("or use {file: ...}; so are notify[0].headers.X-Key, hooks.x.env.DB_PASSWORD")
+
+
+def test_what_is_no_secret_may_be_read_by_all(shared_place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = shared_place / "policy.yaml"
+    target = "{name: ops, to: {file: /run/none}, headers: {X-Key: {file: /run/none}}}"
+    policy.write_text(f"notify: [{target}]\nhooks: {{x: {{run: [/bin/true], env: {{COLOUR: red, TOKEN: ''}}}}}}\n")
+    policy.chmod(0o644)
+    assert secret_warnings(policy, capsys) == []
 
 
 # --- secrets in what hooks write

@@ -383,6 +383,11 @@ def play(service: Service, **variables: Any) -> dict[str, int]:
     return counts
 
 
+def stat_of(machine: Container, path: str) -> str:
+    """Mode, owner and group of a file."""
+    return machine.run("stat", "-c", "%a %U %G", path).stdout.strip()
+
+
 def test_the_ansible_role_installs_everything_once_and_ends_no_agent(
     managed: Container, sim: Simulator, deb: Path, tmp_path: Path
 ) -> None:
@@ -399,6 +404,7 @@ def test_the_ansible_role_installs_everything_once_and_ends_no_agent(
 
         assert play(service, **variables)["changed"] > 0
         assert machine.path(POLICY).read_text() == policy
+        assert stat_of(machine, POLICY) == "600 root root"
         sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
         assert machine.path("/etc/drained").exists()
         pid = service.pid()
@@ -420,11 +426,13 @@ def test_the_ansible_role_installs_everything_once_and_ends_no_agent(
         assert (strict["changed"] > 0, strict["failed"]) == (True, 0)
         uid = machine.run("id", "-u", "scheduled-events-agent").stdout.strip()
         assert service.process_status()["Uid"].split() == [uid] * 4
+        assert stat_of(machine, POLICY) == "640 root scheduled-events-agent"
         assert is_approved(sim)
         assert machine.path(POLKIT_RULE).exists()
         assert play(service, **{**variables, "policy": policy_text(sim), "strict": True})["changed"] == 0
         root = play(service, **{**variables, "policy": policy_text(sim)})
         assert (root["changed"] > 0, root["failed"]) == (True, 0)
+        assert stat_of(machine, POLICY) == "600 root root"
         assert service.process_status()["Uid"].split() == ["0"] * 4
         assert not machine.path(POLKIT_RULE).exists()
         assert play(service, **{**variables, "policy": policy_text(sim), "strict": True})["failed"] == 0

@@ -38,7 +38,7 @@ from scheduled_events_agent.settings import (
     load_policy,
     state_dir_of,
 )
-from scheduled_events_agent.settings.files import Use, check_files, exposures
+from scheduled_events_agent.settings.files import Use, check_files, exposed_secrets, exposures
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import Status
 
@@ -262,13 +262,16 @@ def _look_at_files(loaded: Loaded, account: str | None, *, is_root_service: bool
                 yield failure("files", fault, advices[use])
             else:
                 yield warning("files", fault, "run that command, unless you trust these accounts")
+    secrets = loaded.parsed.gather(exposed_secrets(loaded))
+    for problem in secrets:
+        yield warning("files", str(problem), "do one of the two, unless it is no secret")
     own = _own_code_fault() if is_root_service else None
     if own is not None:
         advice = (
             "install the agent where only root or administrators can write: who changes its code is one of them"
         )
         yield failure("files", own, advice)
-    elif not faults:
+    elif not faults and not secrets:
         what = "the policy or the files that it names"
         if is_root_service:
             what = "the policy, the files that it names, or the agent's own code"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from scheduled_events_agent.events import printable
 from scheduled_events_agent.host import processes
-from scheduled_events_agent.policy import Hook
+from scheduled_events_agent.policy import Hook, is_secret_name
 
 _MAX_LINE_BYTES = 2000
 _TAIL_BYTES = 4096
@@ -23,13 +23,6 @@ _FREE_BYTES = 4 << 20
 _MAX_BYTES_PER_SECOND = 32 << 20
 _FULL_PIPE_PAUSE_SECONDS = 0.002
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-
-# Variables of a hook whose values its output should not repeat.
-_SECRET_NAMES = re.compile(
-    r"secret|token|passw|passphrase|credential|(api|access|account|private|shared|storage)_?key"
-    r"|connection_?string|(^|_)(pat|sas|auth)(_|$)",
-    re.IGNORECASE,
-)
 _MIN_SECRET_BYTES = 8  # shorter ones would also match ordinary text
 _MAX_SECRET_BYTES = 4096
 _MAX_CREDENTIAL_BYTES = 1 << 16
@@ -133,12 +126,10 @@ class HookOutput:
 def secrets_of(hook: Hook) -> list[bytes]:
     """Texts that the hook knows and its output should not repeat, the longest first.
 
-    They come from variables with telling names and from systemd's credentials. Each line counts by itself, since
+    They come from variables whose names say so and from systemd's credentials. Each line counts by itself, since
     output comes line by line.
     """
-    texts = [
-        value.encode("utf-8", "surrogateescape") for name, value in hook.env.items() if _SECRET_NAMES.search(name)
-    ]
+    texts = [value.encode("utf-8", "surrogateescape") for name, value in hook.env.items() if is_secret_name(name)]
     if directory := os.environ.get("CREDENTIALS_DIRECTORY"):
         with suppress(OSError):
             for path in Path(directory).iterdir():

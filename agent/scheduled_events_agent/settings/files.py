@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 
 from scheduled_events_agent import host
 from scheduled_events_agent.host import processes
-from scheduled_events_agent.policy import Hook
+from scheduled_events_agent.policy import Hook, is_secret_name
 from scheduled_events_agent.settings import BUILT_IN_NAME, ConfigError, Loaded, state_dir_of
 from scheduled_events_agent.settings.checks import Finding
 from scheduled_events_agent.settings.model import (
@@ -88,10 +88,23 @@ def check_files(loaded: Loaded) -> tuple[Problem, ...]:
     findings: list[Finding] = []
     for use in get_args(Use):
         findings += exposures(loaded, use)
+    findings += exposed_secrets(loaded)
     findings += _state_doubts(loaded.settings)
     findings += _web_doubts(loaded.settings.agent)
     findings += _missing(loaded.settings)
     return loaded.parsed.gather(findings)
+
+
+def exposed_secrets(loaded: Loaded) -> Iterator[Finding]:
+    """That every account can read secrets which stand in the policy itself: one finding for all of them."""
+    first, *others = _literal_secrets(loaded.settings) or [""]
+    fault = host.exposure_fault(Path(loaded.name)) if first else None
+    if fault:
+        instead = (
+            "use {file: ...}" if first.startswith("notify") else "have the hook read it from a file of its own"
+        )
+        more = f"; so are {', '.join(others)}" if others else ""
+        yield first, f"is a secret, and {fault}, or {instead}{more}"
 
 
 def refuse_exposed(loaded: Loaded, *, is_start: bool = False) -> None:
@@ -130,6 +143,22 @@ def hook_tampering_fault(hook: Hook) -> str | None:
         if fault:
             return fault
     return None
+
+
+def _literal_secrets(settings: Settings) -> list[str]:
+    """The keys whose values are secrets, most likely."""
+    paths = []
+    for index, target in enumerate(settings.notify):
+        if isinstance(target.to, str):
+            paths.append(f"notify[{index}].to")
+        for name, value in target.headers.items():
+            if isinstance(value, str):
+                paths.append(f"notify[{index}].headers.{name}")
+    for hook_name, hook in settings.hooks.items():
+        paths += [
+            f"hooks.{hook_name}.env.{name}" for name, value in hook.env.items() if value and is_secret_name(name)
+        ]
+    return paths
 
 
 def _state_doubts(settings: Settings) -> Iterator[Finding]:
