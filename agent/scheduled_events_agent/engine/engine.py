@@ -334,7 +334,7 @@ class Engine:
         progression = proceed(self.board, signals, context)
         try:
             answers = self._answers(progression)
-            steps = progression.steps
+            steps = tuple([step for step in progression.steps if not step.is_small])
             changes = changes_by_steps(self.remembered.known, signals, steps, self.documents.unlisted, now)
             self.notifying.commit(steps, now, answers, self.names(), self.identity.vm_id, remembered=changes)
         except WithdrawnError:

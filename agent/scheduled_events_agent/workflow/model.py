@@ -117,6 +117,8 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     first_seen_at: datetime
     noticed_at: datetime
     """When the event was first seen with its present NotBefore."""
+    change_noted_at: datetime | None = None
+    """When a change of the event was last noted. Small ones are noted once a minute."""
     boot_id: str
     """The boot during which the event was first seen."""
     prepare_boot_id: str = ""
@@ -291,6 +293,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     workflow: Workflow
     effects: tuple[Effect, ...] = ()
     notes: tuple[Note, ...] = ()
+    is_small: bool = False
+    """Azure says the same of the event in other words: that is neither put on the disk nor told."""
 
 
 class Standing(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """What each signal changes in the workflow that it is for: facts only; ``phases`` acts on them."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from datetime import datetime, timedelta
 
 from msgspec.structs import replace
@@ -38,7 +38,11 @@ from scheduled_events_agent.workflow.stages import (
     with_end,
     with_void_approval,
 )
-from scheduled_events_agent.workflow.times import drain_end
+from scheduled_events_agent.workflow.times import drain_end, is_due
+
+# Of small changes of an event one is noted in so long.
+_NOTED_EVERY = timedelta(minutes=1)
+_SMALL_MOVE_SECONDS = 60.0
 
 
 def take_in(workflow: Workflow | None, signal: Signal, context: Context) -> Step | None:
@@ -107,34 +111,64 @@ def _admit(event: ScheduledEvent, context: Context) -> Step | None:
 
 def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
     old = workflow.event
-    notes = []
+    back: list[Note] = []
     if workflow.is_missing or workflow.is_over:
-        notes.append(Note(kind="changed", text="is in the document again"))
+        back.append(Note(kind="changed", text="is in the document again"))
         workflow = _bring_back(workflow)
     if event.key != old.key:
-        notes.append(Note(kind="renamed", text=f"goes on under the id {event.id} (was {old.id})"))
-    fields = ("status", "type", "not_before", "resources", "source", "duration_seconds", "description")
-    changed = [name for name in fields if getattr(event, name) != getattr(old, name)]
-    # NotBefore becomes blank when the event starts; that is not worth a line.
-    told = [name for name in changed if not (name == "not_before" and event.is_started)]
-    if told:
-        text = "; ".join(f"{name} {show(getattr(old, name))} -> {show(getattr(event, name))}" for name in told)
-        notes.append(Note(kind="changed", text=text))
-    void = _why_approval_is_void(old, event)
-    if void:
-        voided = with_void_approval(Step(workflow=workflow, notes=tuple(notes)), void)
-        workflow = voided.workflow
-        notes = list(voided.notes)
-    noticed_at = context.now if event.not_before != old.not_before else workflow.noticed_at
+        back.append(Note(kind="renamed", text=f"goes on under the id {event.id} (was {old.id})"))
+    changed = {name for name in event.__struct_fields__ if getattr(event, name) != getattr(old, name)}
+    is_small = changed <= _small_changes(old, event, context)
+    is_moved = "not_before" in changed
     drain_until = workflow.drain_until
-    if drain_until is not None and "not_before" in changed:
+    if drain_until is not None and is_moved:
         drain_until = min(drain_until, drain_end(workflow.decision, event, context))
-    workflow = replace(workflow, event=event, noticed_at=noticed_at, drain_until=drain_until)
-    step = _decide_anew(workflow, context)
+    noticed_at = context.now if is_moved and not is_small else workflow.noticed_at
+    seen = replace(workflow, event=event, noticed_at=noticed_at, drain_until=drain_until)
+    decided = _decide_anew(seen, context)
+    notes = [*back]
+    if decided.notes or not (is_small and _was_just_noted(workflow, context)):
+        notes += _changes_in_words(old, event, changed)
+    void = _why_approval_is_void(old, event)
+    step = Step(workflow=decided.workflow, notes=tuple(notes))
+    if void:
+        step = with_void_approval(step, void)
+    new = step.workflow
+    if len(notes) > len(back):
+        new = replace(new, change_noted_at=context.now)
     effects: tuple[Effect, ...] = ()
-    if "not_before" in changed and _has_deadline(workflow) and workflow.prepare.current is not None:
-        effects = (MoveDeadline(workflow_id=workflow.id),)
-    return Step(workflow=step.workflow, effects=effects, notes=(*notes, *step.notes))
+    if is_moved and _has_deadline(new) and new.prepare.current is not None:
+        effects = (MoveDeadline(workflow_id=new.id),)
+    is_same = not step.notes and replace(new, event=old, decision=workflow.decision) == workflow
+    return Step(
+        workflow=new, effects=effects, notes=(*step.notes, *decided.notes), is_small=is_same and not decided.notes
+    )
+
+
+def _changes_in_words(old: ScheduledEvent, new: ScheduledEvent, changed: Container[str]) -> list[Note]:
+    """One note of them all; none if they are not worth a line."""
+    fields = ("status", "type", "not_before", "resources", "source", "duration_seconds", "description")
+    # NotBefore becomes blank when the event starts.
+    told = [name for name in fields if name in changed and not (name == "not_before" and new.is_started)]
+    text = "; ".join(f"{name} {show(getattr(old, name))} -> {show(getattr(new, name))}" for name in told)
+    return [Note(kind="changed", text=text)] if told else []
+
+
+def _small_changes(old: ScheduledEvent, new: ScheduledEvent, context: Context) -> set[str]:
+    """The fields that may have another value and say the same for this VM."""
+    small = {"description", "duration_seconds", "source"}
+    if new.affects(context.names) == old.affects(context.names):
+        small.add("resources")
+    if old.not_before is not None and new.not_before is not None:
+        moved_seconds = abs((new.not_before - old.not_before).total_seconds())
+        small |= {"not_before"} if moved_seconds < _SMALL_MOVE_SECONDS else set()
+    return small
+
+
+def _was_just_noted(workflow: Workflow, context: Context) -> bool:
+    """Whether a change of the event was noted less than a minute ago."""
+    noted_at = workflow.change_noted_at
+    return noted_at is not None and not is_due(noted_at + _NOTED_EVERY, context.now, _NOTED_EVERY.total_seconds())
 
 
 def _why_approval_is_void(old: ScheduledEvent, new: ScheduledEvent) -> str:
