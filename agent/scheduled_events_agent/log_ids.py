@@ -70,7 +70,7 @@ class LogId(IntEnum):
     API_VERSION = 305, "The api-version for recommendations is refused, or answered again."
     STATE_NOT_WRITTEN = 310, "The state file cannot be written: the agent does nothing until it can."
     STATE_WRITTEN = 311, "The state file can be written again."
-    STATE_LOST = 312, "The state file is damaged, or could not be written at the end."
+    STATE_LOST = 312, "The state file is damaged, was removed or replaced, or could not be written at the end."
     NO_RESERVE = 313, "The disk is nearly full: the state file cannot keep its reserve."
     RESERVE = 314, "The state file has its reserve for a full disk again."
     EVENT_FAULT = 320, "An event could not be handled: a bug, which concerns this event only."

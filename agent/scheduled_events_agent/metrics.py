@@ -199,7 +199,7 @@ class Metrics:
             (self.approvals, (("confirmed", *_REQUEST_FAILURES, "no_thread", "bug"),)),
             (self.hook_failures, (_STAGES,)),
             (self.closed, (types, outcomes)),
-            (self.store_errors, (("locked", "full", "write", "read", "damaged"),)),
+            (self.store_errors, (("locked", "full", "write", "read", "damaged", "removed"),)),
         ):
             for labels in product(*words):
                 family.labels(*labels)

@@ -24,6 +24,7 @@ from scheduled_events_agent import host
 from scheduled_events_agent import store as store_module
 from scheduled_events_agent.engine import Executor, Machine
 from scheduled_events_agent.engine.notifying import Notifying
+from scheduled_events_agent.engine.telling import Teller
 from scheduled_events_agent.engine.upkeep import Upkeep
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.metrics import Metrics
@@ -435,7 +436,7 @@ def test_without_its_directory_the_upkeep_reports_that_and_goes_on(tmp_path: Pat
     directory = tmp_path / "state"
     host.create_private_dir(directory)
     store, metrics = Store.open(directory, NOW), Metrics(tuple)
-    upkeep = Upkeep(store, metrics, Machine())
+    upkeep = Upkeep(store, metrics, Machine(), Teller(store, metrics))
     shutil.rmtree(directory)  # a cleaner of directories, or a backup that is restored
     with structlog.testing.capture_logs() as logs:
         upkeep.tidy(time.monotonic() + 1.0)

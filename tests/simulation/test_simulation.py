@@ -282,7 +282,7 @@ def _commit_notices_later(
 def _load_and_delete(self: Notices, target: str, after_id: int) -> StoredNotice | None:
     notice = REAL_LOAD_NEXT(self, target, after_id)
     if notice is not None:
-        self._connection.execute("DELETE FROM notice WHERE id = ?", (notice.id,))
+        self.connection.execute("DELETE FROM notice WHERE id = ?", (notice.id,))
     return notice
 
 

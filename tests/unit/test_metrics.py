@@ -277,7 +277,9 @@ def test_what_may_fail_is_counted_from_0_so_that_the_first_failure_is_an_increas
         "scheduled_events_polls_total": {("ok",), *kinds, *((kind,) for kind in get_args(DocumentErrorKind))},
         "scheduled_events_approvals_total": {("confirmed",), *kinds, ("no_thread",), ("bug",)},
         "scheduled_events_hook_failures_total": {(stage,) for stage in get_args(Stage)},
-        "scheduled_events_store_errors_total": {("locked",), ("full",), ("write",), ("read",), ("damaged",)},
+        "scheduled_events_store_errors_total": {
+            (kind,) for kind in ("locked", "full", "write", "read", "damaged", "removed")
+        },
         "scheduled_events_recovery_failures_total": {()},
         "scheduled_events_faults_total": {()},
     }

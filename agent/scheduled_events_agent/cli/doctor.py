@@ -41,6 +41,7 @@ from scheduled_events_agent.settings import (
 from scheduled_events_agent.settings.files import Use, check_files, exposed_secrets, exposures
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import Status
+from scheduled_events_agent.store import LOCK_NAME
 
 # The service answers five requests a second to the whole VM, and an agent beside us makes its own.
 _SPACING_SECONDS = 0.5
@@ -121,7 +122,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
     pid = None
     lock_fault = ""
     try:
-        pid = host.lock_holder(state_dir / "lock")
+        pid = host.lock_holder(state_dir / LOCK_NAME)
     except host.HostError as error:
         lock_fault = str(error)
     yield _look_at_state(state_dir, account, is_in_use=pid is not None)

@@ -34,6 +34,7 @@ _STYLES: dict[str, Style] = {
     "pause": "yellow",
     "reload_refused": "yellow",
     "state_lost": "red",
+    "state_recreated": "red",
 }
 
 

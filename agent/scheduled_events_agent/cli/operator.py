@@ -20,7 +20,14 @@ from scheduled_events_agent.cli.terminal import print_json, printable
 from scheduled_events_agent.operator_words import UNSETTLED_HOLD
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import OperatorAnswer
-from scheduled_events_agent.store import FILE_NAME, REQUEST_VALID_SECONDS, RequestWord, Store, StoreError
+from scheduled_events_agent.store import (
+    FILE_NAME,
+    LOCK_NAME,
+    REQUEST_VALID_SECONDS,
+    RequestWord,
+    Store,
+    StoreError,
+)
 from scheduled_events_agent.words import clock
 from scheduled_events_agent.workflow import Workflow
 
@@ -76,7 +83,7 @@ def find_state_dir(arguments: argparse.Namespace) -> Path:
 def find_agent(state_dir: Path) -> str | None:
     """The pid of the agent that runs there, "unknown" if that is not known; None if none does."""
     try:
-        return host.lock_holder(state_dir / "lock")
+        return host.lock_holder(state_dir / LOCK_NAME)
     except host.HostError:
         return "unknown"  # it is asked anyway
 

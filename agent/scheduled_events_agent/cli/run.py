@@ -31,7 +31,7 @@ from scheduled_events_agent.settings import (
 )
 from scheduled_events_agent.settings.files import check_files, refuse_exposed
 from scheduled_events_agent.spelling import parse_duration
-from scheduled_events_agent.store import Store, StoreError
+from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
 from scheduled_events_agent.typed_yaml import Problem
 
 # Between threads; Python's 5 ms is as long as all the work for an event, which passes through four of them.
@@ -197,8 +197,8 @@ def open_daemon(
     is_elsewhere = bool(state_dir) or path not in (None, host.default_config_path())
     host.create_private_dir(directory)
     with (
-        contextlib.closing(host.hold_lock(directory / "lock")),
-        contextlib.closing(Store.open(directory, datetime.now(UTC), _report_lock)) as store,
+        contextlib.closing(host.hold_lock(directory / LOCK_NAME)) as lock,
+        contextlib.closing(Store.open(directory, datetime.now(UTC), _report_lock, lock)) as store,
     ):
         get_logger().info(
             "policy",

@@ -144,8 +144,9 @@ class Daemon:
         self._fleet: FleetThread | None = None
         self._watchdog = Watchdog(lambda: store.is_writing)
         self._is_stopping = False
-        self._wake_path = store.wake_path
+        self._store = store
         self._wake_up: host.WakeUp | None = None
+        self._recreations = 0
         self._told_status: str | None = None  # None until it has been told that the agent is ready
         self._web_thread: threading.Thread | None = None
 
@@ -209,8 +210,15 @@ class Daemon:
         self._use_fleet(settings)
         self._start_thread("watchdog", self._watchdog.run)
         self._start_thread("policy", self._read_policies)
+        self._start_hearing()
+
+    def _start_hearing(self) -> None:
+        """Also again, when the state directory was made anew."""
+        if self._wake_up is not None:
+            self._wake_up.close()
+            self._wake_up = None
         with contextlib.suppress(OSError):  # requests are then found at the next turn
-            self._wake_up = host.WakeUp(self._wake_path)
+            self._wake_up = host.WakeUp(self._store.wake_path)
             self._start_thread("operators", partial(self._hear_operators, self._wake_up))
 
     def _hear_operators(self, wake_up: host.WakeUp) -> None:
@@ -298,6 +306,9 @@ class Daemon:
         if not (could_go_on and may_go_on):
             return False
         has_worked = self._engine.turn(document_at)
+        if self._store.recreations > self._recreations:
+            self._recreations = self._store.recreations
+            self._start_hearing()
         self._tell_service()
         if has_worked:
             self._engine.tidy()

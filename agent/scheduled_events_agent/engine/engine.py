@@ -128,7 +128,7 @@ class Engine:
         self._hook_runs = HookRuns(settings, store, executor, self._machine, self._teller)
         self.notifying = Notifying(settings, store, metrics, executor)
         self.remembered = Remembered(store)
-        self._upkeep = Upkeep(store, metrics, self._machine)
+        self._upkeep = Upkeep(store, metrics, self._machine, self._teller)
 
     def start(self) -> None:
         """Go on where the last agent ended. Call it once, first. Raises StoreError."""
@@ -192,6 +192,7 @@ class Engine:
         now = self._machine.now()
         self._look_at_clock(now)
         try:
+            self._upkeep.keep_in_place(now)
             self._learn_identity(now)
             self._take_requests(now)
             has_document = bool(self.documents.new or self.documents.latest) and not self._is_stopping

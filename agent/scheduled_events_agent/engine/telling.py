@@ -75,6 +75,13 @@ class Teller:
         self._log.warning("this machine stood still", log_id=LogId.MACHINE_PAUSED, seconds=round(seconds, 1))
         self.record("pause", f"stood still for {seconds:.1f}s", now)
 
+    def tell_recreated(self, loss: str, now: datetime) -> None:
+        """The state file was removed or replaced while it was open."""
+        self._metrics.store_errors.labels("removed").inc()
+        text = "the state file was removed or replaced and has been made anew; nothing that was in it is lost"
+        self._log.error(text, log_id=LogId.STATE_LOST, reason=loss)
+        self.record("state_recreated", f"{loss}; made anew, nothing is lost", now)
+
     def tell_fault(self, workflow_id: str, fault: Exception, now: float) -> None:
         """A bug of the agent's own; ``now`` is monotonic."""
         self._metrics.faults.inc()

@@ -1,9 +1,11 @@
-"""Upkeep of the state file: forgets what is too old or too much, and keeps room for a full disk."""
+"""Upkeep of the state file: in its place, without what is too old or too much, and with room for a full disk."""
 
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta
+from math import inf
 
 from scheduled_events_agent.engine.parts import Machine
+from scheduled_events_agent.engine.telling import Teller
 from scheduled_events_agent.log import FailureLog
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
@@ -14,18 +16,25 @@ TIDY_SECONDS = 60.0
 
 
 class Upkeep:
-    """Runs after a turn; takes milliseconds."""
+    """Runs before and after a turn; takes milliseconds."""
 
-    def __init__(self, store: Store, metrics: Metrics, machine: Machine) -> None:
+    def __init__(self, store: Store, metrics: Metrics, machine: Machine, teller: Teller) -> None:
         self._store = store
         self._metrics = metrics
         self._machine = machine
+        self._teller = teller
         self._next_at = machine.monotonic()
         self.has_more = False
         """Whether there is more to forget."""
         self._failures = FailureLog(
             "keeping room in the state file for a full disk", LogId.NO_RESERVE, LogId.RESERVE
         )
+
+    def keep_in_place(self, now: datetime) -> None:
+        """Make the state file anew if it was removed or replaced. Raises StoreError if that fails."""
+        if loss := self._store.recreate_if_removed():
+            self._teller.tell_recreated(loss, now)
+            self._next_at = -inf  # the new file has no reserve yet
 
     def tidy(self, now: float, expire: Callable[[], None] = lambda: None) -> None:
         """At most once a minute; ``now`` is monotonic. Raises StoreError if the file is damaged.

@@ -18,16 +18,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from scheduled_events_agent import host
+from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.status import History, JournalEntry
 from scheduled_events_agent.store import file
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
 from scheduled_events_agent.store.notices import Notices, StoredNotice, Waiting
+from scheduled_events_agent.store.presence import LOCK_NAME, OpenFiles
 from scheduled_events_agent.words import note_in_words
 from scheduled_events_agent.workflow import Note, RememberedEvent, Step, Word, Workflow
 
 __all__ = [
-    "FILE_NAME", "RESERVE_BYTES", "Notices", "RememberedChanges", "Store", "StoreError", "StoredNotice", "Waiting",
+    "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "Notices", "RememberedChanges", "Store", "StoreError", "StoredNotice",
+    "Waiting",
 ]  # fmt: skip
 
 _FILLER_BYTES = 64 * 1024
@@ -91,11 +93,12 @@ class Store:
         connection: sqlite3.Connection,
         path: Path,
         *,
-        is_owner: bool = False,
+        open_files: OpenFiles | None = None,
         set_aside: Path | None = None,
     ) -> None:
+        """``open_files``: of the agent, which owns the file."""
         self._connection = connection
-        self._is_owner = is_owner
+        self._open_files = open_files
         self._is_damaged = False
         self.path = path
         self.wake_path = path.with_name("wake")
@@ -104,15 +107,25 @@ class Store:
         """Where a damaged file was moved to when this one was opened; None if all was well."""
         self.is_writing = False
         """Whether its thread waits for the disk; for any thread."""
+        self.recreations = 0
+        """How often the file was removed or replaced, and made anew."""
         self.notices = Notices(connection, self._transaction, self._reading)
 
     @classmethod
     def open(
-        cls, directory: Path, now: datetime, on_locked: Callable[[StoreError], None] = lambda _: None
+        cls,
+        directory: Path,
+        now: datetime,
+        on_locked: Callable[[StoreError], None] = lambda _: None,
+        lock: host.HeldLock | None = None,
     ) -> "Store":
-        """Open or make the state file in ``directory``, for the agent; see ``file.open_as_owner``."""
+        """Open or make the state file in ``directory``, for the agent; see ``file.open_as_owner``.
+
+        ``lock``: of the directory; the store closes it.
+        """
         connection, set_aside = file.open_as_owner(directory, now, on_locked)
-        return cls(connection, directory / FILE_NAME, is_owner=True, set_aside=set_aside)
+        path = directory / FILE_NAME
+        return cls(connection, path, open_files=OpenFiles(path, lock), set_aside=set_aside)
 
     @classmethod
     def join(cls, directory: Path) -> "Store":
@@ -128,11 +141,36 @@ class Store:
 
     def close(self) -> None:
         """Close the file; the store cannot be used any more."""
-        has_ended_well = self._is_owner and not self._is_damaged and self._end_well()
+        # What was removed is not this agent's any more: the log at the path may be that of another one.
+        is_in_place = self._open_files is not None and not self._open_files.loss()
+        has_ended_well = is_in_place and not self._is_damaged and self._end_well()
         file.close(self._connection, self.path)
         if has_ended_well:
             with contextlib.suppress(OSError):
                 file.make_log_void(self.path)
+        if self._open_files is not None:
+            self._open_files.close()
+
+    def recreate_if_removed(self) -> str:
+        """If file, lock or directory were removed or replaced, make them anew from what is open.
+
+        Returns what was removed or replaced, "" if nothing was. Raises StoreError if that fails; try it again.
+        """
+        loss = self._open_files.loss() if self._open_files is not None else ""
+        if self._open_files is None or not loss:
+            return ""
+        self.is_writing = True
+        try:
+            connection = self._open_files.restore(self._connection)
+        except (AgentError, OSError, sqlite3.Error) as error:
+            raise StoreError(f"{loss}, and cannot be made anew: {error}", kind="removed") from error
+        finally:
+            self.is_writing = False
+        if connection is not self._connection:
+            self._connection.close()
+            self._connection = self.notices.connection = connection
+        self.recreations += 1
+        return loss
 
     def _end_well(self) -> bool:
         """Move all that is in the log into the file; whether that was possible."""

@@ -69,8 +69,8 @@ _CACHE_KIB = 256  # SQLite's default takes 2 MiB of memory, for rows that the ag
 class StoreError(AgentError):
     """The state file cannot be read or written now.
 
-    Kinds: locked (another program has it), full (no room for it), read, write, damaged; when it is opened also
-    unusable, newer, older.
+    Kinds: locked (another program has it), full (no room for it), read, write, damaged, removed (or replaced, and
+    it cannot be made anew); when it is opened also unusable, newer, older.
     """
 
 
@@ -136,6 +136,29 @@ def open_to_read(path: Path) -> sqlite3.Connection:
         return _connect(path, "mode=ro", check)
     except (sqlite3.Error, OSError) as error:
         raise StoreError(f"cannot read {path}: {error}", kind="read") from error
+
+
+def copy_open(connection: sqlite3.Connection, path: Path) -> sqlite3.Connection:
+    """Put a copy of what the connection reads at the path, on disk, and open it as the agent does.
+
+    Its own file may be removed or replaced. A file at the path is overwritten. Raises OSError or sqlite3.Error.
+    """
+    copy = path.with_name(f"{path.name}.copy")
+    try:
+        copy.unlink(missing_ok=True)
+        os.close(os.open(copy, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        with contextlib.closing(sqlite3.connect(copy, isolation_level=None)) as target:
+            target.execute("PRAGMA synchronous = FULL")
+            connection.backup(target)
+        # The log of another file must not be applied to this one.
+        for suffix in ("-shm", "-wal"):
+            Path(f"{path}{suffix}").unlink(missing_ok=True)
+        copy.replace(path)
+    finally:
+        copy.unlink(missing_ok=True)
+    host.flush_directory(path.parent)
+    host.flush_directory(path.parent.parent)
+    return _connect(path, "mode=rw", _set_up)
 
 
 def close(connection: sqlite3.Connection, path: Path) -> None:

@@ -33,13 +33,14 @@ class Notices:
     """The table of notices. All methods raise StoreError."""
 
     def __init__(self, connection: sqlite3.Connection, transaction: Transaction, reading: Transaction) -> None:
-        self._connection = connection
+        self.connection = connection
+        """The one of the store."""
         self._transaction = transaction
         self._reading = reading
 
     def add(self, stamp: str, notices: Sequence[tuple[str, str]]) -> dict[str, int]:
         """Target and body of each, within a transaction. Returns how many older ones targets have lost by it."""
-        self._connection.executemany(
+        self.connection.executemany(
             "INSERT INTO notice (target, at, body) VALUES (?, ?, ?)",
             [(target, stamp, body) for target, body in notices],
         )
@@ -48,29 +49,29 @@ class Notices:
             " (SELECT id FROM notice WHERE target = ? ORDER BY id DESC LIMIT 1 OFFSET ?)"
         )
         targets = dict.fromkeys(target for target, _ in notices)
-        lost = {one: self._connection.execute(surplus, (one, one, MAX_NOTICES)).rowcount for one in targets}
+        lost = {one: self.connection.execute(surplus, (one, one, MAX_NOTICES)).rowcount for one in targets}
         return {target: count for target, count in lost.items() if count}
 
     def load_next(self, target: str, after_id: int) -> StoredNotice | None:
         """The next one to deliver."""
         query = "SELECT id, at, body FROM notice WHERE target = ? AND id > ? ORDER BY id LIMIT 1"
         with self._reading():
-            row = self._connection.execute(query, (target, after_id)).fetchone()
+            row = self.connection.execute(query, (target, after_id)).fetchone()
             return StoredNotice(id=row[0], at=datetime.fromisoformat(row[1]), body=row[2]) if row else None
 
     def delete(self, ids: Iterable[int]) -> None:
         """These were delivered, or are given up."""
         with self._transaction():
-            self._connection.executemany("DELETE FROM notice WHERE id = ?", [(one,) for one in ids])
+            self.connection.executemany("DELETE FROM notice WHERE id = ?", [(one,) for one in ids])
 
     def drop(self, targets: Iterable[str]) -> None:
         """Delete all that wait for these targets."""
         with self._transaction():
-            self._connection.executemany("DELETE FROM notice WHERE target = ?", [(one,) for one in targets])
+            self.connection.executemany("DELETE FROM notice WHERE target = ?", [(one,) for one in targets])
 
     def waiting(self) -> dict[str, Waiting]:
         """Each target for which notices wait."""
         query = "SELECT target, count(*), min(at) FROM notice GROUP BY target"
         with self._reading():
-            rows = self._connection.execute(query).fetchall()
+            rows = self.connection.execute(query).fetchall()
             return {name: Waiting(count=count, oldest_at=datetime.fromisoformat(at)) for name, count, at in rows}
