@@ -12,7 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from test_daemon import running
 
+from scheduled_events_agent import daemon as daemon_module
 from scheduled_events_agent.engine import Engine, Executor
 from scheduled_events_agent.engine.telling import Teller
 from scheduled_events_agent.events import Document, ScheduledEvent
@@ -20,6 +22,7 @@ from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.settings import NotifyTarget, Settings
+from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.store import FILE_NAME, Store, StoreError, WithdrawnError, file
 
 NOW = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
@@ -94,6 +97,24 @@ def test_a_lock_loses_no_notification_and_begins_nothing(store: Store) -> None:
     executor.start_hook.assert_called_once()
     assert store.notices.waiting()["ops"].count == 2
     assert metrics.notices_dropped.labels("ops", "no_room")._value.get() == 0
+
+
+def test_after_a_failure_the_next_try_waits_for_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_TICK_SECONDS", "_RESTLESS_TICK_SECONDS"):
+        monkeypatch.setattr(daemon_module, name, 20.0)  # less than the watchdog's patience
+    monkeypatch.setattr(daemon_module, "_COMMIT_RETRY_SECONDS", 0.01)
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint()) as daemon:
+        azure.wait_until(lambda: daemon._told_status is not None, "it has told that it is ready", 60.0)
+        daemon._store._connection.execute("PRAGMA busy_timeout = 0")
+        with contextlib.closing(sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            event = azure.schedule("Reboot")
+            locked = daemon._metrics.store_errors.labels("locked")
+            azure.wait_until(lambda: locked._value.get() >= 5, "it has tried five times", 50.0)
+            other.execute("ROLLBACK")
+        azure.wait_approved(event, timeout_seconds=60.0)
 
 
 def test_records_about_the_agent_are_kept_until_the_lock_ends(store: Store) -> None:

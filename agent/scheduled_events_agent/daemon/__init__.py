@@ -319,6 +319,8 @@ class Daemon:
     def _seconds_to_next_turn(self) -> float:
         if self._told_status is None:
             return _START_TICK_SECONDS
+        if self._engine.store_failure:  # the last turn has waited already
+            return 0.0
         is_restless = self._wake_up is None or self._engine.is_restless or bool(self._poller.overdue_seconds())
         seconds = min(_TICK_SECONDS, _RESTLESS_TICK_SECONDS) if is_restless else _TICK_SECONDS
         wake_at = self._engine.wake_at

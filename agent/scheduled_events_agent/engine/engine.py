@@ -233,7 +233,7 @@ class Engine:
     def is_restless(self) -> bool:
         """Whether the next turn should come soon: for another try, or for a time of a clock that may be set."""
         has_unwritten = self._teller.has_unwritten
-        is_behind = bool(self.documents.new or self._hook_runs.delayed or self.store_failure or has_unwritten)
+        is_behind = bool(self.documents.new or self._hook_runs.delayed or has_unwritten)
         return is_behind or self._upkeep.has_more or self.wake_at is not None
 
     def begin_stop(self) -> None:
