@@ -28,8 +28,8 @@ from scheduled_events_agent.words import note_in_words
 from scheduled_events_agent.workflow import Note, RememberedEvent, Step, Word, Workflow
 
 __all__ = [
-    "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "Notices", "RememberedChanges", "Store", "StoreError", "StoredNotice",
-    "Waiting",
+    "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "Notices", "RememberedChanges", "Store", "StoreError",
+    "StoredNotice", "Waiting",
 ]  # fmt: skip
 
 _FILLER_BYTES = 64 * 1024
