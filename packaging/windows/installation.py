@@ -128,7 +128,7 @@ def _enter(policy: str) -> None:
         stale.unlink(missing_ok=True)
     _forget_bytecode()
     from scheduled_events_agent.host import default_config_path  # noqa: PLC0415
-    from scheduled_events_agent.host.windows.service import install, query, register_source, reload  # noqa: PLC0415
+    from scheduled_events_agent.host.windows.service import install, register_source  # noqa: PLC0415
     from scheduled_events_agent.settings import load_policy  # noqa: PLC0415 - as are the imports below: see above
 
     if policy:
@@ -142,9 +142,6 @@ def _enter(policy: str) -> None:
     if policy or not target.exists():
         _copy(Path(policy) if policy else _HOME / "config" / "policy.yaml", target)
     _copy(_HOME / "config" / "policy.schema.json", target.with_name("policy.schema.json"))
-    # Installed once more as it is, nothing is stopped, and so nothing started.
-    if policy and (facts := query()) and facts.state == "running":
-        reload()
 
 
 def _undo() -> None:

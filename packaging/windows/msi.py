@@ -92,13 +92,15 @@ _IGNORE_RESULT = 0x40
 _ROLLBACK = 0x100
 _UNINSTALL = 'REMOVE="ALL"'
 _MAINTENANCE = 'REINSTALL OR REMOVE="ALL"'
-_REPLACES = "INSTALLED_AT AND (OLDER_FOUND OR POLICY) AND NOT REMOVE"
+_REPLACES = "INSTALLED_AT AND OLDER_FOUND AND NOT REMOVE"
 # What is done in which order: the action, when, and its place. Those without a condition are done always.
 _PREPARATION = (
     ("FindRelatedProducts", "", 25),
     ("AppSearch", "", 50),
     ("LaunchConditions", "", 100),
-    ("Stay", "NOT INSTALLDIR AND INSTALLED_AT", 150),
+    # Any user may have an installed product repaired and give it properties, but none of them counts there.
+    ("Stay", "Installed OR (INSTALLED_AT AND NOT INSTALLDIR)", 150),
+    ("Keep", "Installed", 160),
     ("ValidateProductID", "", 700),
     ("CostInitialize", "", 800),
     ("FileCost", "", 900),
@@ -136,7 +138,7 @@ _SEQUENCE = (
     ("Enter", "NOT REMOVE", 5850),
     # Windows keeps to the order anyway; under Wine what is ours would be done last of all without these two.
     ("InstallExecuteAgain", "NOT REMOVE", 5860),
-    ("StartServices", 'VersionNT AND START<>"0"', 5900),
+    ("StartServices", 'VersionNT AND (Installed OR START<>"0")', 5900),
     # Takes as long as all the rest, in which the service can watch already.
     ("Compile", "NOT REMOVE", 5950),
     ("RegisterUser", "", 6000),
@@ -594,6 +596,7 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
         1,
         [
             ("Stay", _SET_PROPERTY, "INSTALLDIR", "[INSTALLED_AT]", ""),
+            ("Keep", _SET_PROPERTY, "POLICY", "", ""),
             ("Enter", _CUSTOM, program, f'{script} enter "[POLICY]"', ""),
             ("Shell", _SET_PROPERTY, "SHELL", "[System64Folder]cmd.exe", ""),
             ("Check", _COMMAND, "SHELL", f'/d /s /c "if exist {old_python} {check}"', ""),

@@ -193,9 +193,11 @@ foreach ($id in 200, 201, 221, 222, 231, 251) { Assert "id $id is in the Event L
 Get-WinEvent -FilterHashtable @{LogName = 'Application'; ProviderName = $name} |
     ForEach-Object { Write-Host $_.TimeCreated $_.Id ($_.Message -split "`n")[0] }
 
-Step 'Repair'
-Invoke-Msi "/fa `"$Newer`""
+Step 'A repair takes nothing from the command line'
+Set-Content (Join-Path $work 'other.yaml') 'rules: []'
+Invoke-Msi "/fa `"$Newer`" START=0 POLICY=`"$work\other.yaml`" INSTALLDIR=`"$work\planted`""
 Assert 'the service runs' ((Get-Facts).State -eq 'Running')
+Assert 'it is where it was' ((Test-Path "$product\python\python.exe") -and -not (Test-Path "$work\planted"))
 Assert 'the policy is kept' ((Get-FileHash $policy).Hash -eq (Get-FileHash "$work\my policy.yaml").Hash)
 
 Step 'An older version is refused'

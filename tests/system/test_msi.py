@@ -286,12 +286,74 @@ def test_the_agent_stops_the_service_at_each_change_and_starts_it_if_that_fails(
         "Compile": deferred | as_system | ignored,
         "Enter": deferred | as_system,
         "Halt": deferred | as_system | ignored,
+        "Keep": 51 - 18,  # no program: it sets a property
         "Leave": deferred | as_system | ignored,
         "Return": deferred | as_system | ignored | rollback,
         "Shell": 51 - 18,
-        "Stay": 51 - 18,  # no program: it sets a property
+        "Stay": 51 - 18,
         "Undo": deferred | as_system | ignored | rollback,
     }
+
+
+def holds(condition: str, properties: dict[str, str]) -> bool:
+    """Whether a condition of a sequence holds."""
+
+    def value(word: re.Match[str]) -> str:
+        text = word[0]
+        if text in ("AND", "OR", "NOT"):
+            return text.lower()
+        return text if text.startswith('"') else repr(properties.get(text, ""))
+
+    python = re.sub(r'"[^"]*"|\w+', value, condition).replace("<>", "!=").replace("=", "==").replace("!==", "!=")
+    return bool(eval(python or "True"))  # a condition of the MSI that was built here
+
+
+def run_sequence(msi: Path, given: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """What programs are told that run as the system, by action, and the properties at the end."""
+    actions = {row["Action"]: row for row in table(msi, "CustomAction")}
+    properties = {"VersionNT": "603", **{row["Property"]: row["Value"] for row in table(msi, "Property")}, **given}
+    commands = {}
+    rows = table(msi, "InstallExecuteSequence")
+    for row in sorted(rows, key=lambda row: int(row["Sequence"])):
+        name = row["Action"]
+        if not holds(row["Condition"], properties):
+            continue
+        if name == "AppSearch":
+            properties["INSTALLED_AT"] = properties.pop("(where it is)", "")
+        if (action := actions.get(name)) is None:
+            commands[name] = ""
+            continue
+        target = re.sub(r"\[(\w+)\]", lambda found: properties.get(found[1], ""), action["Target"])
+        if int(action["Type"]) & 0x3F == 51:
+            properties[action["Source"]] = target
+        elif int(action["Type"]) & 0x800:
+            commands[name] = target
+    return commands, properties
+
+
+@pytest.mark.parametrize("run", [{"REINSTALL": "ALL"}, {}, {"REMOVE": "ALL"}], ids=["repair", "again", "removal"])
+def test_what_any_user_may_give_an_installed_product_reaches_nothing_that_runs_as_the_system(
+    msi: Path, run: dict[str, str]
+) -> None:
+    (listed,) = (row["Value"] for row in table(msi, "Property") if row["Property"] == "SecureCustomProperties")
+    given = {**dict.fromkeys(listed.split(";"), "GIVEN"), "START": "0", "PURGE": "1"}
+    commands, properties = run_sequence(msi, {**given, **run, "Installed": "1", "(where it is)": "FOUND"})
+    assert properties["INSTALLDIR"] == "FOUND"
+    assert [name for name, command in commands.items() if "GIVEN" in command] == []
+    assert "StartServices" in commands, "whatever START says"
+    purges = [name for name, command in commands.items() if '"1"' in command]
+    assert purges == (["Leave"] if "REMOVE" in run else [])
+
+
+def test_a_first_installation_and_an_upgrade_take_what_they_are_given(msi: Path) -> None:
+    given = {"POLICY": "GIVEN", "INSTALLDIR": "ELSEWHERE", "START": "0"}
+    for found in ({}, {"(where it is)": "FOUND", "OLDER_FOUND": "{...}"}):
+        commands, properties = run_sequence(msi, {**given, **found})
+        assert commands["Enter"].endswith(' enter "GIVEN"')
+        assert properties["INSTALLDIR"] == "ELSEWHERE"
+        assert "StartServices" not in commands
+    _, properties = run_sequence(msi, {"(where it is)": "FOUND", "OLDER_FOUND": "{...}"})
+    assert properties["INSTALLDIR"] == "FOUND"
 
 
 def test_an_upgrade_does_not_delete_the_service(
@@ -775,15 +837,6 @@ def test_what_an_installer_takes_back_is_as_it_was_and_says_why(windows: Windows
     assert windows.state() == "STOPPED"
 
 
-def test_a_service_that_runs_takes_up_the_policy_that_it_is_given(
-    windows: Windows, msi: Path, policy: str
-) -> None:
-    assert windows.install(msi, f"POLICY={policy}") == 0
-    (windows.drive / "other.yaml").write_text("rules: []\n")
-    assert windows.installation("enter", r"C:\other.yaml") == 0
-    windows.wait_log("the policy file was read again")
-
-
 def test_it_goes_where_it_is_told_stays_there_when_upgraded_and_leaves_nothing(
     windows: Windows, msi: Path, newer: Path
 ) -> None:
@@ -800,7 +853,7 @@ def test_it_goes_where_it_is_told_stays_there_when_upgraded_and_leaves_nothing(
     assert windows.registry(rf"HKLM\SOFTWARE\{SERVICE}") == {}
 
 
-def test_a_policy_that_was_there_is_kept_unless_another_one_is_given(
+def test_an_installed_product_keeps_its_policy_and_its_place_whatever_a_repair_is_given(
     windows: Windows, msi: Path, policy: str
 ) -> None:
     windows.data.mkdir()
@@ -808,9 +861,27 @@ def test_a_policy_that_was_there_is_kept_unless_another_one_is_given(
     kept.write_text("rules: []\n")
     assert windows.install(msi, "START=0") == 0
     assert kept.read_text() == "rules: []\n"
-    assert windows.install(msi, "REINSTALL=ALL", "START=0", f"POLICY={policy}") == 0
-    assert kept.read_bytes() == (windows.drive / "policy.yaml").read_bytes()
+    given = (f"POLICY={policy}", r"INSTALLDIR=C:\users\Public\planted")
+    # Once more as it is, then with every file.
+    for more in ([], ["REINSTALL=ALL"]):
+        assert windows.install(msi, *more, "START=0", *given) == 0
+        assert kept.read_text() == "rules: []\n"
+        assert not (windows.data / "policy.yaml.before").exists()
+        assert not (windows.drive / "users/Public/planted").exists()
+    assert windows.state() == "RUNNING", "a repair starts it, whatever START says"
+    assert windows.agent("--version") == (0, f"{NAME} {__version__}\n")
+
+
+def test_an_upgrade_replaces_the_policy_by_the_one_that_it_is_given(
+    windows: Windows, msi: Path, newer: Path, policy: str
+) -> None:
+    windows.data.mkdir()
+    (windows.data / "policy.yaml").write_text("rules: []\n")
+    assert windows.install(msi, "START=0") == 0
+    assert windows.install(newer, "START=0", f"POLICY={policy}") == 0
+    assert (windows.data / "policy.yaml").read_bytes() == (windows.drive / "policy.yaml").read_bytes()
     assert (windows.data / "policy.yaml.before").read_text() == "rules: []\n"
+    assert windows.state() == "STOPPED"
 
 
 def test_an_upgrade_amid_an_event_loses_nothing(
