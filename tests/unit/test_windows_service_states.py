@@ -8,15 +8,23 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 
 from scheduled_events_agent.cli import build_parser, main
-from scheduled_events_agent.host import HostError
+from scheduled_events_agent.engine import Machine
+from scheduled_events_agent.engine.hook_runs import HookRuns
+from scheduled_events_agent.hooks import HookResult
+from scheduled_events_agent.host import HostError, processes
 from scheduled_events_agent.host.windows import service as windows_service
+from scheduled_events_agent.host.windows import system
 from scheduled_events_agent.host.windows.service_process import Control, Service, State, Status, open_crash_file
+from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.store import Store
+from scheduled_events_agent.workflow import RunHook
 
 UP = 0x1 | 0x4 | 0x8 | 0x100  # stop, shutdown, parameter change, preshutdown; not pause and continue
 START_PENDING = Status(0x10, State.START_PENDING, 0, 0, 0, 1, 10_000)
@@ -84,6 +92,12 @@ class Manager:
     def states(self) -> list[Status]:
         """What it was told, without the signs of progress."""
         return [status for status in self.told if status.checkpoint <= 1]
+
+
+@pytest.fixture(autouse=True)
+def no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that becomes a service remains one; that of the tests does not."""
+    monkeypatch.setattr(system, "service_shutdown", None)
 
 
 @pytest.fixture
@@ -157,6 +171,36 @@ def test_a_changed_parameter_is_a_reload_during_which_it_runs(crash_file: TextIO
         manager.service.control(Control.INTERROGATE)
         assert agent.heard == ["reload"]
     assert manager.states()[1:] == [RUNNING, RUNNING, STOP_PENDING, STOPPED]
+
+
+@pytest.mark.parametrize(
+    ("control", "is_delayed"),
+    [(Control.STOP, False), (Control.SHUTDOWN, True), (Control.PRESHUTDOWN, True)],
+)
+def test_a_hook_that_fails_is_delayed_if_the_machine_goes_down_and_has_failed_if_only_the_service_stops(
+    crash_file: TextIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: Control, is_delayed: bool
+) -> None:
+    monkeypatch.setattr(processes, "is_shutting_down", system.is_shutting_down)
+    drain = RunHook(workflow_id="w-1", stage="prepare", hook="drain", run=1)
+    failure = HookResult(
+        hook="drain",
+        outcome="failed",
+        exit_code=1,
+        attempts=1,
+        duration_seconds=1.0,
+        tail="",
+        detail="exit code 1",
+    )
+    unused: Any = None
+    with (
+        running(crash_file) as (manager, _),
+        contextlib.closing(Store.open(tmp_path, datetime.now(UTC))) as store,
+    ):
+        hook_runs = HookRuns(Settings(), store, unused, Machine(), unused)
+        assert system.is_shutting_down() is False
+        manager.service.control(control)
+        finished = hook_runs.take_result(drain, failure)
+    assert (finished is None, hook_runs.delayed == [drain]) == (is_delayed, is_delayed)
 
 
 def test_nothing_brings_a_service_that_stops_back(crash_file: TextIO) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TextIO
 
 from scheduled_events_agent.host import HostError, ServiceManager
+from scheduled_events_agent.host.windows import system
 from scheduled_events_agent.host.windows.event_log import directory_fault
 from scheduled_events_agent.host.windows.files import log_dir
 from scheduled_events_agent.host.windows.service import DISPLAY_NAME, NAME, STOP_TIMEOUT, need_windows
@@ -101,6 +102,8 @@ class Service(ServiceManager):
         self._crash_file = crash_file
         self._hang_seconds = hang_seconds
         self._checkpoint_seconds = checkpoint_seconds
+        self.shutdown = threading.Event()
+        """Set once the machine goes down."""
         self._agent: Agent | None = None
         self._lock = threading.Lock()
         self._state = State.START_PENDING
@@ -119,6 +122,7 @@ class Service(ServiceManager):
             nonlocal exit_code
             exit_code = work(self)
 
+        system.service_shutdown = self.shutdown
         self._move(State.START_PENDING)
         self._expect_life_within(self._hang_seconds)
         worker = threading.Thread(target=work_and_tell, name="agent", daemon=True)
@@ -142,6 +146,8 @@ class Service(ServiceManager):
         elif self._agent is None:
             return  # nothing is accepted yet
         elif control in _ENDS:
+            if control != Control.STOP:
+                self.shutdown.set()
             self._move(State.STOP_PENDING)
             self._agent.stop()
         elif control == Control.PARAMCHANGE:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -25,6 +26,8 @@ if sys.platform == "win32" or TYPE_CHECKING:
 # A clock that is set right moves the boot's computed time; no machine boots twice within this.
 _SAME_BOOT_SECONDS = 120.0
 _SM_SHUTTINGDOWN = 0x2000
+service_shutdown: threading.Event | None = None
+"""Whether this process's service has heard that the machine goes down; None in the foreground."""
 _INTERFACES = r"SYSTEM\CurrentControlSet\Services\Tcpip\Parameters\Interfaces"
 
 
@@ -74,6 +77,9 @@ def other_approvers() -> list[Approver]:
 
 def is_shutting_down() -> bool | None:
     """Whether the machine is on its way down; None if it is not known."""
+    if service_shutdown is not None:
+        return service_shutdown.is_set()
+    # This is about the session of this process. That of services ends last of all, long after their hooks failed.
     return bool(win32api.GetSystemMetrics(_SM_SHUTTINGDOWN))
 
 
