@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,21 @@ def test_a_hook_inherits_nothing_but_its_input_and_output(tmp_path: Path) -> Non
 def test_what_cannot_be_passed_on_whole_is_not_started(options: dict[str, Any], detail: str) -> None:
     result = _run(sys.executable, **options)
     assert (result.outcome, result.detail) == ("not_started", f"cannot be started ({detail}): {sys.executable}")
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("import sys; print(sys.stdin.buffer.read() == b'event ' * 34_000)", "True\n"), ("pass", "")],
+    ids=["reads it", "never reads"],
+)
+def test_a_hook_gets_a_large_event_though_no_file_can_be_made(
+    monkeypatch: pytest.MonkeyPatch, code: str, expected: str
+) -> None:
+    monkeypatch.setenv("TEMP", r"C:\nowhere")
+    monkeypatch.setattr(tempfile, "tempdir", r"C:\nowhere")
+    hook = Hook(run=(sys.executable, "-S", "-c", code))
+    result = HookRun("test", hook, environment={}, stdin=b"event " * 34_000).run()
+    assert (result.outcome, result.tail) == ("succeeded", expected)
 
 
 def test_an_argument_and_a_variable_may_hold_any_letters() -> None:

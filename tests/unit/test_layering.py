@@ -70,8 +70,8 @@ IMPURE = {
 OF_ONE_SYSTEM = {
     "_winapi", "crypt", "fcntl", "grp", "msvcrt", "nt", "ntsecuritycon", "posix", "pty", "pwd", "pythoncom",
     "pywintypes", "resource", "servicemanager", "spwd", "syslog", "termios", "win32api", "win32con", "win32event",
-    "win32evtlog", "win32evtlogutil", "win32file", "win32job", "win32net", "win32process", "win32security",
-    "win32service", "win32serviceutil", "win32ts", "winerror", "winreg",
+    "win32evtlog", "win32evtlogutil", "win32file", "win32job", "win32net", "win32pipe", "win32process",
+    "win32security", "win32service", "win32serviceutil", "win32ts", "winerror", "winreg",
 }  # fmt: skip
 # What an idle agent need not have in memory; each is imported where it is used.
 HEAVY = {

@@ -12,8 +12,8 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,14 @@ from scheduled_events_agent.host.surroundings import running_processes
 from scheduled_events_agent.host.windows.files import reason_of
 
 if sys.platform == "win32" or TYPE_CHECKING:
+    import msvcrt
+
     import pywintypes
     import win32api
     import win32con
+    import win32file
     import win32job
+    import win32pipe
 
 _MARKER = "SCHEDULED_EVENTS_AGENT_HOOK_RUN"
 _PASSED_ON = (
@@ -41,6 +45,8 @@ _CREATE_SUSPENDED = 0x4
 _CREATE_NO_WINDOW = 0x8000000
 _BAD_EXE_FORMAT = 193
 _SEPARATORS = "\\/"
+# To the system, the size of a pipe's buffer is a suggestion.
+_PIPE_RESERVE_BYTES = 4096
 _NEEDS_INTERPRETER = {
     ".py": "python.exe",
     ".pyw": "python.exe",
@@ -110,9 +116,7 @@ def start_tree(
     command = _shell_command(shell, env) if shell is not None else _program_command(run or (), env, directory)
     job = _new_job()
     try:
-        with tempfile.TemporaryFile() as source:
-            source.write(stdin)
-            source.seek(0)
+        with _open_pipe_of(stdin) as source:
             process = subprocess.Popen(
                 command,
                 env=env,
@@ -127,6 +131,23 @@ def start_tree(
         job.Close()
         raise HostError(_why_not_started(run, directory, error), kind="hook") from None
     return ProcessTree(process, job)
+
+
+def _open_pipe_of(data: bytes) -> FileIO:
+    """The reading end of a pipe that holds all of the data. Raises pywintypes.error.
+
+    It is no file, so that a hook starts on a full disk too.
+    """
+    reader: Any
+    writer: Any
+    size = len(data) + _PIPE_RESERVE_BYTES
+    reader, writer = win32pipe.CreatePipe(None, size)  # type: ignore[arg-type] # the stub is wrong
+    try:
+        win32file.WriteFile(writer, data)  # does not wait for a reader: the buffer is large enough
+    finally:
+        writer.Close()
+    handle = reader.Detach()
+    return FileIO(msvcrt.open_osfhandle(handle, os.O_RDONLY))  # type: ignore[attr-defined,unused-ignore] # Linux
 
 
 def _new_job() -> Any:
