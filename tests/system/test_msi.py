@@ -807,6 +807,7 @@ def test_a_policy_s_path_may_contain_spaces(windows: Windows, msi: Path) -> None
 def test_what_an_installer_takes_back_is_as_it_was_and_says_why(windows: Windows, msi: Path, policy: str) -> None:
     # Step by step, as Windows Installer does it; Wine undoes in another order.
     assert windows.install(msi, f"POLICY={policy}") == 0
+    wait_for(lambda: windows.state() == "RUNNING", "the service had started")
     kept = (windows.data / "policy.yaml").read_bytes()
     (windows.drive / "other.yaml").write_text("rules: []\n")
     (windows.drive / "bad.yaml").write_text("rulez: []\n")

@@ -371,6 +371,22 @@ def test_a_stop_waits_for_a_hook_that_runs(service: Service, sim: Simulator) -> 
     assert sim.approvals() == (), "the next start goes on from here"
 
 
+def test_a_stop_during_a_slow_start_waits_for_its_end(service: Service) -> None:
+    # As on a busy machine: Python alone takes longer than Wine's usual ten seconds.
+    slow = service.python.drive / "py311/Lib/site-packages/slow_service.pth"
+    slow.write_text("import sys, time; time.sleep(12 * ('host' in sys.orig_argv))\n")
+    starting = threading.Thread(target=lambda: service.command("start"))
+    try:
+        starting.start()
+        service.wait_state("START_PENDING")
+        service.stop()
+    finally:
+        starting.join()
+        slow.unlink()
+    assert service.state() == State("STOPPED", 0, 0, 0)
+    assert service.wait_log("agent stopped"), "it was there, and its end was waited for"
+
+
 def test_a_refused_policy_stops_it_with_an_exit_code_of_its_own(service: Service) -> None:
     service.write_policy(rules=[{"name": "new", "approve": "yes!"}])
     assert service.command("start") == (

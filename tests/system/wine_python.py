@@ -40,7 +40,7 @@ _PYTHON = rf"C:\py{_VERSION}\python.exe"
 # Wine gives a service ten seconds until it answers, which a busy machine needs for Python alone.
 PATIENT_SERVICES = (
     *("wine", "reg", "add", r"HKLM\System\CurrentControlSet\Control", "/v", "ServicesPipeTimeout"),
-    *("/t", "REG_DWORD", "/d", "180000", "/f"),
+    *("/t", "REG_SZ", "/d", "180000", "/f"),  # it reads no other type
 )
 # On a busy machine Wine says this about once in a thousand times, and has started nothing.
 _NOT_STARTED = "ShellExecuteEx failed: Internal error"
@@ -179,7 +179,7 @@ def _pip(*arguments: str) -> None:
 
 def _boot() -> None:
     """Start the server so that it stays, and Windows with its output where nobody waits for the end of it."""
-    if "ServicesPipeTimeout" not in (ROOT / "prefix" / "system.reg").read_text(errors="replace"):
+    if '"ServicesPipeTimeout"="180000"' not in (ROOT / "prefix" / "system.reg").read_text(errors="replace"):
         _quietly(*PATIENT_SERVICES)  # read when services start
         _quietly("wineserver", "-k")
         _quietly("wineserver", "-w")
