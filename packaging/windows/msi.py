@@ -596,7 +596,8 @@ def _tables(version: str, identity: str) -> Iterator[Table]:
         1,
         [
             ("Stay", _SET_PROPERTY, "INSTALLDIR", "[INSTALLED_AT]", ""),
-            ("Keep", _SET_PROPERTY, "POLICY", "", ""),
+            # Nobody can set that property: its name is in small letters.
+            ("Keep", _SET_PROPERTY, "POLICY", "[nothing]", ""),
             ("Enter", _CUSTOM, program, f'{script} enter "[POLICY]"', ""),
             ("Shell", _SET_PROPERTY, "SHELL", "[System64Folder]cmd.exe", ""),
             ("Check", _COMMAND, "SHELL", f'/d /s /c "if exist {old_python} {check}"', ""),
