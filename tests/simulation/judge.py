@@ -31,7 +31,7 @@ what the agent knows, both are right.
        second, and runs again later
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -64,8 +64,12 @@ class Life:
     is_doubtful: bool
     current_id: str = ""
     missing_since: float | None = None
-    """When an answer first lacked it, and none has had it since."""
+    """When an answer that was decided on first lacked it, and none has had it since."""
+    lacked_since: float | None = None
+    """The same of any answer, also of one after which nothing could be written."""
     is_gone: bool = False
+    is_resolved: bool = False
+    """An operator may have ended it."""
     is_expired: bool = False
     """A recommendation that the agent takes for over, though documents may still list it."""
     was_started: bool = False
@@ -183,7 +187,7 @@ class Judge:
         """A document has reached the agent, which need not decide on it: a later one may come first."""
         for name in names:
             if name in self.lives:
-                self.lives[name].missing_since = None
+                self.lives[name].missing_since = self.lives[name].lacked_since = None
 
     def read(
         self,
@@ -208,13 +212,14 @@ class Judge:
                 self.lives[name] = life
                 self._fresh.append(life)
             life.status, life.current_id, life.not_before = status, current_id, not_before
-            life.missing_since = None
+            life.missing_since = life.lacked_since = None
             rule = self.rule(life)
             is_bare = rule is not None and (rule.drain_for or not rule.prepare)
             if status == "Scheduled" and rule is not None and is_bare:
                 # It may be begun at any moment, and the event be gone before anybody has seen that.
                 self._allowed |= {(life.name, hook) for hook in rule.recover}
             life.was_started |= status == "Started"
+        self.compared(present, answered=answered, has_recommendations=has_recommendations)
         for life in self.lives.values():
             if life.is_gone or life.name in present:
                 continue
@@ -222,11 +227,18 @@ class Judge:
                 continue
             if life.missing_since is None:
                 life.missing_since = answered
-            elif answered - life.missing_since >= _POLLS_APART:
+            elif life.lacked_since is not None and answered - life.lacked_since >= _POLLS_APART:
                 if life.is_doubtful and life.was_started:
                     # For all that is known it was prepared for, by the agent that had lost its state.
                     self._begin(life, is_certain=self.has_name and not life.may_be_begun)
                 life.is_gone = True
+
+    def compared(self, present: Collection[str], *, answered: float, has_recommendations: bool = True) -> None:
+        """The agent has seen what a document lists, and need not have been able to write what follows."""
+        for life in self.lives.values():
+            can_list = has_recommendations or life.type != RECOMMENDATION
+            if can_list and life.name not in present and life.lacked_since is None:
+                life.lacked_since = answered
 
     def unready(self, name: str) -> None:
         """The VM tells that it is not ready for work because of this event."""
@@ -246,7 +258,7 @@ class Judge:
         self._expect(life.type == RECOMMENDATION, f"(4) {name} expires")
         self._expect(not life.is_over, f"(4) {name} expires though it is over")
         seconds = min(rule.expire_after for rule in self.all_rules if life.type in rule.when.type)
-        if life.read_at is not None:
+        if life.read_at is not None and not life.is_resolved:
             self._expect(self._now() >= life.read_at + timedelta(seconds=seconds), f"(4) {name} expires too early")
         life.is_expired = True
 
@@ -258,6 +270,8 @@ class Judge:
     def asked(self, name: str, word: str) -> None:
         """An operator says retry or resolve, and may be refused."""
         life = self.lives.get(name)
+        if life is not None and not life.is_over:
+            life.is_resolved |= word == "resolve"
         if life is not None and life.is_over and life.stuck_at:
             self._allowed |= {(name, life.stuck_at)} if word == "retry" else set()
             life.stuck_at = ""
@@ -287,7 +301,8 @@ class Judge:
                 continue
             in_the_way = [run for run in self.runs if run.stage == "recover" and self._shares(run.event, rule)]
             for run in in_the_way:
-                is_sure = self.lives[run.event].plan is not None and not self.lives[run.event].is_unsure
+                other = self.lives[run.event]
+                is_sure = other.plan is not None and not (other.is_unsure or other.may_have_more)
                 text = f"(8) {life.name} waits for hook {run.hook} of {run.event}, which nobody has told to end"
                 self._expect(run.is_told_to_end or not is_sure, text)
             is_held_up = self.on_clear_runs or in_the_way or self._is_taken(rule.prepare[0], life)
@@ -402,7 +417,8 @@ class Judge:
             self._used.discard((run.event, run.stage, run.hook))
         self.runs, self._fresh, self.is_blind, self.on_clear_runs = [], [], True, 0
         for life in self.lives.values():
-            life.is_posted, life.missing_since = False, None
+            life.is_posted = False
+            life.missing_since = life.lacked_since = None
         self._notices += self._unwritten
         self._unwritten = []
 
@@ -554,7 +570,7 @@ class Judge:
     def _shares(self, event: str, rule: Rule) -> bool:
         plan = self.lives[event].plan
         mine = {*rule.prepare, *rule.recover}
-        if plan is None or self.lives[event].is_unsure:
+        if plan is None or self.lives[event].is_unsure or self.lives[event].may_have_more:
             return True
         return not mine.isdisjoint((*plan.prepare, *plan.recover))
 

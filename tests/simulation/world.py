@@ -799,6 +799,8 @@ class World(Machine):
             self._poll_soon()
         wake_at = engine.wake_at
         if not is_done:
+            if self._document is not None:
+                self._judge_comparison(self._document)
             self._wake_soon(1.0)
         elif wake_at is not None:
             seconds = (wake_at - self.now()).total_seconds()
@@ -874,6 +876,11 @@ class World(Machine):
         if self.is_cut_after_commit:
             self.is_cut_after_commit = False
             raise PowerCut
+
+    def _judge_comparison(self, document: Document) -> None:
+        """The agent has compared it, and could not write what follows."""
+        names = [self._azure.event(event.id).ids[0] for event in document.events]
+        self.judge.compared(names, answered=document.answered, has_recommendations=document.has_recommendations)
 
     def _judge_document(self, document: Document) -> None:
         events = []

@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 from test_workflow import Agent, a_rule, an_event, started
 
+from scheduled_events_agent.events import Document
 from scheduled_events_agent.policy import When
 
 DAY = 86400.0
@@ -120,3 +121,16 @@ def test_a_hold_counts_when_it_names_this_vm_again() -> None:
     agent.wait(timedelta(hours=1).total_seconds())
     assert agent.document(an_event()) == []
     assert (agent.phase, agent.of().operator) == ("held", "held")
+
+
+def test_an_event_of_other_vms_that_an_unread_answer_listed_was_not_lacked_twice() -> None:
+    """Two answers may come before the agent decides: the first of them counts for what it lists."""
+    other = a_rule(when=When(affects=("others",)), prepare=("drain",), approve="never", lead=DAY)
+    agent = Agent(other)
+    agent.document(ELSEWHERE)
+    agent.answer_once()
+    document = Document(incarnation="1", events=(ELSEWHERE,))
+    agent.documents.take(document, agent.context.now.timestamp() + 1, agent.context.names)
+    assert agent.answer_once(after=2) == []
+    assert not agent.of().is_over
+    assert agent.answer_once() != []

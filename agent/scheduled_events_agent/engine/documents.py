@@ -26,6 +26,8 @@ class Documents:
         """Recommendations that had expired, and that two answers lacked by now."""
         self.lacks_expired = False
         """Whether the last answer was the first one that lacked such a recommendation."""
+        self._left: set[str] = set()
+        """Keys of events that the last answer listed, but no longer for this VM."""
         self._lacked: dict[str, float] = {}
         """Key of an event that the last answer lacked -> when the first answer lacked it, monotonic."""
 
@@ -33,7 +35,7 @@ class Documents:
         """``now`` is monotonic; ``names``: what documents may call this VM."""
         self.new = replace(document, answered=document.answered or now)
         for event in document.events:
-            if event.affects(names) != "others":  # else it may have left this VM
+            if event.key not in self._left or event.affects(names) != "others":
                 self._lacked.pop(event.key, None)
 
     def look_again(self) -> None:
@@ -67,7 +69,7 @@ class Documents:
             forgettable = set(expired) - {event.key for event in events}
         else:  # They are not gone: this api-version only leaves them out.
             known = {key: event for key, event in known.items() if not event.is_recommendation}
-        left = {event.key for event in events if _has_left(event, board, names, settings)}
+        left = self._left = {event.key for event in events if _has_left(event, board, names, settings)}
         if not any("others" in rule.when.affects for rule in settings.rules):
             events = tuple([e for e in events if e.key in known or e.affects(names) != "others"])
         events = tuple([event for event in events if event.key not in left])
