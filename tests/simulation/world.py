@@ -898,7 +898,13 @@ class World(Machine):
     def _known(self, ended: HookEnded, *, is_required: bool) -> None:
         if isinstance(ended.effect, RunHook):
             name, stage, hook = self._event_of(ended.effect), ended.effect.stage, ended.effect.hook
-            self.judge.known(name, stage, hook, ended.result.outcome, is_required=is_required)
+            outcome = ended.result.outcome
+            self.judge.known(name, stage, hook, outcome, is_required=is_required)
+            if stage == "prepare" and is_required and outcome not in ("succeeded", "canceled"):
+                # An approval from before the failure is void.
+                words = self._words.get(name, {""})
+                self._words[name] = {"" if word == "approved" else word for word in words}
+                self.judge.spoke(name, self._words[name])
 
     def _event_of(self, effect: RunHook) -> str:
         return self._names[effect.workflow_id]
