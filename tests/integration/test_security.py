@@ -431,6 +431,115 @@ def test_a_hook_that_others_can_change_since_the_policy_was_read_is_not_started(
     assert run_once(hook).outcome == "succeeded"
 
 
+# --- the state directory
+
+
+def state_refusal(path: Path) -> str | None:
+    """What root is told of the state directory; None if it takes it."""
+    try:
+        host.create_private_dir(path)
+    except host.HostError as error:
+        return str(error)
+    return None
+
+
+def refused_state(path: Path, fault: str) -> str:
+    way_out = "else name another directory with agent.state_dir"
+    return f"{path}: expected a directory for this account alone; {fault}; {way_out}"
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize(("owner", "mode"), [(SOMEBODY, 0o755), (0, 0o777)])
+@needs_root
+def test_root_refuses_a_state_directory_where_others_could_move_it_away(
+    tmp_path: Path, owner: int, mode: int, is_there: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = tmp_path / "st"
+    state = parent / "state"
+    parent.mkdir()
+    if is_there:
+        state.mkdir(mode=0o700)
+    os.chown(parent, owner, 0)
+    parent.chmod(mode)
+    fault = danger(parent, "every account", f"chmod go-w {parent}")
+    if owner:
+        fault = danger(parent, f"its owner, uid {owner}", f"chown root {parent}")
+    assert main(["run", "--state-dir", str(state)]) == 1
+    assert json.loads(capsys.readouterr().err.splitlines()[-1])["reason"] == refused_state(state, fault)
+    assert state.exists() == is_there
+    assert not is_there or list(state.iterdir()) == []
+
+
+@needs_root
+def test_root_refuses_a_link_that_another_account_made_and_puts_nothing_where_it_leads(tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)  # as /tmp
+    for target in (private, private / "missing"):
+        link = shared / f"to-{target.name}"
+        link.symlink_to(target)
+        os.chown(link, SOMEBODY, SOMEBODY, follow_symlinks=False)
+        assert state_refusal(link) is not None
+    fault = danger(shared / "to-private", f"its owner, uid {SOMEBODY}", f"chown -h root {shared / 'to-private'}")
+    assert state_refusal(shared / "to-private") == refused_state(shared / "to-private", fault)
+    assert list(private.iterdir()) == []
+
+
+def test_a_state_directory_below_a_sticky_one_is_taken(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)  # as /tmp
+    for _ in range(2):
+        assert state_refusal(tmp_path / "made" / "state") is None
+
+
+@needs_root
+def test_a_private_mount_hides_where_the_state_directory_really_is(tmp_path: Path) -> None:
+    place = tmp_path / "open" / "state"
+    place.mkdir(parents=True, mode=0o700)
+    place.parent.chmod(0o777)
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    code = "from pathlib import Path; from scheduled_events_agent import host; "
+    code += f"print(host.create_private_dir(Path({str(mounted)!r})))"
+    script = f'mount --bind "{place}" "{mounted}" && exec "$0" -c "$1"'
+    command = ["unshare", "-m", "sh", "-c", script, sys.executable, code]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=False)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no mount can be made here: {done.stderr}")
+    assert (done.stdout, done.stderr) == ("None\n", "")
+    assert state_refusal(place) is not None
+
+
+def test_check_warns_of_such_a_state_directory_and_other_accounts_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parent = tmp_path / "st"
+    parent.mkdir()
+    parent.chmod(0o777)
+    state = parent / "state"
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"agent: {{state_dir: '{state}'}}\n", encoding="utf-8")
+    fault = danger(parent, "every account", f"chmod go-w {parent}")
+    assert main(["check", "--json", "--config", str(policy)]) == 0
+    assert f"{policy}:1: agent.state_dir: {fault}" in json.loads(capsys.readouterr().out)["warnings"]
+    for is_root, verdict in ((True, "failure"), (False, "warning")):
+        monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda is_root=is_root: is_root)
+        found = doctor._look_at_state(state, None, is_in_use=False)
+        assert (found.verdict, found.finding) == (verdict, fault)
+    monkeypatch.setattr("scheduled_events_agent.host.linux.files.is_privileged", lambda: False)
+    assert state_refusal(state) is None
+
+
+@needs_root
+def test_the_account_that_owns_the_state_directory_may_replace_it(tmp_path: Path) -> None:
+    state = tmp_path / "home" / "state"
+    state.mkdir(parents=True, mode=0o700)
+    for place in (state, state.parent):
+        os.chown(place, SOMEBODY, SOMEBODY)
+    assert host.replacement_fault(state) is None
+
+
 # --- secrets in a policy that every account can read
 
 

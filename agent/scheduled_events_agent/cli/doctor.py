@@ -305,6 +305,10 @@ def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> 
     who = account or host.account_name()
     is_unknown = account is None and not host.is_privileged()
     try:
+        if fault := host.replacement_fault(directory):
+            is_refused = _is_system(account) if account is not None else host.is_privileged()
+            judge = failure if is_refused else warning
+            return judge("state", fault, "run that command, or name another directory with agent.state_dir")
         if not directory.exists():
             return ok("state", f"{directory} is not there yet: the agent makes it when it first starts")
         if not directory.is_dir():

@@ -171,6 +171,8 @@ def _state_doubts(settings: Settings) -> Iterator[Finding]:
         )
     if fault := host.privacy_fault(state_dir):
         yield "agent.state_dir", f"{state_dir} should be for the agent's account alone; {fault}"
+    if fault := host.replacement_fault(state_dir):
+        yield "agent.state_dir", fault
 
 
 def _web_doubts(agent: AgentSettings) -> Iterator[Finding]:

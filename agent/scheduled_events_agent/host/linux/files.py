@@ -36,26 +36,32 @@ def default_state_dir() -> Path:
 def create_private_dir(path: Path) -> None:
     """Make the directory, for this account (and root) alone. Raises HostError if others can use it already.
 
-    What is there already is not changed. Parents that are missing are made so that others cannot write them.
+    Root also refuses one that others could replace. What is there already is not changed. Parents that are missing
+    are made so that others cannot write them.
     """
     way_out = "name another directory with agent.state_dir"
+    fault = replacement_fault(path) if is_privileged() else None  # before anything is put into such a place
     try:
-        for parent in reversed(path.absolute().parents):
-            if not parent.exists():
-                with suppress(FileExistsError):
-                    parent.mkdir(mode=0o755)
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        fault = ownership_fault(path, None) or privacy_fault(path)
-        if not path.is_dir():
-            fault = f"it is no directory: {way_out}"
-        elif fault is None:
-            return
-        else:
-            fault = f"{fault}; else {way_out}"
+        if fault is None:
+            _make_with_parents(path)
+            fault = ownership_fault(path, None) or privacy_fault(path)
+            if not path.is_dir():
+                fault = f"it is no directory: {way_out}"
+            elif fault is None:
+                return
+        fault = fault if fault.endswith(way_out) else f"{fault}; else {way_out}"
     except OSError as error:
         fault = f"{error.strerror or error}: {way_out}"
     raise HostError(f"{path}: expected a directory for this account alone; {fault}", kind="state_dir")
+
+
+def _make_with_parents(path: Path) -> None:
+    for parent in reversed(path.absolute().parents):
+        if not parent.exists():
+            with suppress(FileExistsError):
+                parent.mkdir(mode=0o755)
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
 
 
 def privacy_fault(path: Path) -> str | None:
@@ -83,23 +89,28 @@ def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = 
     not (``is_own_code``). It looks at the file, every directory above it, and the same of what symbolic links
     lead to.
     """
-    try:
-        path.stat()
-    except OSError:
-        return None  # it is not there, or is a circle of links
-    trusted = _trusted(None, is_own_code=is_own_code)
-    try:
-        for place, facts in _places(path.absolute()):
-            fault = _who_may_change(place, facts, trusted)
-            if fault and user is not None:  # looking up an account may take long
-                trusted = _trusted(user, is_own_code=is_own_code)
-                user = None
-                fault = _who_may_change(place, facts, trusted)
-            if fault:
-                who, way_out = fault
-                return f"{place} can be changed by {who}, and the agent acts on what it finds there: {way_out}"
-    except OSError as error:  # it is changing just now
-        return f"cannot tell who could change {path} ({error.strerror}): try again"
+    fault = _fault_on_the_way(path, _trusted(None, is_own_code=is_own_code))
+    if fault and user is not None:  # looking up an account may take long
+        with suppress(KeyError, ValueError):  # start_tree refuses an unknown one
+            uid = pwd.getpwnam(user).pw_uid
+            fault = _fault_on_the_way(path, _trusted(uid, is_own_code=is_own_code))
+    return fault
+
+
+def replacement_fault(path: Path) -> str | None:
+    """Which other accounts could put another directory in the place of this one, and the way out; else None.
+
+    Its owner may. If it is not there yet, the nearest directory above it counts.
+    """
+    owner = None
+    with suppress(OSError):
+        owner = path.stat().st_uid
+    trusted = _trusted(owner, is_own_code=False)
+    whole = path.absolute()
+    for place in (whole, *whole.parents):
+        with suppress(OSError):
+            place.stat()
+            return _fault_on_the_way(place, trusted)
     return None
 
 
@@ -210,13 +221,12 @@ class _Trusted(NamedTuple):
     groups: frozenset[int]
 
 
-def _trusted(user: str | None, *, is_own_code: bool) -> _Trusted:
+def _trusted(further: int | None, *, is_own_code: bool) -> _Trusted:
     users = {0, os.geteuid()}
     if not is_own_code:  # its owner can change what the agent does anyway
         users.add(Path(__file__).stat().st_uid)
-    if user is not None:
-        with suppress(KeyError, ValueError):  # start_tree refuses an unknown one
-            users.add(pwd.getpwnam(user).pw_uid)
+    if further is not None:
+        users.add(further)
     groups = {0}
     for uid in users - {0}:
         with suppress(KeyError):
@@ -224,6 +234,22 @@ def _trusted(user: str | None, *, is_own_code: bool) -> _Trusted:
             if grp.getgrgid(entry.pw_gid).gr_name == entry.pw_name:  # the user's own group
                 groups.add(entry.pw_gid)
     return _Trusted(frozenset(users), frozenset(groups))
+
+
+def _fault_on_the_way(path: Path, trusted: _Trusted) -> str | None:
+    try:
+        path.stat()
+    except OSError:
+        return None  # it is not there, or is a circle of links
+    try:
+        for place, facts in _places(path.absolute()):
+            fault = _who_may_change(place, facts, trusted)
+            if fault:
+                who, way_out = fault
+                return f"{place} can be changed by {who}, and the agent acts on what it finds there: {way_out}"
+    except OSError as error:  # it is changing just now
+        return f"cannot tell who could change {path} ({error.strerror}): try again"
+    return None
 
 
 def _places(path: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -63,8 +63,9 @@ def registry_value(key: str, name: str) -> object:
 def create_private_dir(path: Path) -> None:
     """Make the directory, for this account (and the system) alone. Raises HostError if others can use it already.
 
-    What exists is not changed, and Azure's temporary disk is refused. Parents that are missing are made as the
-    system makes directories; only the agent's own data directory is private too.
+    An administrator also refuses one that others could replace. What exists is not changed, and Azure's temporary
+    disk is refused. Parents that are missing are made as the system makes directories; only the agent's own data
+    directory is private too.
     """
     way_out = "name another directory with agent.state_dir"
     fault: str | None
@@ -73,7 +74,12 @@ def create_private_dir(path: Path) -> None:
             fault = f"{disk} is Azure's temporary disk, which may be empty after an event: {way_out}"
         else:
             permissions.make_private_dir(path, data_dir())
-            fault = _openness(path) if path.is_dir() else f"it is no directory: {way_out}"
+            if not path.is_dir():
+                fault = f"it is no directory: {way_out}"
+            else:
+                fault = _openness(path)
+                if fault is None and is_privileged():
+                    fault = replacement_fault(path)
     except OSError as error:
         fault = f"{reason_of(error)}: {way_out}"
     if fault is not None:
@@ -99,7 +105,7 @@ def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = 
     The system, administrators, this account, the service's and those that can change the agent's own code may,
     but of that code itself (``is_own_code``) the last may not.
     The file, its directory (also for adding files) and every directory above are checked, also of what links lead
-    to.
+    to. Of a directory, what is above it is checked only for replacing what is in it.
     """
     del user  # start_tree refuses one
     with contextlib.suppress(OSError):
@@ -110,6 +116,14 @@ def tampering_fault(path: Path, user: str | None = None, *, is_own_code: bool = 
                 f"{permissions.way_out(place, others)}"
             )
     return None
+
+
+def replacement_fault(path: Path) -> str | None:
+    """The accounts that could put another directory in the place of this one, and the way out; None if none can.
+
+    Adding files beside it does no harm. One that is not there yet is not judged: it gets a list of its own.
+    """
+    return tampering_fault(path)
 
 
 def exposure_fault(path: Path) -> str | None:

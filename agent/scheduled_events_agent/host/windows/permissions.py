@@ -102,10 +102,11 @@ def meddlers(path: Path, *, is_own_code: bool) -> Iterator[tuple[Path, list[str]
     masters = {who for place in code for who in _writers(place, trusted, TO_WRITE)}
     seen = set[Path]()
     for whole in (path.absolute(), Path(os.path.realpath(path))):
+        nearby = 1 if whole.is_dir() else 2  # a program may load what lies beside it
         for distance, place in enumerate((whole, *whole.parents)):
             if place not in seen:
                 seen.add(place)
-                rights = TO_WRITE if distance < 2 else _TO_REPLACE
+                rights = TO_WRITE if distance < nearby else _TO_REPLACE
                 if others := sorted(_writers(place, trusted, rights) - masters):
                     yield place, others
 
