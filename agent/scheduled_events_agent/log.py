@@ -37,7 +37,7 @@ _MAX_JOURNAL_FIELD = 1024
 _REPEAT_SECONDS = 3600.0
 _MINUTE = 60.0
 # So many lines at once, then one a minute: of each kind of a failure that comes and goes; of one message about one
-# event or hook; of one message about all of them.
+# event, hook or problem of the policy; of one message about all of them.
 _BURST_OF_KIND = 4
 _BURST_OF_ONE = 20
 _BURST_OF_ALL = 500
@@ -55,7 +55,7 @@ def set_up(
     stream: TextIO | None = None,
     on_entry: Callable[[LogId | None, Mapping[str, object]], None] | None = None,
 ) -> None:
-    """Send all logging to ``stream`` (None: standard error). May be called again, to change the level.
+    """Send all logging to ``stream`` (None: standard error). May be called again, to change the level or the form.
 
     ``on_entry`` gets the id of each entry, and its ``time``, ``level``, ``message`` and fields. It runs on the
     thread that logs and must not block.
@@ -63,7 +63,7 @@ def set_up(
     stream = stream or sys.stderr
     is_terminal = _is(os.isatty, stream)
     processors: list[structlog.typing.Processor] = [
-        _RateLimiter(),
+        _limiter(stream),
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
     ]
@@ -166,7 +166,7 @@ class _RateLimiter:
         message = event.get("event")
         if message in _UNLIMITED:
             return event
-        key = (message, *(event.get(name) for name in ("event_id", "hook", "stage")))
+        key = (message, *(event.get(name) for name in ("event_id", "hook", "stage", "problem")))
         now = time.monotonic()
         with self._lock:
             for limits in (self._of_all, self._of_one):
@@ -180,6 +180,12 @@ class _RateLimiter:
             one.left_out = 0
             all_.left_out = 0
         return {**event, "left_out": left_out} if left_out else event
+
+
+@lru_cache(maxsize=1)
+def _limiter(_stream: TextIO | None) -> _RateLimiter:
+    """One for each stream, also after another ``set_up``: a reload must not give each line a new burst."""
+    return _RateLimiter()
 
 
 class _SafeStream:

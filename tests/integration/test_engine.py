@@ -529,6 +529,21 @@ def test_of_very_many_events_at_once_the_log_tells_of_some(engine: Engine, opera
     assert len(log) < 20
 
 
+def test_of_very_many_reloads_the_log_tells_of_some_and_the_journal_of_all(
+    engine: Engine, operator: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(50):
+        set_up("info", "json")  # as each reload does
+        engine.change_settings(engine.settings)
+        engine.refuse_settings("policy.yaml:1: it is bad")
+    structlog.reset_defaults()
+    lines = Counter(json.loads(line)["message"] for line in capsys.readouterr().err.splitlines())
+    for message in ("the policy file was read again", "the policy file is refused; the old policy stays in force"):
+        assert 20 <= lines[message] <= 22  # as long as this takes less than two minutes
+    for kind in ("reloaded", "reload_refused"):
+        assert len(operator.load_notes(kind=kind, limit=100)) == 50
+
+
 def flapping(name: str, poll: int) -> ScheduledEvent:
     """The event as it is at some poll, in one of the worlds that never come to rest."""
     changes: dict[str, dict[str, Any]] = {

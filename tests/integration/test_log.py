@@ -503,6 +503,24 @@ def test_a_line_that_repeats_is_held_back_and_the_next_one_says_how_many_were(
     assert len(lines) - len(of_event) == 86_400  # the hook's own limit is enough
 
 
+def test_a_log_that_is_set_up_again_begins_no_new_burst(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("scheduled_events_agent.log.time", SimpleNamespace(monotonic=lambda: clock.now))
+    for level in ("info", "debug") * 50:  # as at each reload
+        set_up("debug" if level == "debug" else "info", "json")
+        for _ in range(10):
+            get_logger().info("the policy file was read again")
+            get_logger().warning("the policy file has a warning", problem="hooks.x: nothing uses it")
+    get_logger().warning("the policy file has a warning", problem="one that is new")
+    clock.pass_(60.0)
+    get_logger().info("the policy file was read again")
+    told_of = [line for line in told(capsys) if line["message"] == "the policy file was read again"]
+    assert len(told_of) == 21
+    assert told_of[-1]["left_out"] == 980
+
+
 def test_while_one_event_floods_what_is_told_of_another_comes_through(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
