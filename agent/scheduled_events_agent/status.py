@@ -84,6 +84,8 @@ class PolicyInForce(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the file in force, as sha256sum tells it; of the built-in policy that of an empty file."""
     refused: str = ""
     """Why the file as it is by now was refused, so that an older one is in force; "" if it is the file's."""
+    needs_restart: tuple[str, ...] = ()
+    """Keys that have changed since the agent started, and take effect when it starts again."""
 
 
 class RunningHook(msgspec.Struct, frozen=True, kw_only=True):

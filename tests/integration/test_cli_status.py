@@ -264,6 +264,17 @@ def test_what_is_wrong_comes_first_and_the_exit_code_is_1(state_dir: Path, run: 
     )
 
 
+def test_what_takes_effect_at_the_next_start_only_is_named(state_dir: Path, run: Run) -> None:
+    late = msgspec.structs.replace(POLICY, needs_restart=("agent.listen_names", "agent.web_config"))
+    code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, policy=late), run)
+    assert code == 0
+    assert (
+        "  policy     policy.yaml, read 2h 0m ago (20:12:00Z)\n"
+        "             agent.listen_names: needs a restart\n"
+        "             agent.web_config: needs a restart\n"
+    ) in out
+
+
 def test_json_is_what_the_agent_answered(state_dir: Path, run: Run) -> None:
     code, out, _ = answered(state_dir, STATUS, run, "--json")
     assert code == 0

@@ -2,6 +2,7 @@
 
 import http.client
 import io
+import json
 import re
 import socket
 import sqlite3
@@ -11,13 +12,17 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import structlog
+from given import Given
+from msgspec.structs import replace
 from test_daemon import running
 
 from scheduled_events_agent import log
+from scheduled_events_agent.daemon import Daemon
 from scheduled_events_agent.daemon import pages as module
 from scheduled_events_agent.settings import AgentSettings, parse_settings
 from scheduled_events_agent.simulator import Simulator
@@ -108,6 +113,41 @@ def test_pages_that_are_to_be_protected_are_not_shown_without_protection(
         file.write_text("basic_auth_users: {ada: x}\n")
         wait_until(lambda: "reverse proxy" in daemon._pages.failure)
         assert daemon.web is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("listen", "127.0.0.1:1"),
+        ("listen_names", ("foo.example",)),
+        ("web_config", "/etc/scheduled-events-agent/web.yml"),
+        ("state_dir", "/var/lib/other"),
+    ],
+)
+def test_a_reload_that_changes_what_takes_effect_at_the_next_start_says_so(
+    tmp_path: Path, lines: list[Mapping[str, object]], key: str, value: object
+) -> None:
+    agent = AgentSettings(listen="127.0.0.1:0")
+
+    def needs_restart(daemon: Daemon, **changes: Any) -> list[str]:
+        settings = replace(daemon._engine.settings, agent=replace(agent, **changes))
+        read_at = daemon._pages.policy.read_at
+        daemon._policy = Given(lambda: settings)
+        daemon.reload()
+        wait_until(lambda: daemon._pages.policy.read_at != read_at)
+        assert daemon.web is not None
+        policy = json.loads(get(daemon.web.port, "/status")[1])["policy"]
+        assert daemon._pages.status().policy.needs_restart == tuple(policy["needs_restart"])
+        return list(policy["needs_restart"])
+
+    with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), agent=agent) as daemon:
+        wait_until(lambda: daemon.web)
+        assert needs_restart(daemon) == []
+        assert needs_restart(daemon, **{key: value}) == [f"agent.{key}"]
+        assert needs_restart(daemon, **{key: value}, mode="observe") == [f"agent.{key}"]
+        assert needs_restart(daemon) == []  # it is as it was at the start again
+    said = [line for line in lines if "need a restart" in str(line["message"])]
+    assert [(line["level"], line["keys"]) for line in said] == [("warning", (f"agent.{key}",))]
 
 
 def test_a_client_that_asks_while_a_page_is_made_gets_that_one_and_no_old_one() -> None:

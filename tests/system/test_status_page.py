@@ -223,6 +223,7 @@ SCENES: dict[str, Scene] = {
         past(1),
         [],
     ),
+    "restart": (status(policy=replace(POLICY, needs_restart=("agent.listen_names",))), past(1), PAUSES),
     "refused": (status(policy=replace(POLICY, refused=REFUSED), mode="observe"), past(1), PAUSES),
 }
 
@@ -379,6 +380,12 @@ def test_the_page_tells_of_the_fleet_if_there_is_one(tab: Tab, server: WebServer
     assert boxes == "The table of the fleet cannot be used: acme answers 503: it is busy"
     open_scene(tab, server, "idle/")
     assert "Fleet" not in tab.ask(facts)
+
+
+def test_the_page_names_what_needs_a_restart(tab: Tab, server: WebServer) -> None:
+    tab.look(DESKTOP)
+    open_scene(tab, server, "restart/")
+    assert tab.ask("document.querySelector('.boxes').innerText") == "agent.listen_names: needs a restart"
 
 
 def test_a_page_that_follows_the_agent_does_not_disturb_its_reader(tab: Tab) -> None:

@@ -119,7 +119,8 @@ def _style(status: Status) -> Style:
     if status.health != "ok" or any(workflow.phase == "recovery_failed" for workflow in status.pending):
         return "red"
     needs_operator = any(workflow.phase == "held" or waits_for_operator(workflow) for workflow in status.pending)
-    return "yellow" if needs_operator or status.policy.refused or not status.vm.names else "green"
+    is_other_policy = bool(status.policy.refused or status.policy.needs_restart)
+    return "yellow" if needs_operator or is_other_policy or not status.vm.names else "green"
 
 
 def _rows(status: Status) -> Iterator[Row]:
@@ -131,6 +132,8 @@ def _rows(status: Status) -> Iterator[Row]:
     yield Row("policy", f"{policy.file}, read {_ago(policy.read_at, now)}")
     if policy.refused:
         yield Row("refused", f"the file as it is now: {policy.refused}", "yellow")
+    for key in policy.needs_restart:
+        yield Row("", f"{key}: needs a restart", "yellow")
     yield _last_poll(status)
     if status.recommendations_failure:
         yield Row("", status.recommendations_failure, "yellow")

@@ -46,7 +46,7 @@ from scheduled_events_agent.imds import ImdsClient, connect
 from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.settings import FleetSettings, Settings
+from scheduled_events_agent.settings import FleetSettings, Settings, keys_for_next_start
 from scheduled_events_agent.status import PolicyInForce
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.web.server import WebServer
@@ -129,6 +129,7 @@ class Daemon:
         self._inbox = Inbox(items, self._engine, self._executor, self._obey)
         self._started = time.monotonic()
         self._policy = policy
+        self._agent_at_start = settings.agent
         self._reload_requested = threading.Event()
         self._pages = Pages(
             self._engine,
@@ -402,7 +403,13 @@ class Daemon:
             self._pages.policy = replace(self._pages.policy, refused=read.refused)
             self._engine.refuse_settings(read.refused)
         else:
-            self._pages.policy = replace(self._pages.policy, read_at=datetime.now(UTC), hash=read.hash, refused="")
+            late = keys_for_next_start(self._agent_at_start, read.settings.agent)
+            if late and keys_for_next_start(self._engine.settings.agent, read.settings.agent):
+                text = "the policy file has changes that need a restart of the agent"
+                self._log.warning(text, log_id=LogId.POLICY_WARNING, keys=late)
+            self._pages.policy = replace(
+                self._pages.policy, read_at=datetime.now(UTC), hash=read.hash, refused="", needs_restart=late
+            )
             self._metrics.set_policy(read.settings, read.hash)
             self._engine.change_settings(read.settings)
             self._senders.use(read.settings.notify)

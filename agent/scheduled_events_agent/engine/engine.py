@@ -254,13 +254,7 @@ class Engine:
     def change_settings(self, settings: Settings) -> None:
         """Put another policy in force."""
         now = self._machine.now()
-        old = self.settings
-        self.settings = kept_hooks(old, settings, self.board)
-        for name in ("listen", "state_dir"):
-            if getattr(old.agent, name) != getattr(settings.agent, name):
-                self._log.warning(
-                    f"agent.{name} takes effect at the next start of the agent", log_id=LogId.POLICY_WARNING
-                )
+        self.settings = kept_hooks(self.settings, settings, self.board)
         rules = [rule.name for rule in settings.rules]
         self._log.info("the policy file was read again", log_id=LogId.POLICY_RELOADED, rules=rules)
         self._teller.record("reloaded", f"rules: {', '.join(rules)}", now)

@@ -29,7 +29,8 @@ from scheduled_events_agent.typed_yaml import Parsed, Problem, parse
 __all__ = [
     "BUILT_IN_NAME", "CONFIG_VARIABLE", "DEFAULT_RULES", "AgentSettings", "ConfigError", "FleetSettings",
     "ImdsSettings", "Loaded", "LogFormat", "LogLevel", "LogSettings", "NotifyTarget", "Settings", "VmSettings",
-    "find_config", "load_policy", "load_settings", "parse_endpoint", "parse_settings", "state_dir_of",
+    "find_config", "keys_for_next_start", "load_policy", "load_settings", "parse_endpoint", "parse_settings",
+    "state_dir_of",
 ]  # fmt: skip
 
 CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"
@@ -86,6 +87,12 @@ def state_dir_of(settings: Settings, option: str | None = None) -> Path:
     """Where an agent with these settings, and this option --state-dir, keeps its state."""
     chosen = option or settings.agent.state_dir
     return Path(chosen) if chosen else host.default_state_dir()
+
+
+def keys_for_next_start(at_start: AgentSettings, now: AgentSettings) -> tuple[str, ...]:
+    """The keys that have changed and take effect when the agent starts again."""
+    keys = ("listen", "listen_names", "web_config", "state_dir")
+    return tuple([f"agent.{key}" for key in keys if getattr(at_start, key) != getattr(now, key)])
 
 
 def load_settings(path: Path | None) -> Settings:

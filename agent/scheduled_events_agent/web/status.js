@@ -109,6 +109,7 @@
     const {fleet} = status;
     if (fleet && fleet.failure) note(`The table of the fleet cannot be used: ${fleet.failure}`);
     if (!status.vm.names.length) note("It is not known yet which name this VM has in events, so none counts as its own.");
+    for (const one of status.policy.needs_restart) note(`${one}: needs a restart`);
     if (unread) note(`What happened before cannot be shown: ${unread}`);
     const boxes = notes.map(([tone, text]) => el("li", {class: `box ${tone}`}, words(text)));
     const refused = status.policy.refused.split("\n");
