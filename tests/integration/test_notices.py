@@ -393,6 +393,47 @@ def test_a_template_gets_values_and_no_code(tmp_path: Path) -> None:
     }
 
 
+def test_a_template_may_name_every_field(tmp_path: Path) -> None:
+    known = {
+        "id": "n-1",
+        "what": "seen",
+        "title": "Azure announces a Freeze of vm-1",
+        "reason": 'an operator sends a "test"',
+        "time": "2026-01-01T12:00:00+00:00",
+        "vm": "vm-1",
+        "vm_id": "5d1c",
+        "rule": "impactful",
+        "mode": "act",
+        "outcome": "completed",
+        "event_id": "A123BC45-1234-5678-AB90-ABCDEF123456",
+        "type": "Freeze",
+        "status": "Scheduled",
+        "source": "Platform",
+        "description": "A test, no event.",
+        "resources": "vm-1, vm-2",
+        "not_before": "2026-01-01T12:15:00+00:00",
+        "seconds_left": 900,
+        "duration_seconds": 5,
+    }
+    numbers = ("seconds_left", "duration_seconds")
+    places = [f'"{name}": ' + (f"${{{name}}}" if name in numbers else f'"${{{name}}}"') for name in known]
+    file = tmp_path / "body.json"
+    file.write_text("{" + ", ".join(places) + "}")
+    given: dict[str, Any] = {
+        "id": "n-1",
+        "what": "seen",
+        "vm_id": "5d1c",
+        "rule": "impactful",
+        "outcome": "completed",
+        "event": replace(SAMPLE.event, resources=("vm-1", "vm-2")),
+    }
+    assert body_of(str(file), **given) == known
+    assert body_of(str(file), **given | {"rule": None}) == known | {"rule": ""}
+    file.write_text('{"a": ${none}}')
+    with pytest.raises(BodyError, match=f"known are: {', '.join([*known][:17])}"):  # none is missing above
+        render(str(file), SAMPLE)
+
+
 @pytest.mark.parametrize(
     ("template", "fault"),
     [

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from scheduled_events_agent import host
 from scheduled_events_agent.settings import parse_settings
 from scheduled_events_agent.settings.files import check_files
 from scheduled_events_agent.web import server as web
+from scheduled_events_agent.web import tls
 from scheduled_events_agent.web.server import Page, WebServer
 from scheduled_events_agent.web.tls import Tls, TlsError, load_web_config
 
@@ -237,6 +239,28 @@ def test_a_file_that_can_no_longer_be_used_leaves_the_one_before_in_force(place:
         write(place, TLS)
         wait_until(lambda: ask(server, context=trusting(place, "client"))[0] == 200 and "" in told)
         assert ask(server, context=trusting(place))[0] == 200
+
+
+@needs_openssl
+def test_a_flood_of_connections_is_no_flood_of_looks_at_the_files(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(place, TLS)
+    now, looks = [1000.0], list[float]()
+    look = tls._stamps
+
+    def counted(files: tuple[Path, ...]) -> tuple[object, ...]:
+        looks.append(now[0])
+        return look(files)
+
+    monkeypatch.setattr(tls, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(tls, "_stamps", counted)
+    current = Tls(file, lambda _: None)
+    for at in (1000.0, 1000.5, 1001.0, 1001.5, 1002.0):
+        now[0] = at
+        for _ in range(100):
+            current.context()
+    assert looks == [1000.0, 1001.0, 1002.0]
 
 
 # --- the file

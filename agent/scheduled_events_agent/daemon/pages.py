@@ -6,7 +6,7 @@ bounded amount of work, however many and however slow they are, and none of it i
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -41,7 +41,7 @@ from scheduled_events_agent.web.files import FILES
 from scheduled_events_agent.web.server import Page, WebError, WebServer
 from scheduled_events_agent.web.tls import Tls, TlsError
 from scheduled_events_agent.words import as_shown, with_words
-from scheduled_events_agent.workflow import Board, is_ready
+from scheduled_events_agent.workflow import Board, Workflow, is_ready
 
 # An engine that has not turned for this long hangs. (It rests ten seconds, and waits two for a slow disk.)
 _STALL_SECONDS = 20.0
@@ -196,11 +196,8 @@ class Pages:
     def _status_page(self) -> Page:
         status = self.status()
         if self._engine.settings.agent.show_hook_output:
-            pending = {workflow.id for workflow in status.pending}
             with suppress(StoreError):
-                entries = [entry for history in self._load_recent()[0] for entry in history.entries]
-                output = [one for one in entries if one.hook and one.detail and one.workflow_id in pending]
-                status = replace(status, hook_output=tuple(output))
+                status = replace(status, hook_output=output_of_pending(self._load_recent()[0], status.pending))
         return _json_page(status)
 
     def _history_page(self) -> Page:
@@ -294,6 +291,13 @@ class Pages:
             shown = tuple(map(as_shown, board.values()))
             self._worded = (board, shown)
         return shown
+
+
+def output_of_pending(recent: Iterable[History], pending: Iterable[Workflow]) -> tuple[JournalEntry, ...]:
+    """The entries with what hooks of pending events wrote."""
+    open_ids = {workflow.id for workflow in pending}
+    entries = [entry for history in recent if history.workflow.id in open_ids for entry in history.entries]
+    return tuple([entry for entry in entries if entry.hook and entry.detail])
 
 
 def _json_page(answer: Status | Journal) -> Page:
