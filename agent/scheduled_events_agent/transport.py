@@ -4,6 +4,7 @@ Owns one deadline for a whole exchange, however slowly bytes arrive, and the siz
 The one invariant: each request has a connection of its own, so what is left on one is never the next answer.
 """
 
+import ipaddress
 import logging
 import os
 import re
@@ -32,6 +33,7 @@ _DROPPED_HEADERS = (b"content-encoding", b"set-cookie", b"location")
 _MAX_HEAD_BYTES = 256 * 1024  # with all interim answers
 _MAX_PARTS = 20_000  # chunks, or reads; each costs about 10 us
 _TOO_MANY_PARTS = f"the answer comes in more than {_MAX_PARTS:,} parts"
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 _RESOLVE_SECONDS = 30.0
 _SLICE_SECONDS = 1.0
 
@@ -72,14 +74,42 @@ def proxy_for(setting: str | None, url: httpx.URL) -> httpx.Proxy | None:
 
 
 def _proxy_of_environment(url: httpx.URL) -> str | None:
-    """What HTTPS_PROXY or HTTP_PROXY name, unless NO_PROXY has the host or a domain above it."""
+    """What HTTPS_PROXY or HTTP_PROXY name, unless an entry of NO_PROXY is about this host."""
     variables = {name.lower(): value for name, value in os.environ.items()}
     for entry in variables.get("no_proxy", "").split(","):
-        domain = entry.strip().removeprefix("*").removeprefix(".").lower()
-        is_below = bool(domain) and (url.host == domain or url.host.endswith(f".{domain}"))
-        if entry.strip() == "*" or is_below:
+        if _is_about(entry.strip().lower(), url):
             return None
     return variables.get(f"{url.scheme}_proxy")
+
+
+def _is_about(entry: str, url: httpx.URL) -> bool:
+    """Whether the entry of NO_PROXY means the host of the URL; docs/notifications.md has the forms."""
+    if entry == "*":
+        return True
+    network = _network(entry)
+    if network is None:  # it may end with a port, as an IPv6 address alone may seem to do
+        place, _, port = entry.rpartition(":")
+        if place and port.isdecimal():
+            if int(port) != (url.port or _DEFAULT_PORTS[url.scheme]):
+                return False
+            entry = place
+        network = _network(entry.removeprefix("[").removesuffix("]"))
+    name = url.host.lower()
+    address = _network(name)
+    if network is not None and address is not None:
+        return address.network_address in network
+    if network is not None or address is not None:
+        return False
+    domain = entry.removeprefix("*.").removeprefix(".")
+    return bool(domain) and (name == domain or name.endswith(f".{domain}"))
+
+
+def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    """The network, or the one of a single address; None if it is a name."""
+    try:
+        return ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        return None
 
 
 def connect_fault(error: httpx.ConnectError) -> tuple[Literal["tls", "refused", "unreachable"], str]:

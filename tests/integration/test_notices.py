@@ -169,31 +169,72 @@ def test_only_the_proxy_of_the_target_is_used(receiver: Receiver, monkeypatch: p
     assert deliver(replace(target, proxy="environment"), SAMPLE).status == 202
 
 
+HOOKS = "https://hooks.example.com/"
+
+
 @pytest.mark.parametrize(
-    ("no_proxy", "is_proxy_used"),
+    ("no_proxy", "url", "is_proxy_used"),
     [
-        ("", True),
-        ("*", False),
-        ("example.com", False),
-        ("Example.COM", False),
-        (" example.org , .example.com", False),
-        ("*.example.com", False),
-        ("hooks.example.com", False),
-        ("ample.com", True),
-        ("other.example.com", True),
-        ("*.example.org", True),  # one wildcard is not every host
-        ("*.example.org,", True),
+        ("", HOOKS, True),
+        ("*", HOOKS, False),
+        ("localhost, *", HOOKS, False),
+        ("*", "https://[fd00::7]/", False),
+        # one wildcard is not every host
+        ("*.example.org", HOOKS, True),
+        ("localhost,*.example.org,", HOOKS, True),
+        ("**", HOOKS, True),
+        ("*:443", HOOKS, True),
+        # the name, and what is below it
+        ("example.com", HOOKS, False),
+        (" example.org , .example.com", HOOKS, False),
+        ("*.example.com", HOOKS, False),
+        (".example.com", "https://example.com/", False),
+        ("*.example.com", "https://example.com/", False),
+        ("hooks.example.com", HOOKS, False),
+        ("other.example.com", HOOKS, True),
+        ("ample.com", HOOKS, True),
+        ("*ample.com", HOOKS, True),
+        (".,*.,:443", HOOKS, True),
+        # in any case
+        ("Example.COM", HOOKS, False),
+        ("*.example.com", "https://HOOKS.Example.Com/", False),
+        # with a port
+        ("example.com:443", HOOKS, False),
+        ("example.com:80", HOOKS, True),
+        ("*.example.com:8443", HOOKS, True),
+        ("*.example.com:8443", "https://hooks.example.com:8443/", False),
+        (".example.com:443", "https://hooks.example.com:8443/", True),
+        ("example.com", "https://hooks.example.com:8443/", False),
+        ("example.com:x", HOOKS, True),
+        # addresses and networks
+        ("10.1.2.3", "https://10.1.2.3/", False),
+        ("10.1.2.4", "https://10.1.2.3/", True),
+        ("10.1.2.3:443", "https://10.1.2.3/", False),
+        ("10.1.2.3:80", "https://10.1.2.3/", True),
+        ("10.1.0.0/16", "https://10.1.2.3/", False),
+        ("10.1.9.9/16", "https://10.1.2.3/", False),
+        ("10.2.0.0/16", "https://10.1.2.3/", True),
+        ("10.1.0.0/99", "https://10.1.2.3/", True),
+        ("0.0.0.0/0", HOOKS, True),
+        ("0.0.0.0/0", "https://[fd00::7]/", True),
+        ("2.3", "https://10.1.2.3/", True),
+        ("fd00::7", "https://[fd00::7]/", False),
+        ("FD00:0::7", "https://[fd00::7]/", False),
+        ("[fd00::7]", "https://[fd00::7]/", False),
+        ("[fd00::7]:443", "https://[fd00::7]/", False),
+        ("[fd00::7]:80", "https://[fd00::7]/", True),
+        ("fd00::/8", "https://[fd00::7]/", False),
+        ("fe80::/10", "https://[fd00::7]/", True),
     ],
 )
-def test_no_proxy_names_hosts_and_domains(
-    no_proxy: str, is_proxy_used: bool, monkeypatch: pytest.MonkeyPatch
+def test_no_proxy_names_hosts_domains_addresses_and_networks(
+    no_proxy: str, url: str, is_proxy_used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("https_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", no_proxy)
-    proxy = proxy_for("environment", httpx.URL("https://hooks.example.com/"))
-    assert (proxy is not None) == is_proxy_used
+    assert (proxy_for("environment", httpx.URL(url)) is not None) == is_proxy_used
 
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
