@@ -63,10 +63,10 @@ class Life:
     status: str
     is_doubtful: bool
     current_id: str = ""
-    missing_since: float | None = None
-    """When an answer that was decided on first lacked it, and none has had it since."""
+    is_missing: bool = False
+    """The last answer that was decided on lacked it."""
     lacked_since: float | None = None
-    """The same of any answer, also of one after which nothing could be written."""
+    """When an answer first lacked it, decided on or not, and none has had it since."""
     is_gone: bool = False
     is_resolved: bool = False
     """An operator may have ended it."""
@@ -187,7 +187,7 @@ class Judge:
         """A document has reached the agent, which need not decide on it: a later one may come first."""
         for name in names:
             if name in self.lives:
-                self.lives[name].missing_since = self.lives[name].lacked_since = None
+                self.lives[name].is_missing, self.lives[name].lacked_since = False, None
 
     def read(
         self,
@@ -212,7 +212,7 @@ class Judge:
                 self.lives[name] = life
                 self._fresh.append(life)
             life.status, life.current_id, life.not_before = status, current_id, not_before
-            life.missing_since = life.lacked_since = None
+            life.is_missing, life.lacked_since = False, None
             rule = self.rule(life)
             is_bare = rule is not None and (rule.drain_for or not rule.prepare)
             if status == "Scheduled" and rule is not None and is_bare:
@@ -225,9 +225,8 @@ class Judge:
                 continue
             if life.type == RECOMMENDATION and not has_recommendations:
                 continue
-            if life.missing_since is None:
-                life.missing_since = answered
-            elif life.lacked_since is not None and answered - life.lacked_since >= _POLLS_APART:
+            life.is_missing = True
+            if life.lacked_since is not None and answered - life.lacked_since >= _POLLS_APART:
                 if life.is_doubtful and life.was_started:
                     # For all that is known it was prepared for, by the agent that had lost its state.
                     self._begin(life, is_certain=self.has_name and not life.may_be_begun)
@@ -417,8 +416,8 @@ class Judge:
             self._used.discard((run.event, run.stage, run.hook))
         self.runs, self._fresh, self.is_blind, self.on_clear_runs = [], [], True, 0
         for life in self.lives.values():
-            life.is_posted = False
-            life.missing_since = life.lacked_since = None
+            life.is_posted = life.is_missing = False
+            life.lacked_since = None
         self._notices += self._unwritten
         self._unwritten = []
 
@@ -606,7 +605,7 @@ class Judge:
         self._expect((event, stage, hook) not in self._used, f"(3) {text} again")
         self._used.add((event, stage, hook))
         self._expect(not life.is_over, f"(4) {text} though the event is over")
-        self._expect(life.missing_since is None, f"(4) {text} though the event is missing")
+        self._expect(not life.is_missing, f"(4) {text} though the event is missing")
         if stage == "on_start":
             self._expect(life.status == "Started", f"{text} though the event has not started")
             return
@@ -647,7 +646,7 @@ class Judge:
         self._expect(VM in life.resources, f"(2) {text}, an event of another VM")
         self._expect(life.type != RECOMMENDATION, f"(2) {text}, a recommendation")
         self._expect(not life.is_gone, f"(2) {text} though it is over")
-        self._expect(life.missing_since is None, f"(2) {text} though it is missing")
+        self._expect(not life.is_missing, f"(2) {text} though it is missing")
         self._expect(life.status == "Scheduled" and not life.was_started, f"(2) {text} after its start")
         self._expect(life.words != {"held"}, f"(2) {text} against the operator")
         self._expect(not life.is_confirmed, f"(6) {text} again")
