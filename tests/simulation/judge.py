@@ -255,7 +255,7 @@ class Judge:
         """The agent takes it for over, and that is on disk."""
         life = self.lives[name]
         self._expect(life.type == RECOMMENDATION, f"(4) {name} expires")
-        self._expect(not life.is_over, f"(4) {name} expires though it is over")
+        self._expect(not life.is_expired, f"(4) {name} expires twice")
         seconds = min(rule.expire_after for rule in self.all_rules if life.type in rule.when.type)
         if life.read_at is not None and not life.is_resolved:
             self._expect(self._now() >= life.read_at + timedelta(seconds=seconds), f"(4) {name} expires too early")
