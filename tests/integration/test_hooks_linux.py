@@ -56,14 +56,25 @@ def _children(*, recursive: bool = True) -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=recursive)}
 
 
-def _left_over(pids: Iterable[int]) -> list[int]:
+def _left_over(pids: Iterable[int]) -> list[str]:
     """Which of them are still there, though released as the agent does at each of its turns; none may run."""
     deadline = time.monotonic() + 60.0
     while (left := [pid for pid in pids if psutil.pid_exists(pid)]) and time.monotonic() < deadline:
-        assert all(_has_ended(pid) for pid in left)
+        assert all(_has_ended(pid) for pid in left), [_describe(pid) for pid in left]
         linux.reap_orphans()
         time.sleep(0.01)
-    return left
+    return [_describe(pid) for pid in left]
+
+
+def _describe(pid: int) -> str:
+    """What it is, what has become of it, and whose session it is in: this process releases none of its own."""
+    try:
+        process = psutil.Process(pid)
+        command = " ".join(process.cmdline()) or process.name()
+        session = "the session of the test" if os.getsid(pid) == os.getsid(0) else "another session"
+        return f"{pid} {command}, {process.status()}, in {session}"
+    except (psutil.Error, OSError):
+        return f"{pid}, gone by now"
 
 
 def _has_ended(pid: int) -> bool:
