@@ -113,7 +113,8 @@ class Side(Agent):
         goal = self.simulator.polls() + 2
         self.start(is_awaited=False)
         self.wait_until(lambda: self.simulator.polls() >= goal or self.process.poll() is not None, "it had polled")
-        if (code := self.process.poll()) is not None:
+        if self.process.poll() is not None:
+            code = self.wait_exit()  # and for the last that it wrote
             raise RuntimeError(f"exit code {code}\n{''.join(self.history)}")
 
     def announce(self, type_: Any, vms: Sequence[str] = (), source: Any = "Platform") -> str:
