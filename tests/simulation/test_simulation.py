@@ -313,6 +313,15 @@ class Mutant:
 MUTANTS: dict[str, Mutant] = {
     "1: no rule is asked": Mutant(WORKFLOW, _open_gate("rule_gate"), "(1"),
     "1: operators are ignored": Mutant(WORKFLOW, _open_gate("operator_gate"), "(1"),
+    "1: a reboot undoes nothing": Mutant(
+        WORKFLOW,
+        {"_without_what_a_reboot_has_undone": lambda workflow, _: workflow},
+        "(1",
+        frozenset({"reboots", "many events"}),
+    ),
+    "1: an approval outlives a failure": Mutant(
+        WORKFLOW, {"with_void_approval": lambda step, _: step}, "(1", frozenset({"operator", "bad hooks"})
+    ),
     "2: the service's gate is open": Mutant(WORKFLOW, _open_gate("service_gate"), "(2)", frozenset({"operator"})),
     "2: anybody speaks for all": Mutant(WORKFLOW, _open_gate("speaker_gate"), "(1, 2"),
     "2: the second VM does not wait for the first": Mutant(
