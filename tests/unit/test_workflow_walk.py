@@ -18,7 +18,7 @@ invariants, which it works out for itself and not from the fields of a workflow:
 7. nothing is approved when the state was lost, unless an operator says so
 8. a new event is prepared for in the very step in which it is seen
 9. a run with a crash ends as it would have ended without
-10. no prepare hook starts against an operator's hold
+10. no prepare hook starts against an operator's hold, also when the event has vanished and come back
 11. a recommendation is never approved; it is over, too, when it has expired, and is then not prepared for again
     while the document lists it; it is not recovered from while an eviction is in the document
 12. the reason why an event waits is the one that holds now
@@ -171,6 +171,8 @@ class World:
     owed: frozenset[tuple[str, str]] = frozenset()
     """(appearance, recover hook): has to run before the VM is what it was."""
     words: dict[str, str] = field(default_factory=dict)
+    held: frozenset[str] = frozenset()
+    """Events that an operator holds, also while they are away."""
     started: frozenset[str] = frozenset()
     scheduled_boot: dict[str, int] = field(default_factory=dict)
     """Appearance -> the boot in which a document last listed it as Scheduled."""
@@ -208,7 +210,7 @@ class World:
             *sorted(self.truth.items()), "/", *sorted(self.read.items()), "/", *sorted(self.counts.items()),
             *sorted((*key, flight.hook, flight.is_told_to_end) for key, flight in self.flights.items()),
             *sorted(self.posts), self.used, self.succeeded, self.undone, *sorted(self.failed.items()), self.owed,
-            *sorted(self.stuck.items()), "/", *sorted(self.words.items()), self.missing,
+            *sorted(self.stuck.items()), "/", *sorted(self.words.items()), self.held, self.missing,
             self.started, self.confirmed, self.expired, self.elsewhere, self.left,
             self.crashes, self.failures, self.is_blind, self.boot,
             *sorted(self.scheduled_boot.items()),
@@ -346,9 +348,11 @@ class World:
                     self.confirmed |= {name}
                     if self.words.get(name) == "held":
                         self.words[name] = ""
+                        self.held -= {name[0]}
                 self._send(ApprovalAnswered(workflow_id=workflow_id, error_kind="" if how == "ok" else "server"))
             case ["R", "expires"]:
                 self.expired |= {self.present("R")}
+                self.held -= {"R"}
                 since = next(w for w in self.board.values() if self.names[w.id] == self.present("R"))
                 self.now = (since.begun_at or since.first_seen_at) + timedelta(seconds=EXPIRE_SECONDS + 1)
                 self.document_at = self.now
@@ -360,6 +364,9 @@ class World:
             case [event, "operator", word]:
                 name = self.present(event)
                 self.words[name] = word
+                is_held = word == "held" and name not in self.started
+                self.held = self.held | {event} if is_held else self.held - {event}
+                self._begin_bare(event)
                 self._say(name, "" if word == "release" else word)
             case [name, "retry"]:
                 self.stuck.pop(name, None)
@@ -397,6 +404,7 @@ class World:
         for event, status in self.read.items():
             if status == "Started":
                 self.started |= {self.present(event)}
+                self.held -= {event}
             elif event in self.truth:
                 self.scheduled_boot[self.present(event)] = self.boot
         events = tuple(
@@ -408,12 +416,16 @@ class World:
             for event, status in self.truth.items()
         )  # fmt: skip
         for event in new:
+            if event in self.held:
+                self.words[self.present(event)] = "held"
             self.scheduled_boot.setdefault(self.present(event), self.boot)
             self.first_seen[self.present(event)] = self.now
             rule = self.script.rule(event)
             is_doubtful = self.script.is_state_lost and self.read[event] == "Started"
-            if is_doubtful or (self.read[event] == "Scheduled" and (rule.drain_for or not rule.prepare)):
+            if is_doubtful:
                 self.owed |= {(self.present(event), hook) for hook in rule.recover}
+        for event in self.truth:
+            self._begin_bare(event)
         missing = {w.event.key: w.event.id in already for w in self.board.values() if w.is_missing}
         ended = {event.casefold(): "Canceled" for event in over & self.elsewhere}
         document = Document(incarnation="1", events=events, ended=ended)
@@ -433,6 +445,14 @@ class World:
         for event in new:
             self._expect_prompt_preparation(event)
 
+    def _begin_bare(self, event: str) -> None:
+        """A drain, or the promise of a recovery alone, begins without a hook that tells of it."""
+        rule, name = self.script.rule(event), self.present(event)
+        is_bare = bool(rule.drain_for or not rule.prepare)
+        is_to_start = self.truth.get(event) == "Scheduled" and name not in self.started and not self.is_over(name)
+        if is_bare and is_to_start and event not in self.missing and self.words.get(name) != "held":
+            self.owed |= {(name, hook) for hook in rule.recover}
+
     def _returns(self, name: str) -> bool:
         """Whether its end has brought nothing about yet."""
         workflow = next((w for w in self.board.values() if self.names[w.id] == name), None)
@@ -444,7 +464,7 @@ class World:
 
     def _expect_prompt_preparation(self, event: str) -> None:
         rule = self.script.rule(event)
-        if self.read[event] == "Scheduled" and rule.prepare and not rule.drain_for:
+        if self.read[event] == "Scheduled" and rule.prepare and not rule.drain_for and event not in self.held:
             is_delayed = any(
                 stage == "recover" and self.script.share_hooks(name[0], event) for name, stage in self.flights
             )
@@ -515,13 +535,7 @@ class World:
             document_at=self.document_at,
             is_state_lost=self.script.is_state_lost,
             serialized=self.script.serialized,
-            remembered={
-                f"{name[0]}-recommendation".casefold(): RememberedEvent(
-                    reason="expired", at=self.now, last_seen_at=self.now
-                )
-                for name in self.expired
-                if not self.is_gone(name)
-            },
+            remembered=self._remembered(),
         )
         progression = proceed(self.board, signals, context)
         self.expect(progression.faults == (), f"faults: {progression.faults}")
@@ -559,6 +573,16 @@ class World:
         for workflow in self.board.values():
             due = phases.move(workflow, self.board, context)
             self.expect(due == workflow.waits, f"(12) {due} is not the reason that is shown: {workflow.waits}")
+
+    def _remembered(self) -> dict[str, RememberedEvent]:
+        """What the store would have, by the event's key."""
+        over = {name[0] for name in self.expired if not self.is_gone(name)}
+        held = RememberedEvent(reason="hold", at=self.now, last_seen_at=self.now)
+        reasons = dict.fromkeys(self.held, held) | dict.fromkeys(over, replaced(held, reason="expired"))
+        return {
+            (f"{event}-recommendation" if event == "R" else event).casefold(): one
+            for event, one in reasons.items()
+        }
 
     def _taken_by_eviction(self, hook: str) -> bool:
         """Whether the one run of the hook that may go on is that of an eviction."""
@@ -831,11 +855,12 @@ def test_one_event_in_every_order_of_things_with_a_crash_anywhere(
         Script({"A": a_rule(approve="immediately")}, appearances=1, resources=SHARED),
         Script({"A": a_rule(prepare=("drain",))}, crashes=1, has_operator=True, resources=OTHER, appearances=1),
         Script({"A": a_rule(prepare=("drain",))}, crashes=1, appearances=2, may_leave=True),
+        Script({"A": a_rule(prepare=("drain",), recover=())}, crashes=1, appearances=2, has_operator=True),
     ],
     ids=[
         "three crashes", "on start", "finish early start", "drain", "drain alone", "recovery alone", "no hooks",
         "manual", "operator", "never", "state lost", "shared hold", "shared any", "second of two", "another VM",
-        "leaves",
+        "leaves", "held while it is away",
     ],
 )  # fmt: skip
 def test_one_event_under_special_rules_in_every_order_of_things(script: Script, depth: int) -> None:
@@ -1080,7 +1105,7 @@ def _lose_as_if_it_had_vanished(workflow: Workflow, signal: Gone, context: Conte
     return REAL["_lose"](workflow, replaced(signal, names_others=False), context)
 
 
-def _expire_and_forget(event: ScheduledEvent, context: Context) -> Any:
+def _admit_and_forget(event: ScheduledEvent, context: Context) -> Any:
     return REAL["_admit"](event, replaced(context, remembered={}))
 
 
@@ -1145,7 +1170,11 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
         {"_needed_by": _needed_by_nobody_else}, "(11)", Script(WARNED["nothing shared"], crashes=0),
     ),
     "an expired recommendation begins again": (
-        {"_admit": _expire_and_forget}, "", Script(WARNED["same hooks"], crashes=0),
+        {"_admit": _admit_and_forget}, "", Script(WARNED["same hooks"], crashes=0),
+    ),
+    "a hold ends when its event vanishes": (
+        {"_admit": _admit_and_forget}, "(10)",
+        Script({"A": a_rule(prepare=("drain",), recover=())}, appearances=2, has_operator=True, crashes=0),
     ),
     "an event that left comes back as it was": (
         {"_lose": _lose_as_if_it_had_vanished}, "", Script(PAIRS["same hooks"], may_leave=True, crashes=0),
