@@ -240,11 +240,11 @@ def compare(
     # Of several that are alike, one that is yet to start is the likelier one to have started now.
     for key, event in sorted(absent.items(), key=lambda item: item[1].is_started):
         if key not in document.ended:
-            renamable.setdefault(_likeness(event), []).append(key)
+            renamable.setdefault(likeness(event), []).append(key)
     changes: list[Seen | Missing | Gone] = []
     for key, event in present.items():
         if key not in known:
-            old_keys = renamable.get(_likeness(event)) if event.is_started else None
+            old_keys = renamable.get(likeness(event)) if event.is_started else None
             if old_keys:
                 old_key = old_keys.pop(0)
                 del absent[old_key]
@@ -280,8 +280,8 @@ def to_azure_json(event: ScheduledEvent) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def _likeness(event: ScheduledEvent) -> tuple[object, ...]:
-    """What stays when an event gets a new id."""
+def likeness(event: ScheduledEvent) -> tuple[object, ...]:
+    """What stays when an event gets a new id, as the mock server of Microsoft gives it."""
     return event.type, event.source, event.resources, event.description
 
 

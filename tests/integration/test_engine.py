@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import structlog
@@ -253,6 +254,25 @@ def test_an_event_that_is_over_before_its_hook_could_start_does_not_stay_pending
         engine.take(canceled)
         assert engine.turn(datetime.now(UTC))
         assert (engine.board, executor.started) == ({}, ["clear"])
+    finally:
+        store.close()
+
+
+def test_on_clear_does_not_run_beside_a_hook_of_an_event_of_another_vm(tmp_path: Path) -> None:
+    hooks = {name: Hook(run=("/bin/true",)) for name in ("clear", "tell")}
+    rule = Rule(name="others", when=When(affects=("others",)), on_start=("tell",))
+    executor = Clearing()
+    store = Store.open(tmp_path, datetime.now(UTC))
+    try:
+        settings = Settings(rules=(rule,), hooks=hooks, on_clear=("clear",))
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor))
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        event = replace(EVENT, status="Started", resources=("vm-2",))
+        engine.take(Document(incarnation="", events=(event,)))
+        with mock.patch.object(executor, "is_running", return_value=False):
+            assert engine.turn(datetime.now(UTC))
+        assert executor.started == ["tell"]
     finally:
         store.close()
 

@@ -22,6 +22,7 @@ from scheduled_events_agent.daemon.inbox import Inbox
 from scheduled_events_agent.engine import Engine, Executor, HookEnded, Machine
 from scheduled_events_agent.engine import engine as engine_module
 from scheduled_events_agent.engine.documents import Documents
+from scheduled_events_agent.engine.hook_runs import HookRuns
 from scheduled_events_agent.engine.notifying import Notifying
 from scheduled_events_agent.events import Document, ScheduledEvent
 from scheduled_events_agent.imds import Identity
@@ -128,6 +129,7 @@ def _open_gate(name: str) -> dict[str, Any]:
 REAL_RESTART, REAL_ANSWER, REAL_CUT_SHORT = signals._restart, approving.take_answer, stages.cut_short
 REAL_FINISH, REAL_END = Engine.finish, stages.with_end
 REAL_TAKE, REAL_EXPIRES, REAL_ADMIT = Documents.take, recommendations.expires_at, signals._admit
+REAL_CLEAR = HookRuns.decide_on_clear
 REAL_LOAD_NEXT = Notices.load_next
 REAL_BEGIN, REAL_TURN, REAL_DECIDE = phases._begin_when_due, Engine.turn, Engine._decide_and_do
 
@@ -264,6 +266,11 @@ def _take_as_if_it_had_all(self: Documents, document: Document, now: float, name
     REAL_TAKE(self, replace(document, has_recommendations=True), now, names)
 
 
+def _clear_whatever_is_pending(self: HookRuns, vm: str, now: datetime, *, is_clear: bool) -> None:
+    del is_clear
+    REAL_CLEAR(self, vm, now, is_clear=True)
+
+
 def _expires_at_once(workflow: Workflow) -> datetime | None:
     return workflow.first_seen_at if REAL_EXPIRES(workflow) else None
 
@@ -360,8 +367,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "4: effects before the commit": Mutant(Engine, {"_decide_and_do": _proceed_after_performing}, ""),
     "4: on_clear beside a hook of an event": Mutant(
-        engine_module,
-        {"is_ready": lambda _: True},
+        HookRuns,
+        {"decide_on_clear": _clear_whatever_is_pending},
         "on_clear hook",
         frozenset({"on clear", "kills", "stops", "reboots", "lost state"}),
         first=51,

@@ -514,6 +514,7 @@ class World(Machine):
         if store.set_aside is not None:
             self.tell("the state file was damaged and is set aside")
             self.judge.lost()
+            self._words = {}
             self._is_state_lost = True
             self._was_ready = None
         # The power may have gone while the agent wrote that it has decided.
@@ -901,9 +902,11 @@ class World(Machine):
             outcome = ended.result.outcome
             self.judge.known(name, stage, hook, outcome, is_required=is_required)
             if stage == "prepare" and is_required and outcome not in ("succeeded", "canceled"):
-                # An approval from before the failure is void.
-                words = self._words.get(name, {""})
-                self._words[name] = {"" if word == "approved" else word for word in words}
+                # An approval from before the failure is void; whether one that is not answered yet was before it
+                # is not known.
+                words = {"" if word == "approved" else word for word in self._words.get(name, {""})}
+                asked = {word for who, word, _ in self._requests.values() if who == name}
+                self._words[name] = words | (asked & {"approved"})
                 self.judge.spoke(name, self._words[name])
 
     def _event_of(self, effect: RunHook) -> str:

@@ -134,3 +134,14 @@ def test_an_event_of_other_vms_that_an_unread_answer_listed_was_not_lacked_twice
     assert agent.answer_once(after=2) == []
     assert not agent.of().is_over
     assert agent.answer_once() != []
+
+
+def test_an_event_of_other_vms_is_followed_under_its_new_id_though_its_rule_is_gone() -> None:
+    agent = Agent(a_rule(when=When(affects=("others",)), prepare=("drain",), approve="never", lead=DAY))
+    agent.document(ELSEWHERE)
+    agent.ends("drain")
+    agent.reload(a_rule(name="own"))
+    renamed = started(an_event(id="B", resources=("vm_2",)))
+    assert agent.document(renamed) == []
+    assert agent.of("B").phase == "started"
+    assert agent.document() == ["A: recover resume"]

@@ -269,3 +269,12 @@ def test_an_eviction_leaves_a_recovery_that_is_in_its_way_no_time(type_: Any, is
     cancels = [effect for step in agent.last.steps for effect in step.effects if isinstance(effect, CancelHook)]
     assert [cancel.is_urgent for cancel in cancels] == [is_urgent]
     assert agent.ends("resume", "canceled") == ["B: prepare drain"]
+
+
+def test_a_preparation_that_had_only_waited_is_not_recovered_from_after_a_reboot() -> None:
+    preempt = an_event(id="P", type="Preempt", not_before=START + timedelta(minutes=5))
+    agent = Agent(a_rule(prepare=("drain",)), serialized=frozenset({"drain"}))
+    assert agent.document(preempt, EVENT) == ["P: prepare drain"]
+    assert agent.waits_for() == "waits for another run of hook drain"
+    assert "A: recover resume" not in agent.restart("boot 2", preempt)
+    assert agent.all_of("A") == []

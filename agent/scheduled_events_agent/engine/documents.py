@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from scheduled_events_agent.events import Document, Gone, Missing, ScheduledEvent, Seen, compare
+from scheduled_events_agent.events import Document, Gone, Missing, ScheduledEvent, Seen, compare, likeness
 from scheduled_events_agent.policy import Facts, decide
 from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.workflow import Board, known_events
@@ -71,7 +71,8 @@ class Documents:
             known = {key: event for key, event in known.items() if not event.is_recommendation}
         left = self._left = {event.key for event in events if _has_left(event, board, names, settings)}
         if not any("others" in rule.when.affects for rule in settings.rules):
-            events = tuple([e for e in events if e.key in known or e.affects(names) != "others"])
+            followed = {likeness(one) for one in known.values()}
+            events = tuple([e for e in events if e.affects(names) != "others" or _is_one_of(e, known, followed)])
         events = tuple([event for event in events if event.key not in left])
         self.others_events = len(document.events) - len(events)
         listed = {event.key for event in events}
@@ -99,6 +100,11 @@ def _has_left(event: ScheduledEvent, board: Board, names: tuple[str, ...], setti
         return False
     facts = Facts(names=names, noticed_at=followed.noticed_at)
     return decide(settings.rules, settings.maintenance_windows, event, facts).rule is None
+
+
+def _is_one_of(event: ScheduledEvent, known: Collection[str], alike: Collection[object]) -> bool:
+    """Whether the event is followed, also if it has started under another id."""
+    return event.key in known or (event.is_started and likeness(event) in alike)
 
 
 def _is_of(found: Seen | Missing | Gone, keys: Collection[str]) -> bool:

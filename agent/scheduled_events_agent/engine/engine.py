@@ -405,8 +405,10 @@ class Engine:
             self._store.save_facts({"state_lost": ""})
             self._is_state_lost = False
         if not self._hook_runs.is_on_clear_decided and not self.lacks_event():
-            # A rule may have something prepared for an event of another VM, too.
-            is_clear = is_ready(self.board) and all(w.decision.affects == "others" for w in self.board.values())
+            # A rule may have something prepared, or a hook run, for an event of another VM, too.
+            has_hook = any(stage.current for workflow in self.board.values() for stage in workflow.stages)
+            are_others = all(workflow.decision.affects == "others" for workflow in self.board.values())
+            is_clear = are_others and is_ready(self.board) and not has_hook
             may_run = is_clear and self.is_acting() and not self._is_stopping
             self._hook_runs.decide_on_clear(self.name(), now, is_clear=may_run)
 

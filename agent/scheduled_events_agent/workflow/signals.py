@@ -31,6 +31,7 @@ from scheduled_events_agent.workflow.model import (
     show,
 )
 from scheduled_events_agent.workflow.stages import (
+    is_nothing_done,
     is_to_recover,
     next_hook,
     prepared_peers,
@@ -408,12 +409,12 @@ def _restart(workflow: Workflow, context: Context) -> Step:
 def _without_what_a_reboot_has_undone(workflow: Workflow, context: Context) -> Workflow:
     """With the prepare stage at its beginning, if it began in another boot and may still be needed.
 
-    The number of its runs stays: something was done, outside of this VM perhaps, and is recovered in any case.
+    The number of its runs stays: what was done, outside of this VM perhaps, is recovered in any case.
     """
     has_begun = workflow.prepare.state != "idle"
     if not has_begun or _is_past(workflow) or workflow.prepare_boot_id == context.boot_id:
         return workflow
-    prepare = Progress(state="running", run=max(1, workflow.prepare.run))
+    prepare = Progress(state="running", run=0 if is_nothing_done(workflow) else max(1, workflow.prepare.run))
     return replace(workflow, prepare=prepare, drain_until=None)
 
 

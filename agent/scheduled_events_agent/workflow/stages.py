@@ -113,9 +113,8 @@ def cut_short(workflow: Workflow, stage: Stage, *, is_urgent: bool = False) -> S
     """End a running stage: first the hook that runs, then the stage."""
     progress = workflow.progress(stage)
     if progress.current is None:
-        # Nothing was done if it waited for another recovery since it began: then nothing needs a recovery.
-        is_nothing_done = progress.run == 0 and workflow.drain_until is None and workflow.decision.prepare != ()
-        ended = replace(progress, state="idle" if stage == "prepare" and is_nothing_done else "canceled")
+        is_untouched = stage == "prepare" and is_nothing_done(workflow)
+        ended = replace(progress, state="idle" if is_untouched else "canceled")
         step = Step(workflow=workflow.with_progress(stage, ended))
         return with_void_approval(step, "preparation was canceled") if stage == "prepare" else step
     if progress.is_canceling:
@@ -131,6 +130,11 @@ def _cancel(workflow: Workflow, stage: Stage, text: str, *, is_urgent: bool) -> 
         effects=(CancelHook(workflow_id=workflow.id, stage=stage, is_urgent=is_urgent),),
         notes=(Note(kind="hook_canceled", text=text, stage=stage, hook=progress.current or ""),),
     )
+
+
+def is_nothing_done(workflow: Workflow) -> bool:
+    """Whether its preparation has only waited for hooks of other events: then nothing needs a recovery."""
+    return workflow.prepare.run == 0 and workflow.drain_until is None and workflow.decision.prepare != ()
 
 
 def with_void_approval(step: Step, why: str) -> Step:
