@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from scheduled_events_agent.events import Document, Gone, Missing, ScheduledEvent, Seen, compare, likeness
 from scheduled_events_agent.policy import Facts, decide
 from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.workflow import Board, known_events
+from scheduled_events_agent.workflow import Board, Workflow, known_events
 
 # Share of a poll interval after which an answer counts as another one; the rest is network noise.
 _INTERVAL_SHARE = 0.9
@@ -69,10 +69,15 @@ class Documents:
             forgettable = set(expired) - {event.key for event in events}
         else:  # They are not gone: this api-version only leaves them out.
             known = {key: event for key, event in known.items() if not event.is_recommendation}
-        left = self._left = {event.key for event in events if _has_left(event, board, names, settings)}
+        followed = {one.event.key: one for one in board.values() if not one.is_over}
+        left = self._left = {
+            key
+            for key, event in ((event.key, event) for event in events)
+            if key in followed and _has_left(event, followed[key], names, settings)
+        }
         if not any("others" in rule.when.affects for rule in settings.rules):
-            followed = {likeness(one) for one in known.values()}
-            events = tuple([e for e in events if e.affects(names) != "others" or _is_one_of(e, known, followed)])
+            alike = {likeness(one) for one in known.values()}
+            events = tuple([e for e in events if e.affects(names) != "others" or _is_one_of(e, known, alike)])
         events = tuple([event for event in events if event.key not in left])
         self.others_events = len(document.events) - len(events)
         listed = {event.key for event in events}
@@ -91,10 +96,9 @@ class Documents:
         return [replace(one, names_others=True) if _is_of(one, left) else one for one in found]
 
 
-def _has_left(event: ScheduledEvent, board: Board, names: tuple[str, ...], settings: Settings) -> bool:
+def _has_left(event: ScheduledEvent, followed: Workflow, names: tuple[str, ...], settings: Settings) -> bool:
     """Whether the event named this VM, has not started, and now names other VMs that no rule is for."""
-    followed = next((one for one in board.values() if one.event.key == event.key and not one.is_over), None)
-    if followed is None or followed.was_started or followed.event.is_started or event.status != "Scheduled":
+    if followed.was_started or followed.event.is_started or event.status != "Scheduled":
         return False
     if followed.event.affects(names) not in ("self", "shared") or event.affects(names) != "others":
         return False
