@@ -43,7 +43,7 @@ CACHE = SOURCES / ".cache" / "packaging"
 NAME = "scheduled-events-agent"
 MAINTAINER = "The scheduled-events-agent authors <maintainers@scheduled-events-agent.invalid>"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-SYSTEMD = "250"  # LoadCredential= of a directory
+SYSTEMD = "245"  # tests/unit/test_systemd_directives.py holds the units against it
 HOME = f"usr/lib/{NAME}"  # where the agent and what it needs lie in the tree
 _DOC = f"usr/share/doc/{NAME}"
 _TOOLS = ("shtab",)  # makes the completions
@@ -99,6 +99,8 @@ _PLACES = {
     "systemd/sysusers.conf": (f"usr/lib/sysusers.d/{NAME}.conf", 0o644),
     "systemd/tmpfiles.conf": (f"usr/lib/tmpfiles.d/{NAME}.conf", 0o644),
 }
+# Directories that an rpm knows and does not bring, with mode, owner and group: systemd makes them.
+_GHOSTS = {f"/etc/{NAME}/credentials": f"0750,root,{NAME}", f"/var/lib/{NAME}": "0700,root,root"}
 # What links in documents may point to besides the folders.
 _LINKED = {source: f"/{target}" for source, (target, _) in _PLACES.items()} | {
     "README.md": f"/{_DOC}/README.md",
@@ -315,7 +317,6 @@ def _place_agent(root: Path, version: str) -> None:
 def _place_files(root: Path) -> None:
     for source, (target, mode) in _PLACES.items():
         copy(SOURCES / source, root / target, mode)
-    (root / "etc" / NAME / "credentials").mkdir()
     edit(
         root / "etc" / NAME / "policy.yaml",
         "$schema=policy.schema.json",
@@ -412,7 +413,7 @@ def _settle(root: Path, epoch: int) -> None:
     """Final modes and times for everything, whatever the umask was."""
     for path in [*sorted(root.rglob("*"), reverse=True), root]:
         if path.is_dir():
-            path.chmod(0o700 if path == root / "etc" / NAME / "credentials" else 0o755)
+            path.chmod(0o755)
         os.utime(path, (epoch, epoch))
 
 
@@ -597,7 +598,8 @@ def pack_rpm(staged: Staged, output: Path) -> Path:
     machine = ARCHITECTURES[staged.architecture]
     (root / "usr/share/zsh/vendor-completions").rename(root / "usr/share/zsh/site-functions")
     copy(SOURCES / "CHANGELOG.md", root / _DOC / "CHANGELOG.md")
-    (root / "var/lib" / NAME).mkdir(parents=True)
+    for ghost in _GHOSTS:
+        (root / ghost[1:]).mkdir(parents=True)
     _settle(root, staged.epoch)
     with tempfile.TemporaryDirectory(prefix=f"{NAME}-rpm-") as directory:
         top = Path(directory)
@@ -643,9 +645,11 @@ def pack_rpm(staged: Staged, output: Path) -> Path:
 def _rpm_files(root: Path) -> Iterator[str]:
     """The %files section: each path with what it is."""
     own = [f"/{HOME}", f"/etc/{NAME}", f"/usr/share/{NAME}", f"/{_DOC}", f"/usr/share/licenses/{NAME}"]
-    yield f"%ghost %dir %attr(0700,root,root) /var/lib/{NAME}"
     for path in sorted(root.rglob("*")):
         name = f"/{path.relative_to(root)}"
+        if name in _GHOSTS:
+            yield f"%ghost %dir %attr({_GHOSTS[name]}) {name}"
+            continue
         if path.is_dir():
             if any(name == place or name.startswith(f"{place}/") for place in own):
                 yield f"%dir {name}"

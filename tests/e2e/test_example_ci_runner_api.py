@@ -301,7 +301,7 @@ def test_what_is_missing_or_wrong_in_its_settings_is_told(service: Service, tmp_
 
     missing = str(tmp_path / "missing")
     reason = f"no token: [Errno 2] No such file or directory: '{missing}'"
-    way_out = "set CI_RUNNER_TOKEN_FILE, or give the unit the credential ci-runner-token"
+    way_out = "set CI_RUNNER_TOKEN_FILE, or write it to credentials/ci-runner-token"
     assert said(CI_RUNNER_TOKEN_FILE=missing) == f"ci-runner-api: {reason}; {way_out}\n"
     assert said(CI_RUNNER_TOKEN_FILE="") == f"ci-runner-api: no token: {way_out}\n"
     assert said(CI_RUNNER_URL="") == "ci-runner-api: set CI_RUNNER_URL in the hook's env\n"

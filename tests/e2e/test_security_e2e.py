@@ -129,9 +129,9 @@ def test_whatever_the_umask_the_files_have_the_modes_of_the_table(
 def test_secrets_of_hooks_are_in_no_file_page_or_log(sim: Simulator, agent: Agent, tmp_path: Path) -> None:
     credentials = tmp_path / "credentials"
     credentials.mkdir()
-    (credentials / "hooks_key").write_text("tr0ub4dor&3-forever")
+    (credentials / "secret_key").write_text("tr0ub4dor&3-forever")
     agent.environment = {"CREDENTIALS_DIRECTORY": str(credentials)}
-    text = 'set -x\necho "$TOKEN $1"; cat "$CREDENTIALS_DIRECTORY/hooks_key"; echo "$TOKEN" >&2; exit 3\n'
+    text = 'set -x\necho "$TOKEN $1"; cat "$CREDENTIALS_DIRECTORY/secret_key"; echo "$TOKEN" >&2; exit 3\n'
     hook = {"run": [*script(tmp_path, text), "--plain"], "env": {"TOKEN": SECRET, "UNUSED": f"{SECRET}-2"}}
     agent.write_policy(
         agent={"log": {"level": "debug", "format": "json"}, "listen": "127.0.0.1:0"},
@@ -155,7 +155,7 @@ def test_secrets_of_hooks_are_in_no_file_page_or_log(sim: Simulator, agent: Agen
     agent.stop()
     files = [path.read_bytes() for path in agent.state_dir.rglob("*") if path.is_file()]
     everything = "".join([pages, *agent.history, *(data.decode("latin-1") for data in files)])
-    assert "hooks_key" in everything
+    assert "secret_key" in everything
     assert [secret for secret in (SECRET, "tr0ub4dor") if secret in everything] == []
 
 

@@ -393,6 +393,7 @@ def test_the_environment_is_exactly_what_is_promised(monkeypatch: pytest.MonkeyP
         "LANG": "C.UTF-8",
         "LC_TIME": "de_DE.UTF-8",
         "TZ": "UTC",
+        "CREDENTIALS_DIRECTORY": "/etc/scheduled-events-agent/credentials",
         "HOME": account.pw_dir,
         "USER": account.pw_name,
         "LOGNAME": account.pw_name,

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from scheduled_events_agent import host
+from scheduled_events_agent.hooks.output import secrets_of
+from scheduled_events_agent.policy import Hook
 
 if sys.platform == "win32":
     pytest.skip("named pipes as Linux has them", allow_module_level=True)
@@ -45,6 +47,16 @@ def test_what_is_no_regular_file_is_not_read(pipe: Path, path: str) -> None:
     with pytest.raises(host.HostError) as caught:
         host.read_small_file(Path(path), 1024)
     assert str(caught.value) == f"{path}: is not a regular file"
+
+
+def test_secrets_of_hooks_are_taken_out_of_output_whatever_lies_beside_them(
+    tmp_path: Path, pipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("s3cret-of-hooks\n")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    assert pipe.is_fifo()
+    assert secrets_of(Hook(shell="true")) == [b"s3cret-of-hooks"]
 
 
 def test_check_refuses_a_policy_that_is_a_named_pipe(pipe: Path) -> None:

@@ -87,8 +87,8 @@ def test_without_a_network_it_is_installed_runs_and_endangers_nothing(
         (started,) = Service(machine, "").log("policy")
         assert started["file"] == POLICY
 
-        modes = machine.run("stat", "-c", "%a %U %n", f"/etc/{NAME}/credentials", f"/var/lib/{NAME}").stdout
-        assert modes == f"700 root /etc/{NAME}/credentials\n700 root /var/lib/{NAME}\n"
+        modes = machine.run("stat", "-c", "%a %U:%G %n", f"/etc/{NAME}/credentials", f"/var/lib/{NAME}").stdout
+        assert modes == f"750 root:{NAME} /etc/{NAME}/credentials\n700 root:root /var/lib/{NAME}\n"
         account = machine.run("getent", "passwd", NAME).stdout.strip().split(":")
         assert (account[0], account[5:]) == (NAME, [f"/var/lib/{NAME}", "/usr/sbin/nologin"])
         assert machine.path(f"/usr/share/man/man8/{NAME}.8.gz").exists()

@@ -323,8 +323,8 @@ def test_a_runners_policy_and_token_are_installed_as_the_page_says(machine: Cont
     service = Service(machine, "")
     assert service.wait_log("the policy file was read again")["rules"] == ["freeze", "evicted", "interrupting"]
     machine.run("sh", "-ec", f"cd /root; echo a token >token\n{credential}")
-    given = "/run/credentials/scheduled-events-agent.service/hooks_ci-runner-token"
-    assert machine.run("cat", given).stdout == "a token\n"
+    given = "/etc/scheduled-events-agent/credentials/ci-runner-token"
+    assert machine.run("cat", given, user="scheduled-events-agent").stdout == "a token\n"
 
 
 def test_a_runners_job_is_done_before_its_service_stops_and_it_stays_stopped(machine: Container) -> None:

@@ -151,7 +151,7 @@ def test_a_deb_says_what_it_is_and_needs(dist: Path, machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_everything_belongs_to_root_and_only_secrets_are_hidden(
+def test_everything_belongs_to_root_and_nothing_is_hidden(
     debs: Mapping[str, Mapping[str, Entry]], machine: str
 ) -> None:
     unusual = {}
@@ -159,7 +159,7 @@ def test_everything_belongs_to_root_and_only_secrets_are_hidden(
         expected = 0o755 if entry.content is None or name in EXECUTABLE else 0o644
         if (entry.mode, entry.owner) != (expected, "root:root 0:0"):
             unusual[name] = (oct(entry.mode), entry.owner)
-    assert unusual == {f"etc/{NAME}/credentials": ("0o700", "root:root 0:0")}
+    assert unusual == {}
 
 
 def test_both_processors_get_the_same_files_but_for_the_compiled_ones(
@@ -506,7 +506,8 @@ def test_an_rpm_owns_its_directories_and_leaves_the_state_to_the_agent(dist: Pat
     modes = {row.split()[-1]: row.split()[0] for row in rows}
     assert flags[f"/var/lib/{NAME}"] == ["g"]  # ghost: known, not packed
     assert modes[f"/var/lib/{NAME}"] == "drwx------"
-    assert modes[f"/etc/{NAME}/credentials"] == "drwx------"
+    assert flags[f"/etc/{NAME}/credentials"] == ["g"]
+    assert modes[f"/etc/{NAME}/credentials"] == "drwxr-x---"
     assert flags[f"/etc/{NAME}/policy.yaml"] == ["cn"]  # configuration, noreplace
     assert modes[f"/{HOME}"] == "drwxr-xr-x"
     assert modes[f"/usr/bin/{NAME}"] == "-rwxr-xr-x"

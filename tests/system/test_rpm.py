@@ -83,8 +83,8 @@ def test_without_a_network_it_is_installed_and_runs(bare: Container) -> None:
         assert state_of(machine) == ("enabled", "active")
         assert machine.run(NAME, "--version").stdout == f"{NAME} {__version__}\n"
         assert machine.run(NAME, "check").stdout.startswith(f"{POLICY}: valid\n")
-        modes = machine.run("stat", "-c", "%a %U %n", f"/etc/{NAME}/credentials", f"/var/lib/{NAME}").stdout
-        assert modes == f"700 root /etc/{NAME}/credentials\n700 root /var/lib/{NAME}\n"
+        modes = machine.run("stat", "-c", "%a %U:%G %n", f"/etc/{NAME}/credentials", f"/var/lib/{NAME}").stdout
+        assert modes == f"750 root:{NAME} /etc/{NAME}/credentials\n700 root:root /var/lib/{NAME}\n"
         assert machine.run("getent", "passwd", NAME).stdout.startswith(f"{NAME}:")
         assert "cpython-311" in machine.run("find", f"/usr/lib/{NAME}", "-name", "*.pyc").stdout
         assert machine.run("rpm", "--verify", "--nodeps", NAME).stdout == ""

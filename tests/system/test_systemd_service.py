@@ -20,7 +20,7 @@ if sys.platform == "win32":
 import apt
 from container import CHECKOUT, Container
 from ports import free_port
-from service import DROP_INS, UNIT, Service, make_root, make_strict
+from service import DROP_INS, UNIT, Service, make_root, make_strict, shown_commands
 from stuck import hanging_thread, outer_pid, wait_killed
 
 from scheduled_events_agent.log_ids import LogId
@@ -418,20 +418,48 @@ def test_a_hook_of_root_opens_sockets_but_none_of_dead_networks(service: Service
 def test_secrets_reach_hooks_as_credentials_and_nothing_else(
     service: Service, sim: Simulator, is_strict: bool
 ) -> None:
-    service.machine.write("/etc/scheduled-events-agent/credentials/token", "s3cret", 0o600)
+    give_secret(service)
     if is_strict:
         make_strict(service.machine)
-    service.write_policy(**drain_with("cat $CREDENTIALS_DIRECTORY/hooks_token; env"))
+    show_secret(service, sim, "s3cret", f"{ETC}/credentials")
+    # The next run takes the file as it is then.
+    service.machine.write(f"{ETC}/credentials/token", "s3cond", 0o640)
+    show_secret(service, sim, "s3cond", f"{ETC}/credentials")
+
+
+@pytest.mark.parametrize("is_strict", [False, True], ids=["root", "strict"])
+def test_credentials_that_systemd_loads_take_the_place_of_the_directory(
+    service: Service, sim: Simulator, is_strict: bool
+) -> None:
+    service.machine.write(f"{ETC}/credentials/token", "s3cret", 0o600)
+    if is_strict:
+        make_strict(service.machine)
+    page = (CHECKOUT / "docs/systemd.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^LoadCredential=.*$", page, re.MULTILINE)
+    service.add_drop_in(f"[Service]\n{shown}\n")
+    show_secret(service, sim, "s3cret", "/run/credentials/scheduled-events-agent.service")
+
+
+def give_secret(service: Service) -> None:
+    """By the line of the page."""
+    service.machine.write("/root/token", "s3cret")
+    (commands, *_) = shown_commands("docs/systemd.md", "## Secrets")
+    service.machine.run("sh", "-euc", "\n".join(["cd /root", *commands]))
+
+
+def show_secret(service: Service, sim: Simulator, secret: str, directory: str) -> None:
+    """A hook reads it there; nothing else has it, and no other account."""
+    service.write_policy(**drain_with("cat $CREDENTIALS_DIRECTORY/token; env"))
     service.systemctl("restart")
-    sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
-    lines = [entry["line"] for entry in service.log("hook output")]
-    assert lines[0].startswith("s3cret")
-    assert "s3cret" not in "\n".join(lines)[len("s3cret") :]
-    directory = next(line for line in lines if "CREDENTIALS_DIRECTORY=" in line).partition("=")[2]
-    secret = f"{directory}/hooks_token"
-    refused = service.machine.run("cat", secret, user="nobody", check=False)
+    event = sim.schedule("Reboot", notice_seconds=600)
+    sim.wait_approved(event)
+    lines = [entry["line"] for entry in service.log("hook output", event_id=event)]
+    assert lines[0].startswith(secret)
+    assert secret not in "\n".join(lines)[len(secret) :]
+    assert next(line for line in lines if "CREDENTIALS_DIRECTORY=" in line).partition("=")[2] == directory
+    refused = service.machine.run("cat", f"{directory}/token", user="nobody", check=False)
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert "s3cret" not in service.machine.run("cat", f"/proc/{service.pid()}/environ").stdout
+    assert secret not in service.machine.run("cat", f"/proc/{service.pid()}/environ").stdout
 
 
 def test_without_the_directory_of_secrets_it_starts_all_the_same(service: Service) -> None:
@@ -528,7 +556,7 @@ def test_strict_reaches_loopback_and_the_endpoint_and_no_other_address(installed
         assert lines[2] in ("192.0.2.1 TimeoutError", "192.0.2.1 PermissionError")
 
 
-@pytest.mark.parametrize("key", [f"{ETC}/server.key", "/run/credentials/scheduled-events-agent.service/hooks_key"])
+@pytest.mark.parametrize("key", [f"{ETC}/server.key", f"{ETC}/credentials/server.key"])
 def test_strict_serves_its_pages_with_a_key_that_only_its_account_can_read(
     service: Service, tmp_path: Path, key: str
 ) -> None:
@@ -541,10 +569,9 @@ def test_strict_serves_its_pages_with_a_key_that_only_its_account_can_read(
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         service.write_policy(agent={"listen": address, "web_config": f"{ETC}/web.yml"})
         make_strict(machine)
-        if key.startswith(ETC):
-            install = ("install", "-m", "640", "-g", "scheduled-events-agent")
-            service.wait_status(f"{key}: cannot be read: No such file or directory")
-            machine.run(*install, f"{ETC}/credentials/key", key)
+        install = ("install", "-m", "640", "-g", "scheduled-events-agent")
+        service.wait_status(f"{key}: cannot be read: No such file or directory")
+        machine.run(*install, f"{ETC}/credentials/key", key)
         # It is up without its pages, too.
         service.wait_status(f"its pages are not shown (cannot listen on {address}: Address already in use")
     service.wait_log("the pages are shown now")

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from scheduled_events_agent.events import printable
-from scheduled_events_agent.host import processes
+from scheduled_events_agent.host import HostError, processes, read_small_file
 from scheduled_events_agent.policy import Hook, is_secret_name
 
 _MAX_LINE_BYTES = 2000
@@ -126,15 +126,15 @@ class HookOutput:
 def secrets_of(hook: Hook) -> list[bytes]:
     """Texts that the hook knows and its output should not repeat, the longest first.
 
-    They come from variables whose names say so and from systemd's credentials. Each line counts by itself, since
-    output comes line by line.
+    They come from variables whose names say so and from the files of CREDENTIALS_DIRECTORY. Each line counts by
+    itself, since output comes line by line.
     """
     texts = [value.encode("utf-8", "surrogateescape") for name, value in hook.env.items() if is_secret_name(name)]
-    if directory := os.environ.get("CREDENTIALS_DIRECTORY"):
+    if directory := processes.base_environment(hook.user).get("CREDENTIALS_DIRECTORY"):
         with suppress(OSError):
             for path in Path(directory).iterdir():
-                with suppress(OSError), path.open("rb") as file:
-                    texts.append(file.read(_MAX_CREDENTIAL_BYTES))
+                with suppress(HostError):
+                    texts.append(read_small_file(path, _MAX_CREDENTIAL_BYTES))
     lines = {line.strip() for text in texts for line in text.splitlines()}
     return sorted(
         (line for line in lines if _MIN_SECRET_BYTES <= len(line) <= _MAX_SECRET_BYTES), key=len, reverse=True

@@ -35,6 +35,8 @@ if sys.platform == "win32":
 _MARKER = "SCHEDULED_EVENTS_AGENT_HOOK_RUN"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "CREDENTIALS_DIRECTORY")
+# Where hooks find their secrets, unless systemd has loaded credentials for the agent and says where these are.
+_CREDENTIALS = "/etc/scheduled-events-agent/credentials"
 _PR_SET_CHILD_SUBREAPER = 36
 _LEFTOVER_GRACE_SECONDS = 1.0
 # Where very many processes starve this one, a single look takes longer than the grace.
@@ -234,6 +236,7 @@ def base_environment(user: str | None) -> dict[str, str]:
     environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     environment.update((name, value) for name, value in os.environ.items() if name.startswith("LC_"))
     environment.setdefault("PATH", DEFAULT_PATH)
+    environment.setdefault("CREDENTIALS_DIRECTORY", _CREDENTIALS)
     try:
         entry = pwd.getpwuid(os.geteuid()) if user is None else pwd.getpwnam(user)
     except (KeyError, ValueError):  # start_tree refuses an unknown user
