@@ -174,7 +174,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 def test_the_service_as_it_should_be_is_well(examine: Examine, endpoint: Endpoint) -> None:
     report = examine(endpoint.url)
-    assert set(report.checks) == DOCUMENTED - {"fleet"}, "which a policy without one has not"
+    assert set(report.checks) == DOCUMENTED - {"fleet", "secrets"}, "for here is neither"
     assert report.one("endpoint").finding.startswith(f"{endpoint.url} answers, in ")
     assert {check: report.one(check) for check in OF_IMDS[1:]} == {
         "direct": Check("ok", "no sign of a proxy", ""),
@@ -402,6 +402,56 @@ def test_a_hook_is_tried_as_the_account_that_will_run_it(examine: Examine, endpo
         assert examine(endpoint.url, policy).one("hooks").finding == (
             f"hooks.drain.run: nobody cannot pass through {place}"
         )
+
+
+@needs_root
+def test_a_secret_that_the_services_account_cannot_read_is_named(
+    examine: Examine, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:  # pytest's own is for this account alone
+        place = Path(directory)
+        place.chmod(0o755)
+        monkeypatch.setenv("CREDENTIALS_DIRECTORY", directory)
+        monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
+        assert "secrets" not in examine(endpoint.url).checks
+        for name, mode in (("one", 0o644), ("token", 0o600)):
+            (place / name).touch()
+            (place / name).chmod(mode)
+        report = examine(endpoint.url)
+        assert (report.one("secrets").verdict, report.one("secrets").finding) == (
+            "warning",
+            f"daemon cannot read {place / 'token'}",
+        )
+        (place / "token").chmod(0o644)
+        told = Check("ok", f"hooks can read 2 files in {directory}", "")
+        assert examine(endpoint.url).one("secrets") == told
+        place.chmod(0o700)
+        assert examine(endpoint.url).one("secrets").finding == f"daemon cannot read {directory}"
+        monkeypatch.setattr(processes, "own_service", lambda: service_of("root"))
+        assert examine(endpoint.url).one("secrets") == told
+        loaded = service_of("daemon")._replace(has_credentials=True)
+        monkeypatch.setattr(processes, "own_service", lambda: loaded)
+        assert "secrets" not in examine(endpoint.url).checks
+
+
+@needs_root
+def test_hooks_that_polkit_does_not_let_the_service_start_are_named(
+    examine: Examine, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        program = Path(directory, "run-as-root")
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+        policy = HOOKS.format(f"{{run: ['{program}', drain], serialize: true}}")
+        monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
+        assert examine(endpoint.url, policy).one("hooks").verdict == "ok"
+        old = service_of("daemon")._replace(units_fault="polkit 0.105 does not read polkit.rules")
+        monkeypatch.setattr(processes, "own_service", lambda: old)
+        assert examine(endpoint.url, policy).one("hooks").finding == (
+            "hooks.drain.run: run-as-root cannot start the hook: polkit 0.105 does not read polkit.rules"
+        )
+        assert examine(endpoint.url, HOOKS.format("{shell: 'true'}")).one("hooks").verdict == "ok"
 
 
 @needs_modes

@@ -58,9 +58,9 @@ def test_a_service_manager_that_never_listens_is_not_waited_for_long(
         assert not teller.is_alive()
 
 
-def put_systemctl(place: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    """Have this script answer for systemd."""
-    program = place / "systemctl"
+def put_program(place: Path, monkeypatch: pytest.MonkeyPatch, script: str, name: str = "systemctl") -> None:
+    """Have this script answer for systemd, or for polkit."""
+    program = place / name
     program.write_text(f"#!/bin/sh\n{script}")
     program.chmod(0o755)
     monkeypatch.setattr(programs, "DEFAULT_PATH", f"{place}:{os.environ['PATH']}")
@@ -82,7 +82,7 @@ def put_systemctl(place: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> 
 def test_the_machine_goes_down_if_systemd_says_so_and_no_answer_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, expected: bool | None
 ) -> None:
-    put_systemctl(tmp_path, monkeypatch, f'[ "$*" = is-system-running ] || exit 9\n{answer}\n')
+    put_program(tmp_path, monkeypatch, f'[ "$*" = is-system-running ] || exit 9\n{answer}\n')
     monkeypatch.setattr(programs, "_SHUTDOWN_QUESTION_SECONDS", 1.0)
     monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nobody"))
     assert processes.is_shutting_down() is expected
@@ -116,8 +116,46 @@ def test_the_agents_own_service_is_as_systemctl_shows_it(
 ) -> None:
     shown = "".join(f"{name}={value}\n" for name, value in (RUNNING | differing).items())
     asked = f"show --property={','.join(RUNNING)} scheduled-events-agent.service"
-    put_systemctl(tmp_path, monkeypatch, f"[ \"$*\" = '{asked}' ] || exit 9\ncat <<'END'\n{shown}END\n")
+    put_program(tmp_path, monkeypatch, f"[ \"$*\" = '{asked}' ] || exit 9\ncat <<'END'\n{shown}END\n")
     assert processes.own_service() == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "fault"),
+    [
+        ("0.105", "polkit 0.105 does not read polkit.rules; 0.106 and newer do"),
+        ("0.106", ""),
+        ("0.120", ""),
+        ("121", ""),
+        ("nonsense", ""),
+        (None, "found no pkaction on PATH: this machine has no polkit"),
+    ],
+)
+def test_an_account_without_privileges_starts_units_if_polkit_reads_the_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str | None, fault: str
+) -> None:
+    for user, expected in (("agent", fault), ("root", "")):
+        shown = "".join(f"{name}={value}\n" for name, value in (RUNNING | {"User": user}).items())
+        put_program(tmp_path, monkeypatch, f"cat <<'END'\n{shown}END\n")
+        monkeypatch.setattr(programs, "DEFAULT_PATH", str(tmp_path))
+        if version is not None:
+            put_program(
+                tmp_path, monkeypatch, f'[ "$*" = --version ] && echo pkaction version {version}\n', "pkaction"
+            )
+        service = processes.own_service()
+        assert service is not None
+        assert service.units_fault.replace(str(tmp_path), "PATH") == expected
+
+
+def test_credentials_that_systemd_has_loaded_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = "".join(f"{name}={value}\n" for name, value in RUNNING.items())
+    put_program(tmp_path, monkeypatch, f"cat <<'END'\n{shown}END\n")
+    monkeypatch.setattr(programs, "_CREDENTIALS", tmp_path)
+    for has_credentials in (False, True):
+        service = processes.own_service()
+        assert service is not None
+        assert service.has_credentials == has_credentials
+        (tmp_path / "scheduled-events-agent.service").mkdir(exist_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +170,7 @@ def test_the_agents_own_service_is_as_systemctl_shows_it(
 def test_why_systemd_says_nothing_of_the_agents_service_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, told: str
 ) -> None:
-    put_systemctl(tmp_path, monkeypatch, script)
+    put_program(tmp_path, monkeypatch, script)
     monkeypatch.setattr(programs, "_SERVICE_QUESTION_SECONDS", 0.5)
     with pytest.raises(HostError) as caught:
         processes.own_service()

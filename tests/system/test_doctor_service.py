@@ -127,6 +127,23 @@ def test_hooks_of_an_agent_without_privileges_are_tried_as_its_account(service: 
     assert code == 0
 
 
+def test_a_secret_that_the_strict_account_cannot_read_is_named(service: Service) -> None:
+    secret = "/etc/scheduled-events-agent/credentials/token"
+    service.machine.write(secret, "s3cret", 0o600)
+    told = [["ok", "hooks can read 1 file in /etc/scheduled-events-agent/credentials", ""]]
+    assert examine(service)[1]["secrets"] == told
+    make_strict(service.machine)
+    assert examine(service)[1]["secrets"][0][:2] == ["warning", f"scheduled-events-agent cannot read {secret}"]
+    service.add_drop_in(f"[Service]\nLoadCredential=token:{secret}\n")
+    service.systemctl("restart")
+    assert "secrets" not in examine(service)[1]
+    service.add_drop_in("")
+    service.systemctl("restart")
+    service.machine.run("chgrp", "scheduled-events-agent", secret)
+    service.machine.run("chmod", "640", secret)
+    assert examine(service)[1]["secrets"] == told
+
+
 def test_a_state_directory_in_memory_and_a_pacemaker_that_acts_are_failures(service: Service) -> None:
     machine = service.machine
     service.write_policy(agent={"state_dir": "/run/somewhere"})

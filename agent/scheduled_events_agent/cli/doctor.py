@@ -111,8 +111,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
             else:
                 yield failure("policy", problem, "correct it: the agent does not start with this policy")
     if loaded is not None:
-        is_root_service = service is not None and _is_system(service.account)
-        yield from _look_at_policy(loaded, account, is_root_service=is_root_service)
+        yield from _look_at_policy(loaded, service, account)
     if settings.fleet is not None:
         from scheduled_events_agent.cli import fleet  # noqa: PLC0415  # most policies have none
 
@@ -187,7 +186,7 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
 # --- the policy and what it names
 
 
-def _look_at_policy(loaded: Loaded, account: str | None, *, is_root_service: bool) -> Iterator[Finding]:
+def _look_at_policy(loaded: Loaded, service: OwnService | None, account: str | None) -> Iterator[Finding]:
     """``account``: the service's, if it is not that of this process; so too below."""
     for doubt in loaded.warnings:
         yield warning("policy", str(doubt), "check that this is intended")
@@ -197,7 +196,10 @@ def _look_at_policy(loaded: Loaded, account: str | None, *, is_root_service: boo
     elif not loaded.warnings:
         yield ok("policy", f"{loaded.name}: valid")
     if account is None or host.is_privileged():
-        yield from _look_at_hooks(loaded, account)
+        yield from _look_at_hooks(loaded, account, units_fault=service.units_fault if service is not None else "")
+        if service is None or not service.has_credentials:
+            yield from _look_at_secrets(account)
+        is_root_service = service is not None and _is_system(service.account)
         yield from _look_at_files(loaded, account, is_root_service=is_root_service)
         return
     for check in ("hooks", "files"):
@@ -205,7 +207,8 @@ def _look_at_policy(loaded: Loaded, account: str | None, *, is_root_service: boo
         yield warning(check, what, _AS_AGENT)
 
 
-def _look_at_hooks(loaded: Loaded, account: str | None) -> Iterator[Finding]:
+def _look_at_hooks(loaded: Loaded, account: str | None, *, units_fault: str) -> Iterator[Finding]:
+    """``units_fault``: why run-as-root cannot start a hook's unit."""
     hooks = loaded.settings.hooks
     if not hooks:
         yield ok("hooks", "the policy names no hook")
@@ -218,6 +221,8 @@ def _look_at_hooks(loaded: Loaded, account: str | None) -> Iterator[Finding]:
     }
     unknown: set[str] = set()
     for name, hook in hooks.items():
+        if units_fault and hook.run and Path(hook.run[0]).name == "run-as-root":
+            found[name] = f"hooks.{name}.run: run-as-root cannot start the hook: {units_fault}"
         if any(path.startswith(f"hooks.{name}.") for path in found):
             continue
         try:
@@ -245,6 +250,30 @@ def _access_fault(hook: Hook, account: str | None) -> str | None:
         if file is not None and (fault := processes.access_fault(file, "execute", hook.user or account)):
             return f"{key}: {fault}"
     return None
+
+
+def _look_at_secrets(account: str | None) -> Iterator[Finding]:
+    directory = processes.base_environment(None).get("CREDENTIALS_DIRECTORY")
+    if directory is None:
+        return
+    files: list[Path] = []
+    faults = set[str]()
+    try:
+        if not Path(directory).is_dir():
+            return
+        if fault := processes.access_fault(Path(directory), "read", account):
+            faults.add(fault)
+        else:
+            files = [path for path in Path(directory).iterdir() if path.is_file()]
+        faults.update(filter(None, (processes.access_fault(path, "read", account) for path in files)))
+    except (host.HostError, OSError) as error:
+        yield warning("secrets", f"{directory}: {error}", _AS_AGENT)
+        return
+    for fault in sorted(faults):
+        advice = "if a hook needs it: chgrp scheduled-events-agent, and chmod 640 (the directory: chmod 750)"
+        yield warning("secrets", fault, advice)
+    if files and not faults:
+        yield ok("secrets", f"hooks can read {plural(len(files), 'file')} in {directory}")
 
 
 def _look_at_files(loaded: Loaded, account: str | None, *, is_root_service: bool) -> Iterator[Finding]:

@@ -55,6 +55,10 @@ class OwnService(NamedTuple):
     """Whether the manager has not yet read what its files say."""
     is_masked: bool = False
     """Whether an administrator has forbidden that it is started, as systemd can."""
+    has_credentials: bool = False
+    """Whether the manager has loaded credentials for it, which take the place of a directory of secrets."""
+    units_fault: str = ""
+    """Why its account cannot start the units of hooks that run as root; empty if it can."""
 
 
 class _Known(NamedTuple):

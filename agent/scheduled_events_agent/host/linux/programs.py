@@ -1,6 +1,7 @@
 """What surrounds the agent on Linux: its own service, shutting down, other programs, disks."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,8 +18,11 @@ if sys.platform == "win32":
 
 _SERVICE = "scheduled-events-agent.service"
 _SERVICE_PROPERTIES = "LoadState,UnitFileState,ActiveState,SubState,MainPID,User,NeedDaemonReload"
+_CREDENTIALS = Path("/run/credentials")  # where systemd puts those that it has loaded
 _SERVICE_QUESTION_SECONDS = 10.0
 _SHUTDOWN_QUESTION_SECONDS = 2.0
+_MISSING = {"systemctl": "this machine does not use systemd", "pkaction": "this machine has no polkit"}
+_FIRST_POLKIT_WITH_RULES = (0, 106)
 _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the root of that disk
 
 
@@ -30,7 +34,7 @@ def other_approvers() -> list[Approver]:
 def is_shutting_down() -> bool | None:
     """Whether the machine is shutting down; None if it is not known. May take two seconds."""
     try:
-        state = _ask_systemctl("is-system-running", timeout_seconds=_SHUTDOWN_QUESTION_SECONDS).stdout.strip()
+        state = _ask("systemctl", "is-system-running", timeout_seconds=_SHUTDOWN_QUESTION_SECONDS).stdout.strip()
     except HostError:
         return None
     return None if state in ("", "offline", "unknown") else state == "stopping"
@@ -38,35 +42,54 @@ def is_shutting_down() -> bool | None:
 
 def own_service() -> OwnService | None:
     """The agent's service as systemd has it; None if it has none. Raises HostError if systemd does not answer."""
-    done = _ask_systemctl(
-        "show", f"--property={_SERVICE_PROPERTIES}", _SERVICE, timeout_seconds=_SERVICE_QUESTION_SECONDS
-    )
+    question = ("show", f"--property={_SERVICE_PROPERTIES}", _SERVICE)
+    done = _ask("systemctl", *question, timeout_seconds=_SERVICE_QUESTION_SECONDS)
     unit = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
     if done.returncode != 0 or not set(_SERVICE_PROPERTIES.split(",")) <= unit.keys():
         told = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise HostError(f"systemctl cannot tell about the agent's service: {told}", kind="systemctl")
     if unit["LoadState"] == "not-found":
         return None
+    account = unit["User"] or "root"
     return OwnService(
         is_enabled=unit["UnitFileState"].startswith("enabled"),
         state=f"{unit['ActiveState']} ({unit['SubState']})",
         is_running=unit["ActiveState"] in ("active", "reloading"),
         pid=int(unit["MainPID"]),
-        account=unit["User"] or "root",
+        account=account,
         is_stale=unit["NeedDaemonReload"] == "yes",
         is_masked=unit["UnitFileState"].startswith("masked"),
+        has_credentials=_has_credentials(),
+        units_fault="" if account == "root" else _polkit_fault(),
     )
 
 
-def _ask_systemctl(*words: str, timeout_seconds: float) -> "subprocess.CompletedProcess[str]":
-    """Raises HostError if it cannot be asked, or does not answer in time."""
+def _has_credentials() -> bool:
+    # systemctl does not show LoadCredential= and the like.
+    with suppress(OSError):
+        return (_CREDENTIALS / _SERVICE).exists()
+    return False
+
+
+def _polkit_fault() -> str:
+    """Why polkit does not read the rule that lets the account start its hooks; empty if it does."""
+    try:
+        told = _ask("pkaction", "--version", timeout_seconds=_SERVICE_QUESTION_SECONDS).stdout
+    except HostError as error:
+        return str(error)
+    version = re.search(r"\d+(\.\d+)*", told)
+    if version is None or tuple(map(int, version[0].split("."))) >= _FIRST_POLKIT_WITH_RULES:
+        return ""
+    return f"polkit {version[0]} does not read polkit.rules; 0.106 and newer do"
+
+
+def _ask(name: str, *words: str, timeout_seconds: float) -> "subprocess.CompletedProcess[str]":
+    """Raises HostError if the program cannot be asked, or does not answer in time."""
     # systemctl must not notify systemd in the agent's name.
     environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
-    program = shutil.which("systemctl", path=DEFAULT_PATH)
+    program = shutil.which(name, path=DEFAULT_PATH)
     if program is None:
-        raise HostError(
-            f"found no systemctl on {DEFAULT_PATH}: this machine does not use systemd", kind="systemctl"
-        )
+        raise HostError(f"found no {name} on {DEFAULT_PATH}: {_MISSING[name]}", kind=name)
     try:
         return subprocess.run(
             [program, *words],
@@ -79,9 +102,9 @@ def _ask_systemctl(*words: str, timeout_seconds: float) -> "subprocess.Completed
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise HostError(f"systemctl did not answer within {timeout_seconds:g} s", kind="systemctl") from None
+        raise HostError(f"{name} did not answer within {timeout_seconds:g} s", kind=name) from None
     except OSError as error:
-        raise HostError(f"systemctl cannot be run: {error.strerror}", kind="systemctl") from None
+        raise HostError(f"{name} cannot be run: {error.strerror}", kind=name) from None
 
 
 def temporary_disk(path: Path) -> Path | None:
