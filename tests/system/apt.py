@@ -81,15 +81,18 @@ def libraries(unpacked: Path) -> str:
     return ":".join(str(path) for path in sorted(folders))
 
 
-def mirror() -> str:
-    """Where this machine's apt gets its own release from, whatever its configuration; empty: it is no Debian."""
+def mirror(distribution: str = "Debian") -> str:
+    """Where this machine's apt gets its own release from, whatever its configuration; empty: it is another one."""
     os_release = Path("/etc/os-release").read_text("utf-8").splitlines()
-    release = dict(line.split("=", 1) for line in os_release if "=" in line).get("VERSION_CODENAME", "")
+    facts = dict(line.split("=", 1) for line in os_release if "=" in line)
+    if facts.get("ID") != distribution.lower():
+        return ""
+    release = facts.get("VERSION_CODENAME", "")
     question = ["apt-get", "indextargets", "--format", "$(ORIGIN) $(RELEASE) $(COMPONENT) $(REPO_URI)"]
     for is_fresh in (True, False):  # apt answers for what it has lists of
         done = subprocess.run([*question, "Created-By: Packages"], capture_output=True, text=True, check=True)
         for line in done.stdout.splitlines():
-            if line.startswith(f"Debian {release} main "):
+            if line.startswith(f"{distribution} {release} main "):
                 return line.split()[-1]
         if is_fresh:
             with _locked("a list of packages"):

@@ -3,10 +3,10 @@
     python tests/system/container.py [SUITE]   boot one, give it a shell, and throw it away afterwards
 
 Owns the root file systems in .cache/containers (made once by debootstrap, from the mirror that this machine's own
-apt uses, and never written to afterwards) and everything in ``_MACHINES`` while machines run. Knows nothing of the
-agent. What it must keep true: a machine's disk is a layer of its own in memory, over layers that nobody writes to,
-and of a machine that was closed, or whose owner is dead when the next one is made, nothing is left: no process, no
-mount, no control group, no file.
+apt uses or UBUNTU_MIRROR names, and never written to afterwards) and everything in ``_MACHINES`` while machines
+run. Knows nothing of the agent. What it must keep true: a machine's disk is a layer of its own in memory, over
+layers that nobody writes to, and of a machine that was closed, or whose owner is dead when the next one is made,
+nothing is left: no process, no mount, no control group, no file.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Self, TypeVar
+from typing import IO, Any, NamedTuple, Self, TypeVar
 
 import apt
 
@@ -48,6 +48,23 @@ _PACKAGES = (
     *("python3", "ca-certificates", "procps", "iproute2"),  # procps: /bin/kill for ExecReload
     "nginx",  # something to drain
 )
+_OLDER_PACKAGES = tuple(name if name != "polkitd" else "policykit-1" for name in _PACKAGES)
+
+
+class _Suite(NamedTuple):
+    packages: tuple[str, ...] = _PACKAGES
+    distribution: str = "Debian"
+    components: str = "main"
+    may_be_missing: bool = False
+    """Whether a mirror without it is no fault of this machine."""
+
+
+_SUITES = {
+    "bookworm": _Suite(),
+    "trixie": _Suite(),
+    "bullseye": _Suite(_OLDER_PACKAGES, may_be_missing=True),
+    "jammy": _Suite((*_OLDER_PACKAGES, "python3.11"), "Ubuntu", "main,universe", may_be_missing=True),
+}
 _RECIPE = r"""
 set -eu
 # The first three would write the settings of the machine all this runs on; the others take time, or wake up at
@@ -77,12 +94,12 @@ class ContainerUnavailableError(Exception):
 
 
 def root_file_system(suite: str = "bookworm") -> Path:
-    """The root file system of a Debian, to be read only; made first if need be, in about a minute.
+    """The root file system of a Debian or Ubuntu, to be read only; made first if need be, in about a minute.
 
     Several processes may ask at once. Raises ContainerUnavailableError.
     """
     _require_a_place_for_machines()
-    recipe = hashlib.sha256(" ".join([*_PACKAGES, _RECIPE]).encode()).hexdigest()[:12]
+    recipe = hashlib.sha256(" ".join([*_SUITES[suite].packages, _RECIPE]).encode()).hexdigest()[:12]
     root = ROOTS / f"{suite}-{recipe}"
     ROOTS.mkdir(parents=True, exist_ok=True)
     with (ROOTS / f"{suite}.lock").open("w") as lock:
@@ -99,24 +116,37 @@ def root_file_system(suite: str = "bookworm") -> Path:
 def _make_root(suite: str, root: Path) -> None:
     began = time.monotonic()
     making = root.with_name(f"{root.name}.making")
-    mirror = _mirror()
+    wanted = _SUITES[suite]
+    mirror = _mirror(wanted.distribution)
+    keys = Path(f"/usr/share/keyrings/{wanted.distribution.lower()}-archive-keyring.gpg")
+    if not keys.exists():
+        raise ContainerUnavailableError(f"packages of {wanted.distribution} cannot be checked: there is no {keys}")
     _progress(f"making {root.name} from {mirror}, which takes a minute or two")
-    packages = ",".join(_PACKAGES)
-    command = ("debootstrap", "--variant=minbase", f"--include={packages}", suite, str(making), mirror)
-    # In a mount namespace of its own, so that what it mounts in there does not stay if it is killed.
-    _host("unshare", "--mount", *command, timeout=1200)
+    options = (f"--include={','.join(wanted.packages)}", f"--components={wanted.components}", f"--keyring={keys}")
+    command = ("debootstrap", "--variant=minbase", *options, suite, str(making), mirror)
+    try:
+        # In a mount namespace of its own, so that what it mounts in there does not stay if it is killed.
+        _host("unshare", "--mount", *command, timeout=1200)
+    except ContainerError as error:
+        if wanted.may_be_missing and "Failed getting release file" in str(error):
+            raise ContainerUnavailableError(f"{mirror} cannot be reached, or has no {suite}") from None
+        raise
     _host("chroot", str(making), "/bin/sh", "-c", _RECIPE, timeout=60)
     making.rename(root)
     _progress(f"made {root.name} in {time.monotonic() - began:.0f} s")
 
 
-def _mirror() -> str:
-    """Raises ContainerUnavailableError."""
-    if found := apt.mirror():
+def _mirror(distribution: str) -> str:
+    """The one that this machine's apt uses, or that a variable such as UBUNTU_MIRROR names.
+
+    Raises ContainerUnavailableError.
+    """
+    variable = f"{distribution.upper()}_MIRROR"
+    if found := os.environ.get(variable) or apt.mirror(distribution):
         return found
     raise ContainerUnavailableError(
-        "no mirror of Debian: apt gets nothing of origin Debian, of its own release, component main; "
-        "see the output of: apt-get indextargets"
+        f"no mirror of {distribution}: {variable} names none, and apt gets nothing of origin {distribution}, "
+        "of its own release, component main; see the output of: apt-get indextargets"
     )
 
 

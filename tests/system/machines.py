@@ -38,6 +38,18 @@ def debian_13(pytestconfig: pytest.Config) -> Path:
     return _root_or_skip("trixie", pytestconfig)
 
 
+@pytest.fixture(scope="session")
+def debian_11(pytestconfig: pytest.Config) -> Path:
+    """Debian 11's root file system: Python 3.9, systemd 247, polkit 0.105."""
+    return _root_or_skip("bullseye", pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def ubuntu_22(pytestconfig: pytest.Config) -> Path:
+    """Ubuntu 22.04's root file system: Python 3.10 and 3.11, systemd 249, polkit 0.105."""
+    return _root_or_skip("jammy", pytestconfig)
+
+
 @pytest.fixture
 def container(debian: Path) -> Iterator[Container]:
     """A fresh Debian 12, booted."""

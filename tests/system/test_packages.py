@@ -702,7 +702,7 @@ def test_the_modules_of_the_other_processor_run(tmp_path: Path) -> None:
         if os.geteuid() != 0:
             pytest.skip("unpacking a Debian for arm64 needs root")
         try:
-            mirror = _mirror()
+            mirror = _mirror("Debian")
         except ContainerUnavailableError as reason:
             pytest.skip(str(reason))
         making = root.with_suffix(".making")

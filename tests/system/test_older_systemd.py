@@ -1,0 +1,150 @@
+"""The deb on older systems: Ubuntu 22.04 (systemd 249) and Debian 11 (247), both with polkit 0.105.
+
+Debian 11 has no Python that the agent supports. There Debian 12's stands in for one, run by its own loader.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.platform == "win32":
+    pytest.skip("systemd is Linux's", allow_module_level=True)
+
+from container import Container
+from service import POLICY, UNIT, Service, build_deb, make_strict, shown_commands
+
+from scheduled_events_agent.simulator import Simulator
+
+pytest_plugins = ["machines", "installed"]
+pytestmark = pytest.mark.timeout(900)  # the first time, they are fetched
+
+NAME = "scheduled-events-agent"
+NEWER = "9.8.7"
+RULE = {"name": "reboots", "when": {"type": "Reboot"}, "prepare": ["drain"], "recover": ["resume"]}
+RUN_AS_ROOT = f"/usr/share/{NAME}/systemd/run-as-root"
+OTHER = "/opt/debian-12"
+PYTHON = f"""#!/bin/sh
+set -- {OTHER}/usr/bin/python3.11 "$@"
+for libraries in {OTHER}/usr/lib/*-linux-gnu; do
+    for loader in "$libraries"/ld-linux-*.so.*; do
+        exec "$loader" --argv0 "$1" --library-path "$libraries" "$@"
+    done
+done
+"""
+
+
+class Older:
+    """A stopped machine with the package, and how others lie on it."""
+
+    def __init__(self, machine: Container, read_only: dict[str, Path]) -> None:
+        self._machine = machine
+        self._read_only = read_only
+
+    def boot(self) -> Container:
+        return Container(self._machine, read_only=self._read_only)
+
+
+@pytest.fixture(scope="module", params=["ubuntu_22", "debian_11"])
+def older(deb: Path, debian: Path, request: pytest.FixtureRequest) -> Iterator[Older]:
+    root: Path = request.getfixturevalue(request.param)
+    needs_python = request.param == "debian_11"
+    read_only = {OTHER: debian} if needs_python else {}
+    with Container(root, read_only=read_only) as machine:
+        if needs_python:
+            machine.write("/usr/local/bin/python3.11", PYTHON, 0o755)
+        machine.copy_in(deb, "/root/agent.deb")
+        machine.write(POLICY, "{imds: {endpoint: 'http://127.0.0.1:9'}, agent: {listen: off}}\n")  # polls nothing
+        machine.run(*install(machine))
+        machine.stop()
+        yield Older(machine, read_only)
+
+
+@pytest.fixture
+def service(older: Older, sim: Simulator) -> Iterator[Service]:
+    with older.boot() as machine:
+        service = Service(machine, sim.endpoint())
+        service.write_policy()
+        service.systemctl("restart")
+        yield service
+        sys.stdout.write(machine.account())  # pytest shows it on failure only
+
+
+def install(machine: Container) -> tuple[str, ...]:
+    """The stand-in is no package, so dpkg must not mind that Python is missing."""
+    has_stand_in = machine.path("/usr/local/bin/python3.11").exists()
+    options = ["--force-depends"] if has_stand_in else []
+    return ("dpkg", "--install", "--force-confold", *options, "/root/agent.deb")
+
+
+def test_it_is_installed_drains_approves_and_is_upgraded_in_mid_event(
+    service: Service, sim: Simulator, tmp_path: Path
+) -> None:
+    machine = service.machine
+    assert int(machine.run("systemctl", "--version").stdout.split()[1]) in (247, 249)
+    hooks = {name: {"shell": f"echo {name} >> /root/notes"} for name in ("drain", "resume")}
+    service.write_policy(rules=[{**RULE, "approve": "manual", "lead": "1h"}], hooks=hooks)
+    service.systemctl("restart")
+    event = sim.schedule("Reboot", notice_seconds=600, lasts_seconds=1)
+    machine.wait_for(lambda: service.notes() == ["drain"], "it was drained")
+    before = service.pid()
+
+    machine.copy_in(build_deb(tmp_path, "--version", NEWER), "/root/agent.deb")
+    machine.run(*install(machine))
+
+    assert service.show("ActiveState") == "active"
+    assert service.pid() != before
+    assert machine.run(NAME, "--version").stdout == f"{NAME} {NEWER}\n"
+    machine.run(NAME, "approve", event)
+    sim.wait_gone(event)
+    machine.wait_for(lambda: service.notes() == ["drain", "resume"], "it was resumed")
+    done = machine.run(NAME, "doctor", "--json", check=False)
+    found = json.loads(done.stdout)["checks"]
+    assert [one for one in found if one["verdict"] == "failure"] == []
+    assert machine.run("systemctl", "is-failed", UNIT, check=False).stdout == "active\n"
+
+
+@pytest.mark.parametrize("is_strict", [False, True], ids=["root", "strict"])
+def test_hooks_read_their_secrets(service: Service, sim: Simulator, is_strict: bool) -> None:
+    machine = service.machine
+    machine.write("/root/token", "s3cret")
+    (commands, *_) = shown_commands("docs/systemd.md", "## Secrets")
+    machine.run("sh", "-euc", "\n".join(["cd /root", *commands]))
+    if is_strict:
+        make_strict(machine)
+    hooks = {"drain": {"shell": 'id -un; cat "$CREDENTIALS_DIRECTORY/token"'}, "resume": {"shell": "true"}}
+    service.write_policy(rules=[{**RULE, "approve": "when-prepared"}], hooks=hooks)
+    service.systemctl("restart")
+    event = sim.schedule("Reboot", notice_seconds=600)
+    sim.wait_approved(event)
+    lines = [entry["line"] for entry in service.log("hook output", event_id=event, hook="drain")]
+    assert lines == [NAME if is_strict else "root", "s3cret"]
+
+
+def test_polkit_does_not_let_the_strict_account_start_hooks_of_root_and_doctor_says_so(
+    service: Service, sim: Simulator
+) -> None:
+    make_strict(service.machine)
+    service.machine.write(f"/etc/{NAME}/hooks/drain", "#!/bin/sh\n", 0o755)
+    hooks = {"drain": {"run": [RUN_AS_ROOT, "drain"], "serialize": True}, "resume": {"shell": "true"}}
+    service.write_policy(rules=[{**RULE, "approve": "when-prepared"}], hooks=hooks)
+    service.systemctl("restart")
+    event = sim.schedule("Reboot", notice_seconds=600)
+    service.wait_log("hook finished", event_id=event, reason="hook drain: exit code 1 (failed)")
+    done = service.machine.run(NAME, "doctor", "--json", check=False)
+    (told,) = [one["finding"] for one in json.loads(done.stdout)["checks"] if one["check"] == "hooks"]
+    fault = "polkit 0.105 does not read polkit.rules; 0.106 and newer do"
+    assert told == f"hooks.drain.run: run-as-root cannot start the hook: {fault}"
+
+
+def test_purged_it_leaves_nothing(service: Service) -> None:
+    make_strict(service.machine)
+    service.machine.run("dpkg", "--purge", NAME)
+    for place in (f"/etc/{NAME}", f"/var/lib/{NAME}", f"/usr/lib/{NAME}"):
+        assert not service.machine.path(place).exists()
+    assert NAME not in service.machine.path("/etc/passwd").read_text()
+    assert (
+        service.machine.run("systemctl", "list-units", "--all", "--plain", f"{NAME}*", "--no-legend").stdout == ""
+    )
