@@ -137,7 +137,7 @@ def test_a_deb_says_what_it_is_and_needs(dist: Path, machine: str) -> None:
     fields = ("Package", "Version", "Architecture", "Section", "Priority", "Depends", "Recommends", "Suggests")
     found = {field: output_of("dpkg-deb", "--field", str(path), field).strip() for field in fields}
     glibc = {"x86_64": "2.14", "aarch64": "2.17"}[machine]
-    needed = f"libc6 (>= {glibc}), libgcc-s1, python3.13 | python3.12 | python3.11 | python3.14, systemd (>= 250)"
+    needed = f"libc6 (>= {glibc}), libgcc-s1, python3.13 | python3.12 | python3.11 | python3.14, systemd (>= 245)"
     assert found == {
         "Package": NAME,
         "Version": f"{__version__}-1",
@@ -173,7 +173,9 @@ def test_both_processors_get_the_same_files_but_for_the_compiled_ones(
 
 def test_the_same_tree_is_in_the_deb_and_in_the_rpm(dist: Path, debs: Mapping[str, Mapping[str, Entry]]) -> None:
     apt.need("rpm", "rpm")
-    of_format = (f"/usr/share/doc/{NAME}", "/usr/share/licenses/", "/usr/share/lintian", "/usr/share/zsh", "/var")
+    made_by_systemd = (f"/etc/{NAME}/credentials", "/var")  # an rpm knows them
+    documents = (f"/usr/share/doc/{NAME}", "/usr/share/licenses/", "/usr/share/lintian", "/usr/share/zsh")
+    of_format = (*documents, *made_by_systemd)
     for machine in MACHINES:
         in_rpm = set(output_of("rpm", "-qpl", str(rpm_path(dist, machine))).split())
         in_deb = {f"/{name}" for name, entry in debs[machine].items() if entry.content is not None}
@@ -333,7 +335,8 @@ def test_what_the_documents_say_is_in_the_package_is(debs: Mapping[str, Mapping[
     text = (CHECKOUT / "docs/install-linux.md").read_text()
     places = [place.strip("/") for place in re.findall(r"^\| `(/[^`]+)` \|", text, re.MULTILINE)]
     assert len(places) == 12
-    assert [place for place in places if place not in debs["x86_64"]] == [f"var/lib/{NAME}"]  # made by the service
+    made_by_systemd = [f"etc/{NAME}/credentials", f"var/lib/{NAME}"]
+    assert [place for place in places if place not in debs["x86_64"]] == made_by_systemd
 
 
 def test_the_licence_of_everything_inside_is_included(
@@ -483,7 +486,7 @@ def test_an_rpm_says_what_it_is_and_needs(dist: Path, machine: str) -> None:
         "coreutils",
         "findutils",
         "util-linux",
-        "systemd >= 250",
+        "systemd >= 245",
         f"libc.so.6(GLIBC_{glibc})(64bit)",
         "libgcc_s.so.1()(64bit)",
         " or ".join(f"python(abi) = {python}" for python in PYTHONS).join("()"),
