@@ -516,7 +516,8 @@ def _claim(machine: str) -> IO[str]:
     with (_MACHINES / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for path in _MACHINES.glob("*.claim"):
-            with path.open() as theirs, contextlib.suppress(BlockingIOError):
+            # Its owner is alive, or has closed it just now.
+            with contextlib.suppress(BlockingIOError, FileNotFoundError), path.open() as theirs:
                 fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove(path.stem)
         (_MACHINES / machine).mkdir()
