@@ -84,6 +84,22 @@ def test_a_prepare_hook_does_as_root_what_the_agent_may_not_and_knows_its_event(
     assert "it is drained\n" in said
 
 
+def test_a_hook_of_root_finds_its_secrets_where_others_do_or_in_its_own_credentials(
+    strict: Service, sim: Simulator
+) -> None:
+    machine, secret = strict.machine, "/etc/scheduled-events-agent/credentials/token"
+    machine.write(secret, "s3cret\n", 0o600)
+    drain(strict, "cat $CREDENTIALS_DIRECTORY/token >>/root/notes; echo $CREDENTIALS_DIRECTORY >>/root/notes")
+    sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
+    assert strict.notes() == ["s3cret", "/etc/scheduled-events-agent/credentials"]
+    machine.write(
+        f"/etc/systemd/system/{unit_of('drain')}.d/own.conf", f"[Service]\nLoadCredential=token:{secret}\n"
+    )
+    machine.run("systemctl", "daemon-reload")
+    sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
+    assert strict.notes()[2:] == ["s3cret", f"/run/credentials/{unit_of('drain')}"]
+
+
 def test_what_a_hook_is_told_is_for_the_agents_account_alone(strict: Service, sim: Simulator) -> None:
     drain(strict, f"stat -c '%a %U %n' {PLACE} {PLACE}/hook-drain.* >/root/modes")
     sim.wait_approved(sim.schedule("Reboot", notice_seconds=600))
