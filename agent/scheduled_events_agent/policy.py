@@ -171,7 +171,10 @@ class Hook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     user: Annotated[str | None, Meta(description="Account to run as (Linux only). Default: the agent's.")] = None
     cwd: Annotated[str | None, Meta(description="Working directory. Default: the root directory.")] = None
     env: Annotated[dict[str, str], Meta(description="Additional environment variables.", extra=SECRET)] = {}
-    serialize: Annotated[bool, Meta(description="Never run this hook for two events at the same time.")] = False
+    serialize: Annotated[
+        bool,
+        Meta(description="Never run this hook for two events at the same time; the most urgent one is next."),
+    ] = False
     required: Annotated[
         bool,
         Meta(description="false: if it fails, preparation or recovery goes on as if it had succeeded."),
