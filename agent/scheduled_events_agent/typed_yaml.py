@@ -109,6 +109,24 @@ def parse(text: str | bytes, type_: type[T], name: str) -> Parsed[T]:
     return Parsed(name=name, value=value, problems=problems, draft=draft, lines=reader.lines)
 
 
+def text_at(text: str | bytes, *keys: str) -> str | None:
+    """The text at these keys, whatever else is wrong; "" if it is not there, None if that cannot be told."""
+    try:
+        node = yaml_nodes.compose(text)
+    except yaml_nodes.SyntaxFault:
+        return None
+    for key in keys:
+        if _is_null(node):
+            return ""
+        if node.id != "mapping":
+            return None
+        node = next((value for key_node, value in node.value if key_node.value == key), yaml_nodes.EMPTY)
+    if node is yaml_nodes.EMPTY or _is_null(node):
+        return ""
+    is_text = node.id == "scalar" and "\0" not in node.value
+    return str(node.value) if is_text else None
+
+
 def without_value(message: str) -> str:
     """A message such as ``expected a number; got "x"`` without what was found."""
     expected, got, _ = message.partition("; got ")

@@ -247,7 +247,7 @@ def test_status_tells_what_runs_and_the_command_that_it_shows_works(sim: Simulat
     assert busy.stdout.splitlines()[0] == "healthy; acts; 1 event is pending"
     assert re.search(r"^  now +runs the prepare hook drain, \d+s so far$", busy.stdout, re.MULTILINE)
     command = re.findall(r"^  overrule +scheduled-events-agent (.*)$", busy.stdout, re.MULTILINE)
-    place = f"--state-dir {agent.state_dir} --config {agent.config}"
+    place = f"--state-dir {agent.state_dir}"
     assert command == [f"hold {event[:8]} {place}"]
     (summary,) = agent.status()["summaries"]
     assert summary["commands"] == [f"scheduled-events-agent hold {event[:8]} --state-dir {agent.state_dir}"]
@@ -264,6 +264,40 @@ def test_status_tells_what_runs_and_the_command_that_it_shows_works(sim: Simulat
     assert dead.returncode == 1
     assert dead.stdout.splitlines()[0] == "no agent runs; when last heard of, 1 event is pending (1 held)"
     assert "did not say that it stopped" in dead.stdout
+
+
+REJECTED: dict[str, dict[str, Any]] = {
+    "unknown key": {"rulez": []},
+    "bad value": {"imds": {"poll_interval": "often"}},
+    "missing hook": {"hooks": {}},
+}
+
+
+def test_a_rejected_policy_file_changes_the_exit_code_of_no_command(sim: Simulator, agent: Agent) -> None:
+    good: dict[str, Any] = {
+        "rules": [{**DRAIN, "approve": "manual"}],
+        "hooks": agent.hooks("drain", "resume"),
+        "agent": {"state_dir": str(agent.state_dir)},
+    }
+    agent.write_policy(**good)
+    agent.start()
+    event = sim.schedule("Reboot", lasts_seconds=None)
+    agent.wait_phase(event, "waiting")
+    words = ("hold", "release", "retry", "resolve")
+    commands = [["status"], ["status", "--json"], ["history"], ["ids"], *([word, event] for word in words)]
+
+    def codes() -> list[int]:
+        return [agent.run(*command, "--config", str(agent.config)).returncode for command in commands]
+
+    expected = codes()
+    assert {0, 1} == set(expected)
+    for name, fault in REJECTED.items():
+        agent.write_policy(**{**good, **fault})
+        assert codes() == expected, name
+        assert agent.run("check", "--config", str(agent.config)).returncode == 2, name
+    approved = agent.run("approve", event, "--config", str(agent.config))
+    assert (approved.returncode, approved.stderr.count("\n")) == (0, 1)
+    assert approved.stderr.startswith(f"{agent.config} is rejected: ")
 
 
 def test_an_observing_agent_says_everywhere_what_it_would_do(sim: Simulator, agent: Agent) -> None:

@@ -669,6 +669,41 @@ def test_an_agent_that_does_not_do_what_the_policy_file_says_by_now_is_doubted(
         process.communicate()
 
 
+def test_the_endpoint_of_the_agent_that_runs_is_asked_whatever_became_of_its_policy_file(
+    run: Callable[..., tuple[int, str, str]], simulator: Simulator, tmp_path: Path
+) -> None:
+    policy = tmp_path / "p.yaml"
+    endpoint = simulator.endpoint("vm-1")
+    agent = f"agent: {{state_dir: '{tmp_path / 'state'}', listen: 'off', mode: observe}}\n"
+    policy.write_text(f"imds: {{endpoint: '{endpoint}'}}\nvm: {{name: vm-1, aliases: [web]}}\n{agent}")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scheduled_events_agent", "run", "--config", policy.name],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "agent")},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            if "agent started" in line:
+                break
+        for changed in ("rulez: []\n", "imds: {endpoint: 'http://127.0.0.1:1'}\n"):
+            policy.write_text(changed + agent)
+            found: dict[str, list[str]] = {}
+            for check in json.loads(run("--config", str(policy), "--json")[1])["checks"]:
+                found.setdefault(check["check"], []).append(check["finding"])
+            assert found["endpoint"][0].startswith(f"{endpoint} answers, in ")
+            assert found["agent"][0].startswith(f"runs (pid {process.pid})")
+            assert found["state"][0].startswith(str(tmp_path / "state"))
+            is_rejected = "rulez" in changed
+            known = "this VM is vm-1, also known as web" if is_rejected else "this VM is vm-1"
+            assert found["name"] == [known]
+    finally:
+        process.terminate()
+        process.communicate()
+
+
 def test_an_agent_that_does_not_answer_is_a_warning(
     examine: Examine, endpoint: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

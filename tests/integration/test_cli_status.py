@@ -175,7 +175,11 @@ def test_the_fleet_has_a_line_with_what_it_waits_for(
 def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir: Path, run: Run) -> None:
     hook = RunningHook(workflow_id=PREPARING.id, stage="prepare", hook="drain", since=NOW - timedelta(seconds=12))
     code, out, _ = answered(
-        state_dir, msgspec.structs.replace(STATUS, pending=(PREPARING,), running=(hook,), ready=False), run
+        state_dir,
+        msgspec.structs.replace(
+            STATUS, pending=(PREPARING,), running=(hook,), ready=False, command_options="--state-dir /its/own"
+        ),
+        run,
     )
     assert code == 0
     head, _, card = out.partition("\n\n")
@@ -187,7 +191,7 @@ def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir
         "  rule      impactful takes it: type Redeploy\n"
         '  event     Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
         "  names     this VM only\n"
-        f"  overrule  scheduled-events-agent hold 602D9444 --state-dir {state_dir}\n"
+        "  overrule  scheduled-events-agent hold 602D9444 --state-dir /its/own\n"
     )
 
 
@@ -198,10 +202,7 @@ def test_of_a_hook_that_failed_the_way_to_its_output_is_told(state_dir: Path, ru
         prepare=Progress(state="failed", run=1, failure="hook drain: exit code 3"),
         waits_for="preparation failed (hook drain: exit code 3)",
     )
-    told = (
-        "  failed    hook drain: exit code 3\n"
-        f"  output    scheduled-events-agent history --event 602D9444 --state-dir {state_dir}\n"
-    )
+    told = "  failed    hook drain: exit code 3\n  output    scheduled-events-agent history --event 602D9444\n"
     approved = msgspec.structs.replace(failed, phase="approved", waits_for="")  # by its rule, despite the failure
     for workflow in (failed, approved):
         assert told in answered(state_dir, msgspec.structs.replace(STATUS, pending=(workflow,)), run)[1]
@@ -229,7 +230,7 @@ def test_the_shortened_ids_tell_events_apart_and_of_a_hundred_names_some_are_sho
     )
     _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(other, PREPARING)), run)
     assert out.splitlines()[0] == "healthy; acts; 2 events are pending (1 held)"
-    assert re.findall("overrule  (.*) --state-dir", out) == [
+    assert re.findall("overrule  (.*)", out) == [
         "scheduled-events-agent hold 602D9444-1",
         "scheduled-events-agent approve 602d9444-9",
     ]
@@ -346,19 +347,86 @@ def test_where_no_agent_has_ever_run_that_is_said(run: Run, tmp_path: Path) -> N
         assert run(*command, "--state-dir", str(tmp_path)) == (1, "", said)
 
 
-def test_a_policy_file_that_is_broken_hides_no_agent(
+def test_a_policy_file_that_is_no_yaml_hides_no_agent_in_the_systems_directory(
     state_dir: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "none.yaml"
-    broken.write_text("rules: yes\n")
+    broken.write_text("rules: [\n")
     monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
     with an_agent(state_dir, msgspec.json.encode(STATUS)):
         code, out, err = run("status")
     assert (code, out.splitlines()[0]) == (0, "healthy; acts; nothing is pending")
-    problem = f'{broken}:1: rules: expected a list; got "yes": write [yes]\n'
+    problem = str(err).splitlines(keepends=True)[0]
+    assert problem.startswith(f"{broken}:1: ")
     assert err == f"{problem}so this looks in {state_dir}; --state-dir names another\n"
     name_it = f"{problem}so name the state directory with --state-dir\n"
     assert run("status", "--config", str(broken)) == (2, "", name_it)
+
+
+REJECTED = {
+    "unknown key": "rulez: []\n",
+    "bad value": "imds: {poll_interval: often}\n",
+    "missing hook": "rules: [{name: all, prepare: [drain], approve: when-prepared}]\n",
+    "not keys": "hooks: 5\n",
+    "required key": "rules: [{approve: never}]\n",
+}
+
+
+@pytest.mark.parametrize("way", ["--config", "variable", "system"])
+def test_of_a_rejected_policy_file_the_state_directory_counts(
+    state_dir: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    policy = tmp_path / ("none.yaml" if way == "system" else "policy.yaml")
+    options = ("--config", str(policy)) if way == "--config" else ()
+    if way == "variable":
+        monkeypatch.setenv(CONFIG_VARIABLE, str(policy))
+    option = f" --config {policy}" if options else ""
+    told = f"{policy} is rejected: scheduled-events-agent check{option} says why\n"
+    with an_agent(state_dir, msgspec.json.encode(STATUS)):
+        for fault, text in REJECTED.items():
+            policy.write_text(f"{text}agent: {{state_dir: '{state_dir}'}}\n")
+            code, out, err = run("status", *options)
+            assert (code, out.splitlines()[0], err) == (0, "healthy; acts; nothing is pending", told), fault
+            assert run("history", *options)[::2] == (0, told), fault
+            assert run("ids", *options) == (0, "", ""), fault  # in silence: a shell completes a command line
+
+
+@pytest.mark.parametrize("agent", ["", "agent:\n", "agent: {mode: acts}\n", "agent: {state_dir: }\n"])
+def test_a_rejected_policy_file_without_a_state_directory_leads_to_the_default(
+    state_dir: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str
+) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(f"rulez: []\n{agent}")
+    monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
+    with an_agent(state_dir, msgspec.json.encode(STATUS)):
+        assert run("status", "--config", str(policy))[0] == 0
+
+
+@pytest.mark.parametrize("text", ["- agent\n", "agent: [x]\n", "agent: {state_dir: [/a]}\n", "agent: {\n"])
+def test_where_the_state_directory_cannot_be_told_it_has_to_be_named(
+    state_dir: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(text)
+    monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
+    code, out, err = run("status", "--config", str(policy))
+    assert (code, out) == (2, "")
+    assert err.endswith("\nso name the state directory with --state-dir\n")
+
+
+def test_without_an_agent_the_commands_lead_to_the_same_state_file(
+    state_dir: Path, run: Run, tmp_path: Path
+) -> None:
+    failed = Progress(state="failed", run=1, failure="hook drain: exit code 3")
+    commit(state_dir, msgspec.structs.replace(PREPARING, phase="held", prepare=failed))
+    shown = f"  output  scheduled-events-agent history --event 602D9444 --state-dir {state_dir}\n"
+    for name in ("policy.yaml", "none.yaml"):  # another file, and the system's
+        policy = tmp_path / name
+        policy.write_text(f"agent: {{state_dir: '{state_dir}'}}\n")
+        is_elsewhere = name == "policy.yaml"
+        out = run("status", *(("--config", str(policy)) if is_elsewhere else ()))[1]
+        assert (shown in out) == is_elsewhere
+        assert "history --event 602D9444" in out
 
 
 def test_texts_from_outside_command_no_terminal(state_dir: Path, run: Run) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from scheduled_events_agent.settings.schema import json_schema, plain
-from scheduled_events_agent.typed_yaml import Parsed, parse
+from scheduled_events_agent.typed_yaml import Parsed, parse, text_at
 
 Span = Annotated[float, Meta(extra={"kind": "duration"})]
 
@@ -260,3 +260,26 @@ def test_the_schema_describes_what_the_reader_accepts() -> None:
         "description": "Something inside.",
         "required": ["name"],
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("a: {b: /x, c: [}", None),
+        ("q: [1]\na: {q: 1, b: /x}\nb: /y", "/x"),
+        ("a: {b: 02:00, b: two}", "02:00"),
+        ("a: &a {b: *a}", None),
+        ("{? [a] : 1, a: {b: /x}}", "/x"),
+        ('a: {b: "\\0"}', None),
+        ("a: {b: [x]}", None),
+        ("a: x", None),
+        ("- a", None),
+        ("a: {b: ~}", ""),
+        ("a:", ""),
+        ("b: /y", ""),
+        ("", ""),
+        (b"\xff", None),
+    ],
+)
+def test_one_text_is_read_whatever_else_is_wrong(text: str | bytes, found: str | None) -> None:
+    assert text_at(text, "a", "b") == found

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from msgspec.structs import replace
 
@@ -34,6 +34,7 @@ from scheduled_events_agent.settings import (
     ConfigError,
     Loaded,
     Settings,
+    VmSettings,
     find_config,
     load_policy,
     state_dir_of,
@@ -92,8 +93,14 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
         loaded = load_policy(find_config(config, host.default_config_path()))
     except ConfigError as error:
         policy_error = error
-    # Without a valid policy, the rest is looked at with the defaults.
+    # Without a valid policy, the rest is looked at with what the agent that runs says, else with the defaults.
     settings = loaded.settings if loaded is not None else Settings()
+    if policy_error is not None and policy_error.state_dir:
+        settings = replace(settings, agent=replace(settings.agent, state_dir=policy_error.state_dir))
+    state_dir = state_dir_of(settings, state_option).absolute()
+    agent = _find_agent(state_dir)
+    if isinstance(agent.status, Status):
+        settings = _as_used(settings, agent.status, has_policy=loaded is not None)
     service: OwnService | None = None
     service_fault = ""
     try:
@@ -117,23 +124,47 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
 
         time.sleep(_SPACING_SECONDS)
         yield fleet.examine(settings, settings.fleet, account)
-    state_dir = state_dir_of(settings, state_option).absolute()
-    pid = None
-    lock_fault = ""
+    yield _look_at_state(state_dir, account, is_in_use=agent.pid is not None)
+    yield _look_at_disk(state_dir)
+    if agent.lock_fault:
+        yield warning("agent", agent.lock_fault, "run this as root or administrator")
+    elif agent.pid is None:
+        yield _judge_no_agent(state_dir, service)
+    else:
+        yield judge_agent(agent.pid, agent.status, loaded)
+    yield diagnosis.judge_service(service, service_fault)
+    yield from diagnosis.judge_others(processes.other_approvers(), is_acting=settings.agent.mode == "act")
+
+
+class _Agent(NamedTuple):
+    """Who runs with a state directory."""
+
+    pid: str | None = None
+    status: Status | str = ""
+    """Or why it did not answer."""
+    lock_fault: str = ""
+    """Why it is not known whether one runs."""
+
+
+def _find_agent(state_dir: Path) -> _Agent:
     try:
         pid = host.lock_holder(state_dir / LOCK_NAME)
     except host.HostError as error:
-        lock_fault = str(error)
-    yield _look_at_state(state_dir, account, is_in_use=pid is not None)
-    yield _look_at_disk(state_dir)
-    if lock_fault:
-        yield warning("agent", lock_fault, "run this as root or administrator")
-    elif pid is None:
-        yield _judge_no_agent(state_dir, service)
-    else:
-        yield judge_agent(pid, ask_status(state_dir, pid), loaded)
-    yield diagnosis.judge_service(service, service_fault)
-    yield from diagnosis.judge_others(processes.other_approvers(), is_acting=settings.agent.mode == "act")
+        return _Agent(lock_fault=str(error))
+    if pid is None:
+        return _Agent()
+    with remark_if_slow("waits for the agent, which does not answer"):
+        return _Agent(pid, ask_status(state_dir, pid))
+
+
+def _as_used(settings: Settings, status: Status, *, has_policy: bool) -> Settings:
+    """The settings with the endpoint that the agent asks; without a valid policy, also who it is and its mode."""
+    settings = replace(settings, imds=replace(settings.imds, endpoint=status.endpoint))
+    if has_policy:
+        return settings
+    names = status.vm.names
+    vm = VmSettings(name=names[0] if names else None, aliases=names[1:])
+    return replace(settings, vm=vm, agent=replace(settings.agent, mode=status.mode))
 
 
 def _look_at_imds(settings: Settings) -> Iterator[Finding]:

@@ -22,10 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        with closing(Store.look_into(find_state_dir(arguments))) as store:
+        # In silence: a shell completes a command line just now.
+        with closing(Store.look_into(find_state_dir(arguments, report=lambda _: None))) as store:
             ids = {workflow.event.id: None for workflow in store.load_workflows()}
     except AgentError:
-        return 1  # in silence: a shell completes a command line just now
+        return 1
     for event_id in filter(_PLAIN_ID.fullmatch, ids):
         print(event_id)
     return 0

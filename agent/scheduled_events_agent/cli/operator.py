@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.terminal import print_json, printable
-from scheduled_events_agent.operator_words import UNSETTLED_HOLD
+from scheduled_events_agent.operator_words import UNSETTLED_HOLD, quoted
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import OperatorAnswer
 from scheduled_events_agent.store import (
@@ -55,8 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler=_request)
 
 
-def find_state_dir(arguments: argparse.Namespace) -> Path:
-    """Where the agent keeps its state. Raises AgentError if that is not known."""
+def _report(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def find_state_dir(arguments: argparse.Namespace, report: Callable[[str], None] = _report) -> Path:
+    """Where the agent keeps its state. Raises AgentError if that is not known.
+
+    A running agent still uses the policy from before, so one that is rejected now does not matter: ``report`` gets
+    a line about it.
+    """
     if arguments.state_dir:
         return Path(arguments.state_dir)
     from scheduled_events_agent.settings import (  # noqa: PLC0415  # 25 ms, most of it PyYAML's
@@ -66,18 +74,28 @@ def find_state_dir(arguments: argparse.Namespace) -> Path:
         state_dir_of,
     )
 
+    path = find_config(arguments.config, host.default_config_path())
     try:
-        return state_dir_of(load_settings(find_config(arguments.config, host.default_config_path())))
+        return state_dir_of(load_settings(path))
     except ConfigError as error:
-        # A running agent still uses the policy from before, so it must be reachable.
         directory = host.default_state_dir()
+        if error.state_dir is not None:
+            option = f" --config {quoted(arguments.config)}" if arguments.config else ""
+            report(printable(f"{path} is rejected: scheduled-events-agent check{option} says why"))
+            return Path(error.state_dir) if error.state_dir else directory
         problems, *more = error.problems
         if more:
             problems += f" (and {plural(len(more), 'more problem')})"
         if arguments.config or not _may_exist(directory / FILE_NAME):
             raise AgentError(f"{problems}\nso name the state directory with --state-dir", kind="config") from error
-        print(f"{problems}\nso this looks in {directory}; --state-dir names another", file=sys.stderr)
+        report(f"{problems}\nso this looks in {directory}; --state-dir names another")
         return directory
+
+
+def command_options(state_option: str | None, policy: Path | None, state_dir: Path) -> str:
+    """What commands need to find the agent that these options started; "" if the default leads to it."""
+    is_elsewhere = bool(state_option) or policy not in (None, host.default_config_path())
+    return f"--state-dir {quoted(str(state_dir.absolute()))}" if is_elsewhere else ""
 
 
 def find_agent(state_dir: Path) -> str | None:

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_config_option, exit_code
+from scheduled_events_agent.cli.operator import command_options
 from scheduled_events_agent.daemon import Daemon
 from scheduled_events_agent.log import get_logger, set_up
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.notices import doubts
-from scheduled_events_agent.operator_words import quoted
 from scheduled_events_agent.settings import (
     BUILT_IN_NAME,
     Loaded,
@@ -194,7 +194,6 @@ def open_daemon(
     policy = _PolicyFile(path, state_dir, set_up_log, is_observing=is_observing)
     settings = policy.load()
     directory = state_dir_of(settings)
-    is_elsewhere = bool(state_dir) or path not in (None, host.default_config_path())
     host.create_private_dir(directory)
     with (
         contextlib.closing(host.hold_lock(directory / LOCK_NAME)) as lock,
@@ -210,7 +209,7 @@ def open_daemon(
             settings,
             policy,
             store,
-            command_options=f"--state-dir {quoted(str(directory.absolute()))}" if is_elsewhere else "",
+            command_options=command_options(state_dir, path, directory),
             stop_timeout=stop_timeout,
             service=service,
         )

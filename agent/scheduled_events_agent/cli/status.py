@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from scheduled_events_agent import __version__
+from scheduled_events_agent import __version__, host
 from scheduled_events_agent.cli import add_state_options
-from scheduled_events_agent.cli.operator import ask_agent, find_agent, find_state_dir, user_name
+from scheduled_events_agent.cli.operator import ask_agent, command_options, find_agent, find_state_dir, user_name
 from scheduled_events_agent.cli.terminal import Row, Style, Terminal, print_json
 from scheduled_events_agent.events import Affects, ScheduledEvent
-from scheduled_events_agent.operator_words import command, quoted, short_ids, words_of_use
+from scheduled_events_agent.operator_words import command, short_ids, words_of_use
 from scheduled_events_agent.status import JournalEntry, LastKnown, ShownWorkflow, Status, Vm
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.words import (
@@ -65,12 +65,22 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(seen)
     else:
-        given = {"state-dir": arguments.state_dir, "config": arguments.config}
-        options = " ".join(f"--{name} {quoted(value)}" for name, value in given.items() if value)
         terminal = Terminal.of(sys.stdout)
-        shown = _status(seen, terminal, options) if isinstance(seen, Status) else _known(seen, terminal, options)
+        if isinstance(seen, Status):
+            shown = _status(seen, terminal)
+        else:
+            shown = _known(seen, terminal, _options(arguments, state_dir))
         print(*shown, sep="\n")
     return 0 if isinstance(seen, Status) and seen.health == "ok" else 1
+
+
+def _options(arguments: argparse.Namespace, state_dir: Path) -> str:
+    """What commands need to find this state file, of which no agent says so itself."""
+    from scheduled_events_agent.settings import find_config  # noqa: PLC0415  # 25 ms, most of it PyYAML's
+
+    return command_options(
+        arguments.state_dir, find_config(arguments.config, host.default_config_path()), state_dir
+    )
 
 
 def _look(state_dir: Path) -> Status | LastKnown:
@@ -108,11 +118,10 @@ def _last_known(state_dir: Path, problem: str) -> LastKnown:
         )
 
 
-def _status(status: Status, terminal: Terminal, options: str) -> Iterator[str]:
-    """``options``: what the commands that are shown need to find the same agent."""
+def _status(status: Status, terminal: Terminal) -> Iterator[str]:
     yield from terminal.line(verdict(status), _style(status))
     yield from terminal.rows(_rows(status))
-    yield from _cards(status, terminal, options)
+    yield from _cards(status, terminal, status.command_options)
 
 
 def _style(status: Status) -> Style:
@@ -174,6 +183,7 @@ def _known(seen: LastKnown, terminal: Terminal, options: str) -> Iterator[str]:
 
 
 def _cards(seen: Status | LastKnown, terminal: Terminal, options: str) -> Iterator[str]:
+    """``options``: what the commands that are shown need to find the same agent."""
     short = short_ids([workflow.event.id for workflow in seen.pending])
     for workflow in by_urgency(seen.pending):
         short_id = short[workflow.event.id]

@@ -24,7 +24,7 @@ from scheduled_events_agent.settings.model import (
     VmSettings,
     parse_endpoint,
 )
-from scheduled_events_agent.typed_yaml import Parsed, Problem, parse
+from scheduled_events_agent.typed_yaml import Parsed, Problem, parse, text_at
 
 __all__ = [
     "BUILT_IN_NAME", "CONFIG_VARIABLE", "DEFAULT_RULES", "AgentSettings", "ConfigError", "FleetSettings",
@@ -40,11 +40,15 @@ _MAX_FILE_BYTES = 1024 * 1024
 
 
 class ConfigError(AgentError):
-    """The policy file cannot be used; ``problems`` has one line for each thing wrong with it."""
+    """The policy file cannot be used; ``problems`` has one line for each thing wrong with it.
 
-    def __init__(self, problems: tuple[str, ...]) -> None:
+    ``state_dir``: its agent.state_dir all the same; "" if it has none, None if that cannot be told.
+    """
+
+    def __init__(self, problems: tuple[str, ...], state_dir: str | None = None) -> None:
         super().__init__("\n".join(problems), kind="config")
         self.problems = problems
+        self.state_dir = state_dir
 
 
 class Loaded(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,7 +130,8 @@ def parse_settings(text: str | bytes, name: str, *, may_change_user: bool | None
         news = [fault for fault in all_faults if not any(path.startswith(fault.path) for path in known)]
         problems = tuple(sorted((*problems, *news), key=lambda problem: problem.line))
     if parsed.value is None or problems:
-        raise ConfigError(tuple(str(problem) for problem in problems))
+        state_dir = text_at(text, "agent", "state_dir")
+        raise ConfigError(tuple(str(problem) for problem in problems), state_dir)
     warnings = parsed.gather(doubts(parsed.value))
     content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     return Loaded(settings=parsed.value, warnings=warnings, parsed=parsed, content=content)
