@@ -77,8 +77,15 @@ def test_a_notice_is_posted_with_the_headers_of_its_target(service: respx.MockRo
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (301, "redirect"), (400, "rejected"), (401, "rejected"), (404, "rejected"), (408, "timeout"),
-        (429, "throttled"), (500, "server_error"), (503, "server_error"),
+        (301, "redirect"), (302, "redirect"), (304, "redirect"), (307, "redirect"), (308, "redirect"),
+        (400, "rejected"), (413, "rejected"), (414, "rejected"), (415, "rejected"), (422, "rejected"),
+        (431, "rejected"), (401, "denied"), (402, "denied"), (403, "denied"), (407, "denied"),
+        (404, "not_found"), (405, "not_found"), (410, "not_found"), (408, "timeout"), (429, "throttled"),
+        (406, "unexpected_status"), (409, "unexpected_status"), (411, "unexpected_status"),
+        (412, "unexpected_status"), (416, "unexpected_status"), (417, "unexpected_status"),
+        (421, "unexpected_status"), (423, "unexpected_status"), (425, "unexpected_status"),
+        (426, "unexpected_status"), (451, "unexpected_status"), (499, "unexpected_status"),
+        (500, "server_error"), (503, "server_error"),
     ],
 )  # fmt: skip
 def test_an_answer_that_is_no_success_is_an_error(service: respx.MockRouter, status: int, kind: str) -> None:

@@ -21,6 +21,7 @@ from scheduled_events_agent.engine import NoticeEnded
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.notices import SAMPLE, NoticeError
 from scheduled_events_agent.settings import NotifyTarget
+from scheduled_events_agent.settings.model import SecretFile
 from scheduled_events_agent.store import Store
 from scheduled_events_agent.store.notices import MAX_NOTICES
 
@@ -124,7 +125,7 @@ def test_a_target_that_is_dead_does_not_hold_up_another(store: Store, way: str) 
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("way", ["400", "302"])
+@pytest.mark.parametrize("way", ["400", "422"])
 def test_a_notice_that_is_refused_is_counted_and_the_next_one_is_sent(store: Store, way: str) -> None:
     answers = iter([way, "ok"])
     put(store, 2)
@@ -138,6 +139,51 @@ def test_a_notice_that_is_refused_is_counted_and_the_next_one_is_sent(store: Sto
     reasons = [entry.get("reason") for entry in log if entry["log_level"] == "warning"]
     assert reasons == [f"it answers {way}"]
     assert not any("secret" in str(entry) for entry in log)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("way", ["302", "401", "402", "403", "404", "405", "407", "409", "410", "425", "451"])
+def test_a_notice_is_sent_again_after_an_answer_that_is_not_about_its_body(store: Store, way: str) -> None:
+    answers = iter([way, way, "ok", "ok"])
+    put(store, 2)
+    with Receiver(lambda: next(answers)) as receiver, sending(store, to(receiver)) as run:
+        wait_until(lambda: run.reports.qsize() == 2, "both were reported")
+        assert (ids(receiver), run.dropped("refused"), run.dropped("too_old")) == ([0, 1], 0, 0)
+
+
+@pytest.mark.parametrize("is_reloaded", [False, True])
+def test_what_a_rotated_token_kept_back_arrives_in_order_once_the_file_has_the_new_one(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_reloaded: bool
+) -> None:
+    pauses: list[float] = []
+
+    def pause(failures: int, error: NoticeError | None) -> float:
+        pauses.append(pause_after(failures, error))
+        return 3600.0 if is_reloaded else 0.01
+
+    monkeypatch.setattr(module, "pause_after", pause)
+    token = tmp_path / "token"
+    token.write_text("Bearer old")
+    put(store, 3)
+
+    with Receiver() as receiver:
+        receiver.token = "Bearer new"
+        secret = SecretFile(file=str(token))
+        target = NotifyTarget(name="ops", to=receiver.url, headers={"Authorization": secret})
+        with sending(store, target) as run:
+            wait_until(lambda: len(pauses) == 1 if is_reloaded else len(pauses) > 20, "the old one was denied")
+            assert run.senders.failures()["ops"].reason == "it answers 401"
+            token.write_text("Bearer new")
+            if is_reloaded:
+                run.senders.use([target])
+            wait_until(lambda: run.reports.qsize() == 3, "all were reported")
+            assert run.senders.failures() == {}
+    answers = [(answer, body["id"]) for answer, _, body in receiver.posts]
+    assert set(answers[:-3]) == {("401", "0")}
+    assert answers[-3:] == [("ok", "0"), ("ok", "1"), ("ok", "2")]
+    assert {body["time"] for _, _, body in receiver.posts} == {"2026-01-01T12:00:00Z"}
+    assert max(pauses) <= 300.0
+    assert not is_reloaded or len(pauses) == 1
 
 
 @pytest.mark.usefixtures("quick")
@@ -266,7 +312,7 @@ def test_what_an_old_target_refuses_late_is_sent_to_its_successor(store: Store) 
     def refuse_late() -> str:
         is_asked.set()
         may_answer.wait(60)
-        return "404"
+        return "400"
 
     put(store, 1)
     with Receiver(refuse_late) as old, Receiver() as new, sending(store, to(old, timeout=60)) as run:

@@ -29,12 +29,20 @@ from scheduled_events_agent.transport import (
 )
 
 NoticeErrorKind = Literal[
-    "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "setup",
-    "bug", "rejected", "redirect", "too_large",
+    "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "denied",
+    "not_found", "redirect", "unexpected_status", "setup", "bug", "rejected", "too_large",
 ]  # fmt: skip
 NOTICE_ERROR_KINDS: tuple[NoticeErrorKind, ...] = get_args(NoticeErrorKind)
-FINAL_KINDS: tuple[NoticeErrorKind, ...] = ("rejected", "redirect", "too_large")
+FINAL_KINDS: tuple[NoticeErrorKind, ...] = ("rejected", "too_large")
 """After these the same notice is not sent again."""
+
+_KIND_OF_STATUS: dict[int, NoticeErrorKind] = {
+    # These say that the body is at fault: it would be the same the next time.
+    400: "rejected", 413: "rejected", 414: "rejected", 415: "rejected", 422: "rejected", 431: "rejected",
+    401: "denied", 402: "denied", 403: "denied", 407: "denied",
+    404: "not_found", 405: "not_found", 410: "not_found",
+    408: "timeout", 429: "throttled",
+}  # fmt: skip
 
 _ROUTING_KEY = "x-routing-key"
 _MAX_ANSWER_BYTES = 1024 * 1024
@@ -161,13 +169,11 @@ def _exchange(client: httpx.Client, post: _Post) -> httpx.Response:
 
 def _refusal(response: httpx.Response, answer: str) -> NoticeError:
     status = response.status_code
-    kind: NoticeErrorKind = "rejected"
+    kind = _KIND_OF_STATUS.get(status, "unexpected_status")
     if 300 <= status < 400:
         kind = "redirect"
     elif status >= 500:
         kind = "server_error"
-    elif status in (408, 429):
-        kind = "timeout" if status == 408 else "throttled"
     retry_after = parse_retry_after(response.headers.get("retry-after", ""))
     return NoticeError(f"it answers {status}", kind=kind, retry_after=retry_after, answer=answer)
 
