@@ -38,7 +38,7 @@ _REQUEST_FAILURES = (
 # As in notices.NOTICE_ERROR_KINDS; a test compares.
 _NOTICE_FAILURES = (
     "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "denied",
-    "not_found", "redirect", "unexpected_status", "setup", "bug", "rejected", "too_large",
+    "not_found", "redirect", "unexpected_status", "setup", "bug", "rejected",
 )  # fmt: skip
 _DROPPED = ("too_many", "too_old", "refused", "removed", "no_room")
 _STAGES = ("prepare", "on_start", "recover")

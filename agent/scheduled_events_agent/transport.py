@@ -11,12 +11,11 @@ import re
 import selectors
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
-from itertools import islice
 from time import monotonic
 from typing import Any, Literal
 
@@ -156,8 +155,15 @@ class SecureTransport(httpx.BaseTransport):
     """
 
     def __init__(
-        self, max_answer_bytes: int, ssl_context: ssl.SSLContext | None, proxy: httpx.Proxy | None
+        self,
+        max_answer_bytes: int,
+        ssl_context: ssl.SSLContext | None,
+        proxy: httpx.Proxy | None,
+        *,
+        is_cut: bool = False,
     ) -> None:
+        """``is_cut``: a body that is too long, or does not end in time, is no error; its beginning is kept."""
+        self._is_cut = is_cut
         self._max_answer_bytes = max_answer_bytes
         self._ssl_context = ssl_context
         self._proxy = proxy
@@ -180,7 +186,7 @@ class SecureTransport(httpx.BaseTransport):
         )
         with closing(pool):
             try:
-                return _exchange(pool, content, stream)
+                return _exchange(pool, content, stream, is_cut=self._is_cut)
             except httpx.ConnectError as error:
                 raise error from stream.fault  # the pool has removed it
             except httpcore.ProxyError as error:
@@ -191,18 +197,30 @@ def _exchange(
     connection: httpcore.ConnectionInterface | httpcore.ConnectionPool,
     request: httpcore.Request,
     stream: "_BoundedStream",
+    *,
+    is_cut: bool = False,
 ) -> httpx.Response:
+    body = bytearray()
     try:
         answer = connection.handle_request(request)
         stream.is_in_head = False
-        parts = list(islice(answer.iter_stream(), _MAX_PARTS + 1))
+        for part in _parts_of(answer):
+            body += part
     except httpcore.ProtocolError as error:
         raise httpx.RemoteProtocolError(str(error)) from error
-    if len(parts) > _MAX_PARTS:
-        raise TooLargeError(_TOO_MANY_PARTS)
+    except (TooLargeError, httpx.ReadTimeout):
+        if stream.is_in_head or not is_cut:
+            raise
     headers = [(name, value) for name, value in answer.headers if name.lower() not in _DROPPED_HEADERS]
     extensions = {"headers": httpx.Headers(answer.headers)}
-    return httpx.Response(answer.status, headers=headers, content=b"".join(parts), extensions=extensions)
+    return httpx.Response(answer.status, headers=headers, content=bytes(body), extensions=extensions)
+
+
+def _parts_of(answer: httpcore.Response) -> Iterator[bytes]:
+    for number, part in enumerate(answer.iter_stream()):
+        if number == _MAX_PARTS:
+            raise TooLargeError(_TOO_MANY_PARTS)
+        yield part
 
 
 def parse_retry_after(value: str) -> float | None:
@@ -334,17 +352,19 @@ class _BoundedStream(httpcore.NetworkStream):
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         del timeout  # the deadline is stricter
-        data = self._receive(max_bytes)
+        if self.is_in_head:
+            limit, what = _MAX_HEAD_BYTES, f"the head of the answer is over {_MAX_HEAD_BYTES // 1024} KiB"
+        else:
+            limit, what = self._max_bytes, f"the answer is over {self._max_bytes / 1024**2:g} MiB"
+        if self._received_bytes >= limit:
+            raise TooLargeError(what)
+        data = self._receive(min(max_bytes, limit - self._received_bytes))
         if not data and not self._received_bytes:
             raise httpx.ReadError("the connection was closed without an answer")
         self._received_bytes += len(data)
         self._reads += 1
         if self._reads > _MAX_PARTS:
             raise TooLargeError(_TOO_MANY_PARTS)
-        if self.is_in_head and self._received_bytes > _MAX_HEAD_BYTES:
-            raise TooLargeError(f"the head of the answer is over {_MAX_HEAD_BYTES // 1024} KiB")
-        if self._received_bytes > self._max_bytes:
-            raise TooLargeError(f"the answer is over {self._max_bytes / 1024**2:g} MiB")
         return data
 
     def _receive(self, max_bytes: int) -> bytes:

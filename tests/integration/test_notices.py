@@ -26,7 +26,7 @@ from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.notices import SAMPLE, BodyError, NoticeError, deliver, doubts, render
 from scheduled_events_agent.settings import NotifyTarget
 from scheduled_events_agent.settings.model import SecretFile
-from scheduled_events_agent.transport import proxy_for
+from scheduled_events_agent.transport import SecureTransport, TooLargeError, proxy_for
 
 ROOT = Path(__file__).parents[2]
 URL = "https://hooks.example.com/T0/secret-path?sig=secret-query"
@@ -101,6 +101,7 @@ def test_an_answer_that_is_no_success_is_an_error(service: respx.MockRouter, sta
         (httpx.ReadTimeout("secret"), "timeout"), (httpx.ConnectError("secret"), "unreachable"),
         (httpx.ReadError("secret"), "unreachable"), (httpx.RemoteProtocolError("secret"), "malformed"),
         (httpx.ProxyError("407 secret"), "proxy"), (httpx.LocalProtocolError("secret"), "malformed"),
+        (TooLargeError("the head of the answer is over 256 KiB"), "malformed"),
     ],
 )  # fmt: skip
 def test_no_text_of_the_library_gets_into_an_error(service: respx.MockRouter, fault: Exception, kind: str) -> None:
@@ -156,6 +157,25 @@ def test_a_service_that_fails_is_given_up_in_time(receiver: Receiver, way: str, 
     receiver.behave = lambda: way
     assert failure(NotifyTarget(name="ops", to=receiver.url, timeout=2.0)).kind == kind
     assert receiver.attempts == 1
+
+
+@pytest.mark.parametrize(("way", "answer"), [("200 without end", "more more more "), ("201 and stalls", "more")])
+def test_the_status_decides_however_long_the_answer_is(receiver: Receiver, way: str, answer: str) -> None:
+    target = NotifyTarget(name="ops", to=receiver.url, timeout=2.0)
+    receiver.behave = lambda: way
+    delivered = deliver(target, SAMPLE)
+    assert delivered.status == int(way[:3])
+    assert delivered.answer.startswith(answer)
+    kinds = {"400": "rejected", "403": "denied", "307": "redirect", "503": "server_error"}
+    for status, kind in kinds.items():
+        receiver.behave = lambda status=status: way.replace(way[:3], status)  # type: ignore[misc]
+        assert failure(target).kind == kind
+
+
+def test_of_a_long_answer_64_kib_are_read(receiver: Receiver) -> None:
+    receiver.behave = lambda: "200 without end"
+    with httpx.Client(transport=SecureTransport(65536, None, None, is_cut=True)) as client:
+        assert 0 < len(client.post(receiver.url, json={}).content) < 65536
 
 
 def test_a_port_without_a_service_refuses() -> None:

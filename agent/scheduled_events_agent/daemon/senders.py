@@ -20,7 +20,7 @@ from scheduled_events_agent.engine import NoticeEnded
 from scheduled_events_agent.log import FailureLog, get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.notices import FINAL_KINDS, Happening, NoticeError, deliver
+from scheduled_events_agent.notices import Happening, NoticeError, deliver
 from scheduled_events_agent.settings import NotifyTarget
 from scheduled_events_agent.status import TargetFailure
 from scheduled_events_agent.store import Store, StoredNotice, StoreError
@@ -216,7 +216,7 @@ class _Sender:
         return failed
 
     def _is_given_up(self, notice: StoredNotice, error: NoticeError) -> bool:
-        is_refused = error.kind in FINAL_KINDS
+        is_refused = error.kind == "rejected"
         is_old = datetime.now(UTC) - notice.at >= GIVE_UP_AFTER
         failing_since = self._failing_since or time.monotonic()
         if not is_refused and not (is_old and time.monotonic() - failing_since >= _OLD_SECONDS):

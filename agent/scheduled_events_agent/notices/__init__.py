@@ -10,7 +10,6 @@ nothing, retries nothing and starts no thread. The one invariant: no URL, header
 
 from scheduled_events_agent.notices.bodies import BodyError, render
 from scheduled_events_agent.notices.delivery import (
-    FINAL_KINDS,
     NOTICE_ERROR_KINDS,
     Delivered,
     NoticeError,
@@ -20,6 +19,6 @@ from scheduled_events_agent.notices.delivery import (
 from scheduled_events_agent.notices.happening import SAMPLE, Happening, happenings, is_wanted
 
 __all__ = [
-    "FINAL_KINDS", "NOTICE_ERROR_KINDS", "SAMPLE", "BodyError", "Delivered", "Happening", "NoticeError",
+    "NOTICE_ERROR_KINDS", "SAMPLE", "BodyError", "Delivered", "Happening", "NoticeError",
     "deliver", "doubts", "happenings", "is_wanted", "render",
 ]  # fmt: skip

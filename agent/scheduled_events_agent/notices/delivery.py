@@ -30,14 +30,11 @@ from scheduled_events_agent.transport import (
 
 NoticeErrorKind = Literal[
     "timeout", "refused", "unreachable", "tls", "proxy", "malformed", "throttled", "server_error", "denied",
-    "not_found", "redirect", "unexpected_status", "setup", "bug", "rejected", "too_large",
+    "not_found", "redirect", "unexpected_status", "setup", "bug", "rejected",
 ]  # fmt: skip
 NOTICE_ERROR_KINDS: tuple[NoticeErrorKind, ...] = get_args(NoticeErrorKind)
-FINAL_KINDS: tuple[NoticeErrorKind, ...] = ("rejected", "too_large")
-"""After these the same notice is not sent again."""
-
 _KIND_OF_STATUS: dict[int, NoticeErrorKind] = {
-    # These say that the body is at fault: it would be the same the next time.
+    # Final: the body is at fault, and would be the same the next time.
     400: "rejected", 413: "rejected", 414: "rejected", 415: "rejected", 422: "rejected", 431: "rejected",
     401: "denied", 402: "denied", 403: "denied", 407: "denied",
     404: "not_found", 405: "not_found", 410: "not_found",
@@ -45,7 +42,7 @@ _KIND_OF_STATUS: dict[int, NoticeErrorKind] = {
 }  # fmt: skip
 
 _ROUTING_KEY = "x-routing-key"
-_MAX_ANSWER_BYTES = 1024 * 1024
+_MAX_ANSWER_BYTES = 64 * 1024
 _MAX_SECRET_BYTES = 16 * 1024
 _MAX_CA_BYTES = 1024 * 1024
 
@@ -131,7 +128,7 @@ def _prepare(target: NotifyTarget, happening: Happening) -> _Post:
         if target.ca_file is not None:
             read_named_file(Path(target.ca_file), _MAX_CA_BYTES)  # the library would wait for a named pipe
         context = trusting(target.ca_file) if url.scheme == "https" else None
-        transport = SecureTransport(_MAX_ANSWER_BYTES, context, proxy_for(target.proxy, url))
+        transport = SecureTransport(_MAX_ANSWER_BYTES, context, proxy_for(target.proxy, url), is_cut=True)
     except host.HostError as error:
         raise NoticeError(f"ca_file: {error}", kind="setup") from None
     except SetupError as error:
@@ -155,8 +152,8 @@ def _exchange(client: httpx.Client, post: _Post) -> httpx.Response:
         status = re.match(r"\d{3}\b", str(error))
         answer = status[0] if status else "with an error"
         kind, what = "proxy", f"the proxy answers {answer}"
-    except TooLargeError:
-        kind, what = "too_large", f"the answer is over {_MAX_ANSWER_BYTES // 1024} KiB"
+    except TooLargeError as error:
+        kind, what = "malformed", str(error)
     except httpx.NetworkError:
         kind, what = "unreachable", "the connection was lost"
     except (httpx.TransportError, httpx.InvalidURL, ValueError):
