@@ -416,17 +416,24 @@ def test_slack_gets_a_text_that_cannot_mention_anyone() -> None:
     assert list(body) == ["text"]
     assert body["text"].startswith("*The Reboot of vm-1 is held*\n")
     assert "&lt;!channel&gt; \\ &amp; ${vm}" in body["text"]
+    lines = body_of("slack", what="recovered", outcome="completed", reason="is over: completed")[
+        "text"
+    ].splitlines()
+    assert lines[:2] == ["*The Freeze of vm-1 is over: completed*", f"Event: {SAMPLE.event.id}"]
 
 
 def test_teams_gets_an_adaptive_card() -> None:
-    body = body_of("teams", what="started")
+    body = body_of("teams", what="started", reason="has started (approved)")
     (attachment,) = body["attachments"]
     card = attachment["content"]
     assert body["type"] == "message"
     assert attachment["contentType"] == "application/vnd.microsoft.card.adaptive"
     assert (card["type"], card["version"]) == ("AdaptiveCard", "1.4")
     assert card["body"][0]["text"] == "The Freeze of vm-1 has started"
+    assert card["body"][1]["text"] == "approved"
     assert {"title": "Event", "value": SAMPLE.event.id} in card["body"][2]["facts"]
+    card = body_of("teams", what="prepared", reason="preparation is done")["attachments"][0]["content"]
+    assert [block["type"] for block in card["body"]] == ["TextBlock", "FactSet"]
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,19 @@
 """What of an event is told to which targets, and what of its hooks the pages show: pure."""
 
+import json
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from test_workflow import Agent, a_rule, an_event, started
 
 from scheduled_events_agent.daemon.pages import output_of_pending
 from scheduled_events_agent.events import ScheduledEvent
-from scheduled_events_agent.notices import happenings, is_wanted
-from scheduled_events_agent.policy import Decision, When
+from scheduled_events_agent.notices import happenings, is_wanted, render
+from scheduled_events_agent.policy import Decision, Rule, When
 from scheduled_events_agent.settings import NotifyTarget
 from scheduled_events_agent.status import History, JournalEntry
-from scheduled_events_agent.workflow import Note, Step, Workflow
+from scheduled_events_agent.workflow import Note, Signal, Step, Workflow
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
 
@@ -75,6 +77,55 @@ def test_a_target_hears_of_what_it_names_of_events_that_it_names(
     step = Step(workflow=a_workflow(), notes=(Note(kind="seen", text="x"),))
     ((_, happening),) = happenings([step], NOW, names=("vm-1",), vm_id="id", mode="act")
     assert is_wanted(target, step, happening, ("vm-1",)) == is_told
+
+
+class Told(Agent):
+    """Workflows whose steps are told to PagerDuty."""
+
+    def __init__(self, *rules: Rule) -> None:
+        super().__init__(*rules)
+        self.summaries: list[str] = []
+
+    def send(self, *signals: Signal) -> list[str]:
+        effects = super().send(*signals)
+        now = self.context.now
+        for _, happening in happenings(self.last.steps, now, names=("vm-1",), vm_id="", mode="act"):
+            self.summaries.append(json.loads(render("pagerduty", happening)[1])["payload"]["summary"])
+        return effects
+
+
+def test_a_summary_adds_the_reason_only_where_it_says_more_than_the_title() -> None:
+    agent = Told(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.answer()
+    agent.document(started(an_event()))
+    agent.document()
+    agent.ends("resume")
+    assert agent.summaries[1:] == [
+        "Preparing vm-1 for a Reboot (preparation begins: drain)",
+        "vm-1 is prepared for a Reboot",
+        "The Reboot of vm-1 is approved and may start",
+        "The Reboot of vm-1 has started (approved)",
+        "The Reboot of vm-1 is over: completed",
+    ]
+
+
+def test_what_a_reason_says_more_than_the_title_is_kept() -> None:
+    agent = Told(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain", "failed")
+    agent.document(started(an_event()))
+    agent.document()
+    agent.ends("resume", "failed")
+    agent.operator("resolve")
+    failed = "recovery failed (hook resume: exit code 1): retry or resolve it"
+    assert agent.summaries[2:] == [
+        "The Reboot of vm-1 is held (Azure starts it at NotBefore: preparation failed (hook drain: exit code 1))",
+        "The Reboot of vm-1 has started (not approved by us, held)",
+        f"vm-1 has not recovered from a Reboot: an operator must act ({failed})",
+        "The Reboot of vm-1 is over: completed (an operator has put its recovery right by hand)",
+    ]
 
 
 def an_entry(workflow_id: str, hook: str, detail: str) -> JournalEntry:

@@ -57,6 +57,21 @@ def _title(happening: Happening) -> str:
     return notice_title(happening.what, happening.event, happening.vm, happening.outcome)
 
 
+def _addition(happening: Happening) -> str:
+    """What the reason says that the title does not; "" if nothing."""
+    in_title = {
+        "prepared": "preparation is done",
+        "held": "held",
+        "approved": "Azure has taken the approval",
+        "started": "has started",
+        "recovered": f"is over: {happening.outcome}",
+    }.get(happening.what, "")
+    addition = happening.reason.removeprefix(in_title).lstrip(" ,:")
+    if addition.startswith("("):
+        addition = addition.removeprefix("(").removesuffix(")")
+    return addition
+
+
 def _cloud_event(happening: Happening) -> dict[str, Any]:
     event: dict[str, Any] = {
         "specversion": "1.0",
@@ -87,7 +102,7 @@ def _facts(happening: Happening) -> dict[str, str]:
 
 
 def _slack(happening: Happening) -> dict[str, Any]:
-    lines = [f"*{_title(happening)}*", happening.reason]
+    lines = [f"*{_title(happening)}*", *filter(None, [_addition(happening)])]
     lines += [f"{name}: {text}" for name, text in _facts(happening).items()]
     text = "\n".join(lines)
     # Slack's control characters; without them a text from Azure cannot mention a channel.
@@ -98,27 +113,28 @@ def _slack(happening: Happening) -> dict[str, Any]:
 
 def _teams(happening: Happening) -> dict[str, Any]:
     facts = [{"title": name, "value": text} for name, text in _facts(happening).items()]
+    texts = [{"type": "TextBlock", "text": _title(happening), "weight": "Bolder", "size": "Medium", "wrap": True}]
+    if addition := _addition(happening):
+        texts.append({"type": "TextBlock", "text": addition, "wrap": True})
     card = {
         "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
         "type": "AdaptiveCard",
         "version": "1.4",
-        "body": [
-            {"type": "TextBlock", "text": _title(happening), "weight": "Bolder", "size": "Medium", "wrap": True},
-            {"type": "TextBlock", "text": happening.reason, "wrap": True},
-            {"type": "FactSet", "facts": facts},
-        ],
+        "body": [*texts, {"type": "FactSet", "facts": facts}],
     }
     content = {"contentType": "application/vnd.microsoft.card.adaptive", "contentUrl": None, "content": card}
     return {"type": "message", "attachments": [content]}
 
 
 def _pagerduty(happening: Happening, routing_key: str) -> dict[str, Any]:
+    addition = _addition(happening)
+    summary = f"{_title(happening)} ({addition})" if addition else _title(happening)
     event: dict[str, Any] = {
         "routing_key": routing_key,
         "dedup_key": happening.workflow_id[:_MAX_KEY],
         "event_action": "resolve" if happening.what == "recovered" else "trigger",
         "payload": {
-            "summary": f"{_title(happening)} ({happening.reason})"[:_MAX_SUMMARY],
+            "summary": summary[:_MAX_SUMMARY],
             "source": happening.vm or "unknown",
             "severity": _SEVERITIES.get(happening.what, "info"),
             "timestamp": happening.at,
