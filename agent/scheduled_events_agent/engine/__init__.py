@@ -6,6 +6,7 @@ invariant: what was decided is on disk before any of it is done; what could not 
 
     engine.py     a turn: take, decide, commit, perform
     documents.py  the document to decide on, and what is missing in it
+    remembered.py what outlives an event: operators' holds, recommendations that are over
     parts.py      the machine, the executor, the messages
     operators.py  what operators may have, and their answers
     hook_runs.py  hooks of events, how long they take; the hooks that run at the start if nothing is pending
@@ -13,7 +14,7 @@ invariant: what was decided is on disk before any of it is done; what could not 
     notifying.py  notices of events, until they are delivered
     identity.py   who this VM is, remembered
     fleet.py      the VMs that act together: what was told of them, what is wished of them
-    upkeep.py     the state file: old entries, room for a full disk
+    upkeep.py     the state file: in its place, without old entries, with room for a full disk
 """
 
 from scheduled_events_agent.engine.engine import Engine

@@ -8,12 +8,13 @@ in the workflow, so that after a crash at any moment the same workflow leads to 
     model.py      the values: a workflow, its phases and their arrows, signals, effects, steps
     board.py      proceed: takes signals in, then moves every workflow as far as it goes
     signals.py    what each signal changes in a workflow
-    phases.py     what is due in each phase
+    phases.py     what is due in each phase, or why nothing is
     stages.py     the hooks of a stage, in order; hooks that events share
     approving.py  gates: whether an event may be approved now; the request and its answer
     fleet.py      slots and readiness: what the VMs of a group must agree on
     wishes.py     what this VM wants of its fleet
-    times.py      begin, drain, deadline of a hook
+    times.py      begin, drain, deadline of a hook; how urgent its event is
+    recommendations.py  when one is over, whatever documents list
 """
 
 from scheduled_events_agent.workflow.approving import Leave, ask_gates
