@@ -22,6 +22,8 @@ def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
     decision = workflow.decision
     if workflow.phase == "recovery_failed":
         return ("retry", "resolve")
+    if workflow.waits is not None and workflow.waits.kind == "lost_hook":
+        return ("resolve",)
     is_open = event.status == "Scheduled" and not (workflow.is_over or workflow.was_started)
     if is_open and event.is_recommendation:
         return _overruling_preparation(workflow)

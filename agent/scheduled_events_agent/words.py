@@ -172,7 +172,14 @@ def _phase_in_words(workflow: Workflow) -> str:
     is_observed = not workflow.decision.has_preparation and workflow.decision.approve == "never"
     if workflow.phase == "waiting" and is_observed:
         return "only observed"
-    return "asks Azure to start it" if workflow.approval.state == "requested" else workflow.phase
+    approval = workflow.approval
+    is_asking = approval.state == "requested" or (approval.state == "none" and approval.failures)
+    if not is_asking:
+        return workflow.phase
+    if not approval.failures:
+        return "asks Azure to start it"
+    tries = "1 try" if approval.failures == 1 else f"{approval.failures} tries"
+    return f"asks Azure to start it; {tries} failed"
 
 
 def last_known_activity(workflow: ShownWorkflow) -> str:

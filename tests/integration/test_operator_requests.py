@@ -12,6 +12,7 @@ from scheduled_events_agent.events import Document, ScheduledEvent
 from scheduled_events_agent.hooks import HookResult
 from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.operator_words import overruling
 from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.settings import AgentSettings, Settings
 from scheduled_events_agent.store import RequestWord, Store
@@ -161,6 +162,8 @@ def test_a_recovery_that_waits_for_a_lost_hook_can_be_resolved(agent: Agent, tmp
     second.engine.settings = Settings(rules=(RULE,), hooks={})
     second.read()
     assert second.phase == "recovering"
+    (workflow,) = second.engine.board.values()
+    assert overruling(workflow) == ("resolve",)
     assert second.say("resolve") == "resolve: the event is closed"
     second.store.close()
 

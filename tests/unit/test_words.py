@@ -191,6 +191,11 @@ def test_the_same_id_twice_is_one_event() -> None:
             "drains for 30s more (/readyz answers 503)",
         ),
         (a_workflow(phase="prepared", approval=Approval(state="requested")), "asks Azure to start it"),
+        (a_workflow(phase="prepared", approval=Approval(failures=1)), "asks Azure to start it; 1 try failed"),
+        (
+            a_workflow(phase="prepared", approval=Approval(state="requested", failures=2)),
+            "asks Azure to start it; 2 tries failed",
+        ),
         (a_workflow(phase="approved"), "approved; the event is Azure's to start"),
         (a_workflow(phase="started"), "under way"),
         (a_workflow(phase="closed", outcome="completed"), "over: completed"),
