@@ -76,7 +76,7 @@ class LogId(IntEnum):
     EVENT_FAULT = 320, "An event could not be handled: a bug, which concerns this event only."
     NOTICES_FAIL = 330, "A service that is notified of events does not take a notice."
     NOTICES_WORK = 331, "A service that is notified of events takes notices again."
-    NOTICES_DROPPED = 332, "Notices were dropped: they were too many or too old, or their target was removed."
+    NOTICES_DROPPED = 332, "A notification is lost: rejected, too old or one too many, or its target is gone."
     FLEET_FAILS = 340, "The fleet's table cannot be used: events wait, or go on alone, as the policy says."
     FLEET_WORKS = 341, "The fleet's table can be used again."
     MACHINE_PAUSED = 400, "The machine stood still; the pause was measured."

@@ -113,6 +113,12 @@ class NotifiedTarget(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     oldest_at: datetime | None
     failure: TargetFailure | None
+    lost: int = 0
+    """Since one was last delivered, as the next two."""
+    lost_at: datetime | None = None
+    """When the first of them was lost."""
+    lost_reason: str = ""
+    """Why the last of them was lost."""
 
 
 class FleetState(msgspec.Struct, frozen=True, kw_only=True):

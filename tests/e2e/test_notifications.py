@@ -131,6 +131,29 @@ def test_a_reload_brings_targets_and_takes_them_away(sim: Simulator, agent: Agen
         agent.wait_until(lambda: told(here, event) == ["recovered"], "the new target heard of it")
 
 
+def test_a_lost_notification_is_shown_until_the_next_one_arrives_also_after_a_restart(
+    sim: Simulator, agent: Agent
+) -> None:
+    with Receiver(lambda: "400") as receiver:
+        agent.write_policy(notify=[target(receiver, on=["seen", "recovered"])])
+        agent.start()
+        event = sim.schedule("Freeze", notice_seconds=600)
+        agent.wait_until(lambda: agent.status()["notify"][0]["lost"] == 1, "/status told of it")
+        before = agent.status()["notify"][0]
+        assert before["lost_reason"] == "it answers 400"
+        agent.wait_log("a notification is lost", target="ops", what="seen", event_id=event)
+        agent.kill()
+        agent.start()
+        after = agent.status()["notify"][0]
+        assert (after["lost"], after["lost_at"]) == (1, before["lost_at"])
+        shown = agent.run("history", "--state-dir", str(agent.state_dir)).stdout
+        assert f"ops: seen of {event}: it answers 400" in shown
+        receiver.behave = lambda: "ok"
+        sim.cancel(event)
+        agent.wait_until(lambda: agent.status()["notify"][0]["lost"] == 0, "the next one was delivered")
+        assert agent.status()["notify"][0]["lost_at"] is None
+
+
 def test_a_test_notice_is_sent_without_an_agent_and_its_answer_is_told(agent: Agent) -> None:
     with Receiver() as good, Receiver(lambda: "400") as bad:
         agent.write_policy(vm={"name": "vm-7"}, notify=[target(good, "good"), target(bad, "bad", body="slack")])

@@ -172,7 +172,7 @@ def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_
     commit = engine._store.commit
     withdrawn: list[str | None] = []
 
-    def commit_late(*arguments: object) -> dict[str, int]:
+    def commit_late(*arguments: object) -> list[tuple[str, str]]:
         if not withdrawn:
             withdrawn.append(operator.withdraw_request(impatient))
         return commit(*arguments)  # type: ignore[arg-type]

@@ -35,7 +35,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
-def put(store: Store, count: int, target: str = "ops", at: datetime = NOW, first: int = 0) -> dict[str, int]:
+def put(
+    store: Store, count: int, target: str = "ops", at: datetime = NOW, first: int = 0
+) -> list[tuple[str, str]]:
     bodies = [msgspec.json.encode(replace(SAMPLE, id=str(first + number))).decode() for number in range(count)]
     with store._transaction():
         return store.notices.add(at.isoformat(), [(target, body) for body in bodies])
@@ -136,6 +138,8 @@ def test_a_notice_that_is_refused_is_counted_and_the_next_one_is_sent(store: Sto
     ):
         wait_until(lambda: run.reports.qsize() == 2, "both were reported")
         assert (ids(receiver), run.dropped("refused")) == ([1], 1)
+        assert run.reports.get() == NoticeEnded(1, "ops", f"it answers {way}")
+        assert run.reports.get() == NoticeEnded(2, "ops")
     reasons = [entry.get("reason") for entry in log if entry["log_level"] == "warning"]
     assert reasons == [f"it answers {way}"]
     assert not any("secret" in str(entry) for entry in log)
@@ -336,7 +340,7 @@ def test_pauses_grow_and_follow_the_service() -> None:
 def test_ten_thousand_notices_while_the_service_is_away_keep_the_latest_thousand(store: Store) -> None:
     lost = 0
     for first in range(0, 10_000, 500):
-        lost += put(store, 500, first=first).get("ops", 0)
+        lost += len(put(store, 500, first=first))
     put(store, 1, "other")
     assert lost == 9000
     waiting = store.notices.waiting()

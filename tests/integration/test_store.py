@@ -22,16 +22,17 @@ from msgspec.structs import replace
 
 from scheduled_events_agent import host
 from scheduled_events_agent import store as store_module
-from scheduled_events_agent.engine import Executor, Machine
+from scheduled_events_agent.engine import Executor, Machine, NoticeEnded
 from scheduled_events_agent.engine.notifying import Notifying
 from scheduled_events_agent.engine.telling import Teller
 from scheduled_events_agent.engine.upkeep import Upkeep
 from scheduled_events_agent.events import ScheduledEvent
+from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Decision, When
 from scheduled_events_agent.settings import NotifyTarget, Settings
 from scheduled_events_agent.status import JournalEntry
-from scheduled_events_agent.store import FILE_NAME, Store, StoreError, Waiting, WithdrawnError
+from scheduled_events_agent.store import FILE_NAME, Loss, Store, StoreError, Waiting, WithdrawnError
 from scheduled_events_agent.store import file as store_file
 from scheduled_events_agent.workflow import Note, Phase, Step, Workflow
 
@@ -190,7 +191,7 @@ def test_without_room_for_notices_the_step_is_committed_and_they_are_counted(
 ) -> None:
     commit, metrics = store.commit, Metrics(tuple)
 
-    def commit_without_room(*arguments: Any, **options: Any) -> dict[str, int]:
+    def commit_without_room(*arguments: Any, **options: Any) -> list[tuple[str, str]]:
         if arguments[3:] and arguments[3]:
             raise StoreError("database or disk is full", kind="full")
         return commit(*arguments, **options)
@@ -203,7 +204,46 @@ def test_without_room_for_notices_the_step_is_committed_and_they_are_counted(
     notifying.perform([make_step("one", "seen")])
     assert [workflow.id for workflow in store.load_workflows()] == ["one"]
     assert metrics.notices_dropped.labels("ops", "no_room")._value.get() == 1
+    notifying.settle(NOW)
+    assert [entry.text[-17:] for entry in store.load_notes(kind="notification_lost")] == [" the disk is full"]
     executor.notify.assert_not_called()
+
+
+def test_a_lost_notice_is_recorded_and_counted_until_the_next_one_is_delivered(store: Store) -> None:
+    settings = Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),))
+    executor = mock.create_autospec(Executor, instance=True)
+
+    def restarted() -> Notifying:
+        return Notifying(settings, store, Metrics(tuple), executor)
+
+    notifying = restarted()
+    steps = [make_step(name, "seen") for name in ("one", "two", "three")]
+    notifying.commit(steps, NOW, {}, ("vm-1",), "")
+    with structlog.testing.capture_logs() as log:
+        for id_, reason in ((1, "it answers 400"), (2, "too old: it answers 503")):
+            notifying.end(NoticeEnded(id_, "ops", reason))
+            notifying.settle(NOW + timedelta(seconds=id_))
+    one, two = (step.workflow.event.id for step in steps[:2])
+    reasons = [(entry["log_id"], entry["what"], entry["event_id"], entry["reason"]) for entry in log]
+    assert reasons == [
+        (LogId.NOTICES_DROPPED, "seen", one, "it answers 400"),
+        (LogId.NOTICES_DROPPED, "seen", two, "too old: it answers 503"),
+    ]
+    assert [entry.text for entry in store.load_notes(kind="notification_lost")] == [
+        f"ops: seen of {one}: it answers 400",
+        f"ops: seen of {two}: too old: it answers 503",
+    ]
+    notifying.end(NoticeEnded(1, "ops", "it answers 400"))  # it is no longer there
+    notifying.settle(NOW)
+    assert store.notices.waiting()["ops"].count == 1
+    loss = Loss(count=2, since=NOW + timedelta(seconds=1), reason="too old: it answers 503")
+    assert restarted().losses == {"ops": loss}
+    notifying = restarted()
+    notifying.end(NoticeEnded(3, "ops"))
+    notifying.settle(NOW)
+    assert notifying.losses == {}
+    assert restarted().losses == {}
+    assert len(store.load_notes(kind="notification_lost")) == 2
 
 
 def test_a_target_without_conditions_hears_of_recommendations_too(store: Store) -> None:
@@ -225,7 +265,7 @@ def test_notices_are_committed_with_their_step_or_not_at_all(store: Store) -> No
     with pytest.raises(WithdrawnError):
         store.commit([make_step("one", "held")], NOW, {99: "no such request"}, [("ops", "{}")])
     assert store.notices.waiting() == {"ops": Waiting(count=1, oldest_at=NOW)}
-    store.notices.delete([1])
+    store.end_notices([1])
     assert store.notices.waiting() == {}
 
 

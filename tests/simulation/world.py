@@ -113,7 +113,7 @@ class CrashingStore(Store):
         answers: Mapping[int, str] | None = None,
         notices: Sequence[tuple[str, str]] = (),
         remembered: RememberedChanges = NO_CHANGES,
-    ) -> dict[str, int]:
+    ) -> list[tuple[str, str]]:
         if self.world is not None:
             self.world.commits(steps, at)
         lost = super().commit(steps, at, answers, notices, remembered)
@@ -1003,9 +1003,9 @@ class World(Machine):
 
         self.after(arrives_after, arrive)
 
-    def end_notice(self, notice_id: int) -> None:
+    def end_notice(self, notice_id: int, target: str) -> None:
         # The agent forgets several in one turn: that saves the simulation turns, and leaves time for a crash.
-        self._mail.items.append(NoticeEnded(notice_id))
+        self._mail.items.append(NoticeEnded(notice_id, target))
         self._wake_soon(5.0)
 
     def _count_drops(self) -> dict[str, float]:
@@ -1379,7 +1379,7 @@ class Sender:
             return
         if is_settled:
             self._last_id = notice.id
-            self._world.end_notice(notice.id)
+            self._world.end_notice(notice.id, self._target)
         self._go_on(0.0 if is_settled else self._world.chance("receivers").choice((1.0, 20.0, 200.0)))
 
     def _is_alive(self) -> bool:

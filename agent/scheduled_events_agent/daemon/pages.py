@@ -274,13 +274,18 @@ class Pages:
     def _notified(self) -> Iterator[NotifiedTarget]:
         waiting = self._engine.notifying.waiting
         failures = self._executor.notify_failures()
+        losses = self._engine.notifying.losses
         for target in self._engine.settings.notify:
+            loss = losses.get(target.name)
             mine = waiting.get(target.name)
             yield NotifiedTarget(
                 name=target.name,
                 waiting=mine.count if mine else 0,
                 oldest_at=mine.oldest_at if mine else None,
                 failure=failures.get(target.name),
+                lost=loss.count if loss else 0,
+                lost_at=loss.since if loss else None,
+                lost_reason=loss.reason if loss else "",
             )
 
     def _pending(self) -> tuple[ShownWorkflow, ...]:

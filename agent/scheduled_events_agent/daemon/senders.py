@@ -164,8 +164,9 @@ class _Sender:
                     self._has_nothing = False
                     continue
                 error = self._try(notice)
-                if error is None or self._is_given_up(notice, error):
-                    self._report(NoticeEnded(notice.id))
+                lost = self._why_lost(notice, error) if error else ""
+                if error is None or lost:
+                    self._report(NoticeEnded(notice.id, self._name, lost))
                     last_id = notice.id
                     failures = 0
                     continue
@@ -215,14 +216,17 @@ class _Sender:
         self._fail(failed.kind, str(failed))
         return failed
 
-    def _is_given_up(self, notice: StoredNotice, error: NoticeError) -> bool:
-        is_refused = error.kind == "rejected"
+    def _why_lost(self, notice: StoredNotice, error: NoticeError) -> str:
+        """Why the notice is not sent again; "" if it is."""
+        if error.kind == "rejected":
+            self._metrics.notices_dropped.labels(self._name, "refused").inc()
+            return str(error)
         is_old = datetime.now(UTC) - notice.at >= GIVE_UP_AFTER
         failing_since = self._failing_since or time.monotonic()
-        if not is_refused and not (is_old and time.monotonic() - failing_since >= _OLD_SECONDS):
-            return False
-        self._metrics.notices_dropped.labels(self._name, "refused" if is_refused else "too_old").inc()
-        return True
+        if is_old and time.monotonic() - failing_since >= _OLD_SECONDS:
+            self._metrics.notices_dropped.labels(self._name, "too_old").inc()
+            return f"too old: {error}"
+        return ""
 
     def _fail(self, kind: str, reason: str) -> None:
         since = self.failure.since if self.failure else datetime.now(UTC)

@@ -174,8 +174,8 @@ class Engine:
                     signal = self._hook_runs.take_result(effect, result)
                     if signal is not None and not (self._is_stopping and is_cut_short(signal)):
                         self._signals.append(signal)
-            case NoticeEnded(id=notice_id):
-                self.notifying.end(notice_id)
+            case NoticeEnded():
+                self.notifying.end(message)
             case FleetTold():
                 self.fleet.take(message)
             case Paused(seconds=seconds):
@@ -204,7 +204,7 @@ class Engine:
             self._answer_holds()
             self._greet_first_document(now)
             self._hook_runs.save_times()
-            self.notifying.settle()
+            self.notifying.settle(now)
             self._teller.flush()
         except StoreError as error:
             self.store_failure = str(error)

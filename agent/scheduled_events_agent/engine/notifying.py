@@ -1,22 +1,25 @@
 """Notices of events: written with the step that they tell of, kept until their sender has ended with them."""
 
-from collections import Counter
+import contextlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 import msgspec
 
-from scheduled_events_agent.engine.parts import Executor
+from scheduled_events_agent.engine.parts import Executor, NoticeEnded
 from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.notices import happenings, is_wanted
+from scheduled_events_agent.notices import Happening, happenings, is_wanted
 from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.store import NO_CHANGES, RememberedChanges, Store, StoreError, Waiting
+from scheduled_events_agent.store import NO_CHANGES, Loss, RememberedChanges, Store, StoreError, Waiting
 from scheduled_events_agent.workflow import Step
 
 # An event of these types may leave only seconds: its notices do not wait for a pause after a failure to end.
 _URGENT_TYPES = ("SpotRebalanceRecommendation", "Preempt", "Terminate")
+# Records of lost notices that wait until the journal can be written; of more, the oldest go.
+_MAX_UNWRITTEN = 1000
 
 
 class Notifying:
@@ -28,7 +31,13 @@ class Notifying:
         self._executor = executor
         self.waiting: Mapping[str, Waiting] = {}
         """What waits for which target. Replaced, never changed, so that other threads may read it."""
-        self._ended: list[int] = []
+        self.losses: Mapping[str, Loss] = store.load_losses()
+        """What which target has lost. Replaced, never changed, too."""
+        self._written_losses: Mapping[str, Loss] = self.losses
+        self._ended: list[NoticeEnded] = []
+        self._ended_ids: list[int] = []
+        """What is still to be deleted; how it ended has been looked at."""
+        self._unwritten: deque[tuple[str, str, datetime]] = deque(maxlen=_MAX_UNWRITTEN)
         self._has_new = False
         self.use(settings)
 
@@ -37,9 +46,9 @@ class Notifying:
         self._settings = settings
         self._is_settled = False
 
-    def end(self, notice_id: int) -> None:
-        """The sender has delivered the notice, or given it up."""
-        self._ended.append(notice_id)
+    def end(self, ended: NoticeEnded) -> None:
+        """The sender has delivered the notice, or it is lost."""
+        self._ended.append(ended)
 
     def commit(
         self,
@@ -60,11 +69,13 @@ class Notifying:
                 raise
             # Notices must not take the room that events need.
             self._store.commit(steps, now, answers, remembered=remembered)
-            for target, count in Counter(target for target, _ in notices).items():
-                self._drop(target, count, "no_room")
+            for target, body in notices:
+                self._metrics.notices_dropped.labels(target, "no_room").inc()
+                self._lose(target, body, "the disk is full", now)
             return
-        for target, count in lost.items():
-            self._drop(target, count, "too_many")
+        for target, body in lost:
+            self._metrics.notices_dropped.labels(target, "too_many").inc()
+            self._lose(target, body, "too many waited", now)
         self._has_new = bool(notices)
 
     def _make(
@@ -93,19 +104,29 @@ class Notifying:
             self._executor.notify(is_urgent=is_urgent)
             self._has_new = self._is_settled = False
 
-    def settle(self) -> None:
+    def settle(self, now: datetime) -> None:
         """Forget what has ended, and what waits for targets that the policy lacks. Raises StoreError."""
-        if self._is_settled and not self._ended:
+        if self._is_settled and not (self._ended or self._ended_ids or self._unwritten):
             return
-        if self._ended:
-            self._store.notices.delete(self._ended)
-            self._ended = []
-        waiting = self._store.notices.waiting()
         names = [target.name for target in self._settings.notify]
+        self._look_at_ended(now)
+        if self.losses.keys() - set(names):
+            self.losses = {name: loss for name, loss in self.losses.items() if name in names}
+        if self._ended_ids or self._unwritten or self.losses is not self._written_losses:
+            self._write_ended()
+        waiting = self._store.notices.waiting()
         if removed := waiting.keys() - set(names):
             self._store.notices.drop(removed)
             for target in removed:
-                self._drop(target, waiting.pop(target).count, "removed")
+                count = waiting.pop(target).count
+                self._metrics.notices_dropped.labels(target, "removed").inc(count)
+                get_logger().warning(
+                    "notices are dropped",
+                    log_id=LogId.NOTICES_DROPPED,
+                    target=target,
+                    count=count,
+                    reason="removed",
+                )
         self.waiting = waiting
         self._is_settled = True
         self._metrics.set_waiting(
@@ -115,8 +136,48 @@ class Notifying:
             }
         )
 
-    def _drop(self, target: str, count: int, reason: str) -> None:
-        self._metrics.notices_dropped.labels(target, reason).inc(count)
+    def _look_at_ended(self, now: datetime) -> None:
+        # A notice that is lost is still in the state file, which says what it was.
+        bodies = {ended.id: self._store.notices.load_body(ended.id) for ended in self._ended if ended.lost}
+        for ended in self._ended:
+            if ended.lost:
+                body = bodies[ended.id]
+                if body is not None:  # else it was one too many meanwhile, and is counted already
+                    self._lose(ended.target, body, ended.lost, now)
+            elif ended.target in self.losses:
+                self.losses = {name: loss for name, loss in self.losses.items() if name != ended.target}
+        self._ended_ids += [ended.id for ended in self._ended]
+        self._ended = []
+
+    def _write_ended(self) -> None:
+        try:
+            self._store.end_notices(self._ended_ids, self._unwritten, self.losses)
+        except StoreError as error:
+            if error.kind != "full":
+                raise
+            # What is told of losses must not take the room that events need: it is written later.
+            if self._ended_ids:
+                self._store.end_notices(self._ended_ids)
+        else:
+            self._unwritten.clear()
+            self._written_losses = self.losses
+        self._ended_ids = []
+
+    def _lose(self, target: str, body: str, reason: str, now: datetime) -> None:
+        what, event_id = "unknown", ""
+        with contextlib.suppress(msgspec.MsgspecError):  # another version of the agent may have written it
+            happening = msgspec.json.decode(body, type=Happening)
+            what, event_id = happening.what, happening.event.id
+        before = self.losses.get(target)
+        since = before.since if before else now
+        loss = Loss(count=before.count + 1 if before else 1, since=since, reason=reason)
+        self.losses = {**self.losses, target: loss}
+        self._unwritten.append(("notification_lost", f"{target}: {what} of {event_id}: {reason}", now))
         get_logger().warning(
-            "notices are dropped", log_id=LogId.NOTICES_DROPPED, target=target, count=count, reason=reason
+            "a notification is lost",
+            log_id=LogId.NOTICES_DROPPED,
+            target=target,
+            what=what,
+            event_id=event_id,
+            reason=reason,
         )

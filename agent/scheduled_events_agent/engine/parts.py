@@ -51,9 +51,12 @@ class HookEnded:
 
 @dataclass(frozen=True)
 class NoticeEnded:
-    """A notice was delivered, or given up."""
+    """A notice was delivered, or is lost."""
 
     id: int
+    target: str
+    lost: str = ""
+    """Why it is lost; "" if it was delivered."""
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,14 @@ from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.status import History, JournalEntry
 from scheduled_events_agent.store import file
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
-from scheduled_events_agent.store.notices import Notices, StoredNotice, Waiting
+from scheduled_events_agent.store.notices import Loss, Notices, StoredNotice, Waiting
 from scheduled_events_agent.store.presence import LOCK_NAME, OpenFiles
 from scheduled_events_agent.words import note_in_words
 from scheduled_events_agent.workflow import Note, RememberedEvent, Step, Word, Workflow
 
 __all__ = [
-    "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "Notices", "RememberedChanges", "Store", "StoreError",
-    "StoredNotice", "Waiting",
+    "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "Loss", "Notices", "RememberedChanges", "Store",
+    "StoreError", "StoredNotice", "Waiting",
 ]  # fmt: skip
 
 _FILLER_BYTES = 64 * 1024
@@ -51,7 +51,7 @@ REQUEST_VALID_SECONDS = 30.0
 _ENTRY = ("at", "workflow_id", "event_id", "kind", "stage", "hook", "outcome", "text", "detail")
 _SELECT_ENTRIES = "SELECT at, workflow_id, event_id, kind, stage, hook, outcome, text, detail FROM journal "
 
-FactName = Literal["vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "hook_times", "in_use"]
+FactName = Literal["vm_name", "vm_id", "vm_group", "boot_id", "state_lost", "hook_times", "lost_notices", "in_use"]
 
 
 class WithdrawnError(Exception):
@@ -196,14 +196,14 @@ class Store:
         answers: Mapping[int, str] | None = None,
         notices: Sequence[tuple[str, str]] = (),
         remembered: RememberedChanges = NO_CHANGES,
-    ) -> dict[str, int]:
+    ) -> list[tuple[str, str]]:
         """Put workflows, their notes, answers to operators' requests, notices and what is remembered on the disk.
 
-        ``notices``: target and body of each. Returns how many older ones each target had too many, and has lost.
+        ``notices``: target and body of each. Returns the older ones of which a target had too many: they are lost.
         Raises StoreError, or WithdrawnError if one of these requests is gone; then nothing is written.
         """
         if not (steps or answers or remembered):
-            return {}
+            return []
         latest = {step.workflow.id: step.workflow for step in steps}
         stamp = _stamp(at)
         rows = [(w.id, w.event.id, w.is_open, stamp, msgspec.json.encode(w).decode()) for w in latest.values()]
@@ -228,7 +228,10 @@ class Store:
     def record_all(self, records: Iterable[tuple[str, str, datetime]]) -> None:
         """Put entries about the agent itself into the journal: kind, text and time of each."""
         with self._transaction():
-            self._insert_entries((_stamp(at), "", "", kind, "", "", "", text, "") for kind, text, at in records)
+            self._write_records(records)
+
+    def _write_records(self, records: Iterable[tuple[str, str, datetime]]) -> None:
+        self._insert_entries((_stamp(at), "", "", kind, "", "", "", text, "") for kind, text, at in records)
 
     def load_remembered(self) -> dict[str, RememberedEvent]:
         """The remembered events by their keys, the oldest first."""
@@ -327,11 +330,30 @@ class Store:
     def save_facts(self, facts: dict[FactName, str]) -> None:
         """Remember facts, each under its name."""
         with self._transaction():
-            self._connection.executemany(
-                "INSERT INTO fact (name, value) VALUES (?, ?)"
-                " ON CONFLICT (name) DO UPDATE SET value = excluded.value",
-                list(facts.items()),
-            )
+            self._write_facts(facts)
+
+    def _write_facts(self, facts: dict[FactName, str]) -> None:
+        self._connection.executemany(
+            "INSERT INTO fact (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            list(facts.items()),
+        )
+
+    def load_losses(self) -> dict[str, Loss]:
+        """What targets of notices have lost."""
+        return msgspec.json.decode(self.load_fact("lost_notices") or "{}", type=dict[str, Loss])
+
+    def end_notices(
+        self,
+        ids: Iterable[int],
+        records: Iterable[tuple[str, str, datetime]] = (),
+        losses: Mapping[str, Loss] | None = None,
+    ) -> None:
+        """These were delivered or are lost. ``records``: as for ``record_all``. ``losses``: of all targets."""
+        with self._transaction():
+            self._connection.executemany("DELETE FROM notice WHERE id = ?", [(one,) for one in ids])
+            self._write_records(records)
+            if losses is not None:
+                self._write_facts({"lost_notices": msgspec.json.encode(losses).decode()})
 
     def add_request(self, workflow_id: str, word: RequestWord, user: str, at: datetime) -> int:
         """Ask the running agent for something, and wake it; returns the request's number."""

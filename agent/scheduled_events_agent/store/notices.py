@@ -29,6 +29,15 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     oldest_at: datetime
 
 
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """What one target has lost since a notice was last delivered to it."""
+
+    count: int
+    since: datetime
+    reason: str
+    """Of the last one."""
+
+
 class Notices:
     """The table of notices. All methods raise StoreError."""
 
@@ -38,19 +47,25 @@ class Notices:
         self._transaction = transaction
         self._reading = reading
 
-    def add(self, stamp: str, notices: Sequence[tuple[str, str]]) -> dict[str, int]:
-        """Target and body of each, within a transaction. Returns how many older ones targets have lost by it."""
+    def add(self, stamp: str, notices: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Target and body of each, within a transaction. Returns the older ones that targets have lost by it."""
         self.connection.executemany(
             "INSERT INTO notice (target, at, body) VALUES (?, ?, ?)",
             [(target, stamp, body) for target, body in notices],
         )
-        surplus = (
-            "DELETE FROM notice WHERE target = ? AND id <="
-            " (SELECT id FROM notice WHERE target = ? ORDER BY id DESC LIMIT 1 OFFSET ?)"
-        )
-        targets = dict.fromkeys(target for target, _ in notices)
-        lost = {one: self.connection.execute(surplus, (one, one, MAX_NOTICES)).rowcount for one in targets}
-        return {target: count for target, count in lost.items() if count}
+        lost: list[tuple[str, str]] = []
+        for target in dict.fromkeys(target for target, _ in notices):
+            surplus = "SELECT id, body FROM notice WHERE target = ? ORDER BY id DESC LIMIT -1 OFFSET ?"
+            rows = self.connection.execute(surplus, (target, MAX_NOTICES)).fetchall()[::-1]
+            self.connection.executemany("DELETE FROM notice WHERE id = ?", [(row[0],) for row in rows])
+            lost += [(target, row[1]) for row in rows]
+        return lost
+
+    def load_body(self, notice_id: int) -> str | None:
+        """The body; None if the notice is no longer there."""
+        with self._reading():
+            row = self.connection.execute("SELECT body FROM notice WHERE id = ?", (notice_id,)).fetchone()
+            return str(row[0]) if row else None
 
     def load_next(self, target: str, after_id: int) -> StoredNotice | None:
         """The next one to deliver."""
@@ -58,11 +73,6 @@ class Notices:
         with self._reading():
             row = self.connection.execute(query, (target, after_id)).fetchone()
             return StoredNotice(id=row[0], at=datetime.fromisoformat(row[1]), body=row[2]) if row else None
-
-    def delete(self, ids: Iterable[int]) -> None:
-        """These were delivered, or are given up."""
-        with self._transaction():
-            self.connection.executemany("DELETE FROM notice WHERE id = ?", [(one,) for one in ids])
 
     def drop(self, targets: Iterable[str]) -> None:
         """Delete all that wait for these targets."""
