@@ -19,6 +19,7 @@ from scheduled_events_agent.cli.operator import ask_agent, command_options, find
 from scheduled_events_agent.cli.terminal import Row, Style, Terminal, print_json
 from scheduled_events_agent.events import Affects, ScheduledEvent
 from scheduled_events_agent.operator_words import command, short_ids, words_of_use
+from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import JournalEntry, LastKnown, ShownWorkflow, Status, Vm
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.words import (
@@ -152,6 +153,9 @@ def _rows(status: Status) -> Iterator[Row]:
         if failure := target.failure:
             text = f"{target.name} has failed since {clock(failure.since, now)}: {failure.reason}"
             yield Row("notify", f"{text}; notices waiting: {target.waiting}", "yellow")
+        if target.lost_at:
+            lost = f"{target.name}: {plural(target.lost, 'notification')} lost since {clock(target.lost_at, now)}"
+            yield Row("notify", f"{lost} ({target.lost_reason})", "yellow")
     if fleet := status.fleet:
         since = f" since {clock(fleet.away_since, now)}" if fleet.away_since else ""
         away = f"; its table cannot be used{since}: {fleet.failure}" if fleet.failure else ""

@@ -118,15 +118,7 @@ class Notifying:
         if removed := waiting.keys() - set(names):
             self._store.notices.drop(removed)
             for target in removed:
-                count = waiting.pop(target).count
-                self._metrics.notices_dropped.labels(target, "removed").inc(count)
-                get_logger().warning(
-                    "notices are dropped",
-                    log_id=LogId.NOTICES_DROPPED,
-                    target=target,
-                    count=count,
-                    reason="removed",
-                )
+                self._drop(target, waiting.pop(target).count)
         self.waiting = waiting
         self._is_settled = True
         self._metrics.set_waiting(
@@ -135,6 +127,12 @@ class Notifying:
                 for name in names
             }
         )
+
+    def _drop(self, target: str, count: int) -> None:
+        """What waited for a target that the policy lacks."""
+        self._metrics.notices_dropped.labels(target, "removed").inc(count)
+        text = "notices are dropped"
+        get_logger().warning(text, log_id=LogId.NOTICES_DROPPED, target=target, count=count, reason="removed")
 
     def _look_at_ended(self, now: datetime) -> None:
         # A notice that is lost is still in the state file, which says what it was.
