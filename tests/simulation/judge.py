@@ -43,6 +43,8 @@ from scheduled_events_agent.workflow import HookOutcome
 VM = "vm_1"
 # Two answers that are closer to each other count as one.
 _POLLS_APART = 0.9
+# What is due in this very moment is begun in the next turn.
+_TURN_SECONDS = 1.0
 Key = tuple[str, str]
 """Event and hook."""
 News = tuple[str, str, datetime]
@@ -544,7 +546,7 @@ class Judge:
             return False
         # The least that the preparation may take; hooks whose earlier runs were short begin that late.
         seconds = self.reserve if rule.lead is None else rule.lead
-        return self._now() < life.not_before - timedelta(seconds=seconds)
+        return self._now() < life.not_before - timedelta(seconds=seconds - _TURN_SECONDS)
 
     def _may_speak(self, life: Life, rule: Rule) -> bool:
         """Whether this VM may approve it for the others, if need be after them."""

@@ -1327,6 +1327,7 @@ class Executor:
     def close(self) -> None:
         """All of them are ended with the agent."""
         self._live.clear()
+        self._waiting.clear()
 
     def _end(self, key: HookKey, number: int, outcome: HookOutcome) -> None:
         if key not in self._live or self._numbers[key] != number or self._life != self._world.life:
