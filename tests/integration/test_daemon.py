@@ -213,11 +213,11 @@ def test_a_hook_that_waited_for_on_clear_is_dropped_with_the_workflow_of_another
     try:
         daemon = Daemon(Settings(), Given(Settings), store)
         # Disowning has emptied the board while the on_clear hook was being ended.
-        daemon._engine._hook_runs.delayed = [
+        daemon._engine._hook_runs._delayed = [
             RunHook(workflow_id="another's", stage="prepare", hook="drain", run=1)
         ]
         daemon._engine.take(HookEnded(RunOnClear("uncordon"), without_run("uncordon", "canceled", "canceled")))
-        assert daemon._engine._hook_runs.delayed == []
+        assert daemon._engine._hook_runs._delayed == []
         assert not daemon._executor.is_busy()
     finally:
         store.close()

@@ -678,3 +678,28 @@ def test_what_no_news_and_no_time_has_changed_is_not_decided_again(
         assert executor.sent == ["E1"]
     finally:
         store.close()
+
+
+def test_a_hook_that_waits_for_on_clear_does_not_start_against_a_hold(tmp_path: Path) -> None:
+    hooks = {name: Hook(run=("/bin/true",)) for name in ("clear", "drain")}
+    rule = Rule(name="drain", prepare=("drain",), approve="when-prepared")
+    executor = Clearing()
+    store = Store.open(tmp_path, datetime.now(UTC))
+    try:
+        settings = Settings(rules=(rule,), hooks=hooks, on_clear=("clear",))
+        engine = Engine(settings, store, Metrics(tuple), cast("Executor", executor))
+        engine.start()
+        engine.take(Identity(name="vm-1", vm_id="id-1"))
+        for number, events in enumerate(((), (EVENT,)), start=1):
+            engine.take(Document(incarnation="", events=events, answered=number))
+            assert engine.turn(datetime.now(UTC))
+        with contextlib.closing(Store.join(tmp_path)) as operator:
+            for word, started in (("held", ["clear"]), ("", ["clear", "drain"])):
+                (workflow_id,) = engine.board
+                operator.add_request(workflow_id, word, "kim", datetime.now(UTC))  # type: ignore[arg-type]
+                with mock.patch.object(executor, "is_running", return_value=False):  # the on_clear hook has ended
+                    assert engine.turn(datetime.now(UTC))
+                    assert engine.turn(datetime.now(UTC))
+                assert executor.started == started
+    finally:
+        store.close()

@@ -94,6 +94,8 @@ class Life:
     """The hook at which its preparation has failed."""
     stuck_at: str = ""
     """The hook at which its recovery has failed."""
+    last_stuck_at: str = ""
+    """The same; a word of an operator, which may never be taken, does not end it."""
     is_confirmed: bool = False
     is_posted: bool = False
     """An approval is under way, as far as the agent knows."""
@@ -177,6 +179,9 @@ class Judge:
             rule = self.rule(life)
             is_over = life.is_over and not any(name == life.name for name, _ in self._allowed)
             life.may_have_more |= life.may_be_begun and not life.is_over
+            if life.may_have_more and not any(used[:2] == (life.name, "prepare") for used in self._used):
+                # If it has only waited for hooks of others, and gets hooks now, nothing was done for it.
+                self._owed = {key for key in self._owed if key[0] != life.name}
             if life.may_be_begun and not is_over and rule is not None:
                 self._allowed |= {(life.name, hook) for hook in rule.recover}
 
@@ -273,8 +278,8 @@ class Judge:
         life = self.lives.get(name)
         if life is not None and not life.is_over:
             life.is_resolved |= word == "resolve"
-        if life is not None and life.is_over and life.stuck_at:
-            self._allowed |= {(name, life.stuck_at)} if word == "retry" else set()
+        if life is not None and life.is_over and life.last_stuck_at:
+            self._allowed |= {(name, life.last_stuck_at)} if word == "retry" else set()
             life.stuck_at = ""
         elif life is not None and life.failed_hook:
             self._used.discard((name, "prepare", life.failed_hook))
@@ -365,7 +370,7 @@ class Judge:
         elif stage == "prepare" and has_failed:
             life.succeeded.add(hook)
         if stage == "recover" and has_failed and is_required:
-            life.stuck_at = hook
+            life.stuck_at = life.last_stuck_at = hook
             self._allowed.discard((event, hook))
         elif stage == "recover" and outcome != "canceled":
             for other in self.lives.values():
@@ -518,6 +523,8 @@ class Judge:
         life = self.lives.get(name)
         if life is None or life.is_confirmed or life.was_started or not self._may_approve(life):
             return
+        if len(life.words) > 1:
+            return  # what an operator said may never have been taken
         rule = self.rule(life)
         if rule is None or rule.lead is not None or self._policies > 1:
             return

@@ -36,10 +36,10 @@ def read(judge: Judge, *events: tuple[str, str, str], at: float, vms: tuple[str,
     [
         (MANUAL, 3600.0, True),
         (MANUAL, 6.0, True),
-        (MANUAL, 5.0, False),
+        (MANUAL, 4.0, False),
         (MANUAL, -3600.0, False),
         (WITH_LEAD, 61.0, True),
-        (WITH_LEAD, 60.0, False),
+        (WITH_LEAD, 59.0, False),
         (OURS, 3600.0, False),
     ],
 )

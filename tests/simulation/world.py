@@ -1230,16 +1230,18 @@ class Executor:
         begin = partial(self._begin, effect, hook, number, deadline)
         if hook.serialize and effect.hook in self._once:
             self._waiting[key] = begin
-            world.after(_URGENT_SECONDS, lambda: self._expect_turn(effect))
+            world.after(_URGENT_SECONDS, lambda: self._expect_turn(effect, number))
             return
         if hook.serialize:
             self._once[effect.hook] = key
         begin()
 
-    def _expect_turn(self, effect: HookStart) -> None:
+    def _expect_turn(self, effect: HookStart, number: int) -> None:
         """A second after it has begun to wait."""
         key = key_of(effect)
-        if key in self._waiting and effect.hook in self._once and self._life == self._world.life:
+        if self._numbers[key] != number or key not in self._waiting or self._life != self._world.life:
+            return
+        if effect.hook in self._once:
             first = self._once[effect.hook]
             behind = self._runs[first]
             if first not in self._patient and isinstance(behind, RunHook):

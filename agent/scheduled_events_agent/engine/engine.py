@@ -198,9 +198,11 @@ class Engine:
             has_document = bool(self.documents.new or self.documents.latest) and not self._is_stopping
             if has_document and (self._is_identity_sure or self.settings.vm.name):
                 self._document_at = document_at or now
-            if self._hook_runs.delayed and not self._is_stopping and self._machine.is_shutting_down() is False:
-                self._hook_runs.run_delayed(self.board, self.name(), now)
+            if self._hook_runs.cut_short and not self._is_stopping and self._machine.is_shutting_down() is False:
+                self._hook_runs.resume()
             self._decide_and_do(now)
+            if not self._is_stopping:
+                self._hook_runs.run_delayed(self.board, self.name(), now)
             self._answer_holds()
             self._greet_first_document(now)
             self._hook_runs.save_times()
@@ -233,7 +235,7 @@ class Engine:
     def is_restless(self) -> bool:
         """Whether the next turn should come soon: for another try, or for a time of a clock that may be set."""
         has_unwritten = self._teller.has_unwritten
-        is_behind = bool(self.documents.new or self._hook_runs.delayed or has_unwritten)
+        is_behind = bool(self.documents.new or self._hook_runs.cut_short or has_unwritten)
         return is_behind or self._upkeep.has_more or self.wake_at is not None
 
     def begin_stop(self) -> None:

@@ -52,9 +52,10 @@ class HookRuns:
         self.is_on_clear_decided = False
         """Whether it is known if anything was pending at the start."""
         self._on_clear: list[str] = []
-        self.delayed: list[RunHook] = []
-        """Hooks that wait for the end of an on_clear hook, which might undo what they do. And hooks that failed
-        while the machine went down, if it stays up after all."""
+        self._delayed: list[RunHook] = []
+        """Hooks that wait for the end of an on_clear hook, which might undo what they do."""
+        self.cut_short: list[RunHook] = []
+        """Hooks that failed while the machine went down; they run again if it stays up after all."""
         self._times = hook_times.decode(store.load_fact("hook_times"))
         self._are_times_saved = True
         self.seconds: Mapping[str, float] = {}
@@ -75,7 +76,7 @@ class HookRuns:
         if self._executor.is_running(ON_CLEAR):
             self._on_clear = []
             self._executor.cancel_hook(ON_CLEAR, is_urgent=workflow.event.type == "Preempt")
-            self.delayed.append(effect)
+            self._delayed.append(effect)
             return
         event = workflow.event
         not_before = None if workflow.is_over else event.starts_at
@@ -103,22 +104,30 @@ class HookRuns:
 
     def cancel(self, cancel: CancelHook) -> None:
         key = (cancel.workflow_id, cancel.stage)
-        for effect in [effect for effect in self.delayed if key_of(effect) == key]:
-            self.delayed.remove(effect)
+        waiting = [effect for effect in (*self._delayed, *self.cut_short) if key_of(effect) == key]
+        self._delayed = [effect for effect in self._delayed if effect not in waiting]
+        self.cut_short = [effect for effect in self.cut_short if effect not in waiting]
+        for effect in waiting:
             result = without_run(effect.hook, "canceled", "canceled before it started")
             self._executor.report(HookEnded(effect, result))
         self._executor.cancel_hook(key, is_urgent=cancel.is_urgent)
 
+    def resume(self) -> None:
+        """The machine stays up."""
+        self._delayed += self.cut_short
+        self.cut_short = []
+
     def run_delayed(self, board: Board, vm: str, now: datetime) -> None:
-        """Start what had to wait, but for events that are missing now."""
-        if self._executor.is_running(ON_CLEAR):
+        """Start what had to wait, but for events that are missing now, or that an operator holds."""
+        if not self._delayed or self._executor.is_running(ON_CLEAR):
             return
-        delayed = self.delayed
-        self.delayed = []
+        delayed = self._delayed
+        self._delayed = []
         for effect in delayed:
             workflow = board.get(effect.workflow_id)  # None if it was another VM's
-            if workflow is not None and workflow.is_missing:
-                self.delayed.append(effect)
+            is_held = workflow is not None and workflow.operator == "held" and effect.stage == "prepare"
+            if workflow is not None and (workflow.is_missing or is_held):
+                self._delayed.append(effect)
             elif workflow is not None:
                 self._log.info(
                     "a hook that had to wait starts now",
@@ -141,7 +150,7 @@ class HookRuns:
                 hook=effect.hook,
                 reason=result.detail,
             )
-            self.delayed.append(effect)
+            self.cut_short.append(effect)
             return None
         hook = self._settings.hooks.get(effect.hook)
         attempts = f" after {result.attempts} attempts" if result.attempts > 1 else ""
