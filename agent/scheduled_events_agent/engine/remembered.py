@@ -67,14 +67,13 @@ def changes_by_time(
     known: Mapping[str, RememberedEvent], now: datetime, pending: Collection[str], listed: Collection[str]
 ) -> RememberedChanges:
     """What the time that has passed changes: a day after its event was last seen, nothing is remembered."""
-    kept = {*pending, *(key for key in listed if key in known)}
     old = {key for key, one in known.items() if now - one.last_seen_at > _REMEMBERED}
     seen_again = {
         key: replace(one, last_seen_at=now)
         for key, one in known.items()
         if one.reason == "expired" and key in listed and now - one.last_seen_at > _SEEN_AGAIN
     }
-    return RememberedChanges(put=seen_again, removed=frozenset(old - kept))
+    return RememberedChanges(put=seen_again, removed=frozenset(old.difference(pending, listed)))
 
 
 def changes_by_steps(
@@ -90,8 +89,7 @@ def changes_by_steps(
     removed |= known.keys() & set(unlisted)
     for step in steps:
         if any(note.kind == "expired" for note in step.notes):
-            seen_at = step.workflow.missing_since or now
-            put[step.workflow.event.key] = RememberedEvent(reason="expired", at=now, last_seen_at=seen_at)
+            put[step.workflow.event.key] = RememberedEvent(reason="expired", at=now, last_seen_at=now)
     return RememberedChanges(put=put, removed=frozenset(removed - put.keys()))
 
 

@@ -1,6 +1,6 @@
 """Reads a small file of settings or secrets without waiting for what is not a file.
 
-A named pipe in its place would block whoever opens it until another process writes into it.
+Who opens a named pipe waits until another process writes into it.
 """
 
 import os

@@ -159,7 +159,7 @@ def stale_gate(_: Workflow, context: Context) -> Leave:
 
 
 # What must say yes before this VM calls itself ready. Of several that say no the first is named: that this VM can
-# never approve the event, then what can be put right, then what somebody wants so.
+# never approve the event, then what can be put right, then what a rule or an operator wants.
 OWN_GATES: Gates = (
     service_gate, preparation_gate, doubt_gate, id_gate, rule_gate, operator_gate, time_gate, speaker_gate,
 )  # fmt: skip
