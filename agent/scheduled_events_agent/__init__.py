@@ -7,9 +7,7 @@ Decisions are values, and edges carry them out.
     api_version.py PURE  in which api-version the document is asked for
     workflow/     PURE   what happens next: (board, signals, context) -> steps
     hook_times.py PURE   how long hooks may take, from their limits and their last runs
-    status.py     PURE   what there is to see: the agent and its events as values
-    words.py      PURE   the words for it, and for why an event waits
-    operator_words.py PURE the commands with which an operator overrules the agent
+    status/       PURE   what there is to see: its types, what needs a person, the words, the commands
     spelling.py   PURE   how people write durations, and what a misspelt word was meant to be
     typed_yaml.py PURE   YAML text -> frozen values along their types, every error with its line
     yaml_nodes.py PURE   YAML text -> nodes, syntax errors in plain words

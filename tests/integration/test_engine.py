@@ -31,8 +31,8 @@ from scheduled_events_agent.log import set_up
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Hook, Rule, When
 from scheduled_events_agent.settings import ImdsSettings, Settings
+from scheduled_events_agent.status.messages import as_shown
 from scheduled_events_agent.store import FILE_NAME, MAX_ENTRIES, Store
-from scheduled_events_agent.words import as_shown
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve, RunHook, proceed
 
 START = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)

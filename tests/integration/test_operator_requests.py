@@ -12,9 +12,9 @@ from scheduled_events_agent.events import Document, ScheduledEvent
 from scheduled_events_agent.hooks import HookResult
 from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.operator_words import overruling
 from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.settings import AgentSettings, Settings
+from scheduled_events_agent.status.actions import overruling
 from scheduled_events_agent.store import RequestWord, Store
 from scheduled_events_agent.workflow import Approve, HookOutcome, RunHook
 

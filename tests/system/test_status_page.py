@@ -35,9 +35,9 @@ from scheduled_events_agent.status import (
     Status,
     Vm,
 )
+from scheduled_events_agent.status.messages import as_shown, with_words
 from scheduled_events_agent.web.files import FILES
 from scheduled_events_agent.web.server import Page, WebServer
-from scheduled_events_agent.words import as_shown, with_words
 from scheduled_events_agent.workflow import Approval, Context, Phase, Progress, proceed
 
 NOW = datetime.now(UTC).replace(microsecond=0)

@@ -12,8 +12,7 @@ import scheduled_events_agent
 
 ROOT = Path(scheduled_events_agent.__file__).parent
 PURE = {
-    "api_version", "events", "hook_times", "log_ids", "operator_words", "policy", "spelling", "status", "words",
-    "workflow",
+    "api_version", "events", "hook_times", "log_ids", "policy", "spelling", "status", "workflow",
 }  # fmt: skip
 EDGES = {"imds", "hooks", "store", "web", "metrics", "log", "notices", "fleet"}
 
@@ -30,10 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "policy": {"events", "spelling"},
     "api_version": {"events", "policy"},
     "workflow": {"events", "policy", "workflow"},
-    "status": {"events", "workflow"},
+    "status": {"events", "spelling", "status", "workflow"},
     "hook_times": {"policy", "workflow"},
-    "operator_words": {"workflow", "status"},
-    "words": {"events", "workflow", "status", "operator_words", "spelling"},
     "settings": {"events", "policy", "spelling", "typed_yaml", "host", "web", "settings"},
     "transport": set(),
     "imds": PURE | {"settings", "host", "transport"},

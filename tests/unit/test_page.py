@@ -12,8 +12,8 @@ import scheduled_events_agent
 from scheduled_events_agent.events import ScheduledEvent, Seen
 from scheduled_events_agent.policy import Rule
 from scheduled_events_agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
+from scheduled_events_agent.status.messages import as_shown, with_words
 from scheduled_events_agent.web.files import FILES, HEADERS
-from scheduled_events_agent.words import as_shown, with_words
 from scheduled_events_agent.workflow import Approval, Context, Progress, proceed
 
 NOW = datetime(2026, 3, 4, 3, 0, 0, tzinfo=UTC)

@@ -8,10 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from scheduled_events_agent.events import ScheduledEvent
-from scheduled_events_agent.operator_words import overruling, short_ids
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
-from scheduled_events_agent.words import (
+from scheduled_events_agent.status.actions import overruling, short_ids
+from scheduled_events_agent.status.messages import (
     activity,
     by_urgency,
     clock,

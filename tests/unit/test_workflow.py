@@ -13,7 +13,7 @@ from scheduled_events_agent.engine.remembered import changes_by_steps
 from scheduled_events_agent.events import Document, Gone, ScheduledEvent, compare
 from scheduled_events_agent.policy import MaintenanceWindow, Rule, When
 from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.words import as_shown, note_in_words
+from scheduled_events_agent.status.messages import as_shown, note_in_words
 from scheduled_events_agent.workflow import (
     TRANSITIONS,
     AgentRestarted,

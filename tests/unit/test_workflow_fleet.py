@@ -9,7 +9,7 @@ from test_workflow import NOTICE, START, a_rule, an_event
 
 from scheduled_events_agent.engine.fleet import FleetPart
 from scheduled_events_agent.events import Gone, Seen
-from scheduled_events_agent.words import wait_in_words
+from scheduled_events_agent.status.messages import wait_in_words
 from scheduled_events_agent.workflow import (
     ApprovalAnswered,
     Approve,

@@ -6,7 +6,7 @@ import pytest
 from test_workflow import Agent, a_rule, an_event
 
 from scheduled_events_agent.policy import When
-from scheduled_events_agent.words import activity, as_shown
+from scheduled_events_agent.status.messages import activity, as_shown
 
 DAY = 86400.0
 

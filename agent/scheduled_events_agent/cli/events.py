@@ -17,8 +17,8 @@ from scheduled_events_agent.imds import ImdsClient, connect
 from scheduled_events_agent.settings import Settings, find_config, load_settings, state_dir_of
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import CurrentEvent, CurrentEvents, ShownWorkflow, Vm
+from scheduled_events_agent.status.messages import activity, as_shown, last_known_activity
 from scheduled_events_agent.store import Store, StoreError
-from scheduled_events_agent.words import activity, as_shown, last_known_activity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

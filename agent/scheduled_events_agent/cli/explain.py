@@ -34,8 +34,8 @@ from scheduled_events_agent.policy import Decision, Facts, decide, refusal
 from scheduled_events_agent.settings import Settings, find_config, load_settings, state_dir_of
 from scheduled_events_agent.spelling import format_duration, parse_time
 from scheduled_events_agent.status import SCHEMA_VERSION, Vm
+from scheduled_events_agent.status.messages import clock, wait_in_words
 from scheduled_events_agent.store import Store, StoreError
-from scheduled_events_agent.words import clock, wait_in_words
 from scheduled_events_agent.workflow import (
     ApprovalAnswered,
     Approve,

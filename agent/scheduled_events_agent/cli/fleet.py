@@ -37,7 +37,7 @@ from scheduled_events_agent.policy import matches_glob
 from scheduled_events_agent.settings import Settings, find_config, load_policy
 from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
 from scheduled_events_agent.status import SCHEMA_VERSION
-from scheduled_events_agent.words import clock
+from scheduled_events_agent.status.messages import clock
 
 if TYPE_CHECKING:
     from scheduled_events_agent.fleet.table_ledger import TableLedger

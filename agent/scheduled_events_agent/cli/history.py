@@ -19,8 +19,8 @@ from scheduled_events_agent.cli.status import title
 from scheduled_events_agent.cli.terminal import Style, Terminal, print_json
 from scheduled_events_agent.spelling import parse_duration, parse_time
 from scheduled_events_agent.status import History, HistoryItem, Journal, JournalEntry
+from scheduled_events_agent.status.messages import as_shown, clock, span
 from scheduled_events_agent.store import Store
-from scheduled_events_agent.words import as_shown, clock, span
 
 _DEFAULT_LIMIT = 20
 _HOOK_STYLES: dict[str, Style] = {"succeeded": "green", "failed": "red", "timed_out": "red", "not_started": "red"}

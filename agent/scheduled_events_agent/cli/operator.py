@@ -17,9 +17,10 @@ from typing import NamedTuple
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.terminal import print_json, printable
-from scheduled_events_agent.operator_words import UNSETTLED_HOLD, quoted
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import OperatorAnswer
+from scheduled_events_agent.status.actions import UNSETTLED_HOLD, quoted
+from scheduled_events_agent.status.messages import clock
 from scheduled_events_agent.store import (
     FILE_NAME,
     LOCK_NAME,
@@ -28,7 +29,6 @@ from scheduled_events_agent.store import (
     Store,
     StoreError,
 )
-from scheduled_events_agent.words import clock
 from scheduled_events_agent.workflow import Workflow
 
 # Should the wake-up be lost: longer than the agent ever rests.

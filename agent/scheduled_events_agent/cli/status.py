@@ -1,6 +1,6 @@
 """``status``: what the agent does now, and why.
 
-Owns the layout for people. Decides nothing: the words come from ``scheduled_events_agent.words``. The one
+Owns the layout for people. Decides nothing: the words come from ``status/messages.py``. The one
 invariant: what is said of the agent is its own answer, or else the first line says that it is not.
 """
 
@@ -18,11 +18,10 @@ from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.operator import ask_agent, command_options, find_agent, find_state_dir, user_name
 from scheduled_events_agent.cli.terminal import Row, Style, Terminal, print_json
 from scheduled_events_agent.events import Affects, ScheduledEvent
-from scheduled_events_agent.operator_words import command, short_ids, words_of_use
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import JournalEntry, LastKnown, ShownWorkflow, Status, Vm
-from scheduled_events_agent.store import Store, StoreError
-from scheduled_events_agent.words import (
+from scheduled_events_agent.status.actions import command, short_ids, words_of_use
+from scheduled_events_agent.status.messages import (
     activity,
     as_shown,
     by_urgency,
@@ -35,6 +34,7 @@ from scheduled_events_agent.words import (
     verdict,
     waits_for_operator,
 )
+from scheduled_events_agent.store import Store, StoreError
 
 _NO_AGENT = "no agent runs"
 # How many VMs of an event are named; there may be a hundred.

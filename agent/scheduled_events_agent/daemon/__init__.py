@@ -48,9 +48,9 @@ from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.settings import FleetSettings, Settings, keys_for_next_start
 from scheduled_events_agent.status import PolicyInForce
+from scheduled_events_agent.status.messages import summarize
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.web.server import WebServer
-from scheduled_events_agent.words import summarize
 from scheduled_events_agent.workflow import Wish
 
 if TYPE_CHECKING:

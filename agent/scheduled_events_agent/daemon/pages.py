@@ -36,11 +36,11 @@ from scheduled_events_agent.status import (
     Status,
     Vm,
 )
+from scheduled_events_agent.status.messages import as_shown, with_words
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.web.files import FILES
 from scheduled_events_agent.web.server import Page, WebError, WebServer
 from scheduled_events_agent.web.tls import Tls, TlsError
-from scheduled_events_agent.words import as_shown, with_words
 from scheduled_events_agent.workflow import Board, Workflow, is_ready
 
 # An engine that has not turned for this long hangs. (It rests ten seconds, and waits two for a slow disk.)

@@ -35,10 +35,10 @@ from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.log import FailureLog, get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.operator_words import UNSETTLED_HOLD
 from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.status.actions import UNSETTLED_HOLD
+from scheduled_events_agent.status.messages import pending_in_words
 from scheduled_events_agent.store import Request, Store, StoreError, WithdrawnError
-from scheduled_events_agent.words import pending_in_words
 from scheduled_events_agent.workflow import (
     AgentRestarted,
     ApprovalAnswered,

@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
+from scheduled_events_agent.status.messages import wait_in_words
 from scheduled_events_agent.store import Request
-from scheduled_events_agent.words import wait_in_words
 from scheduled_events_agent.workflow import Context, Word, Workflow, ask_gates, has_obeyed
 
 

@@ -7,8 +7,8 @@ from datetime import datetime
 from scheduled_events_agent.log import FailureLog, get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.status.messages import note_in_words
 from scheduled_events_agent.store import Store, StoreError
-from scheduled_events_agent.words import note_in_words
 from scheduled_events_agent.workflow import Note, Step, Workflow
 
 # Of more new events than this at once, the log tells of the first few.

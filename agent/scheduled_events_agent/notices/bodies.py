@@ -12,7 +12,7 @@ from scheduled_events_agent import host
 from scheduled_events_agent.events import to_azure_json
 from scheduled_events_agent.notices.happening import Happening
 from scheduled_events_agent.settings.files import read_named_file
-from scheduled_events_agent.words import notice_title
+from scheduled_events_agent.status.messages import notice_title
 
 _MAX_TEMPLATE_BYTES = 64 * 1024
 _PLACEHOLDER = re.compile(r"\$\{([^}\n]*)\}")

@@ -10,7 +10,7 @@ import msgspec
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.policy import Facts, mismatch
 from scheduled_events_agent.settings.model import NoticeWord, NotifyTarget
-from scheduled_events_agent.words import note_in_words
+from scheduled_events_agent.status.messages import note_in_words
 from scheduled_events_agent.workflow import NoteKind, Step
 
 _WORDS: dict[NoteKind, NoticeWord] = {

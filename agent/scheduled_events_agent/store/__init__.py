@@ -20,11 +20,11 @@ import msgspec
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.status import History, JournalEntry
+from scheduled_events_agent.status.messages import note_in_words
 from scheduled_events_agent.store import file
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
 from scheduled_events_agent.store.notices import Loss, Notices, StoredNotice, Waiting
 from scheduled_events_agent.store.presence import LOCK_NAME, OpenFiles
-from scheduled_events_agent.words import note_in_words
 from scheduled_events_agent.workflow import Note, RememberedEvent, Step, Word, Workflow
 
 __all__ = [

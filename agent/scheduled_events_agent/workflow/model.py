@@ -96,7 +96,7 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Waits(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a workflow does not move; ``words.py`` has the words for it."""
+    """Why a workflow does not move; ``status/messages.py`` has the words for it."""
 
     kind: WaitKind
     at: datetime | None = None
@@ -276,7 +276,7 @@ class Note(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: NoteKind
     text: str = ""
-    """"" if ``waits`` says it; see ``words.note_in_words``."""
+    """"" if ``waits`` says it; see ``messages.note_in_words``."""
     waits: Waits | None = None
     """Why the workflow waits, or is held."""
     stage: str = ""

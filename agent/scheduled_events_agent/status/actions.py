@@ -8,7 +8,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable
 
-from scheduled_events_agent.status import OperatorWord, Status
+from scheduled_events_agent.status.status import OperatorWord, Status
 from scheduled_events_agent.workflow import Workflow
 
 UNSETTLED_HOLD = "held, unless Azure takes the approval that is under way; see status"

@@ -10,9 +10,9 @@ from datetime import datetime
 from msgspec.structs import replace
 
 from scheduled_events_agent.events import ScheduledEvent
-from scheduled_events_agent.operator_words import command, short_ids, words_of_use
 from scheduled_events_agent.spelling import plural
-from scheduled_events_agent.status import EventSummary, HookStep, RunningHook, ShownWorkflow, Status
+from scheduled_events_agent.status.actions import command, short_ids, words_of_use
+from scheduled_events_agent.status.status import EventSummary, HookStep, RunningHook, ShownWorkflow, Status
 from scheduled_events_agent.workflow import Note, Progress, Stage, Waits, Workflow
 
 _APPROVALS = {
