@@ -56,8 +56,10 @@ class LogId(IntEnum):
     APPROVED = 231, "Azure has accepted the approval."
     APPROVAL_FAILED = 232, "An approval failed; it is sent again."
     HELD = 240, "The event is held: Azure waits until NotBefore, then starts it."
-    BLOCKED = 241, "The event is blocked until an operator acts."
+    HOOK_MISSING = 241, "Recovery waits for a hook that is not in the policy: put it back."
     OPERATOR = 242, "An operator made a request."
+    APPROVAL_NEEDED = 243, "The event waits for an operator's approval."
+    WITHOUT_SLOT = 244, "Preparation begins without a slot of the fleet: Azure may start the event soon."
     RECOVERING = 250, "Recovery begins."
     CLOSED = 251, "The event is over and what was prepared is recovered."
     RECOVERY_FAILED = 252, "The event is over, but recovery failed: retry or resolve it."
@@ -97,7 +99,8 @@ _MESSAGE_IDS = {
     LogId.APPROVED: "2855498063661c9e205b7f42c4aa4c2e",
     LogId.APPROVAL_FAILED: "cf1f2f16690f1477c3d285a10504b83c",
     LogId.HELD: "ffa508265f4ac3015b330b8441256bf7",
-    LogId.BLOCKED: "b6c32ffe6835e13347691924b0d354d0",
+    LogId.HOOK_MISSING: "b6c32ffe6835e13347691924b0d354d0",
+    LogId.APPROVAL_NEEDED: "b4557d978e4e4ba5bf92a89869195a15",
     LogId.OPERATOR: "69b1417fc1ac0cb5059a0abd3d24e73a",
     LogId.CLOSED: "79b8242fe79852f9876b213a51683173",
     LogId.RECOVERY_FAILED: "2d06dfa91df2f8b8b8cdcd4c84ab8fe5",

@@ -6,6 +6,7 @@ resource's name. Only the gauge that lists what is pending carries ids, and its 
 start at 0 for each of their labels: Prometheus sees no increase in a counter that appears with its first count.
 """
 
+from collections import Counter as Counting
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice, product
@@ -27,6 +28,8 @@ from prometheus_client.registry import Collector
 from scheduled_events_agent import __version__
 from scheduled_events_agent.events import EVENT_TYPES, Affects
 from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.status import Attention
+from scheduled_events_agent.status.attention import ATTENTION_KINDS, WITH_DEADLINE
 from scheduled_events_agent.workflow import HookOutcome, Note, Outcome, Phase, Workflow
 
 _PREFIX = "scheduled_events_"
@@ -63,6 +66,7 @@ class Metrics:
         self._add_outcomes_and_state()
         self._add_notices()
         self._count_from_zero()
+        self.set_attention(())
         self._load_pending = load_pending
         self._exposed: tuple[tuple[Workflow, ...], bytes] | None = None
         """What was pending at the last scrape, and its text."""
@@ -83,6 +87,13 @@ class Metrics:
         self.is_acting = self._gauge("acting", "1 if the agent acts, 0 if it only observes.")
         self.is_ready = self._gauge(
             "ready", "1 unless an event is prepared for or being recovered from: as /readyz."
+        )
+
+        self._attention = self._gauge("attention", "What needs a person, by kind; see the command status.", "kind")
+        self._deadlines = self._gauge(
+            "attention_deadline_timestamp_seconds",
+            "Unix time after which it is too late to act, the earliest of each kind; 0: at any moment.",
+            "kind",
         )
 
     def _add_polls(self) -> None:
@@ -203,6 +214,20 @@ class Metrics:
         ):
             for labels in product(*words):
                 family.labels(*labels)
+
+    def set_attention(self, found: Iterable[Attention]) -> None:
+        """Show how much of each kind needs a person, and until when."""
+        counts = Counting(one.kind for one in found)
+        for kind in ATTENTION_KINDS:
+            self._attention.labels(kind).set(counts[kind])
+        self._deadlines.clear()
+        deadlines: dict[str, float] = {}
+        for one in found:
+            if one.kind in WITH_DEADLINE and one.severity == "act":
+                deadline = one.deadline.timestamp() if one.deadline else 0.0
+                deadlines[one.kind] = min(deadline, deadlines.get(one.kind, deadline))
+        for name, deadline in deadlines.items():
+            self._deadlines.labels(name).set(deadline)
 
     def set_policy(self, settings: Settings, policy_hash: str) -> None:
         """Show which policy is in force, and count its rules and hooks from 0."""

@@ -177,7 +177,7 @@ def test_a_recovery_whose_hook_is_gone_after_a_restart_waits_until_it_is_put_bac
     agent.write_policy(rules=[], hooks={})
     agent.start()
     sim.end(event)
-    blocked = agent.wait_log("blocked", event_id=event)
+    blocked = agent.wait_log("hook missing", event_id=event)
     assert (blocked["level"], blocked["reason"]) == (
         "warning",
         "hook resume is not in the policy any more: put it back",

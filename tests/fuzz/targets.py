@@ -55,7 +55,7 @@ from scheduled_events_agent.simulator.recording import (
     summarize,
 )
 from scheduled_events_agent.status import Status
-from scheduled_events_agent.status.messages import with_words
+from scheduled_events_agent.status.summaries import with_words
 from scheduled_events_agent.web.server import Page, WebServer
 from scheduled_events_agent.web.tls import Tls, TlsError
 from scheduled_events_agent.workflow import (

@@ -18,6 +18,7 @@ from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.settings import CONFIG_VARIABLE
 from scheduled_events_agent.status import FleetState, PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
+from scheduled_events_agent.status.summaries import with_words
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.workflow import Note, Progress, Step, Waits, Workflow
 
@@ -124,7 +125,7 @@ def an_agent(state_dir: Path, answer: bytes | None) -> Iterator[None]:
 
 def answered(state_dir: Path, status: Status, run: Run, *options: str) -> tuple[int, str, str]:
     """What the command says of an agent that answers this."""
-    with an_agent(state_dir, msgspec.json.encode(status)):
+    with an_agent(state_dir, msgspec.json.encode(with_words(status))):
         return run("status", "--state-dir", str(state_dir), *options)
 
 
@@ -143,11 +144,11 @@ def test_of_a_healthy_agent_with_nothing_to_do_five_lines_are_told(state_dir: Pa
     code, out, err = answered(state_dir, STATUS, run)
     assert (code, err) == (0, "")
     assert out == (
-        "healthy; acts; nothing is pending\n"
+        "Nothing is pending\n"
         "  vm         web-1 (vmId 5d1c)\n"
         "  policy     policy.yaml, read 2h 0m ago (20:12:00Z)\n"
         "  last poll  succeeded 0s ago; auto, document 7\n"
-        "  agent      version 0.1.0, since 3d 0h ago (2026-04-08 22:12:00Z); ready (/readyz)\n"
+        "  agent      acts; ready (/readyz); version 0.1.0, since 3d 0h ago (2026-04-08 22:12:00Z)\n"
     )
 
 
@@ -182,10 +183,10 @@ def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir
         run,
     )
     assert code == 0
-    head, _, card = out.partition("\n\n")
-    assert head.splitlines()[0] == "healthy; acts; 1 event is pending"
-    assert head.splitlines()[-1].endswith("; not ready (/readyz)")
-    assert card == (
+    head, card, rows = out.split("\n\n")
+    assert head == "Preparing for a Redeploy"
+    assert rows.splitlines()[-1].startswith("  agent      acts; not ready (/readyz); ")
+    assert f"{card}\n" == (
         "Redeploy 602D9444: not before 14m 12s from now (22:26:12Z)\n"
         "  now       runs the prepare hook drain, 12s so far\n"
         "  rule      impactful takes it: type Redeploy\n"
@@ -195,20 +196,82 @@ def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir
     )
 
 
-def test_of_a_hook_that_failed_the_way_to_its_output_is_told(state_dir: Path, run: Run) -> None:
-    failed = msgspec.structs.replace(
-        PREPARING,
-        phase="held",
-        prepare=Progress(state="failed", run=1, failure="hook drain: exit code 3"),
-        waits_for="preparation failed (hook drain: exit code 3)",
-    )
-    told = "  failed    hook drain: exit code 3\n  output    scheduled-events-agent history --event 602D9444\n"
-    approved = msgspec.structs.replace(failed, phase="approved", waits_for="")  # by its rule, despite the failure
-    for workflow in (failed, approved):
-        assert told in answered(state_dir, msgspec.structs.replace(STATUS, pending=(workflow,)), run)[1]
+FAILED = msgspec.structs.replace(
+    PREPARING,
+    phase="held",
+    prepare=Progress(state="failed", run=1, failed_hook="drain", failure="hook drain: exit code 3"),
+    waits=Waits(kind="prepare_failed"),
+    waits_for="preparation failed (hook drain: exit code 3)",
+)
+OUTPUT = "one\ntwo\n\nthree \x1b[31mred\x1b[0m\nfour " + "x" * 300
+
+
+def with_output(state_dir: Path, workflow: Workflow) -> None:
+    note = Note(kind="hook_finished", stage="prepare", hook="drain", outcome="failed", detail=OUTPUT)
+    store = Store.join(state_dir)
+    store.commit([Step(workflow=workflow, notes=(note,))], NOW)
+    store.close()
+
+
+def test_what_needs_a_person_comes_first_with_what_the_hook_wrote_and_what_to_type(
+    state_dir: Path, run: Run
+) -> None:
+    with_output(state_dir, FAILED)
+    code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(FAILED,)), run)
+    assert code == 3
+    block, card, _ = out.split("\n\n")
+    held = "The Redeploy of web-1 is held: preparation failed (hook drain: exit code 3)."
+    assert block.splitlines() == [
+        f"ACT  {held} Azure starts it at 22:26:12 UTC, prepared or not. (14m 12s left)",
+        "     | two",
+        "     | three red",
+        f"     | four {'x' * 195}",
+        "     scheduled-events-agent retry 602D9444    run drain again, then the rest",
+        "     scheduled-events-agent approve 602D9444  let Azure start it as it is",
+    ]
+    assert "overrule" not in card
+
+
+def test_what_a_hook_wrote_whose_failure_needs_nobody_is_with_its_event(state_dir: Path, run: Run) -> None:
+    approved = msgspec.structs.replace(FAILED, phase="approved", waits=None, waits_for="")  # by its rule
+    with_output(state_dir, approved)
+    code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(approved,)), run)
+    assert code == 0
+    assert re.search(r"\n  failed +hook drain: exit code 3\n +\| two\n +\| three red\n +\| four x", out)
+
+
+def test_each_need_of_a_person_has_its_block_and_the_worst_comes_first(state_dir: Path, run: Run) -> None:
+    policy = msgspec.structs.replace(POLICY, refused="policy.yaml:3: rules: expected a list", refused_at=NOW)
+    status = msgspec.structs.replace(STATUS, pending=(FAILED,), policy=policy)
+    _, out, _ = answered(state_dir, status, run)
+    assert [block[:5] for block in out.split("\n\n")[:2]] == ["ACT  ", "FIX  "]
+    assert "FIX  The policy file is rejected: policy.yaml:3: rules: expected a list. " in out
+
+
+def test_without_an_agent_an_open_failed_recovery_is_told_after_that(state_dir: Path, run: Run) -> None:
+    recover = msgspec.structs.replace(FAILED.prepare, failed_hook="resume", failure="hook resume: no")
+    failed = msgspec.structs.replace(FAILED, phase="recovery_failed", is_over=True, waits=None, recover=recover)
     commit(state_dir, failed)
+    code, out, _ = run("status", "--state-dir", str(state_dir))
+    assert code == 3
+    first, second, *_ = out.split("\n\n")
+    assert first.startswith("ACT  No agent runs. ")
+    assert host.supervisor_commands().start in first
+    assert host.supervisor_commands().log in first
+    assert second.startswith("ACT  Recovery from the Redeploy of web-1 failed: hook resume: no. ")
+    assert (
+        json.loads(run("status", "--state-dir", str(state_dir), "--json")[1])["attention"][1]["severity"] == "act"
+    )
+
+
+def test_without_an_agent_the_notifications_that_wait_are_told(state_dir: Path, run: Run) -> None:
+    store = Store.join(state_dir)
+    step = Step(workflow=PREPARING)
+    store.commit([step], NOW, {}, [("ops", "{}"), ("ops", "{}"), ("chat", "{}")])
+    store.close()
     out = run("status", "--state-dir", str(state_dir))[1]
-    assert f"  output  scheduled-events-agent history --event 602D9444 --state-dir {state_dir}\n" in out
+    assert "  notify  ops: notifications that wait: 2\n" in out
+    assert "  notify  chat: notifications that wait: 1\n" in out
 
 
 def test_the_shortened_ids_tell_events_apart_and_of_a_hundred_names_some_are_shown(
@@ -229,7 +292,7 @@ def test_the_shortened_ids_tell_events_apart_and_of_a_hundred_names_some_are_sho
         decision=msgspec.structs.replace(DECISION, affects="shared"),
     )
     _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(other, PREPARING)), run)
-    assert out.splitlines()[0] == "healthy; acts; 2 events are pending (1 held)"
+    assert out.splitlines()[0] == "Preparing for a Redeploy, and 1 more"
     assert re.findall("overrule  (.*)", out) == [
         "scheduled-events-agent hold 602D9444-1",
         "scheduled-events-agent approve 602d9444-9",
@@ -240,7 +303,7 @@ def test_the_shortened_ids_tell_events_apart_and_of_a_hundred_names_some_are_sho
 
 def test_an_agent_that_only_observes_is_not_to_be_overruled(state_dir: Path, run: Run) -> None:
     _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, mode="observe", pending=(PREPARING,)), run)
-    assert out.startswith("healthy; only observes; 1 event is pending\n")
+    assert "  agent      only observes; " in out
     assert "overrule" not in out
 
 
@@ -255,13 +318,18 @@ def test_what_is_wrong_comes_first_and_the_exit_code_is_1(state_dir: Path, run: 
     code, out, _ = answered(state_dir, ill, run)
     assert code == 1
     assert out == (
-        "NOT HEALTHY; acts; nothing is pending; the policy file is refused\n"
-        "  problem    no poll has succeeded for 61s: timed out\n"
+        "ACT  No poll has succeeded for 61s: timed out. "
+        "Until that is mended, no event is prepared for, approved or recovered from.\n"
+        "     scheduled-events-agent doctor  look for what is wrong\n"
+        "\n"
+        "FIX  The policy file is rejected: policy.yaml:3: rules: expected a list. "
+        "The policy that was read at 20:12:00 UTC is in force.\n"
+        "     scheduled-events-agent check  show all that is wrong with it\n"
+        "\n"
         "  vm         web-1 (vmId 5d1c)\n"
         "  policy     policy.yaml, read 2h 0m ago (20:12:00Z)\n"
-        "  refused    the file as it is now: policy.yaml:3: rules: expected a list\n"
         "  last poll  failed: timed out; succeeded 1m 1s ago (22:10:59Z); auto, document 7\n"
-        "  agent      version 0.1.0, since 3d 0h ago (2026-04-08 22:12:00Z); ready (/readyz)\n"
+        "  agent      acts; ready (/readyz); version 0.1.0, since 3d 0h ago (2026-04-08 22:12:00Z)\n"
     )
 
 
@@ -279,26 +347,32 @@ def test_what_takes_effect_at_the_next_start_only_is_named(state_dir: Path, run:
 def test_json_is_what_the_agent_answered(state_dir: Path, run: Run) -> None:
     code, out, _ = answered(state_dir, STATUS, run, "--json")
     assert code == 0
-    assert msgspec.json.decode(out, type=Status) == STATUS
+    assert msgspec.json.decode(out, type=Status) == with_words(STATUS)
 
 
 def test_without_an_agent_it_is_told_what_the_state_file_says(state_dir: Path, run: Run) -> None:
     commit(state_dir, PREPARING)
     code, out, _ = run("status", "--state-dir", str(state_dir))
     assert code == 1
+    supervisor = host.supervisor_commands()
+    doctor = f"scheduled-events-agent doctor --state-dir {state_dir}"
+    width = max(len(line) for line in (supervisor.start, supervisor.log, doctor))
     assert without_ages(out) == (
-        "no agent runs; when last heard of, 1 event is pending\n"
-        "  vm      web-1\n"
-        f"  source  what follows is what {state_dir / 'state.db'} says\n"
-        "  agent   started AGO: version 0.1.0, mode act\n"
-        "          and did not say that it stopped: it was killed, the machine went down, or its disk was full\n"
-        "  next    start it; scheduled-events-agent doctor looks for what is wrong\n"
+        "ACT  No agent runs. Until that is mended, no event is prepared for, approved or recovered from.\n"
+        f"     {supervisor.start.ljust(width)}  start it\n"
+        f"     {supervisor.log.ljust(width)}  show the end of its log\n"
+        f"     {doctor.ljust(width)}  look for what is wrong\n"
         "\n"
         "Redeploy 602D9444: may start at any moment (2026-04-11 22:26:12Z)\n"
-        "  now    was preparing; had begun the prepare hook drain\n"
+        "  now    preparing\n"
         "  rule   impactful takes it: type Redeploy\n"
         '  event  Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
         "  names  this VM only\n"
+        "\n"
+        "  vm      web-1\n"
+        f"  source  all but the first lines is what {state_dir / 'state.db'} says\n"
+        "  agent   started AGO: version 0.1.0, mode act\n"
+        "          and did not say that it stopped: it was killed, the machine went down, or its disk was full\n"
     )
 
 
@@ -306,7 +380,14 @@ def test_without_an_agent_json_names_the_problem(state_dir: Path, run: Run) -> N
     commit(state_dir, PREPARING)
     code, out, _ = run("status", "--state-dir", str(state_dir), "--json")
     told = json.loads(out)
-    assert (code, told["problem"], told["vm"]["names"]) == (1, "no agent runs", ["web-1"])
+    assert (code, told["health"], told["source"], told["vm"]["names"]) == (
+        1,
+        ["no agent runs"],
+        "state_file",
+        ["web-1"],
+    )
+    assert (told["ready"], told["running"], told["mode"], told["incarnation"]) == (False, [], None, None)
+    assert [note["kind"] for note in told["agent_log"]] == ["agent_started"]
     assert [workflow["phase"] for workflow in told["pending"]] == ["preparing"]
 
 
@@ -327,7 +408,8 @@ def test_an_agent_that_does_not_answer_is_named(
     with an_agent(state_dir, None):
         code, out, _ = run("status", "--state-dir", str(state_dir))
     assert code == 1
-    assert re.match(r"the agent \(pid \d+\) does not answer; when last heard of, nothing is pending\n", out)
+    assert re.match(r"ACT  The agent \(pid \d+\) does not answer\. ", out)
+    assert host.supervisor_commands().status in out
     assert "it was killed" not in out
 
 
@@ -353,9 +435,9 @@ def test_a_policy_file_that_is_no_yaml_hides_no_agent_in_the_systems_directory(
     broken = tmp_path / "none.yaml"
     broken.write_text("rules: [\n")
     monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
-    with an_agent(state_dir, msgspec.json.encode(STATUS)):
+    with an_agent(state_dir, msgspec.json.encode(with_words(STATUS))):
         code, out, err = run("status")
-    assert (code, out.splitlines()[0]) == (0, "healthy; acts; nothing is pending")
+    assert (code, out.splitlines()[0]) == (0, "Nothing is pending")
     problem = str(err).splitlines(keepends=True)[0]
     assert problem.startswith(f"{broken}:1: ")
     assert err == f"{problem}so this looks in {state_dir}; --state-dir names another\n"
@@ -382,11 +464,11 @@ def test_of_a_rejected_policy_file_the_state_directory_counts(
         monkeypatch.setenv(CONFIG_VARIABLE, str(policy))
     option = f" --config {policy}" if options else ""
     told = f"{policy} is rejected: scheduled-events-agent check{option} says why\n"
-    with an_agent(state_dir, msgspec.json.encode(STATUS)):
+    with an_agent(state_dir, msgspec.json.encode(with_words(STATUS))):
         for fault, text in REJECTED.items():
             policy.write_text(f"{text}agent: {{state_dir: '{state_dir}'}}\n")
             code, out, err = run("status", *options)
-            assert (code, out.splitlines()[0], err) == (0, "healthy; acts; nothing is pending", told), fault
+            assert (code, out.splitlines()[0], err) == (0, "Nothing is pending", told), fault
             assert run("history", *options)[::2] == (0, told), fault
             assert run("ids", *options) == (0, "", ""), fault  # in silence: a shell completes a command line
 
@@ -398,7 +480,7 @@ def test_a_rejected_policy_file_without_a_state_directory_leads_to_the_default(
     policy = tmp_path / "policy.yaml"
     policy.write_text(f"rulez: []\n{agent}")
     monkeypatch.setattr(host, "default_state_dir", lambda: state_dir)
-    with an_agent(state_dir, msgspec.json.encode(STATUS)):
+    with an_agent(state_dir, msgspec.json.encode(with_words(STATUS))):
         assert run("status", "--config", str(policy))[0] == 0
 
 
@@ -417,16 +499,15 @@ def test_where_the_state_directory_cannot_be_told_it_has_to_be_named(
 def test_without_an_agent_the_commands_lead_to_the_same_state_file(
     state_dir: Path, run: Run, tmp_path: Path
 ) -> None:
-    failed = Progress(state="failed", run=1, failure="hook drain: exit code 3")
-    commit(state_dir, msgspec.structs.replace(PREPARING, phase="held", prepare=failed))
-    shown = f"  output  scheduled-events-agent history --event 602D9444 --state-dir {state_dir}\n"
+    commit(state_dir, FAILED)
+    shown = f"scheduled-events-agent doctor --state-dir {state_dir}  look"
     for name in ("policy.yaml", "none.yaml"):  # another file, and the system's
         policy = tmp_path / name
         policy.write_text(f"agent: {{state_dir: '{state_dir}'}}\n")
         is_elsewhere = name == "policy.yaml"
         out = run("status", *(("--config", str(policy)) if is_elsewhere else ()))[1]
         assert (shown in out) == is_elsewhere
-        assert "history --event 602D9444" in out
+        assert "scheduled-events-agent doctor " in out
 
 
 def test_texts_from_outside_command_no_terminal(state_dir: Path, run: Run) -> None:
@@ -455,7 +536,7 @@ def test_json_is_plain_ascii_so_that_it_commands_no_terminal_either(state_dir: P
     for out in outputs:
         assert out.isascii()
         assert r'"\u009b2J\u202esch\u00f6n"' in out
-    assert msgspec.json.decode(outputs[0], type=Status) == status
+    assert msgspec.json.decode(outputs[0], type=Status) == with_words(status)
 
 
 def test_whether_the_agent_stopped_is_told_by_the_last_entry_not_by_the_clock(state_dir: Path, run: Run) -> None:

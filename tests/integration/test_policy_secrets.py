@@ -12,6 +12,7 @@ import pytest
 from scheduled_events_agent import yaml_nodes
 from scheduled_events_agent.cli import main
 from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.settings.model import NoticeWord
 from scheduled_events_agent.typed_yaml import kinds, peel
 
 MARK = "MARK-5f1d"
@@ -137,7 +138,7 @@ def test_what_is_wrong_is_told_all_the_same(
     policy = tmp_path / "policy.yaml"
     policy.write_text(text, encoding="utf-8")
     assert main(["check", "--json", "--config", str(policy)]) == 2
-    words = "seen, preparing, prepared, held, approved, started, recovered, recovery_failed"
+    words = ", ".join(get_args(NoticeWord))
     hidden = "not shown here, for it may be secret"
     assert (
         f"{policy}:1: {problem.format(hidden=hidden, on=words)}" in json.loads(capsys.readouterr().out)["problems"]

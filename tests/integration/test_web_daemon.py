@@ -73,7 +73,7 @@ def test_an_agent_whose_port_is_taken_works_says_so_and_shows_its_pages_later(
         assert failure.startswith(f"cannot listen on 127.0.0.1:{port}: ")
         assert failure.endswith("; set agent.listen to a free ADDRESS:PORT, or to off")
         assert daemon._pages.status().health == (f"the pages are not shown: {failure}",)
-        assert f"its pages are not shown ({failure})" in daemon._describe()
+        assert f"The pages are not shown: {failure}" in daemon._describe()
         wait_until(lambda: sum(line["message"] == "agent started" for line in lines))
         said = [line for line in lines if "cannot be shown" in str(line["message"])]
         assert [(line["level"], line["reason"]) for line in said] == [
@@ -137,7 +137,9 @@ def test_a_reload_that_changes_what_takes_effect_at_the_next_start_says_so(
         wait_until(lambda: daemon._pages.policy.read_at != read_at)
         assert daemon.web is not None
         policy = json.loads(get(daemon.web.port, "/status")[1])["policy"]
-        assert daemon._pages.status().policy.needs_restart == tuple(policy["needs_restart"])
+        shown = daemon._pages.status().policy
+        assert shown is not None
+        assert shown.needs_restart == tuple(policy["needs_restart"])
         return list(policy["needs_restart"])
 
     with Simulator(vms=("vm-1",)) as azure, running(tmp_path, azure.endpoint(), agent=agent) as daemon:

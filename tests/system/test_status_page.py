@@ -35,7 +35,8 @@ from scheduled_events_agent.status import (
     Status,
     Vm,
 )
-from scheduled_events_agent.status.messages import as_shown, with_words
+from scheduled_events_agent.status.messages import as_shown
+from scheduled_events_agent.status.summaries import with_words
 from scheduled_events_agent.web.files import FILES
 from scheduled_events_agent.web.server import Page, WebServer
 from scheduled_events_agent.workflow import Approval, Context, Phase, Progress, proceed
@@ -183,7 +184,7 @@ REFUSED = (
     'policy.yaml:14: rules[2].approve: expected one of immediately, when-prepared, manual, never; got "yes"\n'
 )
 REFUSED += 'policy.yaml:15: rules[2]: unknown key "recovr"; did you mean "recover"?'
-POLICY = status().policy
+POLICY = PolicyInForce(file="/etc/scheduled-events-agent/policy.yaml", read_at=NOW - timedelta(days=3))
 FLEET = FleetState(group="web", failure="acme answers 503: it is busy", away_since=NOW, awaited=("web_4", "web_5"))
 
 Scene = tuple[Status, list[History], list[JournalEntry]]

@@ -19,6 +19,7 @@ from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.notices import NOTICE_ERROR_KINDS
 from scheduled_events_agent.policy import ApproveMode, Decision, Rule
 from scheduled_events_agent.settings import NotifyTarget, Settings
+from scheduled_events_agent.status import Attention
 from scheduled_events_agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
 
 SOURCES = ("Platform", "User", "unknown")
@@ -82,6 +83,8 @@ def use_everything(metrics: Metrics, pending: list[Workflow]) -> None:
     metrics.record_hook("drain", "prepare", "succeeded", 1.0)
     metrics.set_policy(Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),)), "e3b0")
     metrics.set_waiting({"ops": (1, NOW.timestamp())})
+    needed = Attention(kind="prepare_failed", severity="act", since=None, message="it failed")
+    metrics.set_attention([needed])
     metrics.add_fleet()
     metrics.fleet_requests.labels("put", "ok").inc()
 

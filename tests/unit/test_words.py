@@ -1,107 +1,32 @@
 """What the agent is at, in words: the same for the terminal, the page and the service manager."""
 
-from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
-from typing import Any, get_args
+from datetime import timedelta
+from typing import get_args
 
 import pytest
 from msgspec.structs import replace
+from shown import NOW, a_workflow
 
-from scheduled_events_agent.events import ScheduledEvent
-from scheduled_events_agent.policy import Decision
-from scheduled_events_agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
+from scheduled_events_agent.status import RunningHook, ShownWorkflow
 from scheduled_events_agent.status.actions import overruling, short_ids
 from scheduled_events_agent.status.messages import (
     activity,
     by_urgency,
     clock,
-    last_known_activity,
     lasting,
     pending_in_words,
     span,
     time_left,
-    verdict,
     wait_in_words,
 )
 from scheduled_events_agent.workflow import Approval, Progress, Waits
 from scheduled_events_agent.workflow.model import WaitKind
-
-NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
-
-
-def a_workflow(
-    event: Mapping[str, Any] | None = None, decision: Mapping[str, Any] | None = None, **fields: Any
-) -> ShownWorkflow:
-    """An event that is ours, and that a rule takes which prepares and then approves."""
-    event_fields: dict[str, Any] = {
-        "id": "602D9444",
-        "type": "Reboot",
-        "status": "Scheduled",
-        "not_before": NOW + timedelta(minutes=14, seconds=12),
-    }
-    decided: dict[str, Any] = {
-        "rule": "impactful",
-        "reason": "rule impactful takes it: type Reboot",
-        "affects": "self",
-        "approve": "when-prepared",
-        "prepare": ("drain",),
-    }
-    found = ScheduledEvent(**{**event_fields, **(event or {})})
-    rest: dict[str, Any] = {
-        "id": f"{found.key}@1",
-        "event": found,
-        "decision": Decision(**{**decided, **(decision or {})}),
-        "first_seen_at": NOW,
-        "noticed_at": NOW,
-        "boot_id": "boot",
-    }
-    return ShownWorkflow(**{**rest, **fields})
-
-
-def a_status(**fields: Any) -> Status:
-    """A healthy agent with nothing to do."""
-    healthy: dict[str, Any] = {
-        "at": NOW,
-        "version": "0.1.0",
-        "started_at": NOW,
-        "vm": Vm(names=("web-1",), vm_id="id"),
-        "mode": "act",
-        "ready": True,
-        "health": "ok",
-        "policy": PolicyInForce(file="policy.yaml", read_at=NOW),
-        "rules": (),
-        "endpoint": "auto",
-        "last_poll_at": NOW,
-        "poll_failure": "",
-        "incarnation": "1",
-        "running": (),
-        "pending": (),
-    }
-    return Status(**{**healthy, **fields})
-
 
 OBSERVED = {"rule": None, "reason": "no rule takes it: observe", "approve": "never", "prepare": ()}
 MANUAL = {"approve": "manual", "prepare": ()}
 UNRECOVERED = a_workflow(
     event={"id": "failed"}, phase="recovery_failed", is_over=True, waits_for="hook resume: exit code 3"
 )
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({}, "healthy; acts; nothing is pending"),
-        ({"mode": "observe"}, "healthy; only observes; nothing is pending"),
-        ({"health": ("it hangs",), "pending": (a_workflow(),)}, "NOT HEALTHY; acts; 1 event is pending"),
-        ({"pending": (UNRECOVERED,)}, "RECOVERY FAILED; healthy; acts; 1 event is pending (1 not recovered)"),
-        (
-            {"vm": Vm(names=(), vm_id=""), "policy": PolicyInForce(file="p", read_at=NOW, refused="p:1: bad")},
-            "healthy; acts; nothing is pending; the name of this VM is not known; the policy file is refused",
-        ),
-    ],
-)
-def test_the_verdict_says_how_the_agent_is_and_what_it_may_do(fields: dict[str, Any], said: str) -> None:
-    assert verdict(a_status(**fields)) == said
 
 
 def test_what_is_pending_is_counted_with_what_may_need_somebody() -> None:
@@ -113,9 +38,7 @@ def test_what_is_pending_is_counted_with_what_may_need_somebody() -> None:
         a_workflow(phase="recovering", is_over=True),
         a_workflow(decision={**OBSERVED, "affects": "others"}),
     ]
-    assert pending_in_words(pending) == (
-        "6 events are pending (1 held, 1 started, 1 recovering, 1 waiting for an operator, 1 of other VMs)"
-    )
+    assert pending_in_words(pending) == ("6 events are pending (1 held, 1 started, 1 recovering, 1 of other VMs)")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +47,7 @@ def test_what_is_pending_is_counted_with_what_may_need_somebody() -> None:
         (a_workflow(phase="preparing"), ("hold",)),
         (a_workflow(phase="waiting", waits_for="its time comes later"), ("hold", "approve")),
         (a_workflow(phase="held"), ("approve",)),
-        (a_workflow(decision=MANUAL, phase="prepared"), ("approve",)),
+        (a_workflow(decision=MANUAL, phase="prepared", approval_needed_since=NOW), ("approve", "hold")),
         (a_workflow(decision=OBSERVED), ("approve",)),
         (a_workflow(phase="held", operator="held"), ("release", "approve")),
         (a_workflow(phase="preparing", operator="approved"), ("release", "hold")),
@@ -218,13 +141,6 @@ def test_a_hook_that_runs_is_told_with_its_time_so_far() -> None:
     waits = replace(hook, state="queued")
     assert activity(a_workflow(phase="preparing"), [hook], NOW) == "runs the prepare hook drain, 1m 12s so far"
     assert activity(a_workflow(phase="preparing"), [waits], NOW) == "waits for another run of hook drain"
-
-
-def test_of_an_agent_that_does_not_answer_only_the_past_is_told() -> None:
-    preparing = a_workflow(phase="preparing", prepare=Progress(state="running", current="drain", run=1))
-    assert last_known_activity(preparing) == "was preparing; had begun the prepare hook drain"
-    asked = a_workflow(phase="held", waits_for="it failed", approval=Approval(state="requested"))
-    assert last_known_activity(asked) == "was held; approval requested; waited: it failed"
 
 
 @pytest.mark.parametrize(

@@ -812,7 +812,7 @@ def test_an_event_that_is_back_before_its_recovery_began_is_the_same() -> None:
     assert agent.document() == []  # the recover hook is not in the policy
     assert agent.phase == "recovering"
     assert agent.answer_once(started(event)) == []
-    assert agent.of() == before
+    assert agent.of() == replace(before, phase_since=agent.context.now)
     agent.context = replace(agent.context, hooks=("drain", "resume"))
     assert agent.document() == ["A: recover resume"]
 
@@ -1018,7 +1018,7 @@ def test_a_recovery_waits_for_a_hook_that_the_policy_lacks_until_it_is_put_back(
     agent.ends("drain")
     agent.context = replace(agent.context, hooks=())
     assert agent.document() == []
-    assert agent.journal[-1] == "blocked: hook resume is not in the policy any more: put it back"
+    assert agent.journal[-1] == "hook_missing: hook resume is not in the policy any more: put it back"
     assert agent.restart() == []
     assert not is_ready(agent.board)
     agent.context = replace(agent.context, hooks=("resume",))

@@ -119,7 +119,7 @@ def test_5_minutes_before_not_before_it_begins_without_a_slot_and_says_so() -> N
     assert next_wake_at(life.board, life.context) == latest
     life.tell(latest - START)
     assert life.effects(RunHook)
-    assert ("blocked", "it begins without a slot of the fleet: Azure may start it within 5 minutes") in [
+    assert ("without_slot", "it begins without a slot of the fleet: Azure may start it within 5 minutes") in [
         (note.kind, note.text) for step in life.steps for note in step.notes
     ]
 

@@ -33,7 +33,8 @@ STORED: dict[str, Any] = {
     "phase": "preparing",
     "prepare": {**IDLE, "state": "running", "done": ["drain"], "current": "checkpoint", "run": 2},
     "on_start": IDLE, "recover": IDLE, "drain_until": None,
-    "approval": {"state": "none", "failures": 0, "retry_at": None, "failed_at": None}, "operator": "",
+    "approval": {"state": "none", "failures": 0, "failing_since": None, "retry_at": None, "failed_at": None},
+    "operator": "", "approval_needed_since": None, "phase_since": None,
     "change_noted_at": None, "missing_since": None, "is_over": False, "is_undone": False, "was_started": False,
     "is_doubtful": False, "begun_at": "2026-03-02T12:00:01Z", "waits": None, "outcome": "",
 }  # fmt: skip

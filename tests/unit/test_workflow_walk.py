@@ -1184,7 +1184,7 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
         Script({"A": a_rule("A", **DRAIN), "P": a_rule("P", **DRAIN)}, serialized=frozenset({"drain"}), crashes=0),
     ),
     "a reason outlives its cause": (
-        {"explain": lambda workflow, waits: REAL["explain"](workflow, waits or workflow.waits)},
+        {"explain": lambda workflow, waits, context: REAL["explain"](workflow, waits or workflow.waits, context)},
         "(12)", Script({"A": a_rule(approve="manual", prepare=("drain",))}, has_operator=True, crashes=0),
     ),
     "an event is prepared for only when an operator says so": (

@@ -421,10 +421,12 @@ def judge_agent(pid: str, status: Status | str, loaded: Loaded | None) -> Findin
     if status.health != "ok":
         problems = "; ".join(status.health)
         return failure("agent", f"{runs} and is not healthy: {problems}", "see its log, and status")
+    if needs := [one.message for one in status.attention if one.severity == "act"]:
+        return warning("agent", f"{runs}: {needs[0]}", "see scheduled-events-agent status")
     doubts = [(status.version != __version__, f"{__version__} is installed", _RESTART)]
-    if loaded is not None:
-        policy = status.policy
-        changed_at = status.policy.read_at
+    policy = status.policy
+    if loaded is not None and policy is not None:
+        changed_at = policy.read_at
         with contextlib.suppress(OSError):  # the built-in policy has no file
             changed_at = datetime.fromtimestamp(Path(loaded.name).stat().st_mtime, UTC)
         is_other = os.path.realpath(loaded.name) != os.path.realpath(policy.file)

@@ -17,7 +17,7 @@ from scheduled_events_agent.imds import ImdsClient, connect
 from scheduled_events_agent.settings import Settings, find_config, load_settings, state_dir_of
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import CurrentEvent, CurrentEvents, ShownWorkflow, Vm
-from scheduled_events_agent.status.messages import activity, as_shown, last_known_activity
+from scheduled_events_agent.status.messages import activity, as_shown
 from scheduled_events_agent.store import Store, StoreError
 
 
@@ -109,7 +109,7 @@ def _agent_rows(item: CurrentEvent, seen: CurrentEvents) -> Iterator[Row]:
     workflow = item.workflow
     if workflow is not None:
         rule = f"rule {workflow.decision.rule}" if workflow.decision.rule else "no rule takes it"
-        doing = activity(workflow, (), seen.at) if seen.agent_runs else last_known_activity(workflow)
+        doing = activity(workflow, (), seen.at)
         yield Row("agent", f"{rule}; {doing}", "cyan" if seen.agent_runs else "")
     elif seen.vm.names and item.affects == "others":
         yield Row("agent", "only counts it: it names other VMs only")

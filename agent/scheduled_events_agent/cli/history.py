@@ -26,7 +26,9 @@ _DEFAULT_LIMIT = 20
 _HOOK_STYLES: dict[str, Style] = {"succeeded": "green", "failed": "red", "timed_out": "red", "not_started": "red"}
 _STYLES: dict[str, Style] = {
     "held": "yellow",
-    "blocked": "yellow",
+    "hook_missing": "red",
+    "approval_needed": "yellow",
+    "without_slot": "yellow",
     "recovery_failed": "red",
     "approval_failed": "yellow",
     "approved": "green",

@@ -98,6 +98,12 @@ def command_options(state_option: str | None, policy: Path | None, state_dir: Pa
     return f"--state-dir {quoted(str(state_dir.absolute()))}" if is_elsewhere else ""
 
 
+def config_option(policy: Path | None) -> str:
+    """What commands need to read the same policy file; "" if it is the one that they read by default."""
+    is_elsewhere = policy not in (None, host.default_config_path())
+    return f"--config {quoted(str(policy.absolute()))}" if policy and is_elsewhere else ""
+
+
 def find_agent(state_dir: Path) -> str | None:
     """The pid of the agent that runs there, "unknown" if that is not known; None if none does."""
     try:

@@ -6,8 +6,8 @@ invariant: what is said of the agent is its own answer, or else the first line s
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,40 +16,48 @@ import msgspec
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.operator import ask_agent, command_options, find_agent, find_state_dir, user_name
-from scheduled_events_agent.cli.terminal import Row, Style, Terminal, print_json
+from scheduled_events_agent.cli.terminal import Row, Style, Terminal, print_json, remark_if_slow
 from scheduled_events_agent.events import Affects, ScheduledEvent
 from scheduled_events_agent.spelling import plural
-from scheduled_events_agent.status import JournalEntry, LastKnown, ShownWorkflow, Status, Vm
-from scheduled_events_agent.status.actions import command, short_ids, words_of_use
+from scheduled_events_agent.status import Attention, JournalEntry, ShownWorkflow, Status, SuggestedCommand, Vm
+from scheduled_events_agent.status.actions import command, quoted, short_ids, words_of_use
+from scheduled_events_agent.status.attention import exit_code
 from scheduled_events_agent.status.messages import (
     activity,
     as_shown,
     by_urgency,
     clock,
-    last_known_activity,
     lasting,
-    pending_in_words,
     span,
     time_left,
-    verdict,
-    waits_for_operator,
 )
-from scheduled_events_agent.store import Store, StoreError
+from scheduled_events_agent.status.summaries import with_words
+from scheduled_events_agent.store import Store, StoreError, notified
 
 _NO_AGENT = "no agent runs"
+_AGENT_IS_SLOW = "waits for the agent, which does not answer yet; gives up after twelve seconds"
 # How many VMs of an event are named; there may be a hundred.
 _SHOWN_NAMES = 8
+# Of what a failed hook wrote.
+_SHOWN_LINES = 3
+_SHOWN_COLUMNS = 200
+_INDENT = " " * 5
+_TONES: dict[str, Style] = {"good": "green", "busy": "cyan", "bad": "red"}
 _PHASE_STYLES: dict[str, Style] = {
     "recovery_failed": "red", "held": "yellow", "started": "cyan", "recovering": "cyan", "approved": "green",
 }  # fmt: skip
+
+Outputs = Mapping[str, Sequence[str]]
+"""Workflow id -> the last lines that its failed hook wrote."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``status``."""
     parser.description = (
-        "Asks the running agent for its status, and shows each pending event: how long is left, what is done or "
-        "waited for, why, and the command to overrule that. If no agent answers, shows what the state file says. "
-        "Exit code 0: the agent is healthy; 1: it is not, or none answers."
+        "Asks the running agent for its status. First comes what needs a person, with the commands; then each "
+        "pending event: how long is left, what is done or waited for, and why. If no agent answers, shows what "
+        "the state file says. Exit code 0: the agent is healthy; 1: it is not, or none answers; 2: wrong usage; "
+        "3: an operator must act on an event."
     )
     parser.add_argument(
         "--json",
@@ -62,17 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     state_dir = find_state_dir(arguments)
-    seen = _look(state_dir)
+    with remark_if_slow(_AGENT_IS_SLOW):
+        status = _look(arguments, state_dir)
     if arguments.json:
-        print_json(seen)
+        print_json(status)
     else:
         terminal = Terminal.of(sys.stdout)
-        if isinstance(seen, Status):
-            shown = _status(seen, terminal)
-        else:
-            shown = _known(seen, terminal, _options(arguments, state_dir))
-        print(*shown, sep="\n")
-    return 0 if isinstance(seen, Status) and seen.health == "ok" else 1
+        print(*_status(status, _load_outputs(state_dir, status), terminal), sep="\n")
+    return exit_code(status)
 
 
 def _options(arguments: argparse.Namespace, state_dir: Path) -> str:
@@ -84,11 +89,15 @@ def _options(arguments: argparse.Namespace, state_dir: Path) -> str:
     )
 
 
-def _look(state_dir: Path) -> Status | LastKnown:
+def _look(arguments: argparse.Namespace, state_dir: Path) -> Status:
     """What the agent says, or else its state file. Raises AgentError if there is neither."""
     pid = find_agent(state_dir)
     answer = _NO_AGENT if pid is None else ask_status(state_dir, pid)
-    return answer if isinstance(answer, Status) else _last_known(state_dir, answer)
+    if isinstance(answer, Status):
+        return answer
+    return with_words(
+        _without_answer(state_dir, answer, _options(arguments, state_dir), is_running=pid is not None)
+    )
 
 
 def ask_status(state_dir: Path, pid: str) -> Status | str:
@@ -107,48 +116,82 @@ def ask_status(state_dir: Path, pid: str) -> Status | str:
         return f"{agent} is of another version than this program ({__version__}): restart it"
 
 
-def _last_known(state_dir: Path, problem: str) -> LastKnown:
+def _without_answer(state_dir: Path, why: str, options: str, *, is_running: bool) -> Status:
+    supervisor = host.supervisor_commands()
+    first = (supervisor.status, "tell whether it runs") if is_running else (supervisor.start, "start it")
+    log = (supervisor.log, "show the end of its log")
+    doctor = (command("doctor", options), "look for what is wrong")
     with closing(Store.look_into(state_dir)) as store:
-        return LastKnown(
+        waiting = store.notices.waiting()
+        losses = store.load_losses()
+        return Status(
             at=datetime.now(UTC),
-            problem=problem,
+            source="state_file",
+            health=(why,),
             state_file=str(store.path),
+            agent_log=tuple(store.load_life()),
             vm=Vm(names=tuple(filter(None, [store.load_fact("vm_name")])), vm_id=store.load_fact("vm_id")),
-            notes=tuple(store.load_life()),
             pending=tuple(map(as_shown, store.load_workflows())),
+            notify=tuple([notified(name, waiting.get(name), losses.get(name)) for name in {**waiting, **losses}]),
+            command_options=options,
+            supervisor_commands=tuple(
+                [SuggestedCommand(command=line, effect=effect) for line, effect in (first, log, doctor)]
+            ),
         )
 
 
-def _status(status: Status, terminal: Terminal) -> Iterator[str]:
-    yield from terminal.line(verdict(status), _style(status))
-    yield from terminal.rows(_rows(status))
-    yield from _cards(status, terminal, status.command_options)
+def _load_outputs(state_dir: Path, status: Status) -> Outputs:
+    """Nothing, if the state file cannot be read."""
+    outputs: dict[str, Sequence[str]] = {}
+    with suppress(StoreError), closing(Store.look_into(state_dir)) as store:
+        for workflow in status.pending:
+            for stage in workflow.stages:
+                if stage.failed_hook and (output := store.load_last_output(workflow.id, stage.failed_hook)):
+                    lines = [line.rstrip() for line in output.splitlines() if line.strip()]
+                    outputs[workflow.id] = [line[:_SHOWN_COLUMNS] for line in lines[-_SHOWN_LINES:]]
+    return outputs
 
 
-def _style(status: Status) -> Style:
-    if status.health != "ok" or any(workflow.phase == "recovery_failed" for workflow in status.pending):
-        return "red"
-    needs_operator = any(workflow.phase == "held" or waits_for_operator(workflow) for workflow in status.pending)
-    is_other_policy = bool(status.policy.refused or status.policy.needs_restart)
-    return "yellow" if needs_operator or is_other_policy or not status.vm.names else "green"
+def _status(status: Status, outputs: Outputs, terminal: Terminal) -> Iterator[str]:
+    for index, one in enumerate(status.attention):
+        yield from [""] if index else []
+        yield from _attention(one, outputs.get(one.workflow_id, ()), status.at, terminal)
+    if not status.attention:
+        yield from terminal.line(status.headline, _TONES[status.tone])
+    needed = {one.workflow_id for one in status.attention}
+    rest = {workflow_id: lines for workflow_id, lines in outputs.items() if workflow_id not in needed}
+    yield from _cards(status, rest, terminal)
+    yield from [""] if status.attention or status.pending else []
+    yield from terminal.rows(_rows(status) if status.source == "agent" else _last_known_rows(status))
+
+
+def _attention(one: Attention, lines: Sequence[str], now: datetime, terminal: Terminal) -> Iterator[str]:
+    left = f" ({span(now, one.deadline)} left)" if one.deadline and one.deadline > now else ""
+    text = f"{one.severity.upper()}  {one.message} {one.consequence}".rstrip()
+    yield from terminal.line(f"{text}{left}", "red" if one.severity == "act" else "yellow", indent=len(_INDENT))
+    for line in lines:
+        yield from terminal.line(f"{_INDENT}| {line}", "dim", indent=len(_INDENT) + 2)
+    width = max((len(suggested.command) for suggested in one.commands), default=0)
+    for suggested in one.commands:
+        yield from terminal.line(
+            f"{_INDENT}{suggested.command.ljust(width)}  {suggested.effect}", "bold", indent=7
+        )
 
 
 def _rows(status: Status) -> Iterator[Row]:
     now = status.at
-    policy = status.policy
-    for problem in () if status.health == "ok" else status.health:
-        yield Row("problem", problem, "red")
     yield Row("vm", _vm(status.vm))
-    yield Row("policy", f"{policy.file}, read {_ago(policy.read_at, now)}")
-    if policy.refused:
-        yield Row("refused", f"the file as it is now: {policy.refused}", "yellow")
-    for key in policy.needs_restart:
-        yield Row("", f"{key}: needs a restart", "yellow")
+    if policy := status.policy:
+        yield Row("policy", f"{policy.file}, read {_ago(policy.read_at, now)}")
+        for key in policy.needs_restart:
+            yield Row("", f"{key}: needs a restart", "yellow")
     yield _last_poll(status)
     if status.recommendations_failure:
         yield Row("", status.recommendations_failure, "yellow")
+    acts = "acts" if status.mode == "act" else "only observes"
     readiness = "ready" if status.ready else "not ready"
-    yield Row("agent", f"version {status.version}, since {_ago(status.started_at, now)}; {readiness} (/readyz)")
+    since = f", since {_ago(status.started_at, now)}" if status.started_at else ""
+    yield Row("agent", f"{acts}; {readiness} (/readyz); version {status.version}{since}")
     for target in status.notify:
         if failure := target.failure:
             text = f"{target.name} has failed since {clock(failure.since, now)}: {failure.reason}"
@@ -169,60 +212,50 @@ def _rows(status: Status) -> Iterator[Row]:
         yield Row("runs", f"the on_clear hook {hook.hook}, {span(hook.since, now)} so far", "cyan")
 
 
-def _known(seen: LastKnown, terminal: Terminal, options: str) -> Iterator[str]:
-    rows = [
-        Row("vm", "".join(seen.vm.names) or "its name is not known"),
-        Row("source", f"what follows is what {seen.state_file} says"),
-    ]
-    rows += [Row("agent", _life(note, seen.at)) for note in seen.notes]
-    runs = seen.problem != _NO_AGENT
-    if not runs and seen.notes and seen.notes[-1].kind == "agent_started":
+def _last_known_rows(status: Status) -> Iterator[Row]:
+    yield Row("vm", "".join(status.vm.names) or "its name is not known")
+    yield Row("source", f"all but the first lines is what {status.state_file} says")
+    for note in status.agent_log:
+        yield Row("agent", _life(note, status.at))
+    if status.health == (_NO_AGENT,) and status.agent_log and status.agent_log[-1].kind == "agent_started":
         why = "it was killed, the machine went down, or its disk was full"
-        rows.append(Row("", f"and did not say that it stopped: {why}", "yellow"))
-    look = "scheduled-events-agent doctor looks for what is wrong"
-    rows.append(Row("next", look if runs else f"start it; {look}"))
-    yield from terminal.line(f"{seen.problem}; when last heard of, {pending_in_words(seen.pending)}", "red")
-    yield from terminal.rows(rows)
-    yield from _cards(seen, terminal, options)
+        yield Row("", f"and did not say that it stopped: {why}", "yellow")
+    for target in status.notify:
+        yield Row("notify", f"{target.name}: notifications that wait: {target.waiting}")
 
 
-def _cards(seen: Status | LastKnown, terminal: Terminal, options: str) -> Iterator[str]:
-    """``options``: what the commands that are shown need to find the same agent."""
-    short = short_ids([workflow.event.id for workflow in seen.pending])
-    for workflow in by_urgency(seen.pending):
+def _cards(status: Status, outputs: Outputs, terminal: Terminal) -> Iterator[str]:
+    short = short_ids([workflow.event.id for workflow in status.pending])
+    for workflow in by_urgency(status.pending):
         short_id = short[workflow.event.id]
         yield ""
-        yield from terminal.line(head(workflow.event, short_id, seen.at, is_over=workflow.is_over), "bold")
-        yield from terminal.rows(_card(workflow, seen, short_id, options))
+        yield from terminal.line(head(workflow.event, short_id, status.at, is_over=workflow.is_over), "bold")
+        yield from terminal.rows(_card(workflow, status, outputs.get(workflow.id, ()), short_id))
 
 
-def _card(workflow: ShownWorkflow, seen: Status | LastKnown, short_id: str, options: str) -> Iterator[Row]:
+def _card(workflow: ShownWorkflow, status: Status, output: Sequence[str], short_id: str) -> Iterator[Row]:
     decision = workflow.decision
-    style = _PHASE_STYLES.get(workflow.phase, "")
-    words: Iterable[str] = ()
-    if isinstance(seen, Status):
-        running = seen.running_for(workflow.id)
-        doing = activity(workflow, running, seen.at)
-        words = words_of_use(seen, workflow)
-        style = "cyan" if running else style
-    else:
-        doing = last_known_activity(workflow)
+    running = status.running_for(workflow.id)
+    doing = activity(workflow, running, status.at)
     if decision.rule is None:
         yield Row("now", f"{doing}; {decision.reason}")
     else:
-        yield Row("now", doing, style)
+        yield Row("now", doing, "cyan" if running else _PHASE_STYLES.get(workflow.phase, ""))
         yield Row("rule", decision.reason.removeprefix("rule "))
-    stages = (workflow.prepare, workflow.on_start, workflow.recover)
-    if failures := [stage.failure for stage in stages if stage.failure]:
+    if failures := [stage.failure for stage in workflow.stages if stage.failure]:
         yield Row("failed", "; ".join(failures), "yellow")
-        yield Row("output", command("history --event", short_id, options))
+        for line in output:
+            yield Row("", f"| {line}", "dim")
     if workflow.operator:
         yield Row("operator", f"an operator has {workflow.operator} it")
     yield from event_rows(workflow.event, decision.affects)
-    label = "solve" if workflow.phase == "recovery_failed" else "overrule"
-    for word in words:
-        yield Row(label, command(word, short_id, options))
-        label = ""
+    told = {one.command for needed in status.attention for one in needed.commands}
+    label = "overrule"
+    for word in words_of_use(status, workflow):
+        line = command(word, quoted(short_id), status.command_options)
+        if line not in told:
+            yield Row(label, line)
+            label = ""
 
 
 def _vm(vm: Vm) -> str:

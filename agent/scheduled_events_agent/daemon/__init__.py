@@ -95,11 +95,14 @@ class Daemon:
         store: Store,
         *,
         command_options: str = "",
+        policy_options: str = "",
         stop_timeout: float = DEFAULT_STOP_TIMEOUT,
         service: host.ServiceManager | None = None,
         connect_fleet: "Callable[[FleetSettings, str], Ledger] | None" = None,
     ) -> None:
         """``settings``: what ``policy`` has loaded. ``command_options``: see ``Status``.
+
+        ``policy_options``: see ``PolicyInForce.command_options``.
 
         ``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
 
@@ -137,7 +140,12 @@ class Daemon:
             self._executor,
             self._metrics,
             state_dir=store.path.parent,
-            policy=PolicyInForce(file=policy.name, read_at=datetime.now(UTC), hash=policy.hash),
+            policy=PolicyInForce(
+                file=policy.name,
+                read_at=datetime.now(UTC),
+                hash=policy.hash,
+                command_options=policy_options,
+            ),
             command_options=command_options,
         )
         self._service = service or host.ServiceManager()
@@ -365,18 +373,12 @@ class Daemon:
             # Packages look for these words, to restart the agent when no hook runs.
             noun = "hook" if len(hooks) == 1 else "hooks"
             parts.append(f"runs {noun} {', '.join(hooks)}")
+        needs = self._pages.attention()
+        parts += [needs[0].message.removesuffix(".")] if needs else []
         if self._engine.settings.agent.mode == "observe":
             parts.append("only observes")
-        if self._engine.store_failure:
-            parts.append(f"cannot write the state file ({self._engine.store_failure})")
         if self._poller.failure:
             parts.append(f"polling fails ({self._poller.failure})")
-        if self._pages.policy.refused:
-            parts.append("the policy file was refused, the one from before is in force")
-        if self._pages.failure:
-            parts.append(f"its pages are not shown ({self._pages.failure})")
-        if self._pages.tls and self._pages.tls.refused:
-            parts.append("agent.web_config was refused, what it said before is in force")
         board = self._engine.board
         parts += [summarize(workflow) for workflow in islice(board.values(), _MOST_DESCRIBED)]
         if not board:
@@ -400,7 +402,8 @@ class Daemon:
 
     def _enforce(self, read: PolicyRead) -> None:
         if read.settings is None:
-            self._pages.policy = replace(self._pages.policy, refused=read.refused)
+            refused_at = self._pages.policy.refused_at or datetime.now(UTC)
+            self._pages.policy = replace(self._pages.policy, refused=read.refused, refused_at=refused_at)
             self._engine.refuse_settings(read.refused)
         else:
             late = keys_for_next_start(self._agent_at_start, read.settings.agent)
@@ -408,7 +411,12 @@ class Daemon:
                 text = "the policy file has changes that need a restart of the agent"
                 self._log.warning(text, log_id=LogId.POLICY_WARNING, keys=late)
             self._pages.policy = replace(
-                self._pages.policy, read_at=datetime.now(UTC), hash=read.hash, refused="", needs_restart=late
+                self._pages.policy,
+                read_at=datetime.now(UTC),
+                hash=read.hash,
+                refused="",
+                refused_at=None,
+                needs_restart=late,
             )
             self._metrics.set_policy(read.settings, read.hash)
             self._engine.change_settings(read.settings)

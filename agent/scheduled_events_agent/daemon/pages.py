@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from scheduled_events_agent import __version__
+from scheduled_events_agent import __version__, host
 from scheduled_events_agent.daemon.polling import Poller
 from scheduled_events_agent.daemon.threads import Threads
 from scheduled_events_agent.engine import Engine
@@ -24,6 +24,7 @@ from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.status import (
+    Attention,
     FleetState,
     HeldEvent,
     History,
@@ -34,10 +35,14 @@ from scheduled_events_agent.status import (
     PolicyInForce,
     ShownWorkflow,
     Status,
+    SuggestedCommand,
     Vm,
+    WebConfigRejected,
 )
-from scheduled_events_agent.status.messages import as_shown, with_words
-from scheduled_events_agent.store import Store, StoreError
+from scheduled_events_agent.status.attention import attention
+from scheduled_events_agent.status.messages import as_shown
+from scheduled_events_agent.status.summaries import with_words
+from scheduled_events_agent.store import FILE_NAME, Store, StoreError, notified
 from scheduled_events_agent.web.files import FILES
 from scheduled_events_agent.web.server import Page, WebError, WebServer
 from scheduled_events_agent.web.tls import Tls, TlsError
@@ -83,6 +88,8 @@ class Pages:
         self._state_dir = state_dir
         self.policy = policy
         self._command_options = command_options
+        self._unhealthy_since: datetime | None = None
+        self._web_config_rejected: WebConfigRejected | None = None
         self._worded: tuple[Board, tuple[ShownWorkflow, ...]] = ({}, ())
         self._log = get_logger()
         self._started = time.monotonic()
@@ -119,6 +126,7 @@ class Pages:
             self._poller.stop_requested.wait(_WEB_RETRY_SECONDS)
 
     def _tell_tls(self, refused: str) -> None:
+        self._web_config_rejected = WebConfigRejected(reason=refused, since=datetime.now(UTC)) if refused else None
         if refused:
             text = "agent.web_config was refused, what it said before is in force"
             self._log.error(text, log_id=LogId.PAGES_FAILED, reason=refused)
@@ -174,6 +182,7 @@ class Pages:
 
     def _metrics_page(self) -> Page:
         self._metrics.is_ready.set(is_ready(self._engine.board))
+        self._metrics.set_attention(self.attention())
         if self._poller.succeeded_at is not None:
             self._metrics.last_poll_at.set(self._poller.succeeded_at.timestamp())
         return Page(HTTPStatus.OK, self._metrics.expose(), "text/plain; version=0.0.4; charset=utf-8")
@@ -186,6 +195,8 @@ class Pages:
             self._executor.running(),
             engine.names(),
             self.failure,
+            self._web_config_rejected,
+            engine.notifying.losses,
             engine.fleet.told,
             engine.fleet.awaited,
             engine.remembered.known,
@@ -225,17 +236,32 @@ class Pages:
             return store.load_histories(limit=_RECENT), store.load_notes(kind="pause", limit=_RECENT)
 
     def status(self) -> Status:
-        """How the agent is now. For any thread."""
+        """How the agent is now, in words too. For any thread."""
+        return with_words(self._facts())
+
+    def attention(self) -> tuple[Attention, ...]:
+        """What needs a person now. For any thread."""
+        return attention(self._facts())
+
+    def _facts(self) -> Status:
         engine = self._engine
+        now = datetime.now(UTC)
+        supervisor = host.supervisor_commands()
         problems = self._health_problems()
-        status = Status(
-            at=datetime.now(UTC),
+        self._unhealthy_since = (self._unhealthy_since or now) if problems else None
+        return Status(
+            at=now,
+            state_file=str(self._state_dir / FILE_NAME),
+            agent_log=engine.agent_log,
+            unclean_starts=engine.unclean_starts,
             version=__version__,
             started_at=self._started_at,
             vm=Vm(names=engine.names(), vm_id=engine.identity.vm_id),
             mode=engine.settings.agent.mode,
             ready=is_ready(engine.board),
             health=tuple(problems) if problems else "ok",
+            unhealthy_since=self._unhealthy_since,
+            web_config_rejected=self._web_config_rejected,
             policy=self.policy,
             rules=tuple([rule.name for rule in engine.settings.rules]),
             endpoint=engine.settings.imds.endpoint,
@@ -254,10 +280,14 @@ class Pages:
             running=self._executor.running(),
             pending=self._pending(),
             command_options=self._command_options,
+            command_prefix=supervisor.prefix,
+            supervisor_commands=(
+                SuggestedCommand(command=supervisor.status, effect="tell whether it runs"),
+                SuggestedCommand(command=supervisor.log, effect="show the end of its log"),
+            ),
             notify=tuple(self._notified()),
             fleet=self._fleet(),
         )
-        return with_words(status)
 
     def _fleet(self) -> FleetState | None:
         settings = self._engine.settings.fleet
@@ -276,17 +306,8 @@ class Pages:
         failures = self._executor.notify_failures()
         losses = self._engine.notifying.losses
         for target in self._engine.settings.notify:
-            loss = losses.get(target.name)
-            mine = waiting.get(target.name)
-            yield NotifiedTarget(
-                name=target.name,
-                waiting=mine.count if mine else 0,
-                oldest_at=mine.oldest_at if mine else None,
-                failure=failures.get(target.name),
-                lost=loss.count if loss else 0,
-                lost_at=loss.since if loss else None,
-                lost_reason=loss.reason if loss else "",
-            )
+            shown = notified(target.name, waiting.get(target.name), losses.get(target.name))
+            yield replace(shown, failure=failures.get(target.name))
 
     def _pending(self) -> tuple[ShownWorkflow, ...]:
         """Put into words once for each board, which is never changed."""

@@ -4,7 +4,7 @@ For one thread. The board and the settings are replaced, never changed, so that 
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from math import inf
 
 from msgspec.structs import replace
@@ -36,6 +36,7 @@ from scheduled_events_agent.log import FailureLog, get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.status import JournalEntry
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD
 from scheduled_events_agent.status.messages import pending_in_words
 from scheduled_events_agent.store import Request, Store, StoreError, WithdrawnError
@@ -64,8 +65,24 @@ from scheduled_events_agent.workflow import (
 _CLOCK_SET_SECONDS = 1.0
 # Nothing is approved by an answer of the service that is older than this, or than two polls.
 _STALE_SECONDS = 30.0
+# How far back starts after a crash are looked for.
+_LOOK_BACK = timedelta(hours=1)
 # Without news, and before the time that was worked out, all is decided again this often: to be safe.
 _DECIDE_SECONDS = 60.0
+
+
+def unclean_starts(notes: Iterable[JournalEntry], boot_id: str, now: datetime) -> tuple[datetime, ...]:
+    """When an agent started though the one before had not stopped, in this boot, up to the start at ``now``."""
+    found: list[datetime] = []
+    is_running = False
+    for note in notes:
+        if note.kind == "agent_started":
+            is_of_this_boot = host.is_same_boot(note.detail, boot_id)
+            found += [note.at] if is_running and is_of_this_boot else []
+            is_running = is_of_this_boot
+        elif note.kind == "agent_stopped":
+            is_running = False
+    return (*found, now) if is_running else tuple(found)
 
 
 class Engine:
@@ -100,6 +117,10 @@ class Engine:
         self.boot_id = self._machine.boot_id()
         self.identity = load_identity(store)
         """Who this VM is, as far as that is known."""
+        self.agent_log: tuple[JournalEntry, ...] = ()
+        """The start of this agent, and how the one before ended."""
+        self.unclean_starts: tuple[datetime, ...] = ()
+        """See ``Status``."""
         self._is_stopping = False
         self.store_failure = ""
         """Why the last turn could do nothing; "" if it could."""
@@ -147,7 +168,10 @@ class Engine:
                 set_aside=str(self._store.set_aside),
             )
             self._store.record("state_lost", f"the damaged state file is now {self._store.set_aside}", now)
-        self._store.record("agent_started", f"version {__version__}, mode {self.settings.agent.mode}", now)
+        self.unclean_starts = unclean_starts(self._store.load_notes(since=now - _LOOK_BACK), self.boot_id, now)
+        what = f"version {__version__}, mode {self.settings.agent.mode}"
+        self._store.record("agent_started", what, now, detail=self.boot_id)
+        self.agent_log = tuple(self._store.load_life())
         self._count_settings()
         if workflows:
             # The policy may be another one than the last agent had.

@@ -16,9 +16,9 @@ _MAX_TOLD_AT_ONCE = 10
 _TOLD_OF_MANY = 3
 # Records that wait until the journal can be written; of more, the oldest go.
 _MAX_UNWRITTEN = 100
-_LOUD_NOTES = ("held", "blocked", "approval_failed", "recovery_failed")
+_LOUD_NOTES = ("held", "without_slot", "hook_missing", "approval_needed", "approval_failed", "recovery_failed")
 # An operator must act on these: the log has them for every event.
-_NEVER_LEFT_OUT = ("blocked", "recovery_failed")
+_NEVER_LEFT_OUT = ("hook_missing", "recovery_failed")
 
 
 class Teller:

@@ -54,7 +54,7 @@ def _data(happening: Happening) -> dict[str, Any]:
 
 
 def _title(happening: Happening) -> str:
-    return notice_title(happening.what, happening.event, happening.vm, happening.outcome)
+    return notice_title(happening.what, happening.event, happening.vm, happening.outcome, happening.at)
 
 
 def _addition(happening: Happening) -> str:

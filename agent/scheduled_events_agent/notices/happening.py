@@ -16,6 +16,7 @@ from scheduled_events_agent.workflow import NoteKind, Step
 _WORDS: dict[NoteKind, NoticeWord] = {
     "seen": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held", "approved": "approved",
     "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
+    "approval_needed": "approval_needed", "hook_missing": "hook_missing",
 }  # fmt: skip
 
 

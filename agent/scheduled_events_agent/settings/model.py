@@ -35,8 +35,9 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["auto", "json", "console"]
 Mode = Literal["act", "observe"]
 NoticeWord = Literal[
-    "seen", "preparing", "prepared", "held", "approved", "started", "recovered", "recovery_failed"
-]
+    "seen", "preparing", "prepared", "approval_needed", "held", "approved", "started", "recovered",
+    "recovery_failed", "hook_missing",
+]  # fmt: skip
 NOTICE_BODIES = ("cloudevents", "slack", "teams", "pagerduty")
 
 
@@ -140,7 +141,7 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str, Meta(description="cloudevents, slack, teams, pagerduty, or the absolute path of a template.")
     ] = "cloudevents"
     on: Annotated[tuple[NoticeWord, ...], Meta(description="What to tell.", extra=ONE_OR_MANY)] = (
-        "seen", "held", "started", "recovered", "recovery_failed",
+        "seen", "approval_needed", "held", "started", "recovered", "recovery_failed", "hook_missing",
     )  # fmt: skip
     when: Annotated[When, Meta(description="Which events; the same conditions as in rules.")] = When()
     headers: Annotated[dict[str, str | SecretFile], Meta(description="Additional headers.")] = {}

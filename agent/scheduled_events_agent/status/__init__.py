@@ -2,12 +2,15 @@
 
 status.py     the types that commands, pages and programs read; docs/json.md says what each field is
 attention.py  what needs a person
+summaries.py  the headline, and each event in a few words
 messages.py   sentences for people: terminal, page, log, service manager
 actions.py    the commands with which an operator overrules the agent
 """
 
 from scheduled_events_agent.status.status import (
     SCHEMA_VERSION,
+    Attention,
+    AttentionKind,
     CurrentEvent,
     CurrentEvents,
     EventSummary,
@@ -18,7 +21,6 @@ from scheduled_events_agent.status.status import (
     HookStep,
     Journal,
     JournalEntry,
-    LastKnown,
     NotifiedTarget,
     OperatorAnswer,
     OperatorWord,
@@ -26,12 +28,15 @@ from scheduled_events_agent.status.status import (
     RunningHook,
     ShownWorkflow,
     Status,
+    SuggestedCommand,
     TargetFailure,
     Vm,
+    WebConfigRejected,
 )
 
 __all__ = [
-    "SCHEMA_VERSION", "CurrentEvent", "CurrentEvents", "EventSummary", "FleetState", "HeldEvent", "History",
-    "HistoryItem", "HookStep", "Journal", "JournalEntry", "LastKnown", "NotifiedTarget", "OperatorAnswer",
-    "OperatorWord", "PolicyInForce", "RunningHook", "ShownWorkflow", "Status", "TargetFailure", "Vm",
+    "SCHEMA_VERSION", "Attention", "AttentionKind", "CurrentEvent", "CurrentEvents", "EventSummary",
+    "FleetState", "HeldEvent", "History", "HistoryItem", "HookStep", "Journal", "JournalEntry",
+    "NotifiedTarget", "OperatorAnswer", "OperatorWord", "PolicyInForce", "RunningHook", "ShownWorkflow",
+    "Status", "SuggestedCommand", "TargetFailure", "Vm", "WebConfigRejected",
 ]  # fmt: skip

@@ -33,6 +33,8 @@ def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
         return ("retry",) if workflow.prepare.state == "failed" else ()
     if workflow.operator == "held":
         return ("release", "approve")
+    if workflow.approval_needed_since and workflow.prepare.state != "failed":
+        return ("approve", "hold")
     words: list[OperatorWord] = ["retry"] if workflow.prepare.state == "failed" else []
     if workflow.operator:
         return (*words, "release", "hold")
@@ -55,13 +57,32 @@ def _overruling_preparation(workflow: Workflow) -> tuple[OperatorWord, ...]:
 
 def words_of_use(status: Status, workflow: Workflow) -> tuple[OperatorWord, ...]:
     """Those words of ``overruling`` that this agent takes; one that does not act takes only ``resolve``."""
-    words = overruling(workflow)
+    words = overruling(workflow) if status.source == "agent" else ()
     return words if status.mode == "act" else tuple([word for word in words if word == "resolve"])
 
 
-def command(words: str, short_id: str, options: str = "") -> str:
-    """The command line that an operator may copy. ``options``: see ``Status.command_options``."""
-    return " ".join(filter(None, ("scheduled-events-agent", words, quoted(short_id), options)))
+def effect_of(word: OperatorWord, workflow: Workflow) -> str:
+    """What the command does to the event, as a phrase."""
+    if word == "retry":
+        progress = workflow.recover if workflow.is_over else workflow.prepare
+        return f"run {progress.failed_hook or 'the hook'} again, then the rest"
+    if word == "approve":
+        if workflow.prepare.state in ("failed", "canceled"):
+            return "let Azure start it as it is"
+        is_ready = workflow.prepare.state == "succeeded" or not workflow.decision.has_preparation
+        return "let Azure start it now" if is_ready else "let Azure start it when it is prepared"
+    if word == "resolve" and not workflow.is_over:
+        return "end it, and recover what was prepared"
+    return {
+        "hold": "do not approve it",
+        "release": "take the last command back",
+        "resolve": "only when you have done manually what it does",
+    }[word]
+
+
+def command(*words: str) -> str:
+    """The command line that an operator may copy; words that are "" are left out. See ``quoted``."""
+    return " ".join(filter(None, ("scheduled-events-agent", *words)))
 
 
 def quoted(word: str) -> str:

@@ -4,21 +4,14 @@ Decides nothing, reads nothing, knows no clock. The one invariant: nothing is sa
 journal does not say, and nothing that is only expected.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from datetime import datetime
-
-from msgspec.structs import replace
 
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.spelling import plural
-from scheduled_events_agent.status.actions import command, short_ids, words_of_use
-from scheduled_events_agent.status.status import EventSummary, HookStep, RunningHook, ShownWorkflow, Status
-from scheduled_events_agent.workflow import Note, Progress, Stage, Waits, Workflow
+from scheduled_events_agent.status.status import RunningHook, ShownWorkflow
+from scheduled_events_agent.workflow import Note, Waits, Workflow
 
-_APPROVALS = {
-    "immediately": "wanted at once", "when-prepared": "wanted when prepared",
-    "manual": "wanted when an operator says so", "never": "not from here",
-}  # fmt: skip
 _WAITS = {
     "time": "begins at {at} ({detail})",
     "slot": "waits for a slot: {detail}; begins without one at {at}",
@@ -46,7 +39,6 @@ _WAITS = {
     "other_event": "event {detail} still needs it prepared",
     "lost_hook": "hook {detail} is not in the policy any more: put it back",
 }
-_OPERATORS = {"": "", "approved": "; an operator has approved it", "held": "; an operator holds it"}
 
 
 def as_shown(workflow: Workflow) -> ShownWorkflow:
@@ -109,20 +101,23 @@ def _held(workflow: Workflow) -> str:
     return "held" if workflow.event.is_recommendation else "held, Azure starts it at NotBefore"
 
 
-def notice_title(what: str, event: ScheduledEvent, vm: str, outcome: str) -> str:
-    """What has happened, as the head of a notice. ``what``: as in the policy, or test."""
+def notice_title(what: str, event: ScheduledEvent, vm: str, outcome: str, at: datetime) -> str:
+    """What has happened at that time, as the head of a notice. ``what``: as in the policy, or test."""
     name = event.type or "event"
     vm = vm or "this VM"
+    before = f" before {utc(event.not_before, at)}" if event.not_before else ""
     return {
         "test": f"Test of the notifications of {vm}",
         "seen": f"Azure announces a {name} of {vm}",
         "preparing": f"Preparing {vm} for a {name}",
         "prepared": f"{vm} is prepared for a {name}",
+        "approval_needed": f"The {name} of {vm} needs your approval{before}",
         "held": f"The {name} of {vm} is held",
         "approved": f"The {name} of {vm} is approved and may start",
         "started": f"The {name} of {vm} has started",
         "recovered": f"The {name} of {vm} is over: {outcome}",
         "recovery_failed": f"{vm} has not recovered from a {name}: an operator must act",
+        "hook_missing": f"{vm} has not recovered from a {name}: a hook is missing",
     }[what]
 
 
@@ -182,19 +177,6 @@ def _phase_in_words(workflow: Workflow) -> str:
     return f"asks Azure to start it; {tries} failed"
 
 
-def last_known_activity(workflow: ShownWorkflow) -> str:
-    """What the agent was about when it last wrote about the event; whether it goes on is not known."""
-    if workflow.phase == "recovery_failed":
-        return f"recovery had failed: {workflow.waits_for}"
-    stages = {"prepare": workflow.prepare, "on_start": workflow.on_start, "recover": workflow.recover}
-    hooks = [
-        f"had begun the {stage} hook {progress.current}" for stage, progress in stages.items() if progress.current
-    ]
-    waits = f"waited: {workflow.waits_for}" if workflow.waits_for else ""
-    approval = f"approval {workflow.approval.state}" if workflow.approval.state != "none" else ""
-    return "; ".join(filter(None, [f"was {workflow.phase.replace('_', ' ')}", *hooks, approval, waits]))
-
-
 def lasting(event: ScheduledEvent) -> str:
     """Azure's estimate of the interruption, as a phrase."""
     if event.duration_seconds is None:
@@ -213,22 +195,6 @@ def time_left(event: ScheduledEvent, now: datetime) -> str:
     return f"not before {span(now, event.not_before)} from now"
 
 
-def verdict(status: Status) -> str:
-    """The agent in one line: is it well, what may it do, is anything pending."""
-    acts = "acts" if status.mode == "act" else "only observes"
-    parts = [
-        *(["RECOVERY FAILED"] if any(w.phase == "recovery_failed" for w in status.pending) else []),
-        "healthy" if status.health == "ok" else "NOT HEALTHY",
-        acts,
-        pending_in_words(status.pending),
-    ]
-    if not status.vm.names:
-        parts.append("the name of this VM is not known")
-    if status.policy.refused:
-        parts.append("the policy file is refused")
-    return "; ".join(parts)
-
-
 def pending_in_words(pending: Iterable[Workflow]) -> str:
     """How many events are pending, and which of them may wait for an operator."""
     workflows = list(pending)
@@ -239,7 +205,6 @@ def pending_in_words(pending: Iterable[Workflow]) -> str:
         "held": sum(workflow.phase == "held" for workflow in workflows),
         "started": sum(workflow.phase == "started" for workflow in workflows),
         "recovering": sum(workflow.phase == "recovering" for workflow in workflows),
-        "waiting for an operator": sum(map(waits_for_operator, workflows)),
         "of other VMs": sum(workflow.decision.affects == "others" for workflow in workflows),
     }
     told = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
@@ -251,12 +216,6 @@ def pending_in_words(pending: Iterable[Workflow]) -> str:
 def is_held(workflow: Workflow) -> bool:
     """Whether an operator's hold is in force; it ends with the start of the event."""
     return workflow.operator == "held" and not (workflow.is_over or workflow.was_started)
-
-
-def waits_for_operator(workflow: Workflow) -> bool:
-    """Whether its rule wants an operator to approve it, and that is all it waits for."""
-    is_manual = workflow.decision.approve == "manual" and not workflow.operator
-    return is_manual and workflow.phase in ("waiting", "prepared") and not workflow.event.is_started
 
 
 def by_urgency(pending: Iterable[ShownWorkflow]) -> list[ShownWorkflow]:
@@ -281,6 +240,11 @@ def clock(at: datetime, now: datetime) -> str:
     return f"{at:%H:%M:%S}Z" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}Z"
 
 
+def utc(at: datetime, now: datetime) -> str:
+    """Time of day in a sentence, with the date if it is another one than that of ``now``."""
+    return f"{at:%H:%M:%S} UTC" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S} UTC"
+
+
 def span(earlier: datetime, later: datetime) -> str:
     """The time between, in at most two units, rounded down; 0s if there is none."""
     seconds = max(0, int((later - earlier).total_seconds()))
@@ -292,112 +256,3 @@ def span(earlier: datetime, later: datetime) -> str:
     if hours:
         return f"{hours}h {minutes % 60}m"
     return f"{minutes}m {seconds % 60}s" if minutes else f"{seconds}s"
-
-
-def with_words(status: Status) -> Status:
-    """The same status, with its headline and the summaries of its events."""
-    pending = by_urgency(status.pending)
-    headline, tone = _headline(status, pending)
-    if status.health != "ok":
-        headline = f"Not healthy. {headline}"
-        tone = "bad"
-    short = short_ids([workflow.event.id for workflow in status.pending])
-    summaries = tuple(
-        EventSummary(
-            workflow_id=workflow.id,
-            activity=activity(workflow, status.running_for(workflow.id), status.at),
-            approval=_approval(workflow),
-            hooks=tuple(_hooks(status, workflow)),
-            commands=tuple(
-                command(word, short[workflow.event.id], status.command_options)
-                for word in words_of_use(status, workflow)
-            ),
-        )
-        for workflow in pending
-    )
-    return replace(status, headline=headline, tone=tone, summaries=summaries)
-
-
-def _headline(status: Status, pending: Sequence[ShownWorkflow]) -> tuple[str, str]:
-    """How things are with the events, and the tone of that."""
-    failed = [workflow for workflow in pending if workflow.phase == "recovery_failed"]
-    held = [workflow for workflow in pending if workflow.phase == "held"]
-    ours = [workflow for workflow in pending if workflow.decision.affects in ("self", "shared")]
-    if failed:
-        more = f", and from {len(failed) - 1} more" if len(failed) > 1 else ""
-        return f"Recovery from a {failed[0].event.type} failed{more}: {failed[0].waits_for}", "bad"
-    if held:
-        more = f", and {len(held) - 1} more" if len(held) > 1 else ""
-        return f"{held[0].event.type or 'An event'} is held{more}: {held[0].waits_for}", "bad"
-    if ours:
-        more = f", and {len(pending) - 1} more" if len(pending) > 1 else ""
-        return f"{_course(ours[0])}{more}", "busy"
-    if pending:
-        return f"{plural(len(pending), 'event')} pending, none for this VM", "good"
-    if status.last_poll_at is None:
-        return "Azure has not answered yet", "busy"
-    if status.poll_failure:
-        return "Nothing was pending at the last good poll", "busy"
-    return "Nothing is pending", "good"
-
-
-def _course(workflow: Workflow) -> str:
-    """What becomes of an event of this VM."""
-    name = workflow.event.type or "event"
-    if workflow.event.is_recommendation and workflow.phase == "prepared":
-        return f"Prepared for a {name}"
-    if workflow.is_over and workflow.phase not in ("recovering", "recovery_failed"):
-        return f"{name} is over"
-    return {
-        "waiting": f"{name} is pending",
-        "preparing": f"Preparing for a {name}",
-        "prepared": f"Prepared for a {name}, which is not approved yet",
-        "approved": f"{name} is approved and may start",
-        "started": f"{name} is under way",
-        "recovering": f"Recovering from a {name}",
-    }.get(workflow.phase, f"{name}: {workflow.phase}")
-
-
-def _approval(workflow: Workflow) -> str:
-    """How far the approval is."""
-    approval = workflow.approval
-    decision = workflow.decision
-    tries = f"{approval.failures} failed so far" if approval.failures else ""
-    if approval.state == "confirmed":
-        text = "Azure has taken it"
-    elif approval.state == "requested":
-        text = f"Azure is being asked; {tries}" if tries else "Azure is being asked"
-    elif tries:
-        text = f"{tries}; the agent tries again"
-    elif workflow.event.is_recommendation:
-        text = "none: it would have no effect"
-    elif workflow.is_over or workflow.was_started:
-        text = "none was given from here"
-    elif not decision.rule:
-        text = "none: the event is only observed"
-    else:
-        text = _APPROVALS[decision.approve]
-    return f"{text}{_OPERATORS[workflow.operator]}"
-
-
-def _hooks(status: Status, workflow: Workflow) -> Iterator[HookStep]:
-    """The hooks of the event in their order."""
-    decision = workflow.decision
-    is_over = workflow.is_over
-    running = {(hook.stage, hook.hook): hook.state for hook in status.running_for(workflow.id)}
-    stages: tuple[tuple[Stage, tuple[str, ...], Progress, bool], ...] = (
-        ("prepare", decision.prepare, workflow.prepare, is_over or workflow.was_started),
-        ("on_start", decision.on_start, workflow.on_start, is_over),
-        ("recover", decision.recover, workflow.recover, workflow.phase == "closed"),
-    )
-    for stage, hooks, progress, is_past in stages:
-        failed = progress.failed_hook or next((hook for hook in hooks if hook not in progress.done), None)
-        for hook in hooks:
-            if (stage, hook) in running or progress.current == hook:
-                yield HookStep(stage=stage, hook=hook, state=running.get((stage, hook), "running"))
-            elif hook in progress.done:
-                yield HookStep(stage=stage, hook=hook, state="done")
-            elif progress.state == "failed" and hook == failed:
-                yield HookStep(stage=stage, hook=hook, state="failed")
-            else:
-                yield HookStep(stage=stage, hook=hook, state="not_run" if is_past else "open")

@@ -62,18 +62,6 @@ class Vm(msgspec.Struct, frozen=True, kw_only=True):
     vm_id: str
 
 
-class LastKnown(msgspec.Struct, frozen=True, kw_only=True):
-    """What the state file says while no agent answers."""
-
-    schema_version: int = SCHEMA_VERSION
-    at: datetime
-    problem: str
-    state_file: str
-    vm: Vm
-    notes: tuple[JournalEntry, ...]
-    pending: tuple[ShownWorkflow, ...]
-
-
 class PolicyInForce(msgspec.Struct, frozen=True, kw_only=True):
     """Which policy is in force."""
 
@@ -84,6 +72,10 @@ class PolicyInForce(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of the file in force, as sha256sum tells it; of the built-in policy that of an empty file."""
     refused: str = ""
     """Why the file as it is by now was refused, so that an older one is in force; "" if it is the file's."""
+    refused_at: datetime | None = None
+    """Since when."""
+    command_options: str = ""
+    """What ``check`` and ``notify`` need to read this file; "" if it is the one that they read by default."""
     needs_restart: tuple[str, ...] = ()
     """Keys that have changed since the agent started, and take effect when it starts again."""
 
@@ -160,36 +152,91 @@ class HeldEvent(msgspec.Struct, frozen=True, kw_only=True):
     last_seen_at: datetime
 
 
+AttentionKind = Literal[
+    "recovery_failed", "hook_missing", "prepare_failed", "approval_needed", "not_acting", "approval_failing",
+    "unhealthy", "agent_restarts", "policy_rejected", "web_config_rejected", "vm_unknown", "fleet_unavailable",
+    "notifications_failing",
+]  # fmt: skip
+"""What a person may be needed for, the worst first."""
+
+
+class SuggestedCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """A command line that a person may copy."""
+
+    command: str
+    effect: str
+    """What it does, as a phrase."""
+
+
+class Attention(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that needs a person."""
+
+    kind: AttentionKind
+    severity: Literal["act", "fix"]
+    """act: an operator must act; fix: the agent or its set-up is broken, to be repaired today."""
+    since: datetime | None
+    """None if that is not known."""
+    event_id: str = ""
+    workflow_id: str = ""
+    message: str
+    consequence: str = ""
+    """What happens if no person acts, as a sentence."""
+    deadline: datetime | None = None
+    """After this time it is too late; None if there is none, or if the event may start at any moment."""
+    commands: tuple[SuggestedCommand, ...] = ()
+    """The likeliest first."""
+
+
+class WebConfigRejected(msgspec.Struct, frozen=True, kw_only=True):
+    """Why ``agent.web_config`` as it is now is rejected; what it said before is in force."""
+
+    reason: str
+    since: datetime
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The agent at one moment."""
+    """The agent at one moment; without an answer from it, what its state file says, and None for the rest."""
 
     schema_version: int = SCHEMA_VERSION
     at: datetime
-    version: str
-    started_at: datetime
-    vm: Vm
-    mode: Literal["act", "observe"]
-    ready: bool
+    source: Literal["agent", "state_file"] = "agent"
     health: Literal["ok"] | tuple[str, ...]
-    policy: PolicyInForce
-    rules: tuple[str, ...]
-    endpoint: str
-    last_poll_at: datetime | None
-    poll_failure: str
-    incarnation: str
-    running: tuple[RunningHook, ...]
+    unhealthy_since: datetime | None = None
+    state_file: str = ""
+    agent_log: tuple[JournalEntry, ...] = ()
+    """When an agent last started and last stopped here, in that order or the other."""
+    vm: Vm
+    version: str | None = None
+    started_at: datetime | None = None
+    unclean_starts: tuple[datetime, ...] = ()
+    """Starts within an hour before the last one, in this boot, before which the agent did not stop but ended."""
+    mode: Literal["act", "observe"] | None = None
+    ready: bool = False
+    policy: PolicyInForce | None = None
+    web_config_rejected: WebConfigRejected | None = None
+    rules: tuple[str, ...] | None = None
+    endpoint: str | None = None
+    last_poll_at: datetime | None = None
+    poll_failure: str | None = None
+    incarnation: str | None = None
+    running: tuple[RunningHook, ...] = ()
     pending: tuple[ShownWorkflow, ...]
     hook_output: tuple[JournalEntry, ...] = ()
-    others_events: int = 0
-    api_version: str = ""
+    others_events: int | None = None
+    api_version: str | None = None
     """In which documents are answered."""
     recommendations_failure: str = ""
     """Why the recommendations that a rule names are not available; "" if they are."""
     holds: tuple[HeldEvent, ...] = ()
     command_options: str = ""
     """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
+    command_prefix: str = ""
+    """What an account without privileges puts before a command, such as sudo and a blank."""
+    supervisor_commands: tuple[SuggestedCommand, ...] = ()
+    """What tells why the agent does not answer; complete, with their prefix."""
     notify: tuple[NotifiedTarget, ...] = ()
     fleet: FleetState | None = None
+    attention: tuple[Attention, ...] = ()
     headline: str = ""
     tone: Literal["good", "busy", "bad"] = "good"
     summaries: tuple[EventSummary, ...] = ()

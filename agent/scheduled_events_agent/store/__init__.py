@@ -23,13 +23,13 @@ from scheduled_events_agent.status import History, JournalEntry
 from scheduled_events_agent.status.messages import note_in_words
 from scheduled_events_agent.store import file
 from scheduled_events_agent.store.file import FILE_NAME, RESERVE_BYTES, StoreError
-from scheduled_events_agent.store.notices import Loss, Notices, StoredNotice, Waiting
+from scheduled_events_agent.store.notices import Loss, Notices, StoredNotice, Waiting, notified
 from scheduled_events_agent.store.presence import LOCK_NAME, OpenFiles
 from scheduled_events_agent.workflow import Note, RememberedEvent, Step, Word, Workflow
 
 __all__ = [
     "FILE_NAME", "LOCK_NAME", "RESERVE_BYTES", "Loss", "Notices", "RememberedChanges", "Store",
-    "StoreError", "StoredNotice", "Waiting",
+    "StoreError", "StoredNotice", "Waiting", "notified",
 ]  # fmt: skip
 
 _FILLER_BYTES = 64 * 1024
@@ -221,9 +221,10 @@ class Store:
                     raise WithdrawnError
             return self.notices.add(stamp, notices)
 
-    def record(self, kind: str, text: str, at: datetime) -> None:
+    def record(self, kind: str, text: str, at: datetime, detail: str = "") -> None:
         """Put an entry about the agent itself into the journal."""
-        self.record_all([(kind, text, at)])
+        with self._transaction():
+            self._insert_entries([(_stamp(at), "", "", kind, "", "", "", text, detail)])
 
     def record_all(self, records: Iterable[tuple[str, str, datetime]]) -> None:
         """Put entries about the agent itself into the journal: kind, text and time of each."""
@@ -281,6 +282,13 @@ class Store:
         """The latest entries about the agent itself, oldest first."""
         newest_first = "WHERE workflow_id = '' AND kind = ifnull(?, kind) AND at >= ? ORDER BY id DESC LIMIT ?"
         return self._load_entries(newest_first, kind, _stamp(since) if since else "", limit)[::-1]
+
+    def load_last_output(self, workflow_id: str, hook: str) -> str:
+        """The end of what this hook wrote when it last ran for the event."""
+        query = "SELECT detail FROM journal WHERE workflow_id = ? AND kind = 'hook_finished' AND hook = ?"
+        with self._reading():
+            rows = self._fetch(f"{query} ORDER BY id DESC LIMIT 1", workflow_id, hook)
+        return str(rows[0][0]) if rows else ""
 
     def load_life(self) -> list[JournalEntry]:
         """When the agent last started and last stopped, in the order in which that was written."""

@@ -7,6 +7,8 @@ from datetime import datetime
 
 import msgspec
 
+from scheduled_events_agent.status import NotifiedTarget
+
 MAX_NOTICES = 1000
 """Of one target; the oldest go first."""
 
@@ -36,6 +38,19 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     since: datetime
     reason: str
     """Of the last one."""
+
+
+def notified(name: str, waiting: Waiting | None, loss: Loss | None) -> NotifiedTarget:
+    """What the state file says of a target."""
+    return NotifiedTarget(
+        name=name,
+        waiting=waiting.count if waiting else 0,
+        oldest_at=waiting.oldest_at if waiting else None,
+        failure=None,
+        lost=loss.count if loss else 0,
+        lost_at=loss.since if loss else None,
+        lost_reason=loss.reason if loss else "",
+    )
 
 
 class Notices:

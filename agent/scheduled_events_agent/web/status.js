@@ -20,7 +20,7 @@
     unknown: "it is not known whether this VM",
   };
   const BAD_OUTCOMES = ["failed", "timed_out", "not_started"];
-  const BAD_KINDS = ["held", "approval_failed", "blocked", "recovery_failed"];
+  const BAD_KINDS = ["held", "approval_failed", "approval_needed", "hook_missing", "recovery_failed"];
 
   const main = document.getElementById("main"), lost = document.getElementById("lost");
   let status = null, histories = null, unread = "";

@@ -23,6 +23,7 @@ from scheduled_events_agent.workflow.model import (
     WaitKind,
     Waits,
     Workflow,
+    show,
 )
 from scheduled_events_agent.workflow.times import is_due, start_of, turn_to_approve
 
@@ -198,6 +199,31 @@ def _reason(workflow: Workflow, context: Context) -> str:
     return f"rule {decision.rule}: {state}{unknown}"
 
 
+def why_approval_needed(workflow: Workflow, context: Context) -> str:
+    """Why only an operator's word lets this agent approve the event, as a sentence; "" if that is not so."""
+    event = workflow.event
+    decision = workflow.decision
+    is_ahead = event.status == "Scheduled" and not (workflow.is_over or workflow.was_started)
+    if not (is_ahead and context.is_acting) or workflow.operator or workflow.approval.state == "confirmed":
+        return ""
+    if event.approval_fault or decision.rule is None or decision.affects not in ("self", "shared"):
+        return ""
+    if decision.approve == "manual":
+        why = f"rule {decision.rule} leaves it to an operator"
+    elif event.is_ambiguous and _would_approve(decision.rule, context):
+        why = "the document lists it more than once, with different contents"
+    elif workflow.is_doubtful and decision.approve != "never" and decision.may_speak:
+        why = "the state file was lost, and what was done before is not known"
+    else:
+        return ""
+    before = f" before {show(event.not_before)}" if event.not_before else ""
+    return f"an operator must approve it{before}: {why}"
+
+
+def _would_approve(rule_name: str, context: Context) -> bool:
+    return any(rule.name == rule_name and rule.approve != "never" for rule in context.rules)
+
+
 def would_begin(workflow: Workflow, context: Context) -> Waits:
     """What an agent that acts would do about an event for which nothing has begun."""
     start = start_of(workflow, context)
@@ -228,7 +254,8 @@ def take_answer(workflow: Workflow, signal: ApprovalAnswered, context: Context) 
     exponent = failures if signal.error_kind == "throttled" else failures - 1
     delay = min(_MAX_RETRY_SECONDS, 2.0 ** min(exponent, 10))
     retry_at = context.now + timedelta(seconds=delay)
-    approval = Approval(failures=failures, retry_at=retry_at, failed_at=context.now)
+    since = workflow.approval.failing_since or context.now
+    approval = Approval(failures=failures, failing_since=since, retry_at=retry_at, failed_at=context.now)
     text = f"approval failed ({signal.error_kind}), next try in {delay:g}s: {signal.detail}"
     note = Note(kind="approval_failed", text=text)
     return Step(workflow=replace(workflow, approval=approval), notes=(note,))

@@ -7,6 +7,7 @@ import msgspec
 from msgspec.structs import replace
 
 from scheduled_events_agent.events import Gone, Missing, ScheduledEvent, Seen
+from scheduled_events_agent.workflow.approving import why_approval_needed
 from scheduled_events_agent.workflow.fleet import latest_begin, needs_slot, proceeds_alone_at
 from scheduled_events_agent.workflow.model import (
     TRANSITIONS,
@@ -113,7 +114,7 @@ class _Turn:
                     reasons[key] = self.attempt(key, move, self.workflows[key], self.workflows, self._context)
             if len(self.steps) == before:
                 for key, waits in reasons.items():
-                    self.attempt(key, explain, self.workflows[key], waits)
+                    self.attempt(key, explain, self.workflows[key], waits, self._context)
                 return
         self.faults[""] = WorkflowError(f"workflows do not come to rest: {moving}", kind="bug")
 
@@ -133,6 +134,9 @@ class _Turn:
         old = self.workflows.get(step.workflow.id)
         if old is not None and new.phase != old.phase and new.phase not in TRANSITIONS[old.phase]:
             raise WorkflowError(f"{old.phase} -> {new.phase} is no step in the life of an event", kind="bug")
+        if old is not None and new.phase != old.phase:
+            new = replace(new, phase_since=self._context.now)
+            step = replace(step, workflow=new)
         if old != new or step.effects or step.notes:
             self.steps.append(step)
             self.workflows[new.id] = new
@@ -146,17 +150,27 @@ class _Turn:
                     self._apply(Step(workflow=replace(peer, is_undone=True)))
 
 
-def explain(workflow: Workflow, waits: Waits | None) -> Step | None:
-    """The workflow with the reason why it waits now; noted, where it is news."""
-    before = workflow.waits
-    if before == waits or not workflow.is_open:
+def explain(workflow: Workflow, waits: Waits | None, context: Context) -> Step | None:
+    """The workflow with why it waits now, and whether it needs an operator's approval; noted, where it is news."""
+    if not workflow.is_open:
         return None
-    explained = replace(workflow, waits=waits)
-    is_same_kind = before is not None and waits is not None and before.kind == waits.kind
-    if waits is None or waits.kind in _UNTOLD or (is_same_kind and waits.kind in _TOLD_ONCE):
-        return Step(workflow=explained)
-    kind: NoteKind = "blocked" if waits.kind == "lost_hook" else "waits"
-    return Step(workflow=explained, notes=(Note(kind=kind, waits=waits),))
+    notes = [] if waits is None or not _is_news(workflow.waits, waits) else [Note(kind=_kind(waits), waits=waits)]
+    needed_since = workflow.approval_needed_since
+    why_needed = why_approval_needed(workflow, context)
+    if why_needed and needed_since is None:
+        notes.append(Note(kind="approval_needed", text=why_needed))
+    needed_since = (needed_since or context.now) if why_needed else None
+    explained = replace(workflow, waits=waits, approval_needed_since=needed_since)
+    return Step(workflow=explained, notes=tuple(notes)) if explained != workflow else None
+
+
+def _is_news(before: Waits | None, now: Waits) -> bool:
+    is_same_kind = before is not None and before.kind == now.kind
+    return before != now and now.kind not in _UNTOLD and not (is_same_kind and now.kind in _TOLD_ONCE)
+
+
+def _kind(waits: Waits) -> NoteKind:
+    return "hook_missing" if waits.kind == "lost_hook" else "waits"
 
 
 def known_events(board: Board) -> dict[str, ScheduledEvent]:

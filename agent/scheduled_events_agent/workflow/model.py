@@ -27,7 +27,8 @@ Word = Literal["", "approved", "held", "retry", "resolve"]
 NoteKind = Literal[
     "seen", "changed", "renamed", "missing", "gone", "decided", "preparing", "hook_started", "hook_finished",
     "hook_canceled", "prepared", "held", "approving", "approved", "approval_failed", "started", "recovering",
-    "recovery_failed", "waits", "blocked", "closed", "operator", "restarted", "expired",
+    "recovery_failed", "waits", "without_slot", "hook_missing", "approval_needed", "closed", "operator",
+    "restarted", "expired",
 ]  # fmt: skip
 WaitKind = Literal[
     # before it begins
@@ -90,6 +91,9 @@ class Approval(msgspec.Struct, frozen=True, kw_only=True):
 
     state: Literal["none", "requested", "confirmed"] = "none"
     failures: int = 0
+    """In a row."""
+    failing_since: datetime | None = None
+    """When the first of them was."""
     retry_at: datetime | None = None
     failed_at: datetime | None = None
     """The next try also waits for a later document, which may say that the event is over."""
@@ -124,12 +128,16 @@ class Workflow(msgspec.Struct, frozen=True, kw_only=True):
     prepare_boot_id: str = ""
     """The boot in which its preparation has begun. After a reboot, what was prepared counts as undone."""
     phase: Phase = "waiting"
+    phase_since: datetime | None = None
+    """When it entered its phase; None if that is the one in which it was first seen."""
     prepare: Progress = Progress()
     on_start: Progress = Progress()
     recover: Progress = Progress()
     drain_until: datetime | None = None
     approval: Approval = Approval()
     operator: Literal["", "approved", "held"] = ""
+    approval_needed_since: datetime | None = None
+    """Since when an operator must approve it; None if that is not so."""
     missing_since: datetime | None = None
     """When an answer first lacked the event; the event is gone when a second one lacks it."""
     is_over: bool = False

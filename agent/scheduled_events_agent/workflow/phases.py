@@ -106,7 +106,7 @@ def _begin_when_due(workflow: Workflow, context: Context) -> Step | Waits | None
     if leave.answer != "yes":
         return leave.waits
     alone = without_slot(workflow, context)
-    notes = (Note(kind="blocked", text=alone),) if alone else ()
+    notes = (Note(kind="without_slot", text=alone),) if alone else ()
     workflow = replace(workflow, begun_at=context.now)
     if not decision.has_preparation:
         return _enter(workflow, "prepared", Note(kind="prepared", text="there is nothing to prepare"))

@@ -13,6 +13,7 @@ from typing import Literal
 
 from scheduled_events_agent.host import dhcp
 from scheduled_events_agent.host.error import HostError
+from scheduled_events_agent.host.supervisor import SupervisorCommands
 
 if sys.platform == "win32":
     raise ImportError("scheduled_events_agent.host.linux is for Linux; import scheduled_events_agent.host instead")
@@ -47,6 +48,17 @@ def is_same_boot(one: str, other: str) -> bool:
 def dhcp_option_245() -> str | None:
     """The address in DHCP option 245 of the newest lease that tells it; None if none does."""
     return _option_245_of(Path("/"))
+
+
+def supervisor_commands() -> SupervisorCommands:
+    """For systemd."""
+    unit = "scheduled-events-agent"
+    return SupervisorCommands(
+        prefix="sudo ",
+        status=f"systemctl status {unit}",
+        start=f"sudo systemctl start {unit}",
+        log=f"journalctl -u {unit} -n 50",
+    )
 
 
 def may_change_user() -> bool:

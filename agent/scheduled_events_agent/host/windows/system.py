@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 
 from scheduled_events_agent.host import dhcp, surroundings
+from scheduled_events_agent.host.supervisor import SupervisorCommands
 from scheduled_events_agent.host.surroundings import Approver
 from scheduled_events_agent.host.windows.files import registry_value
 
@@ -98,6 +99,16 @@ def is_writable(descriptor: int, patience_seconds: float) -> bool:
     """Whether a line can be written without waiting longer than that; this system has no way to ask."""
     del descriptor, patience_seconds
     return True
+
+
+def supervisor_commands() -> SupervisorCommands:
+    """For the service control manager, in an elevated PowerShell."""
+    return SupervisorCommands(
+        prefix="",
+        status="scheduled-events-agent service status",
+        start="scheduled-events-agent service start",
+        log=r'Get-Content -Tail 50 "$env:ProgramData\ScheduledEventsAgent\logs\agent.log"',
+    )
 
 
 def may_change_user() -> bool:

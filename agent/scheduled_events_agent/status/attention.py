@@ -1,0 +1,250 @@
+"""What needs a person, as one value: status, page, exit code, metrics, alerts and notifications read it.
+
+Decides nothing, reads nothing, knows no clock. The one invariant: nothing that a rule or an operator wants so.
+"""
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import get_args
+
+from scheduled_events_agent.spelling import plural
+from scheduled_events_agent.status.actions import command, effect_of, quoted, short_ids, words_of_use
+from scheduled_events_agent.status.messages import utc
+from scheduled_events_agent.status.status import (
+    Attention,
+    AttentionKind,
+    NotifiedTarget,
+    ShownWorkflow,
+    Status,
+    SuggestedCommand,
+)
+
+ATTENTION_KINDS: tuple[AttentionKind, ...] = get_args(AttentionKind)
+"""The worst first."""
+WITH_DEADLINE: tuple[AttentionKind, ...] = ("prepare_failed", "approval_needed", "approval_failing")
+"""Kinds of events that Azure has not started. Without a deadline the event may start at any moment."""
+_OF_EVENTS: tuple[AttentionKind, ...] = ("recovery_failed", "hook_missing", "not_acting", *WITH_DEADLINE)
+_FAILED_APPROVALS = 3
+_CRASHES = 3
+_CRASHED_WITHIN = timedelta(hours=1)
+_NAMED_WITHIN = timedelta(minutes=5)
+_NOTIFIED_WITHIN = timedelta(minutes=5)
+
+_MESSAGES: dict[AttentionKind, str] = {
+    "recovery_failed": "Recovery from {the_event} failed: {why}.",
+    "hook_missing": "Recovery from {the_event} waits for hook {hook}, which is not in the policy.",
+    "prepare_failed": "{The_event} is held: {why}.",
+    "approval_needed": "{The_event} needs an operator's approval.",
+    "not_acting": "{The_event} is over, and what was prepared stays prepared: the agent only observes.",
+    "approval_failing": "Azure does not take the approval of {the_event}: {failures} tries failed.",
+}
+_UNREADY = "/readyz answers 503 since {unready_since}: no traffic until this is settled."
+_CONSEQUENCES: dict[AttentionKind, str] = {
+    "recovery_failed": _UNREADY,
+    "hook_missing": _UNREADY,
+    "prepare_failed": "Azure starts it {when}, prepared or not.",
+    "approval_needed": "Without an approval Azure starts it {when}.",
+    "not_acting": _UNREADY,
+    "approval_failing": "The agent goes on trying; without an approval Azure starts it {when}.",
+}
+
+
+def attention(status: Status) -> tuple[Attention, ...]:
+    """All that needs a person, the worst first; that no agent runs comes before all else."""
+    found = [*_of_events(status), *_of_agent(status), *_of_setup(status)]
+
+    def rank(one: Attention) -> tuple[bool, bool, int, float]:
+        is_absence = one.kind == "unhealthy" and status.source == "state_file"
+        deadline = one.deadline.timestamp() if one.deadline else 0.0
+        return (not is_absence, one.severity != "act", ATTENTION_KINDS.index(one.kind), deadline)
+
+    return tuple(sorted(found, key=rank))
+
+
+def exit_code(status: Status) -> int:
+    """Of the command ``status``. 3: an operator must act on an event; 1: the agent is not healthy, or absent."""
+    if any(one.severity == "act" and one.kind in _OF_EVENTS for one in status.attention):
+        return 3
+    return 0 if status.health == "ok" else 1
+
+
+def _of_events(status: Status) -> Iterator[Attention]:
+    short = short_ids([workflow.event.id for workflow in status.pending])
+    for workflow in status.pending:
+        kind = _kind_of(status, workflow)
+        if kind is None:
+            continue
+        event = workflow.event
+        facts = _facts(status, workflow)
+        is_warning = event.is_recommendation  # nothing starts by itself
+        yield Attention(
+            kind=kind,
+            severity="fix" if is_warning else "act",
+            since=_since(kind, workflow),
+            event_id=event.id,
+            workflow_id=workflow.id,
+            message=_MESSAGES[kind].format(**facts),
+            consequence=_CONSEQUENCES[kind].format(**facts) if not is_warning or workflow.is_over else "",
+            deadline=event.not_before if kind in WITH_DEADLINE and not is_warning else None,
+            commands=tuple(_event_commands(kind, status, workflow, short[event.id])),
+        )
+
+
+def _kind_of(status: Status, workflow: ShownWorkflow) -> AttentionKind | None:
+    """For what the event needs a person; the worst, if for several things."""
+    waits_for = workflow.waits.kind if workflow.waits else ""
+    if workflow.phase == "recovery_failed":
+        return "recovery_failed"
+    if workflow.is_over:
+        if status.mode == "observe" and workflow.is_prepared_for:
+            return "not_acting"
+        return "hook_missing" if waits_for == "lost_hook" else None
+    if workflow.event.status != "Scheduled" or workflow.was_started or status.mode == "observe":
+        return None
+    if waits_for in ("prepare_failed", "prepare_canceled") and workflow.operator != "held":
+        return "prepare_failed"
+    if workflow.approval.failures >= _FAILED_APPROVALS:
+        return "approval_failing"
+    return "approval_needed" if workflow.approval_needed_since else None
+
+
+def _since(kind: AttentionKind, workflow: ShownWorkflow) -> datetime:
+    if kind == "approval_needed" and workflow.approval_needed_since:
+        return workflow.approval_needed_since
+    if kind == "approval_failing" and workflow.approval.failing_since:
+        return workflow.approval.failing_since
+    return workflow.phase_since or workflow.first_seen_at
+
+
+def _facts(status: Status, workflow: ShownWorkflow) -> dict[str, str]:
+    event = workflow.event
+    name = f"{event.type or 'event'} of {next(iter(status.vm.names), 'this VM')}"
+    is_ahead = event.not_before is not None and event.not_before > status.at
+    unready_since = workflow.begun_at or workflow.phase_since or workflow.first_seen_at
+    return {
+        "the_event": f"the {name}",
+        "The_event": f"The {name}",
+        "why": workflow.waits_for,
+        "hook": workflow.waits.detail if workflow.waits else "",
+        "failures": str(workflow.approval.failures),
+        "when": f"at {utc(event.not_before, status.at)}" if event.not_before and is_ahead else "at any moment",
+        "unready_since": utc(unready_since, status.at),
+    }
+
+
+def _event_commands(
+    kind: AttentionKind, status: Status, workflow: ShownWorkflow, short_id: str
+) -> Iterator[SuggestedCommand]:
+    if kind == "hook_missing" and workflow.waits:
+        yield _check(status, f"put hook {workflow.waits.detail} back and reload: recovery goes on by itself")
+    if kind == "not_acting":
+        yield _check(status, "set agent.mode to act and reload: recovery begins by itself")
+    if kind == "approval_failing":
+        yield _doctor(status)
+    for word in words_of_use(status, workflow):
+        line = command(word, quoted(short_id), status.command_options)
+        yield SuggestedCommand(command=line, effect=effect_of(word, workflow))
+
+
+def _of_agent(status: Status) -> Iterator[Attention]:
+    for reason in () if status.health == "ok" else status.health:
+        is_absence = status.source == "state_file"
+        yield Attention(
+            kind="unhealthy",
+            severity="act",
+            since=status.unhealthy_since,
+            message=f"{reason[:1].upper()}{reason[1:]}.",
+            consequence="Until that is mended, no event is prepared for, approved or recovered from.",
+            commands=status.supervisor_commands if is_absence else (_doctor(status),),
+        )
+    crashes = [at for at in status.unclean_starts if status.at - at < _CRASHED_WITHIN]
+    if len(crashes) >= _CRASHES:
+        yield Attention(
+            kind="agent_restarts",
+            severity="fix",
+            since=crashes[0],
+            message=f"The agent ended by itself and was started again, {len(crashes)} times within an hour.",
+            commands=status.supervisor_commands,
+        )
+
+
+def _of_setup(status: Status) -> Iterator[Attention]:
+    policy = status.policy
+    if policy is not None and policy.refused:
+        yield Attention(
+            kind="policy_rejected",
+            severity="fix",
+            since=policy.refused_at,
+            message=f"The policy file is rejected: {_first_line(policy.refused)}.",
+            consequence=f"The policy that was read at {utc(policy.read_at, status.at)} is in force.",
+            commands=(_check(status, "show all that is wrong with it"),),
+        )
+    if rejected := status.web_config_rejected:
+        yield Attention(
+            kind="web_config_rejected",
+            severity="fix",
+            since=rejected.since,
+            message=f"agent.web_config is rejected: {_first_line(rejected.reason)}.",
+            consequence="What it said before is in force, and its certificate may expire.",
+            commands=(_check(status, "show what is wrong with it"),),
+        )
+    started_at = status.started_at
+    if started_at and not status.vm.names and status.at - started_at >= _NAMED_WITHIN:
+        yield Attention(
+            kind="vm_unknown",
+            severity="fix",
+            since=started_at,
+            message="The name of this VM is not known.",
+            consequence="The agent takes no event for its own.",
+            commands=(_doctor(status),),
+        )
+    if status.fleet is not None and status.fleet.failure:
+        yield Attention(
+            kind="fleet_unavailable",
+            severity="fix",
+            since=status.fleet.away_since,
+            message=f"The table of the fleet cannot be used: {status.fleet.failure}.",
+            commands=(_with_policy(status, "fleet status", "ask the table"),),
+        )
+    for target in status.notify:
+        if found := _of_target(status, target):
+            yield found
+
+
+def _of_target(status: Status, target: NotifiedTarget) -> Attention | None:
+    failure = target.failure
+    if target.lost_at is not None:
+        are = "is" if target.lost == 1 else "are"
+        what = plural(target.lost, "notification")
+        message = f"{what} to {target.name} {are} lost: {target.lost_reason}."
+        since = target.lost_at
+    elif failure is not None and status.at - failure.since >= _NOTIFIED_WITHIN:
+        message = f"Notifications to {target.name} fail: {failure.reason}."
+        since = failure.since
+    else:
+        return None
+    return Attention(
+        kind="notifications_failing",
+        severity="fix",
+        since=since,
+        message=message,
+        commands=(_with_policy(status, f"notify test {quoted(target.name)}", "send it a test"),),
+    )
+
+
+def _doctor(status: Status) -> SuggestedCommand:
+    line = command("doctor", status.command_options)
+    return SuggestedCommand(command=line, effect="look for what is wrong")
+
+
+def _check(status: Status, effect: str) -> SuggestedCommand:
+    return _with_policy(status, "check", effect)
+
+
+def _with_policy(status: Status, words: str, effect: str) -> SuggestedCommand:
+    options = status.policy.command_options if status.policy else ""
+    return SuggestedCommand(command=command(words, options), effect=effect)
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]

@@ -1,0 +1,130 @@
+"""The status as people are shown it: what needs a person, one headline, and each event in a few words."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from msgspec.structs import replace
+
+from scheduled_events_agent.spelling import plural
+from scheduled_events_agent.status.actions import command, quoted, short_ids, words_of_use
+from scheduled_events_agent.status.attention import attention
+from scheduled_events_agent.status.messages import activity, by_urgency
+from scheduled_events_agent.status.status import Attention, EventSummary, HookStep, ShownWorkflow, Status
+from scheduled_events_agent.workflow import Progress, Stage, Workflow
+
+Tone = Literal["good", "busy", "bad"]
+
+_APPROVALS = {
+    "immediately": "wanted at once", "when-prepared": "wanted when prepared",
+    "manual": "wanted when an operator says so", "never": "not from here",
+}  # fmt: skip
+_OPERATORS = {"": "", "approved": "; an operator has approved it", "held": "; an operator holds it"}
+
+
+def with_words(status: Status) -> Status:
+    """The status with what needs a person, its headline and the summaries of its events."""
+    pending = by_urgency(status.pending)
+    needs = attention(status)
+    headline = needs[0].message if needs else _course_of_all(status, pending)
+    short = short_ids([workflow.event.id for workflow in status.pending])
+    summaries = tuple(
+        EventSummary(
+            workflow_id=workflow.id,
+            activity=activity(workflow, status.running_for(workflow.id), status.at),
+            approval=_approval(workflow),
+            hooks=tuple(_hooks(status, workflow)),
+            commands=tuple(
+                command(word, quoted(short[workflow.event.id]), status.command_options)
+                for word in words_of_use(status, workflow)
+            ),
+        )
+        for workflow in pending
+    )
+    tone = _tone(needs, pending)
+    return replace(status, attention=needs, headline=headline, tone=tone, summaries=summaries)
+
+
+def _tone(needs: Sequence[Attention], pending: Sequence[Workflow]) -> Tone:
+    if any(one.severity == "act" for one in needs):
+        return "bad"
+    return "busy" if needs or any(map(_is_ours, pending)) else "good"
+
+
+def _is_ours(workflow: Workflow) -> bool:
+    return workflow.decision.affects in ("self", "shared")
+
+
+def _course_of_all(status: Status, pending: Sequence[ShownWorkflow]) -> str:
+    """How things are with the events, when no person is needed."""
+    ours = [workflow for workflow in pending if _is_ours(workflow)]
+    if ours:
+        more = f", and {len(pending) - 1} more" if len(pending) > 1 else ""
+        return f"{_course(ours[0])}{more}"
+    if pending:
+        return f"{plural(len(pending), 'event')} pending, none for this VM"
+    if status.last_poll_at is None:
+        return "Azure has not answered yet"
+    return "Nothing was pending at the last good poll" if status.poll_failure else "Nothing is pending"
+
+
+def _course(workflow: ShownWorkflow) -> str:
+    """What becomes of an event of this VM."""
+    name = workflow.event.type or "event"
+    if workflow.event.is_recommendation and workflow.phase == "prepared":
+        return f"Prepared for a {name}"
+    if workflow.is_over and workflow.phase not in ("recovering", "recovery_failed"):
+        return f"{name} is over"
+    return {
+        "waiting": f"{name} is pending",
+        "preparing": f"Preparing for a {name}",
+        "prepared": f"Prepared for a {name}, which is not approved yet",
+        "held": f"{name} is held: {workflow.waits_for}",
+        "approved": f"{name} is approved and may start",
+        "started": f"{name} is under way",
+        "recovering": f"Recovering from a {name}",
+    }.get(workflow.phase, f"{name}: {workflow.phase}")
+
+
+def _approval(workflow: Workflow) -> str:
+    """How far the approval is."""
+    approval = workflow.approval
+    decision = workflow.decision
+    tries = f"{approval.failures} failed so far" if approval.failures else ""
+    if approval.state == "confirmed":
+        text = "Azure has taken it"
+    elif approval.state == "requested":
+        text = f"Azure is being asked; {tries}" if tries else "Azure is being asked"
+    elif tries:
+        text = f"{tries}; the agent tries again"
+    elif workflow.event.is_recommendation:
+        text = "none: it would have no effect"
+    elif workflow.is_over or workflow.was_started:
+        text = "none was given from here"
+    elif not decision.rule:
+        text = "none: the event is only observed"
+    else:
+        text = _APPROVALS[decision.approve]
+    return f"{text}{_OPERATORS[workflow.operator]}"
+
+
+def _hooks(status: Status, workflow: Workflow) -> Iterator[HookStep]:
+    """The hooks of the event in their order."""
+    decision = workflow.decision
+    is_over = workflow.is_over
+    running = {(hook.stage, hook.hook): hook.state for hook in status.running_for(workflow.id)}
+    stages: tuple[tuple[Stage, tuple[str, ...], Progress, bool], ...] = (
+        ("prepare", decision.prepare, workflow.prepare, is_over or workflow.was_started),
+        ("on_start", decision.on_start, workflow.on_start, is_over),
+        ("recover", decision.recover, workflow.recover, workflow.phase == "closed"),
+    )
+    for stage, hooks, progress, is_past in stages:
+        failed = progress.failed_hook or next((hook for hook in hooks if hook not in progress.done), None)
+        for hook in hooks:
+            if (stage, hook) in running or progress.current == hook:
+                yield HookStep(stage=stage, hook=hook, state=running.get((stage, hook), "running"))
+            elif hook in progress.done:
+                yield HookStep(stage=stage, hook=hook, state="done")
+            elif progress.state == "failed" and hook == failed:
+                yield HookStep(stage=stage, hook=hook, state="failed")
+            else:
+                yield HookStep(stage=stage, hook=hook, state="not_run" if is_past else "open")

@@ -1,0 +1,281 @@
+"""What needs a person: each state that does, and those that a rule or an operator wants so."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from shown import NOW, a_status, a_workflow
+
+from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.status import (
+    Attention,
+    FleetState,
+    NotifiedTarget,
+    PolicyInForce,
+    ShownWorkflow,
+    Status,
+    SuggestedCommand,
+    TargetFailure,
+    Vm,
+    WebConfigRejected,
+)
+from scheduled_events_agent.status.attention import ATTENTION_KINDS, WITH_DEADLINE, attention, exit_code
+from scheduled_events_agent.status.summaries import with_words
+from scheduled_events_agent.workflow import Approval, Progress, Waits
+
+POLICY = PolicyInForce(file="/etc/policy.yaml", read_at=NOW - timedelta(hours=1))
+FAILED = Progress(state="failed", run=1, failed_hook="drain", failure="hook drain: exit code 7")
+UNDONE = Progress(state="succeeded", done=("drain",), run=1)
+RECOVERY = {"recover": ("resume",)}
+LOG = SuggestedCommand(command="journalctl -u scheduled-events-agent -n 50", effect="show the end of its log")
+
+
+def held(**fields: Any) -> ShownWorkflow:
+    """Its preparation has failed."""
+    told = {"waits": Waits(kind="prepare_failed"), "waits_for": "preparation failed (hook drain: exit code 7)"}
+    return a_workflow(**{"phase": "held", "prepare": FAILED, **told, **fields})
+
+
+def recovering(**fields: Any) -> ShownWorkflow:
+    told: dict[str, Any] = {"phase": "recovering", "is_over": True, "prepare": UNDONE, "begun_at": NOW}
+    return a_workflow(decision=RECOVERY, **{**told, **fields})
+
+
+def of_event(workflow: ShownWorkflow, **fields: Any) -> Status:
+    return a_status(pending=(workflow,), ready=False, **fields)
+
+
+def target(**fields: Any) -> NotifiedTarget:
+    return NotifiedTarget(**{"name": "ops", "waiting": 0, "oldest_at": None, "failure": None, **fields})
+
+
+LOST_HOOK = {"waits": Waits(kind="lost_hook", detail="resume")}
+MANUAL = a_workflow(decision={"approve": "manual"}, phase="prepared", approval_needed_since=NOW)
+UNRECOVERED = recovering(
+    phase="recovery_failed", recover=replace(FAILED, failed_hook="resume"), waits_for="hook resume: exit code 1"
+)
+# Kind, severity, message, the first command and whether it has a deadline; of the table in docs/operations.md.
+NEEDED: dict[str, tuple[Status, str, str, str]] = {
+    "recovery_failed": (
+        of_event(UNRECOVERED),
+        "act",
+        "Recovery from the Reboot of web-1 failed: hook resume: exit code 1.",
+        "scheduled-events-agent retry 602D9444",
+    ),
+    "hook_missing": (
+        of_event(recovering(**LOST_HOOK)),
+        "act",
+        "Recovery from the Reboot of web-1 waits for hook resume, which is not in the policy.",
+        "scheduled-events-agent check",
+    ),
+    "prepare_failed": (
+        of_event(held()),
+        "act",
+        "The Reboot of web-1 is held: preparation failed (hook drain: exit code 7).",
+        "scheduled-events-agent retry 602D9444",
+    ),
+    "approval_needed": (
+        of_event(MANUAL),
+        "act",
+        "The Reboot of web-1 needs an operator's approval.",
+        "scheduled-events-agent approve 602D9444",
+    ),
+    "not_acting": (
+        of_event(recovering(), mode="observe"),
+        "act",
+        "The Reboot of web-1 is over, and what was prepared stays prepared: the agent only observes.",
+        "scheduled-events-agent check",
+    ),
+    "approval_failing": (
+        of_event(a_workflow(phase="prepared", approval=Approval(failures=3, failing_since=NOW))),
+        "act",
+        "Azure does not take the approval of the Reboot of web-1: 3 tries failed.",
+        "scheduled-events-agent doctor",
+    ),
+    "unhealthy": (
+        a_status(health=("the engine has not turned for 20s",)),
+        "act",
+        "The engine has not turned for 20s.",
+        "scheduled-events-agent doctor",
+    ),
+    "agent_restarts": (
+        a_status(unclean_starts=tuple(NOW - timedelta(minutes=m) for m in (59, 2, 1)), supervisor_commands=(LOG,)),
+        "fix",
+        "The agent ended by itself and was started again, 3 times within an hour.",
+        LOG.command,
+    ),
+    "policy_rejected": (
+        a_status(policy=replace(POLICY, refused="policy.yaml:3: bad\npolicy.yaml:4: worse", refused_at=NOW)),
+        "fix",
+        "The policy file is rejected: policy.yaml:3: bad.",
+        "scheduled-events-agent check",
+    ),
+    "web_config_rejected": (
+        a_status(web_config_rejected=WebConfigRejected(reason="no such file", since=NOW)),
+        "fix",
+        "agent.web_config is rejected: no such file.",
+        "scheduled-events-agent check",
+    ),
+    "vm_unknown": (
+        a_status(vm=Vm(names=(), vm_id=""), started_at=NOW - timedelta(minutes=5)),
+        "fix",
+        "The name of this VM is not known.",
+        "scheduled-events-agent doctor",
+    ),
+    "fleet_unavailable": (
+        a_status(fleet=FleetState(group="web", failure="no route", away_since=NOW, awaited=())),
+        "fix",
+        "The table of the fleet cannot be used: no route.",
+        "scheduled-events-agent fleet status",
+    ),
+    "notifications_failing": (
+        a_status(notify=(target(lost=3, lost_at=NOW, lost_reason="it answers 400"),)),
+        "fix",
+        "3 notifications to ops are lost: it answers 400.",
+        "scheduled-events-agent notify test ops",
+    ),
+}
+
+
+def one_of(status: Status) -> Attention:
+    (found,) = attention(status)
+    return found
+
+
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_each_kind_has_a_message_a_command_and_an_exit_code(kind: str) -> None:
+    status, severity, message, first = NEEDED[kind]
+    found = one_of(status)
+    assert (found.kind, found.severity, found.message) == (kind, severity, message)
+    assert found.commands[0].command == first
+    assert (found.deadline is not None) == (kind in WITH_DEADLINE)
+    assert found.since is not None or kind == "unhealthy"
+    shown = with_words(status)
+    assert shown.headline == message
+    assert shown.tone == {"act": "bad", "fix": "busy"}[severity]
+    is_of_event = bool(found.event_id)
+    assert exit_code(shown) == {"unhealthy": 1}.get(kind, 3 if is_of_event else 0)
+
+
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_each_kind_is_counted_and_all_others_are_0(kind: str) -> None:
+    metrics = Metrics(tuple)
+    metrics.set_attention(())
+    metrics.set_attention(attention(NEEDED[kind][0]))
+    text = metrics.expose().decode()
+    for one in ATTENTION_KINDS:
+        assert f'scheduled_events_attention{{kind="{one}"}} {float(one == kind)}\n' in text
+    deadlines = [line for line in text.splitlines() if line.startswith("scheduled_events_attention_deadline")]
+    assert len(deadlines) == (kind in WITH_DEADLINE)
+    metrics.set_attention(())
+    assert "attention_deadline_timestamp_seconds{" not in metrics.expose().decode()
+
+
+def test_an_event_that_may_start_at_any_moment_has_the_deadline_0() -> None:
+    metrics = Metrics(tuple)
+    soon = held(event={"not_before": None})
+    later = held(event={"id": "later"})
+    metrics.set_attention(attention(a_status(pending=(later, soon))))
+    text = metrics.expose().decode()
+    assert 'scheduled_events_attention_deadline_timestamp_seconds{kind="prepare_failed"} 0.0\n' in text
+
+
+WANTED = {
+    "an operator's own hold": a_workflow(phase="held", operator="held", waits=Waits(kind="held")),
+    "a hold of what failed": held(operator="held"),
+    "never": a_workflow(decision={"approve": "never"}, phase="held", waits=Waits(kind="never")),
+    "shared": a_workflow(decision={"affects": "shared"}, phase="held", waits=Waits(kind="shared")),
+    "of another VM": a_workflow(decision={"affects": "others"}),
+    "an id that cannot be sent back": a_workflow(phase="held", waits=Waits(kind="id")),
+    "two failed approvals": a_workflow(phase="prepared", approval=Approval(failures=2)),
+    "under way": a_workflow(phase="started", event={"status": "Started"}, was_started=True),
+    "recovers": recovering(),
+    "waits for another event": recovering(waits=Waits(kind="other_event", detail="B")),
+}
+
+
+@pytest.mark.parametrize("workflow", WANTED.values(), ids=WANTED.keys())
+def test_what_a_rule_or_an_operator_wants_so_needs_no_person(workflow: ShownWorkflow) -> None:
+    assert attention(of_event(workflow)) == ()
+    assert exit_code(with_words(of_event(workflow))) == 0
+
+
+def test_an_agent_that_only_observes_needs_nobody_before_an_event() -> None:
+    for workflow in (MANUAL, held(), a_workflow()):
+        assert attention(of_event(workflow, mode="observe")) == ()
+
+
+def test_a_recommendation_gives_only_what_is_to_be_repaired() -> None:
+    warning = {"type": "SpotRebalanceRecommendation"}
+    found = one_of(of_event(held(event=warning)))
+    assert (found.kind, found.severity, found.deadline) == ("prepare_failed", "fix", None)
+    assert exit_code(with_words(of_event(held(event=warning)))) == 0
+
+
+def test_the_worst_comes_first_and_that_no_agent_runs_before_all_else() -> None:
+    later = held(event={"id": "later", "not_before": NOW + timedelta(days=1)})
+    status = a_status(
+        pending=(MANUAL, later, held(), UNRECOVERED),
+        policy=replace(POLICY, refused="bad", refused_at=NOW),
+        health=("no poll has succeeded for 61s",),
+    )
+    assert [one.kind for one in attention(status)] == [
+        "recovery_failed", "prepare_failed", "prepare_failed", "approval_needed", "unhealthy", "policy_rejected",
+    ]  # fmt: skip
+    assert [one.event_id for one in attention(status)[1:3]] == ["602D9444", "later"]
+    absent = replace(status, source="state_file", mode=None, health=("no agent runs",), supervisor_commands=(LOG,))
+    first, *rest = attention(absent)
+    assert (first.message, first.commands) == ("No agent runs.", (LOG,))
+    assert rest[0].kind == "recovery_failed"
+    assert exit_code(with_words(absent)) == 3
+
+
+def test_the_consequence_says_what_happens_if_no_person_acts() -> None:
+    start = "22:26:12 UTC"
+    assert one_of(of_event(held())).consequence == f"Azure starts it at {start}, prepared or not."
+    assert one_of(of_event(MANUAL)).consequence == f"Without an approval Azure starts it at {start}."
+    soon = held(event={"not_before": NOW})
+    assert one_of(of_event(soon)).consequence == "Azure starts it at any moment, prepared or not."
+    unready = "/readyz answers 503 since 22:12:00 UTC: no traffic until this is settled."
+    assert one_of(of_event(UNRECOVERED)).consequence == unready
+
+
+def test_the_commands_say_what_they_do() -> None:
+    def effects(status: Status) -> list[tuple[str, str]]:
+        return [(one.command.split()[1], one.effect) for one in one_of(status).commands]
+
+    assert effects(of_event(held())) == [
+        ("retry", "run drain again, then the rest"),
+        ("approve", "let Azure start it as it is"),
+    ]
+    assert effects(of_event(UNRECOVERED)) == [
+        ("retry", "run resume again, then the rest"),
+        ("resolve", "only when you have done manually what it does"),
+    ]
+    assert effects(of_event(recovering(**LOST_HOOK))) == [
+        ("check", "put hook resume back and reload: recovery goes on by itself"),
+        ("resolve", "only when you have done manually what it does"),
+    ]
+
+
+def test_commands_have_the_options_with_which_they_find_agent_and_policy() -> None:
+    policy = replace(POLICY, refused="bad", command_options="--config /my/policy.yaml")
+    status = of_event(held(), policy=policy, command_options="--state-dir /my/state")
+    lines = [one.command for found in attention(status) for one in found.commands]
+    assert lines == [
+        "scheduled-events-agent retry 602D9444 --state-dir /my/state",
+        "scheduled-events-agent approve 602D9444 --state-dir /my/state",
+        "scheduled-events-agent check --config /my/policy.yaml",
+    ]
+
+
+def test_what_ends_by_itself_soon_needs_nobody_yet() -> None:
+    recent = TargetFailure(since=NOW - timedelta(minutes=4), reason="it answers 503")
+    long = replace(recent, since=NOW - timedelta(minutes=5))
+    assert attention(a_status(notify=(target(failure=recent),))) == ()
+    assert one_of(a_status(notify=(target(failure=long),))).message == "Notifications to ops fail: it answers 503."
+    unnamed = {"vm": Vm(names=(), vm_id=""), "started_at": NOW - timedelta(minutes=4)}
+    assert attention(a_status(**unnamed)) == ()
+    old = tuple(NOW - timedelta(minutes=m) for m in (61, 2, 1))
+    assert attention(a_status(unclean_starts=old)) == ()
