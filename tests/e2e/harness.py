@@ -227,6 +227,7 @@ class Agent:
             boots = "'$.boot_id', 'the boot before', '$.prepare_boot_id', 'the boot before'"
             state.execute(f"UPDATE workflow SET body = json_set(body, {boots})")
             state.execute("UPDATE fact SET value = 'the boot before' WHERE name = 'boot_id'")
+            state.execute("UPDATE journal SET detail = 'the boot before' WHERE kind = 'agent_started'")
 
     def __enter__(self) -> Self:
         return self

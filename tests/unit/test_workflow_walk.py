@@ -23,6 +23,7 @@ invariants, which it works out for itself and not from the fields of a workflow:
     while the document lists it; it is not recovered from while an eviction is in the document
 12. the reason why an event waits is the one that holds now
 13. of a hook that runs once at a time, no less urgent run is in the way of an eviction
+14. an event that only an operator can let be approved says so, and no other
 
 An event that one answer lacks is missing: nothing is begun for it and nothing of it is undone. Only when a second
 answer lacks it, it is over; if it comes back before a recovery has begun, its own or one for another event that
@@ -573,6 +574,9 @@ class World:
         for workflow in self.board.values():
             due = phases.move(workflow, self.board, context)
             self.expect(due == workflow.waits, f"(12) {due} is not the reason that is shown: {workflow.waits}")
+            is_needed = bool(REAL["why_approval_needed"](workflow, context))
+            is_told = workflow.approval_needed_since is not None
+            self.expect(is_needed == is_told, f"(14) an approval by an operator is needed: {is_needed}")
 
     def _remembered(self) -> dict[str, RememberedEvent]:
         """What the store would have, by the event's key."""
@@ -1115,6 +1119,7 @@ REAL: Faults = {
     "_admit": signals._admit,
     "_lose": signals._lose,
     "explain": board.explain,
+    "why_approval_needed": approving.why_approval_needed,
     "_begin_when_due": phases._begin_when_due,
     "with_end": stages.with_end,
 }
@@ -1186,6 +1191,12 @@ MUTANTS: dict[str, tuple[Faults, str, Script]] = {
     "a reason outlives its cause": (
         {"explain": lambda workflow, waits, context: REAL["explain"](workflow, waits or workflow.waits, context)},
         "(12)", Script({"A": a_rule(approve="manual", prepare=("drain",))}, has_operator=True, crashes=0),
+    ),
+    "an approval that is needed is told for ever": (
+        {"why_approval_needed": lambda workflow, context: REAL["why_approval_needed"](
+            replaced(workflow, operator=""), context
+        )},
+        "(14)", Script({"A": a_rule(approve="manual", prepare=("drain",))}, has_operator=True, crashes=0),
     ),
     "an event is prepared for only when an operator says so": (
         {"_begin_when_due": _begin_when_an_operator_says_so},

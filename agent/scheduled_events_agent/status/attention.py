@@ -69,11 +69,10 @@ def exit_code(status: Status) -> int:
 
 
 def _of_events(status: Status) -> Iterator[Attention]:
-    short = short_ids([workflow.event.id for workflow in status.pending])
-    for workflow in status.pending:
-        kind = _kind_of(status, workflow)
-        if kind is None:
-            continue
+    needed = [(workflow, _kind_of(status, workflow)) for workflow in status.pending]
+    needed = [(workflow, kind) for workflow, kind in needed if kind is not None]
+    short = short_ids([workflow.event.id for workflow in status.pending]) if needed else {}
+    for workflow, kind in needed:
         event = workflow.event
         facts = _facts(status, workflow)
         is_warning = event.is_recommendation  # nothing starts by itself
