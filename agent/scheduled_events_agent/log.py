@@ -19,7 +19,9 @@ import msgspec
 import structlog
 
 from scheduled_events_agent import host
+from scheduled_events_agent.events import printable
 from scheduled_events_agent.log_ids import LogId, log_id_of
+from scheduled_events_agent.operator_words import SHORT_ID
 
 Logger = structlog.typing.FilteringBoundLogger
 
@@ -30,10 +32,20 @@ JOURNAL_FIELDS = {
     "event_id": "EVENT_ID", "type": "EVENT_TYPE", "rule": "RULE", "phase": "PHASE",
     "hook": "HOOK", "stage": "STAGE",
 }  # fmt: skip
-"""Names of fields in systemd's journal."""
+"""Names of fields in systemd's journal; any other field has its own name there, in capitals."""
+# What a line has for others than those who read JSON: the number of the message, and the line as people read it.
+_ASIDE = ("log_id", "sentence")
+# What MESSAGE has in its sentence, so that it need not follow in brackets.
+_IN_SENTENCE = (
+    "time", "level", "event", "event_id", "type", "rule", "phase", "reason", "problem", "line", "exception",
+    "stacks", *_ASIDE,
+)  # fmt: skip
 # An entry must fit into a datagram; the kernel's limit is about 200 KiB.
 _MAX_JOURNAL_MESSAGE = 32 * 1024
+_MAX_JOURNAL_SENTENCE = 4 * 1024
 _MAX_JOURNAL_FIELD = 1024
+_MAX_JOURNAL_TEXT = 8 * 1024
+_JOURNAL_TEXTS = ("reason", "line", "exception", "stacks")
 _REPEAT_SECONDS = 3600.0
 _MINUTE = 60.0
 # So many lines at once, then one a minute: of each kind of a failure that comes and goes; of one message about one
@@ -57,8 +69,9 @@ def set_up(
 ) -> None:
     """Send all logging to ``stream`` (None: standard error). May be called again, to change the level or the form.
 
-    ``on_entry`` gets the id of each entry, and its ``time``, ``level``, ``message`` and fields. It runs on the
-    thread that logs and must not block.
+    ``on_entry`` gets the id of each entry, and its ``time``, ``level``, ``message`` and fields; among them
+    ``sentence``, where the entry has one: the line as people read it. It runs on the thread that logs and must not
+    block.
     """
     stream = stream or sys.stderr
     is_terminal = _is(os.isatty, stream)
@@ -74,9 +87,9 @@ def set_up(
         renderer = structlog.dev.ConsoleRenderer(
             colors=has_colors, pad_event_to=0, sort_keys=False, timestamp_key="time"
         )
-        processors += [_without_log_id, renderer]
+        processors += [_without_asides, renderer]
     else:
-        render = _Journal() if _is(host.is_journal, stream) else _to_json
+        render = _Journal(is_for_people=form == "auto") if _is(host.is_journal, stream) else _to_json
         processors += [structlog.processors.format_exc_info, render]
     structlog.configure(
         processors=processors,
@@ -246,11 +259,10 @@ def _is(what: Callable[[int], bool], stream: TextIO | None) -> bool:
         return False
 
 
-def _without_log_id(
+def _without_asides(
     _logger: object, _method: str, event: structlog.typing.EventDict
 ) -> structlog.typing.EventDict:
-    event.pop("log_id", None)
-    return event
+    return {name: value for name, value in event.items() if name not in _ASIDE}
 
 
 def _listener(
@@ -259,18 +271,19 @@ def _listener(
     def pass_on(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
         fields = structlog.processors.format_exc_info(logger, method, dict(event))
         log_id = log_id_of(fields.get("log_id"), fields["level"])
+        sentence = {"sentence": fields["sentence"]} if "sentence" in fields else {}
         with contextlib.suppress(Exception):  # a listener must not stop the agent
-            on_entry(log_id, _to_entry(fields))
+            on_entry(log_id, {**_to_entry(fields), **sentence})
         return event
 
     return pass_on
 
 
 def _to_entry(event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Time, level and message come first; the id is for others."""
-    event.pop("log_id", None)
-    first = {"time": event.pop("time", ""), "level": event.pop("level", ""), "message": event.pop("event", "")}
-    return {**first, **event}
+    """Time, level and message come first."""
+    first = {"time": event.get("time", ""), "level": event.get("level", ""), "message": event.get("event", "")}
+    rest = {name: value for name, value in event.items() if name not in ("time", "level", "event", *_ASIDE)}
+    return {**first, **rest}
 
 
 def _to_json(_logger: object, _method: str, event: structlog.typing.EventDict) -> str:
@@ -282,21 +295,52 @@ def _to_json(_logger: object, _method: str, event: structlog.typing.EventDict) -
         return json.dumps(line, default=str)
 
 
-class _Journal:
-    """Sends entries to systemd's journal with fields, or, if it does not take them, as lines with a priority."""
+def _to_sentence(event: structlog.typing.EventDict) -> str:
+    """The entry as people read it, in one line; the journal has the time and the event's whole id beside it."""
+    sentence = str(event.get("sentence", ""))
+    if not sentence:
+        *_, fault = str(event.get("exception", "")).splitlines() or [""]
+        why = [str(event[name]) for name in ("reason", "problem", "line", "stacks") if event.get(name)]
+        event_id = str(event.get("event_id") or "")
+        about = f"{event.get('type') or 'event'} {event_id[:SHORT_ID]}" if event_id else ""
+        sentence = ": ".join(filter(None, [about, str(event["event"]), *why, fault]))
+        more = [f"{name} {_to_text(event[name])}" for name in event if name not in _IN_SENTENCE]
+        sentence += f" ({'; '.join(more)})" if more else ""
+    return printable(sentence)[:_MAX_JOURNAL_SENTENCE]
 
-    def __init__(self) -> None:
+
+def _to_text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _to_journal_fields(event: structlog.typing.EventDict) -> dict[str, str]:
+    """All fields but time and level, which the journal has by itself."""
+    fields = {"LOG_MESSAGE": str(event["event"])}
+    for key, value in event.items():
+        if key not in ("time", "level", "event", *_ASIDE):
+            size = _MAX_JOURNAL_TEXT if key in _JOURNAL_TEXTS else _MAX_JOURNAL_FIELD
+            fields[JOURNAL_FIELDS.get(key, key.upper())] = "" if value is None else _to_text(value)[:size]
+    return fields
+
+
+class _Journal:
+    """Sends entries to systemd's journal with fields, or, if it does not take them, as JSON with a priority."""
+
+    def __init__(self, *, is_for_people: bool) -> None:
+        """``is_for_people``: MESSAGE is a sentence and each fact a field; else MESSAGE is JSON with all facts."""
+        self._is_for_people = is_for_people
         self._is_stuck = False
 
     def __call__(self, logger: object, method: str, event: structlog.typing.EventDict) -> str:
         priority = _PRIORITIES.get(event["level"], "<6>")
         log_id = event.get("log_id")
-        own = {name: str(event.get(key) or "")[:_MAX_JOURNAL_FIELD] for key, name in JOURNAL_FIELDS.items()}
-        line = _to_json(logger, method, event)
-        fields = {
-            **own,
+        if self._is_for_people:
+            fields = {**_to_journal_fields(event), "MESSAGE": _to_sentence(event)}
+        else:
+            fields = {name: str(event.get(key) or "")[:_MAX_JOURNAL_FIELD] for key, name in JOURNAL_FIELDS.items()}
+            fields["MESSAGE"] = _to_json(logger, method, event)[:_MAX_JOURNAL_MESSAGE]
+        fields |= {
             "MESSAGE_ID": log_id.message_id if log_id else "",
-            "MESSAGE": line[:_MAX_JOURNAL_MESSAGE],
             "PRIORITY": priority.strip("<>"),
             "SYSLOG_IDENTIFIER": "scheduled-events-agent",
         }
@@ -306,4 +350,4 @@ class _Journal:
             self._is_stuck = False
             raise structlog.DropEvent
         self._is_stuck = True
-        return f"{priority}{line}"
+        return f"{priority}{_to_json(logger, method, event)}"

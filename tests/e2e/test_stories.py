@@ -295,7 +295,7 @@ def test_an_operator_holds_an_event_and_releases_it(sim: Simulator, agent: Agent
     assert agent.say("hold", event).stdout == "held: the event is preparing, hook drain runs to its end\n"
     agent.let_go("drained")
     held = agent.wait_log("held", event_id=event)
-    assert held["reason"] == "held, Azure starts it at NotBefore: an operator holds it"
+    assert held["reason"].partition(" UTC: ")[2] == "an operator holds it"
     agent.kill()
     agent.start()  # a word once given outlasts the agent
     sim.wait_polls(3)

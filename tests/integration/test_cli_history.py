@@ -60,7 +60,7 @@ def state_dir(tmp_path: Path) -> Path:
     failed = note(
         "hook_finished", "hook drain: exit code 3", outcome="failed", detail="one\n\x1b[2J\x1b]0;two\x07"
     )
-    commit(store, REBOOT, 61, "held", failed, note("held", "held, Azure starts it at NotBefore"))
+    commit(store, REBOOT, 61, "held", failed, note("held", "held, Azure starts it at 10:20:00 UTC"))
     store.record("pause", "stood still for 6.2s", BEGAN + timedelta(seconds=70))
     commit(store, REBOOT, 3700, "closed", note("closed", "is over: completed"))
     store.record("reloaded", "rules: impactful", BEGAN + timedelta(hours=2))
@@ -96,7 +96,7 @@ def test_an_event_is_told_from_first_sight_to_its_end_with_what_hooks_wrote(run:
         "  10:01:01Z    +1m 1s  hook finished  hook drain: exit code 3\n"
         "                                      | one\n"
         "                                      | \\x1b[2J\\x1b]0;two\\x07\n"
-        "  10:01:01Z    +1m 1s  held           held, Azure starts it at NotBefore\n"
+        "  10:01:01Z    +1m 1s  held           held, Azure starts it at 10:20:00 UTC\n"
         "  10:01:10Z   +1m 10s  pause          stood still for 6.2s\n"
         "  11:01:40Z    +1h 1m  closed         is over: completed\n"
     )

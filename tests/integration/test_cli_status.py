@@ -297,7 +297,7 @@ def test_the_shortened_ids_tell_events_apart_and_of_a_hundred_names_some_are_sho
         "scheduled-events-agent hold 602D9444-1",
         "scheduled-events-agent approve 602d9444-9",
     ]
-    assert "now       held, Azure starts it at NotBefore: preparation failed (hook drain: exit code 3)\n" in out
+    assert "now       held, Azure starts it at 23:12:00 UTC: preparation failed (hook drain: exit code 3)\n" in out
     assert "this VM and 99 others: web-1, web-2, web-3, web-4, web-5, web-6, web-7, web-8 and 92 more\n" in out
 
 

@@ -48,7 +48,7 @@ def run_python(program: str, **options: Any) -> subprocess.CompletedProcess[str]
 def test_a_line_is_json_that_begins_with_time_level_and_message(capsys: pytest.CaptureFixture[str]) -> None:
     set_up("info", "json")
     before = datetime.now(UTC)
-    get_logger().warning("held", event_id="E-1", reason="drain failed")
+    get_logger().warning("held", event_id="E-1", reason="drain failed", sentence="not here")
     (line,) = lines(capsys)
     assert list(line) == ["time", "level", "message", "event_id", "reason"]
     assert before <= datetime.fromisoformat(line.pop("time")) <= datetime.now(UTC)
@@ -106,7 +106,7 @@ def test_console_lines_are_for_people_and_have_no_colors_where_there_is_no_termi
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     set_up("info", "console")
-    get_logger().warning("held", event_id="E-1", reason="drain failed")
+    get_logger().warning("held", event_id="E-1", reason="drain failed", sentence="not here")
     text = capsys.readouterr().err
     time_, _, rest = text.partition(" ")
     assert datetime.fromisoformat(time_).tzinfo is not None
@@ -182,12 +182,18 @@ def test_the_journal_gets_fields_of_its_own(journal: tuple[socket.socket, io.Tex
         rule="r",
         phase="held",
         hook="a\nb",
-        reason="why",
+        reason="why\nand more",
+        sentence="Reboot 602D: held: why\nand more",
+        attempts=2,
+        rules=["one", "two"],
     )
     fields = fields_of(ear.recv(1 << 20))
-    message = json.loads(fields.pop("MESSAGE"))
-    assert (message["level"], message["message"], message["reason"]) == ("warning", "held", "why")
     assert fields == {
+        "MESSAGE": "Reboot 602D: held: why and more",
+        "LOG_MESSAGE": "held",
+        "REASON": "why\nand more",
+        "ATTEMPTS": "2",
+        "RULES": "one, two",
         "EVENT_ID": "602D",
         "EVENT_TYPE": "Reboot",
         "RULE": "r",
@@ -204,8 +210,45 @@ def test_what_is_very_long_still_fits_into_the_journal(journal: tuple[socket.soc
     ear, stream = journal
     set_up("info", "auto", stream=stream)
     long = "\u20ac" * 1_000_000
+    texts = ("reason", "line", "exception")
+    get_logger().info("seen", **dict.fromkeys(("event_id", "type", "rule", "hook", *texts, "stage", "file"), long))
+    fields = fields_of(ear.recv(1 << 20))
+    assert fields["LOG_MESSAGE"] == "seen"
+    assert {len(fields[name.upper()]) for name in texts} == {8 * 1024}
+    set_up("info", "json", stream=stream)
     get_logger().info("seen", event_id=long, type=long, rule=long, hook=long, reason=long)
     assert fields_of(ear.recv(1 << 20))["MESSAGE"].startswith('{"time"')
+
+
+def test_the_journal_gets_json_if_the_policy_says_so(journal: tuple[socket.socket, io.TextIOWrapper]) -> None:
+    ear, stream = journal
+    set_up("info", "json", stream=stream)
+    get_logger().warning("held", event_id="602D", reason="why", sentence="Reboot 602D: held: why")
+    fields = fields_of(ear.recv(1 << 20))
+    message = json.loads(fields.pop("MESSAGE"))
+    assert [*message] == ["time", "level", "message", "event_id", "reason"]
+    assert fields == {"EVENT_ID": "602D", "PRIORITY": "4", "SYSLOG_IDENTIFIER": "scheduled-events-agent"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({}, "it happens"),
+        ({"reason": "why", "kind": "timeout", "failures": 3}, "it happens: why (kind timeout; failures 3)"),
+        ({"problem": "policy.yaml:3: wrong"}, "it happens: policy.yaml:3: wrong"),
+        ({"rules": ["one", "two"], "mode": "act"}, "it happens (rules one, two; mode act)"),
+        ({"event_id": "602D9444-1B2C", "hook": "drain"}, "event 602D9444: it happens (hook drain)"),
+        ({"event_id": "602D9444-1B2C", "type": "Reboot", "rule": "r"}, "Reboot 602D9444: it happens"),
+        ({"exception": "Traceback\n  line 1\nRuntimeError: broken"}, "it happens: RuntimeError: broken"),
+    ],
+)
+def test_a_line_about_no_step_of_an_event_is_a_sentence_with_its_facts_in_the_journal(
+    journal: tuple[socket.socket, io.TextIOWrapper], fields: dict[str, Any], sentence: str
+) -> None:
+    ear, stream = journal
+    set_up("info", "auto", stream=stream)
+    get_logger().info("it happens", **fields)
+    assert fields_of(ear.recv(1 << 20))["MESSAGE"] == sentence
 
 
 def test_without_the_journals_socket_lines_go_to_the_stream(

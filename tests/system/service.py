@@ -1,6 +1,5 @@
 """The agent as a service of a container that has a booted systemd: its policy, its log, its unit."""
 
-import json
 import os
 import re
 import subprocess
@@ -15,6 +14,7 @@ if sys.platform == "win32":
 
 from container import CHECKOUT, PATIENCE, Container
 
+from scheduled_events_agent.log import JOURNAL_FIELDS
 from scheduled_events_agent.simulator import Simulator
 
 UNIT = "scheduled-events-agent.service"
@@ -111,13 +111,12 @@ class Service:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
 
     def entries(self, *, boot: int | None = 0) -> list[dict[str, Any]]:
-        """What the agent logged: each line's fields."""
-        messages = [entry["MESSAGE"] for entry in self.machine.journal(UNIT, boot=boot)]
-        return [json.loads(message) for message in messages if str(message).startswith('{"time"')]
+        """What the agent logged: each line's fields by their names in JSON, as texts."""
+        return [_fields(entry) for entry in self.machine.journal(UNIT, boot=boot) if "LOG_MESSAGE" in entry]
 
     def log(self, message: str, *, boot: int | None = 0, **fields: Any) -> list[dict[str, Any]]:
         """The entries with this message and these fields."""
-        wanted = {"message": message, **fields}
+        wanted = {"message": message, **{name: str(value) for name, value in fields.items()}}
         return [entry for entry in self.entries(boot=boot) if wanted.items() <= entry.items()]
 
     def wait_log(
@@ -141,6 +140,12 @@ class Service:
         """Lines that hooks wrote."""
         path: Path = self.machine.path(file)
         return path.read_text().splitlines() if path.exists() else []
+
+
+def _fields(entry: dict[str, Any]) -> dict[str, Any]:
+    names = {name: key for key, name in JOURNAL_FIELDS.items()} | {"LOG_MESSAGE": "message"}
+    own = {name: value for name, value in entry.items() if not name.startswith("_") and name != "MESSAGE"}
+    return {names.get(name, name.lower()): value for name, value in own.items()}
 
 
 def upgrade_while_a_hook_runs(service: Service, sim: Simulator, newer: str, *command: str) -> None:

@@ -321,7 +321,7 @@ def test_a_runners_policy_and_token_are_installed_as_the_page_says(machine: Cont
     install, credential = console("ci-runner")
     machine.run("sh", "-ec", f"cd {PROJECT}\n{install}")
     service = Service(machine, "")
-    assert service.wait_log("the policy file was read again")["rules"] == ["freeze", "evicted", "interrupting"]
+    assert service.wait_log("the policy file was read again")["rules"] == "freeze, evicted, interrupting"
     machine.run("sh", "-ec", f"cd /root; echo a token >token\n{credential}")
     given = "/etc/scheduled-events-agent/credentials/ci-runner-token"
     assert machine.run("cat", given, user="scheduled-events-agent").stdout == "a token\n"

@@ -201,7 +201,7 @@ def test_without_a_policy_it_goes_by_the_default_one(supplied: Container) -> Non
     with Container(supplied, private_network=True) as machine:
         carry_out(machine, PIP)
         (started,) = Service(machine, "").log("agent started")
-        assert (started["rules"], started["listen"]) == (["user-initiated", "short-freeze"], "127.0.0.1:9769")
+        assert (started["rules"], started["listen"]) == ("user-initiated, short-freeze", "127.0.0.1:9769")
 
 
 def test_the_strict_set_up_of_an_agent_of_pip_has_hooks_that_run_as_root(service: Service, sim: Simulator) -> None:
@@ -295,7 +295,7 @@ def test_cloud_init_tells_of_a_bad_policy_and_the_agent_goes_on(supplied: Contai
         service = Service(machine, "")
         assert service.show("ActiveState") == "active"
         (started,) = service.log("agent started")
-        assert (started["rules"], started["listen"]) == (["user-initiated", "short-freeze"], "127.0.0.1:9769")
+        assert (started["rules"], started["listen"]) == ("user-initiated, short-freeze", "127.0.0.1:9769")
 
 
 def test_the_extension_command_installs_what_its_settings_download(

@@ -118,7 +118,7 @@ PAST = (
     entry(7299, "hook_started", "hook drain starts", stage="prepare", hook="drain"),
     entry(7260, "hook_finished", "hook drain succeeded after 39.2s", outcome="succeeded", detail=DRAINED),
     entry(7259, "hook_finished", "hook checkpoint failed: exit code 3", outcome="failed", detail="no space left"),
-    entry(7258, "held", "held, Azure starts it at NotBefore: hook checkpoint failed"),
+    entry(7258, "held", "held, Azure starts it at 10:20:00 UTC: hook checkpoint failed"),
     entry(7200, "operator", "ada says: approved"),
     entry(7199, "approved", "Azure has taken the approval"),
     entry(7100, "started", "has started"),

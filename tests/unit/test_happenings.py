@@ -120,8 +120,9 @@ def test_what_a_reason_says_more_than_the_title_is_kept() -> None:
     agent.ends("resume", "failed")
     agent.operator("resolve")
     failed = "recovery failed (hook resume: exit code 1): retry or resolve it"
+    held = "preparation failed (hook drain: exit code 1)"
     assert agent.summaries[2:] == [
-        "The Reboot of vm-1 is held (Azure starts it at NotBefore: preparation failed (hook drain: exit code 1))",
+        f"The Reboot of vm-1 is held (Azure starts it at 12:15:00 UTC: {held})",
         "The Reboot of vm-1 has started (not approved by us, held)",
         f"vm-1 has not recovered from a Reboot: an operator must act ({failed})",
         "The Reboot of vm-1 is over: completed (an operator has put its recovery right by hand)",

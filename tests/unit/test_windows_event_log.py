@@ -22,8 +22,19 @@ def test_a_text_is_the_message_its_reason_and_a_line_for_each_field() -> None:
     )
 
 
+def test_a_text_begins_with_the_sentence_of_an_entry_that_has_one() -> None:
+    entry = {
+        "message": "held",
+        "sentence": "Reboot 602D9444: held: why",
+        "reason": "held: why",
+        "event_id": "602D",
+    }
+    assert text_of(entry) == "Reboot 602D9444: held: why\r\n\r\nevent_id: 602D"
+
+
 def test_what_a_hook_wrote_is_never_part_of_a_text() -> None:
-    assert text_of({"message": "of something new", "line": "password: x"}) == "of something new"
+    for more in ({}, {"sentence": "Reboot 602D9444: hook drain: password: x"}):
+        assert text_of({"message": "of something new", "line": "password: x", **more}) == "of something new"
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from scheduled_events_agent.status.messages import (
     by_urgency,
     clock,
     lasting,
+    note_in_log,
     pending_in_words,
     span,
     time_left,
     wait_in_words,
 )
-from scheduled_events_agent.workflow import Approval, Progress, Waits
+from scheduled_events_agent.workflow import Approval, Note, Progress, Waits
 from scheduled_events_agent.workflow.model import WaitKind
 
 OBSERVED = {"rule": None, "reason": "no rule takes it: observe", "approve": "never", "prepare": ()}
@@ -108,7 +109,15 @@ def test_the_same_id_twice_is_one_event() -> None:
     [
         (a_workflow(decision=OBSERVED), "only observed"),
         (a_workflow(phase="waiting", waits_for="its time comes at 1"), "waits: its time comes at 1"),
-        (a_workflow(phase="held", waits_for="it failed"), "held, Azure starts it at NotBefore: it failed"),
+        (a_workflow(phase="held", waits_for="it failed"), "held, Azure starts it at 22:26:12 UTC: it failed"),
+        (
+            a_workflow({"not_before": NOW + timedelta(hours=3)}, phase="held", waits_for="it failed"),
+            "held, Azure starts it at 2026-04-12 01:12:00 UTC: it failed",
+        ),
+        (
+            a_workflow({"not_before": None}, phase="held", waits_for="it failed"),
+            "held, Azure may start it at any moment: it failed",
+        ),
         (
             a_workflow(phase="preparing", drain_until=NOW + timedelta(seconds=30)),
             "drains for 30s more (/readyz answers 503)",
@@ -166,3 +175,54 @@ def test_the_duration_is_told_as_the_estimate_that_it_is() -> None:
 def test_a_time_of_another_day_has_its_date() -> None:
     assert clock(NOW, NOW) == "22:12:00Z"
     assert clock(NOW + timedelta(hours=3), NOW) == "2026-04-12 01:12:00Z"
+
+
+LONG = {"id": "602D9444-D2CD-49C7-8624-8643E7171297", "source": "Platform", "duration_seconds": 9.0}
+
+
+@pytest.mark.parametrize(
+    ("workflow", "note", "line"),
+    [
+        (
+            a_workflow(LONG),
+            Note(kind="seen", text="Reboot Scheduled, and much more"),
+            "Reboot 602D9444: seen, Scheduled, from Platform, not before 22:26:12 UTC, about 9s long",
+        ),
+        (
+            a_workflow({"type": "", "status": "", "not_before": None}),
+            Note(kind="seen", text="an event without a type"),
+            "event 602D9444: seen, no status",
+        ),
+        (
+            a_workflow(LONG),
+            Note(kind="waits", waits=Waits(kind="manual")),
+            "Reboot 602D9444: waits: an operator must approve it",
+        ),
+        (
+            a_workflow(LONG),
+            Note(kind="waits", waits=Waits(kind="all_ready", detail="web-2")),
+            "Reboot 602D9444: waits for web-2",
+        ),
+        (
+            a_workflow(LONG, prepare=Progress(state="failed", failure="hook drain: exit code 3")),
+            Note(kind="held", waits=Waits(kind="prepare_failed")),
+            "Reboot 602D9444: held, Azure starts it at 22:26:12 UTC: preparation failed (hook drain: exit code 3)",
+        ),
+        (
+            a_workflow(LONG),
+            Note(kind="approving", text="rule impactful: its preparation is done"),
+            "Reboot 602D9444: asks Azure to start it (rule impactful: its preparation is done)",
+        ),
+        (a_workflow(LONG), Note(kind="approved", text="x"), "Reboot 602D9444: approved (rule impactful)"),
+        (
+            a_workflow(LONG, operator="approved"),
+            Note(kind="approved", text="x"),
+            "Reboot 602D9444: approved (an operator)",
+        ),
+        (a_workflow(LONG), Note(kind="closed", text="is over: completed"), "Reboot 602D9444: is over: completed"),
+    ],
+)
+def test_a_line_of_the_log_says_by_itself_what_happened_to_which_event(
+    workflow: ShownWorkflow, note: Note, line: str
+) -> None:
+    assert note_in_log(workflow, note) == line

@@ -294,7 +294,7 @@ def test_a_rule_that_never_approves_prepares_and_leaves_the_rest_to_not_before()
     assert agent.ends("drain") == []
     assert agent.phase == "held"
     assert agent.journal[-1] == (
-        "held: held, Azure starts it at NotBefore: approve is never (rule impactful takes it: affects self)"
+        "held: held, Azure starts it at 12:15:00 UTC: approve is never (rule impactful takes it: affects self)"
     )
     assert agent.document() == ["A: recover resume"]
 
@@ -334,7 +334,7 @@ def test_a_held_event_says_which_hook_failed_and_how() -> None:
     agent.ends("drain", "failed")
     assert agent.journal[-2:] == [
         "hook_finished: hook drain: exit code 1 (failed)",
-        "held: held, Azure starts it at NotBefore: preparation failed (hook drain: exit code 1)",
+        "held: held, Azure starts it at 12:15:00 UTC: preparation failed (hook drain: exit code 1)",
     ]
 
 

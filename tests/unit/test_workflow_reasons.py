@@ -59,7 +59,7 @@ def test_a_failed_preparation_is_the_reason_though_the_rule_never_approves() -> 
     agent.ends("drain", "failed")
     reason = "preparation failed (hook drain: exit code 1)"
     assert agent.waits_for() == reason
-    assert agent.journal[-1] == f"held: held, Azure starts it at NotBefore: {reason}"
+    assert agent.journal[-1] == f"held: held, Azure starts it at 12:15:00 UTC: {reason}"
     agent.tick()
     assert agent.journal[-1].endswith(reason)
 

@@ -5,7 +5,7 @@ The one invariant: each hook and each approval is answered through the inbox, al
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from scheduled_events_agent import AgentError
@@ -19,6 +19,7 @@ from scheduled_events_agent.log import Logger, get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.status import RunningHook, TargetFailure
+from scheduled_events_agent.words import of_event
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve
 
 
@@ -61,7 +62,7 @@ class Threads:
             environment=environment,
             stdin=stdin,
             deadline=deadline,
-            on_line=partial(_log_output, log),
+            on_line=partial(_log_output, log, _of_hook(name, environment)),
             instance=self._instance,
             queues=self._queues,
             rank=effect.rank,
@@ -173,5 +174,12 @@ def _start_thread(name: str, work: Callable[[], None], fail: Callable[[str, str]
         fail("no_thread", str(error))
 
 
-def _log_output(log: Logger, line: str) -> None:
-    log.info("hook output", line=line)
+def _of_hook(hook: str, environment: Mapping[str, str]) -> str:
+    """How a line of the log for people begins that is about this run of a hook."""
+    event_id = environment.get("SCHEDULED_EVENT_ID", "")
+    text = f"hook {hook}"
+    return of_event(environment["SCHEDULED_EVENT_TYPE"], event_id, text) if event_id else text
+
+
+def _log_output(log: Logger, about: str, line: str) -> None:
+    log.info("hook output", sentence=f"{about}: {line}", line=line)

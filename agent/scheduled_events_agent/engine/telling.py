@@ -7,7 +7,7 @@ from datetime import datetime
 from scheduled_events_agent.log import FailureLog, get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.status.messages import note_in_words
+from scheduled_events_agent.status.messages import note_in_log, note_in_words
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.workflow import Note, Step, Workflow
 
@@ -54,7 +54,13 @@ class Teller:
         log_id = ended if note.kind == "hook_finished" else LogId[note.kind.upper()]
         if workflow.id not in self._left_out or note.kind in _NEVER_LEFT_OUT:
             tell = self._log.warning if is_bad else self._log.info
-            tell(note.kind.replace("_", " "), log_id=log_id, reason=note_in_words(workflow, note), **fields)
+            tell(
+                note.kind.replace("_", " "),
+                log_id=log_id,
+                sentence=note_in_log(workflow, note),
+                reason=note_in_words(workflow, note),
+                **fields,
+            )
         self._metrics.record_note(workflow, note, now.timestamp())
 
     def leave_out(self, workflow_ids: list[str]) -> None:

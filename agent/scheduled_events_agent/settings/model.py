@@ -93,7 +93,9 @@ class LogSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What the agent writes to standard error."""
 
     level: Annotated[LogLevel, Meta(description="Least severe messages to write.")] = "info"
-    format: Annotated[LogFormat, Meta(description="auto: console on a terminal, JSON elsewhere.")] = "auto"
+    format: Annotated[
+        LogFormat, Meta(description="auto: console on a terminal, sentences in systemd's journal, JSON elsewhere.")
+    ] = "auto"
 
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

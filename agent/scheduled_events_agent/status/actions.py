@@ -13,7 +13,8 @@ from scheduled_events_agent.workflow import Workflow
 
 UNSETTLED_HOLD = "held, unless Azure takes the approval that is under way; see status"
 """The answer to a hold that was given too late to wait for the answer to the approval."""
-_SHORT = 8  # characters of an id that are always shown
+SHORT_ID = 8
+"""Characters of an id that are always shown."""
 
 
 def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
@@ -94,11 +95,11 @@ def short_ids(ids: Iterable[str]) -> dict[str, str]:
     """For each id a beginning that fits no other, whatever the case; ids that begin alike get the same length."""
     alike: defaultdict[str, set[str]] = defaultdict(set)
     for id_ in ids:
-        alike[id_.casefold()[:_SHORT]].add(id_)
+        alike[id_.casefold()[:SHORT_ID]].add(id_)
     short: dict[str, str] = {}
     for group in alike.values():
         folded = {id_.casefold() for id_ in group}
-        length = _SHORT
+        length = SHORT_ID
         while len({id_[:length] for id_ in folded}) < len(folded):
             length += 1
         short |= {id_: id_[:length] for id_ in group}

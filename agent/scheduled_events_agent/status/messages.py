@@ -9,6 +9,7 @@ from datetime import datetime
 
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.spelling import plural
+from scheduled_events_agent.status.actions import SHORT_ID
 from scheduled_events_agent.status.status import RunningHook, ShownWorkflow
 from scheduled_events_agent.workflow import Note, Waits, Workflow
 
@@ -98,7 +99,54 @@ def note_in_words(workflow: Workflow, note: Note) -> str:
 
 
 def _held(workflow: Workflow) -> str:
-    return "held" if workflow.event.is_recommendation else "held, Azure starts it at NotBefore"
+    if workflow.event.is_recommendation:
+        return "held"
+    starts = _not_before(workflow)
+    return f"held, Azure starts it at {starts}" if starts else "held, Azure may start it at any moment"
+
+
+def _not_before(workflow: Workflow) -> str:
+    """NotBefore as people read it, with its date if that is not the day of the notice; "" if none is known."""
+    at = workflow.event.not_before
+    return utc(at, workflow.noticed_at) if at else ""
+
+
+def note_in_log(workflow: Workflow, note: Note) -> str:
+    """What happened, as one line for people that says of which event it is."""
+    text = note_in_words(workflow, note)
+    match note.kind:
+        case "seen":
+            text = _seen(workflow)
+        case "approving":
+            text = f"asks Azure to start it ({text})"
+        case "approved":
+            by = "an operator" if workflow.operator == "approved" else f"rule {workflow.decision.rule}"
+            text = f"approved ({by})"
+        case "waits":
+            text = _waiting(text)
+    return of_event(workflow.event.type, workflow.event.id, text)
+
+
+def of_event(type_: str, event_id: str, text: str) -> str:
+    """A line of the log for people: the event's type, the beginning of its id, and what is to be said of it."""
+    return f"{type_ or 'event'} {event_id[:SHORT_ID]}: {text}"
+
+
+def _seen(workflow: Workflow) -> str:
+    """How the event was seen first, without what the text for the journal has besides."""
+    event = workflow.event
+    starts = _not_before(workflow)
+    parts = [
+        f"seen, {event.status or 'no status'}",
+        f"from {event.source}" if event.source else "",
+        f"not before {starts}" if starts else "",
+        f"about {event.duration_seconds:g}s long" if event.duration_seconds is not None else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _waiting(text: str) -> str:
+    return text if text.startswith("waits ") else f"waits: {text}"
 
 
 def notice_title(what: str, event: ScheduledEvent, vm: str, outcome: str, at: datetime) -> str:
@@ -145,7 +193,7 @@ def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datet
     if workflow.phase == "held":
         return f"{_held(workflow)}: {workflow.waits_for}"
     if workflow.waits_for:
-        return workflow.waits_for if workflow.waits_for.startswith("waits ") else f"waits: {workflow.waits_for}"
+        return _waiting(workflow.waits_for)
     return _phase_in_words(workflow)
 
 

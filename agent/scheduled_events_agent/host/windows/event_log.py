@@ -29,16 +29,25 @@ _MAX_TEXT_CHARACTERS = 30_000
 _MAX_ID_CHARACTERS = 200
 _MAX_WAITING = 1000
 _CLOSE_SECONDS = 2.0
-_NO_FIELDS = {"time", "level", "message", "reason", "line"}  # a line is what a hook wrote, which may be secret
+_NO_FIELDS = {
+    "time",
+    "level",
+    "message",
+    "sentence",
+    "reason",
+    "line",
+}  # a line is what a hook wrote, which may be secret
 # The Event Log's viewer would put other strings in place of these.
 _INSERTION = re.compile(r"%(?=[%\d])")
 _TYPES = {"debug": 4, "info": 4, "warning": 2, "error": 1}
 
 
 def text_of(entry: Mapping[str, object]) -> str:
-    """What the viewer shows of a log entry: the message and its reason, then a line for each other field."""
+    """What the viewer shows of an entry: its sentence, or message and reason; then a line for each other field."""
     reason = entry.get("reason")
     first = f"{entry.get('message')}: {reason}" if reason else str(entry.get("message"))
+    if "line" not in entry:
+        first = str(entry.get("sentence") or first)
     fields = [(name, value) for name, value in entry.items() if name not in _NO_FIELDS]
     lines = [f"{name}: {_shown(value)}" for name, value in fields if value not in (None, "")]
     text = "\n\n".join([first, "\n".join(lines)]) if lines else first
