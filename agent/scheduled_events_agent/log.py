@@ -2,7 +2,7 @@
 
 Owns the form of log lines. Must never stop or delay the agent: what cannot be written is lost. The one invariant:
 a failure that repeats is logged when it begins, when its kind changes, once an hour, and when it is over; and no
-line comes more often than once a minute in the long run.
+line above debug comes more often than once a minute in the long run.
 """
 
 import contextlib
@@ -105,6 +105,11 @@ def get_logger() -> Logger:
     return logger
 
 
+def is_debugging() -> bool:
+    """Whether debug lines are written; what only they need is not worked out otherwise."""
+    return structlog.is_configured() and get_logger().is_enabled_for(_LEVELS["debug"])
+
+
 class FailureLog:
     """Logs one thing that fails and recovers. For one thread; times are monotonic seconds."""
 
@@ -174,10 +179,10 @@ class _RateLimiter:
         self._lock = threading.Lock()
 
     def __call__(
-        self, _logger: object, _method: str, event: structlog.typing.EventDict
+        self, _logger: object, method: str, event: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
         message = event.get("event")
-        if message in _UNLIMITED:
+        if message in _UNLIMITED or method == "debug":
             return event
         key = (message, *(event.get(name) for name in ("event_id", "hook", "stage", "problem")))
         now = time.monotonic()

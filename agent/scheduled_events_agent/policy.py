@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, time, timedelta, tzinfo
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from itertools import takewhile
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -348,6 +349,14 @@ def decide(
 def names_recommendations(rules: Iterable[Rule]) -> bool:
     """Whether a rule names the type of recommendations: only then are they followed."""
     return any(RECOMMENDATION in rule.when.type for rule in rules)
+
+
+def passed_over(
+    rules: Iterable[Rule], taken_by: str | None, event: ScheduledEvent, facts: Facts
+) -> list[tuple[str, str]]:
+    """The rules above the one that takes the event (None: all), each with the reason why it does not."""
+    above = takewhile(lambda rule: rule.name != taken_by, rules)
+    return [(rule.name, refusal(rule, event, facts) or "") for rule in above]
 
 
 def refusal(rule: Rule, event: ScheduledEvent, facts: Facts) -> str | None:

@@ -108,10 +108,11 @@ class Run:
         poller = Poller(cast("Engine", self.service), self.inbox.put, self.metrics)
         poller.stop_requested = cast("Any", self.clock)
         self.clock.ends = self.clock.now + lasts
-        with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as self.log:
+        with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as log:
             patch.setattr(module, "time", self.clock)
             patch.setattr(module, "connect", self.service.connect)
             poller.run()
+        self.log = [line for line in log if line["log_level"] != "debug"]
 
     def polls(self, outcome: str) -> float:
         return cast("float", self.metrics.polls.labels(outcome)._value.get())

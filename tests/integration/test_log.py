@@ -137,6 +137,15 @@ def test_auto_means_console_on_a_terminal() -> None:
     assert "\x1b[" in text
 
 
+def test_debug_lines_are_all_written_however_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up("debug", "json")
+    for _ in range(30):
+        get_logger().debug("a request")
+        get_logger().info("a failure")
+    messages = [line["message"] for line in lines(capsys)]
+    assert (messages.count("a request"), messages.count("a failure")) == (30, 20)
+
+
 # --- the journal of systemd
 
 

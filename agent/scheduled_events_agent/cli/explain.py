@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime
-from itertools import takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -30,7 +29,7 @@ from scheduled_events_agent.events import (
     plain_names,
 )
 from scheduled_events_agent.hook_times import KnownTimes, decode, may_take_seconds
-from scheduled_events_agent.policy import Decision, Facts, decide, refusal
+from scheduled_events_agent.policy import Decision, Facts, decide, passed_over
 from scheduled_events_agent.settings import Settings, find_config, load_settings, state_dir_of
 from scheduled_events_agent.spelling import format_duration, parse_time
 from scheduled_events_agent.status import SCHEMA_VERSION, Vm
@@ -207,8 +206,8 @@ def explain_event(
         event=event,
         decision=decision,
         passed_over=tuple(
-            PassedOver(rule=rule.name, reason=refusal(rule, event, facts) or "")
-            for rule in takewhile(lambda rule: rule.name != decision.rule, settings.rules)
+            PassedOver(rule=rule, reason=reason)
+            for rule, reason in passed_over(settings.rules, decision.rule, event, facts)
         ),
         begins_at=life.begins_at,
         begins_reason=start.reason if life.begins_at is not None else "",

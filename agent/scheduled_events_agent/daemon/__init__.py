@@ -239,10 +239,10 @@ class Daemon:
             self._fleet.use(settings)
         elif settings.fleet is not None:
             # Most agents need neither it nor Azure's client.
-            from scheduled_events_agent.daemon.fleet import FleetThread  # noqa: PLC0415
+            from scheduled_events_agent.daemon.fleet import FleetThread, tell_request  # noqa: PLC0415
             from scheduled_events_agent.fleet.table import connect as connect_table  # noqa: PLC0415
 
-            connect_fleet = self._connect_fleet or connect_table
+            connect_fleet = self._connect_fleet or partial(connect_table, on_request=tell_request)
             self._fleet = FleetThread(self._put, self._metrics, settings, connect_fleet)
             self._start_thread("fleet", self._fleet.run)
 

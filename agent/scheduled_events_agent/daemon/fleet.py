@@ -138,6 +138,11 @@ class FleetThread:
             self._failures.succeeded(time.monotonic())
 
 
+def tell_request(method: str, status: int | str, seconds: float) -> None:
+    """Tell the log of a request to the table, at level debug."""
+    get_logger().debug("request to fleet", method=method, status=status, milliseconds=round(seconds * 1000, 1))
+
+
 class CountingLedger:
     """Counts requests by operation and result."""
 

@@ -29,9 +29,10 @@ from scheduled_events_agent.events import (
     parse_document,
 )
 from scheduled_events_agent.imds import Backoff, ImdsClient, ImdsError, connect
-from scheduled_events_agent.log import FailureLog, get_logger
+from scheduled_events_agent.log import FailureLog, get_logger, is_debugging
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.operator_words import SHORT_ID
 from scheduled_events_agent.settings import ImdsSettings
 
 # A tick that is late by more than this is a pause of the machine, not the scheduler's noise.
@@ -44,6 +45,8 @@ _NO_NAME_RETRY_SECONDS = 10.0
 _RELIEF_AFTER_SECONDS = 2.0
 # What the poller may take between two waits: long enough for a big document, short enough for the watchdog.
 _SLACK_SECONDS = 1.0
+# Of the events of a document, the log has so many at level debug.
+_MOST_EVENTS_TOLD = 20
 
 Put = Callable[[Message], None]
 """Into the engine's inbox; from any thread, never waits."""
@@ -159,7 +162,7 @@ class Poller:
             with self._lock:
                 # The answer to a later request may have come first.
                 if number > self._newest_answered:
-                    self._take(answer.content, answer.version)
+                    self._take(answer.content, answer.version, began)
                     self._learn_version(versions, answer)
                     self._newest_answered = number
                     self._succeed(began)
@@ -172,17 +175,32 @@ class Poller:
         self.has_tried = True
         return delay
 
-    def _take(self, body: bytes, version: ApiVersion) -> None:
+    def _take(self, body: bytes, version: ApiVersion, began: float) -> None:
         if self._document is None or body != self._body or version != self.api_version:
             has_recommendations = version >= RECOMMENDING_VERSION
             document = replace(parse_document(body), has_recommendations=has_recommendations)
             self._engine.check(document)
+            self._tell_change(document, version, time.monotonic() - began)
             self._document = document
             self._metrics.documents.inc()
             self._body = body
         elif not self._engine.needs_answer():
             return
         self._put(replace(self._document, answered=time.monotonic()))
+
+    def _tell_change(self, document: Document, version: ApiVersion, seconds: float) -> None:
+        if is_debugging():
+            before = self._document.incarnation if self._document else ""
+            events = [f"{event.type} {event.id[:SHORT_ID]} {event.status}" for event in document.events]
+            get_logger().debug(
+                "another document",
+                incarnation=document.incarnation,
+                incarnation_before=before,
+                api_version=version,
+                events=events[:_MOST_EVENTS_TOLD],
+                count=len(events),
+                milliseconds=round(seconds * 1000, 1),
+            )
 
     @property
     def recommendations_failure(self) -> str:

@@ -191,8 +191,11 @@ class _Sender:
     def _try(self, notice: StoredNotice) -> NoticeError | None:
         target = self.target
         timeout = max(0.1, min(target.timeout, self._seconds_left()))
+        began = time.monotonic()
+        about: dict[str, str] = {}
         try:
             happening = msgspec.json.decode(notice.body, type=Happening)
+            about = {"event_id": happening.event.id, "type": happening.event.type, "what": happening.what}
             delivered = deliver(replace(target, timeout=timeout), happening)
         except NoticeError as error:
             failed = error
@@ -202,19 +205,24 @@ class _Sender:
             self.failure = self._failing_since = None
             self._log.succeeded(time.monotonic())
             self._metrics.notices_sent.labels(self._name).inc()
-            get_logger().debug(
-                "notice delivered",
-                target=self._name,
-                what=happening.what,
-                event_id=happening.event.id,
-                status=delivered.status,
-            )
+            self._tell_request(about, delivered.status, began)
             return None
+        self._tell_request(about, failed.status or failed.kind, began)
         self._metrics.notice_failures.labels(self._name, failed.kind).inc()
         if self.target is not target:  # replaced meanwhile: its successor is asked before the notice is given up
             return NoticeError(str(failed), kind="unreachable")
         self._fail(failed.kind, str(failed))
         return failed
+
+    def _tell_request(self, about: dict[str, str], status: int | str, began: float) -> None:
+        milliseconds = round((time.monotonic() - began) * 1000, 1)
+        get_logger().debug(
+            "request to notification target",
+            **about,
+            target=self._name,
+            status=status,
+            milliseconds=milliseconds,
+        )
 
     def _why_lost(self, notice: StoredNotice, error: NoticeError) -> str:
         """Why the notice is not sent again; "" if it is."""

@@ -8,16 +8,17 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from scheduled_events_agent import AgentError
+from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.daemon.polling import Put, request_error
 from scheduled_events_agent.daemon.senders import Senders
 from scheduled_events_agent.engine import HookEnded, HookKey, HookStart, key_of, without_run
 from scheduled_events_agent.hooks import HookQueue, HookQueues, HookRun
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds import ImdsClient
-from scheduled_events_agent.log import Logger, get_logger
+from scheduled_events_agent.log import Logger, get_logger, is_debugging
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.policy import Hook
+from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import RunningHook, TargetFailure
 from scheduled_events_agent.words import of_event
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve
@@ -67,6 +68,8 @@ class Threads:
             queues=self._queues,
             rank=effect.rank,
         )
+        if is_debugging():
+            _tell_command(log, hook, deadline)
         self._runs[key_of(effect)] = (run, effect)
         self._have_run = True
         _start_thread(
@@ -179,6 +182,22 @@ def _of_hook(hook: str, environment: Mapping[str, str]) -> str:
     event_id = environment.get("SCHEDULED_EVENT_ID", "")
     text = f"hook {hook}"
     return of_event(environment["SCHEDULED_EVENT_TYPE"], event_id, text) if event_id else text
+
+
+def _tell_command(log: Logger, hook: Hook, deadline: float | None) -> None:
+    """Arguments and lines for a shell may hold secrets: the log has neither."""
+    command = "a line for the shell"
+    if hook.run is not None:
+        program, *arguments = hook.run
+        command = f"{program} with {plural(len(arguments), 'argument')}"
+    log.debug(
+        "hook command",
+        command=command,
+        account=hook.user or host.account_name(),
+        limit_seconds=hook.timeout,
+        attempts=hook.attempts,
+        deadline_seconds=None if deadline is None else round(deadline - time.monotonic(), 1),
+    )
 
 
 def _log_output(log: Logger, about: str, line: str) -> None:

@@ -11,6 +11,7 @@ invariant: what was decided is on disk before any of it is done; what could not 
     operators.py  what operators may have, and their answers
     hook_runs.py  hooks of events, how long they take; the hooks that run at the start if nothing is pending
     telling.py    log, metrics and journal
+    debugging.py  what only a log at level debug has of decisions
     notifying.py  notices of events, until they are delivered
     identity.py   who this VM is, remembered
     fleet.py      the VMs that act together: what was told of them, what is wished of them

@@ -10,6 +10,7 @@ from math import inf
 from msgspec.structs import replace
 
 from scheduled_events_agent import __version__, host
+from scheduled_events_agent.engine.debugging import DebugTeller
 from scheduled_events_agent.engine.documents import Documents
 from scheduled_events_agent.engine.fleet import FleetPart
 from scheduled_events_agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
@@ -146,6 +147,7 @@ class Engine:
         self._document_at: datetime | None = None
         self._store_failures = FailureLog("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
         self._teller = Teller(store, metrics)
+        self._debug_teller = DebugTeller(self._teller.is_told)
         self._hook_runs = HookRuns(settings, store, executor, self._machine, self._teller)
         self.notifying = Notifying(settings, store, metrics, executor)
         self.remembered = Remembered(store)
@@ -379,6 +381,7 @@ class Engine:
         self.bugs = bugs
         self.notifying.perform(progression.steps)
         self._perform(progression.steps, now)
+        self._debug_teller.tell(progression.steps, self.board, context)
         self._decided_at = self.turned_at
         context = self._context(now, self._document_at)
         self.wake_at = next_wake_at(self.board, context)

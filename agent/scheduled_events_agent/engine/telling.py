@@ -52,7 +52,7 @@ class Teller:
             fields |= {"hook": note.hook, "stage": note.stage}
         ended = LogId.HOOK_FAILED if is_bad else LogId.HOOK_SUCCEEDED
         log_id = ended if note.kind == "hook_finished" else LogId[note.kind.upper()]
-        if workflow.id not in self._left_out or note.kind in _NEVER_LEFT_OUT:
+        if self.is_told(workflow.id) or note.kind in _NEVER_LEFT_OUT:
             tell = self._log.warning if is_bad else self._log.info
             tell(
                 note.kind.replace("_", " "),
@@ -69,6 +69,10 @@ class Teller:
             self._left_out.update(workflow_ids[_TOLD_OF_MANY:])
             text = "very many events at once: the log tells of the first ones, the command history of all"
             self._log.warning(text, log_id=LogId.MANY_EVENTS, events=len(workflow_ids), told=_TOLD_OF_MANY)
+
+    def is_told(self, workflow_id: str) -> bool:
+        """Whether the log tells of this event."""
+        return workflow_id not in self._left_out
 
     def forget_closed(self, open_ids: Iterable[str]) -> None:
         """Only these are still open."""

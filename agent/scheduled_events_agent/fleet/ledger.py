@@ -4,10 +4,13 @@ Three calls, so that another store can stand behind them. Each call blocks for a
 effect although it raises (the answer was lost). Keys hold letters, digits and ``|_.-`` only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from scheduled_events_agent import AgentError
+
+OnRequest = Callable[[str, int | str, float], None]
+"""Gets the method of each request, the status of its answer or the kind of error, and the seconds it took."""
 
 
 class LedgerError(AgentError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qs
 
 from scheduled_events_agent import host
-from scheduled_events_agent.fleet.ledger import LedgerError
+from scheduled_events_agent.fleet.ledger import LedgerError, OnRequest
 from scheduled_events_agent.settings.files import read_named_file
 from scheduled_events_agent.settings.model import FleetCredential, FleetSettings, parse_table
 
@@ -25,7 +25,7 @@ _NEEDED = {"r": "read", "a": "add", "u": "update", "d": "delete"}
 _NOT_INSTALLED = "azure-data-tables is not installed: pip install 'scheduled-events-agent[fleet]'"
 
 
-def connect(settings: FleetSettings, endpoint: str) -> "TableLedger":
+def connect(settings: FleetSettings, endpoint: str, on_request: OnRequest = lambda *_: None) -> "TableLedger":
     """The ledger of a policy; asks nothing yet. ``endpoint``: of the metadata service. Raises LedgerError."""
     address = parse_table(settings.table)
     if address is None:
@@ -34,7 +34,7 @@ def connect(settings: FleetSettings, endpoint: str) -> "TableLedger":
         from scheduled_events_agent.fleet.table_ledger import TableLedger  # noqa: PLC0415  # 5 MiB, and an extra
     except ImportError as error:
         raise LedgerError(f"{_NOT_INSTALLED} (no module {error.name})", kind="setup") from error
-    return TableLedger(settings, address, endpoint)
+    return TableLedger(settings, address, endpoint, on_request)
 
 
 def faults(settings: FleetSettings) -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ from azure.data.tables import TableClient, TableEntity, UpdateMode
 
 from scheduled_events_agent.events import clean_text
 from scheduled_events_agent.fleet.identity import VmCredential
-from scheduled_events_agent.fleet.ledger import LedgerError, Row
+from scheduled_events_agent.fleet.ledger import LedgerError, OnRequest, Row
 from scheduled_events_agent.fleet.table import ROLE, read_sas
 from scheduled_events_agent.fleet.table_transport import TableTransport
 from scheduled_events_agent.settings.model import FleetCredential, FleetSettings, TableAddress
@@ -50,9 +50,15 @@ class TableLedger:
     what the system takes to look up a name.
     """
 
-    def __init__(self, settings: FleetSettings, address: TableAddress, endpoint: str) -> None:
+    def __init__(
+        self,
+        settings: FleetSettings,
+        address: TableAddress,
+        endpoint: str,
+        on_request: OnRequest = lambda *_: None,
+    ) -> None:
         self._address = address
-        self._transport = TableTransport(settings.proxy, _EXCHANGE_SECONDS)
+        self._transport = TableTransport(settings.proxy, _EXCHANGE_SECONDS, on_request)
         given = settings.credential if isinstance(settings.credential, FleetCredential) else FleetCredential()
         self._client_id = given.client_id
         self._sas_file = Path(given.sas_file) if given.sas_file else None

@@ -4,6 +4,7 @@ So each exchange has one deadline, its answer a limit, and only the policy's pro
 transport, with requests, has neither, and takes 6 MiB.
 """
 
+import time
 from collections.abc import Iterator, MutableMapping
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -15,7 +16,7 @@ from azure.core.pipeline.transport import HttpTransport
 from azure.core.rest import HttpRequest, HttpResponse
 
 from scheduled_events_agent import __version__
-from scheduled_events_agent.fleet.ledger import LedgerError
+from scheduled_events_agent.fleet.ledger import LedgerError, OnRequest
 from scheduled_events_agent.transport import (
     SecureTransport,
     SetupError,
@@ -36,8 +37,9 @@ _OWN_HEADERS = {
 class TableTransport(HttpTransport[HttpRequest, HttpResponse]):
     """For any thread. Raises LedgerError."""
 
-    def __init__(self, proxy: str | None, limit_seconds: float) -> None:
+    def __init__(self, proxy: str | None, limit_seconds: float, on_request: OnRequest = lambda *_: None) -> None:
         """``proxy``: as in the policy. ``limit_seconds``: of each exchange, without the look-up of the name."""
+        self._on_request = on_request
         self._proxy = proxy
         self._limit_seconds = limit_seconds
         self.clock_skew_seconds: float | None = None
@@ -52,7 +54,13 @@ class TableTransport(HttpTransport[HttpRequest, HttpResponse]):
         except (SetupError, httpx.InvalidURL) as error:
             raise LedgerError(f"the table cannot be asked: {error}", kind="setup") from None
         with httpx.Client(transport=transport, trust_env=False, timeout=self._limit_seconds) as client:
-            answer = self._exchange(client, request, url)
+            began = time.monotonic()
+            try:
+                answer = self._exchange(client, request, url)
+            except LedgerError as error:
+                self._on_request(request.method, error.kind, time.monotonic() - began)
+                raise
+        self._on_request(request.method, answer.status_code, time.monotonic() - began)
         self._look_at_clock(answer.headers.get("date", ""))
         return _Response(request, answer)
 

@@ -53,10 +53,20 @@ class NoticeError(AgentError):
     kind: NoticeErrorKind
 
     def __init__(
-        self, message: str, *, kind: NoticeErrorKind, retry_after: float | None = None, answer: str = ""
+        self,
+        message: str,
+        *,
+        kind: NoticeErrorKind,
+        status: int | None = None,
+        retry_after: float | None = None,
+        answer: str = "",
     ) -> None:
-        """``retry_after``: seconds that the service asks to wait. ``answer``: its beginning, for people only."""
+        """``status``: with which the service answers, if it does. ``retry_after``: seconds that it asks to wait.
+
+        ``answer``: its beginning, for people only.
+        """
         super().__init__(message, kind=kind)
+        self.status = status
         self.retry_after = retry_after
         self.answer = answer
 
@@ -172,7 +182,7 @@ def _refusal(response: httpx.Response, answer: str) -> NoticeError:
     elif status >= 500:
         kind = "server_error"
     retry_after = parse_retry_after(response.headers.get("retry-after", ""))
-    return NoticeError(f"it answers {status}", kind=kind, retry_after=retry_after, answer=answer)
+    return NoticeError(f"it answers {status}", kind=kind, status=status, retry_after=retry_after, answer=answer)
 
 
 def _text_of(secret: str | SecretFile, key: str) -> str:

@@ -17,7 +17,7 @@ in the workflow, so that after a crash at any moment the same workflow leads to 
     recommendations.py  when one is over, whatever documents list
 """
 
-from scheduled_events_agent.workflow.approving import Leave, ask_gates
+from scheduled_events_agent.workflow.approving import Leave, ask_gates, gate_answers
 from scheduled_events_agent.workflow.board import (
     Progression,
     has_obeyed,
@@ -68,6 +68,6 @@ __all__ = [
     "Context", "Effect", "Fleet", "HookFinished", "HookOutcome", "Leave", "MoveDeadline", "Note", "NoteKind",
     "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Rank", "Reconsider", "RememberedEvent",
     "RunHook", "Signal", "Stage", "Standing", "Step", "Waits", "Wish", "Word", "Workflow", "ask_gates",
-    "awaited_others", "has_obeyed", "hook_deadline_at", "is_ready", "known_events", "needed_seconds",
-    "needs_all", "needs_slot", "next_wake_at", "proceed", "wishes", "workflow_id",
+    "awaited_others", "gate_answers", "has_obeyed", "hook_deadline_at", "is_ready", "known_events",
+    "needed_seconds", "needs_all", "needs_slot", "next_wake_at", "proceed", "wishes", "workflow_id",
 ]  # fmt: skip

@@ -168,6 +168,14 @@ GATES: Gates = (*OWN_GATES, fleet_gate, stale_gate)
 BEGIN_GATES: Gates = (start_gate, slot_gate)
 
 
+def gate_answers(workflow: Workflow, context: Context) -> dict[str, Leave]:
+    """What each gate answers that has a say in what comes next for the event, by its name."""
+    gates: Gates = BEGIN_GATES if workflow.phase == "waiting" else ()
+    if workflow.phase in ("waiting", "preparing", "prepared", "held") and not workflow.event.is_recommendation:
+        gates += GATES
+    return {gate.__name__.removesuffix("_gate"): gate(workflow, context) for gate in gates}
+
+
 def request_approval(workflow: Workflow, context: Context) -> Step | None:
     """Ask Azure to start the event; None if an earlier try has failed and it is too early for the next one."""
     approval = workflow.approval
