@@ -21,7 +21,7 @@ import structlog
 from scheduled_events_agent import host
 from scheduled_events_agent.events import printable
 from scheduled_events_agent.log_ids import LogId, log_id_of
-from scheduled_events_agent.operator_words import SHORT_ID
+from scheduled_events_agent.status.actions import SHORT_ID
 
 Logger = structlog.typing.FilteringBoundLogger
 

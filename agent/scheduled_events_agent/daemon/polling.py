@@ -32,8 +32,8 @@ from scheduled_events_agent.imds import Backoff, ImdsClient, ImdsError, connect
 from scheduled_events_agent.log import FailureLog, get_logger, is_debugging
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.operator_words import SHORT_ID
 from scheduled_events_agent.settings import ImdsSettings
+from scheduled_events_agent.status.actions import SHORT_ID
 
 # A tick that is late by more than this is a pause of the machine, not the scheduler's noise.
 _PAUSE_SECONDS = 1.0

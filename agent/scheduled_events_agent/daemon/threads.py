@@ -20,7 +20,7 @@ from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import RunningHook, TargetFailure
-from scheduled_events_agent.words import of_event
+from scheduled_events_agent.status.messages import of_event
 from scheduled_events_agent.workflow import ApprovalAnswered, Approve
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 
 from scheduled_events_agent.log import get_logger, is_debugging
 from scheduled_events_agent.policy import Facts, passed_over
-from scheduled_events_agent.words import wait_in_words
+from scheduled_events_agent.status.messages import wait_in_words
 from scheduled_events_agent.workflow import Board, Context, Step, Workflow, gate_answers
 
 

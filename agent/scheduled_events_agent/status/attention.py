@@ -69,8 +69,8 @@ def exit_code(status: Status) -> int:
 
 
 def _of_events(status: Status) -> Iterator[Attention]:
-    needed = [(workflow, _kind_of(status, workflow)) for workflow in status.pending]
-    needed = [(workflow, kind) for workflow, kind in needed if kind is not None]
+    judged = [(workflow, _kind_of(status, workflow)) for workflow in status.pending]
+    needed = [(workflow, kind) for workflow, kind in judged if kind is not None]
     short = short_ids([workflow.event.id for workflow in status.pending]) if needed else {}
     for workflow, kind in needed:
         event = workflow.event
