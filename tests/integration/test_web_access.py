@@ -1,6 +1,7 @@
 """TLS and client certificates over real sockets, with certificates made for the purpose."""
 
 import http.client
+import json
 import re
 import shutil
 import socket
@@ -17,10 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_web_daemon import running
 
 from scheduled_events_agent import host
-from scheduled_events_agent.settings import parse_settings
+from scheduled_events_agent.settings import AgentSettings, parse_settings
 from scheduled_events_agent.settings.files import check_files
+from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.web import server as web
 from scheduled_events_agent.web import tls
 from scheduled_events_agent.web.server import Page, WebServer
@@ -472,3 +475,32 @@ def test_check_tells_that_the_pages_are_open_to_all_without_such_a_file(listen: 
     (warning,) = parse_settings(f"agent:\n  listen: {listen}\n", "p").warnings
     text = "every client that reaches this address may read the pages: name a file with TLS as web_config"
     assert str(warning) == f"p:2: agent.listen: {text}"
+
+
+@needs_openssl
+def test_a_certificate_that_is_rejected_needs_a_person_until_a_good_one_is_there(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "_LOOK_SECONDS", 0.0)
+    settings = AgentSettings(listen="127.0.0.1:0", web_config=str(write(place, TLS)))
+    trusting = ssl.create_default_context(cafile=str(place / "ca.pem"))
+    with (
+        Simulator(vms=("vm-1",)) as azure,
+        running(tmp_path / "state", azure.endpoint(), agent=settings) as daemon,
+    ):
+        wait_until(lambda: daemon.web)
+
+        def kinds() -> list[str]:
+            assert daemon.web is not None
+            connection = http.client.HTTPSConnection("127.0.0.1", daemon.web.port, timeout=60, context=trusting)
+            connection.request("GET", "/status")
+            status = json.loads(connection.getresponse().read())
+            connection.close()
+            return [one["kind"] for one in status["attention"]]
+
+        assert kinds() == []
+        good = (place / "server.pem").read_bytes()
+        (place / "server.pem").write_text("no certificate")
+        wait_until(lambda: kinds() == ["web_config_rejected"])
+        (place / "server.pem").write_bytes(good)
+        wait_until(lambda: kinds() == [])

@@ -109,6 +109,14 @@ def test_the_same_id_twice_is_one_event() -> None:
     [
         (a_workflow(decision=OBSERVED), "only observed"),
         (a_workflow(phase="waiting", waits_for="its time comes at 1"), "waits: its time comes at 1"),
+        (
+            a_workflow(
+                phase="waiting",
+                waits=Waits(kind="time", at=NOW + timedelta(seconds=230), detail="lead 15m"),
+                waits_for="begins at 2026-04-11T22:15:50Z (lead 15m)",
+            ),
+            "waits: begins at 22:15:50 UTC (in 3m 50s) (lead 15m)",
+        ),
         (a_workflow(phase="held", waits_for="it failed"), "held, Azure starts it at 22:26:12 UTC: it failed"),
         (
             a_workflow({"not_before": NOW + timedelta(hours=3)}, phase="held", waits_for="it failed"),

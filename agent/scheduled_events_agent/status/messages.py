@@ -48,13 +48,13 @@ def as_shown(workflow: Workflow) -> ShownWorkflow:
     return ShownWorkflow(**fields, waits_for=wait_in_words(workflow, workflow.waits))
 
 
-def wait_in_words(workflow: Workflow, waits: Waits | None) -> str:
-    """Why the event waits, as a clause; "" if it does not."""
+def wait_in_words(workflow: Workflow, waits: Waits | None, now: datetime | None = None) -> str:
+    """Why the event waits, as a clause; "" if it does not. ``now``: for a reader who wants to know how long."""
     if waits is None:
         return workflow.recover.failure if workflow.phase == "recovery_failed" else ""
     event = workflow.event
     decision = workflow.decision
-    at = f"{waits.at:%Y-%m-%dT%H:%M:%SZ}" if waits.at else ""
+    at = _time_in_words(waits.at, now) if waits.at else ""
     if waits.kind == "would_begin":
         return f"the agent only observes; it would {_plan(workflow, waits, at)}"
     return _WAITS[waits.kind].format(
@@ -68,6 +68,12 @@ def wait_in_words(workflow: Workflow, waits: Waits | None) -> str:
         on_start=", ".join(decision.on_start),
         never=f"approve is never ({decision.reason})" if decision.rule else decision.reason,
     )
+
+
+def _time_in_words(at: datetime, now: datetime | None) -> str:
+    if now is None:
+        return f"{at:%Y-%m-%dT%H:%M:%SZ}"
+    return f"{utc(at, now)} (in {span(now, at)})" if at > now else utc(at, now)
 
 
 def _plan(workflow: Workflow, waits: Waits, at: str) -> str:
@@ -193,7 +199,8 @@ def activity(workflow: ShownWorkflow, running: Iterable[RunningHook], now: datet
     if workflow.phase == "held":
         return f"{_held(workflow)}: {workflow.waits_for}"
     if workflow.waits_for:
-        return _waiting(workflow.waits_for)
+        has_time = workflow.waits is not None and workflow.waits.at is not None
+        return _waiting(wait_in_words(workflow, workflow.waits, now) if has_time else workflow.waits_for)
     return _phase_in_words(workflow)
 
 
