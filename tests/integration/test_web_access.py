@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from test_web_daemon import running
+from test_daemon import running
 
 from scheduled_events_agent import host
 from scheduled_events_agent.settings import AgentSettings, parse_settings
