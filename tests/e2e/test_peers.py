@@ -58,7 +58,7 @@ def test_a_drain_that_fails_is_not_followed_by_an_approval_and_the_log_says_so(
     event = sim.schedule("Reboot")
     held = agent.wait_log("held", event_id=event)
     assert held["level"] == "warning"
-    assert held["reason"].partition(" UTC: ")[2] == "preparation failed (hook drain: exit code 3)"
+    assert held["reason"].partition(" UTC: ")[2] == "hook drain: exit code 3"
     wait_some_polls(sim)
     assert posts(sim) == []
     assert agent.pending()[event]["phase"] == "held"
@@ -440,7 +440,7 @@ def test_a_hook_that_hangs_is_killed_at_its_limit_and_polling_never_stops(sim: S
     began = agent.wait_hook("drain", "start")["monotonic"]
     held = agent.wait_log("held", event_id=event)
     ended = time.monotonic()
-    failure = f"preparation failed (hook drain: killed after {limit:g}s, its time limit)"
+    failure = f"hook drain: killed after {limit:g}s, its time limit"
     assert held["reason"].partition(" UTC: ")[2] == failure
     # The agent's own times: the hook itself notes its start when it has started.
     (started_at,) = agent.journal_times(kind="hook_started")

@@ -201,7 +201,7 @@ FAILED = msgspec.structs.replace(
     phase="held",
     prepare=Progress(state="failed", run=1, failed_hook="drain", failure="hook drain: exit code 3"),
     waits=Waits(kind="prepare_failed"),
-    waits_for="preparation failed (hook drain: exit code 3)",
+    waits_for="hook drain: exit code 3",
 )
 OUTPUT = "one\ntwo\n\nthree \x1b[31mred\x1b[0m\nfour " + "x" * 300
 
@@ -220,7 +220,7 @@ def test_what_needs_a_person_comes_first_with_what_the_hook_wrote_and_what_to_ty
     code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(FAILED,)), run)
     assert code == 3
     block, card, _ = out.split("\n\n")
-    held = "The Redeploy of web-1 is held: preparation failed (hook drain: exit code 3)."
+    held = "The Redeploy of web-1 is held: hook drain: exit code 3."
     assert block.splitlines() == [
         f"ACT  {held} Azure starts it at 22:26:12 UTC, prepared or not. (14m 12s left)",
         "     | two",
@@ -288,7 +288,7 @@ def test_the_shortened_ids_tell_events_apart_and_of_a_hundred_names_some_are_sho
         id="2",
         event=twin,
         phase="held",
-        waits_for="preparation failed (hook drain: exit code 3)",
+        waits_for="hook drain: exit code 3",
         decision=msgspec.structs.replace(DECISION, affects="shared"),
     )
     _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, pending=(other, PREPARING)), run)
@@ -297,7 +297,7 @@ def test_the_shortened_ids_tell_events_apart_and_of_a_hundred_names_some_are_sho
         "scheduled-events-agent hold 602D9444-1",
         "scheduled-events-agent approve 602d9444-9",
     ]
-    assert "now       held, Azure starts it at 23:12:00 UTC: preparation failed (hook drain: exit code 3)\n" in out
+    assert "now       held, Azure starts it at 23:12:00 UTC: hook drain: exit code 3\n" in out
     assert "this VM and 99 others: web-1, web-2, web-3, web-4, web-5, web-6, web-7, web-8 and 92 more\n" in out
 
 

@@ -33,7 +33,7 @@ LOG = SuggestedCommand(command="journalctl -u scheduled-events-agent -n 50", eff
 
 def held(**fields: Any) -> ShownWorkflow:
     """Its preparation has failed."""
-    told = {"waits": Waits(kind="prepare_failed"), "waits_for": "preparation failed (hook drain: exit code 7)"}
+    told = {"waits": Waits(kind="prepare_failed"), "waits_for": "hook drain: exit code 7"}
     return a_workflow(**{"phase": "held", "prepare": FAILED, **told, **fields})
 
 
@@ -72,7 +72,7 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
     "prepare_failed": (
         of_event(held()),
         "act",
-        "The Reboot of web-1 is held: preparation failed (hook drain: exit code 7).",
+        "The Reboot of web-1 is held: hook drain: exit code 7.",
         "scheduled-events-agent retry 602D9444",
     ),
     "approval_needed": (

@@ -120,7 +120,7 @@ def test_what_a_reason_says_more_than_the_title_is_kept() -> None:
     agent.ends("resume", "failed")
     agent.operator("resolve")
     failed = "recovery failed (hook resume: exit code 1): retry or resolve it"
-    held = "preparation failed (hook drain: exit code 1)"
+    held = "hook drain: exit code 1"
     assert agent.summaries[2:] == [
         f"The Reboot of vm-1 is held (Azure starts it at 12:15:00 UTC: {held})",
         "The Reboot of vm-1 has started (not approved by us, held)",

@@ -351,7 +351,7 @@ def test_a_hold_under_a_failed_preparation_says_what_failed() -> None:
     agent.document(an_event())
     agent.operator("held")
     agent.ends("drain", "failed")
-    assert agent.waits_for() == "preparation failed (hook drain: exit code 1)"
+    assert agent.waits_for() == "hook drain: exit code 1"
 
 
 def test_an_event_of_days_ahead_is_held_at_once() -> None:

@@ -150,7 +150,7 @@ def test_a_failed_hook_leaves_it_held_until_it_is_tried_again() -> None:
     agent.document(a_recommendation())
     agent.ends("drain", "failed", event="R")
     assert (agent.of("R").phase, is_ready(agent.board)) == ("held", False)
-    assert agent.journal[-1] == "held: held: preparation failed (hook drain: exit code 1)"
+    assert agent.journal[-1] == "held: held: hook drain: exit code 1"
     assert agent.operator("retry", "R") == ["R-RECOMMENDATION: prepare drain"]
 
 

@@ -147,7 +147,8 @@ def test_what_is_done_about_an_event_is_one_sentence(workflow: ShownWorkflow, sa
 
 @pytest.mark.parametrize("kind", get_args(WaitKind))
 def test_every_reason_to_wait_has_words(kind: WaitKind) -> None:
-    workflow = a_workflow(event={"id_fault": "it is not a text"}, decision={"on_start": ("tell",)})
+    failed = Progress(state="failed", failure="hook drain: exit code 3")
+    workflow = a_workflow({"id_fault": "it is not a text"}, {"on_start": ("tell",)}, prepare=failed)
     said = wait_in_words(workflow, Waits(kind=kind, at=NOW, detail="it"))
     assert len(said) > 10
     assert wait_in_words(workflow, None) == ""
@@ -214,7 +215,7 @@ LONG = {"id": "602D9444-D2CD-49C7-8624-8643E7171297", "source": "Platform", "dur
         (
             a_workflow(LONG, prepare=Progress(state="failed", failure="hook drain: exit code 3")),
             Note(kind="held", waits=Waits(kind="prepare_failed")),
-            "Reboot 602D9444: held, Azure starts it at 22:26:12 UTC: preparation failed (hook drain: exit code 3)",
+            "Reboot 602D9444: held, Azure starts it at 22:26:12 UTC: hook drain: exit code 3",
         ),
         (
             a_workflow(LONG),

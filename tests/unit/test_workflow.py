@@ -334,7 +334,7 @@ def test_a_held_event_says_which_hook_failed_and_how() -> None:
     agent.ends("drain", "failed")
     assert agent.journal[-2:] == [
         "hook_finished: hook drain: exit code 1 (failed)",
-        "held: held, Azure starts it at 12:15:00 UTC: preparation failed (hook drain: exit code 1)",
+        "held: held, Azure starts it at 12:15:00 UTC: hook drain: exit code 1",
     ]
 
 

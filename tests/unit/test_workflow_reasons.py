@@ -57,7 +57,7 @@ def test_a_failed_preparation_is_the_reason_though_the_rule_never_approves() -> 
     agent = Agent(a_rule(prepare=("drain",), approve="never", lead=DAY))
     agent.document(an_event())
     agent.ends("drain", "failed")
-    reason = "preparation failed (hook drain: exit code 1)"
+    reason = "hook drain: exit code 1"
     assert agent.waits_for() == reason
     assert agent.journal[-1] == f"held: held, Azure starts it at 12:15:00 UTC: {reason}"
     agent.tick()

@@ -26,7 +26,7 @@ _WAITS = {
     "id": "{event.approval_fault}",
     "never": "{never}",
     "unprepared": "preparation is not done",
-    "prepare_failed": "preparation failed ({prepare.failure})",
+    "prepare_failed": "{prepare.failure}",
     "prepare_canceled": "preparation was canceled",
     "held": "an operator holds it",
     "manual": "an operator must approve it",
