@@ -72,6 +72,15 @@ class Tab:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def click(self, selector: str) -> None:
+        """What a user's mouse does to the first such element."""
+        box = f"document.querySelector({selector!r}).getBoundingClientRect()"
+        x, y = self.ask(
+            f"(() => {{ const {{x, y, width, height}} = {box}; return [x + width / 2, y + height / 2]; }})()"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
     def wait(self, expression: str) -> Any:
         """The value of an expression as soon as it is a true one."""
         deadline = time.monotonic() + PATIENCE

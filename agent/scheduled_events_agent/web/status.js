@@ -3,11 +3,21 @@
 // opened, selected or focused stays.
 "use strict";
 (() => {
-  const REFRESH_MS = 2000, HIDDEN_REFRESH_MS = 30000, TIMEOUT_MS = 10000, TICK_MS = 250, DAY_MS = 86400000;
+  const REFRESH_MS = 2000, HIDDEN_REFRESH_MS = 10000, TIMEOUT_MS = 4000, TICK_MS = 250, COPIED_MS = 2000;
+  const LOST_MS = 6000, HIDDEN_LOST_MS = 20000;
   const CLOCK_ANSWERS = 10;
   const MOST = {events: 50, resources: 12, names: 40, entries: 40, characters: 600, inName: 80, ofOutput: 2000};
-  const DOTS = {good: "#15803d", busy: "#b45309", bad: "#b91c1c"};
-  const TONES = {recovery_failed: "bad", held: "bad", preparing: "busy", recovering: "busy", started: "busy"};
+  const TONES = {act: "bad", fix: "busy"};
+  const BUSY_PHASES = ["preparing", "started", "recovering"];
+  const STARTS_AT_DEADLINE = ["prepare_failed", "approval_needed", "approval_failing"];
+  const SIGNS = {good: "✓", busy: "▸", bad: "✕"};
+  const COLORS = {good: "#15803d", busy: "#b45309", bad: "#b91c1c"};
+  const ICONS = {
+    "✓": "<circle cx='8' cy='8' r='8'/><path d='M4 8.5l3 3 5-7'",
+    "▸": "<circle cx='8' cy='8' r='8'/><path d='M6 4l5 4-5 4'",
+    "!": "<path d='M8 0l8 16H0z'/><path d='M8 5v5.5m0 1.5v2'",
+    "✕": "<rect width='16' height='16' rx='2'/><path d='M4 4l8 8m0-8l-8 8'",
+  };
   const STAGES = {prepare: "prepare", on_start: "on start", recover: "recover"};
   const STEPS = {
     done: ["good", "✓", "done"], running: ["busy", "▸", "running"],
@@ -22,11 +32,13 @@
   const BAD_OUTCOMES = ["failed", "timed_out", "not_started"];
   const BAD_KINDS = ["held", "approval_failed", "approval_needed", "hook_missing", "recovery_failed"];
 
-  const main = document.getElementById("main"), lost = document.getElementById("lost");
-  let status = null, histories = null, unread = "";
+  const main = document.getElementById("main");
+  let status = null, histories = null, unread = "", copied = "";
+  const openedAt = new Date().toISOString();
+  let answered = performance.now(), hasFailed = false, isLost = false;
   // How far this browser's clock is ahead of the agent's: of the last answers, the quickest tells best.
   const gaps = [];
-  let ahead = Infinity;
+  let ahead = 0;
 
   // --- pieces
 
@@ -44,7 +56,9 @@
     return /[^\x00-\x7f]/.test(shown) ? el("bdi", {}, shown) : shown;
   };
   const code = (text) => el("code", {}, words(text));
-  const chip = (word, tone) => el("span", {class: `chip ${tone}`}, words(word, MOST.inName));
+  const mark = (sign) => (sign ? [el("span", {"aria-hidden": "true"}, sign), " "] : "");
+  const chip = (word, tone, sign = SIGNS[tone]) =>
+    el("span", {class: `chip ${tone}`}, mark(sign), words(word, MOST.inName));
   const more = (count, what, tag = "p") =>
     count > 0 ? el(tag, {class: "quiet"}, `… ${count.toLocaleString("en")} more ${what}`) : "";
   const list = (facts) =>
@@ -53,7 +67,7 @@
   const section = (id, title, ...content) =>
     el("section", {"aria-labelledby": id}, el("h2", {id}, title), content);
   // An id may be any text; this is one without blanks, and another for each.
-  const key = (workflow) => workflow.id.replace(/[^A-Za-z0-9-]/g, (one) => `_${one.charCodeAt(0).toString(16)}`);
+  const key = (id) => id.replace(/[^A-Za-z0-9-]/g, (one) => `_${one.charCodeAt(0).toString(16)}`);
   const separated = (nodes) => nodes.flatMap((node, i) => (i ? [", ", node] : [node]));
 
   // --- times
@@ -68,60 +82,100 @@
   const now = () => Date.now() - ahead;
   const iso = (at) => `${at.slice(0, 19)}Z`;
   const stamp = (at) => `${at.slice(0, 10)} ${at.slice(11, 19)} UTC`;
-  const moment = (at) => el("time", {datetime: iso(at)}, stamp(at));
-  const until = (at) =>
-    el("time", {datetime: iso(at), "data-until": at}, span(Date.parse(at) - now()));
-  const since = (at) =>
-    el("time", {datetime: iso(at), "data-since": at}, span(now() - Date.parse(at)));
+  const clock = (at) => (iso(at).slice(0, 10) === new Date(now()).toISOString().slice(0, 10) ? stamp(at).slice(11) : stamp(at));
+  const LOCAL = new Intl.DateTimeFormat([], {dateStyle: "medium", timeStyle: "long"});
+  const time = (at, text, attributes = {}) =>
+    el("time", {datetime: iso(at), title: `${LOCAL.format(new Date(at))}, your time`, ...attributes}, text);
+  const moment = (at) => time(at, stamp(at));
+  // What runs is not read out again each second.
+  const until = (at) => time(at, span(Date.parse(at) - now()), {"data-until": at, role: "timer"});
+  const since = (at) => time(at, span(now() - Date.parse(at)), {"data-since": at, role: "timer"});
+  const timeNow = () => new Date(now()).toISOString();
   const tick = () => {
-    for (const time of main.querySelectorAll("time[data-until],time[data-since]")) {
-      const {until: end, since: start} = time.dataset;
-      const text = span(end ? Date.parse(end) - now() : now() - Date.parse(start));
-      if (time.textContent !== text) time.textContent = text;
+    for (const one of main.querySelectorAll("time[data-until],time[data-since],time[data-now]")) {
+      const {until: end, since: start} = one.dataset;
+      let text = stamp(timeNow()).slice(11);
+      if (end) text = span(Date.parse(end) - now());
+      if (start) text = span(now() - Date.parse(start));
+      if (one.textContent !== text) one.textContent = text;
     }
   };
 
-  // --- the agent
+  // --- what is seen first
 
   const vmName = () => (status.vm.names.length ? status.vm.names[0] : "this VM");
 
+  const signOf = ({severity, kind}) => (severity === "act" && kind !== "approval_needed" ? "✕" : "!");
+  const phaseOf = ({phase}) => (phase === "waiting" ? "pending" : phase.replaceAll("_", " "));
+
+  // How things are, for the title, the icon and the first chip.
+  const state = () => {
+    const {attention: [first], tone, summaries: [summary]} = status;
+    if (first) {
+      const word = first.kind.replaceAll("_", " ").replace("vm ", "VM ");
+      return {sign: signOf(first), tone: TONES[first.severity], word, title: `: ${word}`};
+    }
+    if (summary && tone !== "good") {
+      const word = phaseOf(status.pending.find(({id}) => id === summary.workflow_id));
+      return {sign: SIGNS[tone], tone, word, title: `: ${word}`};
+    }
+    return {sign: SIGNS[tone], tone, word: status.ready ? "ready" : "not ready", title: ""};
+  };
+
   const top = () => {
-    const chips = [status.ready ? chip("ready", "good") : chip("not ready: /readyz answers 503", "busy")];
-    if (status.health !== "ok") chips.push(chip("not healthy", "bad"));
-    if (status.mode === "observe") chips.push(chip("only observes", "busy"));
-    const polled = status.last_poll_at ? ["Last good poll ", since(status.last_poll_at), " ago"] : "No good poll yet";
+    const {sign, tone, word} = state();
+    const chips = isLost ? [] : [chip(word, tone, sign), status.mode === "observe" ? chip("only observes", "", "○") : ""];
+    return el("header", {}, el("h1", {}, words(vmName())), el("p", {class: "chips"}, chips),
+      el("p", {class: "now"}, time(timeNow(), stamp(timeNow()).slice(11), {"data-now": "yes", role: "timer"})));
+  };
+
+  const commands = (all, prefix) => el("ul", {class: "commands", "aria-live": "off"}, all.map(({command, effect}) => {
+    const line = command.startsWith(prefix) ? command : `${prefix}${command}`;
+    return el("li", {}, el("pre", {}, words(line, MOST.ofOutput)), el("p", {}, words(effect)),
+      el("button", {type: "button", "data-copy": line}, copied === line ? "Copied" : "Copy"));
+  }));
+
+  const block = (id, severity, sign, message, ...rest) =>
+    el("section", {id, class: `attention ${severity}`, role: severity === "act" ? "alert" : "status"},
+      el("h2", {}, mark(sign), message), rest);
+
+  const lost = () => {
+    if (!isLost) return "";
+    const last = status ? status.at : openedAt, follows = status ? " What follows is from then." : "";
+    return block("lost", "act", "✕",
+      ["The agent has not answered since ", time(last, clock(last)), " (", since(last), ` ago).${follows}`],
+      status && commands(status.supervisor_commands, ""));
+  };
+
+  const deadline = ({severity, kind, deadline: at}) => {
+    if (severity !== "act" || !STARTS_AT_DEADLINE.includes(kind)) return "";
+    if (!at || Date.parse(at) <= now()) return el("p", {class: "deadline"}, "It may start ", el("b", {}, "at any moment"));
+    return el("p", {class: "deadline"}, el("b", {}, until(at)), " left, until ", time(at, clock(at)));
+  };
+
+  const attention = () => {
+    const shown = status.attention.slice(0, MOST.events);
+    const isLike = (one, other) => one.kind === other.kind && one.workflow_id === other.workflow_id;
     return [
-      el("header", {}, el("p", {class: "product"}, "scheduled-events-agent"), el("h1", {}, words(vmName())),
-        el("p", {class: "chips"}, chips)),
-      el("div", {class: `headline ${status.tone}`},
-        el("p", {role: "status"}, words(status.headline)), el("p", {class: "polled"}, polled)),
+      shown.map((one, i) => {
+        const number = shown.slice(0, i).filter((other) => isLike(one, other)).length;
+        return block(`a-${key(`${one.kind} ${one.workflow_id} ${number}`)}`, one.severity, signOf(one), words(one.message),
+          one.consequence && el("p", {}, words(one.consequence)), deadline(one),
+          commands(one.commands, status.command_prefix));
+      }),
+      more(status.attention.length - shown.length, "need an operator; /status has them all"),
     ];
   };
 
-  const problems = () => {
-    const isHealthy = status.health === "ok";
-    const notes = isHealthy ? [] : status.health.slice(0, MOST.names).map((text) => ["bad", text]);
-    const note = (text) => notes.push(["busy", text]);
-    if (status.poll_failure && isHealthy) note(`The last poll failed: ${status.poll_failure}`);
-    for (const {name, waiting, failure} of status.notify.filter((target) => target.failure).slice(0, MOST.names)) {
-      note(`Notifying ${name} fails: ${failure.reason}; notices waiting: ${waiting}`);
-    }
-    const {fleet} = status;
-    if (fleet && fleet.failure) note(`The table of the fleet cannot be used: ${fleet.failure}`);
-    if (!status.vm.names.length) note("It is not known yet which name this VM has in events, so none counts as its own.");
-    for (const one of status.policy.needs_restart) note(`${one}: needs a restart`);
-    if (unread) note(`What happened before cannot be shown: ${unread}`);
-    const boxes = notes.map(([tone, text]) => el("li", {class: `box ${tone}`}, words(text)));
-    const refused = status.policy.refused.split("\n");
-    return [
-      boxes.length ? el("ul", {class: "boxes"}, boxes) : "",
-      status.policy.refused ? el("section", {class: "box bad", "aria-labelledby": "refused"},
-        el("h2", {id: "refused"}, "The policy file was refused"),
-        el("p", {}, "The policy from before is in force."),
-        el("pre", {}, words(refused.slice(0, MOST.names).join("\n"), 4000)),
-        more(refused.length - MOST.names, "lines")) : "",
-    ];
+  const headline = () => {
+    if (isLost || status.attention.length) return "";
+    const polled = status.last_poll_at ? ["Last good poll ", since(status.last_poll_at), " ago"] : "No good poll yet";
+    return el("div", {class: `headline ${status.tone}`},
+      el("p", {role: "status"}, mark(SIGNS[status.tone]), words(status.headline)),
+      el("p", {class: "polled"}, status.ready ? "" : "/readyz answers 503. ", polled));
   };
+
+  // --- the agent
 
   const runningAlone = () => {
     const hooks = status.running.filter((hook) => hook.stage === "on_clear").map((hook) =>
@@ -130,18 +184,32 @@
     return hooks.length ? el("ul", {class: "alone"}, hooks) : "";
   };
 
+  const notifications = () => {
+    const lines = status.notify.slice(0, MOST.names).map(({name, waiting, failure, lost: count, lost_at, lost_reason}) => {
+      const parts = [
+        failure ? ["fails since ", time(failure.since, clock(failure.since)), ": ", words(failure.reason)] : "",
+        waiting ? `${waiting} waiting` : "",
+        count ? [`${count} lost since `, time(lost_at, clock(lost_at)), ": ", words(lost_reason)] : "",
+      ].filter((part) => part !== "");
+      return el("div", {}, words(name, MOST.inName), ": ", parts.length ? parts.flatMap((part, i) => (i ? ["; ", part] : part)) : "ok");
+    });
+    return lines.length ? [lines, more(status.notify.length - MOST.names, "targets")] : "";
+  };
+
   const agent = () => {
     const {policy, vm, rules, fleet} = status;
     const acts = status.mode === "act" ? "acts" : "only observes: runs no hooks, approves nothing";
     const hash = policy.hash ? [", SHA-256 ", el("code", {}, policy.hash.slice(0, 12))] : "";
-    const refused = policy.refused ? el("span", {class: "bad"}, " (the file as it is now was refused)") : "";
-    const failure = status.poll_failure
-      ? [" ", el("span", {class: "bad"}, "since then: ", words(status.poll_failure))] : "";
+    const lines = policy.refused.split("\n");
+    const rejected = policy.refused ? el("div", {}, "The file as it is now was rejected:",
+      el("pre", {}, words(lines.slice(0, MOST.names).join("\n"), 4000)), more(lines.length - MOST.names, "lines")) : "";
+    const failure = status.poll_failure ? ["; since then: ", words(status.poll_failure)] : "";
     const unavailable = status.recommendations_failure
-      ? [" ", el("span", {class: "bad"}, words(status.recommendations_failure))] : "";
+      ? ["; ", words(status.recommendations_failure)] : "";
     const listed = (names) => separated(names.slice(0, MOST.names).map((name) => words(name, MOST.inName)));
     return el("section", {class: "card", "aria-labelledby": "agent"}, el("h2", {id: "agent"}, "Agent"), list([
-      ["Health", status.health === "ok" ? "ok" : el("span", {class: "bad"}, "not healthy, see above")],
+      ["Health", status.health === "ok" ? "ok" : "not healthy, see above"],
+      ["Ready", status.ready ? "yes" : "no: /readyz answers 503"],
       ["Last good poll", [status.last_poll_at ? [since(status.last_poll_at), " ago"] : "never yet", failure]],
       ["Endpoint", code(status.endpoint)],
       ["api-version", [code(status.api_version), unavailable]],
@@ -149,11 +217,15 @@
       ["This VM", vm.names.length ? listed(vm.names) : "name not known yet"],
       ["VM id", vm.vm_id ? code(vm.vm_id) : ""],
       ["Mode", acts],
-      ["Policy", [code(policy.file), ", read ", moment(policy.read_at), hash, refused]],
+      ["Policy", [code(policy.file), ", read ", moment(policy.read_at), hash, rejected]],
+      ["Needs a restart", policy.needs_restart.length ? listed(policy.needs_restart) : ""],
+      ["Notifications", notifications()],
       ["Fleet", fleet ? ["group ", words(fleet.group, MOST.inName) || "not known", fleet.awaited.length
-        ? ["; waits for ", listed(fleet.awaited), more(fleet.awaited.length - MOST.names, "VMs", "span")] : ""] : ""],
+        ? ["; waits for ", listed(fleet.awaited), more(fleet.awaited.length - MOST.names, "VMs", "span")] : "",
+        fleet.failure ? ["; the table cannot be used: ", words(fleet.failure)] : ""] : ""],
       ["Rules", rules.length ? [listed(rules), more(rules.length - MOST.names, "rules", "span")] : "none"],
-      ["Version", [words(status.version), ", started ", moment(status.started_at)]],
+      ["History", unread ? ["cannot be shown: ", words(unread)] : ""],
+      ["Version", ["scheduled-events-agent ", words(status.version), ", started ", moment(status.started_at)]],
     ]));
   };
 
@@ -169,8 +241,7 @@
     if (type === "SpotRebalanceRecommendation") return count("a warning", "an eviction may follow");
     if (state === "Started") return count("started", "by Azure");
     if (!at || Date.parse(at) <= now()) return count("any moment", "it may start");
-    const isSoon = Date.parse(at) - now() < DAY_MS;
-    return count(until(at), `until it may start, ${isSoon ? `${at.slice(11, 19)} UTC` : stamp(at)}`);
+    return count(until(at), `until it may start, ${clock(at)}`);
   };
 
   const approval = (workflow, summary) => {
@@ -211,40 +282,42 @@
   const about = (workflow) => {
     const {event} = workflow;
     const length = event.duration_seconds === null ? "" : `, about ${event.duration_seconds}s long`;
-    return [
-      ["Affects", resources(workflow)],
+    return list([
       ["From", [words(SOURCES[event.source] || event.source || "unknown"), length]],
-      ["Azure says", event.description ? el("q", {}, words(event.description)) : ""],
+      ["Decision", words(workflow.decision.reason)],
       ["Id", event.id ? code(event.id) : code("none")],
       ["First seen", [moment(workflow.first_seen_at), ", ", since(workflow.first_seen_at), " ago"]],
-    ];
+    ]);
   };
 
-  const overruling = (workflow, summary) => {
-    if (!summary.commands.length) return "";
-    const aim = workflow.phase === "recovery_failed" ? "To solve it: " : "To overrule: ";
-    return el("p", {class: "hint"}, aim, summary.commands.flatMap((line, i) => [i ? " or " : "", code(line)]));
+  const overruling = (summary) => {
+    const shown = new Set(status.attention.flatMap((one) => one.commands.map(({command}) => command)));
+    const others = summary.commands.filter((command) => !shown.has(command));
+    return others.length ? el("p", {class: "hint"}, "To overrule: ",
+      others.flatMap((command, i) => [i ? " or " : "", code(`${status.command_prefix}${command}`)])) : "";
   };
 
   const card = (summary, workflow, history, isFirst) => {
-    const tone = TONES[workflow.phase] || "", name = `e-${key(workflow)}`;
-    const facts = [
-      ["Now", words(summary.activity)],
-      ["Decision", words(workflow.decision.reason)],
-      ["Approval", approval(workflow, summary)],
-      ["Hooks", hooks(workflow, summary)],
-    ];
-    const rest = [isFirst ? "" : list(about(workflow)), history ? timeline(history) : ""];
-    const phase = workflow.phase === "waiting" ? "pending" : workflow.phase.replaceAll("_", " ");
-    return el("article", {id: `c-${key(workflow)}`, class: `card ${tone}`, "aria-labelledby": name},
+    const name = `e-${key(workflow.id)}`, {event} = workflow;
+    const needs = status.attention.find((one) => one.workflow_id === workflow.id);
+    const phaseTone = BUSY_PHASES.includes(workflow.phase) ? "busy" : "";
+    const tone = needs ? TONES[needs.severity] : phaseTone;
+    return el("article", {id: `c-${key(workflow.id)}`, class: `card ${tone}`, "aria-labelledby": name},
       el("div", {class: "lead"},
-        el("div", {}, el("h3", {id: name}, words(workflow.event.type) || "An event without a type"), chip(phase, tone)),
+        el("div", {}, el("h3", {id: name}, words(event.type) || "An event without a type"),
+          chip(phaseOf(workflow), tone, needs ? signOf(needs) : SIGNS[tone])),
         countdown(workflow)),
-      list(isFirst ? [...facts, ...about(workflow)] : facts),
-      overruling(workflow, summary),
-      isFirst && !history ? ""
-        : el("details", {id: `t-${key(workflow)}`, open: isFirst && "open"},
-          el("summary", {}, isFirst ? "Timeline" : "More"), rest));
+      list([
+        ["Now", words(summary.activity)],
+        ["Approval", approval(workflow, summary)],
+        ["Hooks", hooks(workflow, summary)],
+        ["Affects", resources(workflow)],
+        ["Azure says", event.description ? el("q", {}, words(event.description)) : ""],
+      ]),
+      overruling(summary),
+      history ? el("details", {id: `t-${key(workflow.id)}`, open: isFirst && "open"},
+        el("summary", {}, "Timeline (UTC)"), timeline(history)) : "",
+      el("details", {id: `m-${key(workflow.id)}`}, el("summary", {}, "More"), about(workflow)));
   };
 
   const pending = () => {
@@ -265,7 +338,7 @@
     const day = one.at.slice(0, 10);
     const output = one.detail.length > MOST.ofOutput ? `…${one.detail.slice(-MOST.ofOutput)}` : one.detail;
     return el("li", {class: tone},
-      el("time", {datetime: iso(one.at)}, day === dayBefore ? "" : [day, el("br", {})], one.at.slice(11, 19)),
+      time(one.at, [day === dayBefore ? "" : [day, el("br", {})], one.at.slice(11, 19)]),
       el("div", {}, words(one.text), output ? el("pre", {}, output) : ""));
   };
 
@@ -274,7 +347,7 @@
     const entries = history.entries.slice(-MOST.entries);
     const days = [history.workflow.first_seen_at, ...entries.map((one) => one.at)].map((at) => at.slice(0, 10));
     const isHidden = entries.some((one) => one.kind === "hook_finished" && !one.detail);
-    const command = `scheduled-events-agent history --event ${history.workflow.event.id} ${status.command_options}`;
+    const command = `${status.command_prefix}scheduled-events-agent history --event ${history.workflow.event.id} ${status.command_options}`;
     return [
       el("ol", {class: "timeline"},
         history.entries.length > entries.length ? el("li", {class: "quiet"}, "… there are earlier entries") : "",
@@ -290,13 +363,13 @@
     const items = over.map((history, i) => {
       const {workflow, entries} = history, first = workflow.first_seen_at;
       const took = entries.length ? `, ${span(Date.parse(entries.at(-1).at) - Date.parse(first))} long` : "";
-      return el("details", {id: `t-${key(workflow)}`, open: !status.pending.length && !i && "open"},
+      return el("details", {id: `t-${key(workflow.id)}`, open: !status.pending.length && !i && "open"},
         el("summary", {}, el("b", {}, words(workflow.event.type) || "event"), " ",
           chip(workflow.outcome || workflow.phase, workflow.recover.failure ? "bad" : ""), " ",
           el("span", {}, moment(first), took)),
         el("p", {}, words(workflow.decision.reason)),
         el("p", {class: "quiet"}, code(workflow.event.id), " ", words(workflow.event.description)),
-        timeline(history));
+        el("p", {class: "quiet"}, "Timeline (UTC)"), timeline(history));
     });
     const none = el("p", {class: "none"}, "None that the agent remembers.");
     return section("recent", "Recent events", items.length ? items : none);
@@ -348,14 +421,51 @@
     while (old.childNodes.length > after.length) old.lastChild.remove();
   };
 
+  const parts = () => [runningAlone(), pending(), past(), pauses(), agent(), footer()];
+
   const draw = () => {
-    if (!status) return;
-    const parts = [top(), problems(), runningAlone(), pending(), past(), pauses(), agent(), footer()];
-    sync(main, el("main", {id: "main"}, parts.map((part, i) => el("div", {id: `part-${i}`}, part))));
-    document.title = cut(`${vmName()}: ${status.headline}`, 120);
-    const dot = `<svg xmlns='http://www.w3.org/2000/svg'><circle cx='8' cy='8' r='7' fill='${DOTS[status.tone]}'/></svg>`;
-    const icon = document.querySelector("link[rel=icon]"), href = `data:image/svg+xml,${encodeURIComponent(dot)}`;
+    if (!status && !isLost) return;
+    const fresh = status ? [top(), lost(), headline(), attention(), ...parts()] : ["", lost()];
+    // The first two parts are of now, the others of the last answer.
+    const isStale = (i) => isLost && i > 1;
+    const page = el("main", {id: "main"}, fresh.map((part, i) =>
+      el("div", {id: `part-${i}`, class: isStale(i) && "stale"}, part)));
+    for (const node of page.querySelectorAll(".stale .good")) node.classList.remove("good");
+    sync(main, page);
+    const {sign, tone, title} = isLost ? {sign: "✕", tone: "bad"} : state();
+    const name = status ? vmName() : location.hostname;
+    document.title = cut(isLost ? `✕ no answer: ${name}` : `${sign} ${name}${title}`, 120);
+    const picture = `<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16' fill='${COLORS[tone]}'>`
+      + `${ICONS[sign]} fill='none' stroke='#fff' stroke-width='2'/></svg>`;
+    const icon = document.querySelector("link[rel=icon]"), href = `data:image/svg+xml,${encodeURIComponent(picture)}`;
     if (icon.href !== href) icon.href = href;
+  };
+
+  // Without an answer for so long, with a request that failed since, the agent is gone or hangs.
+  const judge = () => {
+    const limit = document.hidden ? HIDDEN_LOST_MS : LOST_MS;
+    if (isLost || !hasFailed || performance.now() - answered < limit) return;
+    isLost = true;
+    draw();
+  };
+
+  const copy = async (line) => {
+    try {
+      await navigator.clipboard.writeText(line);
+    } catch {  // the page came by plain HTTP from another machine
+      const field = el("textarea", {class: "copied"});
+      field.value = line;
+      document.body.append(field);
+      field.select();
+      document.execCommand("copy");
+      field.remove();
+    }
+    copied = line;
+    draw();
+    setTimeout(() => {
+      copied = "";
+      draw();
+    }, COPIED_MS);
   };
 
   const follow = (path, take, fail) => {
@@ -387,24 +497,41 @@
   follow("status", (found) => {
     if (status && status.version !== found.version) location.reload();  // the agent was upgraded, and this page too
     status = found;
+    answered = performance.now();
+    hasFailed = isLost = false;
     gaps.push(Date.now() - Date.parse(status.at));
     if (gaps.length > CLOCK_ANSWERS) gaps.shift();
     ahead = Math.min(...gaps);
-    lost.textContent = "";
     draw();
     tick();
   }, () => {
-    const then = status ? ` This is how things were at ${status.at.slice(11, 19)} UTC.` : "";
-    lost.textContent = `The agent does not answer.${then}`;
+    hasFailed = true;
+    judge();
   });
   follow("history", (found) => {
     histories = found.histories;
     unread = "";
     draw();
   }, (error) => {
-    if (!error.isAnswer) return;  // then the agent is gone, as the page says at its end
+    if (!error.isAnswer) return;  // then the agent is gone, as the page says
     unread = error.message;
     draw();
   });
-  setInterval(tick, TICK_MS);
+  main.addEventListener("click", ({target}) => {
+    const button = target.closest("button[data-copy]");
+    if (button) copy(button.dataset.copy);
+  });
+  // On paper everything is open.
+  let opened = [];
+  addEventListener("beforeprint", () => {
+    opened = [...main.querySelectorAll("details:not([open])")];
+    for (const one of opened) one.open = true;
+  });
+  addEventListener("afterprint", () => {
+    for (const one of opened) one.open = false;
+  });
+  setInterval(() => {
+    judge();
+    tick();
+  }, TICK_MS);
 })();
