@@ -211,6 +211,8 @@ def test_a_recommendation_gives_only_what_is_to_be_repaired() -> None:
     found = one_of(of_event(held(event=warning)))
     assert (found.kind, found.severity, found.deadline) == ("prepare_failed", "fix", None)
     assert exit_code(with_words(of_event(held(event=warning)))) == 0
+    over = replace(UNRECOVERED, event=a_workflow(event=warning).event)
+    assert exit_code(with_words(of_event(over))) == 3
 
 
 def test_the_worst_comes_first_and_that_no_agent_runs_before_all_else() -> None:
@@ -251,11 +253,11 @@ def test_the_commands_say_what_they_do() -> None:
     ]
     assert effects(of_event(UNRECOVERED)) == [
         ("retry", "run resume again, then the rest"),
-        ("resolve", "only when you have done manually what it does"),
+        ("resolve", "only when you have done manually what resume does"),
     ]
     assert effects(of_event(recovering(**LOST_HOOK))) == [
         ("check", "put hook resume back and reload: recovery goes on by itself"),
-        ("resolve", "only when you have done manually what it does"),
+        ("resolve", "only when you have done manually what resume does"),
     ]
 
 

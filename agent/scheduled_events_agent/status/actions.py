@@ -74,10 +74,13 @@ def effect_of(word: OperatorWord, workflow: Workflow) -> str:
         return "let Azure start it now" if is_ready else "let Azure start it when it is prepared"
     if word == "resolve" and not workflow.is_over:
         return "end it, and recover what was prepared"
+    if word == "resolve":
+        lost = workflow.waits.detail if workflow.waits and workflow.waits.kind == "lost_hook" else ""
+        hook = workflow.recover.failed_hook or lost or "the hook"
+        return f"only when you have done manually what {hook} does"
     return {
         "hold": "do not approve it",
         "release": "take the last command back",
-        "resolve": "only when you have done manually what it does",
     }[word]
 
 

@@ -75,7 +75,7 @@ def _of_events(status: Status) -> Iterator[Attention]:
     for workflow, kind in needed:
         event = workflow.event
         facts = _facts(status, workflow)
-        is_warning = event.is_recommendation  # nothing starts by itself
+        is_warning = event.is_recommendation and not workflow.is_over  # nothing starts by itself
         yield Attention(
             kind=kind,
             severity="fix" if is_warning else "act",
@@ -83,7 +83,7 @@ def _of_events(status: Status) -> Iterator[Attention]:
             event_id=event.id,
             workflow_id=workflow.id,
             message=_MESSAGES[kind].format(**facts),
-            consequence=_CONSEQUENCES[kind].format(**facts) if not is_warning or workflow.is_over else "",
+            consequence="" if is_warning else _CONSEQUENCES[kind].format(**facts),
             deadline=event.not_before if kind in WITH_DEADLINE and not is_warning else None,
             commands=tuple(_event_commands(kind, status, workflow, short[event.id])),
         )
