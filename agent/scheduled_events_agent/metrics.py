@@ -309,7 +309,8 @@ class _Pending(Collector):
     def collect(self) -> Iterable[Metric]:
         not_before = GaugeMetricFamily(
             f"{_PREFIX}pending_not_before_timestamp_seconds",
-            "One series for each pending event: Unix time of NotBefore, 0 if it may start at any moment.",
+            "One series for each pending event, except recommendations, which never start: Unix time of "
+            "NotBefore, 0 if it may start at any moment.",
             labels=("event_id", "type", "status", "affects", "phase", "rule"),
         )
         # By labels: an event may come back under its id while its first appearance still recovers, and a series
@@ -322,8 +323,9 @@ class _Pending(Collector):
             event = workflow.event
             decision = workflow.decision
             what = (event.id or event.key, event_type(event.type), _status(event.status), decision.affects)
-            time = event.not_before.timestamp() if event.not_before else 0.0
-            times[*what, workflow.phase, decision.rule or "none"] = time
+            if not event.is_recommendation:
+                time = event.not_before.timestamp() if event.not_before else 0.0
+                times[*what, workflow.phase, decision.rule or "none"] = time
             hooks += sum(
                 stage.current is not None for stage in (workflow.prepare, workflow.on_start, workflow.recover)
             )

@@ -215,6 +215,18 @@ def test_an_event_that_may_start_at_any_moment_has_the_time_0(metrics: Metrics, 
     assert list(samples(metrics, PENDING).values()) == [0.0]
 
 
+def test_a_recommendation_has_no_time_but_is_counted(metrics: Metrics, pending: list[Workflow]) -> None:
+    workflow = make_workflow(phase="prepared")
+    recommendation = replace(workflow.event, type="SpotRebalanceRecommendation", not_before=None)
+    pending.append(replace(workflow, event=recommendation))
+    record(metrics, pending[0], "seen")
+    assert samples(metrics, PENDING) == {}
+    assert counted(metrics, "scheduled_events_pending") == {("self", "prepared"): 1}
+    assert counted(metrics, "scheduled_events_events_total") == {
+        ("self", "User", "SpotRebalanceRecommendation"): 1
+    }
+
+
 def test_an_event_without_an_id_goes_by_its_key(metrics: Metrics, pending: list[Workflow]) -> None:
     pending.append(make_workflow(event_id=""))
     ((labels, _),) = samples(metrics, PENDING).items()
