@@ -318,7 +318,7 @@ class _Pending(Collector):
         times: dict[tuple[str, ...], float] = {}
         phases = [phase for phase in get_args(Phase) if phase != "closed"]
         counts: dict[tuple[str, str], int] = dict.fromkeys(product(phases, get_args(Affects)), 0)
-        hooks = failed = 0
+        hooks = 0
         for workflow in self._pending:
             event = workflow.event
             decision = workflow.decision
@@ -329,7 +329,6 @@ class _Pending(Collector):
             hooks += sum(
                 stage.current is not None for stage in (workflow.prepare, workflow.on_start, workflow.recover)
             )
-            failed += workflow.phase == "recovery_failed"
             key: tuple[str, str] = (workflow.phase, decision.affects)
             counts[key] = counts.get(key, 0) + 1
         for labels, time in times.items():
@@ -344,9 +343,4 @@ class _Pending(Collector):
             "Hooks that run now for events, or wait for another run of the same hook.",
             value=hooks,
         )
-        unrecovered = GaugeMetricFamily(
-            f"{_PREFIX}recovery_failed",
-            "Events that are over and whose recovery failed, until it is solved.",
-            value=failed,
-        )
-        return (not_before, pending, running, unrecovered)
+        return (not_before, pending, running)

@@ -273,16 +273,15 @@ def test_an_event_that_no_rule_took_counts_under_none(metrics: Metrics) -> None:
 def test_a_failed_recovery_is_counted_and_shown_until_it_is_solved(
     metrics: Metrics, pending: list[Workflow]
 ) -> None:
-    assert samples(metrics, "scheduled_events_recovery_failed") == {(): 0}
     failed = replace(make_workflow(), outcome="canceled", phase="recovery_failed")
     record(metrics, failed, "recovery_failed")
     pending.append(failed)
     assert samples(metrics, "scheduled_events_recovery_failures_total") == {(): 1}
-    assert samples(metrics, "scheduled_events_recovery_failed") == {(): 1}
+    assert counted(metrics, "scheduled_events_pending") == {("self", "recovery_failed"): 1}
     pending.remove(failed)
     record(metrics, replace(failed, phase="closed"), "closed")
     assert samples(metrics, "scheduled_events_recovery_failures_total") == {(): 1}
-    assert samples(metrics, "scheduled_events_recovery_failed") == {(): 0}
+    assert counted(metrics, "scheduled_events_pending") == {}
     assert counted(metrics, "scheduled_events_closed_total") == {("canceled", "Reboot"): 1}
 
 

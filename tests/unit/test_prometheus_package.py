@@ -21,6 +21,8 @@ from scheduled_events_agent.imds import IMDS_ERROR_KINDS
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import ApproveMode, Decision
 from scheduled_events_agent.settings import NotifyTarget, Settings
+from scheduled_events_agent.status import Attention
+from scheduled_events_agent.status.attention import ATTENTION_KINDS, WITH_DEADLINE
 from scheduled_events_agent.workflow import HookOutcome, Note, NoteKind, Outcome, Phase, Progress, Stage, Workflow
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +40,8 @@ VALUES: dict[str, set[str]] = {
     "phase": {*get_args(Phase)} - {"closed"},
     "approve": {*get_args(ApproveMode)},
     "stage": {*get_args(Stage), "on_clear"},
-    "kind": {"write", "read"},
+    "kind": {*ATTENTION_KINDS},
+    "alertstate": {"firing"},
     "result": {"ok", "unreachable", "throttled"},
     "outcome": {
         *("ok", "confirmed", "no_thread", "bug", *get_args(DocumentErrorKind)),
@@ -126,6 +129,7 @@ def exposed(*, has_fleet: bool = False) -> dict[str, dict[str, set[str]]]:
     metrics.record_hook("drain", "prepare", "succeeded", 1.0)
     metrics.set_policy(Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),)), "e3b0")
     metrics.set_waiting({"ops": (0, 0.0)})
+    metrics.set_attention([Attention(kind="prepare_failed", severity="act", since=None, message="it failed")])
     if has_fleet:
         metrics.add_fleet()
         metrics.fleet_requests.labels("list", "ok").inc()
@@ -201,6 +205,7 @@ def test_the_walk_tells_metrics_from_labels_and_functions() -> None:
 
 def test_every_query_names_metrics_labels_and_values_that_the_agent_shows() -> None:
     known = exposed(has_fleet=True)
+    known["ALERTS"] = {"alertname": set(), "alertstate": set(), "kind": set()}  # what fires, as Prometheus has it
     for name, expression in recordings().items():
         found = [known[selector.metric] for selector in parse_query(expression).selectors]
         known[name] = {label: set() for labels in found for label in labels}
@@ -253,14 +258,41 @@ def test_every_recorded_series_is_used_after_it_was_recorded() -> None:
 
 def test_the_commands_that_alerts_advise_exist() -> None:
     texts = [rule["annotations"]["description"] for rule in alerts().values()]
-    commands = re.findall(r'"scheduled-events-agent ([^"]+)"', " ".join(texts))
-    advised = {"approve", "check", "hold", "notify", "resolve", "retry", "status"}
-    assert {command.split()[0] for command in commands} == advised
+    commands = re.findall(r'"sudo scheduled-events-agent ([^"]+)"', " ".join(texts))
+    assert {command.split()[0] for command in commands} == {"check", "history", "hold", "status"}
     parser = build_parser()
     for command in commands:
         parser.parse_args(
             shlex.split(re.sub(r"\{\{.*?\}\}", "602d9444", command))
         )  # exits on what it does not know
+
+
+def test_alerts_point_to_commands_not_to_pages_that_only_the_machine_itself_can_open() -> None:
+    for name, rule in alerts().items():
+        for text in rule["annotations"].values():
+            assert not re.search(
+                r"/(status|healthz|history|metrics)\b|(?<!sudo )scheduled-events-agent status", text
+            ), name
+
+
+def test_each_kind_that_needs_a_person_raises_one_alert() -> None:
+    raised = [
+        (name, kind)
+        for name, rule in alerts().items()
+        for metric, labels in parse_query(rule["expr"].partition("unless")[0]).selectors
+        if "attention" in metric
+        for kind in labels.get("kind", WITH_DEADLINE)
+    ]
+    now, later = "ScheduledEventsOperatorNeeded", "ScheduledEventsOperatorNeededLater"
+    assert {kind for name, kind in raised if name == later} == {*WITH_DEADLINE, "not_acting"}
+    by_kind = {kind: name for name, kind in raised if name != later}
+    assert by_kind.keys() == {*ATTENTION_KINDS} - {"not_acting"}
+    assert {kind for kind, name in by_kind.items() if name == now} == {
+        "recovery_failed",
+        "hook_missing",
+        *WITH_DEADLINE,
+    }
+    assert len(raised) == len(ATTENTION_KINDS) + len(WITH_DEADLINE)
 
 
 def test_every_alert_is_documented_with_its_severity() -> None:
@@ -279,8 +311,17 @@ def test_every_alert_has_a_test_in_which_it_fires_and_one_in_which_it_does_not()
 
 def test_the_dashboard_has_what_is_asked_of_an_agent() -> None:
     assert [panel["title"] for panel in panels()] == [
-        *("Agents", "Not ready", "Pending", "Held", "Only observing", "Policy refused", "Oldest poll"),
-        *("Hooks running", "Pending events", "Ready", "Pending by phase", "Documents", "Events seen", "Decisions"),
+        *("Needs a person", "Agents", "Not ready", "Pending", "Held", "Only observing", "Policy refused"),
+        *(
+            "Oldest poll",
+            "Hooks running",
+            "Pending events",
+            "Ready",
+            "Pending by phase",
+            "Documents",
+            "Events seen",
+            "Decisions",
+        ),
         *("How events ended", "Hooks", "Failures", "Approvals", "Approval delay", "Polls", "Poll latency"),
         *("Measured pauses", "Agent trouble", "Versions", "Agent processor time", "Agent memory"),
         *("Age of the policy in force", "Notices", "Notices waiting", "Oldest waiting notice"),
@@ -323,9 +364,9 @@ def test_no_panel_shows_a_series_for_each_of_thousands_of_machines() -> None:
         (panel["title"], target["expr"])
         for panel in panels()
         for target in panel["targets"]
-        if "{{instance}}" in target["legendFormat"] or panel["title"] == "Pending events"
+        if "{{instance}}" in target["legendFormat"] or panel["title"] in ("Needs a person", "Pending events")
     ]
-    assert len(told_apart) == 15
+    assert len(told_apart) == 17
     unbounded = [title for title, query in told_apart if not re.match(r"(topk|bottomk)\(\d+, ", query)]
     assert unbounded == []
 
