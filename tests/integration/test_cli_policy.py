@@ -138,10 +138,12 @@ def test_check_of_a_faulty_policy_tells_every_fault_and_exits_2(run: Run, tmp_pa
             "got none"
         ),
     ]
-    assert run("check", "--config", "p.yaml") == (2, "\n".join([*problems, "not valid: 2 problems\n"]), "")
+    assert run("check", "--config", "p.yaml") == (2, "\n".join([*problems, "not valid: 2 errors\n"]), "")
     code, out, _ = run("check", "--config", "p.yaml", "--json")
     assert code == 2
     assert json.loads(out) == {
+        "file": "p.yaml",
+        "hash": sha256((tmp_path / "p.yaml").read_bytes()).hexdigest(),
         "valid": False,
         "problems": problems,
         "warnings": [],
@@ -181,6 +183,71 @@ hooks:
             f"p.yaml:8: hooks.f.cwd: {tmp_path}/absent is not a directory on this machine",
         ],
     }
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no execute permission")
+@pytest.mark.parametrize("is_root", [True, False])
+def test_check_tells_all_errors_and_warnings_in_one_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_root: bool
+) -> None:
+    (tmp_path / "plain").write_text("")
+    (tmp_path / "open").write_text("")
+    (tmp_path / "open").chmod(0o777)
+    text = f"""\
+rules:
+  - {{name: a, prepare: [b], recover: [c, e], approve: immediately}}
+  - {{name: b, aprove: never, prepare: [d], approve: immediately}}
+hooks:
+  b: {{run: [{tmp_path}/open]}}
+  c: {{run: [{tmp_path}/plain]}}
+  d: {{run: [{tmp_path}]}}
+  e: {{run: [{tmp_path}/plain], attempts: 0}}
+  unused: {{shell: x}}
+"""
+    (tmp_path / "p.yaml").write_text(text)
+    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: is_root)
+    exposed = (
+        f"p.yaml:5: hooks.b.run: {tmp_path}/open can be changed by every account, and the agent acts on what it "
+        f"finds there: chmod go-w {tmp_path}/open"
+    )
+    problems = [
+        'p.yaml:3: rules[1]: unknown key "aprove"; did you mean "approve"?',
+        *([exposed] if is_root else []),
+        "p.yaml:8: hooks.e.attempts: expected at least 1; got 0",
+    ]
+    code, out, _ = run("check", "--config", "p.yaml", "--json")
+    told = json.loads(out)
+    assert (code, told["valid"], told["problems"]) == (2, False, problems)
+    warnings = told["warnings"]
+    assert [warning.split(": ", 2)[:2] for warning in warnings] == [
+        ["p.yaml:2", "rules[0].approve"],
+        *([] if is_root else [["p.yaml:5", "hooks.b.run"]]),
+        ["p.yaml:6", "hooks.c.run"],
+        ["p.yaml:7", "hooks.d.run"],
+    ]
+    code, out, _ = run("check", "--config", "p.yaml")
+    *lines, last = out.splitlines()
+    assert (code, last) == (2, f"not valid: {len(problems)} errors, {len(warnings)} warnings")
+    both = [*problems, *(f"warning: {warning}" for warning in warnings)]
+    assert sorted(both) == sorted(lines)
+    assert [line.removeprefix("warning: ")[:9] for line in lines] == [
+        f"p.yaml:{line}:" for line in range(2, 9) if line != 4
+    ]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
+def test_check_of_what_is_no_yaml_still_tells_who_could_change_the_file(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: False)
+    policy = tmp_path / "p.yaml"
+    policy.write_text("rules: [")
+    policy.chmod(0o666)
+    code, out, _ = run("check", "--config", str(policy), "--json")
+    told = json.loads(out)
+    assert (code, len(told["problems"])) == (2, 1)
+    (warning,) = told["warnings"]
+    assert warning.startswith(f"{policy}:1: {policy} can be changed by every account")
 
 
 def test_check_prints_the_schema(run: Run) -> None:

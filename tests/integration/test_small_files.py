@@ -60,7 +60,7 @@ def test_secrets_of_hooks_are_taken_out_of_output_whatever_lies_beside_them(
 
 
 def test_check_refuses_a_policy_that_is_a_named_pipe(pipe: Path) -> None:
-    assert check(pipe) == (2, f"{pipe}: is not a regular file\nnot valid: 1 problem\n")
+    assert check(pipe) == (2, f"{pipe}: is not a regular file\nnot valid: 1 error\n")
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,8 @@ def test_check_warns_of_a_named_pipe_among_the_files_of_the_pages(tmp_path: Path
 def test_check_refuses_a_signature_that_is_a_named_pipe(tmp_path: Path, pipe: Path) -> None:
     policy = tmp_path / "policy.yaml"
     table = "https://acme.table.core.windows.net/vms"
-    policy.write_text(f"fleet: {{group: g, table: '{table}', credential: {{sas_file: '{pipe}'}}}}\n")
-    told = f"{policy}:1: fleet.credential.sas_file: {pipe}: is not a regular file\nnot valid: 1 problem\n"
+    policy.write_text(
+        f"fleet: {{group: g, table: '{table}', max_events: 1, credential: {{sas_file: '{pipe}'}}}}\n"
+    )
+    told = f"{policy}:1: fleet.credential.sas_file: {pipe}: is not a regular file\nnot valid: 1 error\n"
     assert check(policy) == (2, told)

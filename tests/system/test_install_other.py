@@ -316,7 +316,7 @@ def test_the_extension_command_installs_what_its_settings_download(
     machine.write(f"{folder}/bad.yaml", "rulez: []\n")
     bad = machine.run("sh", f"{folder}/install.sh", f"{folder}/{names[2]}", "-", f"{folder}/bad.yaml", check=False)
     assert bad.returncode == 2
-    assert bad.stdout.endswith('bad.yaml:1: unknown key "rulez"; did you mean "rules"?\nnot valid: 1 problem\n')
+    assert bad.stdout.endswith('bad.yaml:1: unknown key "rulez"; did you mean "rules"?\nnot valid: 1 error\n')
     assert machine.path(POLICY).read_text() == before
 
     pid = service.pid()

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -12,8 +13,17 @@ from scheduled_events_agent.cli import add_config_option
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json
 from scheduled_events_agent.events import RECOMMENDATION
 from scheduled_events_agent.policy import Rule, When
-from scheduled_events_agent.settings import BUILT_IN_NAME, ConfigError, Loaded, Settings, find_config, load_policy
-from scheduled_events_agent.settings.files import check_files, refuse_exposed
+from scheduled_events_agent.settings import (
+    BUILT_IN_NAME,
+    ConfigError,
+    Loaded,
+    Settings,
+    find_config,
+    inspect_policy,
+    load_policy,
+)
+from scheduled_events_agent.settings.checks import Finding
+from scheduled_events_agent.settings.files import file_doubts, refused_files
 from scheduled_events_agent.settings.schema import policy_schema
 from scheduled_events_agent.spelling import format_duration, plural
 from scheduled_events_agent.typed_yaml import Problem
@@ -35,45 +45,84 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.schema:
         print_json(policy_schema())
         return 0
-    try:
-        loaded = load_checked(arguments.config)
-    except ConfigError as error:
-        if arguments.json:
-            print_json({"valid": False, "problems": error.problems, "warnings": []})
-        else:
-            print(*error.problems, f"not valid: {plural(len(error.problems), 'problem')}", sep="\n")
-        return 2
-    warnings = [str(warning) for warning in (*loaded.warnings, *check_files(loaded), *_check_targets(loaded))]
+    report = _examine(arguments.config)
+    loaded = report.loaded
+    is_valid = not report.errors
     if arguments.json:
-        about = {"file": loaded.name, "hash": loaded.hash}
-        print_json({**about, "valid": True, "problems": [], "warnings": warnings})
+        about = {"file": loaded.name, "hash": loaded.hash} if loaded else {}
+        print_json({**about, "valid": is_valid, "problems": report.errors, "warnings": report.warnings})
+        return 0 if is_valid else 2
+    terminal = Terminal.of(sys.stdout)
+    if loaded and is_valid:
+        print(*terminal.line(f"{loaded.name}: valid"), sep="\n")
+    for line in report.lines:
+        print(*terminal.line(line, indent=2), sep="\n")
+    if loaded and is_valid:
+        print("", *_policy_in_words(loaded, terminal), sep="\n")
         return 0
-    print(f"{loaded.name}: valid", *(f"warning: {warning}" for warning in warnings), "", sep="\n")
-    print(*_policy_in_words(loaded, Terminal.of(sys.stdout)), sep="\n")
-    return 0
+    counts = [plural(len(report.errors), "error")]
+    counts += [plural(len(report.warnings), "warning")] if report.warnings else []
+    print(f"not valid: {', '.join(counts)}")
+    return 2
+
+
+class _Report(NamedTuple):
+    """What is wrong with a policy file."""
+
+    loaded: Loaded | None
+    """None if the file cannot be read."""
+    errors: tuple[str, ...]
+    warnings: tuple[str, ...]
+    lines: tuple[str, ...]
+    """Both, for people, in the order of the file."""
+
+
+def _examine(config: str | None) -> _Report:
+    try:
+        inspected = inspect_policy(find_config(config, host.default_config_path()))
+    except ConfigError as error:
+        return _Report(None, error.problems, (), error.problems)
+    loaded = inspected.loaded
+    refused = [*dict.fromkeys(inspected.in_valid_parts(_refused(loaded)))]
+    doubts = inspected.in_valid_parts((*file_doubts(loaded), *_target_doubts(loaded.settings)))
+    errors = (*inspected.errors, *loaded.parsed.gather(refused))
+    warnings = (*loaded.warnings, *loaded.parsed.gather(doubt for doubt in doubts if doubt not in refused))
+    by_line = [(error.line, str(error)) for error in errors]
+    by_line += [(warning.line, f"warning: {warning}") for warning in warnings]
+    return _Report(
+        loaded,
+        _in_order(errors),
+        _in_order(warnings),
+        tuple(text for _, text in sorted(by_line, key=lambda line: line[0])),
+    )
+
+
+def _in_order(problems: tuple[Problem, ...]) -> tuple[str, ...]:
+    return tuple(str(problem) for problem in sorted(problems, key=lambda problem: problem.line))
 
 
 def load_checked(config: str | None) -> Loaded:
     """The policy of an agent with this option --config. Raises ConfigError if it is not valid."""
     loaded = load_policy(find_config(config, host.default_config_path()))
-    refuse_exposed(loaded)
-    _refuse_fleet(loaded)
+    if errors := loaded.parsed.gather(_refused(loaded)):
+        raise ConfigError(tuple(map(str, errors)))
     return loaded
 
 
-def _refuse_fleet(loaded: Loaded) -> None:
-    """Raise ConfigError if the secret for the fleet's table cannot be read, or the VM is of no group."""
+def _refused(loaded: Loaded) -> Iterator[Finding]:
+    """Why this machine does not use the policy."""
+    yield from refused_files(loaded)
     fleet = loaded.settings.fleet
     if fleet is None:
         return
     from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
 
-    findings = [*table.faults(fleet), *([] if fleet.group else _group_faults(loaded.settings))]
-    if findings:
-        raise ConfigError(tuple(map(str, loaded.parsed.gather(findings))))
+    yield from table.faults(fleet)
+    if not fleet.group:
+        yield from _group_faults(loaded.settings)
 
 
-def _group_faults(settings: Settings) -> Iterator[tuple[str, str]]:
+def _group_faults(settings: Settings) -> Iterator[Finding]:
     from scheduled_events_agent import imds  # noqa: PLC0415  # with httpx, half of this command's start
 
     brief = replace(settings.imds, request_timeout=min(_ASK_SECONDS, settings.imds.request_timeout))
@@ -85,18 +134,16 @@ def _group_faults(settings: Settings) -> Iterator[tuple[str, str]]:
         yield "fleet.group", "the key is missing, and this VM is in no scale set that could be the group: add it"
 
 
-def _check_targets(loaded: Loaded) -> tuple[Problem, ...]:
+def _target_doubts(settings: Settings) -> Iterator[Finding]:
     """Warnings about services that are to be notified, and about the fleet's table."""
-    findings: list[tuple[str, str]] = []
-    if loaded.settings.notify:
+    if settings.notify:
         from scheduled_events_agent.notices import doubts  # noqa: PLC0415  # with httpx, half of this command's start
 
-        findings += doubts(loaded.settings.notify)
-    if loaded.settings.fleet:
+        yield from doubts(settings.notify)
+    if settings.fleet:
         from scheduled_events_agent.fleet import table  # noqa: PLC0415  # as above
 
-        findings += table.doubts(loaded.settings.fleet)
-    return loaded.parsed.gather(findings)
+        yield from table.doubts(settings.fleet)
 
 
 def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:

@@ -21,6 +21,7 @@ from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.notices import doubts
 from scheduled_events_agent.settings import (
     BUILT_IN_NAME,
+    ConfigError,
     Loaded,
     LogFormat,
     LogLevel,
@@ -29,7 +30,7 @@ from scheduled_events_agent.settings import (
     load_policy,
     state_dir_of,
 )
-from scheduled_events_agent.settings.files import check_files, refuse_exposed
+from scheduled_events_agent.settings.files import check_files, refused_files
 from scheduled_events_agent.spelling import parse_duration
 from scheduled_events_agent.store import LOCK_NAME, Store, StoreError
 from scheduled_events_agent.typed_yaml import Problem
@@ -140,7 +141,8 @@ class _PolicyFile:
     def load(self) -> Settings:
         """What the file says, at start and at each reload; the log follows it at once. Raises ConfigError."""
         loaded = load_policy(self._path)
-        refuse_exposed(loaded, is_start=not self.hash)
+        if refused := refused_files(loaded, is_start=not self.hash):
+            raise ConfigError(tuple(map(str, loaded.parsed.gather(refused))))
         settings = replace(loaded.settings, agent=replace(loaded.settings.agent, **self._options))
         used = replace(loaded, settings=settings)
         self.hash = loaded.hash

@@ -5,12 +5,15 @@ The one invariant: Settings exist only if every check has passed, so nothing aft
 """
 
 import os
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.settings.checks import doubts, faults
+from scheduled_events_agent.settings.checks import Finding, doubts, faults
 from scheduled_events_agent.settings.model import (
     DEFAULT_RULES,
     AgentSettings,
@@ -28,15 +31,16 @@ from scheduled_events_agent.typed_yaml import Parsed, Problem, parse, text_at
 
 __all__ = [
     "BUILT_IN_NAME", "CONFIG_VARIABLE", "DEFAULT_RULES", "AgentSettings", "ConfigError", "FleetSettings",
-    "ImdsSettings", "Loaded", "LogFormat", "LogLevel", "LogSettings", "NotifyTarget", "Settings", "VmSettings",
-    "find_config", "keys_for_next_start", "load_policy", "load_settings", "parse_endpoint", "parse_settings",
-    "state_dir_of",
+    "ImdsSettings", "Inspected", "Loaded", "LogFormat", "LogLevel", "LogSettings", "NotifyTarget", "Settings",
+    "VmSettings", "find_config", "inspect_policy", "keys_for_next_start", "load_policy", "load_settings",
+    "parse_endpoint", "parse_settings", "state_dir_of",
 ]  # fmt: skip
 
 CONFIG_VARIABLE = "SCHEDULED_EVENTS_AGENT_CONFIG"
 BUILT_IN_NAME = "built-in policy"
 
 _MAX_FILE_BYTES = 1024 * 1024
+_PART = re.compile(r"(rules|notify)\[\d+\]|(hooks|maintenance_windows)\.[^.]+|\w*")
 
 
 class ConfigError(AgentError):
@@ -73,6 +77,28 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
         return self.parsed.name
 
 
+class Inspected(NamedTuple):
+    """A policy file and all its errors."""
+
+    loaded: Loaded
+    """The whole policy if there are no errors; else its parts that have none."""
+    errors: tuple[Problem, ...]
+
+    def in_valid_parts(self, findings: Iterable[Finding]) -> Iterator[Finding]:
+        """The findings about the file itself, and about rules, hooks and other parts without an error."""
+        wrong = {_part_of(error.path) for error in self.errors}
+        for path, message in findings:
+            is_valid = self.loaded.parsed.draft is not None and _part_of(path) not in wrong
+            if not path or is_valid:
+                yield path, message
+
+
+def _part_of(path: str) -> str:
+    """The rule, the hook or the section that a path is in."""
+    part = _PART.match(path)
+    return part[0] if part else path
+
+
 def find_config(argument: str | None, system_path: Path) -> Path | None:
     """The policy file to use: --config, else the environment's, else the system's if there is one."""
     chosen = argument or os.environ.get(CONFIG_VARIABLE)
@@ -106,8 +132,13 @@ def load_settings(path: Path | None) -> Settings:
 
 def load_policy(path: Path | None) -> Loaded:
     """Settings and warnings of a policy file, or the built-in ones. Raises ConfigError."""
+    return _without_errors(inspect_policy(path))
+
+
+def inspect_policy(path: Path | None) -> Inspected:
+    """A policy file, or the built-in policy, with all errors. Raises ConfigError if it cannot be read."""
     if path is None:
-        return parse_settings("", BUILT_IN_NAME)
+        return _inspect("", BUILT_IN_NAME, may_change_user=host.may_change_user())
     try:
         text = host.read_small_file(path, _MAX_FILE_BYTES)
     except host.HostError as error:
@@ -115,23 +146,35 @@ def load_policy(path: Path | None) -> Loaded:
             way_out = f"without --config and ${CONFIG_VARIABLE} the built-in policy is used"
             raise ConfigError((f"{path}: there is no such file; {way_out}",)) from None
         raise ConfigError((str(error),)) from error.__cause__
-    return parse_settings(text, str(path))
+    return _inspect(text, str(path), may_change_user=host.may_change_user())
 
 
 def parse_settings(text: str | bytes, name: str, *, may_change_user: bool | None = None) -> Loaded:
     """Settings and warnings of a policy's text; ``name`` is how problems call it. Raises ConfigError."""
-    parsed = parse(text, Settings, name)
     may_change_user = host.may_change_user() if may_change_user is None else may_change_user
-    problems = parsed.problems
+    return _without_errors(_inspect(text, name, may_change_user=may_change_user))
+
+
+def _without_errors(inspected: Inspected) -> Loaded:
+    if inspected.errors:
+        state_dir = text_at(inspected.loaded.content, "agent", "state_dir")
+        raise ConfigError(tuple(str(error) for error in inspected.errors), state_dir)
+    return inspected.loaded
+
+
+def _inspect(text: str | bytes, name: str, *, may_change_user: bool) -> Inspected:
+    parsed = parse(text, Settings, name)
+    errors = parsed.problems
     if parsed.draft is not None:
-        known = [problem.path for problem in problems]
+        known = [problem.path for problem in errors]
         all_faults = parsed.gather(faults(parsed.draft, parsed, may_change_user=may_change_user))
         # Where a value was wrong already, what is missing because of it is no news.
         news = [fault for fault in all_faults if not any(path.startswith(fault.path) for path in known)]
-        problems = tuple(sorted((*problems, *news), key=lambda problem: problem.line))
-    if parsed.value is None or problems:
-        state_dir = text_at(text, "agent", "state_dir")
-        raise ConfigError(tuple(str(problem) for problem in problems), state_dir)
-    warnings = parsed.gather(doubts(parsed.value))
+        errors = tuple(sorted((*errors, *news), key=lambda problem: problem.line))
+    settings = parsed.draft or Settings()
     content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-    return Loaded(settings=parsed.value, warnings=warnings, parsed=parsed, content=content)
+    inspected = Inspected(Loaded(settings=settings, warnings=(), parsed=parsed, content=content), errors)
+    # What an unknown key or a wrong rule would have named is not known.
+    is_all_named = all(_part_of(error.path).partition("[")[0] not in ("", "rules", "on_clear") for error in errors)
+    findings = inspected.in_valid_parts(doubts(settings, is_all_named=is_all_named))
+    return inspected._replace(loaded=msgspec.structs.replace(inspected.loaded, warnings=parsed.gather(findings)))

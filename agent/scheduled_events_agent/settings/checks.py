@@ -278,35 +278,49 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f'; did you mean "{guess}"?' if guess else ""
 
 
-def doubts(settings: Settings) -> Iterator[Finding]:
-    """What is allowed but probably not intended."""
+def doubts(settings: Settings, *, is_all_named: bool) -> Iterator[Finding]:
+    """What is allowed but probably not intended.
+
+    ``is_all_named``: rules and ``on_clear`` are without errors, so what they do not name is not named.
+    """
     yield from _notify_doubts(settings)
-    fleet = settings.fleet
-    if fleet and fleet.max_events is None and all(rule.shared != "all-ready" for rule in settings.rules):
-        yield "fleet", "does nothing: it has no max_events, and no rule has shared: all-ready"
     if is_open(settings.agent.listen) and settings.agent.web_config is None:
         text = "every client that reaches this address may read the pages: name a file with TLS as web_config"
         yield "agent.listen", text
     if (endpoint := parse_endpoint(settings.imds.endpoint)) and _is_name(endpoint[0]):
         yield "imds.endpoint", f"{endpoint[0]} is looked up before each request: write an address"
     yield from _recommendation_doubts(settings)
-    used = set(settings.on_clear)
-    above: list[Rule] = []
     for index, rule in enumerate(settings.rules):
         path = f"rules[{index}]"
-        used.update(rule.prepare, rule.on_start, rule.recover)
-        earlier = next((other for other in above[:_MAX_COMPARED] if _covers(other.when, rule.when)), None)
-        if earlier is not None:
-            yield path, f"never matches: rule {earlier.name} above takes every event that it could take"
-        insort(above, rule, key=_condition_count)
         yield from _rule_doubts(path, rule)
         yield from _time_doubts(path, rule, settings.hooks)
     for name, hook in settings.hooks.items():
-        if name not in used:
-            yield f"hooks.{name}", "no rule names this hook"
         if hook.run and PurePosixPath(hook.run[0]).name == _ROOT_STARTER and not hook.serialize:
             text = f"{_ROOT_STARTER} starts a unit, and two starts of one unit are one run: write serialize: true"
             yield f"hooks.{name}.run", text
+    if is_all_named:
+        yield from _unused(settings)
+
+
+def _unused(settings: Settings) -> Iterator[Finding]:
+    """What no rule uses, and rules that no event reaches."""
+    fleet = settings.fleet
+    if fleet and fleet.max_events is None and all(rule.shared != "all-ready" for rule in settings.rules):
+        yield "fleet", "does nothing: it has no max_events, and no rule has shared: all-ready"
+    used = set(settings.on_clear)
+    above: list[Rule] = []
+    for index, rule in enumerate(settings.rules):
+        used.update(rule.prepare, rule.on_start, rule.recover)
+        earlier = next((other for other in above[:_MAX_COMPARED] if _covers(other.when, rule.when)), None)
+        if earlier is not None:
+            yield (
+                f"rules[{index}]",
+                f"never matches: rule {earlier.name} above takes every event that it could take",
+            )
+        insort(above, rule, key=_condition_count)
+    for name in settings.hooks:
+        if name not in used:
+            yield f"hooks.{name}", "no rule names this hook"
     windows = {rule.window for rule in settings.rules}
     for name in settings.maintenance_windows:
         if name not in windows:
@@ -370,7 +384,8 @@ def _time_doubts(path: str, rule: Rule, hooks: dict[str, Hook]) -> Iterator[Find
         return
     times = [("drain_for", "it", rule.drain_for)]
     for index, name in enumerate(rule.prepare):
-        times.append((f"prepare[{index}]", f"the timeout of {name}", hooks[name].timeout))
+        if name in hooks:  # else that is an error
+            times.append((f"prepare[{index}]", f"the timeout of {name}", hooks[name].timeout))
     for key, what, seconds in times:
         if seconds > rule.lead:
             text = f"{what} ({format_duration(seconds)}) is longer than lead ({format_duration(rule.lead)})"

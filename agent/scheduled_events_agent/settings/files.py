@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 from scheduled_events_agent import host
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.policy import Hook, is_secret_name
-from scheduled_events_agent.settings import BUILT_IN_NAME, ConfigError, Loaded, state_dir_of
+from scheduled_events_agent.settings import BUILT_IN_NAME, Loaded, state_dir_of
 from scheduled_events_agent.settings.checks import Finding
 from scheduled_events_agent.settings.model import (
     NOTICE_BODIES,
@@ -85,14 +85,17 @@ def exposures(loaded: Loaded, use: Use) -> Iterator[Finding]:
 
 def check_files(loaded: Loaded) -> tuple[Problem, ...]:
     """Warnings about what hooks name and this machine lacks or refuses, and of files that others could change."""
-    findings: list[Finding] = []
+    return loaded.parsed.gather(file_doubts(loaded))
+
+
+def file_doubts(loaded: Loaded) -> Iterator[Finding]:
+    """The same without lines."""
     for use in get_args(Use):
-        findings += exposures(loaded, use)
-    findings += exposed_secrets(loaded)
-    findings += _state_doubts(loaded.settings)
-    findings += _web_doubts(loaded.settings.agent)
-    findings += _missing(loaded.settings)
-    return loaded.parsed.gather(findings)
+        yield from exposures(loaded, use)
+    yield from exposed_secrets(loaded)
+    yield from _state_doubts(loaded.settings)
+    yield from _web_doubts(loaded.settings.agent)
+    yield from _missing(loaded.settings)
 
 
 def exposed_secrets(loaded: Loaded) -> Iterator[Finding]:
@@ -107,19 +110,16 @@ def exposed_secrets(loaded: Loaded) -> Iterator[Finding]:
         yield first, f"is a secret, and {fault}, or {instead}{more}"
 
 
-def refuse_exposed(loaded: Loaded, *, is_start: bool = False) -> None:
-    """Raise ConfigError if this process is root and others could change the policy or files that it names.
+def refused_files(loaded: Loaded, *, is_start: bool = False) -> list[Finding]:
+    """Why a process that is root does not use the policy: others could change it or files that it names.
 
     An agent that starts goes on without the files of ``notify`` and ``fleet``: what needs them fails. Files of the
     pages, and what an ordinary user runs, get a warning of ``check_files``.
     """
     if not host.is_privileged():
-        return
-    findings = [*exposures(loaded, "code")]
-    if not is_start:
-        findings += exposures(loaded, "exchange")
-    if findings:
-        raise ConfigError(tuple(str(problem) for problem in loaded.parsed.gather(findings)))
+        return []
+    exchange = [] if is_start else exposures(loaded, "exchange")
+    return [*exposures(loaded, "code"), *exchange]
 
 
 def read_named_file(path: Path, max_bytes: int) -> bytes:
