@@ -153,7 +153,7 @@ def test_check_of_a_faulty_policy_tells_every_fault_and_exits_2(run: Run, tmp_pa
 @pytest.mark.skipif(sys.platform == "win32", reason="has no execute permission")
 def test_check_warns_of_what_hooks_need_and_this_machine_lacks(run: Run, tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
-    (tmp_path / "good").write_text("")
+    (tmp_path / "good").write_text("#!/bin/sh\n")
     (tmp_path / "good").chmod(0o755)
     text = f"""\
 on_clear: [a, b, c, d, e, f, g]
@@ -191,7 +191,7 @@ def test_check_tells_all_errors_and_warnings_in_one_run(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_root: bool
 ) -> None:
     (tmp_path / "plain").write_text("")
-    (tmp_path / "open").write_text("")
+    (tmp_path / "open").write_text("#!/bin/sh\n")
     (tmp_path / "open").chmod(0o777)
     text = f"""\
 rules:

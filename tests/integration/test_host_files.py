@@ -77,6 +77,40 @@ def test_a_hook_that_windows_would_not_start_is_told_before_it_is_needed(
     assert warning.startswith(f"3: hooks.drain.run: {expected.format(file=file)}")
 
 
+NO_FIRST_LINE = "it has no first line #!: name the interpreter in run"
+BAD_END = "its first line ends with a carriage return: save it with Unix line ends"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows goes by the ending of the name")
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (b"#!/bin/sh\r\ntrue\r\n", BAD_END),
+        (b"#!/bin/sh -e\r\n", BAD_END),
+        (b"#!/no/such/interpreter -x\n", "its interpreter /no/such/interpreter does not exist"),
+        (b"#!/usr/bin/env python9\n", "its interpreter python9 is not found in PATH"),
+        (b"#!/usr/bin/env -S python9 -u\n", "its interpreter python9 is not found in PATH"),
+        (b"echo hello\n", NO_FIRST_LINE),
+        (b"\xef\xbb\xbf#!/bin/sh\n", NO_FIRST_LINE),
+        (b"#!\n", NO_FIRST_LINE),
+        (b"", NO_FIRST_LINE),
+        (b"#! /bin/sh -e\n", None),
+        (b"#!/usr/bin/env sh\n", None),
+        (b"#!/usr/bin/env -S sh -e\n", None),
+        (b"#!/usr/bin/env -i sh\n", None),
+        (b"\x7fELF\x02\x01\x01\0", None),
+    ],
+)
+def test_a_script_that_could_not_start_is_told_before_it_is_needed(
+    tmp_path: Path, content: bytes, fault: str | None
+) -> None:
+    file = tmp_path / "drain"
+    file.write_bytes(content)
+    file.chmod(0o755)
+    warnings = _warnings(tmp_path, _policy(tmp_path, f"{{run: [{file}]}}"))
+    assert warnings == ([f"3: hooks.drain.run: {file}: {fault}"] if fault else [])
+
+
 @pytest.mark.skipif(sys.platform != "win32", reason="a shell of Linux takes any lines")
 def test_a_shell_text_of_several_lines_is_told_before_it_is_needed(tmp_path: Path) -> None:
     assert _warnings(tmp_path, _policy(tmp_path, '{shell: "one\\ntwo"}')) == [

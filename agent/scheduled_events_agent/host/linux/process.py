@@ -38,6 +38,7 @@ _PASSED_ON = ("PATH", "LANG", "LANGUAGE", "TZ", "TMPDIR", "CREDENTIALS_DIRECTORY
 # Where hooks find their secrets, unless systemd has loaded credentials for the agent and says where these are.
 _CREDENTIALS = "/etc/scheduled-events-agent/credentials"
 _PR_SET_CHILD_SUBREAPER = 36
+_FIRST_LINE_BYTES = 256  # what the kernel reads of it
 _LEFTOVER_GRACE_SECONDS = 1.0
 # Where very many processes starve this one, a single look takes longer than the grace.
 _LEFTOVER_KILLS = 3
@@ -256,9 +257,38 @@ def find_program(name: str, cwd: str | None, env: Mapping[str, str]) -> Path | N
 def command_fault(
     run: Sequence[str] | None, shell: str | None, cwd: str | None, env: Mapping[str, str]
 ) -> str | None:
-    """Why ``start_tree`` would refuse to start the program with its arguments; None: here any can be passed."""
-    del run, shell, cwd, env
-    return None
+    """Why ``start_tree`` could not start the program, as far as its first line shows; None if it could."""
+    del shell
+    program = find_program(run[0], cwd, env) if run else None
+    if program is None or not program.is_file():  # to open a named pipe would block
+        return None
+    try:
+        with program.open("rb") as file:
+            head = file.read(_FIRST_LINE_BYTES)
+    except OSError:  # it need not be readable to be a program
+        return None
+    fault = _first_line_fault(head, cwd, env)
+    return f"{program}: {fault}" if fault else None
+
+
+def _first_line_fault(head: bytes, cwd: str | None, env: Mapping[str, str]) -> str:
+    if b"\0" in head:  # a program
+        return ""
+    line = head.partition(b"\n")[0]
+    words = os.fsdecode(line.removeprefix(b"#!")).split()
+    if not line.startswith(b"#!") or not words:
+        return "it has no first line #!: name the interpreter in run"
+    if line.endswith(b"\r"):
+        return "its first line ends with a carriage return: save it with Unix line ends"
+    interpreter = Path(cwd or "/") / words[0]
+    if not interpreter.exists():
+        return f"its interpreter {words[0]} does not exist"
+    arguments = words[2:] if words[1:2] == ["-S"] else words[1:]
+    if interpreter.name != "env" or not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
+        return ""
+    if find_program(arguments[0], cwd, env) is None:
+        return f"its interpreter {arguments[0]} is not found in PATH"
+    return ""
 
 
 def decode_output(data: bytes) -> str:
