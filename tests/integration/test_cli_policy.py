@@ -156,7 +156,7 @@ def test_check_warns_of_what_hooks_need_and_this_machine_lacks(run: Run, tmp_pat
     (tmp_path / "good").write_text("#!/bin/sh\n")
     (tmp_path / "good").chmod(0o755)
     text = f"""\
-on_clear: [a, b, c, d, e, f, g]
+on_clear: [a, b, c, d, e, f, g, h, i, j, k]
 hooks:
   a: {{run: [{tmp_path}/absent]}}
   b: {{run: [{tmp_path}/plain]}}
@@ -165,9 +165,16 @@ hooks:
   e: {{run: [sh], user: no-such-account}}
   f: {{shell: x, cwd: {tmp_path}/absent}}
   g: {{run: [./good], cwd: {tmp_path}}}
+  h: {{run: ['/bin/sh -c SECRET']}}
+  i: {{run: ['no-such-program SECRET']}}
+  j: {{run: [~/drain.sh]}}
+  k: {{run: [hooks/drain], cwd: {tmp_path}}}
 """
     (tmp_path / "p.yaml").write_text(text)
     code, out, _ = run("check", "--config", "p.yaml", "--json")
+    each = "write [/bin/sh, ...], each argument an item of its own, or use shell"
+    relative = "the name is relative to cwd (default: /)"
+    hidden = "there is no such program; it has spaces and is not shown here, for it may be secret"
     assert code == 0
     assert json.loads(out) == {
         "file": "p.yaml",
@@ -181,6 +188,10 @@ hooks:
             "p.yaml:6: hooks.d.run: no-such-program-anywhere is not found in PATH",
             'p.yaml:7: hooks.e.user: this machine has no account "no-such-account"',
             f"p.yaml:8: hooks.f.cwd: {tmp_path}/absent is not a directory on this machine",
+            f"p.yaml:10: hooks.h.run: {hidden}: {each}",
+            f"p.yaml:11: hooks.i.run: {hidden}: write each argument as an item of its own",
+            f"p.yaml:12: hooks.j.run: /~/drain.sh does not exist: {relative}",
+            f"p.yaml:13: hooks.k.run: {tmp_path}/hooks/drain does not exist: {relative}",
         ],
     }
 

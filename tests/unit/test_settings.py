@@ -319,6 +319,33 @@ def test_a_hook_that_starts_its_unit_twice_at_a_time_is_a_warning(hook: str, is_
     assert warnings(text) == ([f"policy.yaml:2: hooks.drain.run: {told}"] if is_doubtful else [])
 
 
+def run_warnings(run: str) -> list[str]:
+    text = f"on_clear: [a]\nhooks:\n  a: {{run: {run}}}\n"
+    return [warning.removeprefix("policy.yaml:3: hooks.a.run: ") for warning in warnings(text)]
+
+
+@pytest.mark.parametrize(
+    ("run", "sign"),
+    [
+        ("[nginx, -s, quit, '&&', sleep, '10']", "&&"),
+        ("[a, '||', b]", "||"),
+        ("[a, '|', b]", "|"),
+        ("[a, '>', /dev/null]", ">"),
+        ("[a, b, ;, c]", ";"),
+        ("[echo, $TOKEN]", "$..."),
+    ],
+)
+def test_what_only_a_shell_understands_is_a_warning(run: str, sign: str) -> None:
+    assert run_warnings(run) == [f'run starts no shell: "{sign}" is passed as an argument; use shell']
+
+
+@pytest.mark.parametrize(
+    "run", ["[sh, -c, 'a && b', x, ;]", "[find, /x, -exec, rm, '{}', ;]", "[a, 'b|c', 'x;', 'a$']"]
+)
+def test_what_is_no_sign_of_a_shell_is_no_warning(run: str) -> None:
+    assert run_warnings(run) == []
+
+
 @pytest.mark.parametrize(
     "more", ["lead: 15m", "approve: manual", "approve: when-prepared", "approve: never", "when: {type: Preempt}"]
 )

@@ -42,6 +42,10 @@ _NO_OPERATOR = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _REPETITION = re.compile(r"[*+{]")
 _OPTION = re.compile(r"(?<![(*+?}])\?")
 
+_SHELL_OPERATORS = ("&&", "||", "|", ">", ">>", "<", ";", "&")
+# The next item of such an option is a command, for a shell or for find.
+_COMMAND_OPTIONS = ("-c", "-ec", "-lc", "/c", "-command", "-exec", "-execdir", "-ok")
+
 # The program by which hooks of the strict set-up run as root.
 _ROOT_STARTER = "run-as-root"
 
@@ -298,8 +302,22 @@ def doubts(settings: Settings, *, is_all_named: bool) -> Iterator[Finding]:
         if hook.run and PurePosixPath(hook.run[0]).name == _ROOT_STARTER and not hook.serialize:
             text = f"{_ROOT_STARTER} starts a unit, and two starts of one unit are one run: write serialize: true"
             yield f"hooks.{name}.run", text
+        if sign := _shell_sign(hook.run or ()):
+            yield f"hooks.{name}.run", f'run starts no shell: "{sign}" is passed as an argument; use shell'
     if is_all_named:
         yield from _unused(settings)
+
+
+def _shell_sign(run: tuple[str, ...]) -> str:
+    """What only a shell understands among the items; "" if there is nothing, or if a program is given commands."""
+    if any(item.lower() in _COMMAND_OPTIONS for item in run):
+        return ""
+    for item in run[1:]:
+        if item in _SHELL_OPERATORS:
+            return item
+        if item.startswith("$"):
+            return "$..."  # of an argument, nothing is shown
+    return ""
 
 
 def _unused(settings: Settings) -> Iterator[Finding]:

@@ -213,17 +213,27 @@ def _program_fault(hook: Hook) -> str | None:
     name = hook.run[0] if hook.run else ""
     file = processes.find_program(name, hook.cwd, hook.env)
     if (file is None or not file.exists()) and re.search(r"\s", name):
-        what = "there is no such program; it has spaces and is not shown here, for it may be secret"
-        return f"{what}: write each argument as an item of its own"
+        return _command_line_fault(name, hook)
     if file is None:
         return f"{name} is not found in PATH"
     if file.is_dir():
         return f"{file} is a directory"
     if not file.exists():
-        return f"{file} does not exist"
+        place = "" if Path(name).is_absolute() else ": the name is relative to cwd (default: /)"
+        return f"{file} does not exist{place}"
     if not file.is_file():
         return f"{file} is not a regular file"
     return None if os.access(file, os.X_OK) else f"{file} is not executable: chmod +x {file}"
+
+
+def _command_line_fault(name: str, hook: Hook) -> str:
+    """About a name with spaces, of which no more is shown than a program's name: the rest may be secret."""
+    what = "there is no such program; it has spaces and is not shown here, for it may be secret"
+    first = name.split(maxsplit=1)[0]
+    program = processes.find_program(first, hook.cwd, hook.env)
+    if program is None or not program.is_file():
+        return f"{what}: write each argument as an item of its own"
+    return f"{what}: write [{first}, ...], each argument an item of its own, or use shell"
 
 
 def _files_of_target(target: NotifyTarget) -> Iterator[tuple[str, Path]]:
