@@ -33,6 +33,11 @@ RECOMMENDATION: EventTypeName = "SpotRebalanceRecommendation"
 RECOMMENDING_VERSION: ApiVersion = "2024-07-09"
 """The first api-version whose documents have recommendations; versions compare as texts."""
 
+PROMISED_NOTICE_SECONDS: dict[str, float] = {
+    "Freeze": 900.0, "Reboot": 900.0, "Redeploy": 600.0, "Terminate": 300.0, "Preempt": 30.0,
+}  # fmt: skip
+"""How long before its start Azure announces an event at the latest."""
+
 _BOM = b"\xef\xbb\xbf"
 # Azure documents neither limit; a longer text is of no use in a log or an environment.
 _MAX_TEXT = 4096

@@ -5,7 +5,7 @@ state. The one invariant: what is not clearly allowed is observed and never appr
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime, time, timedelta, tzinfo
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from scheduled_events_agent.events import (
     EVENT_TYPES,
+    PROMISED_NOTICE_SECONDS,
     RECOMMENDATION,
     Affects,
     EventTypeName,
@@ -329,6 +330,34 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
             if opening is not None:
                 return Start(opening, f"window {self.window_name} opens")
         return Start(latest, reason)
+
+
+class PromisedTime(NamedTuple):
+    """What the notice that Azure promises for a type leaves to a rule's preparation."""
+
+    type: str
+    whole: float
+    drain: float
+    hooks: float
+    """For all hooks of ``prepare`` together."""
+
+
+def promised_times(rule: Rule, hooks: Mapping[str, Hook], reserve: float) -> Iterator[PromisedTime]:
+    """For each type that the rule takes. Hooks that the policy lacks are left out."""
+    limits = sum(hooks[name].limit_seconds for name in rule.prepare if name in hooks)
+    for type_, notice in PROMISED_NOTICE_SECONDS.items():
+        if not rule.when.type or type_ in rule.when.type:
+            left = notice if rule.lead is None else min(notice, rule.lead)
+            drain = drain_seconds(rule.drain_for, left, limits + reserve if rule.prepare else 0.0)
+            yield PromisedTime(type_, left, drain, max(0.0, left - drain - reserve))
+
+
+def drain_seconds(drain_for: float, left: float, hooks: float) -> float:
+    """How long a drain takes if the event may start in ``left`` seconds: at least half of them, if it is cut.
+
+    ``hooks``: how long the hooks after it may take, reserve included; 0 if there are none.
+    """
+    return max(0.0, min(drain_for, max(left - hooks, left / 2)))
 
 
 def decide(

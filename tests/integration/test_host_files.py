@@ -9,6 +9,12 @@ from scheduled_events_agent.settings import load_policy
 from scheduled_events_agent.settings.files import check_files
 
 
+@pytest.fixture(autouse=True)
+def _another_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.setenv(name, str(tmp_path / "temporary"))
+
+
 def _warnings(tmp_path: Path, policy: str) -> list[str]:
     path = tmp_path / "policy.yaml"
     path.write_text(policy, encoding="utf-8")
@@ -30,6 +36,13 @@ def test_a_state_directory_on_the_temporary_disk_is_told(tmp_path: Path) -> None
     assert _warnings(tmp_path, _policy(tmp_path)) == [
         f"1: agent.state_dir: {state} is on Azure's temporary disk {tmp_path}, which may be empty after an event"
     ]
+
+
+def test_a_state_directory_that_the_system_clears_is_told(tmp_path: Path) -> None:
+    place = tmp_path / "temporary"
+    told = f"{place / 'state'} is in a directory that the system clears: a reboot may lose the state"
+    assert f"1: agent.state_dir: {told}" in _warnings(tmp_path, _policy(place))
+    assert _warnings(tmp_path, _policy(tmp_path)) == []
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")

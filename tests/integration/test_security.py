@@ -275,7 +275,7 @@ def exposed(file: Path, tmp_path: Path) -> tuple[Path, list[str]]:
     file.parent.chmod(0o777)
     policy = tmp_path / "policy.yaml"
     policy.write_text(
-        "rules: [{name: all, prepare: [drain], approve: when-prepared}]\n"
+        "rules: [{name: all, prepare: [drain], recover: [], approve: when-prepared}]\n"
         "agent: {listen: 'off'}\n"
         "hooks:\n"
         f"  drain: {{run: ['{file}']}}\n",

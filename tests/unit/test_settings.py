@@ -66,6 +66,7 @@ def test_the_fault_form_is_the_documented_one() -> None:
         ("\nhooks: {a: {shell: ' '}}", "hooks.a.shell: expected a text; got an empty one"),
         ("\nhooks: {a: {shell: x, timeout: 0s}}", "hooks.a.timeout: expected more than 0s; got 0s"),
         ('\nagent: {state_dir: "/a\\0"}', "agent.state_dir: the character U+0000 cannot be part of it: remove it"),
+        ("\nagent: {state_dir: state}", 'agent.state_dir: expected an absolute path; got "state"'),
         ('\nagent: {web_config: "/a\\0"}', "agent.web_config: the character U+0000 cannot be part of it: remove it"),
         ('\nhooks: {a: {run: [x, "\\0"]}}', "hooks.a.run[1]: the character U+0000 cannot be part of it: remove it"),
         (
@@ -294,7 +295,7 @@ def test_a_rule_that_may_still_match_is_no_warning(one: str, other: str) -> None
         ("on_start: [drain], recover: [resume]", "rules[0].recover: recovers, but the rule prepares nothing"),
         ("on_start: [drain, resume], approve: immediately, when: {affects: others}", "rules[0].approve: never approves: an event that does not name this VM is not approved from here"),
         ("on_start: [drain, resume], approve: immediately, when: {status: Started}", "rules[0]: an event that has started can neither be prepared for nor approved: only on_start runs"),
-        ("prepare: [drain], approve: when-prepared", "hooks.resume: no rule names this hook"),
+        ("prepare: [drain], recover: [], approve: when-prepared", "hooks.resume: no rule names this hook"),
     ],
 )  # fmt: skip
 def test_what_is_hardly_meant_is_a_warning(rule: str, warning: str) -> None:
@@ -314,9 +315,59 @@ def test_what_is_hardly_meant_is_a_warning(rule: str, warning: str) -> None:
     ],
 )
 def test_a_hook_that_starts_its_unit_twice_at_a_time_is_a_warning(hook: str, is_doubtful: bool) -> None:
-    text = f"rules: [{{name: a, prepare: [drain], approve: when-prepared}}]\nhooks: {{drain: {hook}}}"
+    text = f"rules: [{{name: a, prepare: [drain], recover: [], approve: when-prepared}}]\nhooks: {{drain: {hook}}}"
     told = "run-as-root starts a unit, and two starts of one unit are one run: write serialize: true"
     assert warnings(text) == ([f"policy.yaml:2: hooks.drain.run: {told}"] if is_doubtful else [])
+
+
+NEVER_BACK = "rules[0].prepare: nothing puts this VM back in service: write recover: [] if that is meant"
+
+
+@pytest.mark.parametrize(
+    ("rule", "warning"),
+    [
+        ("prepare: [drain]", NEVER_BACK),
+        ("prepare: [drain], when: {type: [Preempt, Redeploy]}", NEVER_BACK),
+        ("prepare: [drain], recover: []", None),
+        ("prepare: [drain], when: {type: [Preempt, Terminate]}", None),
+        ("drain_for: 15s", None),
+        ("drain_for: 16s, when: {type: Preempt}", None),
+        ("drain_for: 31s, when: {type: Preempt}", "rules[0].drain_for: 31s will be cut to 30s for a Preempt: there are 30s for it and the hooks"),
+        ("drain_for: 16s, prepare: [drain], when: {type: Preempt}", "rules[0].drain_for: 16s will be cut to 15s for a Preempt: there are 30s for it and the hooks"),
+        ("drain_for: 16s, prepare: [quick], when: {type: Preempt}", None),
+        ("drain_for: 8m, prepare: [drain, quick], recover: [drain], when: {type: [Freeze, Reboot]}", None),
+        ("drain_for: 6m, prepare: [drain], recover: [drain], when: {type: [Reboot, Redeploy]}", "rules[0].drain_for: 6m will be cut to 5m for a Redeploy: there are 10m for it and the hooks"),
+        ("drain_for: 3m, prepare: [drain], when: {type: Terminate}", "rules[0].drain_for: 3m will be cut to 2m30s for a Terminate: there are 5m for it and the hooks"),
+        ("drain_for: 16s, prepare: [drain], recover: [drain]", None),
+        ("when: {resource: 'web_[0-9'}", "rules[0].when.resource: a bracket of the glob does not close, so it matches only a bracket"),
+        ("when: {resource: [web, 'web_[!]x']}", "rules[0].when.resource[1]: a bracket of the glob does not close, so it matches only a bracket"),
+        ("when: {resource: ['web_[0-9]', 'a[]]', 'a[!]]b]']}", None),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_a_warning(rule: str, warning: str | None) -> None:
+    hooks = "hooks: {drain: {run: [/d]}, quick: {run: [/q], timeout: 5s}}\non_clear: [drain, quick]\n"
+    found = warnings(f"rules: [{{name: a, {rule}}}]\n{hooks}")
+    assert found == ([f"policy.yaml:1: {warning}"] if warning else [])
+
+
+def test_a_drain_that_no_balancer_can_see_is_a_warning() -> None:
+    text = "agent: {listen: off}\nrules: [{name: a, drain_for: 9s}]"
+    assert warnings(text) == ["policy.yaml:2: rules[0].drain_for: no balancer can see it, as agent.listen is off"]
+
+
+def test_a_bracket_that_does_not_close_is_a_warning_in_every_glob() -> None:
+    targets = "notify: [{name: a, to: 'https://x', when: {resource: 'SECRET['}}]\n"
+    fleet = "fleet: {table: 'https://a.example/abc', max_events: 1, expect: ['web[']}\n"
+    assert [warning.split(": ")[1] for warning in warnings(targets + fleet)] == [
+        "notify[0].when.resource",
+        "fleet.expect[0]",
+    ]
+    assert "SECRET" not in str(warnings(targets))
+
+
+@pytest.mark.parametrize("path", ["/var/lib/agent", r"C:\ProgramData\Agent", r"\\server\share\agent"])
+def test_a_state_directory_is_an_absolute_path_of_either_system(path: str) -> None:
+    assert warnings(f"agent: {{state_dir: '{path}'}}") == []
 
 
 def run_warnings(run: str) -> list[str]:

@@ -25,6 +25,7 @@ from scheduled_events_agent.settings.model import (
     NotifyTarget,
     Settings,
     VmSettings,
+    is_foreign_path,
     parse_endpoint,
 )
 from scheduled_events_agent.typed_yaml import Parsed, Problem, parse, text_at
@@ -114,8 +115,10 @@ def find_config(argument: str | None, system_path: Path) -> Path | None:
 
 
 def state_dir_of(settings: Settings, option: str | None = None) -> Path:
-    """Where an agent with these settings, and this option --state-dir, keeps its state."""
+    """Where an agent with these settings, and this option --state-dir, keeps its state. Raises ConfigError."""
     chosen = option or settings.agent.state_dir
+    if not option and chosen and is_foreign_path(chosen):
+        raise ConfigError((f"agent.state_dir: {chosen} is a path of another system",))
     return Path(chosen) if chosen else host.default_state_dir()
 
 
@@ -176,5 +179,5 @@ def _inspect(text: str | bytes, name: str, *, may_change_user: bool) -> Inspecte
     inspected = Inspected(Loaded(settings=settings, warnings=(), parsed=parsed, content=content), errors)
     # What an unknown key or a wrong rule would have named is not known.
     is_all_named = all(_part_of(error.path).partition("[")[0] not in ("", "rules", "on_clear") for error in errors)
-    findings = inspected.in_valid_parts(doubts(settings, is_all_named=is_all_named))
+    findings = inspected.in_valid_parts(doubts(settings, parsed.lines, is_all_named=is_all_named))
     return inspected._replace(loaded=msgspec.structs.replace(inspected.loaded, warnings=parsed.gather(findings)))

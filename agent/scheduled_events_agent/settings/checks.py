@@ -2,13 +2,20 @@
 
 import re
 from bisect import insort
-from collections.abc import Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
 
 import msgspec
 
 from scheduled_events_agent.events import RECOMMENDATION, RECOMMENDING_VERSION
-from scheduled_events_agent.policy import DEFAULT_EXPIRE_SECONDS, Hook, Rule, When, names_recommendations
+from scheduled_events_agent.policy import (
+    DEFAULT_EXPIRE_SECONDS,
+    Hook,
+    Rule,
+    When,
+    names_recommendations,
+    promised_times,
+)
 from scheduled_events_agent.settings.model import (
     NOTICE_BODIES,
     FleetCredential,
@@ -16,11 +23,12 @@ from scheduled_events_agent.settings.model import (
     SecretFile,
     Settings,
     ip_address_of,
+    is_absolute_path,
     is_open,
     parse_endpoint,
     parse_table,
 )
-from scheduled_events_agent.spelling import format_duration, nearest
+from scheduled_events_agent.spelling import format_duration, nearest, quote
 from scheduled_events_agent.typed_yaml import Parsed, without_value
 
 _LISTEN = re.compile(r"(?P<address>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+):(?P<port>[0-9]{1,5})")
@@ -42,6 +50,8 @@ _NO_OPERATOR = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _REPETITION = re.compile(r"[*+{]")
 _OPTION = re.compile(r"(?<![(*+?}])\?")
 
+# Those of a glob, closed. The first character in it may be a bracket.
+_BRACKETS = re.compile(r"\[!?+\]?+[^\]]*\]")
 _SHELL_OPERATORS = ("&&", "||", "|", ">", ">>", "<", ";", "&")
 # The next item of such an option is a command, for a shell or for find.
 _COMMAND_OPTIONS = ("-c", "-ec", "-lc", "/c", "-command", "-exec", "-execdir", "-ok")
@@ -100,15 +110,15 @@ def _notify_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
                 f"{path}.to",
                 f"expected a URL such as https://example.com/hook; {_HIDDEN}",
             )
-        if target.body not in NOTICE_BODIES and not Path(target.body).is_absolute():
+        if target.body not in NOTICE_BODIES and not is_absolute_path(target.body):
             expected = f"{', '.join(NOTICE_BODIES)} or the absolute path of a template"
             hint = _hint(target.body, NOTICE_BODIES)
             yield f"{path}.body", f"expected {expected}; {_HIDDEN}{hint}"
         if target.proxy not in (None, "environment") and not _PROXY.fullmatch(target.proxy or ""):
             yield f"{path}.proxy", "expected http://HOST:PORT or environment"
-        if target.ca_file is not None and not Path(target.ca_file).is_absolute():
+        if target.ca_file is not None and not is_absolute_path(target.ca_file):
             yield f"{path}.ca_file", _NO_PATH
-        if isinstance(target.to, SecretFile) and not Path(target.to.file).is_absolute():
+        if isinstance(target.to, SecretFile) and not is_absolute_path(target.to.file):
             yield f"{path}.to.file", _NO_PATH
         yield from _header_faults(path, target)
         for place, message in _when_faults(f"{path}.when", target.when, parsed):
@@ -124,7 +134,7 @@ def _header_faults(path: str, target: NotifyTarget) -> Iterator[Finding]:
             yield f"{path}.headers", f'a header cannot be called "{name}" here: take it out'
         if isinstance(value, str) and not (value.isascii() and value.isprintable()):
             yield f"{path}.headers.{name}", "expected one line of printable ASCII characters"
-        if isinstance(value, SecretFile) and not Path(value.file).is_absolute():
+        if isinstance(value, SecretFile) and not is_absolute_path(value.file):
             yield f"{path}.headers.{name}.file", _NO_PATH
     if target.body == "pagerduty" and not any(name.lower() == "x-routing-key" for name in target.headers):
         yield f"{path}.headers", "PagerDuty needs its integration key as the header X-Routing-Key"
@@ -144,7 +154,7 @@ def _fleet_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Find
             yield path, "expected managed-identity, or one of client_id and sas_file"
         if credential.client_id is not None and not _GUID.fullmatch(credential.client_id):
             yield f"{path}.client_id", f"expected a client id in the form of a UUID; {_HIDDEN}"
-        if credential.sas_file is not None and not Path(credential.sas_file).is_absolute():
+        if credential.sas_file is not None and not is_absolute_path(credential.sas_file):
             yield f"{path}.sas_file", _NO_PATH
     if fleet.proxy not in (None, "environment") and not _PROXY.fullmatch(fleet.proxy or ""):
         yield "fleet.proxy", "expected http://HOST:PORT or environment"
@@ -176,6 +186,8 @@ def _setting_faults(settings: Settings) -> Iterator[Finding]:
         expected = f"more than imds.poll_interval ({format_duration(imds.poll_interval)})"
         yield "agent.healthy_within", f"expected {expected}; got {format_duration(agent.healthy_within)}"
     texts = {"vm.name": settings.vm.name, "agent.state_dir": agent.state_dir, "agent.web_config": agent.web_config}
+    if agent.state_dir and agent.state_dir.strip() and not is_absolute_path(agent.state_dir):
+        yield "agent.state_dir", f"expected an absolute path; got {quote(agent.state_dir)}"
     texts |= {f"vm.aliases[{index}]": alias for index, alias in enumerate(settings.vm.aliases)}
     yield from _blank_faults(texts)
 
@@ -282,12 +294,15 @@ def _hint(name: str, known: Iterable[str]) -> str:
     return f'; did you mean "{guess}"?' if guess else ""
 
 
-def doubts(settings: Settings, *, is_all_named: bool) -> Iterator[Finding]:
+def doubts(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool) -> Iterator[Finding]:
     """What is allowed but probably not intended.
 
+    ``lines``: of the paths that the file has.
     ``is_all_named``: rules and ``on_clear`` are without errors, so what they do not name is not named.
     """
-    yield from _notify_doubts(settings)
+    yield from _notify_doubts(settings, lines)
+    if settings.fleet:
+        yield from _glob_doubts("fleet.expect", settings.fleet.expect, lines)
     if is_open(settings.agent.listen) and settings.agent.web_config is None:
         text = "every client that reaches this address may read the pages: name a file with TLS as web_config"
         yield "agent.listen", text
@@ -297,7 +312,10 @@ def doubts(settings: Settings, *, is_all_named: bool) -> Iterator[Finding]:
     for index, rule in enumerate(settings.rules):
         path = f"rules[{index}]"
         yield from _rule_doubts(path, rule)
-        yield from _time_doubts(path, rule, settings.hooks)
+        if _is_never_recovered(rule) and f"{path}.recover" not in lines:
+            yield f"{path}.prepare", "nothing puts this VM back in service: write recover: [] if that is meant"
+        yield from _glob_doubts(f"{path}.when.resource", rule.when.resource, lines)
+        yield from _time_doubts(path, rule, settings)
     for name, hook in settings.hooks.items():
         if hook.run and PurePosixPath(hook.run[0]).name == _ROOT_STARTER and not hook.serialize:
             text = f"{_ROOT_STARTER} starts a unit, and two starts of one unit are one run: write serialize: true"
@@ -345,12 +363,13 @@ def _unused(settings: Settings) -> Iterator[Finding]:
             yield f"maintenance_windows.{name}", "no rule names this maintenance window"
 
 
-def _notify_doubts(settings: Settings) -> Iterator[Finding]:
+def _notify_doubts(settings: Settings, lines: Mapping[str, int]) -> Iterator[Finding]:
     for index, target in enumerate(settings.notify):
         if isinstance(target.to, str) and _UNENCRYPTED.match(target.to):
             yield f"notify[{index}].to", "the notices go over the network unencrypted: use https"
         if target.body == "pagerduty" and "recovered" not in target.on:
             yield f"notify[{index}].on", "without recovered no alert is ever resolved"
+        yield from _glob_doubts(f"notify[{index}].when.resource", target.when.resource, lines)
 
 
 def _rule_doubts(path: str, rule: Rule) -> Iterator[Finding]:
@@ -397,7 +416,31 @@ def _recommendation_doubts(settings: Settings) -> Iterator[Finding]:
         yield "imds.api_version", f"{version} has no {RECOMMENDATION}, which a rule names: write auto"
 
 
-def _time_doubts(path: str, rule: Rule, hooks: dict[str, Hook]) -> Iterator[Finding]:
+def _is_never_recovered(rule: Rule) -> bool:
+    """Whether it prepares for an event after which the VM is there, and runs nothing then."""
+    types = rule.when.type
+    goes_on = not types or not {"Freeze", "Reboot", "Redeploy"}.isdisjoint(types)
+    return goes_on and bool(rule.prepare) and not rule.recover
+
+
+def _glob_doubts(path: str, globs: tuple[str, ...], lines: Mapping[str, int]) -> Iterator[Finding]:
+    for index, glob in enumerate(globs):
+        if "[" in _BRACKETS.sub("", glob):
+            where = f"{path}[{index}]" if f"{path}[{index}]" in lines else path
+            yield where, "a bracket of the glob does not close, so it matches only a bracket"
+
+
+def _time_doubts(path: str, rule: Rule, settings: Settings) -> Iterator[Finding]:
+    hooks = settings.hooks
+    if rule.drain_for and settings.agent.listen == "off":
+        yield f"{path}.drain_for", "no balancer can see it, as agent.listen is off"
+    is_longer_than_lead = rule.lead is not None and rule.drain_for > rule.lead
+    for time in promised_times(rule, hooks, settings.agent.reserve):
+        if time.type in rule.when.type and time.drain < rule.drain_for and not is_longer_than_lead:
+            text = (
+                f"{format_duration(rule.drain_for)} will be cut to {format_duration(time.drain)} for a {time.type}"
+            )
+            yield f"{path}.drain_for", f"{text}: there are {format_duration(time.whole)} for it and the hooks"
     if rule.lead is None:
         return
     times = [("drain_for", "it", rule.drain_for)]

@@ -20,6 +20,7 @@ from scheduled_events_agent.settings.model import (
     NotifyTarget,
     SecretFile,
     Settings,
+    is_foreign_path,
     is_open,
 )
 from scheduled_events_agent.typed_yaml import Problem
@@ -93,7 +94,7 @@ def file_doubts(loaded: Loaded) -> Iterator[Finding]:
     for use in get_args(Use):
         yield from exposures(loaded, use)
     yield from exposed_secrets(loaded)
-    yield from _state_doubts(loaded.settings)
+    yield from _state_doubts(loaded)
     yield from _web_doubts(loaded.settings.agent)
     yield from _missing(loaded.settings)
 
@@ -161,9 +162,18 @@ def _literal_secrets(settings: Settings) -> list[str]:
     return paths
 
 
-def _state_doubts(settings: Settings) -> Iterator[Finding]:
-    """Why the state is not safe from others, or from Azure."""
+def _state_doubts(loaded: Loaded) -> Iterator[Finding]:
+    """Why the state is not safe from others, from the system, or from Azure."""
+    settings = loaded.settings
+    if settings.agent.state_dir and is_foreign_path(settings.agent.state_dir):
+        return
     state_dir = state_dir_of(settings)
+    is_cleared = any(state_dir.is_relative_to(place) for place in host.cleared_places())
+    if is_cleared and "agent.state_dir" in loaded.parsed.lines:  # who tries something may choose it by an option
+        yield (
+            "agent.state_dir",
+            f"{state_dir} is in a directory that the system clears: a reboot may lose the state",
+        )
     if disk := processes.temporary_disk(state_dir):
         yield (
             "agent.state_dir",

@@ -3,6 +3,7 @@
 import re
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -275,6 +276,16 @@ def _can_be_host(host: str) -> bool:
         return bool(httpx.URL(f"http://{host}").host)
     except (httpx.InvalidURL, UnicodeError):
         return False
+
+
+def is_absolute_path(text: str) -> bool:
+    """Whether it is an absolute path of Linux or of Windows: a policy may be checked on another system."""
+    return PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
+
+
+def is_foreign_path(text: str) -> bool:
+    """Whether it is an absolute path of the other system only."""
+    return is_absolute_path(text) and not PurePath(text).is_absolute()
 
 
 def is_open(listen: str) -> bool:

@@ -3,7 +3,7 @@
 from datetime import datetime, timedelta
 
 from scheduled_events_agent.events import ScheduledEvent
-from scheduled_events_agent.policy import Decision, Start
+from scheduled_events_agent.policy import Decision, Start, drain_seconds
 from scheduled_events_agent.workflow.model import Context, Rank, Stage, Workflow
 
 _URGENT_TYPES = {"Preempt": 0, "Terminate": 1}
@@ -32,9 +32,9 @@ def drain_end(decision: Decision, event: ScheduledEvent, context: Context) -> da
     drain = decision.drain_for
     if event.starts_at is not None:
         left = (event.starts_at - context.now).total_seconds()
-        hooks = needed_seconds(decision, context) - drain
-        drain = min(drain, max(left - hooks, left / 2) if decision.prepare else left)
-    return context.now + timedelta(seconds=max(0.0, drain))
+        hooks = needed_seconds(decision, context) - drain if decision.prepare else 0.0
+        drain = drain_seconds(drain, left, hooks)
+    return context.now + timedelta(seconds=drain)
 
 
 def rank_of(workflow: Workflow) -> Rank:

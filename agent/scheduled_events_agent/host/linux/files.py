@@ -33,6 +33,11 @@ def default_state_dir() -> Path:
     return Path("/var/lib/scheduled-events-agent")
 
 
+def cleared_places() -> tuple[Path, ...]:
+    """Directories that are emptied at a boot or from time to time."""
+    return Path(os.environ.get("TMPDIR") or "/tmp"), Path("/run"), Path("/var/run"), Path("/dev/shm")  # noqa: S108
+
+
 def create_private_dir(path: Path) -> None:
     """Make the directory, for this account (and root) alone. Raises HostError if others can use it already.
 

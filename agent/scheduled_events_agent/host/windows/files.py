@@ -60,6 +60,12 @@ def registry_value(key: str, name: str) -> object:
     return None
 
 
+def cleared_places() -> tuple[Path, ...]:
+    """Directories that are emptied at a boot or from time to time."""
+    places = [os.environ.get(name) for name in ("TEMP", "TMP")]
+    return tuple([Path(place) for place in places if place])
+
+
 def create_private_dir(path: Path) -> None:
     """Make the directory, for this account (and the system) alone. Raises HostError if others can use it already.
 
