@@ -25,6 +25,7 @@ from scheduled_events_agent import __version__, cli, host
 from scheduled_events_agent.cli import doctor, operator, terminal
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.host.surroundings import OwnService
+from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.settings import CONFIG_VARIABLE
 from scheduled_events_agent.simulator import Simulator
 from scheduled_events_agent.store import Store
@@ -379,6 +380,12 @@ def test_a_hook_that_is_not_there_is_a_failure(examine: Examine, endpoint: Endpo
     found = examine(endpoint.url, HOOKS.format(f"{{run: ['{absent}']}}")).one("hooks")
     assert found.verdict == "failure"
     assert found.finding.endswith(f"p.yaml:4: hooks.drain.run: {absent} does not exist")
+
+
+def test_a_hook_for_the_other_system_is_a_failure() -> None:
+    program = "/absent/drain" if sys.platform == "win32" else "C:\\absent\\drain.ps1"
+    fault = doctor._access_fault(Hook(run=(program,)), None)
+    assert fault == f"run: {program} is a path of another system"
 
 
 @needs_root

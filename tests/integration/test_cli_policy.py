@@ -247,6 +247,72 @@ hooks:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
+def test_check_without_files_looks_at_the_policy_alone(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda: True)
+    policy = tmp_path / "p.yaml"
+    policy.write_text(
+        "agent: {web_config: /absent, state_dir: /run/x}\n"
+        "imds: {endpoint: 'http://127.0.0.1:1'}\n"
+        "fleet: {table: 'https://a.example/abc', max_events: 1, credential: {sas_file: /absent}}\n"
+        "notify: [{name: a, to: {file: /absent}, ca_file: /absent}]\n"
+        "on_clear: [a]\n"
+        "hooks: {a: {run: [/absent], user: no-such-account, cwd: /absent}}\n"
+    )
+    policy.chmod(0o666)
+    code, out, _ = run("check", "--no-files", "--strict", "--json", "--config", str(policy))
+    told = json.loads(out)
+    assert (code, told["valid"], told["problems"], told["warnings"]) == (0, True, [], [])
+    code, out, _ = run("check", "--json", "--config", str(policy))
+    told = json.loads(out)
+    found = [problem.split(": ")[1] for problem in (*told["problems"], *told["warnings"])]
+    assert code == 2
+    assert [place for place in found if not place.startswith(str(policy))] == [
+        "fleet.credential.sas_file",
+        "agent.state_dir",
+        "agent.web_config",
+        "notify[0]",
+        "hooks.a.cwd",
+        "hooks.a.run",
+        "hooks.a.user",
+    ]
+
+
+def test_check_that_is_strict_takes_a_warning_for_an_error(run: Run, tmp_path: Path) -> None:
+    policy = tmp_path / "p.yaml"
+    policy.write_text("hooks: {a: {run: [x]}, b: {run: [x]}}\n")
+    options = ("--no-files", "--config", str(policy))
+    assert run("check", *options)[0] == 0
+    code, out, _ = run("check", "--strict", *options)
+    *warnings, last = out.splitlines()
+    assert (code, len(warnings), last) == (2, 2, "not valid: 0 errors, 2 warnings (--strict)")
+    code, out, _ = run("check", "--strict", "--json", *options)
+    told = json.loads(out)
+    assert (code, told["valid"], told["problems"], len(told["warnings"])) == (2, False, [], 2)
+
+
+def test_paths_of_the_other_system_are_not_looked_for(run: Run, tmp_path: Path) -> None:
+    place = "/absent/" if sys.platform == "win32" else "C:\\absent\\"
+    policy = tmp_path / "p.yaml"
+    policy.write_text(
+        f"""\
+agent: {{web_config: '{place}web.yml', state_dir: '{place}state'}}
+fleet: {{group: g, table: 'https://a.example/abc', max_events: 1, credential: {{sas_file: '{place}sas'}}}}
+notify: [{{name: a, to: {{file: '{place}url'}}, body: '{place}body', ca_file: '{place}ca'}}]
+on_clear: [a]
+hooks: {{a: {{run: ['{place}a.ps1'], cwd: '{place}'}}}}
+"""
+    )
+    policy.chmod(0o600)
+    code, out, _ = run("check", "--json", "--config", str(policy))
+    told = json.loads(out)
+    assert (code, told["problems"], told["warnings"]) == (0, [], [])
+    code, _, err = run("status", "--config", str(policy))
+    assert (code, err.splitlines()[0]) == (2, f"agent.state_dir: {place}state is a path of another system")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
 def test_check_of_what_is_no_yaml_still_tells_who_could_change_the_file(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,13 +5,15 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
 from scheduled_events_agent.cli import main
-from scheduled_events_agent.settings import parse_settings
+from scheduled_events_agent.settings import Settings, parse_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "config/examples").glob("*.yaml"))
@@ -49,10 +51,38 @@ def test_check_finds_nothing_in_an_example_but_what_this_machine_lacks(
     copy.chmod(0o600)
     assert main(["check", "--json", "--config", str(copy)]) == 0
     told = json.loads(capsys.readouterr().out)
-    doubts = [warning for warning in told["warnings"] if not _ABSENT.search(str(warning))]
-    # The probe of Azure Load Balancer brings no certificate; the example names the firewall instead.
-    is_open = path.stem == "windows-web-server"
-    assert [": agent.listen: " in str(warning) for warning in doubts] == ([True] if is_open else [])
+    assert [warning for warning in told["warnings"] if not _ABSENT.search(warning)] == []
+
+
+def shown_policies() -> Iterator[tuple[str, str]]:
+    """Every policy in config/ and on the pages, with its place."""
+    for path in (ROOT / "config/policy.yaml", *EXAMPLES):
+        yield path.name, path.read_text("utf-8")
+    keys = {field.encode_name for field in msgspec.structs.fields(Settings)}
+    for page in sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("config/**/*.md"))):
+        text = page.read_text("utf-8")
+        for index, block in enumerate(re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)):
+            policy = yaml.safe_load(block)
+            if policy.keys() <= keys:
+                # Hooks that are shown alone take the place of an example's.
+                is_part = "hooks" in policy and "rules" not in policy
+                more = f"on_clear: [{', '.join(policy['hooks'])}]\n" if is_part else ""
+                yield f"{page.name}-{index}", block + more
+
+
+SHOWN = [*shown_policies()]
+
+
+@pytest.mark.parametrize(("place", "policy"), SHOWN, ids=[place for place, _ in SHOWN])
+def test_check_accepts_every_policy_that_is_shown(
+    place: str, policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(policy, encoding="utf-8")
+    file.chmod(0o664)  # as in a checkout
+    code = main(["check", "--strict", "--no-files", "--json", "--config", str(file)])
+    told = json.loads(capsys.readouterr().out)
+    assert (place, code, told["problems"], told["warnings"]) == (place, 0, [], [])
 
 
 @by_name

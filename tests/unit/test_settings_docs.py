@@ -142,7 +142,4 @@ def test_the_comments_of_the_shipped_policy_are_themselves_a_valid_policy() -> N
 
 @pytest.mark.parametrize("path", sorted((ROOT / "config/examples").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_example_is_valid_and_gives_no_warning(path: Path) -> None:
-    # The probe of Azure Load Balancer brings no certificate; the example names the firewall instead.
-    is_open = path.stem == "windows-web-server"
-    paths = [warning.path for warning in parse_settings(path.read_bytes(), path.name).warnings]
-    assert paths == (["agent.listen"] if is_open else [])
+    assert parse_settings(path.read_bytes(), path.name).warnings == ()

@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``check``."""
     parser.description = "Checks the policy file and tells what it says. Exit code 0: valid; 2: not valid."
     add_config_option(parser)
+    parser.add_argument("--strict", action="store_true", help="take warnings for errors: exit code 2")
+    parser.add_argument(
+        "--no-files",
+        action="store_true",
+        help="look at nothing but the policy file: at no hook, secret, certificate, account or permission",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of policy files, for editors")
     parser.set_defaults(handler=_run)
@@ -45,9 +51,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.schema:
         print_json(policy_schema())
         return 0
-    report = _examine(arguments.config)
+    report = _examine(arguments.config, is_alone=arguments.no_files)
     loaded = report.loaded
-    is_valid = not report.errors
+    is_valid = not report.errors and not (arguments.strict and report.warnings)
     if arguments.json:
         about = {"file": loaded.name, "hash": loaded.hash} if loaded else {}
         print_json({**about, "valid": is_valid, "problems": report.errors, "warnings": report.warnings})
@@ -62,7 +68,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     counts = [plural(len(report.errors), "error")]
     counts += [plural(len(report.warnings), "warning")] if report.warnings else []
-    print(f"not valid: {', '.join(counts)}")
+    reason = "" if report.errors else " (--strict)"
+    print(f"not valid: {', '.join(counts)}{reason}")
     return 2
 
 
@@ -77,14 +84,18 @@ class _Report(NamedTuple):
     """Both, for people, in the order of the file."""
 
 
-def _examine(config: str | None) -> _Report:
+def _examine(config: str | None, *, is_alone: bool) -> _Report:
+    """``is_alone``: look at nothing but the policy file."""
     try:
         inspected = inspect_policy(find_config(config, host.default_config_path()))
     except ConfigError as error:
         return _Report(None, error.problems, (), error.problems)
     loaded = inspected.loaded
-    refused = [*dict.fromkeys(inspected.in_valid_parts(_refused(loaded)))]
-    doubts = inspected.in_valid_parts((*file_doubts(loaded), *_target_doubts(loaded.settings)))
+    refused: list[Finding] = []
+    doubts: list[Finding] = []
+    if not is_alone:
+        refused += dict.fromkeys(inspected.in_valid_parts(_refused(loaded)))
+        doubts += inspected.in_valid_parts((*file_doubts(loaded), *_target_doubts(loaded.settings)))
     errors = (*inspected.errors, *loaded.parsed.gather(refused))
     warnings = (*loaded.warnings, *loaded.parsed.gather(doubt for doubt in doubts if doubt not in refused))
     by_line = [(error.line, str(error)) for error in errors]

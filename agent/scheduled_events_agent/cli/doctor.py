@@ -40,6 +40,7 @@ from scheduled_events_agent.settings import (
     state_dir_of,
 )
 from scheduled_events_agent.settings.files import Use, check_files, exposed_secrets, exposures
+from scheduled_events_agent.settings.model import is_foreign_path
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import Status
 from scheduled_events_agent.store import LOCK_NAME
@@ -276,6 +277,8 @@ def _access_fault(hook: Hook, account: str | None) -> str | None:
     who = account or host.account_name()
     if hook.user not in (None, who) and not _is_system(who):
         return f"user: {who} cannot run it as {hook.user}"
+    if hook.run and is_foreign_path(hook.run[0]):
+        return f"run: {hook.run[0]} is a path of another system"
     program = processes.find_program(hook.run[0], hook.cwd, hook.env) if hook.run else None
     for key, file in (("run", program), ("cwd", Path(hook.cwd) if hook.cwd else None)):
         if file is not None and (fault := processes.access_fault(file, "execute", hook.user or account)):

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 from scheduled_events_agent import host
 from scheduled_events_agent.fleet.ledger import LedgerError, OnRequest
 from scheduled_events_agent.settings.files import read_named_file
-from scheduled_events_agent.settings.model import FleetCredential, FleetSettings, parse_table
+from scheduled_events_agent.settings.model import FleetCredential, FleetSettings, is_foreign_path, parse_table
 
 if TYPE_CHECKING:
     from scheduled_events_agent.fleet.table_ledger import TableLedger
@@ -40,9 +40,10 @@ def connect(settings: FleetSettings, endpoint: str, on_request: OnRequest = lamb
 def faults(settings: FleetSettings) -> Iterator[tuple[str, str]]:
     """Why the table's secret cannot be used: path and message. An agent that runs tries it again."""
     credential = settings.credential
-    if isinstance(credential, FleetCredential) and credential.sas_file:
+    sas_file = credential.sas_file if isinstance(credential, FleetCredential) else None
+    if sas_file and not is_foreign_path(sas_file):
         try:
-            read_sas(Path(credential.sas_file))
+            read_sas(Path(sas_file))
         except LedgerError as error:
             yield "fleet.credential.sas_file", str(error)
 
@@ -53,7 +54,7 @@ def doubts(settings: FleetSettings) -> Iterator[tuple[str, str]]:
         yield "fleet", _NOT_INSTALLED
     credential = settings.credential
     sas_file = credential.sas_file if isinstance(credential, FleetCredential) else None
-    if not sas_file:
+    if not sas_file or is_foreign_path(sas_file):
         return
     if fault := host.exposure_fault(Path(sas_file)):
         yield "fleet.credential.sas_file", fault

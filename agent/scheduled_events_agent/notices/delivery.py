@@ -16,8 +16,8 @@ from scheduled_events_agent import AgentError, __version__, host
 from scheduled_events_agent.events import excerpt
 from scheduled_events_agent.notices.bodies import BodyError, render
 from scheduled_events_agent.notices.happening import SAMPLE, Happening
-from scheduled_events_agent.settings.files import read_named_file
-from scheduled_events_agent.settings.model import NotifyTarget, SecretFile
+from scheduled_events_agent.settings.files import files_of_target, read_named_file
+from scheduled_events_agent.settings.model import NotifyTarget, SecretFile, is_foreign_path
 from scheduled_events_agent.transport import (
     SecureTransport,
     SetupError,
@@ -98,6 +98,8 @@ def doubts(targets: Iterable[NotifyTarget]) -> Iterator[tuple[str, str]]:
     """Why a notice could not be sent from this machine, or who else can read its secrets: path and message."""
     for index, target in enumerate(targets):
         path = f"notify[{index}]"
+        if any(is_foreign_path(str(file)) for _, file in files_of_target(target)):
+            continue  # the policy is for another system
         for key, value in _secrets_of(target).items():
             if isinstance(value, SecretFile) and (fault := host.exposure_fault(Path(value.file))):
                 yield f"{path}.{key}", fault

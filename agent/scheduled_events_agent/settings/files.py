@@ -58,7 +58,7 @@ def named_files(loaded: Loaded, use: Use) -> Iterator[NamedFile]:
                 yield NamedFile(f"hooks.{name}.run", file, hook.user)
     elif use == "exchange":
         for index, target in enumerate(settings.notify):
-            for key, file in _files_of_target(target):
+            for key, file in files_of_target(target):
                 yield NamedFile(f"notify[{index}].{key}", file)
         credential = settings.fleet.credential if settings.fleet else None
         if isinstance(credential, FleetCredential) and credential.sas_file:
@@ -78,6 +78,8 @@ def exposures(loaded: Loaded, use: Use) -> Iterator[Finding]:
     """Which other account could change such a file, and the way out."""
     seen = set[Finding]()  # most often several files are of one directory
     for path, file, user in named_files(loaded, use):
+        if is_foreign_path(str(file)):
+            continue
         fault = host.tampering_fault(file, user)
         if fault and (path, fault) not in seen:
             seen.add((path, fault))
@@ -85,7 +87,10 @@ def exposures(loaded: Loaded, use: Use) -> Iterator[Finding]:
 
 
 def check_files(loaded: Loaded) -> tuple[Problem, ...]:
-    """Warnings about what hooks name and this machine lacks or refuses, and of files that others could change."""
+    """Warnings about what hooks name and this machine lacks or refuses, and of files that others could change.
+
+    Paths of the other system are not looked for: then the policy is for another machine.
+    """
     return loaded.parsed.gather(file_doubts(loaded))
 
 
@@ -187,7 +192,7 @@ def _state_doubts(loaded: Loaded) -> Iterator[Finding]:
 
 def _web_doubts(agent: AgentSettings) -> Iterator[Finding]:
     """Why the pages would not be shown, or to too many."""
-    if agent.web_config is None or agent.listen == "off":
+    if agent.web_config is None or agent.listen == "off" or is_foreign_path(agent.web_config):
         return
     from scheduled_events_agent.web import tls  # noqa: PLC0415  # 8 ms of OpenSSL
 
@@ -207,11 +212,10 @@ def _web_doubts(agent: AgentSettings) -> Iterator[Finding]:
 def _missing(settings: Settings) -> Iterator[Finding]:
     for name, hook in settings.hooks.items():
         path = f"hooks.{name}"
-        if hook.cwd is not None and not Path(hook.cwd).is_dir():
+        if hook.cwd is not None and not is_foreign_path(hook.cwd) and not Path(hook.cwd).is_dir():
             yield f"{path}.cwd", f"{hook.cwd} is not a directory on this machine"
         if hook.run:
-            fault = _program_fault(hook) or processes.command_fault(hook.run, None, hook.cwd, hook.env)
-            if fault:
+            if fault := _program_fault(hook):
                 yield f"{path}.run", fault
         elif fault := processes.command_fault(None, hook.shell, hook.cwd, hook.env):
             yield f"{path}.shell", fault
@@ -221,6 +225,8 @@ def _missing(settings: Settings) -> Iterator[Finding]:
 
 def _program_fault(hook: Hook) -> str | None:
     name = hook.run[0] if hook.run else ""
+    if is_foreign_path(name):
+        return None
     file = processes.find_program(name, hook.cwd, hook.env)
     if (file is None or not file.exists()) and re.search(r"\s", name):
         return _command_line_fault(name, hook)
@@ -233,7 +239,9 @@ def _program_fault(hook: Hook) -> str | None:
         return f"{file} does not exist{place}"
     if not file.is_file():
         return f"{file} is not a regular file"
-    return None if os.access(file, os.X_OK) else f"{file} is not executable: chmod +x {file}"
+    if not os.access(file, os.X_OK):
+        return f"{file} is not executable: chmod +x {file}"
+    return processes.command_fault(hook.run, None, hook.cwd, hook.env)
 
 
 def _command_line_fault(name: str, hook: Hook) -> str:
@@ -246,7 +254,8 @@ def _command_line_fault(name: str, hook: Hook) -> str:
     return f"{what}: write [{first}, ...], each argument an item of its own, or use shell"
 
 
-def _files_of_target(target: NotifyTarget) -> Iterator[tuple[str, Path]]:
+def files_of_target(target: NotifyTarget) -> Iterator[tuple[str, Path]]:
+    """The files that a target names, by their keys."""
     if isinstance(target.to, SecretFile):
         yield "to.file", Path(target.to.file)
     for name, value in target.headers.items():
