@@ -9,8 +9,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 from io import TextIOWrapper
+from typing import Any
 
 from scheduled_events_agent import AgentError, __version__
+from scheduled_events_agent.spelling import nearest
 
 # Command -> the module of this package that has it, and a line of help. The module's ``add_arguments(parser)``
 # adds the command's options and sets ``handler``: a function of the parsed arguments that returns the exit code.
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):  # in a process of its own: modules are no garbage, and to look for some takes a tenth of the start
         gc.disable()
     words = sys.argv[1:] if argv is None else argv
-    arguments = build_parser(words[0] if words else "").parse_args(words)
+    arguments = _parse(words)
     if argv is None:
         gc.freeze()
         gc.enable()
@@ -65,6 +67,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    """Ends the process with exit code 2, usage and a hint if the words are none of a command."""
+    word = words[0] if words else ""
+    parser = build_parser(word)
+    if word and not word.startswith("-") and word not in _COMMANDS:
+        guess = nearest(word, _shown_commands())
+        hint = f"did you mean {guess}?" if guess else "--help lists them"
+        parser.error(f"there is no command {word}; {hint}")
+    return parser.parse_args(words)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports what it does not know with the usage of the command at hand, not with that of the program."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            if not word.startswith("-"):
+                self.error(f"unexpected argument: {word}")
+            names = [option[2:] for option in self._option_string_actions if option.startswith("--")]
+            guess = nearest(word.partition("=")[0].lstrip("-"), names)
+            hint = f"; did you mean --{guess}?" if guess else ""
+            self.error(f"unknown option: {word}{hint}")
+        return known, unknown
+
+
 def exit_code(error: AgentError) -> int:
     """2 if the command line or the policy file has an error, else 1."""
     return 2 if error.kind in ("config", "usage") else 1
@@ -75,21 +103,31 @@ def build_parser(word: str | None = None) -> argparse.ArgumentParser:
 
     That is the command alone; for any other word all commands, without their options. So each starts quickly.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="scheduled-events-agent",
         description="Prepares this VM for Azure Scheduled Events, approves them when it is ready, and recovers.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in [word] if word in _COMMANDS else _COMMANDS:
+    names = [word] if word in _COMMANDS else [*_COMMANDS]
+    shown = _shown_commands() if len(names) > 1 else names
+    for name in names:
         module, help_ = _COMMANDS[name]
         is_whole = word in (None, name)
         description = f"{help_[0].upper()}{help_[1:]}."
-        command = commands.add_parser(name, help=help_, description=description, add_help=is_whole)
+        in_list: dict[str, Any] = {"help": help_} if name in shown else {}
+        command = commands.add_parser(name, description=description, add_help=is_whole, **in_list)
         if is_whole:
             command.set_defaults(command=name)
             importlib.import_module(f"scheduled_events_agent.cli.{module}").add_arguments(command)
     return parser
+
+
+def _shown_commands() -> list[str]:
+    """Those that the help lists: all that have a use here."""
+    from scheduled_events_agent import host  # noqa: PLC0415  # most commands need not wait for it here
+
+    return [name for name in _COMMANDS if name != "service" or host.has_service_command()]
 
 
 def add_config_option(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from scheduled_events_agent import host
+from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.api_version import versions_to_ask
 from scheduled_events_agent.cli import add_config_option
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json
@@ -35,6 +35,7 @@ _ASK_SECONDS = 2.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``check``."""
     parser.description = "Checks the policy file and tells what it says. Exit code 0: valid; 2: not valid."
+    parser.add_argument("file", nargs="?", metavar="FILE", help="the policy file; the same as --config FILE")
     add_config_option(parser)
     parser.add_argument("--strict", action="store_true", help="take warnings for errors: exit code 2")
     parser.add_argument(
@@ -51,7 +52,9 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.schema:
         print_json(policy_schema())
         return 0
-    report = _examine(arguments.config, is_alone=arguments.no_files)
+    if arguments.file is not None and arguments.config is not None:
+        raise AgentError("FILE and --config are the same: give one of them", kind="usage")
+    report = _examine(arguments.file or arguments.config, is_alone=arguments.no_files)
     loaded = report.loaded
     is_valid = not report.errors and not (arguments.strict and report.warnings)
     if arguments.json:

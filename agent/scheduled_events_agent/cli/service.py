@@ -21,9 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
-    def add(name: str, text: str, handler: Any) -> argparse.ArgumentParser:
+    def add(name: str, text: str, handler: Any, *, is_shown: bool = True) -> argparse.ArgumentParser:
+        in_list: dict[str, Any] = {"help": text} if is_shown else {}
         action: argparse.ArgumentParser = actions.add_parser(
-            name, help=text, description=f"{text[0].upper()}{text[1:]}."
+            name, description=f"{text[0].upper()}{text[1:]}.", **in_list
         )
         action.set_defaults(handler=handler)
         return action
@@ -35,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     status = add("status", "show the state of the service; the exit code is 1 if it does not run", _status)
     status.add_argument("--json", action="store_true", help="print JSON")
     add("reload", "have the service read its policy again; the exit code is 2 if that is not valid", _reload)
-    _add_host_options(add("host", "the service itself, which Windows' service control manager starts", _host))
+    text = "the service itself, which Windows' service control manager starts"
+    _add_host_options(add("host", text, _host, is_shown=False))
 
 
 def _add_host_options(parser: argparse.ArgumentParser) -> None:

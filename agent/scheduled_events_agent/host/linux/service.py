@@ -66,6 +66,11 @@ def may_change_user() -> bool:
     return True
 
 
+def has_service_command() -> bool:
+    """Whether the command ``service`` controls the agent's service; else the system's own tools do."""
+    return False
+
+
 def is_journal(descriptor: int) -> bool:
     """Whether what is written there goes to the system's journal, which takes priorities such as ``<4>``."""
     try:

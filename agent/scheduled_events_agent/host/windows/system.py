@@ -116,6 +116,11 @@ def may_change_user() -> bool:
     return False
 
 
+def has_service_command() -> bool:
+    """Whether the command ``service`` controls the agent's service; else the system's own tools do."""
+    return True
+
+
 def is_journal(descriptor: int) -> bool:
     """Whether what is written there goes to the system's journal; there is none that takes lines."""
     del descriptor

@@ -1,0 +1,77 @@
+"""Words that are no command line: what is printed helps."""
+
+from pathlib import Path
+
+import pytest
+
+from scheduled_events_agent import cli, host
+from scheduled_events_agent.settings import CONFIG_VARIABLE
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    """The lines on standard error of a command line that is wrong usage."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    captured = capsys.readouterr()
+    assert (caught.value.code, captured.out) == (2, "")
+    return captured.err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "message"),
+    [
+        ("chek", "[-h] [--version]", "there is no command chek; did you mean check?"),
+        ("zzzzzz", "[-h] [--version]", "there is no command zzzzzz; --help lists them"),
+        ("check --strct", "check [-h]", "check: error: unknown option: --strct; did you mean --strict?"),
+        ("check --confg=x", "check [-h]", "check: error: unknown option: --confg=x; did you mean --config?"),
+        ("status --zzzzzz", "status [-h]", "status: error: unknown option: --zzzzzz"),
+        ("check a b", "check [-h]", "check: error: unexpected argument: b"),
+        ("fleet release E --slto", "fleet [-h]", "fleet: error: unknown option: --slto"),
+        ("notify test --jsn", "notify [-h]", "unknown option: --jsn; did you mean --json?"),
+        ("--vrsion status", "[-h] [--version]", "unknown option: --vrsion; did you mean --version?"),
+    ],
+)
+def test_wrong_usage_prints_the_usage_of_its_command_and_a_guess(
+    capsys: pytest.CaptureFixture[str], words: str, usage: str, message: str
+) -> None:
+    lines = refused(capsys, *words.split())
+    assert lines[0].startswith(f"usage: scheduled-events-agent {usage}")
+    assert message in lines[-1]
+
+
+def test_the_file_to_check_is_an_argument_or_an_option_but_not_both(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("agent: {mode: observe}\n", encoding="utf-8")
+    assert cli.main(["check", str(policy)]) == 0
+    as_argument = capsys.readouterr().out
+    assert as_argument.startswith(f"{policy}: valid\n")
+    assert cli.main(["check", "--config", str(policy)]) == 0
+    assert capsys.readouterr().out == as_argument
+    assert cli.main(["check", str(policy), "--config", str(policy)]) == 2
+    assert capsys.readouterr().err == "scheduled-events-agent: FILE and --config are the same: give one of them\n"
+
+
+@pytest.mark.parametrize("has_service_command", [True, False])
+def test_the_help_lists_what_people_use_on_this_system(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *, has_service_command: bool
+) -> None:
+    monkeypatch.setattr(host, "has_service_command", lambda: has_service_command)
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("    ")]
+    assert "check" in listed
+    assert ("service" in listed) == has_service_command
+    with pytest.raises(SystemExit):
+        cli.main(["service", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("    install ") for line in lines)
+    assert not any(line.startswith("    host") for line in lines)
+
+
+@pytest.mark.skipif(host.has_service_command(), reason="there it is for real")
+def test_a_command_that_the_help_does_not_list_says_for_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["service", "host"]) != 0
+    assert "for Windows" in capsys.readouterr().err
