@@ -16,6 +16,7 @@ import pytest
 
 from scheduled_events_agent import cli
 from scheduled_events_agent.cli import run as run_command
+from scheduled_events_agent.cli import terminal
 from scheduled_events_agent.hook_times import encode, with_run
 from scheduled_events_agent.settings import CONFIG_VARIABLE, ConfigError, find_config, load_policy
 from scheduled_events_agent.store import Store
@@ -70,11 +71,27 @@ def test_check_of_a_valid_policy_tells_what_it_says(run: Run, policy: str) -> No
 {policy}: valid
 
 The first rule that matches takes the event:
-  user-initiated  Any event from User: approve at once
-  short-freeze    Freeze lasting less than 9s: approve at once
-  impactful       Freeze, Reboot, Redeploy, Terminate or Preempt: from 15m before NotBefore, not ready for 5s, \
-then run drain, checkpoint, then approve; afterwards run resume; if it names other VMs too, do not approve
-  (none)          observed: logged and counted, nothing more
+
+user-initiated
+  when     Any event from User
+  approve  at once
+
+short-freeze
+  when     Freeze lasting less than 9s
+  approve  at once
+
+impactful
+  when         Freeze, Reboot, Redeploy, Terminate or Preempt
+  begins       15m before NotBefore
+  prepare      not ready for 5s, then run drain, checkpoint; a Redeploy leaves them 9m50s, a Terminate 4m50s, \
+a Preempt 20s
+  approve      when prepared; a failed hook holds it
+  recover      once it is over: run resume
+  several VMs  begins 15m before NotBefore; not approved
+
+Any other event is observed: logged and counted, nothing more.
+If an event names other VMs too, a rule that approves when prepared does not approve it, and begins as late as \
+its hooks allow; one that approves at once does so for all of them, 10s later for each VM listed before this one.
 
 The agent asks http://169.254.169.254 every 1s (api-version 2020-07-01); serves its pages on 127.0.0.1:9769.
 """,
@@ -96,19 +113,69 @@ def test_check_and_explain_say_when_preparation_begins_and_why(run: Run, tmp_pat
     path.write_text(f"agent: {{state_dir: '{tmp_path.as_posix()}'}}\n{LATE}", encoding="utf-8")
     _, out, _ = run("check", "--config", str(path))
     told = " ".join(out.split())
-    late = "as late as its hooks allow ({} before NotBefore, or later if they are known to be quicker)"
-    assert f"run drain; if it names other VMs too, prepare {late.format('2m30s')} and do not approve asked" in told
-    assert f"that names only other VMs: {late.format('2m15s')}, run drain, then wait for an operator" in told
+    late = "2m15s before NotBefore, or later if its hooks are known to be quicker"
+    assert "when Any event begins at once prepare not ready for 15s, then run drain; a Preempt leaves them" in told
+    assert (
+        f"that names only other VMs begins {late} prepare run drain; a Preempt leaves them 25s approve when"
+        in told
+    )
     payload = "33-docs-seed000-freeze-duration-minus1.json"
     rows = explain(run, str(path), payload, "--vm", "westno_1")
     why = "it names other VMs too and shared is hold, and preparation may take "
-    assert f"prepare at 22:24:28Z ({why}2m30s): not ready for 15s, then run drain" in " ".join(rows.split())
+    assert f"begins at 22:24:28Z ({why}2m30s) prepare not ready for 15s, then run drain" in " ".join(rows.split())
     store = Store.open(tmp_path, datetime.now(UTC))
     hook = load_policy(path).settings.hooks["drain"]
     store.save_facts({"hook_times": encode(with_run({}, "drain", hook, "succeeded", 20.0))})
     store.close()
     rows = explain(run, str(path), payload, "--vm", "westno_1")
-    assert f"prepare at 22:25:48Z ({why}1m10s): not ready for 15s, then run drain" in " ".join(rows.split())
+    assert f"begins at 22:25:48Z ({why}1m10s) prepare not ready for 15s, then run drain" in " ".join(rows.split())
+
+
+SEVERAL = (
+    "rules: [{{name: a, when: {{type: Reboot}}, prepare: [x], recover: [], {}}}]\nhooks: {{x: {{run: [x]}}}}\n"
+)
+LATE_ROW = "begins 5m5s before NotBefore, or later if its hooks are known to be quicker; not approved"
+
+
+@pytest.mark.parametrize(
+    ("keys", "row", "has_sentence"),
+    [
+        ("approve: when-prepared", None, True),
+        ("approve: when-prepared, lead: 10m", "begins 10m before NotBefore; not approved", True),
+        ("approve: when-prepared, shared: hold", LATE_ROW, False),
+        (
+            "approve: when-prepared, shared: first",
+            f"approved if this VM is the first of them; else {LATE_ROW}",
+            False,
+        ),
+        ("approve: when-prepared, shared: any", "approved for all of them", False),
+        ("approve: immediately", None, True),
+        ("approve: immediately, shared: first", "the first VM approves it, each one after it 10s later", False),
+        ("approve: immediately, shared: hold", LATE_ROW, False),
+        ("approve: never", None, False),
+        ("approve: never, shared: hold", None, False),
+    ],
+)
+def test_check_tells_what_differs_for_events_of_several_vms(
+    run: Run, tmp_path: Path, keys: str, row: str | None, *, has_sentence: bool
+) -> None:
+    (tmp_path / "p.yaml").write_text(SEVERAL.format(keys))
+    _, out, _ = run("check", "--no-files", "p.yaml")
+    rows = [line.split(maxsplit=2)[2] for line in out.splitlines() if line.startswith("  several VMs")]
+    assert rows == ([row] if row else [])
+    assert ("If an event names other VMs too" in out) == has_sentence
+
+
+def test_no_line_of_check_is_longer_than_the_terminal(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    narrow = terminal.Terminal(width=60, has_colors=False)
+    monkeypatch.setattr(terminal.Terminal, "of", lambda _: narrow)
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("rules: [{name: a, aprove: never}]\nhooks: {x: {run: [x, '&&', y]}}\n")
+    for policy in (*(ROOT / "config/examples").glob("*.yaml"), ROOT / "config/policy.yaml", wrong):
+        _, out, _ = run("check", str(policy))
+        assert max(len(line) for line in out.splitlines()) <= 60
 
 
 @pytest.mark.parametrize(
@@ -383,15 +450,16 @@ def test_explain_tells_the_rule_the_reasons_the_plan_and_the_approval(run: Run, 
 This VM: westno_1. Time: 2022-04-11 22:10:00Z.
 
 Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123: not before 16m 58s from now (22:26:58Z)
-  event     Scheduled, from Platform, for an unknown time, \
+  event    Scheduled, from Platform, for an unknown time, \
 "Virtual machine is being paused because of a memory-preserving Live Migration operation."
-  names     this VM and 1 other: WestNO_0, WestNO_1
-  rule      not user-initiated: source is Platform, not User
-            not short-freeze: duration is unknown, not below 9s
-            rule impactful takes it: affects shared, type Freeze
-  prepare   at 22:11:58Z (lead 15m): not ready for 5s, then run drain, checkpoint
-  recover   once it is over: run resume
-  approval  not approved: it names other VMs too (WestNO_0, WestNO_1) and shared is hold
+  names    this VM and 1 other: WestNO_0, WestNO_1
+  rule     not user-initiated: source is Platform, not User
+           not short-freeze: duration is unknown, not below 9s
+           rule impactful takes it: affects shared, type Freeze
+  begins   at 22:11:58Z (lead 15m)
+  prepare  not ready for 5s, then run drain, checkpoint
+  approve  not approved: it names other VMs too (WestNO_0, WestNO_1) and shared is hold
+  recover  once it is over: run resume
 """
     )
 
@@ -457,9 +525,10 @@ def test_check_and_explain_say_what_becomes_of_a_recommendation(run: Run, tmp_pa
         assert "no rule takes it: observe" in explained
         return
     assert "(api-version 2024-07-09, else 2020-07-01)" in told
-    assert "a recommendation is not approved, and over after 30m" in told
+    assert "a failed hook holds it; a recommendation is not approved" in told
+    assert "recover once it is over (a recommendation after 30m): run drain" in told
     assert "rule advice takes it: affects self, type SpotRebalanceRecommendation; " in explained
-    assert "prepare now: run drain" in explained
+    assert "begins now prepare run drain" in explained
     assert "recover once it is over, at the latest after 30m: run drain" in explained
     assert "not approved: an approval of a recommendation has no effect" in explained
 
@@ -572,10 +641,10 @@ def test_explain_without_a_document_asks_the_metadata_service(run: Run, tmp_path
 This VM: flatcar-vm1. Time: 2021-07-22 04:36:08Z.
 
 Reboot 4CAEA225-A741-474D-A72E-428C86FCD853: not before 14m 9s from now (04:50:17Z)
-  event     Scheduled, from User, for an unknown time
-  names     this VM only
-  rule      rule user-initiated takes it: affects self, source User
-  approval  approved at once
+  event    Scheduled, from User, for an unknown time
+  names    this VM only
+  rule     rule user-initiated takes it: affects self, source User
+  approve  at once
 """
     )
 

@@ -80,9 +80,9 @@ def test_without_a_network_it_is_installed_runs_and_endangers_nothing(
         told = machine.run(NAME, "check").stdout
         assert told.startswith(
             f"{POLICY}: valid\n\nThe first rule that matches takes the event:\n"
-            "  user-initiated  Any event from User: approve at once\n"
-            "  short-freeze    Freeze lasting less than 9s: approve at once\n"
-            "  (none)          observed: logged and counted, nothing more\n"
+            "\nuser-initiated\n  when     Any event from User\n  approve  at once\n"
+            "\nshort-freeze\n  when     Freeze lasting less than 9s\n  approve  at once\n"
+            "\nAny other event is observed: logged and counted, nothing more.\n"
         )
         (started,) = Service(machine, "").log("policy")
         assert started["file"] == POLICY

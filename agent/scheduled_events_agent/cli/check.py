@@ -10,9 +10,10 @@ from msgspec.structs import replace
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.api_version import versions_to_ask
 from scheduled_events_agent.cli import add_config_option
+from scheduled_events_agent.cli.plan import Plan, plan_rows
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json
 from scheduled_events_agent.events import RECOMMENDATION
-from scheduled_events_agent.policy import Rule, When
+from scheduled_events_agent.policy import Rule, When, promised_times
 from scheduled_events_agent.settings import (
     BUILT_IN_NAME,
     ConfigError,
@@ -28,6 +29,11 @@ from scheduled_events_agent.settings.schema import policy_schema
 from scheduled_events_agent.spelling import format_duration, plural
 from scheduled_events_agent.typed_yaml import Problem
 
+_SEVERAL_VMS = (
+    "If an event names other VMs too, a rule that approves when prepared does not approve it, and begins as late "
+    "as its hooks allow; one that approves at once does so for all of them, 10s later for each VM listed before "
+    "this one."
+)
 # For the metadata service, which other machines than VMs in Azure lack.
 _ASK_SECONDS = 2.0
 
@@ -166,10 +172,15 @@ def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
         what = "names no rules" if loaded.parsed.lines else "is empty"
         yield f"The file {what}: the built-in rules are in force."
     yield "The first rule that matches takes the event:"
-    rows = [
-        Row(rule.name, f"{_when_in_words(rule.when)}: {_rule_in_words(rule, settings)}") for rule in settings.rules
-    ]
-    yield from terminal.rows([*rows, Row("(none)", "observed: logged and counted, nothing more")])
+    for rule in settings.rules:
+        yield ""
+        yield from terminal.line(rule.name, "bold")
+        when = Row("when", _when_in_words(rule.when))
+        yield from terminal.rows([when, *plan_rows(_plan_of(rule, settings))])
+    yield ""
+    yield from terminal.line("Any other event is observed: logged and counted, nothing more.")
+    if any(rule.shared is None and _may_approve_for_others(rule) for rule in settings.rules):
+        yield from terminal.line(_SEVERAL_VMS)
     imds = settings.imds
     agent = settings.agent
     versions = ", else ".join(versions_to_ask(imds.api_version, settings.rules))
@@ -216,48 +227,49 @@ def _when_in_words(when: When) -> str:
     return " ".join(parts)
 
 
-def _rule_in_words(rule: Rule, settings: Settings) -> str:
-    parts = []
-    if rule.drain_for:
-        parts.append(f"not ready for {format_duration(rule.drain_for)}")
-    if rule.prepare:
-        parts.append(f"run {', '.join(rule.prepare)}")
+def _plan_of(rule: Rule, settings: Settings) -> Plan:
+    is_prepared = bool(rule.prepare or rule.drain_for)
+    takes_recommendations = RECOMMENDATION in rule.when.type
     approve = {
-        "immediately": "approve at once",
-        "when-prepared": "approve" if parts else "approve at once",
-        "manual": "wait for an operator to approve",
-        "never": "do not approve",
+        "immediately": "at once",
+        "when-prepared": "when prepared" if is_prepared else "at once",
+        "manual": "when an operator says so",
+        "never": "never",
     }[rule.approve]
-    if rule.prepare and rule.approve == "when-prepared" and rule.on_failure == "approve":
-        approve += " (even if a hook fails)"
-    if rule.when.type != (RECOMMENDATION,):
-        parts.append(approve)
-    begin = _beginning_in_words(rule, settings)
-    words = f"{begin}, {', then '.join(parts)}" if begin else ", then ".join(parts)
-    if rule.on_start:
-        words += f"; once started run {', '.join(rule.on_start)}"
-    if rule.recover:
-        words += f"; afterwards run {', '.join(rule.recover)}"
-    if RECOMMENDATION in rule.when.type:
-        words += f"; a recommendation is not approved, and over after {format_duration(rule.expire_after)}"
-    return words + _sharing_in_words(rule, settings)
+    if rule.prepare and rule.approve == "when-prepared":
+        approve += ", even if a hook fails" if rule.on_failure == "approve" else "; a failed hook holds it"
+    if rule.when.type == (RECOMMENDATION,):
+        approve = "never: a recommendation is not approved"
+    elif takes_recommendations and rule.approve != "never":
+        approve += "; a recommendation is not approved"
+    over = f" (a recommendation after {format_duration(rule.expire_after)})" if takes_recommendations else ""
+    return Plan(
+        begins=_beginning_in_words(rule, settings) if is_prepared or _is_timed(rule) else "",
+        drain_for=rule.drain_for,
+        prepare=rule.prepare,
+        limits=_limits_in_words(rule, settings),
+        on_start=rule.on_start,
+        approve=approve,
+        recover=rule.recover,
+        recover_when=f"once it is over{over}",
+        several_vms=_several_vms_in_words(rule, settings),
+    )
+
+
+def _is_timed(rule: Rule) -> bool:
+    return rule.lead is not None or rule.window is not None
 
 
 def _beginning_in_words(rule: Rule, settings: Settings) -> str:
-    """When the rule has an event begun; "" if as soon as it is known."""
+    is_approved = rule.approve in ("immediately", "when-prepared")
+    opens = f"in window {rule.window}, or " if rule.window is not None and is_approved else ""
     if rule.when.type == (RECOMMENDATION,):
         return "at once"
-    is_approved = rule.approve in ("immediately", "when-prepared")
-    begin = []
-    if rule.window is not None and is_approved:
-        begin.append(f"in window {rule.window}, or")
     if rule.lead is not None:
-        begin.append(f"from {format_duration(rule.lead)} before NotBefore")
-    elif rule.window is not None and is_approved:
-        begin.append("shortly before NotBefore")
-    elif not is_approved and (rule.prepare or rule.drain_for):
-        begin.append(_late_in_words(rule, settings))
-    return " ".join(begin)
+        return f"{opens}{format_duration(rule.lead)} before NotBefore"
+    if opens:
+        return f"{opens}shortly before NotBefore"
+    return "at once" if is_approved else _late_in_words(rule, settings)
 
 
 def _late_in_words(rule: Rule, settings: Settings) -> str:
@@ -265,23 +277,51 @@ def _late_in_words(rule: Rule, settings: Settings) -> str:
         return "at once"
     hooks = sum(settings.hooks[name].limit_seconds for name in rule.prepare)
     needed = format_duration(rule.drain_for + hooks + settings.agent.reserve)
-    return f"as late as its hooks allow ({needed} before NotBefore, or later if they are known to be quicker)"
+    quicker = ", or later if its hooks are known to be quicker" if rule.prepare else ""
+    return f"{needed} before NotBefore{quicker}"
 
 
-def _sharing_in_words(rule: Rule, settings: Settings) -> str:
-    """What is different if the event names other VMs too."""
-    mode = rule.shared or ("first" if rule.approve == "immediately" else "hold")
-    is_approved = rule.approve in ("immediately", "when-prepared")
-    if not is_approved or mode == "any" or not {"self", "shared"} & set(rule.when.affects):
+def _limits_in_words(rule: Rule, settings: Settings) -> str:
+    """What the notice that Azure promises leaves to the hooks of ``prepare``; "" if that is enough."""
+    limits = sum(settings.hooks[name].limit_seconds for name in rule.prepare)
+    types_by_time: dict[float, list[str]] = {}
+    for time in promised_times(rule, settings.hooks, settings.agent.reserve):
+        if time.hooks < limits:
+            types_by_time.setdefault(time.hooks, []).append(time.type)
+    parts: list[str] = []
+    for left, types in types_by_time.items():
+        verb = "" if parts else "leaves them "
+        parts.append(f"a {_either(types)} {verb}{format_duration(left)}")
+    return ", ".join(parts)
+
+
+def _may_approve_for_others(rule: Rule) -> bool:
+    """Whether it approves by itself, and takes events that name this VM and others."""
+    return rule.approve in ("immediately", "when-prepared") and bool({"self", "shared"} & set(rule.when.affects))
+
+
+def _several_vms_in_words(rule: Rule, settings: Settings) -> str:
+    """What differs if the event names other VMs too; "" if it is what the sentence for all rules says."""
+    if not _may_approve_for_others(rule):
         return ""
-    if mode == "all-ready":
-        return "; if it names other VMs too, not before all of them are prepared"
-    if rule.approve == "immediately" and mode == "first":
-        return ""
-    unless = ", unless it names this VM first" if mode == "first" else ""
-    is_late = rule.lead is None and bool(rule.prepare or rule.drain_for)
-    late = f" prepare {_late_in_words(rule, settings)} and" if is_late else ""
-    return f"; if it names other VMs too,{late} do not approve{unless}"
+    is_prepared = bool(rule.prepare or rule.drain_for)
+    late = "not approved"
+    if is_prepared and rule.lead is not None:
+        late = f"begins {format_duration(rule.lead)} before NotBefore; not approved"
+    elif is_prepared:
+        late = f"begins {_late_in_words(rule, settings)}; not approved"
+    if rule.shared == "any":
+        return "approved for all of them"
+    if rule.shared == "all-ready":
+        return "approved once all of them are prepared"
+    if rule.shared == "hold":
+        return late
+    if rule.approve == "immediately":
+        return "" if rule.shared is None else "the first VM approves it, each one after it 10s later"
+    if rule.shared == "first":
+        return f"approved if this VM is the first of them; else {late}"
+    differs = is_prepared and (rule.lead is not None or rule.when.type == ("Preempt",))
+    return late if differs else ""
 
 
 def _either(words: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_config_option
+from scheduled_events_agent.cli.plan import Plan, plan_rows
 from scheduled_events_agent.cli.status import event_rows, head
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json
 from scheduled_events_agent.events import (
@@ -318,21 +319,24 @@ def _rows(explanation: Explanation, now: datetime) -> Iterator[Row]:
         yield Row(label, f"not {passed.rule}: {passed.reason}")
         label = ""
     yield Row(label, decision.reason)
-    if begins_at is not None and decision.has_preparation:
-        when = "now" if begins_at == now else f"at {clock(begins_at, now)}"
-        when += f" ({explanation.begins_reason})" if begins_at != now else ""
-        parts = [f"not ready for {format_duration(decision.drain_for)}"] if decision.drain_for else []
-        parts += [f"run {', '.join(decision.prepare)}"] if decision.prepare else []
-        when += ", once the fleet has a slot for it" if explanation.needs_slot else ""
-        yield Row("prepare", f"{when}: {', then '.join(parts) or 'nothing to run'}")
-    elif begins_at is not None and begins_at != now:
-        yield Row("waits", f"until {clock(begins_at, now)} ({explanation.begins_reason})")
-    if decision.on_start:
-        when = "now, as it has started" if event.is_started else "once it has started"
-        yield Row("on start", f"{when}: run {', '.join(decision.on_start)}")
-    if decision.recover and not event.is_started:
-        end = "once it is over"
-        if event.is_recommendation:
-            end += f", at the latest after {format_duration(decision.expire_after)}"
-        yield Row("recover", f"{end}: run {', '.join(decision.recover)}")
-    yield Row("approval", explanation.expected_approval.text)
+    begins = ""
+    if begins_at is not None and (decision.has_preparation or begins_at != now):
+        begins = "now"
+        if begins_at != now:
+            begins = f"at {clock(begins_at, now)} ({explanation.begins_reason})"
+        begins += ", once the fleet has a slot for it" if explanation.needs_slot else ""
+    end = "once it is over"
+    if event.is_recommendation:
+        end += f", at the latest after {format_duration(decision.expire_after)}"
+    yield from plan_rows(
+        Plan(
+            begins=begins,
+            drain_for=decision.drain_for if begins_at is not None else 0.0,
+            prepare=decision.prepare if begins_at is not None else (),
+            on_start=decision.on_start,
+            on_start_when="now, as it has started" if event.is_started else "once it has started",
+            approve=explanation.expected_approval.text.removeprefix("approved "),
+            recover=() if event.is_started else decision.recover,
+            recover_when=end,
+        )
+    )

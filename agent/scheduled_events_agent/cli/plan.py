@@ -1,0 +1,42 @@
+"""What is done about an event, in rows: by a rule for ``check``, with the times of an event for ``explain``."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from scheduled_events_agent.cli.terminal import Row
+from scheduled_events_agent.spelling import format_duration
+
+
+class Plan(NamedTuple):
+    """The steps; an empty one has no row."""
+
+    begins: str
+    drain_for: float
+    prepare: tuple[str, ...]
+    approve: str
+    on_start: tuple[str, ...] = ()
+    recover: tuple[str, ...] = ()
+    limits: str = ""
+    """What the notice leaves to the hooks of ``prepare``."""
+    on_start_when: str = "once it has started"
+    recover_when: str = "once it is over"
+    several_vms: str = ""
+    """What differs if the event names other VMs too."""
+
+
+def plan_rows(plan: Plan) -> Iterator[Row]:
+    """The rows, in the order of what happens."""
+    steps = [f"not ready for {format_duration(plan.drain_for)}"] if plan.drain_for else []
+    steps += [f"run {', '.join(plan.prepare)}"] if plan.prepare else []
+    prepare = ", then ".join(steps)
+    texts = {
+        "begins": plan.begins,
+        "prepare": f"{prepare}; {plan.limits}" if plan.limits else prepare,
+        "on start": f"{plan.on_start_when}: run {', '.join(plan.on_start)}" if plan.on_start else "",
+        "approve": plan.approve,
+        "recover": f"{plan.recover_when}: run {', '.join(plan.recover)}" if plan.recover else "",
+        "several VMs": plan.several_vms,
+    }
+    for label, text in texts.items():
+        if text:
+            yield Row(label, text)
