@@ -176,6 +176,8 @@ def words_of(line: str, event: str, directory: Path, endpoint: str) -> list[str]
     """The arguments, with what is the reader's own filled in."""
     words = shlex.split(line.removeprefix(OURS))
     stand_ins = {"FILE": DOCUMENT, "DOCUMENT": DOCUMENT, "0.0.0.0": "127.0.0.1"}
+    if words[0] == "check":
+        stand_ins["policy.yaml"] = str(CHECKOUT / "config/policy.yaml")
     words = [stand_ins.get(word, word) for word in words]
     if "--record" in words:  # by default, of the real endpoint
         words += ["--from", endpoint]
