@@ -95,7 +95,7 @@ def check_files(loaded: Loaded) -> tuple[Problem, ...]:
 
 
 def file_doubts(loaded: Loaded) -> Iterator[Finding]:
-    """The same without lines."""
+    """What ``check_files`` warns of, by path."""
     for use in get_args(Use):
         yield from exposures(loaded, use)
     yield from exposed_secrets(loaded)
