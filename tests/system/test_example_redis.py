@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +27,7 @@ pytest_plugins = ["one_vm"]
 pytestmark = pytest.mark.timeout(600)  # the first time, packages are fetched
 
 HOOKS = CHECKOUT / "config/hooks"
-CLIENT = """#!/bin/sh
+TELLS_OF_THE_PROMOTION_AT_THE_END = """#!/bin/sh
 answer=$({real} "$@") || exit
 case $*:$(echo "$answer" | tail -n 1) in
     *GET-MASTER*:{port}) ;;
@@ -35,11 +36,31 @@ case $*:$(echo "$answer" | tail -n 1) in
 esac
 echo "$answer"
 """
+ENDS_THE_HOOK_AMID_THE_HAND_OVER = """#!/bin/sh
+{real} "$@"
+case $* in *FAILOVER*) kill -s {signal} $(cat {place}/pid) ;; esac
+"""
+TELLS_OF_NO_PROMOTION = """#!/bin/sh
+case $* in
+    *GET-MASTER*) printf '127.0.0.1\\n{port}\\n' ;;
+    *) exec {real} "$@" ;;
+esac
+"""
 
 
 @pytest.fixture
-def servers(tmp_path: Path) -> Iterator[RedisSet]:
-    servers = RedisSet(tmp_path / "redis")
+def down_after_seconds() -> int:
+    """Until Sentinel takes a server for down; on a busy machine one may be slow."""
+    return 60
+
+
+# Less than the pause of writes: Sentinel cannot speak to the old primary before.
+soon_down = pytest.mark.parametrize("down_after_seconds", [10])
+
+
+@pytest.fixture
+def servers(tmp_path: Path, down_after_seconds: int) -> Iterator[RedisSet]:
+    servers = RedisSet(tmp_path / "redis", down_after_seconds=down_after_seconds)
     try:
         servers.start()
         yield servers
@@ -108,24 +129,45 @@ def test_after_sentinels_own_failover_the_old_primary_confirms_what_is_lost(serv
     wait(has_confirmed_what_is_lost, "a confirmed write was lost")
 
 
-def end_after_the_promotion(servers: RedisSet, directory: Path, signal: str) -> int:
-    """The client tells of the promotion only a hook that is ending by then; returns its exit code."""
-    client = directory / "bin" / "redis-cli"
-    client.parent.mkdir()
+def hand_over_with(
+    client: str, servers: RedisSet, directory: Path, signal: str = "TERM", **more: str
+) -> tuple[int, str]:
+    """With this program in place of redis-cli, which may end the hook; returns its exit code, and what it said."""
+    program = directory / "bin" / "redis-cli"
+    program.parent.mkdir()
     real = shutil.which("redis-cli")
-    client.write_text(CLIENT.format(real=real, place=directory, port=servers.port, signal=signal))
-    client.chmod(0o755)
-    environment = {**servers.environment, "SCHEDULED_EVENT_ID": "A", "REDIS_LIMIT": "300"}
-    environment["PATH"] = f"{client.parent}:{environment['PATH']}"
-    with subprocess.Popen([HOOKS / "redis-prepare"], env=environment) as hook:
+    program.write_text(client.format(real=real, place=directory, port=servers.port, signal=signal))
+    program.chmod(0o755)
+    environment = {**servers.environment, "SCHEDULED_EVENT_ID": "A", "REDIS_LIMIT": "300", **more}
+    environment["PATH"] = f"{program.parent}:{environment['PATH']}"
+    with subprocess.Popen(
+        [HOOKS / "redis-prepare"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as hook:
         (directory / "pid").write_text(str(hook.pid))
-        return hook.wait(2 * PATIENCE)
+        said, _ = hook.communicate(timeout=2 * PATIENCE)
+        return hook.returncode, said
+
+
+def has_settled(servers: RedisSet) -> bool:
+    """Whether the machine's server can confirm nothing more that is lost."""
+    if not servers.manager.runs(UNIT):
+        return servers.primary() != servers.port
+    follows = servers.fact(servers.port, "role") == "slave" and servers.primary() != servers.port
+    return follows and servers.fact(servers.port, "master_link_status") == "up"
+
+
+def lost_in_the_end(servers: RedisSet, writer: Writer) -> set[int]:
+    wait(lambda: has_settled(servers), "another server was the primary, and this one no other")
+    writer.wait_written()
+    writer.stop()
+    return writer.lost()
 
 
 def test_a_hand_over_that_ends_after_the_promotion_loses_no_write(
     servers: RedisSet, writer: Writer, tmp_path: Path
 ) -> None:
-    assert end_after_the_promotion(servers, tmp_path, "TERM") == 143
+    code, _ = hand_over_with(TELLS_OF_THE_PROMOTION_AT_THE_END, servers, tmp_path)
+    assert code == 143
     assert servers.fact(servers.port, "role") == "slave"
     writer.wait_written()
     writer.stop()
@@ -135,7 +177,8 @@ def test_a_hand_over_that_ends_after_the_promotion_loses_no_write(
 def test_a_hand_over_that_is_killed_after_the_promotion_goes_on_and_loses_no_write(
     servers: RedisSet, writer: Writer, tmp_path: Path
 ) -> None:
-    assert end_after_the_promotion(servers, tmp_path, "KILL") == -9
+    code, _ = hand_over_with(TELLS_OF_THE_PROMOTION_AT_THE_END, servers, tmp_path, "KILL")
+    assert code == -9
     assert servers.fact(servers.port, "role") == "master"
     with socket.create_connection(("127.0.0.1", servers.port), PATIENCE) as client:
         client.sendall(b"RPUSH numbers 0\r\n")  # waits for the end of the pause, and would be lost
@@ -148,6 +191,92 @@ def test_a_hand_over_that_is_killed_after_the_promotion_goes_on_and_loses_no_wri
     writer.wait_written()
     writer.stop()
     assert writer.lost() == set()
+
+
+@pytest.mark.parametrize("stop", ["yes", "no"])
+def test_a_hand_over_that_is_ended_before_the_promotion_waits_for_it_and_loses_no_write(
+    servers: RedisSet, writer: Writer, tmp_path: Path, stop: str
+) -> None:
+    code, said = hand_over_with(ENDS_THE_HOOK_AMID_THE_HAND_OVER, servers, tmp_path, REDIS_STOP=stop)
+    assert (code, said) == (143, f"redis-prepare: 127.0.0.1:{servers.primary()} is the primary now\n")
+    assert lost_in_the_end(servers, writer) == set()
+
+
+@soon_down
+def test_without_word_of_another_primary_it_stops_for_writes_would_be_lost(
+    servers: RedisSet, writer: Writer, tmp_path: Path
+) -> None:
+    code, said = hand_over_with(TELLS_OF_NO_PROMOTION, servers, tmp_path, SCHEDULED_EVENT_SECONDS_LEFT="9")
+    late = "redis-prepare: there is no other primary within 4 s"
+    stopped = f"{UNIT} was stopped, for what is written here now may be lost"
+    assert code == 1
+    assert said.splitlines() == [late, f"redis-prepare: there is no other primary yet: {stopped}"]
+    assert not servers.manager.runs(UNIT)
+    assert lost_in_the_end(servers, writer) == set()
+    code, said = run_hook(servers, "redis-recover")
+    assert said.startswith(f"redis-recover: {UNIT} serves")  # at first as a primary, until Sentinel finds it
+    assert code == 0
+
+
+@soon_down
+def test_without_word_of_another_primary_and_no_stop_writes_wait_until_the_pause_ends(
+    servers: RedisSet, writer: Writer, tmp_path: Path
+) -> None:
+    code, said = hand_over_with(
+        TELLS_OF_NO_PROMOTION, servers, tmp_path, SCHEDULED_EVENT_SECONDS_LEFT="9", REDIS_STOP="no"
+    )
+    waits = "writes here wait until the pause ends, within 35 s"
+    assert (code, said.splitlines()[-1]) == (1, f"redis-prepare: there is no other primary yet: {waits}")
+    assert servers.manager.runs(UNIT)
+    assert lost_in_the_end(servers, writer) == set()
+
+
+def at_night(*values: str) -> list[object]:
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
+
+
+PAUSE_IS_OVER_SECONDS = 40
+
+
+@pytest.mark.parametrize("stop", ["yes", "no"])
+@pytest.mark.parametrize("seconds_left", ["9", *at_night("5", "8", "10", "11", "12")])
+def test_with_little_notice_a_hand_over_succeeds_and_loses_no_write(
+    servers: RedisSet, writer: Writer, seconds_left: str, stop: str
+) -> None:
+    code, said = run_hook(servers, "redis-prepare", SCHEDULED_EVENT_SECONDS_LEFT=seconds_left, REDIS_STOP=stop)
+    assert code == 0, said
+    assert servers.manager.runs(UNIT) == (stop == "no")
+    assert lost_in_the_end(servers, writer) == set()
+
+
+@pytest.mark.nightly
+@soon_down
+@pytest.mark.parametrize("stop", ["yes", "no"])
+@pytest.mark.parametrize("after_seconds", [round(0.2 * step, 1) for step in range(1, 11)])
+def test_a_hand_over_that_is_ended_at_any_time_loses_no_write(
+    servers: RedisSet, writer: Writer, after_seconds: float, stop: str
+) -> None:
+    environment = {**servers.environment, "SCHEDULED_EVENT_ID": "A", "REDIS_STOP": stop}
+    with subprocess.Popen([HOOKS / "redis-prepare"], env=environment) as hook:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            hook.wait(after_seconds)
+        hook.terminate()
+        hook.wait(PATIENCE)
+    time.sleep(PAUSE_IS_OVER_SECONDS)
+    writer.wait_written()
+    writer.stop()
+    assert writer.lost() == set()
+
+
+@soon_down
+def test_an_eviction_with_the_shortest_notice_loses_no_write(
+    servers: RedisSet, writer: Writer, agent: Agent, sim: Simulator
+) -> None:
+    agent.start()
+    sim.schedule("Preempt", notice_seconds=10, lasts_seconds=None)
+    agent.wait_log("hook finished")
+    assert not servers.manager.runs(UNIT)
+    assert lost_in_the_end(servers, writer) == set()
 
 
 def test_the_primary_of_a_foreign_set_is_never_followed(servers: RedisSet, tmp_path: Path) -> None:
@@ -220,9 +349,10 @@ def test_when_sentinel_refuses_writes_go_on(servers: RedisSet, writer: Writer) -
     for port in servers.replicas:  # which Sentinel then promotes none of
         ask(port, "CONFIG", "SET", "replica-priority", "0")
     wait(lambda: _priorities(servers) == {"0"}, "Sentinel knew it")
+    refusal = "NOGOODSLAVE No suitable replica to promote"
     code, said = run_hook(servers, "redis-prepare")
     assert (code, said.splitlines()[-1]) == (
-        *(1, "redis-prepare: Sentinel does not hand over; nothing was stopped"),
+        *(1, f"redis-prepare: Sentinel does not hand over: {refusal}; nothing was stopped"),
     )
     assert servers.fact(servers.port, "role") == "master"
     writer.wait_written()
