@@ -13,7 +13,9 @@
 #   ask_for_a_minute COMMAND  runs a client until its server, which may be restarting, does what is asked; fails after a
 #                             minute, or 10 s before the event. What it printed is in $answer
 #   answers WHERE             succeeds if it answers: a URL with 2xx, or tcp:HOST:PORT, which accepts; needs python3
-#   ask_systemd PROPERTY      prints a property of $unit
+#   unit_state                prints whether $unit is active, activating, inactive, ...; ends the hook if systemd does not
+#                             know it, and names $unit_variable, which sets it
+#   ask_systemd PROPERTY      prints another property of $unit
 #   lives PID                 succeeds if the process is there, and has not ended without its parent's notice
 #   main_pid                  prints the process that $pid_file names, or else $unit's; nothing if it does not run
 #   unit_processes            prints the processes of $unit, one a line
@@ -32,6 +34,7 @@
 #   last_start                when it was started; nothing if $pid_file is set; a hook may define another
 #   as_mark_owner COMMAND     runs what writes the mark; a hook may define another
 #   is_on                     succeeds if $unit runs, or is about to; one that is stopping, or has stopped, is not
+#   is_running                succeeds if $unit runs
 #   require_mark              ends a recover hook, with success, if its prepare hook has not stopped $unit, or an
 #                             administrator has since
 #   start_marked              starts $unit, unless it runs, and keeps the mark
@@ -97,6 +100,17 @@ else:
     r.build_opener(r.ProxyHandler({})).open(where, timeout=5)' "$1"
 }
 
+# Of a unit that does not exist, ActiveState is inactive.
+unit_state() {
+    told=$(systemctl show --property=LoadState,ActiveState "${unit:?}") || told=
+    case $told in
+        *LoadState=not-found* | *LoadState=bad-setting* | *LoadState=error*)
+            fail "systemd does not know $unit: set ${unit_variable:?}"
+            ;;
+        *ActiveState=*) printf '%s\n' "$told" | sed -n 's/^ActiveState=//p' ;;
+        *) fail "systemctl does not tell the state of $unit: see ${unit_variable:?}" ;;
+    esac
+}
 ask_systemd() { TZ=UTC systemctl show --property="$1" --value "${unit:?}"; }
 lives() { grep -qs '^State:[[:space:]]*[^ZX[:space:]]' "/proc/$1/status"; }
 main_pid() {
@@ -160,7 +174,14 @@ stop_marked() {
 
 drop_void_mark() { if [ -e "$mark" ] && ! holds; then as_mark_owner rm -f "$mark"; fi; }
 
-is_on() { case $(ask_systemd ActiveState) in active | activating | reloading) ;; *) return 1 ;; esac; }
+is_on() {
+    unit_is=$(unit_state) || exit 1
+    case $unit_is in active | activating | reloading) ;; *) return 1 ;; esac
+}
+is_running() {
+    unit_is=$(unit_state) || exit 1
+    case $unit_is in active | reloading) ;; *) return 1 ;; esac
+}
 require_mark() {
     if [ ! -e "$mark" ]; then
         say "not stopped by ${name%-recover}-prepare: left as it is"
@@ -173,7 +194,7 @@ require_mark() {
     fi
 }
 start_marked() {
-    if [ "$(ask_systemd ActiveState)" = active ]; then return 0; fi
+    if is_running; then return 0; fi
     systemctl start "$unit"
     if [ -e "$mark" ]; then keep_mark; fi
 }

@@ -192,9 +192,12 @@ class ServiceManager:
                 stream.write(json.dumps(answer) + "\n")
                 stream.flush()
 
-    def _do(self, arguments: list[str]) -> tuple[int, str]:  # noqa: C901  # a flat list of cases
+    def _do(self, arguments: list[str]) -> tuple[int, str]:  # a flat list of cases
         verb, *options, name = arguments
-        if name not in self._units:
+        is_known = name in self._units
+        if verb == "show" and not is_known:
+            return 0, "LoadState=not-found\nActiveState=inactive"
+        if not is_known:
             return 5, f"Unit {name} not found."
         match [verb, *options]:
             case ["start"]:
@@ -202,20 +205,16 @@ class ServiceManager:
             case ["stop"]:
                 self.stop(name)
                 self.states.pop(name, None)
-            case ["show", "--property=ActiveState", "--value"]:
-                return 0, self._state(name)
+            case ["show", "--property=LoadState,ActiveState"]:
+                return 0, f"LoadState=loaded\nActiveState={self._state(name)}"
             case ["show", "--property=ActiveEnterTimestamp", "--value"]:
                 return 0, self._started.get(name, "")
             case ["show", "--property=MainPID", "--value"]:
                 return 0, str(self._processes[name].pid) if self.runs(name) else "0"
             case ["show", "--property=ControlGroup", "--value"]:
                 return 0, self._control_group(name)
-            case ["is-active", "--quiet"]:
-                return (0 if self._state(name) == "active" else 3), ""
             case ["is-enabled", "--quiet"]:
                 return (1 if name in self.disabled else 0), ""
-            case ["cat"]:
-                pass
             case ["kill", "--kill-who=main", option] if option.startswith("--signal="):
                 if not self.runs(name):
                     return 1, f"Failed to kill unit {name}: no such process"

@@ -225,10 +225,8 @@ class Pair:
 
     def policy(self, hooks: Path, endpoint: str) -> str:
         more = {key: value for key, value in self.environment.items() if key != "KEEPALIVED_ADDRESS"}
-        env = "".join(f", {key}: '{value}'" for key, value in more.items())
-        lines = "".join(f"      {key}: '{value}'\n" for key, value in more.items())
-        replacements = {"HAPROXY_STOP: 'no'": f"HAPROXY_STOP: 'no'{env}", "env: &pair\n": f"env: &pair\n{lines}"}
-        return example("haproxy.yaml", hooks, endpoint, replacements)
+        env = ", ".join(f"{key}: '{value}'" for key, value in more.items())
+        return example("haproxy.yaml", hooks, endpoint, {"HAPROXY_UNIT: haproxy.service": env})
 
     def start(self) -> None:
         """Start all, and wait until a has the address and both answer."""

@@ -97,11 +97,7 @@ class Cluster:
 
     def policy(self, hooks: Path, endpoint: str) -> str:
         more = ", ".join(f"{key}: '{value}'" for key, value in self.environment.items())
-        replacements = {
-            "RABBITMQ_UNIT: rabbitmq-server.service": more,
-            "RABBITMQ_STOP: 'no'": f"RABBITMQ_STOP: 'no', {more}",
-        }
-        return example("rabbitmq.yaml", hooks, endpoint, replacements)
+        return example("rabbitmq.yaml", hooks, endpoint, {"RABBITMQ_UNIT: rabbitmq-server.service": more})
 
     def start(self) -> None:
         """Start all, and wait until the three are one cluster."""

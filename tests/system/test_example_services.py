@@ -347,11 +347,43 @@ def test_a_runners_job_is_done_before_its_service_stops_and_it_stays_stopped(mac
     assert is_active(machine, "gitlab-runner") == "active"
 
 
-def test_a_runner_of_another_name_is_not_taken_for_an_idle_one(machine: Container) -> None:
-    failed = machine.run(f"{PLACE}/ci-runner-prepare", check=False)
-    assert failed.returncode == 1
-    way_out = "ci-runner-prepare: see CI_RUNNER_UNIT; without systemd, CI_RUNNER_PID_FILE, _STOP and _START"
-    assert failed.stderr == f"No files found for gitlab-runner.service.\n{way_out}\n"
+def runs_with_a_unit() -> list[tuple[str, tuple[str, ...]]]:
+    """Every hook that has a variable for its unit, the variable, and the arguments with which it needs a unit."""
+    found: list[tuple[str, tuple[str, ...]]] = []
+    for hook in sorted(HOOKS.iterdir()):
+        variables = set(re.findall(r"\b[A-Z_]+_UNIT\b", hook.read_text("utf-8")))
+        if variables:
+            stages = [("stop",), ("start",)] if hook.name == "service" else [()]
+            found += [(hook.name, (*variables, *stage)) for stage in stages]
+    return found
+
+
+def test_a_hook_of_a_unit_that_does_not_exist_fails_and_says_what_to_set(installed: Container) -> None:
+    """Also one of recovery, if there is a mark that the unit was stopped."""
+    hooks = runs_with_a_unit()
+    assert {"redis-prepare", "redis-recover", "service", "training-resume"} <= {name for name, *_ in hooks}
+    with Container(installed) as machine:
+        for hook in HOOKS.iterdir():
+            machine.copy_in(hook, f"{PLACE}/{hook.name}")
+        machine.run("systemctl", "mask", "idle.service")
+        for path in ("lib/scheduled-events-agent/absent.service.stopped-by-agent", "data/stopped-by-agent"):
+            machine.write(f"/var/{path}", "A\n\n\n")
+        machine.write("/var/data/PG_VERSION", "15\n")
+        others = {"PGDATA": "/var/data", "TRAINING_CHECKPOINT": "/var/data/last", "TRAINING_STOP": "no"}
+        answers = {}
+        for name, (variable, *stage) in hooks:
+            done = machine.run(
+                *(f"{PLACE}/{name}", *stage),
+                environment={"SCHEDULED_EVENT_ID": "A", **others, variable: "absent.service"},
+                check=False,
+            )
+            said = f"{name}: systemd does not know absent.service: set {variable}"
+            lines = [re.sub("; without systemd.*", "", line) for line in done.stderr.splitlines()]
+            if (done.returncode, done.stdout, lines) != (1, "", [said]):
+                answers[name, *stage] = done
+        assert answers == {}
+        masked = machine.run(f"{PLACE}/redis-prepare", environment={"REDIS_UNIT": "idle.service"})
+        assert masked.stdout == "redis-prepare: idle.service does not run\n"
 
 
 TRAINER = """#!/bin/sh

@@ -100,6 +100,18 @@ def test_the_hooks_of_an_example_are_shipped(path: Path) -> None:
     assert files <= {hook.name for hook in HOOKS}
 
 
+@by_name
+def test_an_example_names_the_unit_that_a_hook_stops_or_starts(path: Path) -> None:
+    unnamed = []
+    for name, hook in (yaml.safe_load(path.read_text("utf-8"))["hooks"]).items():
+        files = [ROOT / "config/hooks" / Path(word).name for word in hook.get("run", ())]
+        text = "".join(file.read_text("utf-8") for file in files if file in HOOKS)
+        keys = set(re.findall(r"^unit_variable=\W?([A-Z_]+_UNIT)\b", text, re.MULTILINE))
+        if not keys <= set(hook.get("env", ())):
+            unnamed.append((name, keys))
+    assert unnamed == []
+
+
 def test_no_hook_is_shipped_that_nobody_shows() -> None:
     shown = set[str]().union(*(hook_files(path.read_text("utf-8")) for path in EXAMPLES))
     shown |= {name for page in PAGES for policy in policies_of(page) for name in hook_files(policy)}
