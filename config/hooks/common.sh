@@ -11,7 +11,8 @@
 #   ask COMMAND               runs a client that a busy server may leave without an answer: after 15 s again, for a minute
 #                             or until 10 s before the event
 #   ask_for_a_minute COMMAND  runs a client until its server, which may be restarting, does what is asked; fails after a
-#                             minute, or 10 s before the event. What it printed is in $answer
+#                             minute, or 10 s before the event, and at once if there is no such client. What it printed is
+#                             in $answer
 #   answers WHERE             succeeds if it answers: a URL with 2xx, or tcp:HOST:PORT, which accepts; needs python3
 #   unit_state                prints whether $unit is active, activating, inactive, ...; ends the hook if systemd does not
 #                             know it, and names $unit_variable, which sets it
@@ -81,6 +82,12 @@ ask() {
 ask_for_a_minute() {
     give_up_at=$(($(uptime) + $(time_left 60)))
     until answer=$("$@"); do
+        case $? in
+            126 | 127)
+                [ "$1" != ask ] || shift
+                fail "$1 is not on PATH"
+                ;;
+        esac
         case $answer in *"not found"*) fail "$answer" ;; esac # a wrong name, says scontrol
         [ "$(uptime)" -lt "$give_up_at" ] || fail "gave up: $*"
         say "did not succeed, and is tried again: $*" >&2

@@ -326,7 +326,7 @@ def test_a_request_that_fails_before_the_drain_is_sent_again(cluster: Cluster, n
     cluster.refuses = {"GET", "PATCH"}
     done = node.run_hook("kubernetes-prepare")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("kubernetes-prepare: did not succeed, and is tried again: api ") == 2
+    assert done.stderr.count("kubernetes-prepare: did not succeed, and is tried again: kubectl ") == 2
     assert cluster.mark == "ABC-1"
     assert list(cluster.pods) == ["logs"]
 
