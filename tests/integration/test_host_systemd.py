@@ -182,3 +182,14 @@ def test_without_systemctl_the_way_out_is_told(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(HostError, match=f"^found no systemctl on {tmp_path}: "):
         processes.own_service()
     assert processes.is_shutting_down() is None
+
+
+def test_units_that_systemd_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = {"a.service": "loaded", "b.service": "not-found", "c.d.service": "not-found"}
+    shown = "\n".join(f"Id={name}\nLoadState={state}\n" for name, state in states.items())
+    asked = "show --property=Id,LoadState -- a.service b c.d"
+    put_program(tmp_path, monkeypatch, f"[ \"$*\" = '{asked}' ] || exit 9\ncat <<'END'\n{shown}END\n")
+    assert processes.unknown_units(["a.service", "b", "c.d", "d@.service", "*"]) == {"b", "c.d", "d@.service", "*"}
+    put_program(tmp_path, monkeypatch, "echo Failed to connect to bus >&2; exit 1\n")
+    with pytest.raises(HostError, match="systemctl cannot tell about the units: Failed to connect to bus"):
+        processes.unknown_units(["a.service"])

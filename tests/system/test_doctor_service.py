@@ -8,7 +8,7 @@ import pytest
 if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
-from service import DROP_INS, Service, make_strict
+from service import DROP_INS, POLICY, Service, make_strict
 
 pytest_plugins = ["machines", "installed"]
 pytestmark = pytest.mark.timeout(900)  # the first time, Debian is fetched
@@ -125,6 +125,28 @@ def test_hooks_of_an_agent_without_privileges_are_tried_as_its_account(service: 
     code, checks = examine(service)
     assert checks["hooks"] == [["ok", "1 hook: all programs exist and can be started", ""]]
     assert code == 0
+
+
+def test_a_unit_of_a_hook_that_systemd_does_not_know_is_a_warning(service: Service) -> None:
+    stop = {"run": ["/bin/true"], "env": {"REDIS_UNIT": "redis.service", "KIND": "redis"}}
+    start = {"run": ["/bin/true"], "env": {"OTHER_UNIT": "cron@.service", "WEB_UNIT": "systemd-journald"}}
+    rules = [{"name": "all", "prepare": ["stop"], "recover": ["start"], "approve": "when-prepared"}]
+    service.write_policy(rules=rules, hooks={"stop": stop, "start": start})
+    service.reload()
+    code, checks = examine(service)
+    assert code == 0
+    lines = service.machine.run("cat", POLICY).stdout.splitlines()
+    advice = "write the name that systemctl list-unit-files has: the hook fails else"
+
+    def warning(key: str, unit: str) -> list[str]:
+        line = next(number for number, text in enumerate(lines, start=1) if f"{key.rpartition('.')[2]}: " in text)
+        return ["warning", f"{POLICY}:{line}: hooks.{key}: systemd does not know {unit}", advice]
+
+    assert checks["hooks"] == [
+        warning("stop.env.REDIS_UNIT", "redis.service"),
+        warning("start.env.OTHER_UNIT", "cron@.service"),
+        ["ok", "2 hooks: all programs exist and can be started", ""],
+    ]
 
 
 def test_a_secret_that_the_strict_account_cannot_read_is_named(service: Service) -> None:

@@ -227,6 +227,7 @@ def _look_at_policy(loaded: Loaded, service: OwnService | None, account: str | N
         yield warning("policy", what, "set it to act when explain and the log show what you want")
     elif not loaded.warnings:
         yield ok("policy", f"{loaded.name}: valid")
+    yield from _look_at_units(loaded)
     if account is None or host.is_privileged():
         yield from _look_at_hooks(loaded, account, units_fault=service.units_fault if service is not None else "")
         if service is None or not service.has_credentials:
@@ -270,6 +271,32 @@ def _look_at_hooks(loaded: Loaded, account: str | None, *, units_fault: str) -> 
         yield warning("hooks", text, "run this as root, or as the account that runs the hooks")
     if not found and not unknown:
         yield ok("hooks", f"{plural(len(hooks), 'hook')}: all programs exist and can be started")
+
+
+def _look_at_units(loaded: Loaded) -> Iterator[Finding]:
+    """The units that hooks stop and start, as the shipped hooks have them named in ``env``."""
+    named = {
+        f"hooks.{name}.env.{key}": unit
+        for name, hook in loaded.settings.hooks.items()
+        for key, unit in hook.env.items()
+        if key.endswith("_UNIT") and unit
+    }
+    if not named:
+        return
+    try:
+        unknown = processes.unknown_units(set(named.values()))
+    except host.HostError as error:
+        what = f"whether the units of hooks exist is not known: {error}"
+        yield warning("hooks", what, "look at each with systemctl cat")
+        return
+    faults = [(path, f"systemd does not know {unit}") for path, unit in named.items() if unit in unknown]
+    seen = set[tuple[int, str]]()  # an alias stands where its anchor does
+    for problem in loaded.parsed.gather(faults):
+        if (problem.line, problem.message) not in seen:
+            seen.add((problem.line, problem.message))
+            yield warning(
+                "hooks", str(problem), "write the name that systemctl list-unit-files has: the hook fails else"
+            )
 
 
 def _access_fault(hook: Hook, account: str | None) -> str | None:

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +24,8 @@ _SERVICE_QUESTION_SECONDS = 10.0
 _SHUTDOWN_QUESTION_SECONDS = 2.0
 _MISSING = {"systemctl": "this machine does not use systemd", "pkaction": "this machine has no polkit"}
 _FIRST_POLKIT_WITH_RULES = (0, 106)
+# Of a template, with the instance.
+_UNIT_NAME = re.compile(r"[\w:.\\-]+(@(?!\.)[\w:.\\-]+)?", re.ASCII)
 _TEMPORARY_WARNING = "DATALOSS_WARNING_README.txt"  # Azure puts it into the root of that disk
 
 
@@ -62,6 +65,19 @@ def own_service() -> OwnService | None:
         has_credentials=_has_credentials(),
         units_fault="" if account == "root" else _polkit_fault(),
     )
+
+
+def unknown_units(names: Collection[str]) -> set[str]:
+    """Which of these units systemd does not know. Raises HostError if it does not answer."""
+    valid = [name for name in names if _UNIT_NAME.fullmatch(name)]  # for others systemctl refuses to answer at all
+    question = ("show", "--property=Id,LoadState", "--", *valid)
+    done = _ask("systemctl", *question, timeout_seconds=_SERVICE_QUESTION_SECONDS)
+    if done.returncode != 0:
+        told = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        raise HostError(f"systemctl cannot tell about the units: {told}", kind="systemctl")
+    units = [dict(line.partition("=")[::2] for line in block.splitlines()) for block in done.stdout.split("\n\n")]
+    missing = {unit.get("Id", "") for unit in units if unit.get("LoadState") == "not-found"}
+    return {name for name in names if name not in valid or not missing.isdisjoint((name, f"{name}.service"))}
 
 
 def _has_credentials() -> bool:

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -62,6 +62,11 @@ def _subkeys(key: str) -> list[str]:
         with contextlib.suppress(OSError), winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, key) as handle:
             names.extend(winreg.EnumKey(handle, index) for index in range(winreg.QueryInfoKey(handle)[0]))
     return names
+
+
+def unknown_units(names: Collection[str]) -> set[str]:  # noqa: ARG001
+    """None: they are systemd's."""
+    return set()
 
 
 def other_approvers() -> list[Approver]:
