@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, get_args
 
-sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("system", "e2e", "fixtures"))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("system", "e2e", "fixtures", ".."))
 
 from harness import PATIENCE, Agent, Simulator
 

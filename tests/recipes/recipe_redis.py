@@ -64,3 +64,10 @@ class RedisSentinel(Recipe):
             outage_seconds=self._load.longest_gap(),
             lost=len(self._load.lost()),
         )
+
+
+class RedisEvicted(RedisSentinel):
+    title = "Redis with Sentinel, the primary's VM, with the shortest notice there is"
+    columns = ("writes failed at an eviction", *RedisSentinel.columns[1:])
+    event = "Preempt"
+    notice_seconds = 10.0
