@@ -56,6 +56,40 @@ def test_a_service_hears_of_an_event_from_its_announcement_to_its_end(sim: Simul
         assert "secret" not in "".join(agent.history)
 
 
+def test_a_failed_recovery_calls_again_and_says_what_to_type(sim: Simulator, agent: Agent) -> None:
+    with Receiver() as receiver, Receiver() as pagerduty:
+        oncall = target(pagerduty, "oncall", body="pagerduty", headers={"X-Routing-Key": "key"})
+        rule = {"name": "all", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
+        hooks = {name: agent.hook(name, exit_code=3) for name in ("drain", "resume")}
+        agent.write_policy(notify=[target(receiver), oncall], rules=[rule], hooks=hooks)
+        agent.start()
+        event = sim.schedule("Reboot", start_delay_seconds=0.1, lasts_seconds=None)
+        agent.wait_until(lambda: "held" in told(receiver, event), "it heard that the event is held")
+        shown = agent.status()
+        (need,) = shown["attention"]
+        assert agent.say("approve", event).returncode == 0
+        agent.wait_log("started", event_id=event)
+        sim.end(event)
+        agent.wait_until(lambda: "recovery_failed" in told(receiver, event), "it heard of the failure")
+        assert agent.say("resolve", event).returncode == 0
+        agent.wait_until(lambda: len(pagerduty.taken) == 4, "the incidents were ended")
+        held = next(body["data"] for body in receiver.taken if body["data"]["what"] == "held")
+        assert [one["command"].removeprefix(shown["command_prefix"]) for one in held["commands"]] == [
+            one["command"] for one in need["commands"][:2]
+        ]
+        assert f"retry {event[:8]} --state-dir" in held["commands"][0]["command"]
+        assert held["deadline"] == need["deadline"]
+        key = pagerduty.taken[0]["dedup_key"]
+        assert [
+            (body["event_action"], body["dedup_key"], body["payload"]["severity"]) for body in pagerduty.taken
+        ] == [
+            ("trigger", key, "warning"),
+            ("resolve", key, "info"),
+            ("trigger", f"{key}/recovery", "critical"),
+            ("resolve", f"{key}/recovery", "info"),
+        ]
+
+
 def test_an_agent_that_only_observes_notifies_too(sim: Simulator, agent: Agent) -> None:
     with Receiver() as receiver:
         agent.write_policy(agent={"mode": "observe"}, notify=[target(receiver, on=ALL)], **rules(agent))
@@ -172,6 +206,12 @@ def test_a_test_notice_is_sent_without_an_agent_and_its_answer_is_told(agent: Ag
         ]
         done = agent.run("notify", "test", "other", "--config", str(agent.config))
         assert done.returncode == 2
+        oncall = target(good, "oncall", body="pagerduty", headers={"X-Routing-Key": "key"})
+        agent.write_policy(notify=[oncall])
+        assert agent.run("notify", "test", "--config", str(agent.config)).returncode == 0
+        trigger, resolve = good.taken[-2:]
+        assert (trigger["event_action"], resolve["event_action"]) == ("trigger", "resolve")
+        assert trigger["dedup_key"] == resolve["dedup_key"]
         agent.write_policy()
         assert agent.run("notify", "test", "--config", str(agent.config)).returncode == 2
         assert "secret" not in "".join(agent.history)

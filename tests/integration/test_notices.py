@@ -26,6 +26,7 @@ from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.notices import SAMPLE, BodyError, NoticeError, deliver, doubts, render
 from scheduled_events_agent.settings import NotifyTarget
 from scheduled_events_agent.settings.model import SecretFile
+from scheduled_events_agent.status import SuggestedCommand
 from scheduled_events_agent.transport import SecureTransport, TooLargeError, proxy_for
 
 ROOT = Path(__file__).parents[2]
@@ -138,7 +139,7 @@ def test_check_tells_what_is_wrong_with_a_target_on_this_machine(tmp_path: Path)
     body.write_text('{"a": 1,\n "b": ${b}}')
     targets = [TARGET, replace(TARGET, body=str(body))]
     fields = "id, what, title, reason, time, vm, vm_id, rule, mode, outcome, event_id, type, status, source, "
-    fields += "description, resources, not_before, seconds_left, duration_seconds"
+    fields += "description, resources, not_before, deadline, commands, seconds_left, duration_seconds"
     assert [*doubts(targets)] == [("notify[1]", f"body: {body}:2: there is no field ${{b}}; known are: {fields}")]
 
 
@@ -411,6 +412,48 @@ def test_an_event_without_an_id_is_no_subject() -> None:
     assert "subject" not in body_of("cloudevents", event=replace(SAMPLE.event, id=""))
 
 
+ASKED: dict[str, Any] = {
+    "what": "held",
+    "reason": "held, Azure starts it at NotBefore: preparation failed",
+    "deadline": SAMPLE.event.not_before,
+    "commands": (
+        SuggestedCommand(
+            command="sudo scheduled-events-agent retry A123", effect="run drain again, then the rest"
+        ),
+        SuggestedCommand(command="sudo scheduled-events-agent approve A123", effect="let Azure start it as it is"),
+    ),
+}
+
+
+def test_what_an_operator_can_type_is_in_every_body(tmp_path: Path) -> None:
+    retry, approve = (one.command for one in ASKED["commands"])
+    lines = body_of("slack", **ASKED)["text"].splitlines()
+    assert lines[-2:] == [
+        f"`{retry}`: run drain again, then the rest",
+        f"`{approve}`: let Azure start it as it is",
+    ]
+    assert {"VM: vm-1", "Act before: 2026-01-01 12:15:00 UTC"} < {*lines}
+    facts = body_of("teams", **ASKED)["attachments"][0]["content"]["body"][2]["facts"]
+    assert facts[-2:] == [
+        {"title": "run drain again, then the rest", "value": retry},
+        {"title": "let Azure start it as it is", "value": approve},
+    ]
+    assert {"title": "Act before", "value": "2026-01-01 12:15:00 UTC"} in facts
+    expected = [
+        {"command": retry, "effect": "run drain again, then the rest"},
+        {"command": approve, "effect": "let Azure start it as it is"},
+    ]
+    for data in (
+        body_of("cloudevents", **ASKED)["data"],
+        body_of("pagerduty", **ASKED)["payload"]["custom_details"],
+    ):
+        assert data["commands"] == expected
+        assert (data["vm"]["name"], data["deadline"]) == ("vm-1", "2026-01-01T12:15:00Z")
+    file = tmp_path / "body.json"
+    file.write_text('{"type": "${commands}", "until": "${deadline}"}')
+    assert body_of(str(file), **ASKED) == {"type": f"{retry}\n{approve}", "until": "2026-01-01T12:15:00+00:00"}
+
+
 def test_slack_gets_a_text_that_cannot_mention_anyone() -> None:
     body = body_of("slack", what="held", event=EVIL)
     assert list(body) == ["text"]
@@ -438,13 +481,27 @@ def test_teams_gets_an_adaptive_card() -> None:
 
 @pytest.mark.parametrize(
     ("what", "action", "severity"),
-    [("seen", "trigger", "info"), ("recovery_failed", "trigger", "critical"), ("recovered", "resolve", "info")],
-)
-def test_pagerduty_gets_one_alert_for_an_event(what: Any, action: str, severity: str) -> None:
-    body = body_of("pagerduty", what=what, outcome="completed")
-    assert (body["routing_key"], body["dedup_key"], body["event_action"]) == ("key", "test", action)
-    assert body["payload"]["severity"] == severity
-    assert body["payload"]["source"] == "vm-1"
+    [
+        ("seen", "trigger", "info"), ("approval_needed", "trigger", "warning"), ("held", "trigger", "warning"),
+        ("recovery_failed", "trigger", "critical"), ("hook_missing", "trigger", "critical"),
+        ("started", "resolve", "info"), ("recovered", "resolve", "info"),
+    ],
+)  # fmt: skip
+def test_pagerduty_gets_an_incident_for_what_comes_before_the_start_and_one_for_the_rest(
+    what: Any, action: str, severity: str
+) -> None:
+    for has_started, key in ((False, "test"), (True, "test" if what == "started" else "test/recovery")):
+        body = body_of("pagerduty", what=what, outcome="completed", has_started=has_started)
+        assert (body["routing_key"], body["dedup_key"], body["event_action"]) == ("key", key, action)
+        assert body["payload"]["severity"] == severity
+        assert body["payload"]["source"] == "vm-1"
+
+
+def test_a_long_key_still_tells_the_two_incidents_apart() -> None:
+    for has_started, end in ((False, "x"), (True, "/recovery")):
+        key = body_of("pagerduty", what="seen", workflow_id="x" * 400, has_started=has_started)["dedup_key"]
+        assert len(key) == 255
+        assert key.endswith(end)
 
 
 def test_the_key_of_pagerduty_is_in_the_body_and_in_no_header(service: respx.MockRouter) -> None:
@@ -487,6 +544,8 @@ def test_a_template_may_name_every_field(tmp_path: Path) -> None:
         "description": "A test, no event.",
         "resources": "vm-1, vm-2",
         "not_before": "2026-01-01T12:15:00+00:00",
+        "deadline": "2026-01-01T12:15:00+00:00",
+        "commands": "retry A123",
         "seconds_left": 900,
         "duration_seconds": 5,
     }
@@ -500,12 +559,14 @@ def test_a_template_may_name_every_field(tmp_path: Path) -> None:
         "vm_id": "5d1c",
         "rule": "impactful",
         "outcome": "completed",
+        "deadline": SAMPLE.event.not_before,
+        "commands": (SuggestedCommand(command="retry A123", effect="run it again"),),
         "event": replace(SAMPLE.event, resources=("vm-1", "vm-2")),
     }
     assert body_of(str(file), **given) == known
     assert body_of(str(file), **given | {"rule": None}) == known | {"rule": ""}
     file.write_text('{"a": ${none}}')
-    with pytest.raises(BodyError, match=f"known are: {', '.join([*known][:17])}"):  # none is missing above
+    with pytest.raises(BodyError, match=f"known are: {', '.join([*known][:19])}"):  # none is missing above
         render(str(file), SAMPLE)
 
 

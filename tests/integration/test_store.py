@@ -31,12 +31,13 @@ from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Decision, When
 from scheduled_events_agent.settings import NotifyTarget, Settings
-from scheduled_events_agent.status import JournalEntry
+from scheduled_events_agent.status import CommandOptions, JournalEntry, Vm
 from scheduled_events_agent.store import FILE_NAME, Loss, Store, StoreError, Waiting, WithdrawnError
 from scheduled_events_agent.store import file as store_file
 from scheduled_events_agent.workflow import Note, Phase, Step, Workflow
 
 NOW = datetime(2026, 5, 4, 12, 0, 0, 123456, tzinfo=UTC)
+VM = Vm(names=("vm-1",), vm_id="")
 
 
 def make_workflow(name: str, phase: Phase = "waiting") -> Workflow:
@@ -199,8 +200,8 @@ def test_without_room_for_notices_the_step_is_committed_and_they_are_counted(
     monkeypatch.setattr(store, "commit", commit_without_room)
     settings = Settings(notify=(NotifyTarget(name="ops", to="https://example.com"),))
     executor = mock.create_autospec(Executor, instance=True)
-    notifying = Notifying(settings, store, metrics, executor)
-    notifying.commit([make_step("one", "seen")], NOW, {}, ("vm-1",), "")
+    notifying = Notifying(settings, store, metrics, executor, CommandOptions())
+    notifying.commit([make_step("one", "seen")], {}, NOW, {}, VM)
     notifying.perform([make_step("one", "seen")])
     assert [workflow.id for workflow in store.load_workflows()] == ["one"]
     assert metrics.notices_dropped.labels("ops", "no_room")._value.get() == 1
@@ -214,11 +215,11 @@ def test_a_lost_notice_is_recorded_and_counted_until_the_next_one_is_delivered(s
     executor = mock.create_autospec(Executor, instance=True)
 
     def restarted() -> Notifying:
-        return Notifying(settings, store, Metrics(tuple), executor)
+        return Notifying(settings, store, Metrics(tuple), executor, CommandOptions())
 
     notifying = restarted()
     steps = [make_step(name, "seen") for name in ("one", "two", "three")]
-    notifying.commit(steps, NOW, {}, ("vm-1",), "")
+    notifying.commit(steps, {}, NOW, {}, VM)
     with structlog.testing.capture_logs() as log:
         for id_, reason in ((1, "it answers 400"), (2, "too old: it answers 503")):
             notifying.end(NoticeEnded(id_, "ops", reason))
@@ -253,10 +254,12 @@ def test_a_target_without_conditions_hears_of_recommendations_too(store: Store) 
             NotifyTarget(name="reboots", to="https://example.com", when=When(type=("Reboot",))),
         )
     )
-    notifying = Notifying(settings, store, Metrics(tuple), mock.create_autospec(Executor, instance=True))
+    executor = mock.create_autospec(Executor, instance=True)
+    notifying = Notifying(settings, store, Metrics(tuple), executor, CommandOptions())
     step = make_step("one", "seen")
     event = replace(step.workflow.event, type="SpotRebalanceRecommendation")
-    notifying.commit([replace(step, workflow=replace(step.workflow, event=event))], NOW, {}, ("vm-1",), "")
+    step = replace(step, workflow=replace(step.workflow, event=event))
+    notifying.commit([step], {}, NOW, {}, VM)
     assert [*store.notices.waiting()] == ["all"]
 
 

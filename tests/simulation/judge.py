@@ -454,7 +454,7 @@ class Judge:
             Notice(target.name, one, is_sure=False)
             for one, type_, vms in news
             for target in self.targets
-            if one[1] in target.on
+            if one[1] in target.kinds
             and (type_ in target.when.type or not target.when.type)
             and (VM in vms or "others" in target.when.affects)
         ]

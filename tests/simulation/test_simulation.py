@@ -276,11 +276,12 @@ def _expires_at_once(workflow: Workflow) -> datetime | None:
 
 
 def _commit_notices_later(
-    self: Notifying, steps: Any, now: datetime, answers: Any, *whose: Any, remembered: Any
+    self: Notifying, steps: Any, board: Any, now: datetime, *answers_and_vm: Any, remembered: Any
 ) -> None:
     """Notices in a transaction of their own, after that of their steps."""
+    answers, vm = answers_and_vm
     self._store.commit(steps, now, answers, remembered=remembered)
-    notices = self._make(steps, now, *whose)
+    notices = self._make(steps, board, now, vm)
     with self._store._transaction():
         self._store.notices.add(now.isoformat(), notices)
     self._has_new = bool(notices)

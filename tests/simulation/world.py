@@ -1065,7 +1065,7 @@ class World(Machine):
     def _some_targets(self) -> Iterator[NotifyTarget]:
         chance = self.chance("targets")
         for name in _TARGETS:
-            on = chance.choice((NotifyTarget(name="", to="").on, (*_NEWS.values(),)))
+            on = chance.choice((NotifyTarget(name="", to="").kinds, (*_NEWS.values(),)))
             types: tuple[EventTypeName, ...] = ("Freeze", "Reboot", "SpotRebalanceRecommendation")
             affects: tuple[RuleAffects, ...] = chance.choice((("self",), ("self", "others")))
             when = When(type=chance.choice(((), (), types)), affects=affects)

@@ -5,14 +5,17 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from test_workflow import Agent, a_rule, an_event, started
+from msgspec.structs import replace
+from shown import a_status
+from test_workflow import NOTICE, Agent, a_rule, an_event, started
 
 from scheduled_events_agent.daemon.pages import output_of_pending
 from scheduled_events_agent.events import ScheduledEvent
-from scheduled_events_agent.notices import happenings, is_wanted, render
+from scheduled_events_agent.notices import Happening, happenings, is_wanted, render
 from scheduled_events_agent.policy import Decision, Rule, When
 from scheduled_events_agent.settings import NotifyTarget
-from scheduled_events_agent.status import History, JournalEntry
+from scheduled_events_agent.status import History, JournalEntry, Vm
+from scheduled_events_agent.status.messages import as_shown
 from scheduled_events_agent.workflow import Note, Signal, Step, Workflow
 
 NOW = datetime(2026, 4, 11, 22, 12, tzinfo=UTC)
@@ -36,7 +39,7 @@ def told(workflow: Workflow, *kinds: str) -> list[tuple[str, int | None]]:
     """What is told of a step with these notes, and how many seconds are left by it."""
     notes: list[Any] = [Note(kind=kind, text="x") for kind in kinds]  # type: ignore[arg-type] # a name of the test
     step = Step(workflow=workflow, notes=tuple(notes))
-    found = happenings([step], NOW, names=("vm-1", "vm_1"), vm_id="id", mode="act")
+    found = happenings([step], a_status())
     return [(happening.what, happening.seconds_left) for _, happening in found]
 
 
@@ -75,23 +78,41 @@ def test_a_target_hears_of_what_it_names_of_events_that_it_names(
 ) -> None:
     target = NotifyTarget(name="ops", to="https://hooks.example.com", on=on, when=when)
     step = Step(workflow=a_workflow(), notes=(Note(kind="seen", text="x"),))
-    ((_, happening),) = happenings([step], NOW, names=("vm-1",), vm_id="id", mode="act")
+    ((_, happening),) = happenings([step], a_status())
     assert is_wanted(target, step, happening, ("vm-1",)) == is_told
 
 
 class Told(Agent):
     """Workflows whose steps are told to PagerDuty."""
 
-    def __init__(self, *rules: Rule) -> None:
-        super().__init__(*rules)
+    def __init__(self, *rules: Rule, **context: Any) -> None:
+        super().__init__(*rules, **context)
         self.summaries: list[str] = []
+        self.happenings: list[tuple[Step, Happening]] = []
 
     def send(self, *signals: Signal) -> list[str]:
         effects = super().send(*signals)
-        now = self.context.now
-        for _, happening in happenings(self.last.steps, now, names=("vm-1",), vm_id="", mode="act"):
+        status = a_status(
+            at=self.context.now,
+            vm=Vm(names=("vm-1",), vm_id=""),
+            pending=tuple(map(as_shown, self.board.values())),
+            command_options="--state-dir /srv/state",
+            command_prefix="sudo ",
+        )
+        for step, happening in happenings(self.last.steps, status):
             self.summaries.append(json.loads(render("pagerduty", happening)[1])["payload"]["summary"])
+            self.happenings.append((step, happening))
         return effects
+
+    def told(self, target: NotifyTarget) -> list[str]:
+        """What the target is told: what has happened, the action, the end of the incident's key, the severity."""
+        told = []
+        for step, happening in self.happenings:
+            if is_wanted(target, step, happening, self.context.names):
+                body = json.loads(render("pagerduty", happening)[1])
+                key = body["dedup_key"].removeprefix(step.workflow.id)
+                told.append(f"{happening.what}: {body['event_action']}{key} {body['payload']['severity']}")
+        return told
 
 
 def test_a_summary_adds_the_reason_only_where_it_says_more_than_the_title() -> None:
@@ -108,6 +129,84 @@ def test_a_summary_adds_the_reason_only_where_it_says_more_than_the_title() -> N
         "The Reboot of vm-1 is approved and may start",
         "The Reboot of vm-1 has started (approved)",
         "The Reboot of vm-1 is over: completed",
+    ]
+
+
+PAGERDUTY = NotifyTarget(name="oncall", to="https://events.example.com", body="pagerduty")
+
+
+def test_a_failed_recovery_is_an_incident_of_its_own_and_the_start_resolves_what_was_before_it() -> None:
+    agent = Told(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain", "failed")
+    agent.document(started(an_event()))
+    agent.document()
+    agent.ends("resume", "failed")
+    agent.operator("resolve")
+    assert agent.told(PAGERDUTY) == [
+        "held: trigger warning",
+        "started: resolve info",
+        "recovery_failed: trigger/recovery critical",
+        "recovered: resolve/recovery info",
+    ]
+    # The ends of incidents are told in any case; see is_wanted.
+    assert agent.told(replace(PAGERDUTY, on=("recovery_failed",), when=When(status=("Scheduled",)))) == [
+        "started: resolve info",
+        "recovered: resolve/recovery info",
+    ]
+    assert agent.told(replace(PAGERDUTY, on=("seen", "preparing"), when=When(type=("Reboot",)))) == [
+        "seen: trigger info",
+        "preparing: trigger info",
+        "started: resolve info",
+        "recovered: resolve/recovery info",
+    ]
+
+
+def test_an_event_that_never_starts_is_one_incident() -> None:
+    agent = Told(a_rule(prepare=(), recover=(), approve="manual"))
+    agent.document(an_event())
+    agent.document()
+    assert agent.told(PAGERDUTY) == ["approval_needed: trigger warning", "recovered: resolve info"]
+
+
+def test_a_recovery_that_misses_a_hook_is_critical_too() -> None:
+    agent = Told(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain")
+    agent.answer()
+    agent.document(started(an_event()))
+    agent.context = replace(agent.context, hooks=("drain",))
+    agent.document()
+    assert agent.told(PAGERDUTY)[-1] == "hook_missing: trigger/recovery critical"
+    first, second = agent.happenings[-1][1].commands
+    assert first.command == "sudo scheduled-events-agent check"
+    assert second.command == "sudo scheduled-events-agent resolve A --state-dir /srv/state"
+    assert agent.happenings[-1][1].deadline is None
+
+
+@pytest.mark.parametrize("is_held_by_rule", [True, False])
+def test_what_a_rule_or_an_operator_holds_calls_nobody(*, is_held_by_rule: bool) -> None:
+    approve = "never" if is_held_by_rule else "when-prepared"
+    agent = Told(a_rule(approve=approve, prepare=("drain",), lead=NOTICE.total_seconds()))
+    agent.document(an_event())
+    if not is_held_by_rule:
+        agent.operator("held")
+    agent.ends("drain")
+    (held,) = [happening for _, happening in agent.happenings if happening.what == "held"]
+    assert held.commands == ()
+    assert agent.told(PAGERDUTY) == []
+
+
+def test_what_asks_for_a_person_says_until_when_and_what_to_type() -> None:
+    agent = Told(a_rule(prepare=("drain",)))
+    agent.document(an_event())
+    agent.ends("drain", "failed")
+    asking = {happening.what: happening for _, happening in agent.happenings if happening.commands}
+    assert list(asking) == ["held"]
+    assert asking["held"].deadline == an_event().not_before
+    assert [(one.command, one.effect) for one in asking["held"].commands] == [
+        ("sudo scheduled-events-agent retry A --state-dir /srv/state", "run drain again, then the rest"),
+        ("sudo scheduled-events-agent approve A --state-dir /srv/state", "let Azure start it as it is"),
     ]
 
 

@@ -41,7 +41,8 @@ def kind_of(annotation: Any) -> str:
         if "duration" in kinds:
             return "duration"
         if "one-or-many" in kinds:
-            item = kind_of(get_args(inner)[0])
+            many = get_args(inner)[0] if NoneType in get_args(inner) else inner
+            item = kind_of(get_args(many)[0])
             return f"{item}; or a list"
         return kind_of(inner)
     if origin is Literal:

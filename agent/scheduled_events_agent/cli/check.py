@@ -191,7 +191,7 @@ def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
     yield ""
     yield from terminal.line(f"The agent {poll}; {listen}{clear}{mode}.")
     for target in settings.notify:
-        words = f"{_when_in_words(target.when)}: when {_either(target.on).replace('_', ' ')}"
+        words = f"{_when_in_words(target.when)}: when {_either(target.kinds).replace('_', ' ')}"
         yield from terminal.line(f"It notifies {target.name} (body {target.body}). {words}.")
     if fleet := settings.fleet:
         limit = f", {plural(fleet.max_events, 'event')} at a time" if fleet.max_events else ""

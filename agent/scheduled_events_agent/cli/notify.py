@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``notify``."""
     parser.description = (
         "Sends one test notice to each service that the policy file notifies, or to the one that is named, and "
-        "prints its answer. The agent need not run. Exit code 0: all have taken it; 1: not all; 2: the policy is "
-        "not valid or has no such target."
+        "prints its answer; at PagerDuty a second one resolves the incident. The agent need not run. Exit code 0: "
+        "all have taken it; 1: not all; 2: the policy is not valid or has no such target."
     )
     parser.add_argument("word", choices=("test",), metavar="test", help="the only word there is")
     parser.add_argument("name", nargs="?", metavar="NAME", help="the target's name (default: all of them)")
@@ -73,6 +73,8 @@ def _test(target: NotifyTarget, vm: str) -> TestedTarget:
     happening = replace(SAMPLE, id=f"test-{now.timestamp():.6f}", at=now, vm=vm, event=event)
     try:
         delivered = deliver(target, happening)
+        if target.body == "pagerduty":  # end the incident that this has opened
+            delivered = deliver(target, replace(happening, id=f"{happening.id}-end", what="recovered"))
     except NoticeError as error:
         return TestedTarget(
             name=target.name, is_delivered=False, status=None, failure=str(error), answer=error.answer

@@ -47,7 +47,7 @@ from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.settings import FleetSettings, Settings, keys_for_next_start
-from scheduled_events_agent.status import PolicyInForce
+from scheduled_events_agent.status import CommandOptions, PolicyInForce
 from scheduled_events_agent.status.messages import summarize
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.web.server import WebServer
@@ -126,6 +126,9 @@ class Daemon:
             self._executor,
             describe=lambda: msgspec.json.encode(self._pages.status()),
             wish=self._wish,
+            command_options=CommandOptions(
+                prefix=host.supervisor_commands().prefix, agent=command_options, policy=policy_options
+            ),
         )
         self._poller = Poller(self._engine, self._put, self._metrics, partial(self._put, Command("look")))
         self._identifier = Identifier(self._engine, self._put, self._poller.stop_requested)

@@ -37,7 +37,7 @@ from scheduled_events_agent.log import FailureLog, get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.status import JournalEntry
+from scheduled_events_agent.status import CommandOptions, JournalEntry, Vm
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD
 from scheduled_events_agent.status.messages import pending_in_words
 from scheduled_events_agent.store import Request, Store, StoreError, WithdrawnError
@@ -99,6 +99,7 @@ class Engine:
         *,
         describe: Callable[[], bytes] = bytes,
         wish: Callable[[tuple[Wish, ...]], None] = lambda _: None,
+        command_options: CommandOptions = CommandOptions(),  # noqa: B008 - it is frozen
     ) -> None:
         """``describe``: how the agent is, for a command that asks through the store: a ``Status`` as JSON.
 
@@ -149,7 +150,7 @@ class Engine:
         self._teller = Teller(store, metrics)
         self._debug_teller = DebugTeller(self._teller.is_told)
         self._hook_runs = HookRuns(settings, store, executor, self._machine, self._teller)
-        self.notifying = Notifying(settings, store, metrics, executor)
+        self.notifying = Notifying(settings, store, metrics, executor, command_options)
         self.remembered = Remembered(store)
         self._upkeep = Upkeep(store, metrics, self._machine, self._teller)
 
@@ -359,7 +360,8 @@ class Engine:
             answers = self._answers(progression)
             steps = tuple([step for step in progression.steps if not step.is_small])
             changes = changes_by_steps(self.remembered.known, signals, steps, self.documents.unlisted, now)
-            self.notifying.commit(steps, now, answers, self.names(), self.identity.vm_id, remembered=changes)
+            vm = Vm(names=self.names(), vm_id=self.identity.vm_id)
+            self.notifying.commit(steps, progression.board, now, answers, vm, remembered=changes)
         except WithdrawnError:
             self._forget_requests()
             self._take_requests(now)

@@ -13,8 +13,10 @@ from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.notices import Happening, happenings, is_wanted
 from scheduled_events_agent.settings import Settings
+from scheduled_events_agent.status import CommandOptions, PolicyInForce, Status, Vm
+from scheduled_events_agent.status.messages import as_shown
 from scheduled_events_agent.store import NO_CHANGES, Loss, RememberedChanges, Store, StoreError, Waiting
-from scheduled_events_agent.workflow import Step
+from scheduled_events_agent.workflow import Board, Step
 
 # An event of these types may leave only seconds: its notices do not wait for a pause after a failure to end.
 _URGENT_TYPES = ("SpotRebalanceRecommendation", "Preempt", "Terminate")
@@ -25,7 +27,15 @@ _MAX_UNWRITTEN = 1000
 class Notifying:
     """For the engine's thread."""
 
-    def __init__(self, settings: Settings, store: Store, metrics: Metrics, executor: Executor) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        metrics: Metrics,
+        executor: Executor,
+        command_options: CommandOptions,
+    ) -> None:
+        self._command_options = command_options
         self._store = store
         self._metrics = metrics
         self._executor = executor
@@ -53,15 +63,18 @@ class Notifying:
     def commit(
         self,
         steps: Sequence[Step],
+        board: Board,
         now: datetime,
         answers: Mapping[int, str],
-        names: tuple[str, ...],
-        vm_id: str,
+        vm: Vm,
         *,
         remembered: RememberedChanges = NO_CHANGES,
     ) -> None:
-        """Put steps, answers, notices and what is remembered on the disk. Raises as Store.commit does."""
-        notices = self._make(steps, now, names, vm_id)
+        """Put steps, answers, notices and what is remembered on the disk. Raises as Store.commit does.
+
+        ``board``: as it is after the steps.
+        """
+        notices = self._make(steps, board, now, vm)
         try:
             lost = self._store.commit(steps, now, answers, notices, remembered)
         except StoreError as error:
@@ -78,24 +91,34 @@ class Notifying:
             self._lose(target, body, "too many waited", now)
         self._has_new = bool(notices)
 
-    def _make(
-        self, steps: Iterable[Step], now: datetime, names: tuple[str, ...], vm_id: str
-    ) -> list[tuple[str, str]]:
+    def _make(self, steps: Sequence[Step], board: Board, now: datetime, vm: Vm) -> list[tuple[str, str]]:
         """Target and body of each notice of these steps."""
         targets = self._settings.notify
         if not targets:
             return []
         notices: list[tuple[str, str]] = []
         try:
-            for step, happening in happenings(
-                steps, now, names=names, vm_id=vm_id, mode=self._settings.agent.mode
-            ):
+            for step, happening in happenings(steps, self._status(board, now, vm)):
                 body = msgspec.json.encode(happening).decode()
-                wanting = [target for target in targets if is_wanted(target, step, happening, names)]
+                wanting = [target for target in targets if is_wanted(target, step, happening, vm.names)]
                 notices += [(target.name, body) for target in wanting]
         except Exception:  # noqa: BLE001 - no event may suffer from it
             get_logger().exception("a bug in the agent: a notice is missing", log_id=LogId.NOTICES_DROPPED)
         return notices
+
+    def _status(self, board: Board, now: datetime, vm: Vm) -> Status:
+        """As much of it as notices need."""
+        options = self._command_options
+        return Status(
+            at=now,
+            health="ok",
+            vm=vm,
+            mode=self._settings.agent.mode,
+            policy=PolicyInForce(file="", read_at=now, command_options=options.policy),
+            pending=tuple(map(as_shown, board.values())),
+            command_options=options.agent,
+            command_prefix=options.prefix,
+        )
 
     def perform(self, steps: Iterable[Step]) -> None:
         """Have what was committed sent."""

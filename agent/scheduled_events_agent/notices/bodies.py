@@ -20,7 +20,11 @@ _JSON = "application/json"
 # Limits of PagerDuty's events: a summary, and a dedup key.
 _MAX_SUMMARY = 1024
 _MAX_KEY = 255
-_SEVERITIES = {"recovery_failed": "critical", "held": "warning", "started": "warning"}
+_SEVERITIES = {
+    "recovery_failed": "critical", "hook_missing": "critical", "approval_needed": "warning", "held": "warning",
+}  # fmt: skip
+# A failed recovery calls anew, also whoever has acknowledged what came before the start.
+_AFTER_START = "/recovery"
 
 
 class BodyError(ValueError):
@@ -48,6 +52,8 @@ def _data(happening: Happening) -> dict[str, Any]:
         "rule": happening.rule,
         "mode": happening.mode,
         "seconds_left": happening.seconds_left,
+        "deadline": happening.deadline,
+        "commands": happening.commands,
         "outcome": happening.outcome,
         "event": msgspec.Raw(to_azure_json(happening.event)),
     }
@@ -89,10 +95,11 @@ def _facts(happening: Happening) -> dict[str, str]:
     """What a person wants to know of it besides the title."""
     event = happening.event
     left = happening.seconds_left
+    not_before = f"{event.not_before:%Y-%m-%d %H:%M:%S} UTC" if event.not_before and left is not None else ""
     facts = {
         "Event": event.id,
         "VM": happening.vm,
-        "Not before": f"{event.not_before:%Y-%m-%d %H:%M:%S} UTC" if event.not_before and left is not None else "",
+        "Act before" if happening.deadline else "Not before": not_before,
         "Time left": f"{left} s" if left is not None else "",
         "Rule": happening.rule or "none: only observed",
         "Source": event.source,
@@ -104,6 +111,7 @@ def _facts(happening: Happening) -> dict[str, str]:
 def _slack(happening: Happening) -> dict[str, Any]:
     lines = [f"*{_title(happening)}*", *filter(None, [_addition(happening)])]
     lines += [f"{name}: {text}" for name, text in _facts(happening).items()]
+    lines += [f"`{one.command}`: {one.effect}" for one in happening.commands]
     text = "\n".join(lines)
     # Slack's control characters; without them a text from Azure cannot mention a channel.
     for character, escape in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
@@ -113,6 +121,7 @@ def _slack(happening: Happening) -> dict[str, Any]:
 
 def _teams(happening: Happening) -> dict[str, Any]:
     facts = [{"title": name, "value": text} for name, text in _facts(happening).items()]
+    facts += [{"title": one.effect, "value": one.command} for one in happening.commands]
     texts = [{"type": "TextBlock", "text": _title(happening), "weight": "Bolder", "size": "Medium", "wrap": True}]
     if addition := _addition(happening):
         texts.append({"type": "TextBlock", "text": addition, "wrap": True})
@@ -129,10 +138,12 @@ def _teams(happening: Happening) -> dict[str, Any]:
 def _pagerduty(happening: Happening, routing_key: str) -> dict[str, Any]:
     addition = _addition(happening)
     summary = f"{_title(happening)} ({addition})" if addition else _title(happening)
+    has_begun = happening.has_started and happening.what != "started"
+    suffix = _AFTER_START if has_begun else ""
     event: dict[str, Any] = {
         "routing_key": routing_key,
-        "dedup_key": happening.workflow_id[:_MAX_KEY],
-        "event_action": "resolve" if happening.what == "recovered" else "trigger",
+        "dedup_key": f"{happening.workflow_id[: _MAX_KEY - len(suffix)]}{suffix}",
+        "event_action": "resolve" if happening.what in ("started", "recovered") else "trigger",
         "payload": {
             "summary": summary[:_MAX_SUMMARY],
             "source": happening.vm or "unknown",
@@ -189,6 +200,8 @@ def _fields(happening: Happening) -> dict[str, str]:
         "description": event.description,
         "resources": ", ".join(event.resources),
         "not_before": event.not_before.isoformat() if event.not_before else "",
+        "deadline": happening.deadline.isoformat() if happening.deadline else "",
+        "commands": "\n".join(one.command for one in happening.commands),
     }
     numbers = {"seconds_left": happening.seconds_left, "duration_seconds": event.duration_seconds}
     escaped = {name: msgspec.json.encode(text).decode()[1:-1] for name, text in texts.items()}

@@ -6,10 +6,13 @@ from typing import Literal
 from uuid import uuid4
 
 import msgspec
+from msgspec.structs import replace
 
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.policy import Facts, mismatch
 from scheduled_events_agent.settings.model import NoticeWord, NotifyTarget
+from scheduled_events_agent.status import Attention, Status, SuggestedCommand
+from scheduled_events_agent.status.attention import of_events
 from scheduled_events_agent.status.messages import note_in_words
 from scheduled_events_agent.workflow import NoteKind, Step
 
@@ -18,6 +21,9 @@ _WORDS: dict[NoteKind, NoticeWord] = {
     "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
     "approval_needed": "approval_needed", "hook_missing": "hook_missing",
 }  # fmt: skip
+# These say what an operator can do.
+_ASKING: tuple[NoticeWord, ...] = ("approval_needed", "held", "hook_missing", "recovery_failed")
+_MAX_COMMANDS = 2
 
 
 class Happening(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,14 +39,19 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True):
     rule: str | None
     reason: str
     seconds_left: int | None
+    deadline: datetime | None = None
+    commands: tuple[SuggestedCommand, ...] = ()
+    """What an operator may type; empty if nothing is asked of one."""
+    has_started: bool
+    """Azure has started the event, which may be over since."""
     outcome: str
     event: ScheduledEvent
 
 
-def happenings(
-    steps: Iterable[Step], at: datetime, *, names: tuple[str, ...], vm_id: str, mode: Literal["act", "observe"]
-) -> Iterator[tuple[Step, Happening]]:
-    """What the steps have to tell, in their order."""
+def happenings(steps: Iterable[Step], status: Status) -> Iterator[tuple[Step, Happening]]:
+    """What the steps have to tell, in their order. ``status``: of the agent after the last of them."""
+    at = status.at
+    needs = {one.workflow_id: one for one in of_events(status)}
     for step in steps:
         workflow = step.workflow
         event = step.workflow.event
@@ -48,6 +59,7 @@ def happenings(
         for note in step.notes:
             if (what := _WORDS.get(note.kind)) is None:
                 continue
+            need = needs.get(workflow.id) if what in _ASKING else None
             yield (
                 step,
                 Happening(
@@ -55,24 +67,38 @@ def happenings(
                     what=what,
                     at=at,
                     workflow_id=workflow.id,
-                    vm=next(iter(names), ""),
-                    vm_id=vm_id,
-                    mode=mode,
+                    vm=next(iter(status.vm.names), ""),
+                    vm_id=status.vm.vm_id,
+                    mode="act" if status.mode == "act" else "observe",
                     rule=workflow.decision.rule,
                     reason=note_in_words(workflow, note),
                     seconds_left=int((event.not_before - at).total_seconds())
                     if is_ahead and event.not_before
                     else None,
+                    deadline=need.deadline if need else None,
+                    commands=tuple(_commands(need, status.command_prefix)) if need else (),
+                    has_started=workflow.was_started,
                     outcome=workflow.outcome,
                     event=event,
                 ),
             )
 
 
+def _commands(need: Attention, prefix: str) -> Iterator[SuggestedCommand]:
+    for one in need.commands[:_MAX_COMMANDS]:
+        yield replace(one, command=f"{prefix}{one.command}")
+
+
 def is_wanted(target: NotifyTarget, step: Step, happening: Happening, names: tuple[str, ...]) -> bool:
     """Whether the target is to hear of it."""
+    if target.body == "pagerduty":
+        if happening.what in ("started", "recovered"):
+            # They end incidents, perhaps of an event that was another one then, or of an older policy.
+            return True
+        if happening.what == "held" and not happening.commands:
+            return False  # a rule or an operator wants it so
     facts = Facts(names=names, noticed_at=step.workflow.noticed_at)
-    return happening.what in target.on and mismatch(target.when, happening.event, facts) is None
+    return happening.what in target.kinds and mismatch(target.when, happening.event, facts) is None
 
 
 _AT = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
@@ -87,6 +113,7 @@ SAMPLE = Happening(
     rule="test",
     reason='an operator sends a "test"',
     seconds_left=900,
+    has_started=False,
     outcome="",
     event=ScheduledEvent(
         id="A123BC45-1234-5678-AB90-ABCDEF123456",

@@ -103,7 +103,7 @@ def _notify_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Fin
         if target.name in names:
             yield f"{path}.name", f'another target is called "{target.name}" already'
         names.add(target.name)
-        if not target.on and f"{path}.on" in parsed.lines:
+        if target.on == () and f"{path}.on" in parsed.lines:
             yield f"{path}.on", "expected at least one; got an empty list"
         if isinstance(target.to, str) and not _URL.fullmatch(target.to):
             yield (
@@ -367,8 +367,6 @@ def _notify_doubts(settings: Settings, lines: Mapping[str, int]) -> Iterator[Fin
     for index, target in enumerate(settings.notify):
         if isinstance(target.to, str) and _UNENCRYPTED.match(target.to):
             yield f"notify[{index}].to", "the notices go over the network unencrypted: use https"
-        if target.body == "pagerduty" and "recovered" not in target.on:
-            yield f"notify[{index}].on", "without recovered no alert is ever resolved"
         yield from _glob_doubts(f"notify[{index}].when.resource", target.when.resource, lines)
 
 

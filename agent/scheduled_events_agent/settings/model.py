@@ -39,6 +39,13 @@ NoticeWord = Literal[
     "seen", "preparing", "prepared", "approval_needed", "held", "approved", "started", "recovered",
     "recovery_failed", "hook_missing",
 ]  # fmt: skip
+_TOLD: tuple[NoticeWord, ...] = (
+    "seen", "approval_needed", "held", "started", "recovered", "recovery_failed", "hook_missing",
+)  # fmt: skip
+# What else is told would open incidents at PagerDuty, and call people for nothing.
+_TOLD_TO_PAGERDUTY: tuple[NoticeWord, ...] = (
+    "approval_needed", "held", "hook_missing", "recovery_failed", "started", "recovered",
+)  # fmt: skip
 NOTICE_BODIES = ("cloudevents", "slack", "teams", "pagerduty")
 
 
@@ -143,9 +150,14 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     body: Annotated[
         str, Meta(description="cloudevents, slack, teams, pagerduty, or the absolute path of a template.")
     ] = "cloudevents"
-    on: Annotated[tuple[NoticeWord, ...], Meta(description="What to tell.", extra=ONE_OR_MANY)] = (
-        "seen", "approval_needed", "held", "started", "recovered", "recovery_failed", "hook_missing",
-    )  # fmt: skip
+    on: Annotated[
+        tuple[NoticeWord, ...] | None,
+        Meta(
+            description=f"What to tell. Default: {', '.join(_TOLD)}; with body pagerduty "
+            f"{', '.join(_TOLD_TO_PAGERDUTY)}.",
+            extra=ONE_OR_MANY,
+        ),
+    ] = None
     when: Annotated[When, Meta(description="Which events; the same conditions as in rules.")] = When()
     headers: Annotated[dict[str, str | SecretFile], Meta(description="Additional headers.")] = {}
     timeout: Annotated[
@@ -158,6 +170,13 @@ class NotifyTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ca_file: Annotated[
         str | None, Meta(description="Absolute path of the certificates to trust. Default: those of the system.")
     ] = None
+
+    @property
+    def kinds(self) -> tuple[NoticeWord, ...]:
+        """What to tell."""
+        if self.on is not None:
+            return self.on
+        return _TOLD_TO_PAGERDUTY if self.body == "pagerduty" else _TOLD
 
 
 class FleetCredential(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

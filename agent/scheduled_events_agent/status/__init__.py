@@ -11,6 +11,7 @@ from scheduled_events_agent.status.status import (
     SCHEMA_VERSION,
     Attention,
     AttentionKind,
+    CommandOptions,
     CurrentEvent,
     CurrentEvents,
     EventSummary,
@@ -35,8 +36,8 @@ from scheduled_events_agent.status.status import (
 )
 
 __all__ = [
-    "SCHEMA_VERSION", "Attention", "AttentionKind", "CurrentEvent", "CurrentEvents", "EventSummary",
-    "FleetState", "HeldEvent", "History", "HistoryItem", "HookStep", "Journal", "JournalEntry",
+    "SCHEMA_VERSION", "Attention", "AttentionKind", "CommandOptions", "CurrentEvent", "CurrentEvents",
+    "EventSummary", "FleetState", "HeldEvent", "History", "HistoryItem", "HookStep", "Journal", "JournalEntry",
     "NotifiedTarget", "OperatorAnswer", "OperatorWord", "PolicyInForce", "RunningHook", "ShownWorkflow",
     "Status", "SuggestedCommand", "TargetFailure", "Vm", "WebConfigRejected",
 ]  # fmt: skip

@@ -51,7 +51,7 @@ _CONSEQUENCES: dict[AttentionKind, str] = {
 
 def attention(status: Status) -> tuple[Attention, ...]:
     """All that needs a person, the worst first; that no agent runs comes before all else."""
-    found = [*_of_events(status), *_of_agent(status), *_of_setup(status)]
+    found = [*of_events(status), *_of_agent(status), *_of_setup(status)]
 
     def rank(one: Attention) -> tuple[bool, bool, int, float]:
         is_absence = one.kind == "unhealthy" and status.source == "state_file"
@@ -68,7 +68,8 @@ def exit_code(status: Status) -> int:
     return 0 if status.health == "ok" else 1
 
 
-def _of_events(status: Status) -> Iterator[Attention]:
+def of_events(status: Status) -> Iterator[Attention]:
+    """For what events need a person: of each of them one thing at most, in the order of ``pending``."""
     judged = [(workflow, _kind_of(status, workflow)) for workflow in status.pending]
     needed = [(workflow, kind) for workflow, kind in judged if kind is not None]
     short = short_ids([workflow.event.id for workflow in status.pending]) if needed else {}
