@@ -190,6 +190,33 @@ def test_a_lost_notification_is_shown_until_the_next_one_arrives_also_after_a_re
         assert agent.status()["notify"][0]["lost_at"] is None
 
 
+def test_doctor_names_targets_that_cannot_be_used_or_do_not_take_what_is_sent(
+    sim: Simulator, agent: Agent
+) -> None:
+    def warned() -> list[str]:
+        options = ("--config", str(agent.config), "--state-dir", str(agent.state_dir))
+        checks = json.loads(agent.run("doctor", "--json", *options).stdout)["checks"]
+        found = [check for check in checks if check["check"] == "notifications"]
+        assert {check["verdict"] for check in found} == {"warning"}
+        assert all(f"notify test {check['finding'].partition(':')[0]}" in check["advice"] for check in found)
+        return [check["finding"] for check in found]
+
+    with Receiver(lambda: "401") as denying:
+        no_secret = str(agent.directory / "no-secret")
+        missing = {"name": "missing", "to": {"file": no_secret}}
+        agent.write_policy(notify=[missing, target(denying, "denying")])
+        (without_agent,) = warned()
+        assert without_agent.startswith(f"missing: to: {no_secret}: cannot be read")
+        agent.start()
+        sim.schedule("Freeze", notice_seconds=600)
+        for name in ("missing", "denying"):
+            agent.wait_log(f"notifying {name} fails")
+        unusable, failing, denied = warned()
+        assert unusable == without_agent
+        assert re.match(r"missing: has failed since [0-9: -]+ UTC: to: ", failing)
+        assert re.fullmatch(r"denying: has failed since [0-9: -]+ UTC: it answers 401", denied)
+
+
 def test_a_test_notice_is_sent_without_an_agent_and_its_answer_is_told(agent: Agent) -> None:
     with Receiver() as good, Receiver(lambda: "400") as bad:
         agent.write_policy(vm={"name": "vm-7"}, notify=[target(good, "good"), target(bad, "bad", body="slack")])

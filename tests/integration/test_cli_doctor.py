@@ -175,7 +175,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 def test_the_service_as_it_should_be_is_well(examine: Examine, endpoint: Endpoint) -> None:
     report = examine(endpoint.url)
-    assert set(report.checks) == DOCUMENTED - {"fleet", "secrets"}, "for here is neither"
+    assert set(report.checks) == DOCUMENTED - {"fleet", "secrets", "notifications"}, "for here is none of them"
     assert report.one("endpoint").finding.startswith(f"{endpoint.url} answers, in ")
     assert {check: report.one(check) for check in OF_IMDS[1:]} == {
         "direct": Check("ok", "no sign of a proxy", ""),
@@ -439,6 +439,23 @@ def test_a_secret_that_the_services_account_cannot_read_is_named(
         loaded = service_of("daemon")._replace(has_credentials=True)
         monkeypatch.setattr(processes, "own_service", lambda: loaded)
         assert "secrets" not in examine(endpoint.url).checks
+
+
+@needs_root
+def test_a_file_of_notifications_that_the_services_account_cannot_read_is_named(
+    examine: Examine, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:  # pytest's own is for this account alone
+        place = Path(directory)
+        place.chmod(0o755)
+        url = place / "url"
+        url.write_text("https://example.com/hook")
+        url.chmod(0o600)
+        policy = f"notify: [{{name: ops, to: {{file: {url}}}}}]\n"
+        assert examine(endpoint.url, policy).one("notifications").verdict == "ok"
+        monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
+        found = examine(endpoint.url, policy).one("notifications")
+        assert (found.verdict, found.finding) == ("warning", f"ops: to.file: daemon cannot read {url}")
 
 
 @needs_root
@@ -749,12 +766,12 @@ def test_the_text_is_plain_where_no_terminal_is_and_has_what_the_json_has(
     code, out, err = run("--config", "p.yaml")
     assert (code, err) == (1, "")
     lines = out.splitlines()
-    assert lines[0].startswith("failure  endpoint  GET http://127.0.0.1:1/metadata/instance?")
-    assert lines[1].startswith("                   -> run this on the VM itself: ")
+    assert lines[0].startswith("failure  endpoint       GET http://127.0.0.1:1/metadata/instance?")
+    assert lines[1].startswith("                        -> run this on the VM itself: ")
     assert lines[2:5] == [
-        "ok       policy    p.yaml: valid",
-        "ok       hooks     the policy names no hook",
-        "ok       files     no other account can change the policy or the files that it names",
+        "ok       policy         p.yaml: valid",
+        "ok       hooks          the policy names no hook",
+        "ok       files          no other account can change the policy or the files that it names",
     ]
     assert "\x1b" not in out
 

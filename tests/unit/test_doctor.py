@@ -19,6 +19,7 @@ from scheduled_events_agent.cli.diagnosis import (
     judge_document,
     judge_name,
     judge_no_answer,
+    judge_notifications,
     judge_others,
     ok,
     warning,
@@ -28,7 +29,7 @@ from scheduled_events_agent.cli.terminal import Terminal
 from scheduled_events_agent.host.surroundings import Approver, Life
 from scheduled_events_agent.imds import Answer, ImdsError
 from scheduled_events_agent.settings import BUILT_IN_NAME, VmSettings, load_policy
-from scheduled_events_agent.status import PolicyInForce, Status, Vm
+from scheduled_events_agent.status import NotifiedTarget, PolicyInForce, Status, TargetFailure, Vm
 
 NOON = datetime(2026, 4, 11, 12, tzinfo=UTC)
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
@@ -70,7 +71,7 @@ def events(*resources: list[str]) -> Answer:
 # --- the words
 
 NOWHERE = Terminal(width=None, has_colors=False)
-WINDOW = Terminal(width=40, has_colors=True)
+WINDOW = Terminal(width=45, has_colors=True)
 
 FINDINGS = [
     ok("endpoint", "answers"),
@@ -81,28 +82,31 @@ FINDINGS = [
 
 def test_findings_are_an_aligned_list_with_what_to_do_below_each() -> None:
     assert list(in_words(FINDINGS, NOWHERE)) == [
-        "ok       endpoint  answers",
-        "warning  clock     late",
-        "                   -> set it",
-        r"failure  a         bad\x1b[2Jname",
-        "                   -> mend it",
+        "ok       endpoint       answers",
+        "warning  clock          late",
+        "                        -> set it",
+        r"failure  a              bad\x1b[2Jname",
+        "                        -> mend it",
         "1 ok, 1 warning, 1 failure",
     ]
 
 
 def test_only_the_verdict_is_coloured() -> None:
     lines = list(in_words(FINDINGS, WINDOW))
-    assert lines[:2] == ["\x1b[32mok\x1b[0m       endpoint  answers", "\x1b[1;33mwarning\x1b[0m  clock     late"]
+    assert lines[:2] == [
+        "\x1b[32mok\x1b[0m       endpoint       answers",
+        "\x1b[1;33mwarning\x1b[0m  clock          late",
+    ]
 
 
 def test_in_a_window_findings_are_broken_to_fit_it() -> None:
     finding = warning("clock", "two words and a lot more of them", "set it, or let another program set it")
     assert list(in_words([finding], WINDOW))[:-1] == [
-        "\x1b[1;33mwarning\x1b[0m  clock     two words and a lot",
-        "                   more of them",
-        "                   -> set it, or let",
-        "                      another program",
-        "                      set it",
+        "\x1b[1;33mwarning\x1b[0m  clock          two words and a lot",
+        "                        more of them",
+        "                        -> set it, or let",
+        "                           another program",
+        "                           set it",
     ]
 
 
@@ -328,6 +332,34 @@ def test_no_other_agent_is_well() -> None:
     assert list(judge_others([], is_acting=True)) == [
         ok("others", "no other agent that approves events was found")
     ]
+
+
+# --- notifications
+
+
+def a_target(**fields: Any) -> NotifiedTarget:
+    return NotifiedTarget(**{"name": "ops", "waiting": 0, "oldest_at": None, "failure": None, **fields})
+
+
+TRY = "put it right, and try it: scheduled-events-agent notify test ops --config /p.yaml"
+
+
+def test_a_target_that_cannot_be_used_fails_or_has_lost_something_is_a_warning() -> None:
+    failing = a_target(failure=TargetFailure(since=NOON, reason="it answers 401"))
+    lossy = a_target(lost=2, lost_at=NOON, lost_reason="it answers 400")
+    unusable = [("ops", "to: /nowhere: cannot be read")]
+    assert [*judge_notifications(("ops",), unusable, (failing, lossy), "--config /p.yaml")] == [
+        warning("notifications", "ops: to: /nowhere: cannot be read", TRY),
+        warning("notifications", "ops: has failed since 2026-04-11 12:00:00 UTC: it answers 401", TRY),
+        warning("notifications", "ops: 2 notifications lost since 2026-04-11 12:00:00 UTC: it answers 400", TRY),
+    ]
+
+
+def test_targets_that_are_well_are_one_finding_and_none_is_no_finding() -> None:
+    assert [*judge_notifications(("ops", "audit"), (), (a_target(),), "")] == [
+        ok("notifications", "2 targets: nothing is known to be wrong")
+    ]
+    assert [*judge_notifications((), (), (), "")] == []
 
 
 # --- the agent

@@ -17,6 +17,8 @@ from scheduled_events_agent.host.surroundings import Approver, OwnService
 from scheduled_events_agent.imds import Answer, ImdsError, ImdsErrorKind
 from scheduled_events_agent.settings import VmSettings
 from scheduled_events_agent.spelling import plural
+from scheduled_events_agent.status import NotifiedTarget
+from scheduled_events_agent.status.actions import command, quoted
 
 Verdict = Literal["ok", "warning", "failure"]
 
@@ -79,8 +81,8 @@ def failure(check: str, finding: str, advice: str) -> Finding:
 
 def in_words(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:
     """The lines to show, each as soon as there is a finding, the last of them a summary."""
-    width = len("endpoint")
-    counts = dict.fromkeys(_STYLES, 0)  # no check has a longer name
+    width = len("notifications")  # no check has a longer name
+    counts = dict.fromkeys(_STYLES, 0)
     for finding in findings:
         counts[finding.verdict] += 1
         lead = f"{finding.verdict:7}  {finding.check:{width}}  "
@@ -208,6 +210,37 @@ def judge_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> 
         f"{abs(skew):.0f} s {which} the service's: NotBefore is compared with it, so {effect}",
         "synchronize the clock with chrony or systemd-timesyncd, on Windows with w32tm",
     )
+
+
+# --- notifications
+
+
+def judge_notifications(
+    names: Sequence[str], unusable: Sequence[tuple[str, str]], told: Sequence[NotifiedTarget], options: str
+) -> Iterator[Finding]:
+    """Whether targets hear of events. ``unusable``: a target's name, and what of it cannot be used here.
+
+    ``told``: what a running agent says of them. ``options``: see ``PolicyInForce.command_options``.
+    """
+    found = [*unusable]
+    for target in told:
+        if target.failure:
+            found.append((target.name, f"has failed since {_utc(target.failure.since)}: {target.failure.reason}"))
+        if target.lost_at:
+            lost = f"{plural(target.lost, 'notification')} lost since {_utc(target.lost_at)}"
+            found.append((target.name, f"{lost}: {target.lost_reason}"))
+    for name, text in found:
+        yield warning(
+            "notifications",
+            f"{name}: {text}",
+            f"put it right, and try it: {command('notify test', quoted(name), options)}",
+        )
+    if names and not found:
+        yield ok("notifications", f"{plural(len(names), 'target')}: nothing is known to be wrong")
+
+
+def _utc(at: datetime) -> str:
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
 
 
 # --- the machine

@@ -19,10 +19,11 @@ from typing import NamedTuple, get_args
 from msgspec.structs import replace
 
 import scheduled_events_agent
-from scheduled_events_agent import __version__, host
+from scheduled_events_agent import __version__, host, notices
 from scheduled_events_agent.api_version import ask_best, versions_to_ask
 from scheduled_events_agent.cli import add_state_options, diagnosis
 from scheduled_events_agent.cli.diagnosis import START, UNMASK, Finding, failure, ok, warning
+from scheduled_events_agent.cli.operator import config_option
 from scheduled_events_agent.cli.status import ask_status
 from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
 from scheduled_events_agent.events import ApiVersion
@@ -33,13 +34,14 @@ from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.settings import (
     ConfigError,
     Loaded,
+    NotifyTarget,
     Settings,
     VmSettings,
     find_config,
     load_policy,
     state_dir_of,
 )
-from scheduled_events_agent.settings.files import Use, check_files, exposed_secrets, exposures
+from scheduled_events_agent.settings.files import Use, check_files, exposed_secrets, exposures, files_of_target
 from scheduled_events_agent.settings.model import is_foreign_path
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import Status
@@ -60,9 +62,10 @@ _RELOAD = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``doctor``."""
     parser.description = (
-        "Looks at the metadata service, the clock, the policy, hooks, state, service, and at other agents that "
-        "approve events, and says what to do. Approves nothing, runs no hook, changes nothing on this machine; "
-        "with a fleet it writes a row to its table and deletes it. Exit code 0: no failure; 1: a check failed."
+        "Looks at the metadata service, the clock, the policy, hooks, notifications, state, service, and at other "
+        "agents that approve events, and says what to do. Approves nothing, runs no hook, changes nothing on this "
+        "machine; with a fleet it writes a row to its table and deletes it. Exit code 0: no failure; 1: a check "
+        "failed."
     )
     add_state_options(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -125,6 +128,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
 
         time.sleep(_SPACING_SECONDS)
         yield fleet.examine(settings, settings.fleet, account)
+    yield from _look_at_notifications(loaded, agent.status, account)
     yield _look_at_state(state_dir, account, is_in_use=agent.pid is not None)
     yield _look_at_disk(state_dir)
     if agent.lock_fault:
@@ -367,6 +371,38 @@ def _look_at_files(loaded: Loaded, account: str | None, *, is_root_service: bool
         if is_root_service:
             what = "the policy, the files that it names, or the agent's own code"
         yield ok("files", f"no other account can change {what}")
+
+
+def _look_at_notifications(loaded: Loaded | None, status: Status | str, account: str | None) -> Iterator[Finding]:
+    """``account``: the service's, if it is not that of this process. ``status``: of the agent, if it answers."""
+    targets = loaded.settings.notify if loaded is not None else ()
+    told = status.notify if isinstance(status, Status) else ()
+    unusable: list[tuple[str, str]] = []
+    if account is None or host.is_privileged():
+        for target in targets:
+            unusable += [(target.name, text) for text in _target_faults(target, account)]
+    elif targets:
+        what = f"the agent runs as {account}, and {host.account_name()} cannot tell what that account may read"
+        yield warning("notifications", what, _AS_AGENT)
+    options = ""
+    if isinstance(status, Status) and status.policy is not None:
+        options = status.policy.command_options
+    elif loaded is not None:
+        options = config_option(Path(loaded.name))
+    yield from diagnosis.judge_notifications([target.name for target in targets], unusable, told, options)
+
+
+def _target_faults(target: NotifyTarget, account: str | None) -> Iterator[str]:
+    """What of the target the account cannot use; each fault once."""
+    yield from dict.fromkeys(fault for _, fault in notices.doubts([target]))
+    if account is None:
+        return
+    for key, file in files_of_target(target):
+        try:
+            if file.exists() and (fault := processes.access_fault(file, "read", account)):
+                yield f"{key}: {fault}"
+        except (host.HostError, OSError) as error:
+            yield f"{key}: {error}"
 
 
 def _own_code_fault() -> str | None:
