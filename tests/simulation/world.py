@@ -87,6 +87,7 @@ _TARGETS = ("chat", "pager")
 _NEWS: dict[NoteKind, NoticeWord] = {
     "seen": "seen", "preparing": "preparing", "prepared": "prepared", "held": "held", "approved": "approved",
     "started": "started", "closed": "recovered", "recovery_failed": "recovery_failed",
+    "approval_needed": "approval_needed", "hook_missing": "hook_missing",
 }  # fmt: skip
 # So long a run that is in the way of an eviction may take at most to end, and a little more.
 _URGENT_SECONDS = 1.5
