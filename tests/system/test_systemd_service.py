@@ -333,7 +333,7 @@ def test_a_reload_with_a_bad_policy_fails_says_why_and_leaves_the_old_one_in_for
     assert "Job for scheduled-events-agent.service failed." in done.stderr
     assert service.show("ActiveState") == "active"
     assert service.show("NRestarts") == "0"
-    service.wait_status("the policy file was refused, the one from before is in force; nothing is pending")
+    service.wait_status("The policy file is rejected: ")
     refusal = service.wait_log("the policy file is refused; the old policy stays in force")
     assert "rules[0].approve: expected one of immediately, when-prepared, manual, never" in refusal["reason"]
     sim.schedule("Reboot", source="User", notice_seconds=600)
@@ -343,7 +343,7 @@ def test_a_reload_with_a_bad_policy_fails_says_why_and_leaves_the_old_one_in_for
     service.reload()
     assert service.log("the policy file was read again", rules="other")
     machine = service.machine
-    machine.wait_for(lambda: "refused" not in service.show("StatusText"), "the refusal was forgotten")
+    machine.wait_for(lambda: "rejected" not in service.show("StatusText"), "the refusal was forgotten")
 
 
 def test_a_stop_lets_a_running_hook_end_and_it_is_not_run_again(service: Service, sim: Simulator) -> None:
@@ -615,7 +615,7 @@ def test_strict_serves_its_pages_with_a_key_that_only_its_account_can_read(
         service.wait_status(f"{key}: cannot be read: No such file or directory")
         machine.run(*install, f"{ETC}/credentials/key", key)
         # It is up without its pages, too.
-        service.wait_status(f"its pages are not shown (cannot listen on {address}: Address already in use")
+        service.wait_status(f"The pages are not shown: cannot listen on {address}: Address already in use")
     service.wait_log("the pages are shown now")
     (tmp_path / "server.pem").write_bytes(machine.path(f"{ETC}/server.pem").read_bytes())
     context = ssl.create_default_context(cafile=str(tmp_path / "server.pem"))
@@ -634,7 +634,7 @@ def test_strict_is_spoken_to_by_root_who_leaves_nothing_in_its_way(strict: Servi
     strict.systemctl("stop")
     machine.run("sh", "-c", f"rm -f {state}/state.db-*")  # whoever opens the state now makes these anew
     told = machine.run("scheduled-events-agent", "status", check=False)
-    assert (told.returncode, event[:8] in told.stdout) == (1, True)
+    assert (told.returncode, event[:8] in told.stdout) == (3, True)
     assert event in machine.run("scheduled-events-agent", "history").stdout
     owners = machine.run("sh", "-c", f"stat -c %U {state} {state}/*").stdout.split()
     assert set(owners) == {"scheduled-events-agent"}
