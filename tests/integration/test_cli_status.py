@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from scheduled_events_agent import __version__, cli, host
-from scheduled_events_agent.cli import operator
+from scheduled_events_agent.cli import operator, terminal
 from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.policy import Decision
 from scheduled_events_agent.settings import CONFIG_VARIABLE
@@ -404,10 +404,12 @@ def test_why_an_event_waits_is_in_json_as_a_value_and_in_words(state_dir: Path, 
 def test_an_agent_that_does_not_answer_is_named(
     state_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", 0.2)
+    monkeypatch.setattr(operator, "_ANSWER_WITHIN_SECONDS", 0.5)
+    monkeypatch.setattr(terminal, "_SLOW_SECONDS", 0.05)
     with an_agent(state_dir, None):
-        code, out, _ = run("status", "--state-dir", str(state_dir))
+        code, out, err = run("status", "--state-dir", str(state_dir))
     assert code == 1
+    assert err == "waits for the agent, which does not answer yet; gives up after twelve seconds\n"
     assert re.match(r"ACT  The agent \(pid \d+\) does not answer\. ", out)
     assert host.supervisor_commands().status in out
     assert "it was killed" not in out

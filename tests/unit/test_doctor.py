@@ -29,7 +29,7 @@ from scheduled_events_agent.cli.terminal import Terminal
 from scheduled_events_agent.host.surroundings import Approver, Life
 from scheduled_events_agent.imds import Answer, ImdsError
 from scheduled_events_agent.settings import BUILT_IN_NAME, VmSettings, load_policy
-from scheduled_events_agent.status import NotifiedTarget, PolicyInForce, Status, TargetFailure, Vm
+from scheduled_events_agent.status import Attention, NotifiedTarget, PolicyInForce, Status, TargetFailure, Vm
 
 NOON = datetime(2026, 4, 11, 12, tzinfo=UTC)
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
@@ -393,6 +393,17 @@ def test_an_agent_that_is_well_and_does_not_do_what_the_policy_says_is_doubted(
     runs = f"runs (pid 17), version {fields.get('version', __version__)}"
     assert found.verdict == ("warning" if doubt else "ok")
     assert found.finding == (f"{runs}, {doubt}" if doubt else runs)
+
+
+def test_an_agent_that_needs_an_operator_is_a_warning() -> None:
+    held = Attention(
+        kind="prepare_failed", severity="act", since=None, message="The Reboot of vm-1 is held: it failed."
+    )
+    broken = Attention(kind="policy_rejected", severity="fix", since=None, message="The policy file is rejected.")
+    for attention, expected in (((held, broken), "warning"), ((broken,), "ok")):
+        found = judge_agent("17", msgspec.structs.replace(STATUS, attention=attention), None)
+        assert found.verdict == expected
+        assert (held.message in found.finding) == (expected == "warning")
 
 
 def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
