@@ -11,7 +11,7 @@ from scheduled_events_agent.engine.parts import Executor, NoticeEnded
 from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.notices import Happening, happenings, is_wanted
+from scheduled_events_agent.notices import Happening, happenings, has_news, is_wanted
 from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.status import CommandOptions, PolicyInForce, Status, Vm
 from scheduled_events_agent.status.messages import as_shown
@@ -94,7 +94,7 @@ class Notifying:
     def _make(self, steps: Sequence[Step], board: Board, now: datetime, vm: Vm) -> list[tuple[str, str]]:
         """Target and body of each notice of these steps."""
         targets = self._settings.notify
-        if not targets:
+        if not targets or not any(map(has_news, steps)):
             return []
         notices: list[tuple[str, str]] = []
         try:

@@ -16,9 +16,9 @@ from scheduled_events_agent.notices.delivery import (
     deliver,
     doubts,
 )
-from scheduled_events_agent.notices.happening import SAMPLE, Happening, happenings, is_wanted
+from scheduled_events_agent.notices.happening import SAMPLE, Happening, happenings, has_news, is_wanted
 
 __all__ = [
     "NOTICE_ERROR_KINDS", "SAMPLE", "BodyError", "Delivered", "Happening", "NoticeError",
-    "deliver", "doubts", "happenings", "is_wanted", "render",
+    "deliver", "doubts", "happenings", "has_news", "is_wanted", "render",
 ]  # fmt: skip

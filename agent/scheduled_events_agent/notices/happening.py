@@ -48,6 +48,11 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True):
     event: ScheduledEvent
 
 
+def has_news(step: Step) -> bool:
+    """Whether there is anything to tell of it."""
+    return any(note.kind in _WORDS for note in step.notes)
+
+
 def happenings(steps: Iterable[Step], status: Status) -> Iterator[tuple[Step, Happening]]:
     """What the steps have to tell, in their order. ``status``: of the agent after the last of them."""
     at = status.at
