@@ -7,7 +7,7 @@ start at 0 for each of their labels: Prometheus sees no increase in a counter th
 """
 
 from collections import Counter as Counting
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
 from time import time
@@ -215,7 +215,7 @@ class Metrics:
             for labels in product(*words):
                 family.labels(*labels)
 
-    def set_attention(self, found: Iterable[Attention]) -> None:
+    def set_attention(self, found: Sequence[Attention]) -> None:
         """Show how much of each kind needs a person, and until when."""
         counts = Counting(one.kind for one in found)
         for kind in ATTENTION_KINDS:

@@ -54,6 +54,7 @@ def test_an_event_that_waits_for_an_operator_is_told_once_and_to_all(agent: Agen
         agent.wait_until(lambda: receiver.taken, "it was notified")
         line = agent.wait_log("approval needed")
         assert line["level"] == "warning"
+        assert line["command"].startswith(f"scheduled-events-agent approve {event}")
         (entry,) = [text for kind, text in agent.journal("kind", "text") if kind == "approval_needed"]
         assert entry.startswith("an operator must approve it before ")
         agent.kill()

@@ -233,7 +233,7 @@ def test_while_the_service_is_away_the_agent_lives_and_says_so_and_then_goes_on(
         lambda: (page := agent.get("/healthz"))[0] == 503 and page, "it was unhealthy"
     ) or (0, "")
     assert status == 503
-    assert text.startswith("no poll has succeeded for ")
+    assert text.startswith("no poll has succeeded since ")
     back = agent.wait_log("polling the metadata service works again")
     kinds = [line["kind"] for line in agent.log("polling the metadata service fails")]
     assert back["failures"] == len(kinds)

@@ -318,8 +318,7 @@ def test_what_is_wrong_comes_first_and_the_exit_code_is_1(state_dir: Path, run: 
     code, out, _ = answered(state_dir, ill, run)
     assert code == 1
     assert out == (
-        "ACT  No poll has succeeded for 61s: timed out. "
-        "Until that is mended, no event is prepared for, approved or recovered from.\n"
+        "ACT  No poll has succeeded for 61s: timed out.\n"
         "     scheduled-events-agent doctor  look for what is wrong\n"
         "\n"
         "FIX  The policy file is rejected: policy.yaml:3: rules: expected a list. "
@@ -358,7 +357,7 @@ def test_without_an_agent_it_is_told_what_the_state_file_says(state_dir: Path, r
     doctor = f"scheduled-events-agent doctor --state-dir {state_dir}"
     width = max(len(line) for line in (supervisor.start, supervisor.log, doctor))
     assert without_ages(out) == (
-        "ACT  No agent runs. Until that is mended, no event is prepared for, approved or recovered from.\n"
+        "ACT  No agent runs. Until one does, no event is prepared for, approved or recovered from.\n"
         f"     {supervisor.start.ljust(width)}  start it\n"
         f"     {supervisor.log.ljust(width)}  show the end of its log\n"
         f"     {doctor.ljust(width)}  look for what is wrong\n"
@@ -410,7 +409,7 @@ def test_an_agent_that_does_not_answer_is_named(
         code, out, err = run("status", "--state-dir", str(state_dir))
     assert code == 1
     assert err == "waits for the agent, which does not answer yet; gives up after twelve seconds\n"
-    assert re.match(r"ACT  The agent \(pid \d+\) does not answer\. ", out)
+    assert re.match(r"ACT  The agent \(pid \d+\) does not answer\.\n", out)
     assert host.supervisor_commands().status in out
     assert "it was killed" not in out
 

@@ -23,6 +23,7 @@ from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.settings import NotifyTarget, Settings
 from scheduled_events_agent.simulator import Simulator
+from scheduled_events_agent.status import CommandOptions
 from scheduled_events_agent.store import FILE_NAME, Store, StoreError, WithdrawnError, file
 
 NOW = datetime(2026, 3, 2, 12, 0, tzinfo=UTC)
@@ -131,7 +132,7 @@ def test_records_about_the_agent_are_kept_until_the_lock_ends(store: Store) -> N
 
 
 def test_of_very_many_records_the_latest_are_kept(store: Store) -> None:
-    teller = Teller(store, Metrics(tuple))
+    teller = Teller(store, Metrics(tuple), CommandOptions())
     with locked(store):
         for number in range(150):
             teller.record("note", str(number), NOW)

@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from scheduled_events_agent import host
 from scheduled_events_agent import store as store_module
 from scheduled_events_agent.engine import Executor, Machine, NoticeEnded
+from scheduled_events_agent.engine.engine import unclean_starts
 from scheduled_events_agent.engine.notifying import Notifying
 from scheduled_events_agent.engine.telling import Teller
 from scheduled_events_agent.engine.upkeep import Upkeep
@@ -479,7 +480,7 @@ def test_without_its_directory_the_upkeep_reports_that_and_goes_on(tmp_path: Pat
     directory = tmp_path / "state"
     host.create_private_dir(directory)
     store, metrics = Store.open(directory, NOW), Metrics(tuple)
-    upkeep = Upkeep(store, metrics, Machine(), Teller(store, metrics))
+    upkeep = Upkeep(store, metrics, Machine(), Teller(store, metrics, CommandOptions()))
     shutil.rmtree(directory)  # a cleaner of directories, or a backup that is restored
     with structlog.testing.capture_logs() as logs:
         upkeep.tidy(time.monotonic() + 1.0)
@@ -762,3 +763,16 @@ def test_the_log_is_cut_back_when_somebody_who_has_read_for_long_is_gone(store: 
     for _ in range(100):  # one to move everything into the file, the next to begin the log anew
         store.record("note", "x" * 60_000, NOW)
     assert log.stat().st_size < 6 * 2**20
+
+
+def test_starts_after_a_crash_are_counted_though_the_first_crash_was_long_ago(tmp_path: Path) -> None:
+    store = Store.open(tmp_path, NOW)
+    for minutes, kind in ((70, "agent_started"), (40, "agent_started"), (30, "pause"), (20, "agent_started")):
+        store.record(kind, "it", NOW - timedelta(minutes=minutes), detail="boot")
+    notes = store.load_starts_and_stops(NOW - timedelta(hours=1))
+    store.close()
+    assert [note.at for note in notes] == [NOW - timedelta(minutes=minutes) for minutes in (70, 40, 20)]
+    assert unclean_starts(notes, "boot", NOW) == (*(note.at for note in notes[1:]), NOW)
+    assert unclean_starts(notes, "another boot", NOW) == ()
+    stop = replace(notes[-1], kind="agent_stopped", at=NOW)
+    assert unclean_starts([*notes, stop], "boot", NOW) == tuple(note.at for note in notes[1:])

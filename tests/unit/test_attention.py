@@ -53,7 +53,9 @@ def target(**fields: Any) -> NotifiedTarget:
 LOST_HOOK = {"waits": Waits(kind="lost_hook", detail="resume")}
 MANUAL = a_workflow(decision={"approve": "manual"}, phase="prepared", approval_needed_since=NOW)
 UNRECOVERED = recovering(
-    phase="recovery_failed", recover=replace(FAILED, failed_hook="resume"), waits_for="hook resume: exit code 1"
+    phase="recovery_failed",
+    recover=replace(FAILED, failed_hook="resume", failure="hook resume: exit code 1"),
+    waits_for="hook resume: exit code 1",
 )
 # Kind, severity, message, the first command and whether it has a deadline; of the table in docs/operations.md.
 NEEDED: dict[str, tuple[Status, str, str, str]] = {
@@ -189,6 +191,9 @@ WANTED = {
     "of another VM": a_workflow(decision={"affects": "others"}),
     "an id that cannot be sent back": a_workflow(phase="held", waits=Waits(kind="id")),
     "two failed approvals": a_workflow(phase="prepared", approval=Approval(failures=2)),
+    "approvals that failed before a hold": a_workflow(
+        phase="held", operator="held", waits=Waits(kind="held"), approval=Approval(failures=3)
+    ),
     "under way": a_workflow(phase="started", event={"status": "Started"}, was_started=True),
     "recovers": recovering(),
     "waits for another event": recovering(waits=Waits(kind="other_event", detail="B")),
@@ -220,17 +225,28 @@ def test_the_worst_comes_first_and_that_no_agent_runs_before_all_else() -> None:
     status = a_status(
         pending=(MANUAL, later, held(), UNRECOVERED),
         policy=replace(POLICY, refused="bad", refused_at=NOW),
-        health=("no poll has succeeded for 61s",),
+        health=("no poll has succeeded since 22:10:59 UTC",),
     )
     assert [one.kind for one in attention(status)] == [
         "recovery_failed", "prepare_failed", "prepare_failed", "approval_needed", "unhealthy", "policy_rejected",
     ]  # fmt: skip
     assert [one.event_id for one in attention(status)[1:3]] == ["602D9444", "later"]
     absent = replace(status, source="state_file", mode=None, health=("no agent runs",), supervisor_commands=(LOG,))
+    assert "is prepared for" in attention(absent)[0].consequence
     first, *rest = attention(absent)
     assert (first.message, first.commands) == ("No agent runs.", (LOG,))
     assert rest[0].kind == "recovery_failed"
     assert exit_code(with_words(absent)) == 3
+
+
+def test_a_failed_preparation_needs_a_person_also_while_one_document_lacks_the_event() -> None:
+    missing = held(waits=Waits(kind="missing"), waits_for="it is not in the last document")
+    assert one_of(of_event(missing)).message == "The Reboot of web-1 is held: hook drain: exit code 7."
+
+
+def test_an_event_without_an_id_can_have_its_hook_run_again() -> None:
+    found = one_of(of_event(held(event={"id": "", "resources": ("web-1",)})))
+    assert [one.effect for one in found.commands] == ["run drain again, then the rest"]
 
 
 def test_the_consequence_says_what_happens_if_no_person_acts() -> None:

@@ -133,7 +133,7 @@ def test_a_failed_recovery_is_told_with_the_commands_that_solve_it() -> None:
     [
         ({"phase": "held", "waits_for": "hook drain failed"}, "Reboot is held: hook drain failed", "busy"),
         (
-            {"phase": "recovery_failed", "is_over": True, "waits_for": "hook load: exit code 3"},
+            {"phase": "recovery_failed", "is_over": True, "recover": Progress(failure="hook load: exit code 3")},
             "Recovery from the Reboot of vm-1 failed: hook load: exit code 3.",
             "bad",
         ),

@@ -10,7 +10,7 @@ from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.workflow import Reconsider
 
 MANUAL = a_rule(approve="manual")
-WHY = "an operator must approve it before 2026-03-02T12:15:00Z: rule impactful leaves it to an operator"
+WHY = "an operator must approve it before 12:15:00 UTC: rule impactful leaves it to an operator"
 
 
 def noted(agent: Agent) -> list[str]:
@@ -85,7 +85,7 @@ def test_what_makes_it_needed(rule: Any, event: ScheduledEvent, context: dict[st
     agent = Agent(rule, **context)
     agent.document(event)
     assert any(one.approval_needed_since for one in agent.board.values()) == bool(why)
-    assert [text.partition(": ")[2].partition(", and what")[0] for text in noted(agent)] == [why] * bool(why)
+    assert [text.partition(" UTC: ")[2].partition(", and what")[0] for text in noted(agent)] == [why] * bool(why)
 
 
 def test_it_is_noted_when_the_agent_begins_to_act() -> None:

@@ -21,7 +21,7 @@ from scheduled_events_agent.events import Affects, ScheduledEvent
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import Attention, JournalEntry, ShownWorkflow, Status, SuggestedCommand, Vm
 from scheduled_events_agent.status.actions import command, quoted, short_ids, words_of_use
-from scheduled_events_agent.status.attention import exit_code
+from scheduled_events_agent.status.attention import NO_AGENT, exit_code
 from scheduled_events_agent.status.messages import (
     activity,
     as_shown,
@@ -34,7 +34,6 @@ from scheduled_events_agent.status.messages import (
 from scheduled_events_agent.status.summaries import with_words
 from scheduled_events_agent.store import Store, StoreError, notified
 
-_NO_AGENT = "no agent runs"
 _AGENT_IS_SLOW = "waits for the agent, which does not answer yet; gives up after twelve seconds"
 # How many VMs of an event are named; there may be a hundred.
 _SHOWN_NAMES = 8
@@ -92,7 +91,7 @@ def _options(arguments: argparse.Namespace, state_dir: Path) -> str:
 def _look(arguments: argparse.Namespace, state_dir: Path) -> Status:
     """What the agent says, or else its state file. Raises AgentError if there is neither."""
     pid = find_agent(state_dir)
-    answer = _NO_AGENT if pid is None else ask_status(state_dir, pid)
+    answer = NO_AGENT if pid is None else ask_status(state_dir, pid)
     if isinstance(answer, Status):
         return answer
     return with_words(
@@ -155,7 +154,8 @@ def _load_outputs(state_dir: Path, status: Status) -> Outputs:
 def _status(status: Status, outputs: Outputs, terminal: Terminal) -> Iterator[str]:
     for index, one in enumerate(status.attention):
         yield from [""] if index else []
-        yield from _attention(one, outputs.get(one.workflow_id, ()), status.at, terminal)
+        is_of_hook = one.kind in ("prepare_failed", "recovery_failed")
+        yield from _attention(one, outputs.get(one.workflow_id, ()) if is_of_hook else (), status.at, terminal)
     if not status.attention:
         yield from terminal.line(status.headline, _TONES[status.tone])
     needed = {one.workflow_id for one in status.attention}
@@ -221,7 +221,7 @@ def _last_known_rows(status: Status) -> Iterator[Row]:
     yield Row("source", f"all but the first lines is what {status.state_file} says")
     for note in status.agent_log:
         yield Row("agent", _life(note, status.at))
-    if status.health == (_NO_AGENT,) and status.agent_log and status.agent_log[-1].kind == "agent_started":
+    if status.health == (NO_AGENT,) and status.agent_log and status.agent_log[-1].kind == "agent_started":
         why = "it was killed, the machine went down, or its disk was full"
         yield Row("", f"and did not say that it stopped: {why}", "yellow")
     for target in status.notify:

@@ -347,7 +347,7 @@ class Daemon:
             case PolicyRead():
                 self._enforce(item)
             case Command(word="reload"):
-                self._service.tell("reloading", "reads the policy file again")
+                self._service.tell("reloading", self._describe())
                 self._reload_requested.set()
 
     # --- the service manager
@@ -380,7 +380,7 @@ class Daemon:
         parts += [needs[0].message.removesuffix(".")] if needs else []
         if self._engine.settings.agent.mode == "observe":
             parts.append("only observes")
-        if self._poller.failure:
+        if self._poller.failure and not any(self._poller.failure in part for part in parts):
             parts.append(f"polling fails ({self._poller.failure})")
         board = self._engine.board
         parts += [summarize(workflow) for workflow in islice(board.values(), _MOST_DESCRIBED)]

@@ -162,7 +162,9 @@ class Pages:
             problems.append(f"the poller has given no sign of life for {overdue:.0f}s")
         since_poll = now - (self._poller.succeeded or self._started)
         if since_poll > self._engine.settings.agent.healthy_within:
-            problems.append(f"no poll has succeeded for {since_poll:.0f}s: {self._poller.failure or 'it hangs'}")
+            since = self._poller.succeeded_at or self._started_at
+            why = self._poller.failure or "it hangs"
+            problems.append(f"no poll has succeeded since {since:%Y-%m-%d %H:%M:%S} UTC: {why}")
         if self.failure:  # for the command status, which asks through the state file
             problems.append(f"the pages are not shown: {self.failure}")
         return problems
@@ -248,7 +250,8 @@ class Pages:
         now = datetime.now(UTC)
         supervisor = host.supervisor_commands()
         problems = self._health_problems()
-        self._unhealthy_since = (self._unhealthy_since or now) if problems else None
+        unhealthy_since = (self._unhealthy_since or now) if problems else None
+        self._unhealthy_since = unhealthy_since
         return Status(
             at=now,
             state_file=str(self._state_dir / FILE_NAME),
@@ -260,7 +263,7 @@ class Pages:
             mode=engine.settings.agent.mode,
             ready=is_ready(engine.board),
             health=tuple(problems) if problems else "ok",
-            unhealthy_since=self._unhealthy_since,
+            unhealthy_since=unhealthy_since,
             web_config_rejected=self._web_config_rejected,
             policy=self.policy,
             rules=tuple([rule.name for rule in engine.settings.rules]),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from scheduled_events_agent.log import get_logger, is_debugging
+from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.policy import Facts, passed_over
 from scheduled_events_agent.status.messages import wait_in_words
 from scheduled_events_agent.workflow import Board, Context, Step, Workflow, gate_answers
@@ -23,6 +24,12 @@ class DebugTeller:
         if not is_debugging():
             self._answers.clear()
             return
+        try:
+            self._tell(steps, board, context)
+        except Exception:  # noqa: BLE001 - what is told for looking into must not stop the agent
+            self._log.exception("a bug in the agent: debug lines are missing", log_id=LogId.EVENT_FAULT)
+
+    def _tell(self, steps: Iterable[Step], board: Board, context: Context) -> None:
         for step in steps:
             is_decided = any(note.kind == "decided" for note in step.notes)
             if is_decided and self._is_told(step.workflow.id):

@@ -147,7 +147,7 @@ class Engine:
         """Holds that count, and are answered when it is known whether Azure takes the approval under way."""
         self._document_at: datetime | None = None
         self._store_failures = FailureLog("writing the state file", LogId.STATE_NOT_WRITTEN, LogId.STATE_WRITTEN)
-        self._teller = Teller(store, metrics)
+        self._teller = Teller(store, metrics, command_options)
         self._debug_teller = DebugTeller(self._teller.is_told)
         self._hook_runs = HookRuns(settings, store, executor, self._machine, self._teller)
         self.notifying = Notifying(settings, store, metrics, executor, command_options)
@@ -171,7 +171,9 @@ class Engine:
                 set_aside=str(self._store.set_aside),
             )
             self._store.record("state_lost", f"the damaged state file is now {self._store.set_aside}", now)
-        self.unclean_starts = unclean_starts(self._store.load_notes(since=now - _LOOK_BACK), self.boot_id, now)
+        self.unclean_starts = unclean_starts(
+            self._store.load_starts_and_stops(now - _LOOK_BACK), self.boot_id, now
+        )
         what = f"version {__version__}, mode {self.settings.agent.mode}"
         self._store.record("agent_started", what, now, detail=self.boot_id)
         self.agent_log = tuple(self._store.load_life())

@@ -7,6 +7,8 @@ from datetime import datetime
 from scheduled_events_agent.log import FailureLog, get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
+from scheduled_events_agent.status import CommandOptions
+from scheduled_events_agent.status.actions import command, quoted
 from scheduled_events_agent.status.messages import note_in_log, note_in_words
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.workflow import Note, Step, Workflow
@@ -17,14 +19,15 @@ _TOLD_OF_MANY = 3
 # Records that wait until the journal can be written; of more, the oldest go.
 _MAX_UNWRITTEN = 100
 _LOUD_NOTES = ("held", "without_slot", "hook_missing", "approval_needed", "approval_failed", "recovery_failed")
-# An operator must act on these: the log has them for every event.
+# Of what this VM is out of service for, the log has every event.
 _NEVER_LEFT_OUT = ("hook_missing", "recovery_failed")
 
 
 class Teller:
     """Of very many events at once the log has only a few; journal and metrics have all of them."""
 
-    def __init__(self, store: Store, metrics: Metrics) -> None:
+    def __init__(self, store: Store, metrics: Metrics, command_options: CommandOptions) -> None:
+        self._command_options = command_options
         self._store = store
         self._metrics = metrics
         self._log = get_logger()
@@ -48,6 +51,8 @@ class Teller:
             "rule": workflow.decision.rule,
             "phase": workflow.phase,
         }
+        if note.kind == "approval_needed":
+            fields["command"] = command("approve", quoted(workflow.event.id), self._command_options.agent)
         if note.hook:
             fields |= {"hook": note.hook, "stage": note.stage}
         ended = LogId.HOOK_FAILED if is_bad else LogId.HOOK_SUCCEEDED

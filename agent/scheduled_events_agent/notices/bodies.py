@@ -23,7 +23,7 @@ _MAX_KEY = 255
 _SEVERITIES = {
     "recovery_failed": "critical", "hook_missing": "critical", "approval_needed": "warning", "held": "warning",
 }  # fmt: skip
-# A failed recovery calls anew, also whoever has acknowledged what came before the start.
+# A failed recovery calls again, also if what came before the start was acknowledged.
 _AFTER_START = "/recovery"
 
 
@@ -71,8 +71,11 @@ def _addition(happening: Happening) -> str:
         "approved": "Azure has taken the approval",
         "started": "has started",
         "recovered": f"is over: {happening.outcome}",
+        "recovery_failed": "recovery failed",
     }.get(happening.what, "")
-    addition = happening.reason.removeprefix(in_title).lstrip(" ,:")
+    if happening.what == "approval_needed":
+        return happening.reason.partition(" UTC: ")[2] or happening.reason.partition(": ")[2]
+    addition = happening.reason.removeprefix(in_title).removesuffix(": retry or resolve it").lstrip(" ,:")
     if addition.startswith("("):
         addition = addition.removeprefix("(").removesuffix(")")
     return addition

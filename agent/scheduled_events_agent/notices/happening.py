@@ -42,6 +42,8 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True):
     deadline: datetime | None = None
     commands: tuple[SuggestedCommand, ...] = ()
     """What an operator may type; empty if nothing is asked of one."""
+    is_needed: bool = False
+    """Whether a person is needed for it."""
     has_started: bool
     """Azure has started the event, which may be over since."""
     outcome: str
@@ -81,6 +83,7 @@ def happenings(steps: Iterable[Step], status: Status) -> Iterator[tuple[Step, Ha
                     if is_ahead and event.not_before
                     else None,
                     deadline=need.deadline if need else None,
+                    is_needed=need is not None,
                     commands=tuple(_commands(need, status.command_prefix)) if need else (),
                     has_started=workflow.was_started,
                     outcome=workflow.outcome,
@@ -100,7 +103,7 @@ def is_wanted(target: NotifyTarget, step: Step, happening: Happening, names: tup
         if happening.what in ("started", "recovered"):
             # They end incidents, perhaps of an event that was another one then, or of an older policy.
             return True
-        if happening.what == "held" and not happening.commands:
+        if happening.what == "held" and not happening.is_needed:
             return False  # a rule or an operator wants it so
     facts = Facts(names=names, noticed_at=step.workflow.noticed_at)
     return happening.what in target.kinds and mismatch(target.when, happening.event, facts) is None

@@ -28,8 +28,10 @@ def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
     is_open = event.status == "Scheduled" and not (workflow.is_over or workflow.was_started)
     if is_open and event.is_recommendation:
         return _overruling_preparation(workflow)
-    if not is_open or event.approval_fault or decision.affects not in ("self", "shared"):
+    if not is_open or decision.affects not in ("self", "shared"):
         return ()
+    if event.approval_fault:
+        return ("retry",) if workflow.prepare.state == "failed" else ()
     if workflow.approval.state == "confirmed":
         return ("retry",) if workflow.prepare.state == "failed" else ()
     if workflow.operator == "held":

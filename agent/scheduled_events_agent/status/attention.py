@@ -38,6 +38,9 @@ _MESSAGES: dict[AttentionKind, str] = {
     "not_acting": "{The_event} is over, and what was prepared stays prepared: the agent only observes.",
     "approval_failing": "Azure does not take the approval of {the_event}: {failures} tries failed.",
 }
+NO_AGENT = "no agent runs"
+"""Why ``Status.health`` is not ok, if that is so."""
+_ABSENT = "Until one does, no event is prepared for, approved or recovered from."
 _UNREADY = "/readyz answers 503 since {unready_since}: no traffic until this is settled."
 _CONSEQUENCES: dict[AttentionKind, str] = {
     "recovery_failed": _UNREADY,
@@ -93,6 +96,7 @@ def of_events(status: Status) -> Iterator[Attention]:
 def _kind_of(status: Status, workflow: ShownWorkflow) -> AttentionKind | None:
     """For what the event needs a person; the worst, if for several things."""
     waits_for = workflow.waits.kind if workflow.waits else ""
+    prepare = workflow.prepare.state
     if workflow.phase == "recovery_failed":
         return "recovery_failed"
     if workflow.is_over:
@@ -101,9 +105,10 @@ def _kind_of(status: Status, workflow: ShownWorkflow) -> AttentionKind | None:
         return "hook_missing" if waits_for == "lost_hook" else None
     if workflow.event.status != "Scheduled" or workflow.was_started or status.mode == "observe":
         return None
-    if waits_for in ("prepare_failed", "prepare_canceled") and workflow.operator != "held":
+    if workflow.phase == "held" and prepare in ("failed", "canceled") and workflow.operator != "held":
         return "prepare_failed"
-    if workflow.approval.failures >= _FAILED_APPROVALS:
+    is_asking = workflow.phase != "held" and waits_for in ("", "missing", "stale")
+    if is_asking and workflow.approval.failures >= _FAILED_APPROVALS:
         return "approval_failing"
     return "approval_needed" if workflow.approval_needed_since else None
 
@@ -118,13 +123,14 @@ def _since(kind: AttentionKind, workflow: ShownWorkflow) -> datetime:
 
 def _facts(status: Status, workflow: ShownWorkflow) -> dict[str, str]:
     event = workflow.event
+    progress = workflow.recover if workflow.is_over else workflow.prepare
     name = f"{event.type or 'event'} of {next(iter(status.vm.names), 'this VM')}"
     is_ahead = event.not_before is not None and event.not_before > status.at
     unready_since = workflow.begun_at or workflow.phase_since or workflow.first_seen_at
     return {
         "the_event": f"the {name}",
         "The_event": f"The {name}",
-        "why": workflow.waits_for,
+        "why": progress.failure or f"it was {progress.state}",
         "hook": workflow.waits.detail if workflow.waits else "",
         "failures": str(workflow.approval.failures),
         "when": f"at {utc(event.not_before, status.at)}" if event.not_before and is_ahead else "at any moment",
@@ -138,7 +144,7 @@ def _event_commands(
     if kind == "hook_missing" and workflow.waits:
         yield _check(status, f"put hook {workflow.waits.detail} back and reload: recovery goes on by itself")
     if kind == "not_acting":
-        yield _check(status, "set agent.mode to act and reload: recovery begins by itself")
+        yield _check(status, "set agent.mode to act and reload, or start it without --observe")
     if kind == "approval_failing":
         yield _doctor(status)
     for word in words_of_use(status, workflow):
@@ -154,7 +160,7 @@ def _of_agent(status: Status) -> Iterator[Attention]:
             severity="act",
             since=status.unhealthy_since,
             message=f"{reason[:1].upper()}{reason[1:]}.",
-            consequence="Until that is mended, no event is prepared for, approved or recovered from.",
+            consequence=_ABSENT if reason == NO_AGENT else "",
             commands=status.supervisor_commands if is_absence else (_doctor(status),),
         )
     crashes = [at for at in status.unclean_starts if status.at - at < _CRASHED_WITHIN]

@@ -98,6 +98,10 @@ def _plan(workflow: Workflow, waits: Waits, at: str) -> str:
 
 def note_in_words(workflow: Workflow, note: Note) -> str:
     """What happened, for journal and log."""
+    if note.kind == "approval_needed":
+        starts = _not_before(workflow)
+        before = f" before {starts}" if starts else ""
+        return f"an operator must approve it{before}: {note.text}"
     if note.waits is None:
         return note.text
     reason = wait_in_words(workflow, note.waits)

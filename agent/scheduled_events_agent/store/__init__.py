@@ -283,6 +283,12 @@ class Store:
         newest_first = "WHERE workflow_id = '' AND kind = ifnull(?, kind) AND at >= ? ORDER BY id DESC LIMIT ?"
         return self._load_entries(newest_first, kind, _stamp(since) if since else "", limit)[::-1]
 
+    def load_starts_and_stops(self, since: datetime) -> list[JournalEntry]:
+        """Of the agent, oldest first: those since then, and the last one before."""
+        kinds = "workflow_id = '' AND kind IN ('agent_started', 'agent_stopped')"
+        first = f"SELECT ifnull(max(id), 0) FROM journal WHERE {kinds} AND at < ?"  # noqa: S608 - our own words
+        return self._load_entries(f"WHERE {kinds} AND id >= ({first}) ORDER BY id", _stamp(since))
+
     def load_last_output(self, workflow_id: str, hook: str) -> str:
         """The end of what this hook wrote when it last ran for the event."""
         query = "SELECT detail FROM journal WHERE workflow_id = ? AND kind = 'hook_finished' AND hook = ?"

@@ -23,7 +23,6 @@ from scheduled_events_agent.workflow.model import (
     WaitKind,
     Waits,
     Workflow,
-    show,
 )
 from scheduled_events_agent.workflow.times import is_due, start_of, turn_to_approve
 
@@ -208,7 +207,7 @@ def _reason(workflow: Workflow, context: Context) -> str:
 
 
 def why_approval_needed(workflow: Workflow, context: Context) -> str:
-    """Why only an operator's word lets this agent approve the event, as a sentence; "" if that is not so."""
+    """Why only an operator's word lets this agent approve the event, as a clause; "" if that is not so."""
     event = workflow.event
     decision = workflow.decision
     is_ahead = event.status == "Scheduled" and not (workflow.is_over or workflow.was_started)
@@ -217,15 +216,12 @@ def why_approval_needed(workflow: Workflow, context: Context) -> str:
     if event.approval_fault or decision.rule is None or decision.affects not in ("self", "shared"):
         return ""
     if decision.approve == "manual":
-        why = f"rule {decision.rule} leaves it to an operator"
-    elif event.is_ambiguous and _would_approve(decision.rule, context):
-        why = "the document lists it more than once, with different contents"
-    elif workflow.is_doubtful and decision.approve != "never" and decision.may_speak:
-        why = "the state file was lost, and what was done before is not known"
-    else:
-        return ""
-    before = f" before {show(event.not_before)}" if event.not_before else ""
-    return f"an operator must approve it{before}: {why}"
+        return f"rule {decision.rule} leaves it to an operator"
+    if event.is_ambiguous and _would_approve(decision.rule, context):
+        return "the document lists it more than once, with different contents"
+    if workflow.is_doubtful and decision.approve != "never" and decision.may_speak:
+        return "the state file was lost, and what was done before is not known"
+    return ""
 
 
 def _would_approve(rule_name: str, context: Context) -> bool:
