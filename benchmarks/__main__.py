@@ -106,8 +106,10 @@ def measure_start(is_quick: bool) -> None:
         for history, agent in (("", new), (past, old)):
             for word in ("status", "history"):
                 commands[word + history] = f"{word} --state-dir {agent.state_dir}"
-        for word in ("check", "events", "explain DOCUMENT"):
-            commands[word] = f"{word.replace('DOCUMENT', str(document))} --config {new.config}"
+        commands["check"] = f"check --config {new.config}"
+        both = f"--config {new.config} --state-dir {new.state_dir}"
+        commands["explain"] = f"explain {both}"
+        commands["explain DOCUMENT"] = f"explain {document} {both}"
         lines = [[sys.executable, "-c", "pass"], *(new.command(*words.split()) for words in commands.values())]
         runs = [[cpu_of(line, new.environment) for line in lines] for _ in range(WINDOWS[is_quick])]
     of_python, *of_commands = zip(*runs, strict=True)

@@ -1,4 +1,4 @@
-"""What an operator sees and says: status, events, history, approve, hold and release against a real agent."""
+"""What an operator sees and says: status, explain, history, approve, hold and release against a real agent."""
 
 import json
 import os
@@ -284,7 +284,7 @@ def test_a_rejected_policy_file_changes_the_exit_code_of_no_command(sim: Simulat
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.wait_phase(event, "waiting")
     words = ("hold", "release", "retry", "resolve")
-    commands = [["status"], ["status", "--json"], ["history"], ["ids"], *([word, event] for word in words)]
+    commands = [["status"], ["status", "--json"], ["history"], *([word, event] for word in words)]
 
     def codes() -> list[int]:
         return [agent.run(*command, "--config", str(agent.config)).returncode for command in commands]
@@ -336,7 +336,7 @@ def test_hook_output_is_for_the_command_line_unless_the_policy_has_it_shown(sim:
     )
 
 
-def test_events_shows_the_document_as_it_is_now_and_what_the_agent_makes_of_it(
+def test_explain_tells_what_the_agent_does_about_each_event_of_the_document(
     endpoint_agent: tuple[Endpoint, Agent],
 ) -> None:
     endpoint, agent = endpoint_agent
@@ -359,65 +359,147 @@ def test_events_shows_the_document_as_it_is_now_and_what_the_agent_makes_of_it(
     )
     agent.wait_log("waits", event_id="AAAA1111-0000")
     polls = endpoint.polls
-    shown = ask(agent, "events")
+    shown = ask(agent, "explain")
     assert (shown.returncode, shown.stderr) == (0, "")
     text = re.sub(r"from now \(.*?Z\)", "from now (THEN)", shown.stdout)
+    text = re.sub(r"(Time: |first seen )[-\d :]+Z", r"\1THEN", text)
     assert re.sub(r"2h \d+m", "2h 30m", text) == (
-        "2 events in document 7, seen from vm-1\n"
+        "This VM: vm-1. Time: THEN. Document: 7.\n"
         "\n"
         "Freeze AAAA1111-0000: not before 2h 30m from now (THEN)\n"
-        '  event  Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
-        "  names  this VM and 99 others: vm-100, vm-99, vm-98, vm-97, vm-96, vm-95, vm-94, vm-93 and 92 more\n"
-        "  agent  rule by-hand; waits: an operator must approve it\n"
+        '  event    Scheduled, from Platform, for about 9s, "Host server is undergoing maintenance."\n'
+        "  names    this VM and 99 others: vm-100, vm-99, vm-98, vm-97, vm-96, vm-95, vm-94, vm-93 and 92 more\n"
+        "  rule     rule by-hand takes it: affects shared\n"
+        "  agent    waits: an operator must approve it; first seen THEN\n"
+        "  approve  when an operator says so: scheduled-events-agent approve AAAA1111-0000 "
+        f"--state-dir {agent.state_dir}\n"
         "\n"
         "Reboot BBBB2222-0000: has started\n"
-        "  event  Started, for an unknown time\n"
-        "  names  not this VM: vm-2\n"
-        "  agent  only counts it: it names other VMs only\n"
+        "  event    Started, for an unknown time\n"
+        "  names    not this VM: vm-2\n"
+        "  rule     not by-hand: it affects others, not self\n"
+        "           it does not name this VM and no rule takes it: observe\n"
+        "  agent    only counts it: it names other VMs only\n"
+        "  approve  not approved: only a scheduled event can be approved, and its status is Started\n"
     )
     assert endpoint.polls > polls
-    told = json.loads(ask(agent, "events", "--json").stdout)
-    assert (told["incarnation"], told["vm"]["names"], told["problem"]) == ("7", ["vm-1"], "")
-    assert [
-        (one["event"]["id"], one["affects"], one["workflow"] and one["workflow"]["decision"]["rule"])
-        for one in told["events"]
-    ] == [
-        ("AAAA1111-0000", "shared", "by-hand"),
-        ("BBBB2222-0000", "others", None),
-    ]
+    told = json.loads(ask(agent, "explain", "--json").stdout)
+    assert (told["source"], told["incarnation"], told["vm"]["names"]) == ("endpoint", "7", ["vm-1"])
+    assert datetime.fromisoformat(told["received_at"]) > not_before - timedelta(hours=2, minutes=30)
+    ours, others = told["events"]
+    assert (ours["decision"]["rule"], ours["workflow"]["waits"]["kind"]) == ("by-hand", "manual")
+    assert (others["decision"]["affects"], others["workflow"]) == ("others", None)
 
 
-def test_events_tells_what_an_agent_that_is_gone_was_about(sim: Simulator, agent: Agent) -> None:
-    agent.write_policy(rules=[BY_HAND])
-    agent.start()
-    event = sim.schedule("Reboot", lasts_seconds=None)
-    agent.wait_log("waits", event_id=event)
-    assert "  agent  rule by-hand; waits: an operator must approve it\n" in ask(agent, "events").stdout
-    assert json.loads(ask(agent, "events", "--json").stdout)["agent_runs"] is True
-    agent.kill()
-    shown = ask(agent, "events").stdout
-    assert shown.splitlines()[1] == "No agent runs: the lines about it show what it wrote last"
-    assert "  agent  rule by-hand; waits: an operator must approve it\n" in shown
-    assert json.loads(ask(agent, "events", "--json").stdout)["agent_runs"] is False
-
-
-def test_events_needs_no_agent(endpoint_agent: tuple[Endpoint, Agent]) -> None:
+def test_explain_agrees_with_the_agent_that_saw_the_event_earlier(endpoint_agent: tuple[Endpoint, Agent]) -> None:
     endpoint, agent = endpoint_agent
-    agent.write_policy()
+    rules = [{"name": "short-notice", "when": {"notice_below": "6m"}}, DRAIN]
+    agent.write_policy(rules=rules, hooks={"drain": agent.hook("drain", until="go"), **agent.hooks("resume")})
+    agent.start()
+    not_before = datetime.now(UTC) + timedelta(minutes=6, seconds=4)
+    endpoint.body = document(
+        {
+            "EventId": "A",
+            "EventStatus": "Scheduled",
+            "EventType": "Reboot",
+            "Resources": ["vm-1"],
+            "NotBefore": f"{not_before:%a, %d %b %Y %H:%M:%S GMT}",
+        }
+    )
+    agent.wait_phase("A", "preparing")
+    agent.wait_until(lambda: datetime.now(UTC) > not_before - timedelta(minutes=6), "its notice was short")
+    shown = ask(agent, "explain").stdout
+    assert "  rule     not short-notice: notice was 6m" in shown
+    assert "           rule drain takes it: affects self\n" in shown
+    assert re.search(r"  agent +runs the prepare hook drain, \d+s so far; first seen ", shown)
+    assert re.search(r"  prepare  run drain, until \d\d:\d\d:\d\dZ at the latest\n", shown)
+    assert "  approve  as soon as hook drain has succeeded; a failed hook holds it\n" in shown
+    assert "  begins " not in shown
+    rehearsed = ask(agent, "explain", "--vm", "vm-1").stdout
+    assert rehearsed.startswith("rehearsal: no agent was asked\n")
+    assert "rule short-notice takes it" in rehearsed
+    assert "  agent" not in rehearsed
+    assert agent.say("hold", "A").returncode == 0
+    agent.let_go("go")
+    agent.wait_phase("A", "held")
+    shown = ask(agent, "explain").stdout
+    assert "; an operator has held it; first seen " in shown
+    assert "  approve  not approved: an operator holds it\n" in shown
+    assert "  prepare " not in shown
+
+
+def test_explain_goes_on_from_where_the_agent_is(sim: Simulator, agent: Agent) -> None:
+    hooks = agent.hooks("drain", "resume")
+    agent.write_policy(rules=[{**DRAIN, "drain_for": "30m"}], hooks=hooks)
+    agent.start()
+    event = sim.schedule("Reboot", notice_seconds=7200, lasts_seconds=None, starts_when_approved=False)
+    agent.wait_phase(event, "preparing")
+    shown = ask(agent, "explain").stdout
+    assert re.search(r"  agent +drains for (29|30)m.* more \(/readyz answers 503\); first seen ", shown)
+    assert re.search(r"  prepare  run drain, until .*Z at the latest\n  approve  as soon as hook drain", shown)
+    agent.write_policy(rules=[DRAIN], hooks=hooks)
+    shown = ask(agent, "explain").stdout
+    assert "The agent has another policy in force than this file says now: what it has decided counts.\n" in shown
+    assert "  approve  as soon as hook drain has succeeded, at " in shown
+    agent.kill()
+    agent.state_dir = agent.state_dir.with_name("fresh")
+    agent.start()
+    agent.wait_phase(event, "approved")
+    shown = ask(agent, "explain").stdout
+    assert "  approve  already\n  recover  once it is over: run resume\n" in shown
+    assert "  prepare " not in shown
+
+
+def test_explain_needs_only_one_of_agent_and_endpoint(endpoint_agent: tuple[Endpoint, Agent]) -> None:
+    endpoint, agent = endpoint_agent
+    agent.write_policy(rules=[BY_HAND])
     endpoint.body = document(
         {"EventId": "A", "EventStatus": "Scheduled", "EventType": "Reboot", "Resources": ["vm-1"]}
     )
-    shown = ask(agent, "events")
-    assert shown.returncode == 0
-    assert "What the agent makes of them is not known: no agent has run with the state directory " in shown.stdout
-    assert "  names  this VM only\n" in shown.stdout
+    alone = "no agent runs; this is what an agent started now would do"
+    shown = ask(agent, "explain")
+    assert (shown.returncode, shown.stdout.splitlines()[0]) == (0, alone)
+    assert "  agent " not in shown.stdout
+    agent.start()
+    agent.wait_log("waits", event_id="A")
     endpoint.status = 500
-    failed = ask(agent, "events")
+    shown = ask(agent, "explain")
+    first, *_, approve = shown.stdout.splitlines()
+    assert shown.returncode == 0
+    assert first.startswith("the metadata service gives no document: GET ")
+    assert first.endswith("; these are the events that the agent knows")
+    assert approve.startswith("  approve  when an operator says so: ")
+    told = json.loads(ask(agent, "explain", "--json").stdout)
+    assert (told["source"], [one["workflow"]["phase"] for one in told["events"]]) == ("agent", ["prepared"])
+    assert told["received_at"] is not None
+    agent.kill()
+    failed = ask(agent, "explain")
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr.startswith("scheduled-events-agent: GET ")
+    assert failed.stderr.endswith("; and no agent runs\n")
+    endpoint.status = 200
+    left = ask(agent, "explain").stdout
+    assert left.splitlines()[0] == alone
+    assert "  agent    when it last ran: waits: an operator must approve it; first seen " in left
 
 
-def test_beside_an_agent_events_does_not_wait_minutes_for_a_service_that_hangs(
+def test_explain_raw_prints_the_document_as_it_came(endpoint_agent: tuple[Endpoint, Agent]) -> None:
+    endpoint, agent = endpoint_agent
+    agent.write_policy()
+    endpoint.body = b'\xef\xbb\xbf{"DocumentIncarnation": 1,\r\n"Events": [],}'
+    done = subprocess.run(
+        agent.command("explain", "--raw", "--config", str(agent.config)),
+        cwd=CHECKOUT,
+        capture_output=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, endpoint.body, b"")
+    both = ask(agent, "explain", "--raw", "-")
+    assert (both.returncode, both.stdout) == (2, "")
+
+
+def test_beside_an_agent_explain_does_not_wait_minutes_for_a_service_that_hangs(
     sim: Simulator, agent: Agent
 ) -> None:
     imds = {"request_timeout": "1s", "first_request_timeout": "2m"}
@@ -426,9 +508,11 @@ def test_beside_an_agent_events_does_not_wait_minutes_for_a_service_that_hangs(
     agent.wait_log("this VM is known")
     sim.fault("vm-1", "stall", on="poll")
     began = time.monotonic()
-    asked = ask(agent, "events")
-    assert (asked.returncode, asked.stdout) == (1, "")
-    assert asked.stderr.endswith(": no whole answer within 1 s\n")
+    asked = ask(agent, "explain")
+    assert asked.returncode == 0
+    assert asked.stdout.splitlines()[0].endswith(
+        ": no whole answer within 1 s; these are the events that the agent knows"
+    )
     assert time.monotonic() - began < PATIENCE / 2
 
 
@@ -457,9 +541,9 @@ def test_nothing_from_outside_commands_the_terminal(endpoint_agent: tuple[Endpoi
     )
     agent.start()
     agent.wait_log("held", event_id="BBBB")
-    for command in ("status", "events", "history"):
+    for command in ("status", "explain", "history"):
         plain = ask(agent, command)
-        expected = 3 if command == "status" else 0
+        expected = 3 if command == "status" else 0  # an operator must act
         assert plain.returncode == expected
         assert [line for line in plain.stdout.splitlines() if not line.isprintable()] == []
         if sys.platform != "win32":
@@ -481,9 +565,9 @@ def test_in_a_terminal_no_line_is_wider_than_it(sim: Simulator, agent: Agent, co
             "Reboot", id_=f"AAAA111{number}-1B2C-4A5D-9E8F-0123456789AB", vms=both_vms, description="Words " * 40
         )
     agent.wait_log("prepared", count=6)
-    for command in ("status", "events", "history"):
+    for command in ("status", "explain", "history"):
         code, shown = in_terminal(agent, command, columns=columns)
-        assert code == (3 if command == "status" else 0)
+        assert code == (3 if command == "status" else 0)  # an operator must act
         assert "\x1b[1" in shown
         lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
         assert max(map(len, lines)) <= columns

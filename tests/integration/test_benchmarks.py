@@ -15,7 +15,7 @@ from scheduled_events_agent.simulator import Simulator
 PAST = "100 past events"
 COMMANDS = (
     *("--help", "--version", "status", "history", f"status, {PAST}", f"history, {PAST}"),
-    *("check", "events", "explain DOCUMENT"),
+    *("check", "explain", "explain DOCUMENT"),
 )
 ROWS = [
     ("CPU of a poll, 0 events pending, ms", None),

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -447,7 +447,8 @@ def test_explain_tells_the_rule_the_reasons_the_plan_and_the_approval(run: Run, 
     payload = "33-docs-seed000-freeze-duration-minus1.json"
     assert explain(run, policy, payload, "--vm", "westno_1") == (
         """\
-This VM: westno_1. Time: 2022-04-11 22:10:00Z.
+rehearsal: no agent was asked
+This VM: westno_1. Time: 2022-04-11 22:10:00Z. Document: 2.
 
 Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123: not before 16m 58s from now (22:26:58Z)
   event    Scheduled, from Platform, for an unknown time, \
@@ -457,7 +458,7 @@ Freeze C7061BAC-AFDC-4513-B24B-AA5F13A16123: not before 16m 58s from now (22:26:
            not short-freeze: duration is unknown, not below 9s
            rule impactful takes it: affects shared, type Freeze
   begins   at 22:11:58Z (lead 15m)
-  prepare  not ready for 5s, then run drain, checkpoint
+  prepare  not ready for 5s, then run drain, checkpoint, until 22:26:53Z at the latest
   approve  not approved: it names other VMs too (WestNO_0, WestNO_1) and shared is hold
   recover  once it is over: run resume
 """
@@ -533,12 +534,52 @@ def test_check_and_explain_say_what_becomes_of_a_recommendation(run: Run, tmp_pa
     assert "not approved: an approval of a recommendation has no effect" in explained
 
 
+@pytest.mark.parametrize(
+    ("notice_seconds", "prepare", "approval"),
+    [
+        (
+            40,
+            "not ready for 20s (50s, cut for the notice), then run drain, until 22:10:35Z at the latest",
+            "22:10:20Z",
+        ),
+        (
+            30,
+            "not ready for 15s (50s, cut for the notice), then run drain, until 22:10:25Z at the latest",
+            "22:10:15Z",
+        ),
+        (7200, "not ready for 50s, then run drain, until 2022-04-12 00:09:55Z at the latest", "22:10:50Z"),
+        (None, "not ready for 50s, then run drain", "22:10:50Z"),
+    ],
+)
+def test_explain_tells_the_drain_as_it_is_cut_and_how_long_the_hooks_have(
+    run: Run, tmp_path: Path, notice_seconds: int | None, prepare: str, approval: str
+) -> None:
+    (tmp_path / "p.yaml").write_text(
+        f"agent: {{state_dir: '{tmp_path.as_posix()}'}}\n"
+        "rules: [{name: all, drain_for: 50s, prepare: [drain], recover: [drain], approve: when-prepared}]\n"
+        "hooks: {drain: {run: [/bin/true], timeout: 30m, attempts: 3}}\n"
+    )
+    not_before = ""
+    if notice_seconds is not None:
+        at = datetime(2022, 4, 11, 22, 10, tzinfo=UTC) + timedelta(seconds=notice_seconds)
+        not_before = f"{at:%a, %d %b %Y %H:%M:%S GMT}"
+    event = {"EventId": "A", "EventType": "Preempt", "EventStatus": "Scheduled", "Resources": ["a"]}
+    (tmp_path / "event.json").write_text(json.dumps({**event, "NotBefore": not_before}))
+    code, out, _ = run("explain", "event.json", "--config", "p.yaml", "--at", "2022-04-11T22:10:00Z")
+    assert code == 0
+    assert f"  prepare  {prepare}\n" in out
+    assert f"  approve  as soon as hook drain has succeeded, at {approval} at the earliest; " in out
+
+
 def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> None:
     report = json.loads(explain(run, policy, "15-preempt-spot-vm.json", "--json"))
     (event,) = report.pop("events")
     assert report == {
         "schema_version": 1,
         "at": "2022-04-11T22:10:00Z",
+        "source": "file",
+        "received_at": None,
+        "incarnation": "1",
         "vm": {"names": ["vm-spot"], "vm_id": ""},
         "mode": "act",
     }
@@ -558,6 +599,10 @@ def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> Non
         "begins_at": "2022-08-09T16:52:32Z",
         "begins_reason": "lead 15m",
         "needs_slot": False,
+        "workflow": None,
+        "drain_seconds": 5.0,
+        "prepare": ["drain", "checkpoint"],
+        "hooks_until": "2022-08-09T17:07:27Z",
         "expected_approval": {
             "answer": "yes",
             "at": "2022-08-09T16:52:37Z",
@@ -571,7 +616,7 @@ def test_explain_as_json_holds_what_the_text_tells(run: Run, policy: str) -> Non
 def test_explain_of_every_captured_document_reads_or_says_why_not(run: Run, policy: str, path: Path) -> None:
     code, out, err = run("explain", str(path), "--config", policy)
     if code == 0:
-        assert out.startswith("This VM: ")
+        assert out.startswith("rehearsal: no agent was asked\nThis VM: ")
         assert err == ""
     else:
         assert (code, out) == (1, "")
@@ -582,14 +627,20 @@ def test_explain_reads_standard_input(run: Run, policy: str, monkeypatch: pytest
     body = (PAYLOADS / "27-docs-flow-1-empty.json").read_bytes()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(body)))
     code, out, _ = run("explain", "-", "--config", policy, "--vm", "a", "--at", "2022-04-11T22:10:00")
-    assert (code, out) == (0, "This VM: a. Time: 2022-04-11 22:10:00Z.\nNo event is pending.\n")
+    assert code == 0
+    assert out == (
+        "rehearsal: no agent was asked\n"
+        "This VM: a. Time: 2022-04-11 22:10:00Z. Document: 1.\n"
+        "No event is pending.\n"
+    )
 
 
 def test_explain_says_when_the_agent_only_observes(run: Run, tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("agent: {mode: observe}\nvm: {name: a, aliases: [b]}")
     out = explain(run, "p.yaml", "27-docs-flow-1-empty.json")
     assert out == (
-        "This VM: a, also known as b. Time: 2022-04-11 22:10:00Z.\n"
+        "rehearsal: no agent was asked\n"
+        "This VM: a, also known as b. Time: 2022-04-11 22:10:00Z. Document: 1.\n"
         "The agent's mode is observe: nothing of what follows would be done.\n"
         "No event is pending.\n"
     )
@@ -638,7 +689,8 @@ def test_explain_without_a_document_asks_the_metadata_service(run: Run, tmp_path
     assert code == 0
     assert out == (
         """\
-This VM: flatcar-vm1. Time: 2021-07-22 04:36:08Z.
+rehearsal: no agent was asked
+This VM: flatcar-vm1. Time: 2021-07-22 04:36:08Z. Document: 2.
 
 Reboot 4CAEA225-A741-474D-A72E-428C86FCD853: not before 14m 9s from now (04:50:17Z)
   event    Scheduled, from User, for an unknown time

@@ -133,7 +133,7 @@ def test_fish_completes_ids_of_pending_events(scripts: Callable[[str], Path], po
 
 def test_zsh_and_powershell_run_the_command_that_lists_ids(scripts: Callable[[str], Path]) -> None:
     for shell in ("zsh", "powershell"):
-        assert "scheduled-events-agent ids" in scripts(shell).read_text()
+        assert "scheduled-events-agent completion ids" in scripts(shell).read_text()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "powershell"])

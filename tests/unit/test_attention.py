@@ -10,6 +10,7 @@ from shown import NOW, a_status, a_workflow
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.status import (
     Attention,
+    CommandOptions,
     FleetState,
     NotifiedTarget,
     PolicyInForce,
@@ -278,8 +279,9 @@ def test_the_commands_say_what_they_do() -> None:
 
 
 def test_commands_have_the_options_with_which_they_find_agent_and_policy() -> None:
-    policy = replace(POLICY, refused="bad", command_options="--config /my/policy.yaml")
-    status = of_event(held(), policy=policy, command_options="--state-dir /my/state")
+    policy = replace(POLICY, refused="bad")
+    options = CommandOptions(state="--state-dir /my/state", policy="--config /my/policy.yaml")
+    status = of_event(held(), policy=policy, command_options=options)
     lines = [one.command for found in attention(status) for one in found.commands]
     assert lines == [
         "scheduled-events-agent retry 602D9444 --state-dir /my/state",

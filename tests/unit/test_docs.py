@@ -14,7 +14,7 @@ from scheduled_events_agent.cli.fleet import FleetRelease, FleetStatus
 from scheduled_events_agent.cli.notify import NotifyTest
 from scheduled_events_agent.log import JOURNAL_FIELDS
 from scheduled_events_agent.log_ids import LogId
-from scheduled_events_agent.status import SCHEMA_VERSION, CurrentEvents, Journal, OperatorAnswer, Status
+from scheduled_events_agent.status import SCHEMA_VERSION, Journal, OperatorAnswer, Status
 from scheduled_events_agent.workflow import Phase
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,7 @@ def structs_in(found: Any) -> Iterator[msgspec.inspect.StructType]:
 
 def test_the_page_about_json_has_every_field_that_is_shown_and_no_other() -> None:
     answers = (
-        Status, CurrentEvents, Explanations, Journal, NotifyTest, OperatorAnswer, FleetStatus,
+        Status, Explanations, Journal, NotifyTest, OperatorAnswer, FleetStatus,
         FleetRelease,
     )  # fmt: skip
     expected = {}

@@ -187,7 +187,7 @@ def test_an_agent_that_runs_has_loaded_all_of_its_own_before_an_upgrade() -> Non
     assert (wanted & {dotted_name_of(path) for path in files()}) - set(loaded) == set()
 
 
-@pytest.mark.parametrize("module", ["history", "ids", "operator", "status"])
+@pytest.mark.parametrize("module", ["completion", "history", "operator", "status"])
 def test_a_command_that_only_reads_the_state_loads_little(module: str) -> None:
     slow = {"asyncio", "httpx", "prometheus_client", "structlog", "yaml"}
     if sys.platform != "win32":  # which asks psutil for the boot's time, and hashlib for the service's account

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 import scheduled_events_agent
 from scheduled_events_agent.events import ScheduledEvent, Seen
 from scheduled_events_agent.policy import Rule
-from scheduled_events_agent.status import PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
+from scheduled_events_agent.status import CommandOptions, PolicyInForce, RunningHook, ShownWorkflow, Status, Vm
 from scheduled_events_agent.status.messages import as_shown
 from scheduled_events_agent.status.summaries import with_words
 from scheduled_events_agent.web.files import FILES, HEADERS
@@ -104,7 +104,7 @@ def commands(*pending: ShownWorkflow, **changes: Any) -> tuple[str, ...]:
 
 
 def test_the_commands_to_overrule_lead_to_an_agent_that_is_not_where_the_default_is() -> None:
-    assert commands(workflow(), command_options="--state-dir '/var/my agent'") == (
+    assert commands(workflow(), command_options=CommandOptions(state="--state-dir '/var/my agent'")) == (
         "scheduled-events-agent hold C7061BAC --state-dir '/var/my agent'",
         "scheduled-events-agent approve C7061BAC --state-dir '/var/my agent'",
     )

@@ -19,14 +19,13 @@ from scheduled_events_agent.spelling import nearest
 _COMMANDS = {
     "run": ("run", "run the agent until it is stopped"),
     "check": ("check", "is the policy file right?"),
-    "explain": ("explain", "which rule takes each event, why, and what would happen when"),
+    "explain": ("explain", "which rule takes each event, why, and what happens when"),
     "approve": ("operator", "approve an event that waits, is held, or that the policy would not approve"),
     "hold": ("operator", "begin no drain and no prepare hook for an event, and do not approve it, until release"),
     "release": ("operator", "take back an earlier approve or hold: the policy decides again"),
     "retry": ("operator", "run the hook that failed again, and then the rest of its stage (prepare or recover)"),
     "resolve": ("operator", "close an event whose recovery failed: this VM was put right by hand"),
     "status": ("status", "what the agent does now, and why"),
-    "events": ("events", "what Azure says now, readable"),
     "history": ("history", "what was done about which event, and how it ended"),
     "notify": ("notify", "send a test to the services that are notified of events"),
     "fleet": ("fleet", "slots and readiness of the VMs that act together; release frees a slot by hand"),
@@ -35,7 +34,6 @@ _COMMANDS = {
     "demo": ("demo", "watch the agent handle five events of a simulated Azure"),
     "service": ("service", "the agent as a Windows service: install, remove, start, stop, status, reload"),
     "completion": ("completion", "print a script that makes a shell complete these commands"),
-    "ids": ("ids", "print the ids of pending events, which completion offers"),
 }
 
 

@@ -5,12 +5,27 @@ shtab makes it from the grammar. The packages for Linux contain the scripts; els
 
 import argparse
 import importlib
+import re
 from collections.abc import Iterator
+from contextlib import closing
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.cli import build_parser
+from scheduled_events_agent.cli.operator import find_state_dir
+from scheduled_events_agent.store import Store
 
-_IDS = "scheduled-events-agent ids"
+_IDS = "scheduled-events-agent completion ids"
+# An administrator's shell expands these words, so an id that a shell could read as something else is left out.
+_PLAIN_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
+
+
+class _Shells(tuple[str, ...]):
+    """The shells; ``ids``, which the scripts ask for, is taken too, and not listed."""
+
+    __slots__ = ()
+
+    def __contains__(self, word: object) -> bool:
+        return word == "ids" or super().__contains__(word)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "bash, zsh and fish; an installation with pip makes them, and PowerShell's, if it has the extra: "
         "pip install 'scheduled-events-agent[completion]'."
     )
-    parser.add_argument("shell", choices=("bash", "zsh", "fish", "powershell"), help="which shell")
+    parser.add_argument("shell", choices=_Shells(("bash", "zsh", "fish", "powershell")), help="which shell")
     parser.set_defaults(handler=_run)
 
 
@@ -47,7 +62,22 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
                 yield from _actions(command)
 
 
+def _print_ids() -> int:
+    """The ids of pending events, each on a line. In silence: a shell completes a command line just now."""
+    default = argparse.Namespace(state_dir=None, config=None)
+    try:
+        with closing(Store.look_into(find_state_dir(default, report=lambda _: None))) as store:
+            ids = {workflow.event.id: None for workflow in store.load_workflows()}
+    except AgentError:
+        return 1
+    for event_id in filter(_PLAIN_ID.fullmatch, ids):
+        print(event_id)
+    return 0
+
+
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.shell == "ids":
+        return _print_ids()
     try:
         shtab = importlib.import_module("shtab")
     except ImportError:

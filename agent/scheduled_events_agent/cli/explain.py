@@ -1,7 +1,7 @@
-"""``explain``: which rule takes each event, why, and what would happen when.
+"""``explain``: which rule takes each event, why, and what happens when.
 
 Owns the words for plans. The one invariant: a plan is not computed here but rehearsed with the agent's own state
-machine, so that what ``explain`` says is what ``run`` does.
+machine, from where the agent is with the event, so that what ``explain`` says is what ``run`` does.
 """
 
 import argparse
@@ -10,17 +10,20 @@ from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError, host
-from scheduled_events_agent.cli import add_config_option
+from scheduled_events_agent.api_version import ask_best, versions_to_ask
+from scheduled_events_agent.cli import add_state_options
+from scheduled_events_agent.cli.operator import find_agent, options_of
 from scheduled_events_agent.cli.plan import Plan, plan_rows
-from scheduled_events_agent.cli.status import event_rows, head
-from scheduled_events_agent.cli.terminal import Row, Terminal, print_json
+from scheduled_events_agent.cli.status import event_rows, head, load_status
+from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Row, Terminal, print_json, remark_if_slow
 from scheduled_events_agent.events import (
+    ApiVersion,
     Document,
     DocumentError,
     ScheduledEvent,
@@ -31,12 +34,15 @@ from scheduled_events_agent.events import (
 )
 from scheduled_events_agent.hook_times import KnownTimes, decode, may_take_seconds
 from scheduled_events_agent.policy import Decision, Facts, decide, passed_over
-from scheduled_events_agent.settings import Settings, find_config, load_settings, state_dir_of
+from scheduled_events_agent.settings import Loaded, Settings, find_config, load_policy, state_dir_of
 from scheduled_events_agent.spelling import format_duration, parse_time
-from scheduled_events_agent.status import SCHEMA_VERSION, Vm
-from scheduled_events_agent.status.messages import clock, wait_in_words
+from scheduled_events_agent.status.attention import NO_AGENT
+from scheduled_events_agent.status import SCHEMA_VERSION, CommandOptions, ShownWorkflow, Status, Vm
+from scheduled_events_agent.status.actions import command, quoted
+from scheduled_events_agent.status.messages import activity, clock, wait_in_words
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.workflow import (
+    AgentRestarted,
     ApprovalAnswered,
     Approve,
     Context,
@@ -44,9 +50,11 @@ from scheduled_events_agent.workflow import (
     HookFinished,
     RunHook,
     Signal,
+    Stage,
     Standing,
     Workflow,
     ask_gates,
+    hook_deadline_at,
     needed_seconds,
     needs_all,
     needs_slot,
@@ -54,6 +62,11 @@ from scheduled_events_agent.workflow import (
     proceed,
     workflow_id,
 )
+
+if TYPE_CHECKING:
+    from scheduled_events_agent.imds import ImdsClient
+
+_STAGES: tuple[Stage, ...] = ("prepare", "on_start", "recover")
 
 
 class PassedOver(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,22 +81,30 @@ class ExpectedApproval(msgspec.Struct, frozen=True, kw_only=True):
 
     answer: Literal["yes", "operator", "no"]
     at: datetime | None
-    """When at the earliest; None unless ``answer`` is yes."""
+    """When at the earliest; None unless ``answer`` is yes, or if it was approved already."""
     text: str
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """What would be done about one event if every hook succeeded at once, and why."""
+    """What is done about one event if every hook succeeds at once, and why."""
 
     event: ScheduledEvent
+    workflow: ShownWorkflow | None
+    """What the agent knows of it; None if it does not follow the event, or was not asked."""
     decision: Decision
     passed_over: tuple[PassedOver, ...]
     begins_at: datetime | None
-    """When preparation or approval would begin; None if neither would."""
+    """When preparation or approval begins or has begun; None if neither does."""
     begins_reason: str
-    """Why not at once; "" if at once."""
+    """Why not at once; "" if at once, or if it has begun."""
     needs_slot: bool
     """Whether it also waits for a slot of the fleet."""
+    drain_seconds: float
+    """How long it is not ready before the hooks run: less than ``drain_for`` if the notice is short."""
+    prepare: tuple[str, ...]
+    """The hooks of ``prepare`` that run now or later."""
+    hooks_until: datetime | None
+    """When they must have ended; None if only their own time limits count."""
     expected_approval: ExpectedApproval
 
 
@@ -93,6 +114,11 @@ class Explanations(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
     at: datetime
     """The time that was assumed."""
+    source: Literal["endpoint", "agent", "file"]
+    """Where the events are from."""
+    received_at: datetime | None
+    """When the service answered; None for a file."""
+    incarnation: str
     vm: Vm
     mode: Literal["act", "observe"]
     events: tuple[Explanation, ...]
@@ -100,14 +126,21 @@ class Explanations(msgspec.Struct, frozen=True, kw_only=True):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``explain``."""
-    parser.description = "Tells what would be done about the events of a document, and why."
-    parser.add_argument(
+    parser.description = (
+        "Tells what is done about the events of a document, and why. Without DOCUMENT it asks the metadata "
+        "service and the agent, and says what this agent does; with DOCUMENT, --vm or --at it asks no agent, and "
+        "says what one would do that sees the events for the first time. Exit code 1: neither answers."
+    )
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
         "document",
         nargs="?",
         metavar="DOCUMENT",
         help="a file with a document or a single event; - for standard input (default: ask the metadata service)",
     )
-    add_config_option(parser)
+    either.add_argument(
+        "--raw", action="store_true", help="print what the metadata service answers as it came, and nothing else"
+    )
     parser.add_argument("--vm", metavar="NAME", help="this VM's name in Resources (default: vm.name, or ask)")
     parser.add_argument(
         "--at",
@@ -116,6 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as if it were this time, such as 2022-04-11T22:12:00Z (default: now)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_state_options(parser)
     parser.set_defaults(handler=_run)
 
 
@@ -126,50 +160,61 @@ def _time(text: str) -> datetime:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-class _Life(NamedTuple):
-    """How an event would go if every hook succeeded at once, until it would start."""
-
-    workflow: Workflow
-    context: Context
-    """At its end."""
-    begins_at: datetime | None
-    approved_at: datetime | None
+# --- one event
 
 
-def _rehearse(event: ScheduledEvent, context: Context) -> _Life:
-    begins_at = approved_at = None
-    workflow = _not_followed(event, context)
-    board: dict[str, Workflow] = {}
-    signals: list[Signal] = [Seen(event)]
-    while signals:
-        progression = proceed(board, signals, context)
-        for _, fault in progression.faults:
-            raise fault
-        board = progression.board
-        workflow = next((one for one in board.values() if not one.is_over), workflow)
-        signals = []
-        for step in progression.steps:
-            if begins_at is None and step.workflow.phase in ("preparing", "prepared"):
-                begins_at = context.now
-            for effect in step.effects:
-                if isinstance(effect, RunHook):
-                    signals.append(
-                        HookFinished(
-                            workflow_id=effect.workflow_id,
-                            stage=effect.stage,
-                            hook=effect.hook,
-                            run=effect.run,
-                            outcome="succeeded",
-                        )
-                    )
-                elif isinstance(effect, Approve):
-                    approved_at = context.now
-                    signals.append(ApprovalAnswered(workflow_id=effect.workflow_id))
-        wake_at = next_wake_at(board, context)
-        if not signals and wake_at is not None:
-            context = replace(context, now=wake_at, document_at=wake_at)
-            signals = [Seen(event)]
-    return _Life(workflow, context, begins_at, approved_at)
+class _Life:
+    """How an event goes if every hook succeeds at once, until it would start."""
+
+    def __init__(self, event: ScheduledEvent, known: Workflow | None, context: Context) -> None:
+        """``known``: the event as the agent has it; None if it is first seen now."""
+        self.workflow = known if known is not None else _not_followed(event, context)
+        self.context = context
+        self.begins_at = known.begun_at if known is not None else None
+        self.approved_at: datetime | None = None
+        self.drain_seconds = 0.0
+        self.prepare: list[str] = []
+        self.hooks_until: datetime | None = None
+
+    def rehearse(self, signals: list[Signal], board: dict[str, Workflow]) -> None:
+        """Go on from there. ``context`` is that of the end."""
+        while True:
+            progression = proceed(board, signals, self.context)
+            for _, fault in progression.faults:
+                raise fault
+            board = progression.board
+            now = self.context.now
+            signals = []
+            for step in progression.steps:
+                self._look_at(step.workflow)
+                for effect in step.effects:
+                    if isinstance(effect, RunHook):
+                        signals.append(self.run(step.workflow, effect.stage, effect.hook, effect.run))
+                    elif isinstance(effect, Approve):
+                        self.approved_at = now
+                        signals.append(ApprovalAnswered(workflow_id=effect.workflow_id))
+            self.workflow = next((one for one in board.values() if not one.is_over), self.workflow)
+            if signals:
+                continue
+            wake_at = next_wake_at(board, self.context)
+            if wake_at is None:
+                return
+            self.context = replace(self.context, now=wake_at, document_at=wake_at)
+
+    def _look_at(self, workflow: Workflow) -> None:
+        now = self.context.now
+        if self.begins_at is None and workflow.phase in ("preparing", "prepared"):
+            self.begins_at = now
+        until = workflow.drain_until
+        if until is not None and until != self.workflow.drain_until and not self.drain_seconds:
+            self.drain_seconds = (until - now).total_seconds()
+
+    def run(self, workflow: Workflow, stage: Stage, hook: str, run: int) -> HookFinished:
+        """Have the hook succeed at once."""
+        if stage == "prepare":
+            self.prepare.append(hook)
+            self.hooks_until = hook_deadline_at(workflow, stage, self.context.reserve, self.context.now)
+        return HookFinished(workflow_id=workflow.id, stage=stage, hook=hook, run=run, outcome="succeeded")
 
 
 def _not_followed(event: ScheduledEvent, context: Context) -> Workflow:
@@ -179,116 +224,278 @@ def _not_followed(event: ScheduledEvent, context: Context) -> Workflow:
     return Workflow(id="", event=event, decision=decision, first_seen_at=now, noticed_at=now, boot_id="")
 
 
-def explain_event(
-    settings: Settings, event: ScheduledEvent, names: tuple[str, ...], now: datetime, known_times: KnownTimes
-) -> Explanation:
-    """What would be done about an event that is first seen ``now``.
+class _Assumed(NamedTuple):
+    """What is assumed of all events."""
 
-    ``known_times``: of earlier runs of the hooks; without them, their time limits count.
-    """
+    settings: Settings
+    names: tuple[str, ...]
+    now: datetime
+    known_times: KnownTimes
+    """Of earlier runs of the hooks; without them, their time limits count."""
+    options: CommandOptions
+    has_agent: bool = False
+    """Whether the agent runs, so that its decisions count; else what it has left is what one would start with."""
+    is_same_policy: bool = True
+    """Whether the policy that the agent has in force is the one of ``settings``."""
+
+
+def _explain(event: ScheduledEvent, known: ShownWorkflow | None, assumed: _Assumed) -> Explanation:
+    life = _Life(event, known, _context(event, known, assumed))
+    if known is None or not known.is_over:
+        life.rehearse(_first_signals(life, event, known, assumed), {} if known is None else {known.id: known})
+    decision = life.workflow.decision
+    now = assumed.now
+    has_begun = known is not None and known.begun_at is not None
+    start = decision.start(event, now, needed_seconds(decision, life.context))
+    facts = Facts(names=assumed.names, noticed_at=life.workflow.noticed_at)
+    above = passed_over(assumed.settings.rules, decision.rule, event, facts) if assumed.is_same_policy else []
+    return Explanation(
+        event=event,
+        workflow=known,
+        decision=decision,
+        passed_over=tuple([PassedOver(rule=rule, reason=reason) for rule, reason in above]),
+        begins_at=life.begins_at,
+        begins_reason=start.reason if life.begins_at is not None and not has_begun else "",
+        needs_slot=not has_begun
+        and life.context.fleet is not None
+        and needs_slot(life.workflow, life.context.fleet),
+        drain_seconds=life.drain_seconds,
+        prepare=tuple(life.prepare),
+        hooks_until=life.hooks_until,
+        expected_approval=_approval(life, assumed),
+    )
+
+
+def _context(event: ScheduledEvent, known: Workflow | None, assumed: _Assumed) -> Context:
+    settings = assumed.settings
     hooks = settings.hooks
-    context = Context(
-        now=now,
-        names=names,
+    boot_id = ""
+    if known is not None:
+        boot_id = host.boot_id()
+        of_event = (known.prepare_boot_id, known.boot_id)
+        boot_id = next((one for one in of_event if one and host.is_same_boot(one, boot_id)), boot_id)
+    return Context(
+        now=assumed.now,
+        names=assumed.names,
         rules=settings.rules,
         windows=settings.maintenance_windows,
         hooks=hooks,
-        hook_seconds={name: may_take_seconds(known_times, name, hook) for name, hook in hooks.items()},
+        hook_seconds={name: may_take_seconds(assumed.known_times, name, hook) for name, hook in hooks.items()},
         reserve=settings.agent.reserve,
-        boot_id="",
-        document_at=now,
-        fleet=_willing_fleet(settings, event, now),
-    )
-    life = _rehearse(event, context)
-    decision = life.workflow.decision
-    start = decision.start(event, now, needed_seconds(decision, life.context))
-    facts = Facts(names=names, noticed_at=now)
-    return Explanation(
-        event=event,
-        decision=decision,
-        passed_over=tuple(
-            PassedOver(rule=rule, reason=reason)
-            for rule, reason in passed_over(settings.rules, decision.rule, event, facts)
-        ),
-        begins_at=life.begins_at,
-        begins_reason=start.reason if life.begins_at is not None else "",
-        needs_slot=life.context.fleet is not None and needs_slot(life.workflow, life.context.fleet),
-        expected_approval=_approval(life, now),
+        boot_id=boot_id,
+        document_at=assumed.now,
+        fleet=_willing_fleet(settings, event, workflow_id(event.key, assumed.now) if known is None else known.id),
     )
 
 
-def _willing_fleet(settings: Settings, event: ScheduledEvent, now: datetime) -> Fleet | None:
+def _first_signals(life: _Life, event: ScheduledEvent, known: Workflow | None, assumed: _Assumed) -> list[Signal]:
+    """What has happened since the agent's last word; what is under way ends now."""
+    if known is None:
+        return [Seen(event)]
+    if not assumed.has_agent:
+        return [AgentRestarted(), Seen(event)]
+    signals: list[Signal] = [] if event == known.event else [Seen(event)]
+    for stage in _STAGES:
+        progress = known.progress(stage)
+        if progress.current is not None:
+            signals.append(life.run(known, stage, progress.current, progress.run))
+    if known.approval.state == "requested":
+        life.approved_at = assumed.now
+        signals.append(ApprovalAnswered(workflow_id=known.id))
+    return signals
+
+
+def _willing_fleet(settings: Settings, event: ScheduledEvent, workflow: str) -> Fleet | None:
     """A fleet that has a slot for the event, and in which all VMs are ready."""
     fleet = settings.fleet
     if fleet is None:
         return None
     ready = frozenset(plain_names(event.resources))
-    standing = Standing(workflow=workflow_id(event.key, now), has_slot=True, ready=ready)
+    standing = Standing(workflow=workflow, has_slot=True, ready=ready)
     return Fleet(max_events=fleet.max_events, expect=fleet.expect, standings={event.key: standing})
 
 
-def _approval(life: _Life, now: datetime) -> ExpectedApproval:
-    event = life.workflow.event
-    decision = life.workflow.decision
+def _approval(life: _Life, assumed: _Assumed) -> ExpectedApproval:
+    workflow = life.workflow
+    event = workflow.event
+    decision = workflow.decision
     approved_at = life.approved_at
     if approved_at is not None:
-        when = "at once" if approved_at == now else f"at {clock(approved_at, now)} at the earliest"
-        if decision.approve == "when-prepared" and decision.prepare:
-            count = len(decision.prepare)
-            hooks = f"hook {decision.prepare[0]} has" if count == 1 else f"its {count} hooks have"
+        is_now = approved_at == assumed.now
+        when = "at once" if is_now else f"at {clock(approved_at, assumed.now)} at the earliest"
+        if decision.approve == "when-prepared" and life.prepare:
+            count = len(life.prepare)
+            hooks = f"hook {life.prepare[0]} has" if count == 1 else f"its {count} hooks have"
             text = f"approved as soon as {hooks} succeeded"
-            text += "" if approved_at == now else f", {when}"
-            text += ", and once the other VMs are ready" if needs_all(life.workflow) else ""
+            text += "" if is_now else f", {when}"
+            text += ", and once the other VMs are ready" if needs_all(workflow) else ""
             fails = "a failed hook holds it" if decision.on_failure == "hold" else "even if a hook fails"
             return ExpectedApproval(answer="yes", at=approved_at, text=f"{text}; {fails}")
         return ExpectedApproval(answer="yes", at=approved_at, text=f"approved {when}")
-    leave = ask_gates(life.workflow, life.context)
+    if workflow.approval.state == "confirmed":
+        return ExpectedApproval(answer="yes", at=None, text="approved already")
+    if workflow.is_over:
+        return ExpectedApproval(answer="no", at=None, text="not approved: it is over")
+    leave = ask_gates(workflow, life.context)
     if leave.answer == "not yet" and decision.approve == "manual":
-        text = f"approved when an operator says so: scheduled-events-agent approve {event.id}"
-        return ExpectedApproval(answer="operator", at=None, text=text)
-    text = f"not approved: {wait_in_words(life.workflow, leave.waits)}"
+        line = command(assumed.options, "approve", quoted(event.id))
+        return ExpectedApproval(answer="operator", at=None, text=f"approved when an operator says so: {line}")
+    text = f"not approved: {wait_in_words(workflow, leave.waits)}"
     return ExpectedApproval(answer="no", at=None, text=text)
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    settings = load_settings(find_config(arguments.config, host.default_config_path()))
-    now = arguments.at or datetime.now(UTC).replace(microsecond=0)
-    name = arguments.vm or settings.vm.name or ""
-    hint = ""
-    if arguments.document is None:
-        from scheduled_events_agent.cli.events import fetch_document  # noqa: PLC0415  # httpx: half of this command's start
+# --- what is asked
 
-        document, client = fetch_document(settings)
-        name = name or client.fetch_identity().name
-    else:
+
+class _Found(NamedTuple):
+    """The events, and where they are from."""
+
+    events: tuple[tuple[ScheduledEvent, ShownWorkflow | None], ...]
+    source: Literal["endpoint", "agent", "file"]
+    received_at: datetime | None
+    incarnation: str
+    name: str
+    """This VM's; "" if it is not known."""
+    lines: tuple[str, ...] = ()
+    """What is said of it first."""
+
+
+def fetch_document(settings: Settings, *, is_first: bool) -> tuple[bytes, "ImdsClient"]:
+    """What Azure says now, in the best api-version, and the client that has asked. Raises AgentError.
+
+    ``is_first``: perhaps nothing has asked before on this VM. Then the answer may take minutes.
+    """
+    from scheduled_events_agent.imds import ImdsClient, connect  # noqa: PLC0415  # httpx: half of this command's start
+
+    def fetch(version: ApiVersion, timeout: float | None) -> tuple[bytes, ImdsClient]:
+        client = connect(settings.imds, version, may_switch_on=is_first, timeout=timeout)
+        return client.fetch(), client
+
+    with remark_if_slow(FIRST_ANSWER_IS_SLOW):
+        return ask_best(versions_to_ask(settings.imds.api_version, settings.rules), fetch).content
+
+
+def _rehearsal(arguments: argparse.Namespace, settings: Settings, state_dir: Path) -> _Found:
+    """The events of a document, of which no agent is asked. Raises AgentError."""
+    name: str = arguments.vm or settings.vm.name or ""
+    if arguments.document is not None:
         document = _read(arguments.document)
-        if not name and (name := next((event.resources[0] for event in document.events if event.resources), "")):
-            hint = " (the first in Resources; use --vm NAME for another)"
-    names = tuple(filter(None, (name, *settings.vm.aliases)))
-    known_times = _load_known_times(settings)
-    explanations = [explain_event(settings, event, names, now, known_times) for event in document.events]
-    if arguments.json:
-        vm = Vm(names=names, vm_id="")
-        mode = settings.agent.mode
-        print_json(Explanations(at=now, vm=vm, mode=mode, events=tuple(explanations)))
+        source: Literal["endpoint", "file"] = "file"
+        received_at = None
+    else:
+        body, client = fetch_document(settings, is_first=find_agent(state_dir) is None)
+        document = parse_document(body)
+        source = "endpoint"
+        received_at = datetime.now(UTC)
+        name = name or client.fetch_identity().name
+    events = tuple([(event, None) for event in document.events])
+    return _Found(events, source, received_at, document.incarnation, name, ("rehearsal: no agent was asked",))
+
+
+def _ask_agent(state_dir: Path, options: CommandOptions) -> tuple[Status | None, str]:
+    """What the agent knows, or has left in its state file; and why it does not answer, "" if it does."""
+    try:
+        status = load_status(state_dir, lambda: options)
+    except StoreError as error:
+        return None, NO_AGENT if find_agent(state_dir) is None else str(error)
+    if status.source == "agent":
+        return status, ""
+    return status, status.health[0]
+
+
+def _ask_both(settings: Settings, status: Status | None, absence: str) -> _Found:
+    """The events of the endpoint with what the agent knows of them, or else the agent's. Raises AgentError."""
+    if status is not None and status.endpoint is not None:
+        settings = replace(settings, imds=replace(settings.imds, endpoint=status.endpoint))
+    name = settings.vm.name or ""
+    if status is not None and status.vm.names:
+        name = status.vm.names[0]
+    try:
+        body, client = fetch_document(settings, is_first=absence == NO_AGENT)
+        document = parse_document(body)
+        received_at = datetime.now(UTC)
+        name = name or client.fetch_identity().name
+    except AgentError as error:
+        if absence or status is None:
+            raise AgentError(f"{error}; and {absence}", kind=error.kind) from error
+        line = f"the metadata service gives no document: {error}; these are the events that the agent knows"
+        known = tuple([(workflow.event, workflow) for workflow in status.pending])
+        return _Found(known, "agent", status.last_poll_at, status.incarnation or "", name, (line,))
+    workflows = {one.event.key: one for one in status.pending if not one.is_over} if status is not None else {}
+    lines = (f"{absence}; this is what an agent started now would do",) if absence else ()
+    events = tuple([(event, workflows.get(event.key)) for event in document.events])
+    return _Found(events, "endpoint", received_at, document.incarnation, name, lines)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    loaded = load_policy(find_config(arguments.config, host.default_config_path()))
+    settings = loaded.settings
+    state_dir = state_dir_of(settings, arguments.state_dir)
+    if arguments.raw:
+        body, _ = fetch_document(settings, is_first=find_agent(state_dir) is None)
+        sys.stdout.buffer.write(body)
         return 0
-    print(f"This VM: {', also known as '.join(names) or 'not known'}{hint}. Time: {now:%Y-%m-%d %H:%M:%S}Z.")
-    if settings.agent.mode == "observe":
-        print("The agent's mode is observe: nothing of what follows would be done.")
-    if not explanations:
-        print("No event is pending.")
+    options = options_of(arguments, state_dir)
+    status: Status | None = None
+    if arguments.document is not None or arguments.vm or arguments.at:
+        found = _rehearsal(arguments, settings, state_dir)
+    else:
+        status, absence = _ask_agent(state_dir, options)
+        found = _ask_both(settings, status, absence)
+    assumed = _assume(arguments, loaded, found, status, options)
+    explanations = tuple([_explain(event, known, assumed) for event, known in found.events])
+    mode = status.mode if status is not None and status.mode is not None else settings.agent.mode
+    if arguments.json:
+        print_json(
+            Explanations(
+                at=assumed.now,
+                source=found.source,
+                received_at=found.received_at,
+                incarnation=found.incarnation,
+                vm=Vm(names=assumed.names, vm_id=status.vm.vm_id if status is not None else ""),
+                mode=mode,
+                events=explanations,
+            )
+        )
+        return 0
     terminal = Terminal.of(sys.stdout)
+    for line in (*found.lines, *_headings(found, assumed, mode)):
+        print(*terminal.line(line), sep="\n")
     for explanation in explanations:
         event = explanation.event
-        print("", *terminal.line(head(event, event.id, now), "bold"), sep="\n")
-        print(*terminal.rows(_rows(explanation, now)), sep="\n")
+        is_over = explanation.workflow is not None and explanation.workflow.is_over
+        print("", *terminal.line(head(event, event.id, assumed.now, is_over=is_over), "bold"), sep="\n")
+        print(*terminal.rows(_rows(explanation, status, assumed)), sep="\n")
     return 0
 
 
-def _load_known_times(settings: Settings) -> KnownTimes:
+def _assume(
+    arguments: argparse.Namespace, loaded: Loaded, found: _Found, status: Status | None, options: CommandOptions
+) -> _Assumed:
+    settings = loaded.settings
+    name = found.name or next((event.resources[0] for event, _ in found.events if event.resources), "")
+    names = tuple(filter(None, (name, *settings.vm.aliases)))
+    has_agent = status is not None and status.source == "agent"
+    is_same_policy = True
+    if status is not None and has_agent:
+        names = status.vm.names or names
+        options = status.command_options
+        is_same_policy = status.policy is None or status.policy.hash == loaded.hash
+    return _Assumed(
+        settings=settings,
+        names=names,
+        now=arguments.at or datetime.now(UTC),
+        known_times=_load_known_times(state_dir_of(settings, arguments.state_dir)),
+        options=options,
+        has_agent=has_agent,
+        is_same_policy=is_same_policy,
+    )
+
+
+def _load_known_times(state_dir: Path) -> KnownTimes:
     """What the agent of this machine knows of its hooks; nothing if that cannot be read."""
     try:
-        with closing(Store.look_into(state_dir_of(settings))) as store:
+        with closing(Store.look_into(state_dir)) as store:
             return decode(store.load_fact("hook_times"))
     except StoreError:
         return {}
@@ -309,34 +516,96 @@ def _read(argument: str) -> Document:
             raise AgentError(f"{name}: {error}", kind="document") from error
 
 
-def _rows(explanation: Explanation, now: datetime) -> Iterator[Row]:
+# --- what is shown
+
+
+def _headings(found: _Found, assumed: _Assumed, mode: str) -> Iterator[str]:
+    names = ", also known as ".join(assumed.names) or "not known"
+    hint = "" if found.name or not assumed.names else " (the first in Resources; use --vm NAME for another)"
+    number = f" Document: {found.incarnation}." if found.incarnation else ""
+    yield f"This VM: {names}{hint}. Time: {assumed.now:%Y-%m-%d %H:%M:%S}Z.{number}"
+    if mode == "observe":
+        yield "The agent's mode is observe: nothing of what follows would be done."
+    if not assumed.is_same_policy:
+        yield "The agent has another policy in force than this file says now: what it has decided counts."
+    if not found.events:
+        yield "No event is pending."
+
+
+def _agent_row(explanation: Explanation, status: Status, now: datetime) -> Row:
+    """What the agent does about the event."""
+    workflow = explanation.workflow
+    has_agent = status.source == "agent"
+    if workflow is None and explanation.decision.affects == "others" and explanation.decision.rule is None:
+        return Row("agent", "only counts it: it names other VMs only")
+    if workflow is None:
+        return Row("agent", "has not seen it yet" if has_agent else "had not seen it", "yellow")
+    parts = [activity(workflow, status.running_for(workflow.id), now)]
+    parts += [f"an operator has {workflow.operator} it"] if workflow.operator else []
+    seen = f"first seen {clock(workflow.first_seen_at, now)}"
+    if workflow.noticed_at != workflow.first_seen_at:
+        seen += f", with this NotBefore {clock(workflow.noticed_at, now)}"
+    text = "; ".join([*parts, seen])
+    return Row("agent", text, "cyan") if has_agent else Row("agent", f"when it last ran: {text}")
+
+
+def _rows(explanation: Explanation, status: Status | None, assumed: _Assumed) -> Iterator[Row]:
     event = explanation.event
     decision = explanation.decision
-    begins_at = explanation.begins_at
+    now = assumed.now
     yield from event_rows(event, decision.affects)
     label = "rule"
     for passed in explanation.passed_over:
         yield Row(label, f"not {passed.rule}: {passed.reason}")
         label = ""
     yield Row(label, decision.reason)
-    begins = ""
-    if begins_at is not None and (decision.has_preparation or begins_at != now):
-        begins = "now"
-        if begins_at != now:
-            begins = f"at {clock(begins_at, now)} ({explanation.begins_reason})"
-        begins += ", once the fleet has a slot for it" if explanation.needs_slot else ""
-    end = "once it is over"
-    if event.is_recommendation:
-        end += f", at the latest after {format_duration(decision.expire_after)}"
-    yield from plan_rows(
-        Plan(
-            begins=begins,
-            drain_for=decision.drain_for if begins_at is not None else 0.0,
-            prepare=decision.prepare if begins_at is not None else (),
-            on_start=decision.on_start,
-            on_start_when="now, as it has started" if event.is_started else "once it has started",
-            approve=explanation.expected_approval.text.removeprefix("approved "),
-            recover=() if event.is_started else decision.recover,
-            recover_when=end,
-        )
+    if status is not None:
+        yield _agent_row(explanation, status, now)
+    yield from plan_rows(_plan_of(explanation, now))
+
+
+def _plan_of(explanation: Explanation, now: datetime) -> Plan:
+    event = explanation.event
+    decision = explanation.decision
+    known = explanation.workflow
+    until = explanation.hooks_until
+    is_over = known is not None and known.is_over
+    is_recovered = (
+        known.is_prepared_for if known is not None and (is_over or event.is_started) else not event.is_started
     )
+    end = "once it is over"
+    if is_over:
+        end = "now, as it is over"
+    elif event.is_recommendation:
+        end += f", at the latest after {format_duration(decision.expire_after)}"
+    return Plan(
+        begins=_beginning(explanation, now),
+        drain_for=decision.drain_for if explanation.drain_seconds else 0.0,
+        drain_seconds=explanation.drain_seconds,
+        prepare=explanation.prepare,
+        until=clock(until, now) if until is not None else "",
+        on_start=_hooks_on_start(explanation),
+        on_start_when="now, as it has started" if event.is_started else "once it has started",
+        approve=explanation.expected_approval.text.removeprefix("approved "),
+        recover=decision.recover if is_recovered else (),
+        recover_when=end,
+    )
+
+
+def _beginning(explanation: Explanation, now: datetime) -> str:
+    begins_at = explanation.begins_at
+    known = explanation.workflow
+    has_begun = known is not None and known.begun_at is not None
+    if begins_at is None or has_begun or not (explanation.decision.has_preparation or begins_at != now):
+        return ""
+    begins = "now"
+    if begins_at != now:
+        begins = f"at {clock(begins_at, now)} ({explanation.begins_reason})"
+    return begins + (", once the fleet has a slot for it" if explanation.needs_slot else "")
+
+
+def _hooks_on_start(explanation: Explanation) -> tuple[str, ...]:
+    known = explanation.workflow
+    if known is not None and (known.is_over or known.on_start.state not in ("idle", "running")):
+        return ()
+    return explanation.decision.on_start

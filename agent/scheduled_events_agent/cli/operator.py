@@ -18,8 +18,8 @@ from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_state_options
 from scheduled_events_agent.cli.terminal import print_json, printable
 from scheduled_events_agent.spelling import plural
-from scheduled_events_agent.status import OperatorAnswer
-from scheduled_events_agent.status.actions import UNSETTLED_HOLD, quoted
+from scheduled_events_agent.status import CommandOptions, OperatorAnswer
+from scheduled_events_agent.status.actions import UNSETTLED_HOLD, command, quoted
 from scheduled_events_agent.status.messages import clock
 from scheduled_events_agent.store import (
     FILE_NAME,
@@ -80,9 +80,10 @@ def find_state_dir(arguments: argparse.Namespace, report: Callable[[str], None] 
     except ConfigError as error:
         directory = host.default_state_dir()
         if error.state_dir is not None:
-            option = f" --config {quoted(arguments.config)}" if arguments.config else ""
-            report(printable(f"{path} is rejected: scheduled-events-agent check{option} says why"))
-            return Path(error.state_dir) if error.state_dir else directory
+            directory = Path(error.state_dir) if error.state_dir else directory
+            line = command(options_in_force(None, path, directory), "check")
+            report(printable(f"{path} is rejected: {line} says why"))
+            return directory
         problems, *more = error.problems
         if more:
             problems += f" (and {plural(len(more), 'more problem')})"
@@ -92,16 +93,23 @@ def find_state_dir(arguments: argparse.Namespace, report: Callable[[str], None] 
         return directory
 
 
-def command_options(state_option: str | None, policy: Path | None, state_dir: Path) -> str:
-    """What commands need to find the agent that these options started; "" if the default leads to it."""
-    is_elsewhere = bool(state_option) or policy not in (None, host.default_config_path())
-    return f"--state-dir {quoted(str(state_dir.absolute()))}" if is_elsewhere else ""
+def options_in_force(state_option: str | None, policy: Path | None, state_dir: Path) -> CommandOptions:
+    """What commands need to be about the same agent as one with these options."""
+    own_policy = policy if policy != host.default_config_path() else None
+    is_elsewhere = bool(state_option) or own_policy is not None
+    return CommandOptions(
+        state=f"--state-dir {quoted(str(state_dir.absolute()))}" if is_elsewhere else "",
+        policy=f"--config {quoted(str(own_policy.absolute()))}" if own_policy is not None else "",
+    )
 
 
-def config_option(policy: Path | None) -> str:
-    """What commands need to read the same policy file; "" if it is the one that they read by default."""
-    is_elsewhere = policy not in (None, host.default_config_path())
-    return f"--config {quoted(str(policy.absolute()))}" if policy and is_elsewhere else ""
+def options_of(arguments: argparse.Namespace, state_dir: Path) -> CommandOptions:
+    """The options in force, by this command line and its environment."""
+    from scheduled_events_agent.settings import find_config  # noqa: PLC0415  # 25 ms, most of it PyYAML's
+
+    return options_in_force(
+        arguments.state_dir, find_config(arguments.config, host.default_config_path()), state_dir
+    )
 
 
 def find_agent(state_dir: Path) -> str | None:
@@ -241,9 +249,10 @@ def _ask(arguments: argparse.Namespace) -> _Asked:
     if is_held:
         raise AgentError(UNSETTLED_HOLD)
     if answer is None:
+        look = command(options_of(arguments, state_dir), "status")
         raise AgentError(
             f"the agent (pid {pid}) has not answered within {_ANSWER_WITHIN_SECONDS:g} s, and the request is "
-            "withdrawn: is it stopped, or its disk slow? See scheduled-events-agent status"
+            f"withdrawn: is it stopped, or its disk slow? See {look}"
         )
     return _Asked(event_id, workflow_id, answer)
 

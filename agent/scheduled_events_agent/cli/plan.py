@@ -14,6 +14,10 @@ class Plan(NamedTuple):
     drain_for: float
     prepare: tuple[str, ...]
     approve: str
+    drain_seconds: float | None = None
+    """How long the drain takes, if the notice is known."""
+    until: str = ""
+    """When the hooks of ``prepare`` must have ended."""
     on_start: tuple[str, ...] = ()
     recover: tuple[str, ...] = ()
     limits: str = ""
@@ -26,8 +30,10 @@ class Plan(NamedTuple):
 
 def plan_rows(plan: Plan) -> Iterator[Row]:
     """The rows, in the order of what happens."""
-    steps = [f"not ready for {format_duration(plan.drain_for)}"] if plan.drain_for else []
-    steps += [f"run {', '.join(plan.prepare)}"] if plan.prepare else []
+    steps = [f"not ready for {_drain_in_words(plan)}"] if plan.drain_for else []
+    if plan.prepare:
+        until = f", until {plan.until} at the latest" if plan.until else ""
+        steps.append(f"run {', '.join(plan.prepare)}{until}")
     prepare = ", then ".join(steps)
     texts = {
         "begins": plan.begins,
@@ -40,3 +46,9 @@ def plan_rows(plan: Plan) -> Iterator[Row]:
     for label, text in texts.items():
         if text:
             yield Row(label, text)
+
+
+def _drain_in_words(plan: Plan) -> str:
+    whole = format_duration(plan.drain_for)
+    seconds = plan.drain_for if plan.drain_seconds is None else round(plan.drain_seconds)
+    return whole if seconds >= plan.drain_for else f"{format_duration(seconds)} ({whole}, cut for the notice)"

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_config_option, exit_code
-from scheduled_events_agent.cli.operator import command_options, config_option
+from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.daemon import Daemon
 from scheduled_events_agent.log import get_logger, set_up
 from scheduled_events_agent.log_ids import LogId
@@ -211,8 +211,7 @@ def open_daemon(
             settings,
             policy,
             store,
-            command_options=command_options(state_dir, path, directory),
-            policy_options=config_option(path),
+            command_options=options_in_force(state_dir, path, directory),
             stop_timeout=stop_timeout,
             service=service,
         )

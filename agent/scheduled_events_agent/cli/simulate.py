@@ -29,6 +29,8 @@ from scheduled_events_agent.simulator.recording import SUFFIX, Recording, load_r
 from scheduled_events_agent.simulator.scenario import DEFAULT_SCENARIO
 from scheduled_events_agent.simulator.table import SimulatedTable
 from scheduled_events_agent.spelling import parse_duration, plural
+from scheduled_events_agent.status import NO_OPTIONS
+from scheduled_events_agent.status.actions import command, quoted
 
 _LINGER_SECONDS = 3.0  # in which clients can still see that the last event is gone
 
@@ -190,7 +192,7 @@ def _record(arguments: argparse.Namespace) -> int:
     if arguments.record.read_bytes().count(b"\n") < 2:  # the first line says whose documents they are
         arguments.record.unlink()
         raise AgentError(f"{endpoint} has given nothing to record")
-    print(f"recorded; play it with: scheduled-events-agent simulate {arguments.record}", flush=True)
+    print(f"recorded; play it with: {command(NO_OPTIONS, 'simulate', quoted(arguments.record))}", flush=True)
     return 0
 
 

@@ -6,20 +6,30 @@ invariant: what is said of the agent is its own answer, or else the first line s
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.cli import add_state_options
-from scheduled_events_agent.cli.operator import ask_agent, command_options, find_agent, find_state_dir, user_name
+from scheduled_events_agent.cli.operator import ask_agent, find_agent, find_state_dir, options_of, user_name
 from scheduled_events_agent.cli.terminal import Row, Style, Terminal, print_json, remark_if_slow
 from scheduled_events_agent.events import Affects, ScheduledEvent
 from scheduled_events_agent.spelling import plural
-from scheduled_events_agent.status import Attention, JournalEntry, ShownWorkflow, Status, SuggestedCommand, Vm
+from scheduled_events_agent.status import (
+    NO_OPTIONS,
+    Attention,
+    CommandOptions,
+    JournalEntry,
+    ShownWorkflow,
+    Status,
+    SuggestedCommand,
+    Vm,
+)
 from scheduled_events_agent.status.actions import command, quoted, short_ids, words_of_use
 from scheduled_events_agent.status.attention import NO_AGENT, exit_code
 from scheduled_events_agent.status.messages import (
@@ -69,8 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     state_dir = find_state_dir(arguments)
-    with remark_if_slow(_AGENT_IS_SLOW):
-        status = _look(arguments, state_dir)
+    status = load_status(state_dir, partial(options_of, arguments, state_dir))
     if arguments.json:
         print_json(status)
     else:
@@ -79,24 +88,19 @@ def _run(arguments: argparse.Namespace) -> int:
     return exit_code(status)
 
 
-def _options(arguments: argparse.Namespace, state_dir: Path) -> str:
-    """What commands need to find this state file, of which no agent says so itself."""
-    from scheduled_events_agent.settings import find_config  # noqa: PLC0415  # 25 ms, most of it PyYAML's
+def load_status(state_dir: Path, options: Callable[[], CommandOptions]) -> Status:
+    """What the agent says, or else its state file. Raises StoreError if there is neither.
 
-    return command_options(
-        arguments.state_dir, find_config(arguments.config, host.default_config_path()), state_dir
-    )
-
-
-def _look(arguments: argparse.Namespace, state_dir: Path) -> Status:
-    """What the agent says, or else its state file. Raises AgentError if there is neither."""
+    ``options``: in force, if no agent says so itself.
+    """
     pid = find_agent(state_dir)
-    answer = NO_AGENT if pid is None else ask_status(state_dir, pid)
+    answer: Status | str = NO_AGENT
+    if pid is not None:
+        with remark_if_slow(_AGENT_IS_SLOW):
+            answer = ask_status(state_dir, pid)
     if isinstance(answer, Status):
         return answer
-    return with_words(
-        _without_answer(state_dir, answer, _options(arguments, state_dir), is_running=pid is not None)
-    )
+    return with_words(_without_answer(state_dir, answer, options(), is_running=pid is not None))
 
 
 def ask_status(state_dir: Path, pid: str) -> Status | str:
@@ -115,11 +119,24 @@ def ask_status(state_dir: Path, pid: str) -> Status | str:
         return f"{agent} is of another version than this program ({__version__}): restart it"
 
 
-def _without_answer(state_dir: Path, why: str, options: str, *, is_running: bool) -> Status:
+def start_command(options: CommandOptions) -> str:
+    """What starts the agent: its service, or one that was started by hand for another policy or state."""
+    return host.supervisor_commands().start if options == NO_OPTIONS else command(options, "run")
+
+
+def _commands_without_answer(options: CommandOptions, *, is_running: bool) -> Iterator[SuggestedCommand]:
     supervisor = host.supervisor_commands()
-    first = (supervisor.status, "tell whether it runs") if is_running else (supervisor.start, "start it")
-    log = (supervisor.log, "show the end of its log")
-    doctor = (command("doctor", options), "look for what is wrong")
+    is_service = options == NO_OPTIONS
+    if not is_running:
+        yield SuggestedCommand(command=start_command(options), effect="start it")
+    elif is_service:
+        yield SuggestedCommand(command=supervisor.status, effect="tell whether it runs")
+    if is_service:
+        yield SuggestedCommand(command=supervisor.log, effect="show the end of its log")
+    yield SuggestedCommand(command=command(options, "doctor"), effect="look for what is wrong")
+
+
+def _without_answer(state_dir: Path, why: str, options: CommandOptions, *, is_running: bool) -> Status:
     with closing(Store.look_into(state_dir)) as store:
         waiting = store.notices.waiting()
         losses = store.load_losses()
@@ -133,9 +150,7 @@ def _without_answer(state_dir: Path, why: str, options: str, *, is_running: bool
             pending=tuple(map(as_shown, store.load_workflows())),
             notify=tuple([notified(name, waiting.get(name), losses.get(name)) for name in {**waiting, **losses}]),
             command_options=options,
-            supervisor_commands=tuple(
-                [SuggestedCommand(command=line, effect=effect) for line, effect in (first, log, doctor)]
-            ),
+            supervisor_commands=tuple(_commands_without_answer(options, is_running=is_running)),
         )
 
 
@@ -256,7 +271,7 @@ def _card(workflow: ShownWorkflow, status: Status, output: Sequence[str], short_
     told = {one.command for needed in status.attention for one in needed.commands}
     label = "overrule"
     for word in words_of_use(status, workflow):
-        line = command(word, quoted(short_id), status.command_options)
+        line = command(status.command_options, word, quoted(short_id))
         if line not in told:
             yield Row(label, line)
             label = ""

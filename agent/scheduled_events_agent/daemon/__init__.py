@@ -47,7 +47,7 @@ from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.settings import FleetSettings, Settings, keys_for_next_start
-from scheduled_events_agent.status import CommandOptions, PolicyInForce
+from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, PolicyInForce
 from scheduled_events_agent.status.messages import summarize
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.web.server import WebServer
@@ -94,15 +94,12 @@ class Daemon:
         policy: PolicySource,
         store: Store,
         *,
-        command_options: str = "",
-        policy_options: str = "",
+        command_options: CommandOptions = NO_OPTIONS,
         stop_timeout: float = DEFAULT_STOP_TIMEOUT,
         service: host.ServiceManager | None = None,
         connect_fleet: "Callable[[FleetSettings, str], Ledger] | None" = None,
     ) -> None:
         """``settings``: what ``policy`` has loaded. ``command_options``: see ``Status``.
-
-        ``policy_options``: see ``PolicyInForce.command_options``.
 
         ``stop_timeout``: seconds from ``stop`` to the return of ``run``; hooks that run have most of them.
 
@@ -143,12 +140,7 @@ class Daemon:
             self._executor,
             self._metrics,
             state_dir=store.path.parent,
-            policy=PolicyInForce(
-                file=policy.name,
-                read_at=datetime.now(UTC),
-                hash=policy.hash,
-                command_options=policy_options,
-            ),
+            policy=PolicyInForce(file=policy.name, read_at=datetime.now(UTC), hash=policy.hash),
             command_options=command_options,
         )
         self._service = service or host.ServiceManager()

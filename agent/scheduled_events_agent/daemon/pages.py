@@ -24,7 +24,9 @@ from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.status import (
+    NO_OPTIONS,
     Attention,
+    CommandOptions,
     FleetState,
     HeldEvent,
     History,
@@ -78,7 +80,7 @@ class Pages:
         *,
         state_dir: Path,
         policy: PolicyInForce,
-        command_options: str = "",
+        command_options: CommandOptions = NO_OPTIONS,
     ) -> None:
         """``command_options``: see ``Status``."""
         self._engine = engine

@@ -8,12 +8,11 @@ actions.py    the commands with which an operator overrules the agent
 """
 
 from scheduled_events_agent.status.status import (
+    NO_OPTIONS,
     SCHEMA_VERSION,
     Attention,
     AttentionKind,
     CommandOptions,
-    CurrentEvent,
-    CurrentEvents,
     EventSummary,
     FleetState,
     HeldEvent,
@@ -36,8 +35,8 @@ from scheduled_events_agent.status.status import (
 )
 
 __all__ = [
-    "SCHEMA_VERSION", "Attention", "AttentionKind", "CommandOptions", "CurrentEvent", "CurrentEvents",
-    "EventSummary", "FleetState", "HeldEvent", "History", "HistoryItem", "HookStep", "Journal", "JournalEntry",
+    "NO_OPTIONS", "SCHEMA_VERSION", "Attention", "AttentionKind", "CommandOptions", "EventSummary",
+    "FleetState", "HeldEvent", "History", "HistoryItem", "HookStep", "Journal", "JournalEntry",
     "NotifiedTarget", "OperatorAnswer", "OperatorWord", "PolicyInForce", "RunningHook", "ShownWorkflow",
     "Status", "SuggestedCommand", "TargetFailure", "Vm", "WebConfigRejected",
 ]  # fmt: skip

@@ -8,13 +8,17 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable
 
-from scheduled_events_agent.status.status import OperatorWord, Status
+from scheduled_events_agent.status.status import CommandOptions, OperatorWord, Status
 from scheduled_events_agent.workflow import Workflow
 
 UNSETTLED_HOLD = "held, unless Azure takes the approval that is under way; see status"
 """The answer to a hold that was given too late to wait for the answer to the approval."""
 SHORT_ID = 8
 """Characters of an id that are always shown."""
+# Which of the options in force a command has; those that are not here have neither.
+_FIND_STATE = {"status", "history", "approve", "hold", "release", "retry", "resolve"}
+_READ_POLICY = {"check", "notify", "fleet"}
+_DO_BOTH = {"run", "explain", "doctor"}
 
 
 def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
@@ -86,9 +90,11 @@ def effect_of(word: OperatorWord, workflow: Workflow) -> str:
     }[word]
 
 
-def command(*words: str) -> str:
-    """The command line that an operator may copy; words that are "" are left out. See ``quoted``."""
-    return " ".join(filter(None, ("scheduled-events-agent", *words)))
+def command(options: CommandOptions, name: str, *arguments: str) -> str:
+    """The command line that an operator may copy, as it works here. For the arguments, see ``quoted``."""
+    state = options.state if name in _FIND_STATE | _DO_BOTH else ""
+    policy = options.policy if name in _READ_POLICY | _DO_BOTH else ""
+    return " ".join(filter(None, ("scheduled-events-agent", name, *arguments, state, policy)))
 
 
 def quoted(word: str) -> str:

@@ -148,7 +148,7 @@ def _event_commands(
     if kind == "approval_failing":
         yield _doctor(status)
     for word in words_of_use(status, workflow):
-        line = command(word, quoted(short_id), status.command_options)
+        line = command(status.command_options, word, quoted(short_id))
         yield SuggestedCommand(command=line, effect=effect_of(word, workflow))
 
 
@@ -205,12 +205,13 @@ def _of_setup(status: Status) -> Iterator[Attention]:
             commands=(_doctor(status),),
         )
     if status.fleet is not None and status.fleet.failure:
+        ask = command(status.command_options, "fleet", "status")
         yield Attention(
             kind="fleet_unavailable",
             severity="fix",
             since=status.fleet.away_since,
             message=f"The table of the fleet cannot be used: {status.fleet.failure}.",
-            commands=(_with_policy(status, "fleet status", "ask the table"),),
+            commands=(SuggestedCommand(command=ask, effect="ask the table"),),
         )
     for target in status.notify:
         if found := _of_target(status, target):
@@ -229,27 +230,22 @@ def _of_target(status: Status, target: NotifiedTarget) -> Attention | None:
         since = failure.since
     else:
         return None
+    test = command(status.command_options, "notify", "test", quoted(target.name))
     return Attention(
         kind="notifications_failing",
         severity="fix",
         since=since,
         message=message,
-        commands=(_with_policy(status, f"notify test {quoted(target.name)}", "send it a test"),),
+        commands=(SuggestedCommand(command=test, effect="send it a test"),),
     )
 
 
 def _doctor(status: Status) -> SuggestedCommand:
-    line = command("doctor", status.command_options)
-    return SuggestedCommand(command=line, effect="look for what is wrong")
+    return SuggestedCommand(command=command(status.command_options, "doctor"), effect="look for what is wrong")
 
 
 def _check(status: Status, effect: str) -> SuggestedCommand:
-    return _with_policy(status, "check", effect)
-
-
-def _with_policy(status: Status, words: str, effect: str) -> SuggestedCommand:
-    options = status.policy.command_options if status.policy else ""
-    return SuggestedCommand(command=command(words, options), effect=effect)
+    return SuggestedCommand(command=command(status.command_options, "check"), effect=effect)
 
 
 def _first_line(text: str) -> str:

@@ -5,7 +5,6 @@ from typing import Literal
 
 import msgspec
 
-from scheduled_events_agent.events import Affects, ScheduledEvent
 from scheduled_events_agent.workflow import Stage, Workflow
 
 OperatorWord = Literal["approve", "hold", "release", "retry", "resolve"]
@@ -74,8 +73,6 @@ class PolicyInForce(msgspec.Struct, frozen=True, kw_only=True):
     """Why the file as it is by now was refused, so that an older one is in force; "" if it is the file's."""
     refused_at: datetime | None = None
     """Since when."""
-    command_options: str = ""
-    """What ``check`` and ``notify`` need to read this file; "" if it is the one that they read by default."""
     needs_restart: tuple[str, ...] = ()
     """Keys that have changed since the agent started, and take effect when it starts again."""
 
@@ -202,6 +199,18 @@ class WebConfigRejected(msgspec.Struct, frozen=True, kw_only=True):
     since: datetime
 
 
+class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command line needs to be about this agent; "" where the default leads to it."""
+
+    state: str = ""
+    """To find its state file, such as --state-dir DIR."""
+    policy: str = ""
+    """To read its policy file, such as --config FILE."""
+
+
+NO_OPTIONS = CommandOptions()
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The agent at one moment; without an answer from it, what its state file says, and None for the rest."""
 
@@ -236,8 +245,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     recommendations_failure: str = ""
     """Why the recommendations that a rule names are not available; "" if they are."""
     holds: tuple[HeldEvent, ...] = ()
-    command_options: str = ""
-    """What commands need to find this agent, such as --state-dir DIR; "" if the default leads to it."""
+    command_options: CommandOptions = NO_OPTIONS
     command_prefix: str = ""
     """What an account without privileges puts before a command, such as sudo and a blank."""
     supervisor_commands: tuple[SuggestedCommand, ...] = ()
@@ -252,26 +260,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     def running_for(self, workflow_id: str) -> tuple[RunningHook, ...]:
         """The hooks that run for this event."""
         return tuple([hook for hook in self.running if hook.workflow_id == workflow_id])
-
-
-class CurrentEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event as Azure tells it now, and what the agent makes of it."""
-
-    event: ScheduledEvent
-    affects: Affects
-    workflow: ShownWorkflow | None
-
-
-class CurrentEvents(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``events --json`` prints."""
-
-    schema_version: int = SCHEMA_VERSION
-    at: datetime
-    vm: Vm
-    incarnation: str
-    agent_runs: bool
-    problem: str
-    events: tuple[CurrentEvent, ...]
 
 
 class OperatorAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ def with_words(status: Status) -> Status:
             approval=_approval(workflow),
             hooks=tuple(_hooks(status, workflow)),
             commands=tuple(
-                command(word, quoted(short[workflow.event.id]), status.command_options)
+                command(status.command_options, word, quoted(short[workflow.event.id]))
                 for word in words_of_use(status, workflow)
             ),
         )

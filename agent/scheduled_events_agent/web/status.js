@@ -347,7 +347,7 @@
     const entries = history.entries.slice(-MOST.entries);
     const days = [history.workflow.first_seen_at, ...entries.map((one) => one.at)].map((at) => at.slice(0, 10));
     const isHidden = entries.some((one) => one.kind === "hook_finished" && !one.detail);
-    const command = `${status.command_prefix}scheduled-events-agent history --event ${history.workflow.event.id} ${status.command_options}`;
+    const command = `${status.command_prefix}scheduled-events-agent history --event ${history.workflow.event.id} ${status.command_options.state}`;
     return [
       el("ol", {class: "timeline"},
         history.entries.length > entries.length ? el("li", {class: "quiet"}, "… there are earlier entries") : "",
