@@ -483,6 +483,26 @@ def test_of_a_rejected_policy_file_the_state_directory_counts(
                 assert run("completion", "ids") == (0, "", ""), fault  # in silence: a shell completes just now
 
 
+def test_completion_is_told_the_ids_of_pending_events_and_no_help_lists_that(
+    state_dir: Path, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = msgspec.structs.replace(PREPARING, id="2", event=msgspec.structs.replace(EVENT, id="$(touch x)"))
+    commit(state_dir, PREPARING, hostile)
+    (tmp_path / "none.yaml").write_text(f"agent: {{state_dir: '{state_dir}'}}\n")
+    assert run("completion", "ids") == (0, f"{EVENT.id}\n", "")
+    (tmp_path / "none.yaml").write_text(f"agent: {{state_dir: '{tmp_path / 'absent'}'}}\n")
+    assert run("completion", "ids") == (1, "", "")
+    for words in (("completion", "--help"), ("completion", "tcsh"), ("--help",)):
+        with pytest.raises(SystemExit):
+            run(*words)
+        captured = capsys.readouterr()
+        assert not re.search(r"\b(ids|events)\b,|'ids'", captured.out + captured.err)
+    for word in ("events", "ids"):
+        with pytest.raises(SystemExit) as caught:
+            run(word)
+        assert caught.value.code == 2
+
+
 @pytest.mark.parametrize("agent", ["", "agent:\n", "agent: {mode: acts}\n", "agent: {state_dir: }\n"])
 def test_a_rejected_policy_file_without_a_state_directory_leads_to_the_default(
     state_dir: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str

@@ -1,5 +1,6 @@
 """What needs a person: each state that does, and those that a rule or an operator wants so."""
 
+import shlex
 from datetime import timedelta
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 from shown import NOW, a_status, a_workflow
 
+from scheduled_events_agent.cli import build_parser
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.status import (
     Attention,
@@ -288,6 +290,22 @@ def test_commands_have_the_options_with_which_they_find_agent_and_policy() -> No
         "scheduled-events-agent approve 602D9444 --state-dir /my/state",
         "scheduled-events-agent check --config /my/policy.yaml",
     ]
+
+
+@pytest.mark.parametrize("kind", ATTENTION_KINDS)
+def test_each_command_that_is_shown_is_about_the_same_agent(kind: str) -> None:
+    options = CommandOptions(state="--state-dir '/my state'", policy="--config '/my policy.yaml'")
+    status = with_words(replace(NEEDED[kind][0], command_options=options))
+    lines = [one.command for found in status.attention for one in found.commands]
+    lines += [line for summary in status.summaries for line in summary.commands]
+    for line in lines:
+        if line == LOG.command:
+            continue
+        arguments = build_parser().parse_args(shlex.split(line)[1:])
+        has_state_option = hasattr(arguments, "state_dir")
+        assert not has_state_option or arguments.state_dir == "/my state"
+        reads_policy = arguments.command == "doctor" or not has_state_option
+        assert arguments.config == ("/my policy.yaml" if reads_policy else None)
 
 
 def test_what_ends_by_itself_soon_needs_nobody_yet() -> None:

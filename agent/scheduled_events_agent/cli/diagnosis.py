@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from scheduled_events_agent import host
 from scheduled_events_agent.api_version import BestAnswer, not_available, reason_of
 from scheduled_events_agent.cli.terminal import Style, Terminal
 from scheduled_events_agent.events import DocumentError, parse_document
@@ -50,7 +51,7 @@ _ADVICE: dict[ImdsErrorKind, str] = {
         "a second are the limit for all programs together"
     ),
 }
-START = "start it: systemctl start scheduled-events-agent, or scheduled-events-agent service start on Windows"
+START = f"start it: {host.supervisor_commands().start}"
 UNMASK = "to run it: systemctl unmask scheduled-events-agent, then systemctl enable --now scheduled-events-agent"
 
 

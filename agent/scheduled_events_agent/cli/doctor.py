@@ -22,9 +22,9 @@ import scheduled_events_agent
 from scheduled_events_agent import __version__, host, notices
 from scheduled_events_agent.api_version import ask_best, versions_to_ask
 from scheduled_events_agent.cli import add_state_options, diagnosis
-from scheduled_events_agent.cli.diagnosis import START, UNMASK, Finding, failure, ok, warning
-from scheduled_events_agent.cli.operator import config_option
-from scheduled_events_agent.cli.status import ask_status
+from scheduled_events_agent.cli.diagnosis import UNMASK, Finding, failure, ok, warning
+from scheduled_events_agent.cli.operator import options_in_force
+from scheduled_events_agent.cli.status import ask_status, start_command
 from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
 from scheduled_events_agent.events import ApiVersion
 from scheduled_events_agent.host import processes
@@ -44,7 +44,8 @@ from scheduled_events_agent.settings import (
 from scheduled_events_agent.settings.files import Use, check_files, exposed_secrets, exposures, files_of_target
 from scheduled_events_agent.settings.model import is_foreign_path
 from scheduled_events_agent.spelling import plural
-from scheduled_events_agent.status import Status
+from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, Status
+from scheduled_events_agent.status.actions import command
 from scheduled_events_agent.store import LOCK_NAME
 
 # The service answers five requests a second to the whole VM, and an agent beside us makes its own.
@@ -53,10 +54,7 @@ _SPACING_SECONDS = 0.5
 _AS_AGENT = "run this as root, or as the agent's account"
 _DO_SO = "run that command: the agent does not start before"
 _RESTART = "restart it: systemctl restart scheduled-events-agent, or on Windows service stop and service start"
-_RELOAD = (
-    "have it read again: systemctl reload scheduled-events-agent, or scheduled-events-agent service reload on "
-    "Windows; status says whether it was taken"
-)
+_RELOAD = f"have it read again: {host.supervisor_commands().reload}; status says whether it was taken"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,10 +89,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
+    path = find_config(config, host.default_config_path())
     loaded: Loaded | None = None
     policy_error: ConfigError | None = None
     try:
-        loaded = load_policy(find_config(config, host.default_config_path()))
+        loaded = load_policy(path)
     except ConfigError as error:
         policy_error = error
     # Without a valid policy, the rest is looked at with what the agent that runs says, else with the defaults.
@@ -134,7 +133,7 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
     if agent.lock_fault:
         yield warning("agent", agent.lock_fault, "run this as root or administrator")
     elif agent.pid is None:
-        yield _judge_no_agent(state_dir, service)
+        yield _judge_no_agent(state_dir, service, options_in_force(state_option, path, state_dir))
     else:
         yield judge_agent(agent.pid, agent.status, loaded)
     yield diagnosis.judge_service(service, service_fault)
@@ -468,14 +467,16 @@ def _look_at_disk(directory: Path) -> Finding:
     return diagnosis.judge_disk(str(directory), None if temporary is None else str(temporary), kind, free_bytes)
 
 
-def _judge_no_agent(state_dir: Path, service: OwnService | None) -> Finding:
+def _judge_no_agent(state_dir: Path, service: OwnService | None, options: CommandOptions) -> Finding:
     if service is not None and service.is_running:
         return warning(
             "agent",
             f"the service runs (pid {service.pid}), but not with the state directory {state_dir}",
             "name with --config and --state-dir what the service is started with",
         )
-    way_out = UNMASK if service is not None and service.is_masked else START
+    way_out = f"start it: {start_command(options)}"
+    if options == NO_OPTIONS and service is not None and service.is_masked:
+        way_out = UNMASK
     return warning("agent", f"no agent runs with the state directory {state_dir}", way_out)
 
 
@@ -484,11 +485,12 @@ def judge_agent(pid: str, status: Status | str, loaded: Loaded | None) -> Findin
     if isinstance(status, str):
         return warning("agent", status, "see its log; if it stays, restart it")
     runs = f"runs (pid {pid}), version {status.version}"
+    look = f"see {command(status.command_options, 'status')}"
     if status.health != "ok":
         problems = "; ".join(status.health)
-        return failure("agent", f"{runs} and is not healthy: {problems}", "see its log, and status")
+        return failure("agent", f"{runs} and is not healthy: {problems}", f"{look}, and its log")
     if needs := [one.message for one in status.attention if one.severity == "act"]:
-        return warning("agent", f"{runs}: {needs[0]}", "see scheduled-events-agent status")
+        return warning("agent", f"{runs}: {needs[0]}", look)
     doubts = [(status.version != __version__, f"{__version__} is installed", _RESTART)]
     policy = status.policy
     if loaded is not None and policy is not None:

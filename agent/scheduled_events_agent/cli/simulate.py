@@ -192,7 +192,7 @@ def _record(arguments: argparse.Namespace) -> int:
     if arguments.record.read_bytes().count(b"\n") < 2:  # the first line says whose documents they are
         arguments.record.unlink()
         raise AgentError(f"{endpoint} has given nothing to record")
-    print(f"recorded; play it with: {command(NO_OPTIONS, 'simulate', quoted(arguments.record))}", flush=True)
+    print(f"recorded; play it with: {command(NO_OPTIONS, 'simulate', quoted(str(arguments.record)))}", flush=True)
     return 0
 
 

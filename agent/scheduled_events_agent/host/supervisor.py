@@ -10,4 +10,5 @@ class SupervisorCommands(NamedTuple):
     """What an account without privileges puts before a command of the agent, such as sudo and a blank."""
     status: str
     start: str
+    reload: str
     log: str

@@ -57,6 +57,7 @@ def supervisor_commands() -> SupervisorCommands:
         prefix="sudo ",
         status=f"systemctl status {unit}",
         start=f"sudo systemctl start {unit}",
+        reload=f"sudo systemctl reload {unit}",
         log=f"journalctl -u {unit} -n 50",
     )
 

@@ -112,6 +112,7 @@ def supervisor_commands() -> SupervisorCommands:
         prefix="",
         status="scheduled-events-agent service status",
         start="scheduled-events-agent service start",
+        reload="scheduled-events-agent service reload",
         log=r'Get-Content -Tail 50 "$env:ProgramData\ScheduledEventsAgent\logs\agent.log"',
     )
 
