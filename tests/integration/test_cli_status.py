@@ -417,6 +417,7 @@ def test_an_agent_that_does_not_answer_is_named(
     with an_agent(state_dir, None):
         code, out, err = run("status", "--state-dir", str(state_dir))
     assert code == 1
+    assert err == "waits for the agent, which does not answer yet; gives up after twelve seconds\n"
     assert re.match(r"ACT  The agent \(pid \d+\) does not answer\.\n", out)
     assert f"scheduled-events-agent doctor --state-dir {state_dir}" in out
     assert "it was killed" not in out

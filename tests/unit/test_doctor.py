@@ -29,7 +29,15 @@ from scheduled_events_agent.cli.terminal import Terminal
 from scheduled_events_agent.host.surroundings import Approver, Life
 from scheduled_events_agent.imds import Answer, ImdsError
 from scheduled_events_agent.settings import BUILT_IN_NAME, VmSettings, load_policy
-from scheduled_events_agent.status import Attention, NotifiedTarget, PolicyInForce, Status, TargetFailure, Vm
+from scheduled_events_agent.status import (
+    Attention,
+    CommandOptions,
+    NotifiedTarget,
+    PolicyInForce,
+    Status,
+    TargetFailure,
+    Vm,
+)
 
 NOON = datetime(2026, 4, 11, 12, tzinfo=UTC)
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
@@ -348,7 +356,9 @@ def test_a_target_that_cannot_be_used_fails_or_has_lost_something_is_a_warning()
     failing = a_target(failure=TargetFailure(since=NOON, reason="it answers 401"))
     lossy = a_target(lost=2, lost_at=NOON, lost_reason="it answers 400")
     unusable = [("ops", "to: /nowhere: cannot be read")]
-    assert [*judge_notifications(("ops",), unusable, (failing, lossy), "--config /p.yaml")] == [
+    assert [
+        *judge_notifications(("ops",), unusable, (failing, lossy), CommandOptions(policy="--config /p.yaml"))
+    ] == [
         warning("notifications", "ops: to: /nowhere: cannot be read", TRY),
         warning("notifications", "ops: has failed since 2026-04-11 12:00:00 UTC: it answers 401", TRY),
         warning("notifications", "ops: 2 notifications lost since 2026-04-11 12:00:00 UTC: it answers 400", TRY),
@@ -356,10 +366,10 @@ def test_a_target_that_cannot_be_used_fails_or_has_lost_something_is_a_warning()
 
 
 def test_targets_that_are_well_are_one_finding_and_none_is_no_finding() -> None:
-    assert [*judge_notifications(("ops", "audit"), (), (a_target(),), "")] == [
+    assert [*judge_notifications(("ops", "audit"), (), (a_target(),), CommandOptions())] == [
         ok("notifications", "2 targets: nothing is known to be wrong")
     ]
-    assert [*judge_notifications((), (), (), "")] == []
+    assert [*judge_notifications((), (), (), CommandOptions())] == []
 
 
 # --- the agent

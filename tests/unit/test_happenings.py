@@ -14,7 +14,7 @@ from scheduled_events_agent.events import ScheduledEvent
 from scheduled_events_agent.notices import Happening, happenings, is_wanted, render
 from scheduled_events_agent.policy import Decision, Rule, When
 from scheduled_events_agent.settings import NotifyTarget
-from scheduled_events_agent.status import History, JournalEntry, Vm
+from scheduled_events_agent.status import CommandOptions, History, JournalEntry, Vm
 from scheduled_events_agent.status.messages import as_shown
 from scheduled_events_agent.workflow import Note, Signal, Step, Workflow
 
@@ -96,7 +96,7 @@ class Told(Agent):
             at=self.context.now,
             vm=Vm(names=("vm-1",), vm_id=""),
             pending=tuple(map(as_shown, self.board.values())),
-            command_options="--state-dir /srv/state",
+            command_options=CommandOptions(state="--state-dir /srv/state"),
             command_prefix="sudo ",
         )
         for step, happening in happenings(self.last.steps, status):

@@ -18,7 +18,7 @@ from scheduled_events_agent.host.surroundings import Approver, OwnService
 from scheduled_events_agent.imds import Answer, ImdsError, ImdsErrorKind
 from scheduled_events_agent.settings import VmSettings
 from scheduled_events_agent.spelling import plural
-from scheduled_events_agent.status import NotifiedTarget
+from scheduled_events_agent.status import CommandOptions, NotifiedTarget
 from scheduled_events_agent.status.actions import command, quoted
 
 Verdict = Literal["ok", "warning", "failure"]
@@ -217,11 +217,14 @@ def judge_clock(date: str | None, asked_at: datetime, answered_at: datetime) -> 
 
 
 def judge_notifications(
-    names: Sequence[str], unusable: Sequence[tuple[str, str]], told: Sequence[NotifiedTarget], options: str
+    names: Sequence[str],
+    unusable: Sequence[tuple[str, str]],
+    told: Sequence[NotifiedTarget],
+    options: CommandOptions,
 ) -> Iterator[Finding]:
     """Whether targets hear of events. ``unusable``: a target's name, and what of it cannot be used here.
 
-    ``told``: what a running agent says of them. ``options``: see ``PolicyInForce.command_options``.
+    ``told``: what a running agent says of them. ``options``: in force.
     """
     found = [*unusable]
     for target in told:
@@ -234,7 +237,7 @@ def judge_notifications(
         yield warning(
             "notifications",
             f"{name}: {text}",
-            f"put it right, and try it: {command('notify test', quoted(name), options)}",
+            f"put it right, and try it: {command(options, 'notify', 'test', quoted(name))}",
         )
     if names and not found:
         yield ok("notifications", f"{plural(len(names), 'target')}: nothing is known to be wrong")

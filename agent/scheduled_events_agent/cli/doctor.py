@@ -127,13 +127,14 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
 
         time.sleep(_SPACING_SECONDS)
         yield fleet.examine(settings, settings.fleet, account)
-    yield from _look_at_notifications(loaded, agent.status, account)
+    options = agent.options(options_in_force(state_option, path, state_dir))
+    yield from _look_at_notifications(loaded, agent.status, account, options)
     yield _look_at_state(state_dir, account, is_in_use=agent.pid is not None)
     yield _look_at_disk(state_dir)
     if agent.lock_fault:
         yield warning("agent", agent.lock_fault, "run this as root or administrator")
     elif agent.pid is None:
-        yield _judge_no_agent(state_dir, service, options_in_force(state_option, path, state_dir))
+        yield _judge_no_agent(state_dir, service, options)
     else:
         yield judge_agent(agent.pid, agent.status, loaded)
     yield diagnosis.judge_service(service, service_fault)
@@ -148,6 +149,10 @@ class _Agent(NamedTuple):
     """Or why it did not answer."""
     lock_fault: str = ""
     """Why it is not known whether one runs."""
+
+    def options(self, in_force: CommandOptions) -> CommandOptions:
+        """Its own, if it answers."""
+        return self.status.command_options if isinstance(self.status, Status) else in_force
 
 
 def _find_agent(state_dir: Path) -> _Agent:
@@ -372,7 +377,9 @@ def _look_at_files(loaded: Loaded, account: str | None, *, is_root_service: bool
         yield ok("files", f"no other account can change {what}")
 
 
-def _look_at_notifications(loaded: Loaded | None, status: Status | str, account: str | None) -> Iterator[Finding]:
+def _look_at_notifications(
+    loaded: Loaded | None, status: Status | str, account: str | None, options: CommandOptions
+) -> Iterator[Finding]:
     """``account``: the service's, if it is not that of this process. ``status``: of the agent, if it answers."""
     targets = loaded.settings.notify if loaded is not None else ()
     told = status.notify if isinstance(status, Status) else ()
@@ -383,11 +390,6 @@ def _look_at_notifications(loaded: Loaded | None, status: Status | str, account:
     elif targets:
         what = f"the agent runs as {account}, and {host.account_name()} cannot tell what that account may read"
         yield warning("notifications", what, _AS_AGENT)
-    options = ""
-    if isinstance(status, Status) and status.policy is not None:
-        options = status.policy.command_options
-    elif loaded is not None:
-        options = config_option(Path(loaded.name))
     yield from diagnosis.judge_notifications([target.name for target in targets], unusable, told, options)
 
 

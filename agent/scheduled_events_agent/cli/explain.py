@@ -36,9 +36,9 @@ from scheduled_events_agent.hook_times import KnownTimes, decode, may_take_secon
 from scheduled_events_agent.policy import Decision, Facts, decide, passed_over
 from scheduled_events_agent.settings import Loaded, Settings, find_config, load_policy, state_dir_of
 from scheduled_events_agent.spelling import format_duration, parse_time
-from scheduled_events_agent.status.attention import NO_AGENT
 from scheduled_events_agent.status import SCHEMA_VERSION, CommandOptions, ShownWorkflow, Status, Vm
 from scheduled_events_agent.status.actions import command, quoted
+from scheduled_events_agent.status.attention import NO_AGENT
 from scheduled_events_agent.status.messages import activity, clock, wait_in_words
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.workflow import (

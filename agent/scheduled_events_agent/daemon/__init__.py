@@ -123,9 +123,7 @@ class Daemon:
             self._executor,
             describe=lambda: msgspec.json.encode(self._pages.status()),
             wish=self._wish,
-            command_options=CommandOptions(
-                prefix=host.supervisor_commands().prefix, agent=command_options, policy=policy_options
-            ),
+            command_options=command_options,
         )
         self._poller = Poller(self._engine, self._put, self._metrics, partial(self._put, Command("look")))
         self._identifier = Identifier(self._engine, self._put, self._poller.stop_requested)

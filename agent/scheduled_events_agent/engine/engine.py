@@ -37,7 +37,7 @@ from scheduled_events_agent.log import FailureLog, get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.status import CommandOptions, JournalEntry, Vm
+from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, JournalEntry, Vm
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD
 from scheduled_events_agent.status.messages import pending_in_words
 from scheduled_events_agent.store import Request, Store, StoreError, WithdrawnError
@@ -99,7 +99,7 @@ class Engine:
         *,
         describe: Callable[[], bytes] = bytes,
         wish: Callable[[tuple[Wish, ...]], None] = lambda _: None,
-        command_options: CommandOptions = CommandOptions(),  # noqa: B008 - it is frozen
+        command_options: CommandOptions = NO_OPTIONS,
     ) -> None:
         """``describe``: how the agent is, for a command that asks through the store: a ``Status`` as JSON.
 

@@ -7,13 +7,14 @@ from datetime import datetime
 
 import msgspec
 
+from scheduled_events_agent import host
 from scheduled_events_agent.engine.parts import Executor, NoticeEnded
 from scheduled_events_agent.log import get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.notices import Happening, happenings, has_news, is_wanted
 from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.status import CommandOptions, PolicyInForce, Status, Vm
+from scheduled_events_agent.status import CommandOptions, Status, Vm
 from scheduled_events_agent.status.messages import as_shown
 from scheduled_events_agent.store import NO_CHANGES, Loss, RememberedChanges, Store, StoreError, Waiting
 from scheduled_events_agent.workflow import Board, Step
@@ -108,16 +109,14 @@ class Notifying:
 
     def _status(self, board: Board, now: datetime, vm: Vm) -> Status:
         """As much of it as notices need."""
-        options = self._command_options
         return Status(
             at=now,
             health="ok",
             vm=vm,
             mode=self._settings.agent.mode,
-            policy=PolicyInForce(file="", read_at=now, command_options=options.policy),
             pending=tuple(map(as_shown, board.values())),
-            command_options=options.agent,
-            command_prefix=options.prefix,
+            command_options=self._command_options,
+            command_prefix=host.supervisor_commands().prefix,
         )
 
     def perform(self, steps: Iterable[Step]) -> None:

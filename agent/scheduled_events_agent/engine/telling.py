@@ -52,7 +52,7 @@ class Teller:
             "phase": workflow.phase,
         }
         if note.kind == "approval_needed":
-            fields["command"] = command("approve", quoted(workflow.event.id), self._command_options.agent)
+            fields["command"] = command(self._command_options, "approve", quoted(workflow.event.id))
         if note.hook:
             fields |= {"hook": note.hook, "stage": note.stage}
         ended = LogId.HOOK_FAILED if is_bad else LogId.HOOK_SUCCEEDED

@@ -165,14 +165,6 @@ class SuggestedCommand(msgspec.Struct, frozen=True, kw_only=True):
     """What it does, as a phrase."""
 
 
-class CommandOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What makes a command fit this agent when a person copies it; see ``Status`` and ``PolicyInForce``."""
-
-    prefix: str = ""
-    agent: str = ""
-    policy: str = ""
-
-
 class Attention(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that needs a person."""
 
