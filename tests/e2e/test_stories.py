@@ -292,7 +292,7 @@ def test_an_operator_holds_an_event_and_releases_it(sim: Simulator, agent: Agent
     agent.start()
     event = sim.schedule("Reboot", lasts_seconds=None)
     agent.wait_hook("drain", "start")
-    assert agent.say("hold", event).stdout == "held: the event is preparing, hook drain runs to its end\n"
+    assert agent.say("hold", event).stdout == "hold: set; the event is preparing, hook drain runs to its end\n"
     agent.let_go("drained")
     held = agent.wait_log("held", event_id=event)
     assert held["reason"].partition(" UTC: ")[2] == "an operator holds it"

@@ -181,7 +181,7 @@ def test_a_word_that_is_withdrawn_while_it_is_decided_on_is_void_and_another_is_
     assert engine.turn(datetime.now(UTC))
     assert withdrawn == [None]  # so whoever asked was told that it is withdrawn
     assert executor.sent == []
-    assert operator.load_answer(patient) == "held: the event is held: an operator holds it"
+    assert operator.load_answer(patient) == "hold: set; the event is held"
     said = [entry.text for entry in operator.load_journal() if entry.kind == "operator"]
     assert said == ["lee says: held"]
 
@@ -474,7 +474,7 @@ def test_who_holds_an_event_of_several_vms_is_told_that_the_others_may_approve_i
         number = operator.add_request(workflow_id, "held", "kim", machine.now())
         assert engine.turn(machine.now())
         answer = operator.load_answer(number) or ""
-        assert answer.startswith("held: ")
+        assert answer.startswith("hold: set; ")
         assert answer.endswith("; the other VMs that it names may still approve it")
     finally:
         operator.close()

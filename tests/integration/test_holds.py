@@ -112,7 +112,7 @@ def test_a_hold_counts_when_the_event_comes_back(
     lead_to(agent, phase)
     (workflow,) = agent.engine.board.values()
     assert workflow.phase == phase
-    assert (agent.ask("held") or "").startswith("held")
+    assert (agent.ask("held") or "").startswith("hold: set; ")
     agent.vanish()
     if agent.started and agent.engine.board:  # what was prepared is recovered meanwhile
         if phase == "preparing":

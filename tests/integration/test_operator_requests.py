@@ -1,6 +1,7 @@
 """retry, resolve and hold through the state file: what the engine answers, and what of it outlives the agent."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import cast
@@ -192,7 +193,36 @@ def test_an_agent_that_only_observes_retries_nothing(failed: Agent) -> None:
 
 
 def test_a_hold_says_which_hook_is_let_end(agent: Agent) -> None:
-    assert agent.say("held") == "held: the event is preparing, hook drain runs to its end"
+    assert agent.say("held") == "hold: set; the event is preparing, hook drain runs to its end"
     agent.end("drain")
     assert agent.phase == "held"
     assert agent.say("") == "released: the event is preparing, hook save runs"
+
+
+def test_a_hold_of_an_event_that_is_held_says_that_it_was_set(agent: Agent) -> None:
+    agent.end("drain", "failed")
+    assert agent.phase == "held"
+    assert agent.say("held") == "hold: set; the event stays held because preparation failed"
+    assert agent.say("") == "released: the event is held: hook drain: exit code 3"
+
+
+def test_a_release_of_what_no_operator_said_does_nothing_and_is_not_noted(agent: Agent) -> None:
+    agent.end("drain", "failed")
+    before = agent.told()
+    assert [agent.say("") for _ in range(2)] == ["nothing to release"] * 2
+    assert agent.told() == before
+    agent.say("held")
+    assert (agent.say("") or "").startswith("released: ")
+    assert agent.told().count("kim says: released") == 1
+    assert agent.say("") == "nothing to release"
+
+
+def test_a_release_takes_back_the_hold_that_was_asked_for_just_before_it(agent: Agent, tmp_path: Path) -> None:
+    (workflow_id,) = agent.engine.board
+    with closing(Store.join(tmp_path)) as operator:
+        words: tuple[RequestWord, ...] = ("held", "", "")
+        asked = [operator.add_request(workflow_id, word, "kim", datetime.now(UTC)) for word in words]
+        agent.turn()
+        answers = [operator.load_answer(request) or "" for request in asked]
+    assert [answer.partition(":")[0] for answer in answers] == ["refused", "released", "nothing to release"]
+    assert [text for text in agent.told() if "kim" in text] == ["kim says: held", "kim says: released"]

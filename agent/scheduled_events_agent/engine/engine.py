@@ -16,7 +16,7 @@ from scheduled_events_agent.engine.fleet import FleetPart
 from scheduled_events_agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
 from scheduled_events_agent.engine.identity import load_identity, save_identity
 from scheduled_events_agent.engine.notifying import Notifying
-from scheduled_events_agent.engine.operators import answer, refusal
+from scheduled_events_agent.engine.operators import answer, has_nothing_to_release, refusal
 from scheduled_events_agent.engine.parts import (
     Executor,
     FleetTold,
@@ -469,6 +469,8 @@ class Engine:
             context = self._context(now, self._document_at)
             if why := refusal(request, workflow, context, self._why_not_acting()):
                 self._store.answer_request(request.id, f"refused: {why}")
+            elif has_nothing_to_release(request, workflow, self._requests):
+                self._store.answer_request(request.id, "nothing to release")
             else:
                 self._requests.append(request)
                 word = OperatorSpoke(workflow_id=request.workflow_id, word=request.word, user=request.user)

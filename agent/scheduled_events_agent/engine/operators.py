@@ -1,5 +1,7 @@
 """What operators ask for: whether they can have it, and the answer when it was done."""
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from scheduled_events_agent.status.messages import wait_in_words
@@ -22,6 +24,14 @@ def refusal(request: Request, workflow: Workflow | None, context: Context, why_n
             return why_not_acting or _refusal_of_approval(workflow, context)
         case _:
             return ""
+
+
+def has_nothing_to_release(request: Request, workflow: Workflow | None, waiting: Sequence[Request]) -> bool:
+    """Whether it takes back neither a hold nor an approval. ``waiting``: requests that come before it."""
+    if request.word or workflow is None:
+        return False
+    said = [one.word for one in waiting if one.workflow_id == workflow.id and one.word in ("held", "approved", "")]
+    return not [workflow.operator, *said][-1]
 
 
 def _refusal_of_hold(workflow: Workflow) -> str:
@@ -60,14 +70,25 @@ def answer(request: Request, workflow: Workflow) -> str:
     """The reply to the operator, after the turn that took the word in."""
     if not has_obeyed(workflow, request.word):
         return "refused: the event has just changed, or another operator was faster"
+    waits = wait_in_words(workflow, workflow.waits)
+    if request.word != "held":
+        reason = f": {waits}" if waits else ""
+        return f"{request.word or 'released'}: the event is {_state(workflow, 'runs')}{reason}"
+    kind = workflow.waits.kind if workflow.waits else ""
+    state = f"is {_state(workflow, 'runs to its end')}"
+    if workflow.phase == "held" and kind == "prepare_failed":
+        state = "stays held because preparation failed"
+    elif waits and kind != "held":
+        state += f": {waits}"
+    if workflow.decision.affects == "shared":
+        state += "; the other VMs that it names may still approve it"
+    return f"hold: set; the event {state}"
+
+
+def _state(workflow: Workflow, runs: str) -> str:
+    """``runs``: what its hook does, if one runs."""
     current = next((stage.current for stage in workflow.stages if stage.current), None)
-    runs = "runs to its end" if request.word == "held" else "runs"
     hook = f", hook {current} {runs}" if current else ""
     is_asked = workflow.approval.state != "none" and not workflow.is_over
     approval = f", approval {workflow.approval.state}" if is_asked else ""
-    waits = wait_in_words(workflow, workflow.waits)
-    reason = f": {waits}" if waits else ""
-    if request.word == "held" and workflow.decision.affects == "shared":
-        reason += "; the other VMs that it names may still approve it"
-    phase = workflow.phase.replace("_", " ")
-    return f"{request.word or 'released'}: the event is {phase}{hook}{approval}{reason}"
+    return f"{workflow.phase.replace('_', ' ')}{hook}{approval}"
