@@ -70,6 +70,7 @@ class LogId(IntEnum):
     VM_KNOWN = 303, "This VM is known."
     OTHER_VM = 304, "The state belongs to another VM and is not used."
     API_VERSION = 305, "The api-version for recommendations is refused, or answered again."
+    OTHER_AGENT = 306, "Another agent acts on this machine too: stop one of the two, or start it with --observe."
     STATE_NOT_WRITTEN = 310, "The state file cannot be written: the agent does nothing until it can."
     STATE_WRITTEN = 311, "The state file can be written again."
     STATE_LOST = 312, "The state file is damaged, was removed or replaced, or could not be written at the end."

@@ -8,8 +8,11 @@ import psutil
 import pytest
 
 from scheduled_events_agent.host.surroundings import (
+    ActingAgent,
     Approver,
     Mount,
+    acting_agents,
+    is_acting_agent,
     is_temporary,
     linux_approvers,
     mount_of,
@@ -40,7 +43,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     commands: Processes = {}
 
     def running(pid: int) -> SimpleNamespace:
-        return SimpleNamespace(pid=pid, cmdline=lambda: list(commands[pid]))
+        return SimpleNamespace(pid=pid, ppid=lambda: pid - 1, cmdline=lambda: list(commands[pid]))
 
     monkeypatch.setattr(psutil, "pids", lambda: list(commands))
     monkeypatch.setattr(psutil, "Process", running)
@@ -56,7 +59,48 @@ def _cib(root: Path, agent: str) -> None:
     )
 
 
-# --- other agents
+# --- other agents of this program
+
+PACKAGED = ("/usr/bin/python3", "-I", "-S", "-B", "/usr/lib/scheduled-events-agent/start.py")
+WINDOWS = ("C:\\Program Files\\x\\python.exe", "-I", "-m", "scheduled_events_agent")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_one"),
+    [
+        ((*PACKAGED, "run", "--stop-timeout", "60s"), True),
+        (("/opt/venv/bin/python3.12", "/opt/venv/bin/scheduled-events-agent", "run"), True),
+        (("python3", "-m", "scheduled_events_agent", "run", "--state-dir", "/tmp/x"), True),
+        (("python", "/src/agent/scheduled_events_agent/__main__.py", "run"), True),
+        ((*WINDOWS, "run"), True),
+        ((*WINDOWS, "service", "host"), True),
+        (("C:\\venv\\Scripts\\scheduled-events-agent.exe", "run"), True),
+        ((*PACKAGED, "run", "--observe"), False),
+        ((*PACKAGED, "run", "--obs"), False),
+        ((*PACKAGED, "doctor"), False),
+        ((*PACKAGED, "service", "status"), False),
+        (PACKAGED, False),
+        (("sudo", "scheduled-events-agent", "run"), False),
+        (("sh", "-c", "scheduled-events-agent run"), False),
+        (("less", "scheduled-events-agent", "run"), False),
+        (("python3", "mine.py", "scheduled-events-agent", "run"), False),
+        (("python3", "/usr/lib/another/start.py", "run"), False),
+        ((), False),
+    ],
+)
+def test_an_agent_is_told_by_its_command(words: tuple[str, ...], *, is_one: bool) -> None:
+    assert is_acting_agent(words) == is_one
+
+
+def test_agents_are_told_by_their_first_process_and_the_own_one_is_left_out(processes: Processes) -> None:
+    processes[10] = processes[11] = (*PACKAGED, "run")  # a launcher and its child
+    processes[12] = ("/bin/sh", "drain")
+    processes[20] = processes[21] = (*WINDOWS, "run", "--config", "p.yaml")
+    assert acting_agents({11}) == [ActingAgent(20, " ".join(processes[20]))]
+    assert [one.pid for one in acting_agents({1})] == [10, 20]
+
+
+# --- other programs that approve
 
 
 def test_a_machine_with_nothing_but_usual_programs_has_no_other_agent(

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import faulthandler
+import os
 import signal
 import sys
 import threading
@@ -149,11 +150,13 @@ class _PolicyFile:
         self._set_up_log(settings.agent.log.level, settings.agent.log.format)
         _warn(loaded.warnings)
         # To ask about accounts may take minutes, and neither start nor reload waits for that.
-        with contextlib.suppress(RuntimeError):  # no memory for a thread
-            threading.Thread(
-                target=lambda: _warn(_look_at_machine(used)), name="policy-check", daemon=True
-            ).start()
+        _run_aside(lambda: _warn(_look_at_machine(used)), "policy-check")
         return settings
+
+
+def _run_aside(function: Callable[[], None], name: str) -> None:
+    with contextlib.suppress(RuntimeError):  # no memory for a thread
+        threading.Thread(target=function, name=name, daemon=True).start()
 
 
 def _look_at_machine(loaded: Loaded) -> tuple[Problem, ...]:
@@ -168,6 +171,19 @@ def _look_at_machine(loaded: Loaded) -> tuple[Problem, ...]:
 def _warn(problems: Iterable[Problem]) -> None:
     for problem in problems:
         get_logger().warning("the policy file has a warning", log_id=LogId.POLICY_WARNING, problem=str(problem))
+
+
+def _warn_of_other_agents() -> None:
+    from scheduled_events_agent.host import surroundings  # noqa: PLC0415  # it brings psutil, which takes long
+
+    for agent in surroundings.acting_agents({os.getpid()}):
+        get_logger().warning(
+            "another agent acts on this machine",
+            log_id=LogId.OTHER_AGENT,
+            pid=agent.pid,
+            command=agent.command,
+            hint=surroundings.STOP_ONE,
+        )
 
 
 def _report_lock(error: StoreError) -> None:
@@ -207,6 +223,8 @@ def open_daemon(
             hash=policy.hash,
             state_dir=str(directory),
         )
+        if settings.agent.mode == "act":
+            _run_aside(_warn_of_other_agents, "other-agents")
         yield Daemon(
             settings,
             policy,

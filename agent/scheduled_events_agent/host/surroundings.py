@@ -1,10 +1,10 @@
-"""What else is on this machine that the agent should know of: others that approve events, disks that do not last.
+"""What else is on this machine that the agent should know of: others that act on events, disks that do not last.
 
 Decides nothing. The one invariant: what cannot be read is not there. ``root`` is the root of the file system.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
@@ -16,6 +16,11 @@ Life = Literal["active", "maybe", "installed"]
 
 _UNIT_PLACES = ("etc/systemd/system", "run/systemd/system", "usr/lib/systemd/system", "lib/systemd/system")
 _INTERPRETER = re.compile(r"(python|bash|sh|ruby|perl)[0-9.]*")
+# This program in a command line: as a module, as an installed script, or as the file that packages start.
+_OWN_PROGRAM = re.compile(
+    r"(.*[\\/])?scheduled[-_]events[-_]agent(\.exe|[\\/](start|__main__)\.py)?", re.IGNORECASE | re.DOTALL
+)
+_PYTHON = re.compile(r"(.*[\\/])?pythonw?[0-9.]*(\.exe)?", re.IGNORECASE | re.DOTALL)
 _CIB = "var/lib/pacemaker/cib/cib.xml"
 _CIB_AGENT = re.compile(r'\btype="(azure-events(?:-az)?)"')
 # Some resource is not to run; which one, only the cluster tells.
@@ -37,6 +42,17 @@ class Approver(NamedTuple):
     """By what it was found."""
     life: Life
     way_out: str
+
+
+class ActingAgent(NamedTuple):
+    """Another process of this program that acts on events."""
+
+    pid: int
+    command: str
+
+
+STOP_ONE = "stop one of the two, or start it with --observe"
+"""What to do about it."""
 
 
 class OwnService(NamedTuple):
@@ -99,6 +115,41 @@ def running_processes() -> Iterator[psutil.Process]:
     for pid in psutil.pids():
         with suppress(psutil.Error):  # it has ended
             yield psutil.Process(pid)
+
+
+def acting_agents(own_pids: Collection[int]) -> list[ActingAgent]:
+    """The agents that run on this machine and act, but for those of these processes."""
+    commands: dict[int, list[str]] = {}
+    parents: dict[int, int] = {}
+    for process in running_processes():
+        with suppress(psutil.Error):  # it has ended, or belongs to an account that hides it
+            words = process.cmdline()
+            if is_acting_agent(words):
+                commands[process.pid] = words
+                parents[process.pid] = process.ppid()
+
+    def first(pid: int) -> int:
+        """The process that a person or the service manager started: a launcher, or the parent of a fork."""
+        passed = {pid}
+        while parents.get(pid) in commands and parents[pid] not in passed:
+            pid = parents[pid]
+            passed.add(pid)
+        return pid
+
+    own = {first(pid) for pid in own_pids}
+    return [ActingAgent(pid, " ".join(commands[pid])) for pid in sorted({*map(first, commands)} - own)]
+
+
+def is_acting_agent(words: Sequence[str]) -> bool:
+    """Whether the command runs an agent of this program, and not only to observe."""
+    place = next((index for index, word in enumerate(words) if _OWN_PROGRAM.fullmatch(word)), None)
+    if place is None:
+        return False
+    if place > 0 and not (_PYTHON.fullmatch(words[0]) and all(word.startswith("-") for word in words[1:place])):
+        return False
+    arguments = words[place + 1 :]
+    runs = list(arguments[:1]) == ["run"] or list(arguments[:2]) == ["service", "host"]
+    return runs and not any(len(word) > 2 and "--observe".startswith(word) for word in arguments)
 
 
 def linux_approvers(root: Path = Path("/")) -> list[Approver]:
