@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from ports import free_port
 from scheduled_events_agent import __version__, cli, host
 from scheduled_events_agent.cli import doctor, operator, terminal
 from scheduled_events_agent.host import processes
-from scheduled_events_agent.host.surroundings import OwnService
+from scheduled_events_agent.host.surroundings import STOP_ONE, OwnService
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.settings import CONFIG_VARIABLE
 from scheduled_events_agent.simulator import Simulator
@@ -37,7 +37,7 @@ needs_root = pytest.mark.skipif(
 
 
 class Check(NamedTuple):
-    verdict: str
+    state: str
     finding: str
     advice: str
 
@@ -50,8 +50,8 @@ class Report(NamedTuple):
         (found,) = self.checks[check]
         return found
 
-    def verdicts(self, *checks: str) -> list[str]:
-        return [self.one(check).verdict for check in checks]
+    def states(self, *checks: str) -> list[str]:
+        return [self.one(check).state for check in checks]
 
 
 Examine = Callable[..., Report]
@@ -60,6 +60,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
 DOCUMENTED = set(re.findall(r"^(?:\||-) `(\w+)`", PAGE, re.MULTILINE))
 SPACING_SECONDS = doctor._SPACING_SECONDS
+STATES = ("ok", "warning", "failure", "skipped")
 OF_IMDS = ("endpoint", "direct", "name", "events", "clock")
 
 
@@ -98,17 +99,25 @@ def examine(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> Examine
         checks: dict[str, list[Check]] = {}
         for check in report["checks"]:
             checks.setdefault(check.pop("check"), []).append(Check(**check))
-        assert "failure" not in {found.verdict for found in checks["policy"]}
-        counted = [found.verdict for several in checks.values() for found in several]
-        assert {word: report[word] for word in ("ok", "warning", "failure")} == {
-            word: counted.count(word) for word in ("ok", "warning", "failure")
-        }
+        assert "failure" not in {found.state for found in checks["policy"]}
+        counted = [found.state for several in checks.values() for found in several]
+        assert {word: report[word] for word in STATES} == {word: counted.count(word) for word in STATES}
+        assert set(checks) == DOCUMENTED
         assert report["version"] == __version__
         assert code == (1 if report["failure"] else 0)
-        assert all(found.advice for several in checks.values() for found in several if found.verdict != "ok")
+        assert all(
+            found.advice
+            for several in checks.values()
+            for found in several
+            if found.state in ("warning", "failure")
+        )
         return Report(code, checks)
 
     return examine_policy
+
+
+def skipped(report: Report) -> dict[str, str]:
+    return {name: report.one(name).finding for name, (one, *_) in report.checks.items() if one.state == "skipped"}
 
 
 @pytest.fixture
@@ -175,7 +184,11 @@ def endpoint() -> Iterator[Endpoint]:
 
 def test_the_service_as_it_should_be_is_well(examine: Examine, endpoint: Endpoint) -> None:
     report = examine(endpoint.url)
-    assert set(report.checks) == DOCUMENTED - {"fleet", "secrets", "notifications"}, "for here is none of them"
+    assert (report.one("fleet"), report.one("secrets"), report.one("notifications")) == (
+        Check("ok", "the policy names no fleet", ""),
+        Check("ok", "there is no directory of secrets for hooks", ""),
+        Check("ok", "the policy names no service to notify", ""),
+    )
     assert report.one("endpoint").finding.startswith(f"{endpoint.url} answers, in ")
     assert {check: report.one(check) for check in OF_IMDS[1:]} == {
         "direct": Check("ok", "no sign of a proxy", ""),
@@ -203,7 +216,7 @@ def test_the_simulator_is_well_and_its_events_name_this_vm(examine: Examine, sim
     simulator.schedule("Freeze", vms=("vm-1",))
     simulator.schedule("Reboot", vms=("vm-2",))
     report = examine(simulator.endpoint("vm-1"))
-    assert report.verdicts(*OF_IMDS) == ["ok"] * len(OF_IMDS)
+    assert report.states(*OF_IMDS) == ["ok"] * len(OF_IMDS)
     assert report.one("name").finding == "this VM is vm-1"
     assert report.one("events").finding == "2 events pending, Resources of 1 name this VM"
     assert [record.method for record in simulator.requests()] == ["GET", "GET"]
@@ -212,7 +225,7 @@ def test_the_simulator_is_well_and_its_events_name_this_vm(examine: Examine, sim
 def test_a_host_name_in_resources_is_told(examine: Examine, endpoint: Endpoint) -> None:
     endpoint.document = {"Events": [{"EventId": "1", "Resources": [socket.gethostname()]}]}
     found = examine(endpoint.url).one("events")
-    assert (found.verdict, found.advice) == (
+    assert (found.state, found.advice) == (
         "warning",
         f"if that is this VM, add {socket.gethostname()} to vm.aliases in the policy",
     )
@@ -223,13 +236,13 @@ def test_an_endpoint_that_does_not_answer_is_one_failure_and_the_rest_is_checked
 ) -> None:
     report = examine("http://127.0.0.1:1")
     found = report.one("endpoint")
-    assert (report.code, found.verdict) == (1, "failure")
+    assert (report.code, found.state) == (1, "failure")
     assert found.finding.startswith("GET http://127.0.0.1:1/metadata/instance?")
     assert "connection refused" in found.finding or "no connection within" in found.finding  # Windows tries again
     assert found.advice.startswith("run this on the VM itself: ")
-    assert set(report.checks) == {
-        *("endpoint", "policy", "hooks", "files", "state", "disk", "agent", "service", "others")
-    }
+    of_imds = ("direct", "name", "version", "events", "clock")
+    assert skipped(report) == dict.fromkeys(of_imds, "waits for the check endpoint")
+    assert report.states("policy", "hooks", "files", "state") == ["ok"] * 4
 
 
 @pytest.mark.parametrize(
@@ -243,11 +256,13 @@ def test_something_else_that_answers_is_a_failure(
     report = examine(simulator.endpoint("vm-1"))
     assert report.code == 1
     found = report.one("direct")
-    assert found.verdict == "failure"
+    assert found.state == "failure"
     assert found.finding.startswith(
         f"something other than the metadata service has answered, or changed the answer: {sign}"
     )
-    assert not {"name", "events", "clock"} & set(report.checks)
+    assert report.one("endpoint").state == "ok"
+    of_imds = ("name", "version", "events", "clock")
+    assert skipped(report) == dict.fromkeys(of_imds, "waits for the check direct")
     assert len(list(simulator.requests())) == 1
 
 
@@ -256,24 +271,24 @@ def test_a_proxy_that_passes_on_what_the_service_says_is_a_failure_too(
 ) -> None:
     endpoint.headers = {"Via": "1.1 squid (squid/5.7)"}
     report = examine(endpoint.url)
-    assert report.one("direct").verdict == "failure"
+    assert report.one("direct").state == "failure"
     assert report.one("direct").finding.endswith("the header via: 1.1 squid (squid/5.7)")
     assert report.one("name") == Check("ok", "this VM is vm-1", "")
 
 
 @pytest.mark.parametrize(
-    ("ahead", "verdict"), [(-10.0, "warning"), (10.0, "warning"), (-45.0, "failure"), (45.0, "failure")]
+    ("ahead", "state"), [(-10.0, "warning"), (10.0, "warning"), (-45.0, "failure"), (45.0, "failure")]
 )
-def test_a_wrong_clock_is_told(examine: Examine, endpoint: Endpoint, ahead: float, verdict: str) -> None:
+def test_a_wrong_clock_is_told(examine: Examine, endpoint: Endpoint, ahead: float, state: str) -> None:
     endpoint.ahead = ahead
     report = examine(endpoint.url)
     found = report.one("clock")
-    assert found.verdict == verdict
+    assert found.state == state
     assert ("behind the service's" if ahead > 0 else "ahead of the service's") in found.finding
 
 
 @pytest.mark.parametrize(
-    ("kind", "verdict", "text"),
+    ("kind", "state", "text"),
     [
         (
             "empty",
@@ -285,13 +300,13 @@ def test_a_wrong_clock_is_told(examine: Examine, endpoint: Endpoint, ahead: floa
     ],
 )
 def test_a_document_that_is_none_is_told(
-    examine: Examine, simulator: Simulator, kind: Any, verdict: str, text: str
+    examine: Examine, simulator: Simulator, kind: Any, state: str, text: str
 ) -> None:
     simulator.fault("vm-1", kind, on="poll")
     report = examine(simulator.endpoint("vm-1"))
-    assert report.one("events").verdict == verdict
+    assert report.one("events").state == state
     assert report.one("events").finding.startswith(text)
-    assert report.one("name").verdict == "ok"
+    assert report.one("name").state == "ok"
 
 
 def test_a_version_that_is_refused_and_a_request_too_many_are_told_with_what_helps(
@@ -299,13 +314,16 @@ def test_a_version_that_is_refused_and_a_request_too_many_are_told_with_what_hel
 ) -> None:
     simulator.fault("vm-1", "status", on="poll", status=400)
     report = examine(simulator.endpoint("vm-1"))
-    assert report.verdicts("name", "events") == ["ok", "failure"]
+    assert report.states("name", "events") == ["ok", "failure"]
+    assert skipped(report) == {"version": "waits for the check events"}
     assert report.one("events").advice.startswith("remove imds.api_version from the policy")
     simulator.fault("vm-1", "status", status=429)
     report = examine(simulator.endpoint("vm-1"))
-    assert report.one("endpoint").verdict == "failure"
+    assert report.one("endpoint").state == "failure"
     assert "five requests a second are the limit" in report.one("endpoint").advice
-    assert not {"name", "events"} & set(report.checks)
+    of_imds = ("name", "version", "events", "clock")
+    assert skipped(report) == dict.fromkeys(of_imds, "waits for the check endpoint")
+    assert report.one("direct").state == "ok"
 
 
 # --- the policy and what it names
@@ -327,7 +345,7 @@ def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_checked(
     code, out, _ = run("--config", "p.yaml", "--json", "--state-dir", str(tmp_path / "state"))
     checks = json.loads(out)["checks"]
     assert code == 1
-    assert [(one["verdict"], one["finding"]) for one in checks if one["check"] == "policy"] == [
+    assert [(one["state"], one["finding"]) for one in checks if one["check"] == "policy"] == [
         ("failure", 'p.yaml:2: rules[0]: unknown key "aprove"; did you mean "approve"?'),
         (
             "failure",
@@ -337,14 +355,16 @@ def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_checked(
             ),
         ),
     ]
-    seen = {one["check"] for one in checks}
-    assert {*OF_IMDS, "state", "disk", "agent", "service", "others"} <= seen
+    assert {one["check"] for one in checks} == DOCUMENTED
+    assert [(one["check"], one["finding"]) for one in checks if one["state"] == "skipped"] == [
+        (name, "waits for the check policy") for name in ("hooks", "secrets", "files", "fleet")
+    ]
 
 
 def test_doubts_about_the_policy_are_carried_over(examine: Examine, endpoint: Endpoint) -> None:
     report = examine(endpoint.url, "hooks: {idle: {shell: 'exit 0'}}\n")
     found = report.one("policy")
-    assert (found.verdict, found.advice) == ("warning", "check that this is intended")
+    assert (found.state, found.advice) == ("warning", "check that this is intended")
     assert found.finding.endswith("p.yaml:3: hooks.idle: no rule names this hook")
 
 
@@ -378,7 +398,7 @@ def test_hooks_that_are_there_are_well(examine: Examine, endpoint: Endpoint) -> 
 def test_a_hook_that_is_not_there_is_a_failure(examine: Examine, endpoint: Endpoint, tmp_path: Path) -> None:
     absent = tmp_path / "absent"
     found = examine(endpoint.url, HOOKS.format(f"{{run: ['{absent}']}}")).one("hooks")
-    assert found.verdict == "failure"
+    assert found.state == "failure"
     assert found.finding.endswith(f"p.yaml:4: hooks.drain.run: {absent} does not exist")
 
 
@@ -397,7 +417,7 @@ def test_a_hook_is_tried_as_the_account_that_will_run_it(examine: Examine, endpo
         hook.write_text("#!/bin/sh\n")
         hook.chmod(0o755)
         policy = HOOKS.format(f"{{run: ['{hook}'], user: nobody}}")
-        assert examine(endpoint.url, policy).one("hooks").verdict == "ok"
+        assert examine(endpoint.url, policy).one("hooks").state == "ok"
         hook.chmod(0o700)
         assert examine(endpoint.url, policy).one("hooks") == Check(
             "failure",
@@ -420,12 +440,12 @@ def test_a_secret_that_the_services_account_cannot_read_is_named(
         place.chmod(0o755)
         monkeypatch.setenv("CREDENTIALS_DIRECTORY", directory)
         monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
-        assert "secrets" not in examine(endpoint.url).checks
+        assert examine(endpoint.url).one("secrets") == Check("ok", f"hooks can read 0 files in {directory}", "")
         for name, mode in (("one", 0o644), ("token", 0o600)):
             (place / name).touch()
             (place / name).chmod(mode)
         report = examine(endpoint.url)
-        assert (report.one("secrets").verdict, report.one("secrets").finding) == (
+        assert (report.one("secrets").state, report.one("secrets").finding) == (
             "warning",
             f"daemon cannot read {place / 'token'}",
         )
@@ -438,7 +458,7 @@ def test_a_secret_that_the_services_account_cannot_read_is_named(
         assert examine(endpoint.url).one("secrets") == told
         loaded = service_of("daemon")._replace(has_credentials=True)
         monkeypatch.setattr(processes, "own_service", lambda: loaded)
-        assert "secrets" not in examine(endpoint.url).checks
+        assert examine(endpoint.url).one("secrets").finding == "systemd has loaded credentials for the service"
 
 
 @needs_root
@@ -469,13 +489,27 @@ def test_hooks_that_polkit_does_not_let_the_service_start_are_named(
         program.chmod(0o755)
         policy = HOOKS.format(f"{{run: ['{program}', drain], serialize: true}}")
         monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
-        assert examine(endpoint.url, policy).one("hooks").verdict == "ok"
+        assert examine(endpoint.url, policy).one("hooks").state == "ok"
         old = service_of("daemon")._replace(units_fault="polkit 0.105 does not read polkit.rules")
         monkeypatch.setattr(processes, "own_service", lambda: old)
         assert examine(endpoint.url, policy).one("hooks").finding == (
             "hooks.drain.run: run-as-root cannot start the hook: polkit 0.105 does not read polkit.rules"
         )
-        assert examine(endpoint.url, HOOKS.format("{shell: 'true'}")).one("hooks").verdict == "ok"
+        assert examine(endpoint.url, HOOKS.format("{shell: 'true'}")).one("hooks").state == "ok"
+
+
+def test_units_of_hooks_are_skipped_where_systemd_cannot_be_asked(
+    examine: Examine, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> set[str]:
+        raise host.HostError("found no systemctl", kind="systemctl")
+
+    monkeypatch.setattr(processes, "unknown_units", fail)
+    report = examine(endpoint.url, HOOKS.format("{shell: 'exit 0', env: {REDIS_UNIT: redis.service}}"))
+    assert report.checks["hooks"] == [
+        Check("skipped", "whether the units of hooks exist cannot be checked: found no systemctl", ""),
+        Check("ok", "1 hook: all programs exist and can be started", ""),
+    ]
 
 
 @needs_modes
@@ -484,7 +518,7 @@ def test_a_policy_that_others_can_change_is_told(examine: Examine, endpoint: End
     (tmp_path / "p.yaml").chmod(0o666)
     found = examine(endpoint.url).one("files")
     file = tmp_path / "p.yaml"
-    assert found.verdict == ("failure" if host.is_privileged() else "warning")
+    assert found.state == ("failure" if host.is_privileged() else "warning")
     assert found.finding == (
         f"{file} can be changed by every account, and the agent acts on what it finds there: chmod go-w {file}"
     )
@@ -580,7 +614,7 @@ def test_an_ordinary_account_makes_no_failure_of_what_it_may_not_see(
         with as_nobody():
             code, out, _ = run("--config", str(file), "--json", *options)
         assert code == 0
-        return {one["check"]: (one["verdict"], one["finding"]) for one in json.loads(out)["checks"]}
+        return {one["check"]: (one["state"], one["finding"]) for one in json.loads(out)["checks"]}
 
     monkeypatch.setattr("scheduled_events_agent.cli.doctor.resolve_endpoint", lambda _: endpoint.url)
     with tempfile.TemporaryDirectory() as directory:  # pytest's own is for this account alone
@@ -593,14 +627,19 @@ def test_an_ordinary_account_makes_no_failure_of_what_it_may_not_see(
         file.write_text(f"agent: {{state_dir: '{closed}'}}\n" + HOOKS.format(f"{{run: ['{closed / 'drain'}']}}"))
         monkeypatch.setattr(processes, "own_service", lambda: service_of("root"))
         seen = examine_as_nobody(file)
-        told = "the agent runs as root, and nobody cannot tell what that account may do"
-        assert (seen["hooks"], seen["files"]) == (("warning", told), ("warning", told))
-        assert seen["state"] == ("warning", f"{closed}: only root can tell what root may do")
+        told = ("skipped", "cannot be checked by nobody: run as root")
+        of_root = ("hooks", "secrets", "files", "state", "disk", "agent")
+        assert {name: found for name, found in seen.items() if found[0] == "skipped"} == dict.fromkeys(
+            of_root, told
+        )
         monkeypatch.setattr(processes, "own_service", lambda: None)
         file.chmod(0o600)
         seen = examine_as_nobody(file, "--state-dir", str(closed))
         assert seen["policy"] == ("warning", f"{file}: cannot be read: Permission denied")
-        assert seen["state"] == ("warning", f"nobody cannot write {closed}")
+        assert [seen[name] for name in ("state", "disk", "agent")] == [told] * 3
+        (closed / "state").mkdir()
+        seen = examine_as_nobody(file, "--state-dir", str(closed / "state"))
+        assert [seen[name] for name in ("state", "disk", "agent")] == [told] * 3
 
 
 def test_a_file_in_place_of_the_state_directory_is_a_failure(
@@ -608,7 +647,7 @@ def test_a_file_in_place_of_the_state_directory_is_a_failure(
 ) -> None:
     (tmp_path / "state").touch()
     found = examine(endpoint.url).one("state")
-    assert (found.verdict, found.finding) == ("failure", f"{tmp_path / 'state'} is not a directory")
+    assert (found.state, found.finding) == ("failure", f"{tmp_path / 'state'} is not a directory")
 
 
 def test_a_state_directory_on_the_temporary_disk_is_a_failure(
@@ -616,7 +655,7 @@ def test_a_state_directory_on_the_temporary_disk_is_a_failure(
 ) -> None:
     (tmp_path / "DATALOSS_WARNING_README.txt").touch()
     found = examine(endpoint.url).one("disk")
-    assert found.verdict == "failure"
+    assert found.state == "failure"
     assert found.finding.endswith(f"is on Azure's temporary disk {tmp_path}, empty after a redeployment")
 
 
@@ -627,7 +666,7 @@ def test_a_running_agent_is_seen_with_its_version_and_not_disturbed(
     examine: Examine, endpoint: Endpoint, tmp_path: Path
 ) -> None:
     listen = f"127.0.0.1:{free_port()}"
-    assert examine(endpoint.url, listen=listen).one("agent").verdict == "warning"
+    assert examine(endpoint.url, listen=listen).one("agent").state == "warning"
     command = [sys.executable, "-m", "scheduled_events_agent", "run", "--config", str(tmp_path / "p.yaml")]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -685,7 +724,7 @@ def test_an_agent_that_does_not_do_what_the_policy_file_says_by_now_is_doubted(
         )
         policy.write_text(policy.read_text(encoding="utf-8"), encoding="utf-8")
         changed = look(policy)
-        assert changed.verdict == "warning"
+        assert changed.state == "warning"
         assert re.match(re.escape(f"{runs}with the policy as it was read at "), changed.finding)
         assert changed.finding.endswith("Z; its file has changed since")
     finally:
@@ -754,6 +793,53 @@ def test_a_lock_is_told_by_its_holder_and_left_alone(tmp_path: Path) -> None:
     host.hold_lock(path).close()
 
 
+def test_another_agent_on_the_machine_is_a_warning_of_both_and_no_other_process_is(
+    examine: Examine, endpoint: Endpoint, tmp_path: Path
+) -> None:
+    def others(report: Report) -> list[str]:
+        """Those of this test: there may be more agents on the machine."""
+        mine = [found for found in report.checks["others"] if str(tmp_path) in found.finding]
+        assert all((one.state, one.advice) == ("warning", STOP_ONE) for one in mine)
+        return [one.finding for one in mine]
+
+    assert others(examine(endpoint.url)) == []
+    with contextlib.ExitStack() as stack:
+        first, _ = stack.enter_context(running_agent("--config", str(tmp_path / "p.yaml")))
+        assert others(examine(endpoint.url)) == [], "it is that of the state directory"
+        second = ("--config", str(tmp_path / "p.yaml"), "--state-dir", str(tmp_path / "second"))
+        stack.enter_context(running_agent(*second[:3], str(tmp_path / "third"), "--observe"))
+        assert others(examine(endpoint.url)) == [], "it only observes"
+        beside, log = stack.enter_context(running_agent(*second))
+        told = f"another agent acts on this machine, process {beside.pid}: "
+        command = " ".join([sys.executable, "-m", "scheduled_events_agent", "run", *second])
+        assert others(examine(endpoint.url)) == [told + command]
+        (finding,) = others(examine(endpoint.url, "", "--state-dir", second[-1]))
+        assert finding.startswith(f"another agent acts on this machine, process {first.pid}: ")
+        for entry in map(json.loads, log):
+            if entry["message"] == "another agent acts on this machine" and entry["pid"] == first.pid:
+                break
+        assert (entry["level"], entry["hint"]) == ("warning", STOP_ONE)
+        assert entry["command"].endswith(" -m scheduled_events_agent run --config " + str(tmp_path / "p.yaml"))
+
+
+@contextlib.contextmanager
+def running_agent(*options: str) -> Iterator[tuple["subprocess.Popen[str]", Iterator[str]]]:
+    """The agent's process, ready, and the lines of its log from the beginning."""
+    command = [sys.executable, "-m", "scheduled_events_agent", "run", *options]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    read = []
+    try:
+        for line in process.stderr:
+            read.append(line)
+            if "agent started" in line:
+                break
+        yield process, chain(read, process.stderr)
+    finally:
+        process.terminate()
+        process.communicate()
+
+
 # --- the command
 
 
@@ -768,11 +854,18 @@ def test_the_text_is_plain_where_no_terminal_is_and_has_what_the_json_has(
     lines = out.splitlines()
     assert lines[0].startswith("failure  endpoint       GET http://127.0.0.1:1/metadata/instance?")
     assert lines[1].startswith("                        -> run this on the VM itself: ")
-    assert lines[2:5] == [
+    assert lines[2:7] == [
+        f"skipped  {name:13}  waits for the check endpoint"
+        for name in ("direct", "name", "version", "events", "clock")
+    ]
+    assert lines[7:11] == [
         "ok       policy         p.yaml: valid",
         "ok       hooks          the policy names no hook",
+        "ok       secrets        there is no directory of secrets for hooks",
         "ok       files          no other account can change the policy or the files that it names",
     ]
+    assert lines[11] == "ok       fleet          the policy names no fleet"
+    assert re.fullmatch(r"\d+ ok, \d+ warnings?, 1 failure, 5 skipped", lines[-1])
     assert "\x1b" not in out
 
 
@@ -799,6 +892,6 @@ def test_the_api_version_that_is_answered_is_told(examine: Examine, status: int)
         "SpotRebalanceRecommendation events are not available: api-version 2024-07-09 "
         f"answers {status}; the document comes in 2020-07-01"
     )
-    assert (version.verdict, version.finding) == ("warning", refused)
+    assert (version.state, version.finding) == ("warning", refused)
     assert "Microsoft.Compute/SpotPlus" in version.advice
-    assert report.verdicts("endpoint", "direct", "events") == ["ok", "ok", "ok"]
+    assert report.states("endpoint", "direct", "events") == ["ok", "ok", "ok"]

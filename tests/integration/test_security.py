@@ -399,7 +399,7 @@ def test_doctor_fails_for_such_a_file_if_the_agent_is_root(
     for is_root, verdict in ((True, "failure"), (False, "warning")):
         monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda is_root=is_root: is_root)
         found = doctor._look_at_files(loaded, None, is_root_service=False)
-        assert [(finding.verdict, finding.finding) for finding in found] == [(verdict, fault)]
+        assert [(finding.state, finding.finding) for finding in found] == [(verdict, fault)]
 
 
 def test_files_of_the_pages_are_warned_of_and_used(
@@ -527,7 +527,7 @@ def test_check_warns_of_such_a_state_directory_and_other_accounts_take_it(
     for is_root, verdict in ((True, "failure"), (False, "warning")):
         monkeypatch.setattr("scheduled_events_agent.host.is_privileged", lambda is_root=is_root: is_root)
         found = doctor._look_at_state(state, None, is_in_use=False)
-        assert (found.verdict, found.finding) == (verdict, fault)
+        assert (found.state, found.finding) == (verdict, fault)
     monkeypatch.setattr("scheduled_events_agent.host.linux.files.is_privileged", lambda: False)
     assert state_refusal(state) is None
 
@@ -585,7 +585,7 @@ def test_a_secret_in_a_policy_that_every_account_can_read_is_warned_of(
     loaded = load_policy(policy)
     assert told in [str(problem) for problem in run._look_at_machine(loaded)]  # which an agent that starts logs
     found = [*doctor._look_at_files(loaded, None, is_root_service=False)]
-    assert [(finding.verdict, finding.finding) for finding in found] == [("warning", told)]
+    assert [(finding.state, finding.finding) for finding in found] == [("warning", told)]
     policy.chmod(0o640)
     assert secret_warnings(policy, capsys) == []
 

@@ -234,14 +234,14 @@ def test_doctor_says_whether_the_table_can_be_used(
         (found,) = [check for check in checks["checks"] if check["check"] == "fleet"]
         return dict(found)
 
-    assert checked("group: web")["verdict"] == "ok"
+    assert checked("group: web")["state"] == "ok"
     assert table.list_rows("doctor|web") == []
     assert checked("expect: '*'")["advice"] == "give all VMs that act together the same fleet.group"
     file = tmp_path / "sas"
     for permissions in ("r", "rad"):
         file.write_text(azurite.sas(url.rpartition("/")[2], permissions=permissions))
         refused = checked(f"group: web, credential: {{sas_file: {file}}}")
-        assert refused["verdict"] == "failure"
+        assert refused["state"] == "failure"
         assert "the shared access signature in" in refused["finding"]
     assert table.list_rows("doctor|web") == []
 

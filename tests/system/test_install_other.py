@@ -183,8 +183,8 @@ def test_an_agent_that_pip_installed_becomes_a_service_by_five_commands(
     told = "no other account can change the policy, the files that it names, or the agent's own code"
     assert doctor(machine, "files") == [("ok", told)]
     machine.run("chown", "-R", "nobody", f"{home}/lib")
-    ((verdict, finding),) = doctor(machine, "files")
-    assert verdict == "failure"
+    ((state, finding),) = doctor(machine, "files")
+    assert state == "failure"
     uid = machine.run("id", "-u", "nobody").stdout.strip()
     assert f" can be changed by its owner, uid {uid}, and the agent acts on what it finds there: " in finding
 
@@ -193,7 +193,7 @@ def doctor(machine: Container, check: str) -> list[tuple[str, str]]:
     """Verdicts and findings of a check."""
     done = machine.run("/usr/local/bin/scheduled-events-agent", "doctor", "--json", check=False)
     found = [one for one in json.loads(done.stdout)["checks"] if one["check"] == check]
-    return [(one["verdict"], one["finding"]) for one in found]
+    return [(one["state"], one["finding"]) for one in found]
 
 
 def test_without_a_policy_it_goes_by_the_default_one(supplied: Container) -> None:

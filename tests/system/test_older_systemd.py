@@ -102,7 +102,7 @@ def test_it_is_installed_drains_approves_and_is_upgraded_in_mid_event(
     machine.wait_for(lambda: service.notes() == ["drain", "resume"], "it was resumed")
     done = machine.run(NAME, "doctor", "--json", check=False)
     found = json.loads(done.stdout)["checks"]
-    assert [one for one in found if one["verdict"] == "failure"] == []
+    assert [one for one in found if one["state"] == "failure"] == []
     assert machine.run("systemctl", "is-failed", UNIT, check=False).stdout == "active\n"
 
 

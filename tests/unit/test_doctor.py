@@ -22,11 +22,12 @@ from scheduled_events_agent.cli.diagnosis import (
     judge_notifications,
     judge_others,
     ok,
+    waiting,
     warning,
 )
 from scheduled_events_agent.cli.doctor import judge_agent
 from scheduled_events_agent.cli.terminal import Terminal
-from scheduled_events_agent.host.surroundings import Approver, Life
+from scheduled_events_agent.host.surroundings import ActingAgent, Approver, Life
 from scheduled_events_agent.imds import Answer, ImdsError
 from scheduled_events_agent.settings import BUILT_IN_NAME, VmSettings, load_policy
 from scheduled_events_agent.status import (
@@ -85,6 +86,7 @@ FINDINGS = [
     ok("endpoint", "answers"),
     warning("clock", "late", "set it"),
     failure("a", "bad\x1b[2Jname", "mend it"),
+    *waiting(["name"], "a"),
 ]
 
 
@@ -95,7 +97,8 @@ def test_findings_are_an_aligned_list_with_what_to_do_below_each() -> None:
         "                        -> set it",
         r"failure  a              bad\x1b[2Jname",
         "                        -> mend it",
-        "1 ok, 1 warning, 1 failure",
+        "skipped  name           waits for the check a",
+        "1 ok, 1 warning, 1 failure, 1 skipped",
     ]
 
 
@@ -158,7 +161,7 @@ def test_answers_without_a_sign_of_a_proxy_are_the_services_own() -> None:
 )
 def test_a_request_that_failed_is_told_with_what_helps(kind: Any, advice: str) -> None:
     found = judge_no_answer("endpoint", ImdsError("GET: no", kind=kind))
-    assert (found.check, found.verdict, found.finding) == ("endpoint", "failure", "GET: no")
+    assert (found.check, found.state, found.finding) == ("endpoint", "failure", "GET: no")
     assert found.advice.startswith(advice)
 
 
@@ -203,7 +206,7 @@ def test_events_tell_whether_resources_know_this_vm_by_its_name(found: Answer, f
 
 def test_what_is_no_document_is_a_failure() -> None:
     found = judge_document(answer(body=b"{]"), ("vm",), "")
-    assert (found.check, found.verdict, found.advice) == ("events", "failure", SOMETHING_ELSE)
+    assert (found.check, found.state, found.advice) == ("events", "failure", SOMETHING_ELSE)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +254,7 @@ def test_a_clock_within_two_seconds_is_right_for_the_service_tells_whole_ones(ah
 
 
 def test_a_slow_answer_is_not_taken_for_a_wrong_clock() -> None:
-    assert clock(-60, took=61).verdict == "ok"
+    assert clock(-60, took=61).state == "ok"
 
 
 ADVICE = "synchronize the clock with chrony or systemd-timesyncd, on Windows with w32tm"
@@ -320,7 +323,7 @@ def test_the_states_disk_has_to_survive_a_redeployment_and_have_room(
 
 
 @pytest.mark.parametrize(
-    ("life", "is_acting", "verdict", "text"),
+    ("life", "is_acting", "state", "text"),
     [
         ("active", True, "failure", "X approves events too, perhaps before the hooks have run (here)"),
         ("active", False, "warning", "X approves events too (here)"),
@@ -329,16 +332,28 @@ def test_the_states_disk_has_to_survive_a_redeployment_and_have_room(
     ],
 )
 def test_another_agent_is_a_failure_only_if_both_would_act(
-    life: Life, is_acting: bool, verdict: str, text: str
+    life: Life, is_acting: bool, state: str, text: str
 ) -> None:
-    (found,) = judge_others([Approver("X", "here", life, "stop it")], is_acting=is_acting)
-    assert (found.verdict, found.finding) == (verdict, text)
+    (found,) = judge_others([Approver("X", "here", life, "stop it")], [], is_acting=is_acting)
+    assert (found.state, found.finding) == (state, text)
     assert found.advice in ("stop it", "remove it; if it is to run again: stop it")
 
 
 def test_no_other_agent_is_well() -> None:
-    assert list(judge_others([], is_acting=True)) == [
+    assert list(judge_others([], [], is_acting=True)) == [
         ok("others", "no other agent that approves events was found")
+    ]
+
+
+def test_another_agent_of_this_program_is_a_warning_with_its_pid_and_command() -> None:
+    agents = [
+        ActingAgent(17, "scheduled-events-agent run"),
+        ActingAgent(18, "python -m scheduled_events_agent run"),
+    ]
+    advice = "stop one of the two, or start it with --observe"
+    assert list(judge_others([], agents, is_acting=True)) == [
+        warning("others", f"another agent acts on this machine, process {one.pid}: {one.command}", advice)
+        for one in agents
     ]
 
 
@@ -365,11 +380,12 @@ def test_a_target_that_cannot_be_used_fails_or_has_lost_something_is_a_warning()
     ]
 
 
-def test_targets_that_are_well_are_one_finding_and_none_is_no_finding() -> None:
+def test_targets_that_are_well_are_one_finding_and_so_are_none() -> None:
     assert [*judge_notifications(("ops", "audit"), (), (a_target(),), CommandOptions())] == [
         ok("notifications", "2 targets: nothing is known to be wrong")
     ]
-    assert [*judge_notifications((), (), (), CommandOptions())] == []
+    none = ok("notifications", "the policy names no service to notify")
+    assert [*judge_notifications((), (), (), CommandOptions())] == [none]
 
 
 # --- the agent
@@ -401,7 +417,7 @@ def test_an_agent_that_is_well_and_does_not_do_what_the_policy_says_is_doubted(
     Path("p.yaml").write_text(f"agent: {{mode: {mode}}}\n")
     found = judge_agent("17", msgspec.structs.replace(STATUS, **fields), load_policy(Path("p.yaml")))
     runs = f"runs (pid 17), version {fields.get('version', __version__)}"
-    assert found.verdict == ("warning" if doubt else "ok")
+    assert found.state == ("warning" if doubt else "ok")
     assert found.finding == (f"{runs}, {doubt}" if doubt else runs)
 
 
@@ -420,7 +436,7 @@ def test_an_unhealthy_agent_is_a_failure_and_a_silent_one_a_warning() -> None:
     ill = msgspec.structs.replace(STATUS, health=("no poll has succeeded for 60s", "its disk is full"))
     found = judge_agent("17", ill, None)
     told = "and is not healthy: no poll has succeeded for 60s; its disk is full"
-    assert (found.verdict, found.finding) == ("failure", f"runs (pid 17), version {__version__} {told}")
+    assert (found.state, found.finding) == ("failure", f"runs (pid 17), version {__version__} {told}")
     assert judge_agent("17", "the agent (pid 17) does not answer", None) == warning(
         "agent", "the agent (pid 17) does not answer", "see its log; if it stays, restart it"
     )

@@ -101,7 +101,7 @@ def examined(ledger: SkewedLedger, monkeypatch: pytest.MonkeyPatch) -> tuple[str
     assert fleet is not None
     finding = examine(POLICY.settings, fleet, None)
     assert ledger.list_rows("doctor|web") == [], "it leaves no row"
-    return finding.verdict, finding.finding
+    return finding.state, finding.finding
 
 
 def test_doctor_tries_each_right_and_leaves_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +131,9 @@ def test_a_table_that_refuses_because_of_the_clock_says_so(
 
 def test_doctor_warns_if_the_others_do_not_wait_for_this_vm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "connect", lambda *_: SkewedLedger())
-    assert examine(POLICY.settings, settings("group: web, expect: [db_*, web_*]"), None).verdict == "ok"
+    assert examine(POLICY.settings, settings("group: web, expect: [db_*, web_*]"), None).state == "ok"
     finding = examine(POLICY.settings, settings("group: web, expect: [db_*]"), None)
-    assert (finding.verdict, finding.finding) == (
+    assert (finding.state, finding.finding) == (
         "warning",
         "expect does not match this VM, web_3: the others approve before it is prepared",
     )
@@ -145,7 +145,7 @@ def test_doctor_warns_of_a_signature_that_expires(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(command, "connect", lambda *_: SkewedLedger())
     fleet = settings(f"group: web, credential: {{sas_file: '{file}'}}")
     finding = examine(POLICY.settings, fleet, None)
-    assert finding.verdict == "warning"
+    assert finding.state == "warning"
     assert f"the signature in {file} has expired" in finding.finding
 
 
@@ -161,7 +161,7 @@ def test_doctor_looks_at_the_signature_as_the_services_account(
         group="web", table="https://a.example/abc", credential=FleetCredential(sas_file=str(tmp_path / "sas"))
     )
     finding = examine(Settings(), fleet, "agent")
-    assert (finding.verdict, finding.finding) == ("failure", "agent cannot read sas")
+    assert (finding.state, finding.finding) == ("failure", "agent cannot read sas")
 
 
 def test_rows_that_are_no_rows_of_an_agent_do_no_harm() -> None:

@@ -1,6 +1,7 @@
 """What ``doctor`` makes of what it has seen: values in, findings out, and how findings are shown.
 
-Does no I/O and reads no clock. The one invariant: a finding that is not ok says what to do.
+Does no I/O and reads no clock. The one invariant: a warning or a failure says what to do, and a check that was
+skipped says why.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,16 +15,16 @@ from scheduled_events_agent import host
 from scheduled_events_agent.api_version import BestAnswer, not_available, reason_of
 from scheduled_events_agent.cli.terminal import Style, Terminal
 from scheduled_events_agent.events import DocumentError, parse_document
-from scheduled_events_agent.host.surroundings import Approver, OwnService
+from scheduled_events_agent.host.surroundings import STOP_ONE, ActingAgent, Approver, OwnService
 from scheduled_events_agent.imds import Answer, ImdsError, ImdsErrorKind
 from scheduled_events_agent.settings import VmSettings
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import CommandOptions, NotifiedTarget
 from scheduled_events_agent.status.actions import command, quoted
 
-Verdict = Literal["ok", "warning", "failure"]
+State = Literal["ok", "warning", "failure", "skipped"]
 
-_STYLES: dict[Verdict, Style] = {"ok": "green", "warning": "yellow", "failure": "red"}
+_STYLES: dict[State, Style] = {"ok": "green", "warning": "yellow", "failure": "red", "skipped": "dim"}
 # Headers that only a proxy writes into an answer.
 _OF_PROXIES = ("via", "x-cache", "x-squid-error", "proxy-agent", "proxy-connection", "proxy-authenticate")
 _SKEW_WARNING_SECONDS = 2.0
@@ -59,7 +60,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """What one check has found."""
 
     check: str
-    verdict: Verdict
+    state: State
     finding: str
     advice: str = ""
     """What to do; empty if there is nothing to be done."""
@@ -67,17 +68,33 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 def ok(check: str, finding: str) -> Finding:
     """All is well."""
-    return Finding(check=check, verdict="ok", finding=finding)
+    return Finding(check=check, state="ok", finding=finding)
 
 
 def warning(check: str, finding: str, advice: str) -> Finding:
     """The agent works, but perhaps not as intended; or something could not be checked."""
-    return Finding(check=check, verdict="warning", finding=finding, advice=advice)
+    return Finding(check=check, state="warning", finding=finding, advice=advice)
 
 
 def failure(check: str, finding: str, advice: str) -> Finding:
     """The agent cannot do its work, or something undoes it."""
-    return Finding(check=check, verdict="failure", finding=finding, advice=advice)
+    return Finding(check=check, state="failure", finding=finding, advice=advice)
+
+
+def skipped(check: str, finding: str) -> Finding:
+    """The check could not be made. ``finding``: why."""
+    return Finding(check=check, state="skipped", finding=finding)
+
+
+def waiting(checks: Iterable[str], needed: str) -> Iterator[Finding]:
+    """The checks cannot be made until the check ``needed`` is ok."""
+    for check in checks:
+        yield skipped(check, f"waits for the check {needed}")
+
+
+def hidden(check: str, account: str) -> Finding:
+    """This account may not look at what the check is about."""
+    return skipped(check, f"cannot be checked by {account}: run as root")
 
 
 def in_words(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:
@@ -85,14 +102,16 @@ def in_words(findings: Iterable[Finding], terminal: Terminal) -> Iterator[str]:
     width = len("notifications")  # no check has a longer name
     counts = dict.fromkeys(_STYLES, 0)
     for finding in findings:
-        counts[finding.verdict] += 1
-        lead = f"{finding.verdict:7}  {finding.check:{width}}  "
+        counts[finding.state] += 1
+        lead = f"{finding.state:7}  {finding.check:{width}}  "
         first, *more = terminal.line(f"{lead}{finding.finding}", indent=len(lead))
-        yield terminal.paint(finding.verdict, _STYLES[finding.verdict]) + first[len(finding.verdict) :]
+        yield terminal.paint(finding.state, _STYLES[finding.state]) + first[len(finding.state) :]
         yield from more
         if finding.advice:
             yield from terminal.line(f"{'':{len(lead)}}-> {finding.advice}", indent=len(lead) + 3)
-    yield f"{counts['ok']} ok, {plural(counts['warning'], 'warning')}, {plural(counts['failure'], 'failure')}"
+    warnings = plural(counts["warning"], "warning")
+    failures = plural(counts["failure"], "failure")
+    yield f"{counts['ok']} ok, {warnings}, {failures}, {counts['skipped']} skipped"
 
 
 # --- the metadata service
@@ -125,10 +144,10 @@ def judge_directness(answers: Iterable[Answer]) -> Finding:
     return ok("direct", "no sign of a proxy")
 
 
-def judge_version(best: BestAnswer[Answer]) -> Finding | None:
-    """In which api-version the document is answered; None if it is not."""
+def judge_version(best: BestAnswer[Answer]) -> Finding:
+    """In which api-version the document is answered."""
     if best.content.status != 200:
-        return None
+        return skipped("version", "waits for the check events")
     if best.error is None:
         return ok("version", f"the document comes in api-version {best.version}")
     return warning(
@@ -239,8 +258,9 @@ def judge_notifications(
             f"{name}: {text}",
             f"put it right, and try it: {command(options, 'notify', 'test', quoted(name))}",
         )
-    if names and not found:
-        yield ok("notifications", f"{plural(len(names), 'target')}: nothing is known to be wrong")
+    if not found:
+        well = f"{plural(len(names), 'target')}: nothing is known to be wrong"
+        yield ok("notifications", well if names else "the policy names no service to notify")
 
 
 def _utc(at: datetime) -> str:
@@ -304,10 +324,15 @@ def judge_disk(place: str, temporary: str | None, kind: str | None, free_bytes: 
     return ok("disk", f"{place} is on a persistent disk{of_kind}, {free}")
 
 
-def judge_others(approvers: Sequence[Approver], *, is_acting: bool) -> Iterator[Finding]:
-    """Other agents that approve events."""
-    if not approvers:
+def judge_others(
+    approvers: Sequence[Approver], agents: Sequence[ActingAgent], *, is_acting: bool
+) -> Iterator[Finding]:
+    """Other programs that approve events, and other agents of this program."""
+    if not approvers and not agents:
         yield ok("others", "no other agent that approves events was found")
+    for agent in agents:
+        what = f"another agent acts on this machine, process {agent.pid}: {agent.command}"
+        yield warning("others", what, STOP_ONE)
     for other in approvers:
         if other.life == "active" and is_acting:
             what = f"{other.name} approves events too, perhaps before the hooks have run ({other.where})"

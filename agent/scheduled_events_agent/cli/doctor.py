@@ -22,12 +22,21 @@ import scheduled_events_agent
 from scheduled_events_agent import __version__, host, notices
 from scheduled_events_agent.api_version import ask_best, versions_to_ask
 from scheduled_events_agent.cli import add_state_options, diagnosis
-from scheduled_events_agent.cli.diagnosis import UNMASK, Finding, failure, ok, warning
+from scheduled_events_agent.cli.diagnosis import (
+    UNMASK,
+    Finding,
+    failure,
+    hidden,
+    ok,
+    skipped,
+    waiting,
+    warning,
+)
 from scheduled_events_agent.cli.operator import options_in_force
 from scheduled_events_agent.cli.status import ask_status, start_command
 from scheduled_events_agent.cli.terminal import FIRST_ANSWER_IS_SLOW, Terminal, print_json, remark_if_slow
 from scheduled_events_agent.events import ApiVersion
-from scheduled_events_agent.host import processes
+from scheduled_events_agent.host import processes, surroundings
 from scheduled_events_agent.host.surroundings import OwnService
 from scheduled_events_agent.imds import Answer, ImdsError, connect, parse_identity, resolve_endpoint
 from scheduled_events_agent.policy import Hook
@@ -50,6 +59,9 @@ from scheduled_events_agent.store import LOCK_NAME
 
 # The service answers five requests a second to the whole VM, and an agent beside us makes its own.
 _SPACING_SECONDS = 0.5
+
+# Checks of what the metadata service answers.
+_NEED_AN_ANSWER = ("name", "version", "events", "clock")
 
 _AS_AGENT = "run this as root, or as the agent's account"
 _DO_SO = "run that command: the agent does not start before"
@@ -79,13 +91,13 @@ def _run(arguments: argparse.Namespace) -> int:
             yield finding
 
     if arguments.json:
-        number = Counter(finding.verdict for finding in examine())
-        counts = {verdict: number[verdict] for verdict in get_args(diagnosis.Verdict)}
+        number = Counter(finding.state for finding in examine())
+        counts = {state: number[state] for state in get_args(diagnosis.State)}
         print_json({"version": __version__, **counts, "checks": findings})
     else:
         for line in diagnosis.in_words(examine(), Terminal.of(sys.stdout)):
             print(line, flush=True)
-    return 1 if any(finding.verdict == "failure" for finding in findings) else 0
+    return 1 if any(finding.state == "failure" for finding in findings) else 0
 
 
 def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
@@ -120,25 +132,25 @@ def _examine(config: str | None, state_option: str | None) -> Iterator[Finding]:
                 yield warning("policy", problem, _AS_AGENT)
             else:
                 yield failure("policy", problem, "correct it: the agent does not start with this policy")
-    if loaded is not None:
-        yield from _look_at_policy(loaded, service, account)
-    if settings.fleet is not None:
-        from scheduled_events_agent.cli import fleet  # noqa: PLC0415  # most policies have none
-
-        time.sleep(_SPACING_SECONDS)
-        yield fleet.examine(settings, settings.fleet, account)
     options = agent.options(options_in_force(state_option, path, state_dir))
-    yield from _look_at_notifications(loaded, agent.status, account, options)
-    yield _look_at_state(state_dir, account, is_in_use=agent.pid is not None)
-    yield _look_at_disk(state_dir)
-    if agent.lock_fault:
-        yield warning("agent", agent.lock_fault, "run this as root or administrator")
-    elif agent.pid is None:
-        yield _judge_no_agent(state_dir, service, options)
+    if loaded is None:
+        yield from waiting(("hooks", "secrets", "files", "fleet", "notifications"), "policy")
     else:
-        yield judge_agent(agent.pid, agent.status, loaded)
+        yield from _look_at_policy(loaded, service, account)
+        yield _look_at_fleet(settings, account)
+        yield from _look_at_notifications(loaded, agent.status, account, options)
+    if _may_look_at(state_dir):
+        yield _look_at_state(state_dir, account, is_in_use=agent.pid is not None)
+        yield _look_at_disk(state_dir)
+        yield _look_at_agent(state_dir, agent, service, loaded, options)
+    else:
+        yield from (hidden(check, host.account_name()) for check in ("state", "disk", "agent"))
     yield diagnosis.judge_service(service, service_fault)
-    yield from diagnosis.judge_others(processes.other_approvers(), is_acting=settings.agent.mode == "act")
+    own_pids = {int(agent.pid)} if agent.pid and agent.pid.isdecimal() else set[int]()
+    if agent.lock_fault and service is not None:
+        own_pids = {service.pid}  # as far as this account can tell
+    others = surroundings.acting_agents(own_pids)
+    yield from diagnosis.judge_others(processes.other_approvers(), others, is_acting=settings.agent.mode == "act")
 
 
 class _Agent(NamedTuple):
@@ -193,32 +205,37 @@ def _look_at_imds(settings: Settings) -> Iterator[Finding]:
         instance = connect(imds).inspect("instance")
     except ImdsError as error:
         yield diagnosis.judge_no_answer("endpoint", error)
+        yield from waiting(("direct", *_NEED_AN_ANSWER), "endpoint")
         return
     answered_at = datetime.now(UTC)
     direct = diagnosis.judge_directness([instance])
-    if instance.fault is not None or diagnosis.is_page(instance):  # there is no point in asking for more
-        if instance.fault is not None and direct.verdict == "ok":
-            direct = diagnosis.judge_no_answer("endpoint", instance.fault)
+    if instance.fault is not None and direct.state == "ok":  # there is no point in asking for more
+        yield diagnosis.judge_no_answer("endpoint", instance.fault)
         yield direct
+        yield from waiting(_NEED_AN_ANSWER, "endpoint")
         return
     yield ok("endpoint", f"{endpoint} answers, in {(answered_at - asked_at).total_seconds() * 1000:.0f} ms")
+    if instance.fault is not None or diagnosis.is_page(instance):
+        yield direct
+        yield from waiting(_NEED_AN_ANSWER, "direct")
+        return
     identity = parse_identity(instance.body)
     said = identity.name if identity is not None else ""
     names = tuple(filter(None, (settings.vm.name or said, *settings.vm.aliases)))
-    version: Finding | None = None
     try:
         with remark_if_slow(FIRST_ANSWER_IS_SLOW):
             best = ask_best(versions, fetch)
+    except ImdsError as error:
+        version = skipped("version", "waits for the check events")
+        events = diagnosis.judge_no_answer("events", error)
+    else:
         document = best.content
         version = diagnosis.judge_version(best)
         direct = diagnosis.judge_directness([instance, document])
         events = diagnosis.judge_document(document, names, socket.gethostname())
-    except ImdsError as error:
-        events = diagnosis.judge_no_answer("events", error)
     yield direct
     yield diagnosis.judge_name(settings.vm, said)
-    if version is not None:
-        yield version
+    yield version
     yield events
     yield diagnosis.judge_clock(instance.headers.get("date"), asked_at, answered_at)
 
@@ -238,14 +255,11 @@ def _look_at_policy(loaded: Loaded, service: OwnService | None, account: str | N
     yield from _look_at_units(loaded)
     if account is None or host.is_privileged():
         yield from _look_at_hooks(loaded, account, units_fault=service.units_fault if service is not None else "")
-        if service is None or not service.has_credentials:
-            yield from _look_at_secrets(account)
+        yield from _look_at_secrets(account, is_loaded=service is not None and service.has_credentials)
         is_root_service = service is not None and _is_system(service.account)
         yield from _look_at_files(loaded, account, is_root_service=is_root_service)
         return
-    for check in ("hooks", "files"):
-        what = f"the agent runs as {account}, and {host.account_name()} cannot tell what that account may do"
-        yield warning(check, what, _AS_AGENT)
+    yield from (hidden(check, host.account_name()) for check in ("hooks", "secrets", "files"))
 
 
 def _look_at_hooks(loaded: Loaded, account: str | None, *, units_fault: str) -> Iterator[Finding]:
@@ -294,8 +308,7 @@ def _look_at_units(loaded: Loaded) -> Iterator[Finding]:
     try:
         unknown = processes.unknown_units(set(named.values()))
     except host.HostError as error:
-        what = f"whether the units of hooks exist is not known: {error}"
-        yield warning("hooks", what, "look at each with systemctl cat")
+        yield skipped("hooks", f"whether the units of hooks exist cannot be checked: {error}")
         return
     faults = [(path, f"systemd does not know {unit}") for path, unit in named.items() if unit in unknown]
     seen = set[tuple[int, str]]()  # an alias stands where its anchor does
@@ -321,27 +334,33 @@ def _access_fault(hook: Hook, account: str | None) -> str | None:
     return None
 
 
-def _look_at_secrets(account: str | None) -> Iterator[Finding]:
+def _look_at_secrets(account: str | None, *, is_loaded: bool) -> Iterator[Finding]:
+    """``is_loaded``: the service manager has loaded them for the service."""
     directory = processes.base_environment(None).get("CREDENTIALS_DIRECTORY")
-    if directory is None:
+    if is_loaded:
+        yield ok("secrets", "systemd has loaded credentials for the service")
         return
     files: list[Path] = []
     faults = set[str]()
     try:
-        if not Path(directory).is_dir():
+        if directory is None or not Path(directory).is_dir():
+            yield ok("secrets", "there is no directory of secrets for hooks")
             return
         if fault := processes.access_fault(Path(directory), "read", account):
             faults.add(fault)
         else:
             files = [path for path in Path(directory).iterdir() if path.is_file()]
         faults.update(filter(None, (processes.access_fault(path, "read", account) for path in files)))
+    except PermissionError:
+        yield hidden("secrets", host.account_name())
+        return
     except (host.HostError, OSError) as error:
         yield warning("secrets", f"{directory}: {error}", _AS_AGENT)
         return
     for fault in sorted(faults):
         advice = "if a hook needs it: chgrp scheduled-events-agent, and chmod 640 (the directory: chmod 750)"
         yield warning("secrets", fault, advice)
-    if files and not faults:
+    if not faults:
         yield ok("secrets", f"hooks can read {plural(len(files), 'file')} in {directory}")
 
 
@@ -378,10 +397,10 @@ def _look_at_files(loaded: Loaded, account: str | None, *, is_root_service: bool
 
 
 def _look_at_notifications(
-    loaded: Loaded | None, status: Status | str, account: str | None, options: CommandOptions
+    loaded: Loaded, status: Status | str, account: str | None, options: CommandOptions
 ) -> Iterator[Finding]:
     """``account``: the service's, if it is not that of this process. ``status``: of the agent, if it answers."""
-    targets = loaded.settings.notify if loaded is not None else ()
+    targets = loaded.settings.notify
     told = status.notify if isinstance(status, Status) else ()
     unusable: list[tuple[str, str]] = []
     if account is None or host.is_privileged():
@@ -424,7 +443,27 @@ def _is_system(account: str) -> bool:
     return account.rpartition("\\")[2].casefold() in ("root", "localsystem", "system")
 
 
+def _look_at_fleet(settings: Settings, account: str | None) -> Finding:
+    if settings.fleet is None:
+        return ok("fleet", "the policy names no fleet")
+    from scheduled_events_agent.cli import fleet  # noqa: PLC0415  # most policies have none
+
+    time.sleep(_SPACING_SECONDS)
+    return fleet.examine(settings, settings.fleet, account)
+
+
 # --- the state and the agent
+
+
+def _may_look_at(directory: Path) -> bool:
+    """Whether this account may see what is in it; so it may if nothing is there."""
+    try:
+        with os.scandir(directory):
+            return True
+    except PermissionError:
+        return host.is_privileged()
+    except OSError:
+        return True
 
 
 def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> Finding:
@@ -453,6 +492,8 @@ def _look_at_state(directory: Path, account: str | None, *, is_in_use: bool) -> 
                 return warning("state", fault, _AS_AGENT)
             return failure("state", fault, f"make it writable for {who}, or name another one with agent.state_dir")
     except (host.HostError, OSError) as error:
+        if not host.is_privileged():
+            return hidden("state", host.account_name())
         return warning("state", f"{directory}: {error}", _AS_AGENT)
     return ok("state", f"{directory} is there, for {who} alone, and writable")
 
@@ -467,6 +508,18 @@ def _look_at_disk(directory: Path) -> Finding:
         return warning("disk", f"{directory}: {error}", _AS_AGENT)
     kind = system[0] if system else None
     return diagnosis.judge_disk(str(directory), None if temporary is None else str(temporary), kind, free_bytes)
+
+
+def _look_at_agent(
+    state_dir: Path, agent: _Agent, service: OwnService | None, loaded: Loaded | None, options: CommandOptions
+) -> Finding:
+    if agent.lock_fault and not host.is_privileged():
+        return hidden("agent", host.account_name())
+    if agent.lock_fault:
+        return warning("agent", agent.lock_fault, "check the disk of the state directory")
+    if agent.pid is None:
+        return _judge_no_agent(state_dir, service, options)
+    return judge_agent(agent.pid, agent.status, loaded)
 
 
 def _judge_no_agent(state_dir: Path, service: OwnService | None, options: CommandOptions) -> Finding:
