@@ -472,10 +472,10 @@ def test_a_file_of_notifications_that_the_services_account_cannot_read_is_named(
         url.write_text("https://example.com/hook")
         url.chmod(0o600)
         policy = f"notify: [{{name: ops, to: {{file: {url}}}}}]\n"
-        assert examine(endpoint.url, policy).one("notifications").verdict == "ok"
+        assert examine(endpoint.url, policy).one("notifications").state == "ok"
         monkeypatch.setattr(processes, "own_service", lambda: service_of("daemon"))
         found = examine(endpoint.url, policy).one("notifications")
-        assert (found.verdict, found.finding) == ("warning", f"ops: to.file: daemon cannot read {url}")
+        assert (found.state, found.finding) == ("warning", f"ops: to.file: daemon cannot read {url}")
 
 
 @needs_root

@@ -428,7 +428,7 @@ def test_an_agent_that_needs_an_operator_is_a_warning() -> None:
     broken = Attention(kind="policy_rejected", severity="fix", since=None, message="The policy file is rejected.")
     for attention, expected in (((held, broken), "warning"), ((broken,), "ok")):
         found = judge_agent("17", msgspec.structs.replace(STATUS, attention=attention), None)
-        assert found.verdict == expected
+        assert found.state == expected
         assert (held.message in found.finding) == (expected == "warning")
 
 
