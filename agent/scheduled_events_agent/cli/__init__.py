@@ -1,6 +1,7 @@
 """The command line: one file for each command or group of commands, and the only place that wires parts together.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 (``status`` alone) an operator must act, 141 the
+reader of the output has gone.
 """
 
 import argparse
@@ -8,10 +9,12 @@ import gc
 import importlib
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 from io import TextIOWrapper
 from typing import Any
 
 from scheduled_events_agent import AgentError, __version__
+from scheduled_events_agent.cli.output import READER_GONE, guarded
 from scheduled_events_agent.spelling import nearest
 
 # Command -> the module of this package that has it, and a line of help. The module's ``add_arguments(parser)``
@@ -39,16 +42,39 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # not so under pythonw, nor in some tests
-            stream.reconfigure(errors="backslashreplace")  # Azure's texts may hold what this locale lacks
-    if (
-        argv is None
-    ):  # in a process of its own: modules are no garbage, and to look for some takes a tenth of the start
+    if isinstance(sys.stderr, TextIOWrapper):  # not so under pythonw, nor in some tests
+        sys.stderr.reconfigure(errors="backslashreplace")
+    stream, output = guarded(sys.stdout)
+    code = 0
+    try:
+        with redirect_stdout(stream):
+            try:
+                code = _run(argv)
+            finally:
+                stream.flush()
+    except SystemExit:
+        if output.error is None:
+            raise
+    except BrokenPipeError:  # of standard error
+        with suppress(OSError):
+            sys.stderr.close()
+        return READER_GONE
+    if output.error is None:
+        return code
+    if output.is_reader_gone:
+        return READER_GONE
+    if sys.stderr is not None:  # None if it was closed from the beginning
+        with suppress(OSError):
+            print(f"scheduled-events-agent: cannot write: {output.error.strerror}", file=sys.stderr)
+    return 1
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    is_process = argv is None  # its modules are no garbage, and to look for some takes a tenth of the start
+    if is_process:
         gc.disable()
-    words = sys.argv[1:] if argv is None else argv
-    arguments = _parse(words)
-    if argv is None:
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    if is_process:
         gc.freeze()
         gc.enable()
     try:
@@ -58,9 +84,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error if error.kind == "config" else f"scheduled-events-agent: {error}", file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:
-        return 1
-    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
-        sys.stderr.close()
         return 1
     return code
 
@@ -89,6 +112,10 @@ class _Parser(argparse.ArgumentParser):
             hint = f"; did you mean --{guess}?" if guess else ""
             self.error(f"unknown option: {word}{hint}")
         return known, unknown
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print it; argparse's own method passes over errors."""
+        print(message, end="", file=file or sys.stderr)
 
 
 def exit_code(error: AgentError) -> int:
