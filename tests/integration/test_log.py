@@ -119,22 +119,37 @@ def test_auto_means_json_where_there_is_no_terminal(capsys: pytest.CaptureFixtur
     assert told(capsys) == [{"level": "info", "message": "seen"}]
 
 
-def test_auto_means_console_on_a_terminal() -> None:
+@pytest.mark.parametrize(
+    ("variables", "is_colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_auto_means_console_on_a_terminal_with_the_colors_of_all_other_output(
+    variables: dict[str, str], *, is_colored: bool
+) -> None:
     if sys.platform == "win32":
         pytest.skip("there are no such terminals on Windows")
     import os
     import pty
 
     master, slave = pty.openpty()
-    program = "from scheduled_events_agent.log import get_logger, set_up; set_up('info', 'auto'); "
-    program += "get_logger().info('seen', rule='r')"
-    run_python(program, capture_output=False, stderr=slave)
+    program = """
+import sys
+from scheduled_events_agent.cli.terminal import Terminal
+from scheduled_events_agent.log import get_logger, set_up
+print(Terminal.of(sys.stderr).paint("shown", "bold"), file=sys.stderr)
+set_up("info", "auto")
+get_logger().info("logged", rule="r")
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    environment |= {"TERM": "xterm", **variables}
+    run_python(program, capture_output=False, stderr=slave, env=environment)
     os.close(slave)
     text = os.read(master, 4096).decode()
     os.close(master)
-    assert "seen" in text
-    assert "{" not in text
-    assert "\x1b[" in text
+    shown, logged = text.splitlines()
+    assert "shown" in shown
+    assert "logged" in logged
+    assert "{" not in logged
+    assert ["\x1b[" in line for line in (shown, logged)] == [is_colored, is_colored]
 
 
 def test_debug_lines_are_all_written_however_alike(capsys: pytest.CaptureFixture[str]) -> None:

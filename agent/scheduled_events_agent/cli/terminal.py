@@ -5,7 +5,6 @@ character is printed except those written here, whatever a description or a hook
 """
 
 import json
-import os
 import re
 import shutil
 import sys
@@ -49,13 +48,12 @@ class Terminal(NamedTuple):
 
     @classmethod
     def of(cls, stream: TextIO) -> "Terminal":
-        """The terminal of the stream. NO_COLOR and TERM=dumb switch colours off."""
+        """The terminal of the stream."""
         if not stream.isatty():
             return cls(width=None, has_colors=False)
-        is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
         return cls(
             width=max(_MIN_WIDTH, min(_MAX_WIDTH, shutil.get_terminal_size().columns)),
-            has_colors=not is_plain and host.has_terminal_colors(),
+            has_colors=host.has_terminal_colors(),
         )
 
     def paint(self, text: str, style: Style = "") -> str:

@@ -6,6 +6,7 @@ or hooks, and import nothing of the agent but its base error.
 
 import sys
 
+from scheduled_events_agent.host.colors import has_terminal_colors as has_terminal_colors
 from scheduled_events_agent.host.error import HostError as HostError
 from scheduled_events_agent.host.small_files import read_small_file as read_small_file
 

@@ -145,11 +145,6 @@ def _status_line(status: str) -> str:
     return f"STATUS={line[:_MAX_STATUS_CHARACTERS]}"
 
 
-def has_terminal_colors() -> bool:
-    """Whether terminals show colours without being asked to."""
-    return True
-
-
 def is_writable(descriptor: int, patience_seconds: float) -> bool:
     """Whether a line (up to 4 KiB, as a pipe promises) can be written without waiting longer than that."""
     waiting = select.poll()

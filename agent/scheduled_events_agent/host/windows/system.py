@@ -95,11 +95,6 @@ def claim_port(listener: socket.socket) -> None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
 
 
-def has_terminal_colors() -> bool:
-    """Whether terminals show the usual colours by default."""
-    return False
-
-
 def is_writable(descriptor: int, patience_seconds: float) -> bool:
     """Whether a line can be written without waiting longer than that; this system has no way to ask."""
     del descriptor, patience_seconds
