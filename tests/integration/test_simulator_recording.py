@@ -343,7 +343,9 @@ def test_the_command_records_and_plays_what_it_has_recorded(
     ]
     assert told[-1] == f"recorded; play it with: scheduled-events-agent simulate {path}"
 
-    assert run_command("--check", str(path)).stdout == f"{path}: right, with 1 document of web_0\n"
+    assert run_command("--check", str(path)).stdout == f"{path}: valid, with 1 document for web_0\n"
+    checked = {"valid": True, "problems": [], "documents": 1, "vms": ["web_0"]}
+    assert json.loads(run_command("--check", "--json", str(path)).stdout) == checked
     played = run_command(str(path), "--now", "--vm", "mine").stdout.splitlines()
     assert played[0].split()[0] == "mine"
     assert [line.split("  ")[-1].strip() for line in played[2:]] == [
@@ -402,7 +404,7 @@ def test_the_command_checks_a_scenario_without_playing_it(tmp_path: Path) -> Non
         "",
         f'{path}:2: timeline[0].event.type: expected one of {choices}; got "Rebot"\n',
     )
-    assert run_command("outage", "--check").stdout.startswith("outage: right, with ")
+    assert run_command("outage", "--check").stdout.startswith("outage: valid, with ")
     assert run_command("--check").stderr == (
         "scheduled-events-agent: --check: expected SCENARIO, the file to look at; got none\n"
     )

@@ -15,10 +15,13 @@ from typing import Any
 import msgspec
 
 from scheduled_events_agent import AgentError
+from scheduled_events_agent.cli import exit_code
+from scheduled_events_agent.cli.terminal import print_json
 from scheduled_events_agent.simulator import (
     Happening,
     Scenario,
     Simulator,
+    SimulatorError,
     list_scenarios,
     load_scenario,
     rename_vms,
@@ -114,7 +117,7 @@ def _run(arguments: argparse.Namespace) -> int:
         _print_list(list_scenarios(), arguments.json)
         return 0
     if arguments.check:
-        return _check(arguments.scenario)
+        return _check(arguments.scenario, as_json=arguments.json)
     name = arguments.scenario or (None if arguments.control is not None else DEFAULT_SCENARIO)
     simulator = Simulator(
         scenario=_load(name, tuple(arguments.vm)) if name else None,
@@ -156,14 +159,24 @@ def _load(name: str, vms: tuple[str, ...]) -> Scenario | Recording:
     return rename_vm(recording, vms[0]) if vms else recording
 
 
-def _check(name: str | None) -> int:
+def _check(name: str | None, *, as_json: bool) -> int:
     if name is None:
         raise AgentError("--check: expected SCENARIO, the file to look at; got none", kind="usage")
-    found = _load(name, ())
+    try:
+        found = _load(name, ())
+    except SimulatorError as error:
+        if not as_json:
+            raise
+        print_json({"valid": False, "problems": str(error).splitlines()})
+        return exit_code(error)
     if isinstance(found, Scenario):
-        print(f"{name}: right, with {plural(len(found.timeline), 'step')} for {', '.join(found.vms)}")
+        vms, counted, what = found.vms, len(found.timeline), "step"
     else:
-        print(f"{name}: right, with {plural(len(found.documents), 'document')} of {found.origin.vm}")
+        vms, counted, what = (found.origin.vm,), len(found.documents), "document"
+    if as_json:
+        print_json({"valid": True, "problems": [], f"{what}s": counted, "vms": vms})
+    else:
+        print(f"{name}: valid, with {plural(counted, what)} for {', '.join(vms)}")
     return 0
 
 
