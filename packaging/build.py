@@ -369,7 +369,7 @@ def _in_package(page: Path) -> str:
 def _generate_from_parser(root: Path, tools: Path, version: str, epoch: int) -> None:
     """The man pages and the completions, from the grammar of the command line and the types of the policy."""
     python = str(tools / "bin/python")
-    manuals = {"command": f"man8/{NAME}.8.gz", "policy": f"man5/{NAME}-policy.yaml.5.gz"}
+    manuals = {"command": f"man8/{NAME}.8.gz", "policy": f"man5/{NAME}.5.gz"}
     completions = {
         "bash": f"usr/share/bash-completion/completions/{NAME}",
         "zsh": f"usr/share/zsh/vendor-completions/_{NAME}",

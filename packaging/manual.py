@@ -15,6 +15,7 @@ from typing import Any
 from scheduled_events_agent.cli import build_parser
 from scheduled_events_agent.settings.schema import policy_schema
 
+_LEFT_ADJUSTED = ".ad l"  # long words, such as lists of choices, would tear holes into adjusted lines
 _POLICY_INTRO = """The policy decides about each scheduled event: YAML, read at the start and at each reload. All
 of it may be left out. Durations are written 30s, 5m, 1h30m or 2d.
 
@@ -28,22 +29,24 @@ def page(version: str, epoch: int) -> Iterator[str]:
     name = parser.prog
     day = datetime.fromtimestamp(epoch, UTC).date()
     yield f'.TH {name.upper()} 8 {day} "{name} {version}" "System administration"'
+    yield _LEFT_ADJUSTED
     yield from (".SH NAME", rf"{_text(name)} \- prepares an Azure VM for Scheduled Events and approves them")
     yield from (".SH SYNOPSIS", rf".B {_text(name)}", r".I command", r"[\fIoption\fR ...]")
     yield from (".SH DESCRIPTION", _text(parser.description or ""))
     yield from (".SH OPTIONS", *_options(parser))
     yield ".SH COMMANDS"
     for title, command, short in _commands(parser):
-        yield from (f".SS {_text(title)}", _text(command.description or short), *_options(command))
+        yield from (f".SS {_text(title)}", _text(command.description or short), *_options(command, has_help=False))
     yield Path(__file__).with_name("manual-sections.man").read_text("utf-8").rstrip()
 
 
 def policy_page(version: str, epoch: int) -> Iterator[str]:
     """The lines of the page on the policy file."""
     schema = policy_schema()
-    name = f"{build_parser().prog}-policy.yaml"
+    name = build_parser().prog
     day = datetime.fromtimestamp(epoch, UTC).date()
-    yield f'.TH {name.upper()} 5 {day} "{build_parser().prog} {version}" "File formats"'
+    yield f'.TH {name.upper()} 5 {day} "{name} {version}" "File formats"'
+    yield _LEFT_ADJUSTED
     yield from (".SH NAME", rf"{_text(name)}, policy.yaml \- what the agent does about scheduled events")
     yield from (".SH SYNOPSIS", ".I /etc/scheduled\\-events\\-agent/policy.yaml")
     yield ".SH DESCRIPTION"
@@ -87,7 +90,8 @@ def _kind(value: dict[str, Any]) -> str:
     if kinds:
         return " or ".join(kind for kind in dict.fromkeys(kinds) if kind)
     if "enum" in value:
-        return "|".join(rf"\fI{_text(str(word))}\fR" for word in value["enum"])
+        # A line may break after each.
+        return r"|\:".join(rf"\fI{_text(str(word))}\fR" for word in value["enum"])
     if value.get("type") == "array":
         return "list"
     is_duration = value.get("pattern", "").endswith("(d|h|m|s|ms))+$")
@@ -107,9 +111,12 @@ def _commands(
                     yield from _commands(command, f"{above}{name} ")
 
 
-def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+def _options(parser: argparse.ArgumentParser, *, has_help: bool = True) -> Iterator[str]:
+    """``has_help``: whether --help, which every command has, is among them."""
     for action in parser._actions:  # noqa: SLF001
         if isinstance(action, argparse._SubParsersAction) or action.help == argparse.SUPPRESS:  # noqa: SLF001
+            continue
+        if isinstance(action, argparse._HelpAction) and not has_help:  # noqa: SLF001
             continue
         yield ".TP"
         yield ", ".join(rf"\fB{_text(option)}\fR" for option in action.option_strings) + _value(action)
