@@ -3,6 +3,7 @@
 Their life on a machine is in test_deb.py and test_rpm.py.
 """
 
+import argparse
 import gzip
 import hashlib
 import importlib.util
@@ -407,14 +408,15 @@ def read_page(page: Path) -> str:
 
 
 def grammar() -> Iterator[str]:
-    """Every command and long option there is."""
+    """Every command that the help lists, and its long options."""
     open_parsers = [build_parser()]
     while open_parsers:
         for action in open_parsers.pop()._actions:
             yield from (option for option in action.option_strings if option.startswith("--"))
-            if action.choices is not None and isinstance(action.choices, dict):
-                open_parsers += action.choices.values()
-                yield from action.choices
+            if isinstance(action, argparse._SubParsersAction):
+                listed = [choice.dest for choice in action._choices_actions]
+                open_parsers += [action.choices[name] for name in listed]
+                yield from listed
 
 
 def test_the_shell_completes_commands_and_options(tree: Path) -> None:
