@@ -57,6 +57,11 @@ ELSEWHERE = {
     "promtool ": ("tests/system/test_prometheus.py", "promtool"),
     "journalctl ": ("tests/system/test_systemd_service.py", '"journalctl", "--quiet"'),
     "systemctl restart scheduled-events-agent": ("tests/system/test_deb.py", 'systemctl("restart")'),
+    f"{OURS}check redis.yaml": ("tests/system/test_deb.py", "commands_of_install"),
+    "cd ": ("tests/system/test_deb.py", "commands_of_install"),
+    "install -m 0755 common.sh": ("tests/system/test_deb.py", "commands_of_install"),
+    "cp --no-clobber": ("tests/system/test_deb.py", "commands_of_install"),
+    "mv --backup": ("tests/system/test_deb.py", "commands_of_install"),
     "env PGDATA=": ("tests/system/database_stage.py", "POSTGRESQL_BIN"),
 }
 # The same -> why it is run nowhere.
@@ -66,7 +71,7 @@ NOT_RUN = {
     "podman ": "there is no container engine; tests/system/test_install_other.py carries the recipe out",
     "curl --cacert": "needs a certificate; tests/integration/test_web_access.py has a client of its own",
     "SIGN_COMMAND=": "needs a certificate",
-    "editor ": "is for people",
+    "sudoedit ": "is for people",
     "journalctl ": "needs systemd's journal; the fields that it is asked for have tests of their own",
     "iptables ": "needs root, and a kernel that filters",
     "systemctl status": "the system tests ask systemd for the same by systemctl show",
@@ -85,11 +90,11 @@ def shown() -> Iterator[Shown]:
         text = page.read_text(encoding="utf-8")
         for language, body in re.findall(r"^[ ]*```(\w*)\n(.*?)^[ ]*```", text, re.MULTILINE | re.DOTALL):
             for line in map(str.strip, re.sub(r"\\\n\s*", "", body).splitlines()):
-                is_console = language in ("console", "") and line.startswith(("$ ", "# "))  # or root's prompt
+                is_console = language in ("console", "") and line.startswith("$ ")
                 is_ours = line.startswith(OURS) and language != "text"
                 is_shell = language in ("sh", "bash") and not body.startswith("#!") and bool(line)
                 if is_console or is_ours or (is_shell and not line.startswith("#")):
-                    command = re.sub(r"\s+(# |\| ).*", "", line.removeprefix("$ ").removeprefix("# "))
+                    command = re.sub(r"\s+(# |\| ).*", "", line.removeprefix("$ ").removeprefix("sudo "))
                     yield Shown(page.relative_to(CHECKOUT).as_posix(), command.strip())
 
 
@@ -172,15 +177,14 @@ def scene(command: Shown, request: pytest.FixtureRequest) -> Scene:
     return scene
 
 
-def words_of(line: str, event: str, directory: Path, endpoint: str) -> list[str]:
+def words_of(line: str, event: str, directory: Path, agent: Agent) -> list[str]:
     """The arguments, with what is the reader's own filled in."""
     words = shlex.split(line.removeprefix(OURS))
-    stand_ins = {"FILE": DOCUMENT, "DOCUMENT": DOCUMENT, "0.0.0.0": "127.0.0.1"}
-    if words[0] == "check":
-        stand_ins["policy.yaml"] = str(CHECKOUT / "config/policy.yaml")
+    policy = CHECKOUT / "config/policy.yaml" if words[0] == "check" else agent.config
+    stand_ins = {"FILE": DOCUMENT, "DOCUMENT": DOCUMENT, "0.0.0.0": "127.0.0.1", "policy.yaml": str(policy)}
     words = [stand_ins.get(word, word) for word in words]
     if "--record" in words:  # by default, of the real endpoint
-        words += ["--from", endpoint]
+        words += ["--from", agent.endpoint]
     elif words[0] == "simulate" and words[1].endswith(".jsonl"):
         (directory / words[1]).write_text(RECORDING, encoding="utf-8")
     # A port may be taken here; a free one is found if none is named.
@@ -193,7 +197,7 @@ def test_a_command_of_the_documentation_does_what_it_is_shown_for(
     command: Shown, scene: Scene, tmp_path: Path
 ) -> None:
     agent, sim, event = scene
-    words = words_of(command.line, event, tmp_path, agent.endpoint)
+    words = words_of(command.line, event, tmp_path, agent)
     if words[0] == "run":
         agent.kill()
     if words[0] == "resolve":
@@ -251,7 +255,7 @@ def test_the_requests_to_the_simulator_that_are_shown_are_answered(agent: Agent)
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no install command")
 @pytest.mark.parametrize(
     "command",
-    [command for command in SHOWN if command.line.startswith(INSTALL)],
+    [command for command in SHOWN if is_run_here(command) and command.line.startswith(INSTALL)],
     ids=lambda command: f"{command.page}:{command.line}",
 )
 def test_what_is_shown_installs_files_that_are_there(command: Shown, tmp_path: Path) -> None:
@@ -259,7 +263,6 @@ def test_what_is_shown_installs_files_that_are_there(command: Shown, tmp_path: P
         (tmp_path / "etc" / folder).mkdir(parents=True)
     for own in ("token", "kubeconfig"):  # the reader's
         (tmp_path / own).touch()
-    (tmp_path / "config").symlink_to(CHECKOUT / "config")
     line = command.line.replace(" -g scheduled-events-agent", "")  # there is no such group here
     words = shlex.split(line.replace("/etc/scheduled-events-agent", str(tmp_path / "etc")))
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)

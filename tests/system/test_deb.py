@@ -98,6 +98,35 @@ def test_without_a_network_it_is_installed_runs_and_endangers_nothing(
         assert machine.run("dpkg", "--audit").stdout == ""
 
 
+def commands_of_install(page: str) -> list[str]:
+    """The command lines of the section "Install", as root types them."""
+    section = page.partition("\n## Install\n")[2].partition("\n## ")[0]
+    lines = [
+        line.removeprefix("$ ").removeprefix("sudo ") for line in section.splitlines() if line.startswith("$ ")
+    ]
+    return [line for line in lines if not line.startswith("sudoedit ")]
+
+
+def test_the_cookbook_tells_how_to_install_an_example_over_a_policy_which_it_keeps(installed: Container) -> None:
+    with Container(installed, private_network=True) as machine:
+        page = machine.path(f"/usr/share/doc/{NAME}/cookbook/README.md").read_text()
+        before = machine.path(POLICY).read_text()
+        told = machine.run("bash", "-ec", "\n".join(commands_of_install(page))).stdout
+        assert told.startswith("redis.yaml: valid\n")
+        assert " is not found" not in told
+        example = machine.path(f"/usr/share/doc/{NAME}/examples/redis.yaml").read_text()
+        assert machine.path(POLICY).read_text() == example
+        assert machine.path(f"{POLICY}.~1~").read_text() == before
+        hooks = [f"/etc/{NAME}/hooks/{name}" for name in ("common.sh", "redis-prepare", "redis-recover")]
+        assert machine.run("stat", "-c", "%a %U %n", *hooks).stdout == "".join(
+            f"755 root {hook}\n" for hook in hooks
+        )
+        service = Service(machine, "")
+        machine.wait_for(
+            lambda: [one["file"] for one in service.log("policy")][1:] == [POLICY], "it was read again"
+        )
+
+
 def test_it_drains_approves_and_tells_the_journal(installed: Container, sim: Simulator) -> None:
     with Container(installed) as machine:
         service = Service(machine, sim.endpoint())

@@ -8,7 +8,9 @@ import pytest
 
 from scheduled_events_agent.events import EventTypeName
 
-COOKBOOK = Path(__file__).resolve().parents[2] / "docs/cookbook"
+ROOT = Path(__file__).resolve().parents[2]
+COOKBOOK = ROOT / "docs/cookbook"
+CONFIG = ROOT / "config"
 EVENTS = [name for name in get_args(EventTypeName) if name != "SpotRebalanceRecommendation"]  # a preview
 PAGES = [pytest.param(page, id=page.stem) for page in sorted(COOKBOOK.glob("*.md")) if page.stem != "README"]
 
@@ -36,3 +38,30 @@ def test_a_page_says_what_was_tried_and_measured_and_what_was_not(page: Path) ->
     tried = text.partition("\n## What was tried\n")[2].partition("\n## ")[0]
     assert re.search(r"\bNot\b", tried)
     assert re.search(r"`make recipes NAME=\w+`|Nothing was measured|figures were measured once, by hand", text)
+
+
+INSTALLED = re.compile(
+    r"^\[As all examples\]\(README\.md#install\), "
+    r"with the hooks (.+) and `([\w-]+)`, and the policy `([\w-]+\.yaml)`\.$",
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_names_the_files_to_install_and_they_are_shipped(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "config/hooks/common.sh" not in text
+    heading = re.search(r"^## (?:Install|GitLab)$", text, re.MULTILINE)
+    if heading is None or page.stem == "windows-web-server":
+        return
+    ((first, last, policy),) = INSTALLED.findall(text)
+    hooks = [*re.findall(r"`([\w.-]+)`", first), last]
+    assert hooks[0] == "common.sh"
+    assert [name for name in hooks if not (CONFIG / "hooks" / name).is_file()] == []
+    assert f"](../../config/examples/{policy})" in text
+    run = set(
+        re.findall(
+            r"/etc/scheduled-events-agent/hooks/([\w-]+)", (CONFIG / "examples" / policy).read_text("utf-8")
+        )
+    )
+    assert run <= set(hooks)
