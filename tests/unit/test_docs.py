@@ -1,5 +1,6 @@
 """What the documentation says of the code, and where its links lead."""
 
+import argparse
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,3 +109,13 @@ def test_every_command_that_a_page_shows_is_one(page: Path) -> None:
     ):
         words = re.split("[#|]", line)[0].split()
         parser.parse_args(words)  # exits, and so fails, on what it does not know
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
+def test_what_a_page_says_of_operators_commands_is_what_the_help_says(page: str) -> None:
+    (commands,) = (one for one in build_parser()._actions if isinstance(one, argparse._SubParsersAction))
+    helps = {choice.dest: choice.help for choice in commands._choices_actions}
+    shown = dict(
+        re.findall(r"^\$ (?:sudo )?scheduled-events-agent (\w+) [0-9a-f]{8} +# (.+)$", text_of(page), re.MULTILINE)
+    )
+    assert shown == {name: helps[name] for name in ("approve", "hold", "release", "retry", "resolve")}
