@@ -56,12 +56,11 @@ ELSEWHERE = {
     ".venv/bin/python -m benchmarks": ("tests/integration/test_benchmarks.py", "benchmarks"),
     "promtool ": ("tests/system/test_prometheus.py", "promtool"),
     "journalctl ": ("tests/system/test_systemd_service.py", '"journalctl", "--quiet"'),
-    "systemctl restart scheduled-events-agent": ("tests/system/test_deb.py", 'systemctl("restart")'),
-    f"{OURS}check redis.yaml": ("tests/system/test_deb.py", "commands_of_install"),
-    "cd ": ("tests/system/test_deb.py", "commands_of_install"),
-    "install -m 0755 common.sh": ("tests/system/test_deb.py", "commands_of_install"),
-    "cp --no-clobber": ("tests/system/test_deb.py", "commands_of_install"),
-    "mv --backup": ("tests/system/test_deb.py", "commands_of_install"),
+    f"{OURS}check redis.yaml": ("tests/system/test_deb.py", 'shown_commands("docs/cookbook/README.md"'),
+    "cd ": ("tests/system/test_deb.py", 'shown_commands("docs/cookbook/README.md"'),
+    "install -m 0755 common.sh": ("tests/system/test_deb.py", 'shown_commands("docs/cookbook/README.md"'),
+    "cp --no-clobber": ("tests/system/test_deb.py", 'shown_commands("docs/cookbook/README.md"'),
+    "mv --backup": ("tests/system/test_deb.py", 'shown_commands("docs/cookbook/README.md"'),
     "env PGDATA=": ("tests/system/database_stage.py", "POSTGRESQL_BIN"),
 }
 # The same -> why it is run nowhere.
@@ -94,7 +93,7 @@ def shown() -> Iterator[Shown]:
                 is_ours = line.startswith(OURS) and language != "text"
                 is_shell = language in ("sh", "bash") and not body.startswith("#!") and bool(line)
                 if is_console or is_ours or (is_shell and not line.startswith("#")):
-                    command = re.sub(r"\s+(# |\| ).*", "", line.removeprefix("$ ").removeprefix("sudo "))
+                    command = re.sub(r"\s+(# |\| ).*", "", line.removeprefix("$ ").replace("sudo ", ""))
                     yield Shown(page.relative_to(CHECKOUT).as_posix(), command.strip())
 
 
@@ -181,7 +180,13 @@ def words_of(line: str, event: str, directory: Path, agent: Agent) -> list[str]:
     """The arguments, with what is the reader's own filled in."""
     words = shlex.split(line.removeprefix(OURS))
     policy = CHECKOUT / "config/policy.yaml" if words[0] == "check" else agent.config
-    stand_ins = {"FILE": DOCUMENT, "DOCUMENT": DOCUMENT, "0.0.0.0": "127.0.0.1", "policy.yaml": str(policy)}
+    stand_ins = {
+        "FILE": DOCUMENT,
+        "DOCUMENT": DOCUMENT,
+        "0.0.0.0": "127.0.0.1",
+        "policy.yaml": str(policy),
+        r"$data\windows-web-server.yaml": str(CHECKOUT / "config/examples/windows-web-server.yaml"),
+    }
     words = [stand_ins.get(word, word) for word in words]
     if "--record" in words:  # by default, of the real endpoint
         words += ["--from", agent.endpoint]
@@ -259,9 +264,8 @@ def test_the_requests_to_the_simulator_that_are_shown_are_answered(agent: Agent)
     ids=lambda command: f"{command.page}:{command.line}",
 )
 def test_what_is_shown_installs_files_that_are_there(command: Shown, tmp_path: Path) -> None:
-    for folder in ("hooks", "credentials"):
-        (tmp_path / "etc" / folder).mkdir(parents=True)
-    for own in ("token", "kubeconfig"):  # the reader's
+    (tmp_path / "etc/credentials").mkdir(parents=True)
+    for own in ("token", "kubeconfig", "fleet-sas"):  # the reader's
         (tmp_path / own).touch()
     line = command.line.replace(" -g scheduled-events-agent", "")  # there is no such group here
     words = shlex.split(line.replace("/etc/scheduled-events-agent", str(tmp_path / "etc")))

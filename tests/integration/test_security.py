@@ -700,7 +700,7 @@ def test_the_commands_that_keep_others_from_the_endpoint_do_so(tmp_path: Path) -
     if os.geteuid() != 0 or (missing := [name for name in needed if shutil.which(name) is None]):
         pytest.skip(f"needs root and {', '.join(needed)}" if os.geteuid() != 0 else f"there is no {missing}")
     text = (CHECKOUT / "docs" / "security.md").read_text(encoding="utf-8")
-    commands = [line[2:].partition("  #")[0] for line in text.splitlines() if line.startswith("# iptables ")]
+    commands = re.findall(r"^\$ sudo (iptables .+)$", text, re.MULTILINE)
     assert len(commands) == 2
     server = tmp_path / "server.py"
     server.write_text(

@@ -39,7 +39,7 @@ def shown_commands(page: str, heading: str) -> list[list[str]]:
     text = (CHECKOUT / page).read_text(encoding="utf-8")
     section = re.split("^#", text.partition(f"\n{heading}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
     blocks = re.findall(r"^```console\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
-    return [[line.removeprefix("$ ") for line in block.splitlines()] for block in blocks]
+    return [[line.removeprefix("$ ").replace("sudo ", "") for line in block.splitlines()] for block in blocks]
 
 
 def make_strict(machine: Container) -> None:

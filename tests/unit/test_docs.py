@@ -105,7 +105,7 @@ def test_every_path_of_the_project_that_a_page_names_exists(page: Path) -> None:
 def test_every_command_that_a_page_shows_is_one(page: Path) -> None:
     parser = build_parser()
     for line in re.findall(
-        r"^(?:\$ )?scheduled-events-agent (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+        r"^(?:\$ )?(?:sudo )?scheduled-events-agent (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE
     ):
         words = re.split("[#|]", line)[0].split()
         parser.parse_args(words)  # exits, and so fails, on what it does not know
@@ -119,3 +119,19 @@ def test_what_a_page_says_of_operators_commands_is_what_the_help_says(page: str)
         re.findall(r"^\$ (?:sudo )?scheduled-events-agent (\w+) [0-9a-f]{8} +# (.+)$", text_of(page), re.MULTILINE)
     )
     assert shown == {name: helps[name] for name in ("approve", "hold", "release", "retry", "resolve")}
+
+
+NEEDS_ROOT = re.compile(
+    r"(?:apt|dnf|tdnf|zypper|install|ln|cp|mv|iptables|journalctl|systemd-sysusers) |env PGDATA="
+    r"|python3 -m venv /opt/|/opt/|systemctl (?!status)"
+    r"|scheduled-events-agent (?!simulate|demo|completion|check --strict --no-files|\w+ --config policy\.yaml)"
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_prompt_is_a_users_and_what_needs_root_has_sudo(page: Path) -> None:
+    blocks = re.findall(r"^[ ]*```(?:console)?\n(.*?)^[ ]*```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in map(str.strip, block.splitlines())]
+    assert [line for line in lines if line.startswith("# ")] == []  # it looks like a comment
+    commands = [command for line in lines if line.startswith("$ ") for command in line[2:].split(" && ")]
+    assert [command for command in commands if NEEDS_ROOT.match(command)] == []
