@@ -197,7 +197,7 @@ def test_doctor_names_targets_that_cannot_be_used_or_do_not_take_what_is_sent(
         options = ("--config", str(agent.config), "--state-dir", str(agent.state_dir))
         checks = json.loads(agent.run("doctor", "--json", *options).stdout)["checks"]
         found = [check for check in checks if check["check"] == "notifications"]
-        assert {check["verdict"] for check in found} == {"warning"}
+        assert {check["state"] for check in found} == {"warning"}
         assert all(f"notify test {check['finding'].partition(':')[0]}" in check["advice"] for check in found)
         return [check["finding"] for check in found]
 

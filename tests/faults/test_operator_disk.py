@@ -38,7 +38,7 @@ def test_on_a_full_disk_the_state_is_shown_and_the_reason_told(
     if end == "was killed":
         agent.kill()
     status = agent.run("status", "--state-dir", str(full_disk))
-    assert status.returncode == 1
+    assert status.returncode == 3
     problem = (
         rf"the agent \(pid \d+\) cannot be asked: cannot write {full_disk}/state.db: database or disk is full"
         if end == "runs"
