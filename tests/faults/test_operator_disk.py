@@ -40,14 +40,13 @@ def test_on_a_full_disk_the_state_is_shown_and_the_reason_told(
     status = agent.run("status", "--state-dir", str(full_disk))
     assert status.returncode == 3
     problem = (
-        rf"the agent \(pid \d+\) cannot be asked: cannot write {full_disk}/state.db: database or disk is full"
+        rf"The agent \(pid \d+\) cannot be asked: cannot write {full_disk}/state.db: database or disk is full"
         if end == "runs"
-        else "no agent runs"
+        else "No agent runs"
     )
-    assert re.match(
-        rf"{problem}; when last heard of, 1 event is pending \(1 waiting for an operator\)\n", status.stdout
-    )
-    assert "was prepared; waited: an operator must approve it\n" in status.stdout
+    assert re.match(rf"ACT  {problem}\.", status.stdout)
+    assert "\nACT  The Reboot of vm-1 needs an operator's approval. " in status.stdout
+    assert "waits: an operator must approve it\n" in status.stdout
     history = agent.run("history", "--state-dir", str(full_disk))
     assert (history.returncode, history.stderr) == (0, "")
     assert f"Reboot {event} is pending: prepared\n" in history.stdout

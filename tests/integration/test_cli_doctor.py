@@ -357,7 +357,7 @@ def test_an_invalid_policy_fails_with_every_fault_and_the_rest_is_checked(
     ]
     assert {one["check"] for one in checks} == DOCUMENTED
     assert [(one["check"], one["finding"]) for one in checks if one["state"] == "skipped"] == [
-        (name, "waits for the check policy") for name in ("hooks", "secrets", "files", "fleet")
+        (name, "waits for the check policy") for name in ("hooks", "secrets", "files", "fleet", "notifications")
     ]
 
 
