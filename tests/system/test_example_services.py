@@ -15,9 +15,9 @@ if sys.platform == "win32":
     pytest.skip("systemd is Linux's", allow_module_level=True)
 
 from balanced import HOOKS, PATIENCE, SLOW, SMALL, Web, nginx_configuration, wait_answered
-from container import PROJECT, Container
+from container import Container
 from ports import free_port
-from service import POLICY, Service
+from service import POLICY, Service, shown_commands
 
 from scheduled_events_agent.simulator import Simulator
 
@@ -38,11 +38,14 @@ echo ends >>/root/notes
 UNIT = "[Service]\nExecStart=/usr/local/bin/gitlab-runner\nRestart=always\nRestartSec=120\n"
 
 
-def console(page: str) -> list[str]:
-    """The commands for root that a page of the cookbook shows, block by block."""
+def installing(page: str) -> str:
+    """What installs the hooks and the policy that a page of the cookbook names, as its README shows it."""
     text = (HOOKS.parents[1] / f"docs/cookbook/{page}.md").read_text("utf-8")
-    blocks = re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [re.sub(r"^# ", "", block, flags=re.MULTILINE) for block in blocks]
+    (named,) = re.findall(r"^\[As all examples\].*$", text, re.MULTILINE)
+    *hooks, policy = re.findall(r"`([^`]+)`", named)
+    (commands,) = shown_commands("docs/cookbook/README.md", "## Install")
+    script = "\n".join(command for command in commands if not command.startswith("sudoedit "))
+    return script.replace("common.sh redis-prepare redis-recover", " ".join(hooks)).replace("redis.yaml", policy)
 
 
 @pytest.fixture
@@ -79,9 +82,8 @@ def test_no_request_fails_through_the_reboot_of_a_machine(installed: Container, 
         machine.write("/etc/nginx/nginx.conf", f"user www-data; pid /run/nginx.pid;\n{configuration}")
         machine.run("systemctl", "unmask", "nginx")
         machine.run("systemctl", "enable", "--now", "nginx")
-        (install,) = console("web-server")
         machine.run("systemctl", "restart", "scheduled-events-agent")
-        machine.run("sh", "-ec", f"cd {PROJECT}\n{install}")
+        machine.run("sh", "-ec", installing("web-server"))
         machine.write(POLICY, yaml.safe_dump(web.policy(sim.endpoint()), sort_keys=False))
         service = Service(machine, sim.endpoint())
         service.systemctl("restart")
@@ -318,10 +320,10 @@ def test_without_the_service_nginx_is_not_said_to_be_stopped(machine: Container)
 
 
 def test_a_runners_policy_and_token_are_installed_as_the_page_says(machine: Container) -> None:
-    install, credential = console("ci-runner")
-    machine.run("sh", "-ec", f"cd {PROJECT}\n{install}")
+    machine.run("sh", "-ec", installing("ci-runner"))
     service = Service(machine, "")
     assert service.wait_log("the policy file was read again")["rules"] == "freeze, evicted, interrupting"
+    ((credential,),) = shown_commands("docs/cookbook/ci-runner.md", "## GitHub Actions")
     machine.run("sh", "-ec", f"cd /root; echo a token >token\n{credential}")
     given = "/etc/scheduled-events-agent/credentials/ci-runner-token"
     assert machine.run("cat", given, user="scheduled-events-agent").stdout == "a token\n"
