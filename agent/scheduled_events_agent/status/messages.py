@@ -138,7 +138,7 @@ def note_in_log(workflow: Workflow, note: Note) -> str:
 
 
 def of_event(type_: str, event_id: str, text: str) -> str:
-    """A line of the log for people: the event's type, the beginning of its id, and what is to be said of it."""
+    """A line of the log for people: the event's type, the beginning of its id, then the text."""
     return f"{type_ or 'event'} {event_id[:SHORT_ID]}: {text}"
 
 
