@@ -21,6 +21,7 @@ from scheduled_events_agent.settings import VmSettings
 from scheduled_events_agent.spelling import plural
 from scheduled_events_agent.status import CommandOptions, NotifiedTarget
 from scheduled_events_agent.status.actions import command, quoted
+from scheduled_events_agent.status.messages import utc
 
 State = Literal["ok", "warning", "failure", "skipped"]
 
@@ -248,9 +249,9 @@ def judge_notifications(
     found = [*unusable]
     for target in told:
         if target.failure:
-            found.append((target.name, f"has failed since {_utc(target.failure.since)}: {target.failure.reason}"))
+            found.append((target.name, f"has failed since {utc(target.failure.since)}: {target.failure.reason}"))
         if target.lost_at:
-            lost = f"{plural(target.lost, 'notification')} lost since {_utc(target.lost_at)}"
+            lost = f"{plural(target.lost, 'notification')} lost since {utc(target.lost_at)}"
             found.append((target.name, f"{lost}: {target.lost_reason}"))
     for name, text in found:
         yield warning(
@@ -261,10 +262,6 @@ def judge_notifications(
     if not found:
         well = f"{plural(len(names), 'target')}: nothing is known to be wrong"
         yield ok("notifications", well if names else "the policy names no service to notify")
-
-
-def _utc(at: datetime) -> str:
-    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
 
 
 # --- the machine

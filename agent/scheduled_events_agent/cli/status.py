@@ -187,9 +187,9 @@ def _attention(one: Attention, lines: Sequence[str], now: datetime, terminal: Te
     for line in lines:
         yield from terminal.line(f"{_INDENT}| {line}", "dim", indent=len(_INDENT) + 2)
     width = max((len(suggested.command) for suggested in one.commands), default=0)
-    lines = [f"{_INDENT}{suggested.command.ljust(width)}  {suggested.effect}" for suggested in one.commands]
-    is_narrow = terminal.width is not None and max(map(len, lines), default=0) > terminal.width
-    for suggested, line in zip(one.commands, lines, strict=True):
+    typed = [f"{_INDENT}{suggested.command.ljust(width)}  {suggested.effect}" for suggested in one.commands]
+    is_narrow = terminal.width is not None and max(map(len, typed), default=0) > terminal.width
+    for suggested, line in zip(one.commands, typed, strict=True):
         if is_narrow:  # the command in a line of its own
             yield from terminal.line(f"{_INDENT}{suggested.effect}:", "dim", indent=len(_INDENT))
             yield from terminal.line(f"{_INDENT}  {suggested.command}", "bold", indent=len(_INDENT) + 4)

@@ -42,7 +42,7 @@ from scheduled_events_agent.status import (
     WebConfigRejected,
 )
 from scheduled_events_agent.status.attention import attention
-from scheduled_events_agent.status.messages import as_shown
+from scheduled_events_agent.status.messages import as_shown, utc
 from scheduled_events_agent.status.summaries import with_words
 from scheduled_events_agent.store import FILE_NAME, Store, StoreError, notified
 from scheduled_events_agent.web.files import FILES
@@ -166,7 +166,7 @@ class Pages:
         if since_poll > self._engine.settings.agent.healthy_within:
             since = self._poller.succeeded_at or self._started_at
             why = self._poller.failure or "it hangs"
-            problems.append(f"no poll has succeeded since {since:%Y-%m-%d %H:%M:%S} UTC: {why}")
+            problems.append(f"no poll has succeeded since {utc(since)}: {why}")
         if self.failure:  # for the command status, which asks through the state file
             problems.append(f"the pages are not shown: {self.failure}")
         return problems

@@ -4,7 +4,7 @@ For one thread. The board and the settings are replaced, never changed, so that 
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 from math import inf
 
 from msgspec.structs import replace
@@ -39,6 +39,7 @@ from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.settings import Settings
 from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, JournalEntry, Vm
 from scheduled_events_agent.status.actions import UNSETTLED_HOLD
+from scheduled_events_agent.status.attention import CRASHED_WITHIN
 from scheduled_events_agent.status.messages import pending_in_words
 from scheduled_events_agent.store import Request, Store, StoreError, WithdrawnError
 from scheduled_events_agent.workflow import (
@@ -66,8 +67,6 @@ from scheduled_events_agent.workflow import (
 _CLOCK_SET_SECONDS = 1.0
 # Nothing is approved by an answer of the service that is older than this, or than two polls.
 _STALE_SECONDS = 30.0
-# How far back starts after a crash are looked for.
-_LOOK_BACK = timedelta(hours=1)
 # Without news, and before the time that was worked out, all is decided again this often: to be safe.
 _DECIDE_SECONDS = 60.0
 
@@ -172,7 +171,7 @@ class Engine:
             )
             self._store.record("state_lost", f"the damaged state file is now {self._store.set_aside}", now)
         self.unclean_starts = unclean_starts(
-            self._store.load_starts_and_stops(now - _LOOK_BACK), self.boot_id, now
+            self._store.load_starts_and_stops(now - CRASHED_WITHIN), self.boot_id, now
         )
         what = f"version {__version__}, mode {self.settings.agent.mode}"
         self._store.record("agent_started", what, now, detail=self.boot_id)

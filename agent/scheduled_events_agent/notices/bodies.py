@@ -12,7 +12,7 @@ from scheduled_events_agent import host
 from scheduled_events_agent.events import to_azure_json
 from scheduled_events_agent.notices.happening import Happening
 from scheduled_events_agent.settings.files import read_named_file
-from scheduled_events_agent.status.messages import notice_title
+from scheduled_events_agent.status.messages import notice_title, utc
 
 _MAX_TEMPLATE_BYTES = 64 * 1024
 _PLACEHOLDER = re.compile(r"\$\{([^}\n]*)\}")
@@ -98,7 +98,7 @@ def _facts(happening: Happening) -> dict[str, str]:
     """What a person wants to know of it besides the title."""
     event = happening.event
     left = happening.seconds_left
-    not_before = f"{event.not_before:%Y-%m-%d %H:%M:%S} UTC" if event.not_before and left is not None else ""
+    not_before = utc(event.not_before) if event.not_before and left is not None else ""
     facts = {
         "Event": event.id,
         "VM": happening.vm,

@@ -34,9 +34,7 @@ def overruling(workflow: Workflow) -> tuple[OperatorWord, ...]:
         return _overruling_preparation(workflow)
     if not is_open or decision.affects not in ("self", "shared"):
         return ()
-    if event.approval_fault:
-        return ("retry",) if workflow.prepare.state == "failed" else ()
-    if workflow.approval.state == "confirmed":
+    if event.approval_fault or workflow.approval.state == "confirmed":
         return ("retry",) if workflow.prepare.state == "failed" else ()
     if workflow.operator == "held":
         return ("release", "approve")

@@ -26,7 +26,8 @@ WITH_DEADLINE: tuple[AttentionKind, ...] = ("prepare_failed", "approval_needed",
 _OF_EVENTS: tuple[AttentionKind, ...] = ("recovery_failed", "hook_missing", "not_acting", *WITH_DEADLINE)
 _FAILED_APPROVALS = 3
 _CRASHES = 3
-_CRASHED_WITHIN = timedelta(hours=1)
+CRASHED_WITHIN = timedelta(hours=1)
+"""How long a start after a crash counts."""
 _NAMED_WITHIN = timedelta(minutes=5)
 _NOTIFIED_WITHIN = timedelta(minutes=5)
 
@@ -163,7 +164,7 @@ def _of_agent(status: Status) -> Iterator[Attention]:
             consequence=_ABSENT if reason == NO_AGENT else "",
             commands=status.supervisor_commands if is_absence else (_doctor(status),),
         )
-    crashes = [at for at in status.unclean_starts if status.at - at < _CRASHED_WITHIN]
+    crashes = [at for at in status.unclean_starts if status.at - at < CRASHED_WITHIN]
     if len(crashes) >= _CRASHES:
         yield Attention(
             kind="agent_restarts",

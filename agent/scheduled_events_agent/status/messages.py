@@ -299,9 +299,10 @@ def clock(at: datetime, now: datetime) -> str:
     return f"{at:%H:%M:%S}Z" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S}Z"
 
 
-def utc(at: datetime, now: datetime) -> str:
-    """Time of day in a sentence, with the date if it is another one than that of ``now``."""
-    return f"{at:%H:%M:%S} UTC" if at.date() == now.date() else f"{at:%Y-%m-%d %H:%M:%S} UTC"
+def utc(at: datetime, now: datetime | None = None) -> str:
+    """Time of day in a sentence, with the date unless it is that of ``now``."""
+    is_today = now is not None and at.date() == now.date()
+    return f"{at:%H:%M:%S} UTC" if is_today else f"{at:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def span(earlier: datetime, later: datetime) -> str:
