@@ -178,12 +178,17 @@ class Metrics:
             "fleet_wait_seconds", "How long events waited for a slot, or for other VMs to be ready.", "what",
             buckets=_SLOW_SECONDS,
         )  # fmt: skip
-        self.fleet_awaited = self._gauge(
-            "fleet_awaited_vms", "VMs that are not ready for events which this VM is ready for."
+        self.fleet_not_ready = self._gauge(
+            "fleet_not_ready_vms", "VMs that are not ready for events which this VM is ready for."
         )
-        self.fleet_away = self._gauge(
-            "fleet_table_away", "1 if the fleet's table could not be used when last asked."
+        self.fleet_unavailable = self._gauge(
+            "fleet_unavailable", "1 if the fleet's table could not be used when last asked."
         )
+        self.fleet_begun_without_slot = self._counter(
+            "fleet_begun_without_slot_total", "Events that began without a slot, by why.", "reason"
+        )
+        for reason in ("urgent", "operator", "late", "unavailable"):
+            self.fleet_begun_without_slot.labels(reason)
         for what in ("slot", "ready"):
             self.fleet_wait_seconds.labels(what)
 
@@ -267,6 +272,8 @@ class Metrics:
         elif note.kind == "hook_finished":
             if note.outcome in _HOOK_FAILURES:
                 self.hook_failures.labels(note.stage).inc()
+        elif note.kind == "without_slot":
+            self.fleet_begun_without_slot.labels(note.detail).inc()
         elif note.kind == "recovery_failed":
             self.recovery_failures.inc()
         elif note.kind == "closed":

@@ -195,9 +195,12 @@ def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:
         yield from terminal.line(f"It notifies {target.name} (body {target.body}). {words}.")
     if fleet := settings.fleet:
         limit = f", {plural(fleet.max_events, 'event')} at a time" if fleet.max_events else ""
-        away = "holds events" if fleet.when_away == "hold" else "proceeds alone"
         group = f"group {fleet.group}" if fleet.group else "its scale set"
-        words = f"It acts with the VMs of {group} through {fleet.table}{limit}; without the table it {away}."
+        yield from terminal.line(f"It acts with the VMs of {group} through {fleet.table}{limit}.")
+        waits = "wait for a slot until their latest begin"
+        begins = "begin without a slot after a minute"
+        do = waits if fleet.on_unavailable == "wait" else begins
+        words = f"While the table is unavailable, events {do}, and what names several VMs is not approved."
         yield from terminal.line(words)
 
 

@@ -30,7 +30,6 @@ from scheduled_events_agent.events import (
     Seen,
     parse_document,
     parse_event,
-    plain_names,
 )
 from scheduled_events_agent.hook_times import KnownTimes, decode, may_take_seconds
 from scheduled_events_agent.policy import Decision, Facts, decide, passed_over
@@ -46,14 +45,14 @@ from scheduled_events_agent.workflow import (
     ApprovalAnswered,
     Approve,
     Context,
-    Fleet,
+    FleetEventStatus,
+    FleetView,
     HookFinished,
     RunHook,
     Signal,
     Stage,
-    Standing,
     Workflow,
-    ask_gates,
+    ask_approval_gates,
     hook_deadline_at,
     needed_seconds,
     needs_all,
@@ -256,9 +255,7 @@ def _explain(event: ScheduledEvent, known: ShownWorkflow | None, assumed: _Assum
         passed_over=tuple([PassedOver(rule=rule, reason=reason) for rule, reason in above]),
         begins_at=life.begins_at,
         begins_reason=start.reason if life.begins_at is not None and not has_begun else "",
-        needs_slot=not has_begun
-        and life.context.fleet is not None
-        and needs_slot(life.workflow, life.context.fleet),
+        needs_slot=not has_begun and needs_slot(life.workflow, life.context),
         drain_seconds=life.drain_seconds,
         prepare=tuple(life.prepare),
         hooks_until=life.hooks_until,
@@ -305,14 +302,13 @@ def _first_signals(life: _Life, event: ScheduledEvent, known: Workflow | None, a
     return signals
 
 
-def _willing_fleet(settings: Settings, event: ScheduledEvent, workflow: str) -> Fleet | None:
+def _willing_fleet(settings: Settings, event: ScheduledEvent, workflow: str) -> FleetView | None:
     """A fleet that has a slot for the event, and in which all VMs are ready."""
     fleet = settings.fleet
     if fleet is None:
         return None
-    ready = frozenset(plain_names(event.resources))
-    standing = Standing(workflow=workflow, has_slot=True, ready=ready)
-    return Fleet(max_events=fleet.max_events, expect=fleet.expect, standings={event.key: standing})
+    status = FleetEventStatus(workflow_id=workflow, may_begin=True, is_all_ready=True)
+    return FleetView(max_events=fleet.max_events, members=fleet.members, statuses={event.key: status})
 
 
 def _approval(life: _Life, assumed: _Assumed) -> ExpectedApproval:
@@ -336,7 +332,7 @@ def _approval(life: _Life, assumed: _Assumed) -> ExpectedApproval:
         return ExpectedApproval(answer="yes", at=None, text="approved already")
     if workflow.is_over:
         return ExpectedApproval(answer="no", at=None, text="not approved: it is over")
-    leave = ask_gates(workflow, life.context)
+    leave = ask_approval_gates(workflow, life.context)
     if leave.answer == "not yet" and decision.approve == "manual":
         line = command(assumed.options, "approve", quoted(event.id))
         return ExpectedApproval(answer="operator", at=None, text=f"approved when an operator says so: {line}")

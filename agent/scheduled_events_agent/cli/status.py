@@ -219,10 +219,12 @@ def _rows(status: Status) -> Iterator[Row]:
             lost = f"{target.name}: {plural(target.lost, 'notification')} lost since {clock(target.lost_at, now)}"
             yield Row("notify", f"{lost} ({target.lost_reason})", "yellow")
     if fleet := status.fleet:
-        since = f" since {clock(fleet.away_since, now)}" if fleet.away_since else ""
-        away = f"; its table cannot be used{since}: {fleet.failure}" if fleet.failure else ""
-        awaited = f"; waits for {', '.join(fleet.awaited)}" if fleet.awaited else ""
-        yield Row("fleet", f"group {fleet.group or 'not known'}{away}{awaited}", "yellow" if away else "")
+        since = f" since {clock(fleet.unavailable_since, now)}" if fleet.unavailable_since else ""
+        error = f"; its table cannot be used{since}: {fleet.error}" if fleet.error else ""
+        waits = f"; waits for {', '.join(fleet.not_ready)}" if fleet.not_ready else ""
+        yield Row("fleet", f"group {fleet.group or 'not known'}{error}{waits}", "yellow" if error else "")
+        for warning in fleet.warnings:
+            yield Row("fleet", warning, "yellow")
     present = {workflow.event.key for workflow in status.pending if not workflow.is_over}
     for held in status.holds:
         if held.event_id not in present:

@@ -51,11 +51,11 @@ from scheduled_events_agent.status import NO_OPTIONS, CommandOptions, PolicyInFo
 from scheduled_events_agent.status.messages import summarize
 from scheduled_events_agent.store import Store, StoreError
 from scheduled_events_agent.web.server import WebServer
-from scheduled_events_agent.workflow import Wish
+from scheduled_events_agent.workflow import FleetRequest
 
 if TYPE_CHECKING:
     from scheduled_events_agent.daemon.fleet import FleetThread
-    from scheduled_events_agent.fleet.ledger import Ledger
+    from scheduled_events_agent.fleet.backend import Backend
 
 # The engine's own pace: how often the watchdog and /healthz hear of it while nothing comes.
 _TICK_SECONDS = 10.0
@@ -97,7 +97,7 @@ class Daemon:
         command_options: CommandOptions = NO_OPTIONS,
         stop_timeout: float = DEFAULT_STOP_TIMEOUT,
         service: host.ServiceManager | None = None,
-        connect_fleet: "Callable[[FleetSettings, str], Ledger] | None" = None,
+        connect_fleet: "Callable[[FleetSettings, str, str], Backend] | None" = None,
     ) -> None:
         """``settings``: what ``policy`` has loaded. ``command_options``: see ``Status``.
 
@@ -105,7 +105,7 @@ class Daemon:
 
         ``service``: what is told how the agent is; by default the program that started this process.
 
-        ``connect_fleet``: opens the fleet's ledger; by default Azure's table.
+        ``connect_fleet``: opens the fleet's store; by default Azure's table.
         """
         self._stop_timeout = stop_timeout
         self._log = get_logger()
@@ -122,7 +122,7 @@ class Daemon:
             self._metrics,
             self._executor,
             describe=lambda: msgspec.json.encode(self._pages.status()),
-            wish=self._wish,
+            publish_fleet_requests=self._publish_fleet_requests,
             command_options=command_options,
         )
         self._poller = Poller(self._engine, self._put, self._metrics, partial(self._put, Command("look")))
@@ -231,18 +231,18 @@ class Daemon:
         if self._fleet is not None:
             self._fleet.use(settings)
         elif settings.fleet is not None:
-            # Most agents need neither it nor Azure's client.
-            from scheduled_events_agent.daemon.fleet import FleetThread, tell_request  # noqa: PLC0415
+            # Most agents do not need it.
+            from scheduled_events_agent.daemon.fleet import FleetThread, log_request  # noqa: PLC0415
             from scheduled_events_agent.fleet.table import connect as connect_table  # noqa: PLC0415
 
-            connect_fleet = self._connect_fleet or partial(connect_table, on_request=tell_request)
+            connect_fleet = self._connect_fleet or partial(connect_table, on_request=log_request)
             self._fleet = FleetThread(self._put, self._metrics, settings, connect_fleet)
             self._start_thread("fleet", self._fleet.run)
 
-    def _wish(self, wishes: tuple[Wish, ...]) -> None:
+    def _publish_fleet_requests(self, requests: tuple[FleetRequest, ...]) -> None:
         if self._fleet is not None:
             engine = self._engine
-            self._fleet.wish(wishes, engine.names(), engine.identity.vm_id, engine.identity.group)
+            self._fleet.publish(requests, engine.names(), engine.identity.vm_id, engine.identity.group)
 
     def _connect(self) -> ImdsClient:
         """For one approval."""

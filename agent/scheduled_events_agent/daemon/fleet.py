@@ -1,4 +1,4 @@
-"""The thread that talks to the fleet's table, so that neither polling nor the engine waits for it.
+"""The thread that talks to the fleet's store, so that neither polling nor the engine waits for it.
 
 The one invariant: the engine hears of every change in how its events stand with the fleet, and of every failure.
 """
@@ -8,36 +8,42 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from scheduled_events_agent import AgentError
 from scheduled_events_agent.daemon.polling import Put
-from scheduled_events_agent.engine import FleetTold
-from scheduled_events_agent.fleet.ledger import Ledger, LedgerError, Row
-from scheduled_events_agent.fleet.protocol import Fleet
+from scheduled_events_agent.engine import FleetUpdate
+from scheduled_events_agent.fleet.backend import Backend, BackendError, Record
+from scheduled_events_agent.fleet.client import FleetClient
 from scheduled_events_agent.imds import resolve_endpoint
 from scheduled_events_agent.log import FailureLog, get_logger
 from scheduled_events_agent.log_ids import LogId
 from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.settings import FleetSettings, Settings
-from scheduled_events_agent.workflow import Wish
+from scheduled_events_agent.workflow import FleetRequest
 
-Connect = Callable[[FleetSettings, str], Ledger]
-# How often it is tried again if there is no table to ask.
+Connect = Callable[[FleetSettings, str, str], Backend]
+"""Gets the settings, the group, and the endpoint of the metadata service."""
+# How often it is tried again if there is no store to ask.
 _RETRY_SECONDS = 30.0
-# A clock that is set must not put off what is due.
-_MAX_WAIT_SECONDS = 60.0
 
 
-class _Wanted(NamedTuple):
-    """What the engine wants; replaced as a whole, so that the thread never reads half of it."""
+class _Input(NamedTuple):
+    """What the engine asks for; replaced as a whole, so that the thread never reads half of it."""
 
     settings: Settings
-    wishes: tuple[Wish, ...] | None = None
+    requests: tuple[FleetRequest, ...] | None = None
     names: tuple[str, ...] = ()
     vm_id: str = ""
     group: str = ""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """With another one the store is opened anew."""
+        fleet = self.settings.fleet
+        return fleet, (fleet and fleet.group) or self.group, self.vm_id, self.settings.imds.endpoint
 
 
 class FleetThread:
@@ -47,120 +53,166 @@ class FleetThread:
         self._put = put
         self._metrics = metrics
         self._connect = connect
-        self._wanted = _Wanted(settings)
-        self._news = threading.Event()
+        self._input = _Input(settings)
+        self._has_news = threading.Event()
         self._is_stopping = False
         self._failures = FailureLog("using the fleet's table", LogId.FLEET_FAILS, LogId.FLEET_WORKS)
+        self._warned: dict[LogId, object] = {}
         metrics.add_fleet()
 
     def use(self, settings: Settings) -> None:
         """Another policy is in force."""
-        before = self._wanted
-        is_same = before.settings.fleet == settings.fleet
-        self._wanted = before._replace(settings=settings) if is_same else _Wanted(settings)
-        self._news.set()
+        is_same = self._input.settings.fleet == settings.fleet
+        self._set(self._input._replace(settings=settings) if is_same else _Input(settings))
 
-    def wish(self, wishes: tuple[Wish, ...], names: tuple[str, ...], vm_id: str, group: str) -> None:
-        """What this VM wants now. ``group``: as the metadata service knows it; "" if it does not."""
-        self._wanted = _Wanted(self._wanted.settings, wishes, names, vm_id, group)
-        self._news.set()
+    def publish(self, requests: tuple[FleetRequest, ...], names: tuple[str, ...], vm_id: str, group: str) -> None:
+        """What this VM asks of its fleet now. ``group``: as the metadata service knows it; "" if it does not."""
+        self._set(_Input(self._input.settings, requests, names, vm_id, group))
+
+    def _set(self, given: _Input) -> None:
+        if given != self._input:
+            self._input = given
+            self._has_news.set()
 
     def stop(self) -> None:
         """End soon; nothing more is written."""
         self._is_stopping = True
-        self._news.set()
+        self._has_news.set()
 
     def run(self) -> None:
         """Blocks until ``stop``."""
-        fleet: Fleet | None = None
-        used: object = None
-        told: FleetTold | None = None
+        client: FleetClient | None = None
+        key: object = None
+        last = FleetUpdate()
         while not self._is_stopping:
-            self._news.clear()
-            wanted = self._wanted
-            settings = wanted.settings.fleet
-            wishes = wanted.wishes
-            if settings is None or wishes is None:
-                fleet = used = told = None
-                self._metrics.fleet_awaited.set(0)
-                self._metrics.fleet_away.set(0)
-                self._news.wait()
+            self._has_news.clear()
+            given = self._input
+            settings = given.settings.fleet
+            if settings is None or given.requests is None:
+                client = key = None
+                last = FleetUpdate()
+                self._metrics.fleet_not_ready.set(0)
+                self._metrics.fleet_unavailable.set(0)
+                self._has_news.wait()
                 continue
-            group = settings.group or wanted.group
-            now = datetime.now(UTC)
-            if used != (settings, group, wanted.vm_id, wanted.settings.imds.endpoint):
-                fleet = None
-                told = None
-                used = (settings, group, wanted.vm_id, wanted.settings.imds.endpoint)
-            seconds = _RETRY_SECONDS
+            if key != given.key:
+                client = None
+                key = given.key
+                last = FleetUpdate(group=settings.group or given.group, settings=settings)
+            self._warn_of_members(settings, given.names)
             try:
-                if fleet is None:
-                    fleet = self._open(wanted, settings, group)
-                before = fleet.failures
-                standings = fleet.visit(wishes, wanted.names, now)
-                if not fleet.failure or fleet.failures != before:
-                    self._tell_log(fleet.failure, fleet.failure_kind)
-                at = fleet.next_at(now)
-                seconds = (at - datetime.now(UTC)).total_seconds() if at else _MAX_WAIT_SECONDS
-                new = FleetTold(group, fleet.failure, fleet.away_since, standings, settings)
-                self._metrics.fleet_awaited.set(fleet.awaited())
-            except Exception as error:  # noqa: BLE001 - events go on without the table, whatever is wrong with it
-                reason = str(error) if isinstance(error, AgentError) else f"a bug in the agent: {error!r}"
-                if not isinstance(error, AgentError):
-                    get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
-                since = told.away_since if told and told.away_since else now
-                new = FleetTold(group, reason, min(since, now), told.standings if told else {}, settings)
-                self._tell_log(reason, error.kind if isinstance(error, AgentError) else "bug")
-            self._metrics.fleet_away.set(bool(new.failure))
-            if new != told:
-                told = new
-                self._put(new)
-            self._news.wait(min(max(0.0, seconds), _MAX_WAIT_SECONDS))
+                if client is None:
+                    client = self._open(given, settings)
+                failures = client.failures
+                client.sync(given.requests)
+                if client.error is None or client.failures != failures:
+                    self._log_outcome(client.error)
+                update = _update(last, client)
+                seconds = None if client.next_sync_at is None else client.next_sync_at - time.monotonic()
+                self._look_at(update, given.requests, given.vm_id)
+            except Exception as error:  # noqa: BLE001 - events go on without the store, whatever is wrong with it
+                client = None
+                fault = self._fault(error)
+                self._log_outcome(fault)
+                update = _failed(last, fault, time.monotonic())
+                seconds = _RETRY_SECONDS
+            self._metrics.fleet_unavailable.set(bool(update.error))
+            if _is_news(last, update):
+                self._put(update)
+            last = update
+            self._has_news.wait(None if seconds is None else max(0.0, seconds))
 
-    def _open(self, wanted: _Wanted, settings: FleetSettings, group: str) -> Fleet:
+    def _open(self, given: _Input, settings: FleetSettings) -> FleetClient:
+        group = settings.group or given.group
         if not group:
-            raise AgentError("the group is not known: the VM is in no scale set, so set fleet.group", kind="fleet")
-        ledger = self._connect(settings, resolve_endpoint(wanted.settings.imds.endpoint))
-        return Fleet(
-            CountingLedger(ledger, self._metrics),
-            group=group,
-            vm_id=wanted.vm_id,
+            raise BackendError(
+                "the group is not known: the VM is in no scale set, so set fleet.group", kind="setup"
+            )
+        if not given.vm_id:
+            raise BackendError("the metadata service has not told the vmId of this VM yet", kind="setup")
+        backend = self._connect(settings, group, resolve_endpoint(given.settings.imds.endpoint))
+        return FleetClient(
+            MeteredBackend(backend, self._metrics),
+            vm_id=given.vm_id,
             max_events=settings.max_events,
-            expect=settings.expect,
             random=random.Random(),  # noqa: S311 - so that VMs do not all ask at once
-            waited=lambda what, seconds: self._metrics.fleet_wait_seconds.labels(what).observe(seconds),
+            monotonic=time.monotonic,
+            on_wait_ended=lambda what, seconds: self._metrics.fleet_wait_seconds.labels(what).observe(seconds),
         )
 
-    def _tell_log(self, failure: str, kind: str) -> None:
-        if failure:
-            self._failures.failed(kind, failure, time.monotonic())
-        else:
+    def _fault(self, error: Exception) -> AgentError:
+        if isinstance(error, AgentError):
+            return error
+        get_logger().exception("a bug in the agent", log_id=LogId.AGENT_FAILED)
+        return AgentError(f"a bug in the agent: {error!r}", kind="bug")
+
+    def _log_outcome(self, error: AgentError | None) -> None:
+        if error is None:
             self._failures.succeeded(time.monotonic())
+        else:
+            self._failures.failed(error.kind, str(error), time.monotonic())
+
+    def _look_at(self, update: FleetUpdate, requests: tuple[FleetRequest, ...], vm_id: str) -> None:
+        """What people must know of the statuses."""
+        ready = {request.event for request in requests if request.stage == "ready"}
+        not_ready = {name for event in ready & update.statuses.keys() for name in update.statuses[event].not_ready}
+        self._metrics.fleet_not_ready.set(len(not_ready))
+        other = next(filter(None, (status.other_vm_id for status in update.statuses.values())), "")
+        text = f"another VM uses the name of this one: vmId {other}, this one has {vm_id}" if other else ""
+        self._warn(LogId.FLEET_SAME_NAME, text)
+
+    def _warn_of_members(self, settings: FleetSettings, names: tuple[str, ...]) -> None:
+        self._warn(LogId.FLEET_MEMBERS, settings.members_fault(names))
+
+    def _warn(self, log_id: LogId, text: str) -> None:
+        """An error in the log, once while it lasts; "" ends it."""
+        if text and self._warned.get(log_id) != text:
+            get_logger().error("the fleet is not set up right", log_id=log_id, reason=text)
+        self._warned[log_id] = text
 
 
-def tell_request(method: str, status: int | str, seconds: float) -> None:
-    """Tell the log of a request to the table, at level debug."""
+def _update(last: FleetUpdate, client: FleetClient) -> FleetUpdate:
+    update = replace(last, statuses=client.statuses, listed_at=client.listed_at)
+    if client.error is not None and client.unavailable_from is not None:
+        return _failed(update, client.error, client.unavailable_from)
+    return replace(update, error="", unavailable_since=None, unavailable_from=None)
+
+
+def _failed(last: FleetUpdate, error: AgentError, now: float) -> FleetUpdate:
+    if last.unavailable_from is not None:
+        return replace(last, error=str(error))
+    return replace(last, error=str(error), unavailable_since=datetime.now(UTC), unavailable_from=now)
+
+
+def _is_news(last: FleetUpdate, update: FleetUpdate) -> bool:
+    """A list that allows something is told again: it counts for some seconds only."""
+    allows = any(status.may_begin or status.is_all_ready for status in update.statuses.values())
+    return allows or replace(update, listed_at=last.listed_at) != last
+
+
+def log_request(method: str, status: int | str, seconds: float) -> None:
+    """Tell the log of a request to the store, at level debug."""
     get_logger().debug("request to fleet", method=method, status=status, milliseconds=round(seconds * 1000, 1))
 
 
-class CountingLedger:
+class MeteredBackend:
     """Counts requests by operation and result."""
 
-    def __init__(self, ledger: Ledger, metrics: Metrics) -> None:
-        self._ledger = ledger
+    def __init__(self, backend: Backend, metrics: Metrics) -> None:
+        self._backend = backend
         self._metrics = metrics
 
-    def put(self, partition: str, key: str, content: Mapping[str, str] | None) -> None:
-        with self._counted("put" if content is not None else "delete"):
-            self._ledger.put(partition, key, content)
-
-    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str] | None, version: str) -> bool:
-        with self._counted("put_if_unchanged" if content is not None else "delete"):
-            return self._ledger.put_if_unchanged(partition, key, content, version)
-
-    def list_rows(self, partition: str, prefix: str = "") -> list[Row]:
+    def list(self) -> list[Record]:
         with self._counted("list"):
-            return self._ledger.list_rows(partition, prefix)
+            return self._backend.list()
+
+    def put(self, key: str, fields: Mapping[str, str], etag: str) -> str | None:
+        with self._counted("update" if etag else "create"):
+            return self._backend.put(key, fields, etag)
+
+    def delete(self, key: str, etag: str) -> bool:
+        with self._counted("delete"):
+            return self._backend.delete(key, etag)
 
     @contextmanager
     def _counted(self, operation: str) -> Iterator[None]:
@@ -168,7 +220,7 @@ class CountingLedger:
         try:
             yield
             result = "ok"
-        except LedgerError as error:
+        except BackendError as error:
             result = error.kind
             raise
         finally:

@@ -14,14 +14,14 @@ invariant: what was decided is on disk before any of it is done; what could not 
     debugging.py  what only a log at level debug has of decisions
     notifying.py  notices of events, until they are delivered
     identity.py   who this VM is, remembered
-    fleet.py      the VMs that act together: what was told of them, what is wished of them
+    fleet.py      what the fleet's thread last said, and what is requested of it
     upkeep.py     the state file: in its place, without old entries, with room for a full disk
 """
 
 from scheduled_events_agent.engine.engine import Engine
 from scheduled_events_agent.engine.parts import (
     Executor,
-    FleetTold,
+    FleetUpdate,
     HookEnded,
     HookKey,
     HookStart,
@@ -35,6 +35,6 @@ from scheduled_events_agent.engine.parts import (
 )
 
 __all__ = [
-    "Engine", "Executor", "FleetTold", "HookEnded", "HookKey", "HookStart", "Machine", "Message", "NoticeEnded",
+    "Engine", "Executor", "FleetUpdate", "HookEnded", "HookKey", "HookStart", "Machine", "Message", "NoticeEnded",
     "Paused", "RunOnClear", "key_of", "without_run",
 ]  # fmt: skip

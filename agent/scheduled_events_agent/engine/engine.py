@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from scheduled_events_agent import __version__, host
 from scheduled_events_agent.engine.debugging import DebugTeller
 from scheduled_events_agent.engine.documents import Documents
-from scheduled_events_agent.engine.fleet import FleetPart
+from scheduled_events_agent.engine.fleet import FleetState
 from scheduled_events_agent.engine.hook_runs import HookRuns, is_cut_short, kept_hooks
 from scheduled_events_agent.engine.identity import load_identity, save_identity
 from scheduled_events_agent.engine.notifying import Notifying
 from scheduled_events_agent.engine.operators import answer, has_nothing_to_release, refusal
 from scheduled_events_agent.engine.parts import (
     Executor,
-    FleetTold,
+    FleetUpdate,
     HookEnded,
     Machine,
     Message,
@@ -50,6 +50,7 @@ from scheduled_events_agent.workflow import (
     CancelHook,
     ClockSet,
     Context,
+    FleetRequest,
     MoveDeadline,
     OperatorSpoke,
     Progression,
@@ -57,7 +58,6 @@ from scheduled_events_agent.workflow import (
     RunHook,
     Signal,
     Step,
-    Wish,
     is_ready,
     next_wake_at,
     proceed,
@@ -97,16 +97,17 @@ class Engine:
         machine: Machine | None = None,
         *,
         describe: Callable[[], bytes] = bytes,
-        wish: Callable[[tuple[Wish, ...]], None] = lambda _: None,
+        publish_fleet_requests: Callable[[tuple[FleetRequest, ...]], None] = lambda _: None,
         command_options: CommandOptions = NO_OPTIONS,
     ) -> None:
         """``describe``: how the agent is, for a command that asks through the store: a ``Status`` as JSON.
 
-        ``wish``: takes what this VM wants of its fleet, after each commit; FleetTold comes back.
+        ``publish_fleet_requests``: takes what this VM asks of its fleet, after each commit; FleetUpdate comes
+        back.
         """
         self._machine = machine or Machine()
         self._describe = describe
-        self.fleet = FleetPart(wish)
+        self.fleet = FleetState(publish_fleet_requests)
         self._store = store
         self._metrics = metrics
         self._executor = executor
@@ -204,8 +205,8 @@ class Engine:
                         self._signals.append(signal)
             case NoticeEnded():
                 self.notifying.end(message)
-            case FleetTold():
-                self.fleet.take(message)
+            case FleetUpdate():
+                self.fleet.update(message)
             case Paused(seconds=seconds):
                 self._teller.tell_pause(seconds, self._machine.now())
 
@@ -335,7 +336,7 @@ class Engine:
             document_at=document_at,
             stale_after=max(_STALE_SECONDS, 2.0 * settings.imds.poll_interval),
             is_state_lost=self._is_state_lost,
-            fleet=self.fleet.view(settings),
+            fleet=self.fleet.view(settings, self.names(), self._machine.monotonic()),
             remembered=self.remembered.known,
         )
 
@@ -388,7 +389,7 @@ class Engine:
         self._decided_at = self.turned_at
         context = self._context(now, self._document_at)
         self.wake_at = next_wake_at(self.board, context)
-        self.fleet.committed(self.board, context)
+        self.fleet.committed(self.board, context, self.turned_at)
 
     def needs_answer(self) -> bool:
         """Whether the next answer counts though it is that of before. For any thread.

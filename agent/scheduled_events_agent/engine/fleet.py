@@ -1,52 +1,72 @@
-"""What the engine knows of the VMs that act together, and what it wishes of them."""
+"""The last update from the fleet's thread, and the requests that it gets."""
 
 from collections.abc import Callable
 
-from scheduled_events_agent.engine.parts import FleetTold
+from msgspec.structs import replace
+
+from scheduled_events_agent.engine.parts import FleetUpdate
 from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.workflow import Board, Context, Fleet, Wish, awaited_others, wishes
+from scheduled_events_agent.workflow import (
+    Board,
+    Context,
+    FleetEventStatus,
+    FleetRequest,
+    FleetView,
+    fleet_requests,
+    not_ready_others,
+)
 
-_NOTHING = FleetTold("", "", None, {})
+# So long a list of the fleet's records allows something. An answer that a pause has made old is not acted on.
+_STATUS_SECONDS = 10.0
 
 
-class FleetPart:
-    """``told`` and ``awaited`` are for any thread, the rest is for the engine's."""
+class FleetState:
+    """``last_update`` and ``not_ready`` are for any thread, the rest is for the engine's."""
 
-    def __init__(self, wish: Callable[[tuple[Wish, ...]], None]) -> None:
-        self._wish = wish
-        self.told = _NOTHING
-        """What the fleet's table last told."""
+    def __init__(self, publish: Callable[[tuple[FleetRequest, ...]], None]) -> None:
+        self._publish = publish
+        self._seen_at: dict[str, float] = {}
+        self.last_update = FleetUpdate()
         self.has_news = False
-        """Whether that was not decided on yet."""
-        self.awaited: tuple[str, ...] = ()
-        """The VMs that events of this VM wait for."""
+        """Whether the last update was not decided on yet."""
+        self.not_ready: tuple[str, ...] = ()
+        """The other VMs that events of this VM wait for."""
 
-    def take(self, told: FleetTold) -> None:
-        self.told = told
+    def update(self, update: FleetUpdate) -> None:
+        self.last_update = update
         self.has_news = True
 
-    def view(self, settings: Settings) -> Fleet | None:
-        """What the workflow reads; None if this VM acts alone."""
+    def view(self, settings: Settings, names: tuple[str, ...], now: float) -> FleetView | None:
+        """What the workflow reads; None if this VM acts alone. ``now`` is monotonic."""
         fleet = settings.fleet
-        if self.told.settings != fleet:
-            self.told = _NOTHING  # another table, other VMs
+        if self.last_update.settings != fleet:
+            self.last_update = FleetUpdate()  # another store, other VMs
         if fleet is None:
             return None
-        told = self.told
-        return Fleet(
+        update = self.last_update
+        is_old = now - update.listed_at > _STATUS_SECONDS
+        since = update.unavailable_from
+        return FleetView(
             max_events=fleet.max_events,
-            expect=fleet.expect,
-            when_away=fleet.when_away,
-            failure=told.failure,
-            away_since=told.away_since,
-            standings=told.standings,
+            members=fleet.members_for(names),
+            on_unavailable=fleet.on_unavailable,
+            error=update.error,
+            unavailable_seconds=None if since is None else now - since,
+            statuses={key: _without_leave(one) for key, one in update.statuses.items()}
+            if is_old
+            else update.statuses,
         )
 
-    def committed(self, board: Board, context: Context) -> None:
-        """What was decided is on disk: tell the fleet."""
+    def committed(self, board: Board, context: Context, now: float) -> None:
+        """What was decided is on disk: publish what it asks of the fleet. ``now`` is monotonic."""
         self.has_news = False
         if context.fleet is None or context.document_at is None:
             return
+        self._seen_at = {key: self._seen_at.get(key, now) for key in board}
         waiting = [w for w in board.values() if w.waits and w.waits.kind == "all_ready"]
-        self.awaited = tuple(dict.fromkeys(name for one in waiting for name in awaited_others(one, context)))
-        self._wish(wishes(board, context))
+        self.not_ready = tuple(dict.fromkeys(name for one in waiting for name in not_ready_others(one, context)))
+        self._publish(fleet_requests(board, context, self._seen_at))
+
+
+def _without_leave(status: FleetEventStatus) -> FleetEventStatus:
+    return replace(status, may_begin=False, is_all_ready=False)

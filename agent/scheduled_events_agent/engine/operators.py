@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from scheduled_events_agent.status.messages import wait_in_words
 from scheduled_events_agent.store import Request
-from scheduled_events_agent.workflow import Context, Word, Workflow, ask_gates, has_obeyed
+from scheduled_events_agent.workflow import Context, Word, Workflow, ask_approval_gates, has_obeyed
 
 
 def refusal(request: Request, workflow: Workflow | None, context: Context, why_not_acting: str) -> str:
@@ -43,7 +43,7 @@ def _refusal_of_hold(workflow: Workflow) -> str:
 
 
 def _refusal_of_approval(workflow: Workflow, context: Context) -> str:
-    leave = ask_gates(replace(workflow, operator="approved"), context)
+    leave = ask_approval_gates(replace(workflow, operator="approved"), context)
     return wait_in_words(workflow, leave.waits) if leave.answer == "no" else ""
 
 

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from math import inf
 from typing import Literal, Protocol
 
 from scheduled_events_agent import host
@@ -13,7 +14,7 @@ from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.policy import Hook
 from scheduled_events_agent.settings import FleetSettings
-from scheduled_events_agent.workflow import ApprovalAnswered, Approve, HookOutcome, Rank, RunHook, Standing
+from scheduled_events_agent.workflow import ApprovalAnswered, Approve, FleetEventStatus, HookOutcome, Rank, RunHook
 
 HookKey = tuple[str, str]
 """Workflow and stage: what a workflow runs one hook of at a time."""
@@ -60,18 +61,23 @@ class NoticeEnded:
 
 
 @dataclass(frozen=True)
-class FleetTold:
+class FleetUpdate:
     """How the events of this VM stand with its fleet."""
 
-    group: str
-    failure: str
-    away_since: datetime | None
-    standings: Mapping[str, Standing]
+    group: str = ""
+    error: str = ""
+    """Why the store cannot be used; "" if it can."""
+    unavailable_since: datetime | None = None
+    unavailable_from: float | None = None
+    """The same moment, monotonic."""
+    statuses: Mapping[str, FleetEventStatus] = field(default_factory=dict)
+    listed_at: float = -inf
+    """When the list was sent that they come from, monotonic."""
     settings: FleetSettings | None = None
-    """With which the table was asked."""
+    """With which the store was asked."""
 
 
-Message = Document | Identity | ApprovalAnswered | HookEnded | Paused | NoticeEnded | FleetTold
+Message = Document | Identity | ApprovalAnswered | HookEnded | Paused | NoticeEnded | FleetUpdate
 
 
 class Machine:

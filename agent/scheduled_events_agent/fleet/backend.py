@@ -2,8 +2,8 @@
 
 How the Leases of a Kubernetes cluster would fit, tried on a real API server: the ETag is ``resourceVersion`` and
 ``uid`` together, for a PUT with the ``resourceVersion`` of a Lease that is gone creates it anew; the age is the
-answer's Date less the newest time in ``managedFields``, both by the API server's clock; the list goes by a label and
-names no ``resourceVersion``, so that it is current.
+answer's Date less the newest time in ``managedFields``, both by the API server's clock; the list goes by a label
+and names no ``resourceVersion``, so that it is current.
 """
 
 import hashlib

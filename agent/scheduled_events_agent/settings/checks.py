@@ -158,8 +158,8 @@ def _fleet_faults(settings: Settings, parsed: Parsed[Settings]) -> Iterator[Find
             yield f"{path}.sas_file", _NO_PATH
     if fleet.proxy not in (None, "environment") and not _PROXY.fullmatch(fleet.proxy or ""):
         yield "fleet.proxy", "expected http://HOST:PORT or environment"
-    if not fleet.expect and "fleet.expect" in parsed.lines:
-        yield "fleet.expect", 'expected at least one; got an empty list: write ["*"] if all VMs count'
+    if not fleet.members and "fleet.members" in parsed.lines:
+        yield "fleet.members", 'expected at least one; got an empty list: write ["*"] if all VMs run the agent'
 
 
 def _fleet_rule_faults(path: str, rule: Rule, settings: Settings, parsed: Parsed[Settings]) -> Iterator[Finding]:
@@ -302,7 +302,9 @@ def doubts(settings: Settings, lines: Mapping[str, int], *, is_all_named: bool) 
     """
     yield from _notify_doubts(settings, lines)
     if settings.fleet:
-        yield from _glob_doubts("fleet.expect", settings.fleet.expect, lines)
+        yield from _glob_doubts("fleet.members", settings.fleet.members, lines)
+        if settings.vm.name and (fault := settings.fleet.members_fault((settings.vm.name, *settings.vm.aliases))):
+            yield "fleet.members", fault
     if is_open(settings.agent.listen) and settings.agent.web_config is None:
         text = "every client that reaches this address may read the pages: name a file with TLS as web_config"
         yield "agent.listen", text

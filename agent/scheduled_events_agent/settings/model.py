@@ -1,6 +1,7 @@
 """What a policy file says, as frozen values."""
 
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
@@ -19,6 +20,7 @@ from scheduled_events_agent.policy import (
     Name,
     Rule,
     When,
+    matches_glob,
 )
 
 _ENDPOINT = re.compile(r"http://(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?)(:(?P<port>[0-9]{1,5}))?/?")
@@ -214,21 +216,35 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         int | None,
         Meta(
             ge=1,
-            le=1000,
+            le=100,
             description="How many events of the group are prepared for at the same time. Default: no limit.",
         ),
     ] = None
-    expect: Annotated[
+    members: Annotated[
         tuple[str, ...],
         Meta(
-            description="Globs of the VMs in Resources that must be ready; leave out VMs without the agent.",
+            description="Globs of the VMs that run the agent: of those in Resources, all-ready awaits these.",
             extra=ONE_OR_MANY,
         ),
     ] = ("*",)
-    when_away: Annotated[
-        Literal["hold", "proceed"],
-        Meta(description="What to do while the table cannot be used: hold, wait; proceed, act as if alone."),
-    ] = "hold"
+    on_unavailable: Annotated[
+        Literal["wait", "begin"],
+        Meta(
+            description="While the table cannot be used, events wait for a slot until their latest begin; or begin "
+            "without one after a minute."
+        ),
+    ] = "wait"
+
+    def members_fault(self, names: Iterable[str]) -> str:
+        """Why ``members`` cannot be right on the VM that goes by ``names``; "" if it can."""
+        names = tuple(names)
+        if not names or any(matches_glob(name, self.members) for name in names):
+            return ""
+        return f"members does not match this VM, {names[0]}: all VMs are awaited"
+
+    def members_for(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Which VMs are awaited, on the VM that goes by ``names``."""
+        return ("*",) if self.members_fault(names) else self.members
 
 
 DEFAULT_RULES = (

@@ -205,13 +205,13 @@ def _of_setup(status: Status) -> Iterator[Attention]:
             consequence="The agent takes no event for its own.",
             commands=(_doctor(status),),
         )
-    if status.fleet is not None and status.fleet.failure:
+    if status.fleet is not None and status.fleet.error:
         ask = command(status.command_options, "fleet", "status")
         yield Attention(
             kind="fleet_unavailable",
             severity="fix",
-            since=status.fleet.away_since,
-            message=f"The table of the fleet cannot be used: {status.fleet.failure}.",
+            since=status.fleet.unavailable_since,
+            message=f"The table of the fleet cannot be used: {status.fleet.error}.",
             commands=(SuggestedCommand(command=ask, effect="ask the table"),),
         )
     for target in status.notify:

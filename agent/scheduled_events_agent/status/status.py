@@ -114,11 +114,13 @@ class FleetState(msgspec.Struct, frozen=True, kw_only=True):
     """The VMs with which this one acts together."""
 
     group: str
-    failure: str
+    error: str
     """Why the table cannot be used; "" if it can."""
-    away_since: datetime | None
-    awaited: tuple[str, ...]
+    unavailable_since: datetime | None
+    not_ready: tuple[str, ...]
     """VMs that events of this VM wait for."""
+    warnings: tuple[str, ...] = ()
+    """What is not set up right."""
 
 
 class HookStep(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,13 +11,12 @@ in the workflow, so that after a crash at any moment the same workflow leads to 
     phases.py     what is due in each phase, or why nothing is
     stages.py     the hooks of a stage, in order; hooks that events share
     approving.py  gates: whether an event may be approved now; the request and its answer
-    fleet.py      slots and readiness: what the VMs of a group must agree on
-    wishes.py     what this VM wants of its fleet
+    fleet.py      what this VM requests of its fleet, and the gates that wait for its answer
     times.py      begin, drain, deadline of a hook; how urgent its event is
     recommendations.py  when one is over, whatever documents list
 """
 
-from scheduled_events_agent.workflow.approving import Leave, ask_gates, gate_answers
+from scheduled_events_agent.workflow.approving import Leave
 from scheduled_events_agent.workflow.board import (
     Progression,
     has_obeyed,
@@ -26,7 +25,14 @@ from scheduled_events_agent.workflow.board import (
     next_wake_at,
     proceed,
 )
-from scheduled_events_agent.workflow.fleet import awaited_others, needs_all, needs_slot, workflow_id
+from scheduled_events_agent.workflow.fleet import (
+    FleetRequest,
+    fleet_requests,
+    needs_all,
+    needs_slot,
+    not_ready_others,
+    workflow_id,
+)
 from scheduled_events_agent.workflow.model import (
     TRANSITIONS,
     AgentRestarted,
@@ -38,7 +44,8 @@ from scheduled_events_agent.workflow.model import (
     ClockSet,
     Context,
     Effect,
-    Fleet,
+    FleetEventStatus,
+    FleetView,
     HookFinished,
     HookOutcome,
     MoveDeadline,
@@ -54,20 +61,20 @@ from scheduled_events_agent.workflow.model import (
     RunHook,
     Signal,
     Stage,
-    Standing,
     Step,
     Waits,
     Word,
     Workflow,
 )
+from scheduled_events_agent.workflow.phases import ask_approval_gates, gate_answers
 from scheduled_events_agent.workflow.times import hook_deadline_at, needed_seconds
-from scheduled_events_agent.workflow.wishes import Wish, wishes
 
 __all__ = [
     "TRANSITIONS", "AgentRestarted", "Approval", "ApprovalAnswered", "Approve", "Board", "CancelHook", "ClockSet",
-    "Context", "Effect", "Fleet", "HookFinished", "HookOutcome", "Leave", "MoveDeadline", "Note", "NoteKind",
-    "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Rank", "Reconsider", "RememberedEvent",
-    "RunHook", "Signal", "Stage", "Standing", "Step", "Waits", "Wish", "Word", "Workflow", "ask_gates",
-    "awaited_others", "gate_answers", "has_obeyed", "hook_deadline_at", "is_ready", "known_events",
-    "needed_seconds", "needs_all", "needs_slot", "next_wake_at", "proceed", "wishes", "workflow_id",
+    "Context", "Effect", "FleetEventStatus", "FleetRequest", "FleetView", "HookFinished", "HookOutcome", "Leave",
+    "MoveDeadline", "Note", "NoteKind", "OperatorSpoke", "Outcome", "Phase", "Progress", "Progression", "Rank",
+    "Reconsider", "RememberedEvent", "RunHook", "Signal", "Stage", "Step", "Waits", "Word", "Workflow",
+    "ask_approval_gates", "fleet_requests", "gate_answers", "has_obeyed", "hook_deadline_at", "is_ready",
+    "known_events", "needed_seconds", "needs_all", "needs_slot", "next_wake_at",
+    "not_ready_others", "proceed", "workflow_id",
 ]  # fmt: skip

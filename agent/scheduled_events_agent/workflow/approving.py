@@ -11,7 +11,6 @@ from typing import Literal
 import msgspec
 from msgspec.structs import replace
 
-from scheduled_events_agent.workflow.fleet import awaited_others, needs_all, ready_wait, slot_wait
 from scheduled_events_agent.workflow.model import (
     Approval,
     ApprovalAnswered,
@@ -52,9 +51,9 @@ def _not_yet(kind: WaitKind) -> Leave:
 Gates = tuple[Callable[[Workflow, Context], Leave], ...]
 
 
-def ask_gates(workflow: Workflow, context: Context, gates: Gates | None = None) -> Leave:
-    """The first of the strictest answers of all gates, by default those of the approval."""
-    answers = [gate(workflow, context) for gate in gates or GATES]
+def ask_gates(workflow: Workflow, context: Context, gates: Gates) -> Leave:
+    """The first of the strictest answers of all gates."""
+    answers = [gate(workflow, context) for gate in gates]
     for word in ("no", "not yet"):
         for leave in answers:
             if leave.answer == word:
@@ -130,12 +129,6 @@ def doubt_gate(workflow: Workflow, _: Context) -> Leave:
     return YES
 
 
-def fleet_gate(workflow: Workflow, context: Context) -> Leave:
-    """With ``shared: all-ready`` every VM that the event names must be ready."""
-    waits = ready_wait(workflow, context)
-    return Leave("not yet", waits) if waits else YES
-
-
 def start_gate(workflow: Workflow, context: Context) -> Leave:
     """Lead and window: its time has come."""
     if workflow.operator == "approved" or workflow.approval.state == "confirmed":
@@ -143,14 +136,6 @@ def start_gate(workflow: Workflow, context: Context) -> Leave:
     start = start_of(workflow, context)
     is_early = start.at > context.now
     return Leave("not yet", Waits(kind="time", at=start.at, detail=start.reason)) if is_early else YES
-
-
-def slot_gate(workflow: Workflow, context: Context) -> Leave:
-    """A slot of the fleet. It belongs to the event: an event of five VMs would else wait for itself."""
-    if workflow.operator == "approved" or workflow.approval.state == "confirmed":
-        return YES
-    waits = slot_wait(workflow, context)
-    return Leave("not yet", waits) if waits else YES
 
 
 def stale_gate(_: Workflow, context: Context) -> Leave:
@@ -163,16 +148,6 @@ def stale_gate(_: Workflow, context: Context) -> Leave:
 OWN_GATES: Gates = (
     service_gate, preparation_gate, doubt_gate, id_gate, rule_gate, operator_gate, time_gate, speaker_gate,
 )  # fmt: skip
-GATES: Gates = (*OWN_GATES, fleet_gate, stale_gate)
-BEGIN_GATES: Gates = (start_gate, slot_gate)
-
-
-def gate_answers(workflow: Workflow, context: Context) -> dict[str, Leave]:
-    """What each gate answers that has a say in what comes next for the event, by its name."""
-    gates: Gates = BEGIN_GATES if workflow.phase == "waiting" else ()
-    if workflow.phase in ("waiting", "preparing", "prepared", "held") and not workflow.event.is_recommendation:
-        gates += GATES
-    return {gate.__name__.removesuffix("_gate"): gate(workflow, context) for gate in gates}
 
 
 def request_approval(workflow: Workflow, context: Context) -> Step | None:
@@ -189,11 +164,11 @@ def request_approval(workflow: Workflow, context: Context) -> Step | None:
     return Step(
         workflow=replace(workflow, approval=requested),
         effects=(Approve(workflow_id=workflow.id, event_id=workflow.event.approval_id, is_alone=is_alone),),
-        notes=(Note(kind="approving", text=_reason(workflow, context)),),
+        notes=(Note(kind="approving", text=_reason(workflow)),),
     )
 
 
-def _reason(workflow: Workflow, context: Context) -> str:
+def _reason(workflow: Workflow) -> str:
     if workflow.operator == "approved":
         return "an operator approved it"
     decision = workflow.decision
@@ -201,9 +176,7 @@ def _reason(workflow: Workflow, context: Context) -> str:
         return f"rule {decision.rule} approves immediately"
     has_failed = workflow.prepare.state == "failed"
     state = "its rule approves despite the failure" if has_failed else "its preparation is done"
-    others = awaited_others(workflow, context) if needs_all(workflow) else []
-    unknown = f"; the table cannot be used, and {', '.join(others)} may not be ready" if others else ""
-    return f"rule {decision.rule}: {state}{unknown}"
+    return f"rule {decision.rule}: {state}"
 
 
 def why_approval_needed(workflow: Workflow, context: Context) -> str:

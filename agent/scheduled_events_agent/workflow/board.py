@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from scheduled_events_agent.events import Gone, Missing, ScheduledEvent, Seen
 from scheduled_events_agent.workflow.approving import why_approval_needed
-from scheduled_events_agent.workflow.fleet import latest_begin, needs_slot, proceeds_alone_at
+from scheduled_events_agent.workflow.fleet import begins_alone_at, counts_for_slots, latest_begin
 from scheduled_events_agent.workflow.model import (
     TRANSITIONS,
     ApprovalAnswered,
@@ -26,16 +26,16 @@ from scheduled_events_agent.workflow.model import (
     Workflow,
     WorkflowError,
 )
-from scheduled_events_agent.workflow.phases import may_begin, move
+from scheduled_events_agent.workflow.phases import move
 from scheduled_events_agent.workflow.recommendations import expires_at
 from scheduled_events_agent.workflow.signals import may_return, take_in, waiting_for_hook
-from scheduled_events_agent.workflow.stages import share_hooks
+from scheduled_events_agent.workflow.stages import may_begin, share_hooks
 from scheduled_events_agent.workflow.times import start_of, turn_to_approve
 
 # How often an approval that waits for a later document looks whether there is one.
 _LATER_DOCUMENT = timedelta(seconds=1)
 # Of these reasons the journal has no word: the answer of the fleet's table, or of the service, brings one.
-_UNTOLD: tuple[WaitKind, ...] = ("table", "missing")
+_UNTOLD: tuple[WaitKind, ...] = ("fleet", "missing")
 # And of these only the first: what is waited for changes with each VM, or with each event that ends.
 _TOLD_ONCE: tuple[WaitKind, ...] = ("slot", "all_ready", "other_event")
 
@@ -198,7 +198,7 @@ def is_ready(board: Board) -> bool:
 def next_wake_at(board: Board, context: Context) -> datetime | None:
     """When time alone will next let a workflow move."""
     times = []
-    if board and context.fleet is not None and (alone_at := proceeds_alone_at(context.fleet)):
+    if board and (alone_at := begins_alone_at(context)):
         times.append(alone_at)
     for workflow in board.values():
         prepare = workflow.prepare
@@ -213,8 +213,8 @@ def next_wake_at(board: Board, context: Context) -> datetime | None:
             times.append(turn_at)
         if may_begin(workflow) and workflow.decision.rule and not workflow.is_over:
             times.append(start_of(workflow, context).at)
-            latest = latest_begin(workflow)
-            if latest is not None and context.fleet is not None and needs_slot(workflow, context.fleet):
+            latest = latest_begin(workflow, context)
+            if latest is not None and counts_for_slots(workflow, context):
                 times.append(latest)
         if expiry := expires_at(workflow):
             times.append(expiry)

@@ -1,16 +1,114 @@
-"""What VMs of a group agree on: how many events they prepare for at a time, and that all of them are ready."""
+"""The rules of a fleet: what this VM requests of it, and which gates wait for its answer."""
 
+from collections.abc import Mapping
 from datetime import datetime, timedelta
+from typing import Literal
+
+import msgspec
 
 from scheduled_events_agent.events import plain_name, plain_names
 from scheduled_events_agent.policy import matches_glob
-from scheduled_events_agent.workflow.model import Context, Fleet, Standing, Waits, Workflow
+from scheduled_events_agent.workflow.approving import OWN_GATES, YES, Leave, ask_gates
+from scheduled_events_agent.workflow.model import Board, Context, FleetEventStatus, FleetView, Waits, Workflow
+from scheduled_events_agent.workflow.stages import has_more_to_prepare, may_begin
+from scheduled_events_agent.workflow.times import needed_seconds, start_of
 
-# Azure starts the event anyway: from then on it is prepared for without a slot.
-LATEST_BEGIN = timedelta(minutes=5)
-# The table may be away for this long before ``when_away: proceed`` counts: a lost answer is not yet a failure.
-PATIENCE = timedelta(minutes=1)
-_MOST_NAMED = 3
+FleetStage = Literal["not_ready", "ready", "requested"]
+Exemption = Literal["", "urgent", "operator", "late", "unavailable"]
+"""Why an event begins without a slot; "" if it waits for one."""
+
+# Azure starts the event anyway: from then on it is prepared for without a slot, also if its hooks need less.
+_MIN_LATEST_BEGIN_SECONDS = 300.0
+# ``on_unavailable: begin`` counts from then on: a lost answer is not yet an outage.
+_UNAVAILABLE_SECONDS = 60.0
+_URGENT_TYPES = ("Preempt", "Terminate")
+_MAX_NAMED = 3
+_SHORT_ID = 8
+
+
+class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What this VM asks of its fleet for one event.
+
+    ``stage``: requested, it wants to begin; not_ready, it has begun and is not recovered; ready, it is prepared, and
+    only the fleet's gate still keeps it from being approved.
+    """
+
+    event: str
+    """The fleet key; see ``fleet_key``."""
+    workflow_id: str
+    """This appearance of the event."""
+    event_id: str
+    not_before: datetime | None
+    vm: str
+    """Plain name of this VM."""
+    stage: FleetStage
+    needs_slot: bool
+    needs_all: bool
+    awaited: tuple[str, ...]
+    """Plain names of the VMs that must be ready, this one included."""
+    seen_at: float
+    """When this process first saw this appearance of the event, monotonic."""
+
+
+def fleet_requests(board: Board, context: Context, seen_at: Mapping[str, float]) -> tuple[FleetRequest, ...]:
+    """One for each event that wants to begin, or has begun and is not recovered from, and concerns the fleet.
+
+    ``seen_at``: when this process first saw each workflow.
+    """
+    found: dict[str, FleetRequest] = {}
+    for workflow in board.values():
+        request = _request(workflow, context, seen_at)
+        # An event may come back under its id while its first appearance is still recovered from: that goes first.
+        if request is not None and _rank(request) <= _rank(found.get(request.event)):
+            found[request.event] = request
+    return tuple(found.values())
+
+
+def _rank(request: FleetRequest | None) -> int:
+    return 3 if request is None else ("not_ready", "ready", "requested").index(request.stage)
+
+
+def _request(workflow: Workflow, context: Context, seen_at: Mapping[str, float]) -> FleetRequest | None:
+    own = own_name(workflow, context)
+    if not own and workflow.prepare.state != "idle" and context.names:
+        own = plain_name(context.names[0])  # the event names this VM no longer, which is still prepared
+    if not own or not (counts_for_slots(workflow, context) or needs_all(workflow)):
+        return None
+    stage = _stage(workflow, context)
+    if stage is None:
+        return None
+    return FleetRequest(
+        event=fleet_key(workflow),
+        workflow_id=workflow.id,
+        event_id=workflow.event.id,
+        not_before=workflow.event.not_before,
+        vm=own,
+        stage=stage,
+        needs_slot=needs_slot(workflow, context),
+        needs_all=needs_all(workflow),
+        awaited=tuple(dict.fromkeys([own, *awaited(workflow, context)])),
+        seen_at=seen_at.get(workflow.id, 0.0),
+    )
+
+
+def _stage(workflow: Workflow, context: Context) -> FleetStage | None:
+    """None: nothing has begun, and it does not want to begin now."""
+    event = workflow.event
+    has_started = workflow.was_started or event.is_started
+    if has_started and event.type in _URGENT_TYPES and workflow.decision.affects == "self":
+        return None  # this VM does not live to say so later
+    is_approved = workflow.approval.state == "confirmed" or workflow.phase == "approved"
+    is_past = workflow.is_over or has_started or is_approved
+    if not is_past and may_begin(workflow):
+        may_act = context.is_acting and workflow.operator != "held"
+        is_due = workflow.operator == "approved" or start_of(workflow, context).at <= context.now
+        return "requested" if may_act and is_due else None
+    if workflow.begun_at is None:
+        return None
+    is_prepared = workflow.phase in ("prepared", "held") and not has_more_to_prepare(workflow)
+    if is_past or not is_prepared or not needs_all(workflow):
+        return "not_ready"
+    return "ready" if ask_gates(workflow, context, OWN_GATES).answer == "yes" else "not_ready"
 
 
 def workflow_id(key: str, first_seen_at: datetime) -> str:
@@ -23,109 +121,166 @@ def fleet_key(workflow: Workflow) -> str:
     return workflow.id.rpartition("@")[0]
 
 
-def needs_slot(workflow: Workflow, fleet: Fleet) -> bool:
-    decision = workflow.decision
-    names_us = decision.affects in ("self", "shared") and not workflow.event.is_recommendation
-    return fleet.max_events is not None and names_us and decision.has_preparation
-
-
-def needs_all(workflow: Workflow) -> bool:
-    return workflow.decision.shared == "all-ready" and workflow.decision.affects == "shared"
-
-
-def expected(workflow: Workflow, context: Context) -> list[str]:
-    """Plain names of the VMs whose readiness counts, each once, in the order of Resources."""
-    expect = context.fleet.expect if context.fleet else ("*",)
-    mine = plain_names(context.names)
-    resources = [name for name in workflow.event.resources if plain_name(name)]
-    counted = [name for name in resources if matches_glob(name, expect) or plain_name(name) in mine]
-    first = own_name(workflow, context)
-    return list(dict.fromkeys(first if plain_name(name) in mine else plain_name(name) for name in counted))
-
-
 def own_name(workflow: Workflow, context: Context) -> str:
     """What Resources call this VM, plain; "" if they do not name it."""
     mine = plain_names(context.names)
     return next((name for name in map(plain_name, workflow.event.resources) if name in mine), "")
 
 
+# --- Who is awaited
+
+
 def awaited(workflow: Workflow, context: Context) -> list[str]:
-    """Plain names of the VMs that are not known to be ready now. This one too, until the table has its row."""
-    fleet = context.fleet
-    ready = _standing(workflow, fleet).ready if fleet and not fleet.failure else frozenset()
-    return [name for name in expected(workflow, context) if name not in ready]
+    """Plain names of the VMs whose readiness counts, each once, in the order of Resources."""
+    members = context.fleet.members if context.fleet else ("*",)
+    mine = plain_names(context.names)
+    own = own_name(workflow, context)
+    resources = [name for name in workflow.event.resources if plain_name(name)]
+    counted = [name for name in resources if matches_glob(name, members) or plain_name(name) in mine]
+    return list(dict.fromkeys(own if plain_name(name) in mine else plain_name(name) for name in counted))
 
 
-def awaited_others(workflow: Workflow, context: Context) -> list[str]:
+def not_ready_others(workflow: Workflow, context: Context) -> list[str]:
     """Plain names of the other VMs that are not known to be ready now."""
     own = own_name(workflow, context)
-    return [name for name in awaited(workflow, context) if name != own]
+    status = _status(workflow, context)
+    known = status.workflow_id and not status.is_all_ready
+    names = status.not_ready if known else awaited(workflow, context)
+    return [name for name in names if name != own]
 
 
-def slot_wait(workflow: Workflow, context: Context) -> Waits | None:
-    """Why the event must not begin yet; None if it may."""
+# --- A slot
+
+
+def counts_for_slots(workflow: Workflow, context: Context) -> bool:
+    """Whether the event is one of those that ``max_events`` limits."""
     fleet = context.fleet
-    if fleet is None or not needs_slot(workflow, fleet) or _standing(workflow, fleet).has_slot:
-        return None
-    latest = latest_begin(workflow)
-    if latest is None or latest <= context.now or may_proceed(fleet, context.now):
-        return None
-    failure = f"the table cannot be used ({fleet.failure})" if fleet.failure else ""
-    detail = _standing(workflow, fleet).holder or failure
-    begins_at = min(latest, proceeds_alone_at(fleet) or latest)
-    return Waits(kind="slot" if detail else "table", at=begins_at, detail=detail)
+    decision = workflow.decision
+    if fleet is None or fleet.max_events is None or workflow.event.is_recommendation:
+        return False
+    return workflow.prepare.state != "idle" or (
+        decision.affects in ("self", "shared") and decision.has_preparation
+    )
 
 
-def without_slot(workflow: Workflow, context: Context) -> str:
-    """Why it begins although it has no slot, as a phrase; "" if it has one, or needs none."""
-    fleet = context.fleet
-    if fleet is None or not needs_slot(workflow, fleet) or _standing(workflow, fleet).has_slot:
-        return ""
+def needs_slot(workflow: Workflow, context: Context) -> bool:
+    """Whether the event must not begin without a slot."""
+    return counts_for_slots(workflow, context) and not slot_exemption(workflow, context)
+
+
+def has_slot(workflow: Workflow, context: Context) -> bool:
+    return _status(workflow, context).may_begin
+
+
+def slot_exemption(workflow: Workflow, context: Context) -> Exemption:
+    latest = latest_begin(workflow, context)
     if workflow.operator == "approved":
-        why = "an operator has approved it"
-    elif may_proceed(fleet, context.now):
-        why = f"the table cannot be used ({fleet.failure})"
-    else:
-        why = "Azure may start it within 5 minutes"
-    return f"it begins without a slot of the fleet: {why}"
+        return "operator"
+    if workflow.event.type in _URGENT_TYPES or latest is None or workflow.approval.state == "confirmed":
+        return "urgent"
+    if latest <= context.now:
+        return "late"
+    alone_at = begins_alone_at(context)
+    return "unavailable" if alone_at is not None and alone_at <= context.now else ""
 
 
-def latest_begin(workflow: Workflow) -> datetime | None:
+def exemption_in_words(exemption: Exemption, context: Context) -> str:
+    """As a clause."""
+    error = context.fleet.error if context.fleet else ""
+    return {
+        "": "",
+        "urgent": "it may start at any moment",
+        "operator": "an operator has approved it",
+        "late": "it can wait no longer",
+        "unavailable": f"the table cannot be used ({error})",
+    }[exemption]
+
+
+def latest_begin(workflow: Workflow, context: Context) -> datetime | None:
     """Until when it waits for a slot; None: not at all."""
     starts_at = workflow.event.starts_at
-    return starts_at - LATEST_BEGIN if starts_at else None
-
-
-def ready_wait(workflow: Workflow, context: Context) -> Waits | None:
-    """Why it must not be approved yet for the sake of other VMs; None if it may."""
-    if workflow.operator == "approved" or not needs_all(workflow):
+    if starts_at is None:
         return None
+    return starts_at - timedelta(
+        seconds=max(_MIN_LATEST_BEGIN_SECONDS, needed_seconds(workflow.decision, context))
+    )
+
+
+def begins_alone_at(context: Context) -> datetime | None:
+    """From when on events begin without a slot because the store is unavailable; None: it is not, or they wait."""
     fleet = context.fleet
-    if fleet is not None and may_proceed(fleet, context.now):
+    if fleet is None or fleet.on_unavailable == "wait" or fleet.unavailable_seconds is None:
         return None
-    names = awaited(workflow, context)
-    if not names:
-        return None
-    if fleet is not None and not fleet.failure and own_name(workflow, context) in names:
-        return Waits(kind="table")
-    names = awaited_others(workflow, context) or names
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    failure = f"; the table cannot be used ({fleet.failure})" if fleet and fleet.failure else ""
-    return Waits(kind="all_ready", detail=f"{', '.join(names[:_MOST_NAMED])}{more} to be ready{failure}")
+    return context.now + timedelta(seconds=_UNAVAILABLE_SECONDS - fleet.unavailable_seconds)
 
 
-def may_proceed(fleet: Fleet, now: datetime) -> bool:
-    """Whether the table has been away for so long that this VM acts alone."""
-    proceeds_at = proceeds_alone_at(fleet)
-    return proceeds_at is not None and proceeds_at <= now
+def slot_gate(workflow: Workflow, context: Context) -> Leave:
+    """A slot of the fleet. It belongs to the event: an event of five VMs would else wait for itself."""
+    if not needs_slot(workflow, context) or has_slot(workflow, context):
+        return YES
+    latest = latest_begin(workflow, context)
+    begins_at = min(at for at in (latest, begins_alone_at(context)) if at is not None)
+    return Leave("not yet", _why_no_slot(_status(workflow, context), context.fleet, begins_at))
 
 
-def proceeds_alone_at(fleet: Fleet) -> datetime | None:
-    if fleet.when_away == "hold" or fleet.away_since is None:
-        return None
-    return fleet.away_since + PATIENCE
+def _why_no_slot(status: FleetEventStatus, fleet: FleetView | None, begins_at: datetime) -> Waits:
+    if status.other_vm_id:
+        return Waits(kind="same_name", detail=status.other_vm_id)
+    if fleet is not None and fleet.error:
+        return Waits(kind="slot", at=begins_at, detail=f"the table cannot be used ({fleet.error})")
+    if not status.position:
+        return Waits(kind="fleet")
+    return Waits(kind="slot", at=begins_at, detail=f"{_ordinal(status.position)} in line{_behind(status.ahead)}")
 
 
-def _standing(workflow: Workflow, fleet: Fleet) -> Standing:
-    standing = fleet.standings.get(fleet_key(workflow), Standing())
-    return standing if standing.workflow == workflow.id else Standing()
+def _behind(events: tuple[str, ...]) -> str:
+    if not events:
+        return ""
+    what = "event" if len(events) == 1 else "events"
+    return f", behind {what} {_some([event[:_SHORT_ID] for event in events])}"
+
+
+def _ordinal(number: int) -> str:
+    is_teen = number % 100 in (11, 12, 13)
+    ending = "th" if is_teen else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+# --- All ready
+
+
+def needs_all(workflow: Workflow) -> bool:
+    return workflow.decision.shared == "all-ready" and workflow.decision.affects == "shared"
+
+
+def fleet_gate(workflow: Workflow, context: Context) -> Leave:
+    """With ``shared: all-ready`` every VM that the event names must be ready; only an operator goes past that."""
+    status = _status(workflow, context)
+    if workflow.operator == "approved" or not needs_all(workflow) or status.is_all_ready:
+        return YES
+    return Leave("not yet", _why_not_all_ready(workflow, context))
+
+
+def _why_not_all_ready(workflow: Workflow, context: Context) -> Waits:
+    status = _status(workflow, context)
+    if status.other_vm_id:
+        return Waits(kind="same_name", detail=status.other_vm_id)
+    error = context.fleet.error if context.fleet else ""
+    others = not_ready_others(workflow, context)
+    is_unanswered = context.fleet is not None and not (status.workflow_id or error)
+    if is_unanswered or not others:
+        return Waits(kind="fleet")
+    unavailable = f"; the table cannot be used ({error})" if error else ""
+    return Waits(kind="all_ready", detail=f"{_some(others)} to be ready{unavailable}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{', '.join(names[:_MAX_NAMED])}{more}"
+
+
+def _status(workflow: Workflow, context: Context) -> FleetEventStatus:
+    """Nothing is known of another appearance of the event."""
+    statuses = context.fleet.statuses if context.fleet else {}
+    status = statuses.get(fleet_key(workflow), FleetEventStatus())
+    return status if status.workflow_id == workflow.id else FleetEventStatus()

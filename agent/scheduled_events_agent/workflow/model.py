@@ -34,7 +34,7 @@ WaitKind = Literal[
     # before it begins
     "time", "would_begin", "would_run_on_start", "observes", "slot",
     # before it begins, and before it is approved
-    "table",
+    "fleet", "same_name",
     # while it is prepared for
     "other_run",
     # what the gates answer
@@ -305,28 +305,34 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Azure says the same of the event in other words: that is neither put on the disk nor told."""
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
-    """What the fleet's table last said of one event."""
+class FleetEventStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How one event of this VM stands with the fleet, by one list of the fleet's records."""
 
-    workflow: str = ""
+    workflow_id: str = ""
     """The appearance of the event that this is about; it counts for no other one."""
-    has_slot: bool = False
-    holder: str = ""
-    """Which event has the slot that frees up first, as a phrase; "" if that is not known."""
-    ready: frozenset[str] = frozenset()
-    """Plain names of the VMs that are ready."""
+    may_begin: bool = False
+    is_all_ready: bool = False
+    position: int = 0
+    """In the line of the events that wait for a slot, from 1; 0 if it does not wait."""
+    ahead: tuple[str, ...] = ()
+    """Ids of the events that have a slot, or wait before it."""
+    not_ready: tuple[str, ...] = ()
+    """Plain names of the awaited VMs that do not count as ready."""
+    other_vm_id: str = ""
+    """The vmId of another VM that goes by the name of this one; "" if there is none."""
 
 
-class Fleet(msgspec.Struct, frozen=True, kw_only=True):
-    """The VMs with which this one acts together, as far as the table tells."""
+class FleetView(msgspec.Struct, frozen=True, kw_only=True):
+    """What this VM knows of the VMs with which it acts together."""
 
     max_events: int | None = None
-    expect: tuple[str, ...] = ("*",)
-    when_away: Literal["hold", "proceed"] = "hold"
-    failure: str = ""
-    """Why the table cannot be used now; "" if it can."""
-    away_since: datetime | None = None
-    standings: Mapping[str, Standing] = {}
+    members: tuple[str, ...] = ("*",)
+    on_unavailable: Literal["wait", "begin"] = "wait"
+    error: str = ""
+    """Why the store cannot be used now; "" if it can."""
+    unavailable_seconds: float | None = None
+    """For how long that has been so, by a clock that is never set."""
+    statuses: Mapping[str, FleetEventStatus] = {}
     """By the event's fleet key."""
 
 
@@ -365,7 +371,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """Nothing is approved by a document that was read more seconds ago."""
     is_state_lost: bool = False
     """The state file was found damaged, and this is the first document since."""
-    fleet: Fleet | None = None
+    fleet: FleetView | None = None
     """None if this VM acts alone."""
     remembered: Mapping[str, RememberedEvent] = {}
     """By the event's key."""

@@ -9,12 +9,31 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from scheduled_events_agent.workflow import recommendations
-from scheduled_events_agent.workflow.approving import BEGIN_GATES, HELD, ask_gates, request_approval, would_begin
-from scheduled_events_agent.workflow.fleet import without_slot
+from scheduled_events_agent.workflow.approving import (
+    HELD,
+    OWN_GATES,
+    Gates,
+    Leave,
+    ask_gates,
+    request_approval,
+    stale_gate,
+    start_gate,
+    would_begin,
+)
+from scheduled_events_agent.workflow.fleet import (
+    counts_for_slots,
+    exemption_in_words,
+    fleet_gate,
+    has_slot,
+    slot_exemption,
+    slot_gate,
+)
 from scheduled_events_agent.workflow.model import Context, Note, Phase, Progress, Step, Waits, Workflow
 from scheduled_events_agent.workflow.stages import (
     cut_short,
     give_way,
+    has_more_to_prepare,
+    may_begin,
     next_hook,
     prepared_peers,
     run_next,
@@ -24,6 +43,22 @@ from scheduled_events_agent.workflow.stages import (
 from scheduled_events_agent.workflow.times import drain_end
 
 Workflows = Mapping[str, Workflow]
+
+GATES: Gates = (*OWN_GATES, fleet_gate, stale_gate)
+BEGIN_GATES: Gates = (start_gate, slot_gate)
+
+
+def ask_approval_gates(workflow: Workflow, context: Context) -> Leave:
+    """Whether the event may be approved now."""
+    return ask_gates(workflow, context, GATES)
+
+
+def gate_answers(workflow: Workflow, context: Context) -> dict[str, Leave]:
+    """What each gate answers that has a say in what comes next for the event, by its name."""
+    gates: Gates = BEGIN_GATES if workflow.phase == "waiting" else ()
+    if workflow.phase in ("waiting", "preparing", "prepared", "held") and not workflow.event.is_recommendation:
+        gates += GATES
+    return {gate.__name__.removesuffix("_gate"): gate(workflow, context) for gate in gates}
 
 
 def move(workflow: Workflow, workflows: Workflows, context: Context) -> Step | Waits | None:
@@ -105,8 +140,7 @@ def _begin_when_due(workflow: Workflow, context: Context) -> Step | Waits | None
     leave = ask_gates(workflow, context, BEGIN_GATES)
     if leave.answer != "yes":
         return leave.waits
-    alone = without_slot(workflow, context)
-    notes = (Note(kind="without_slot", text=alone),) if alone else ()
+    notes = _note_without_slot(workflow, context)
     workflow = replace(workflow, begun_at=context.now)
     if not decision.has_preparation:
         return _enter(workflow, "prepared", Note(kind="prepared", text="there is nothing to prepare"))
@@ -117,6 +151,14 @@ def _begin_when_due(workflow: Workflow, context: Context) -> Step | Waits | None
         workflow, prepare=Progress(state="running"), prepare_boot_id=context.boot_id, drain_until=drain_until
     )
     return _enter(workflow, "preparing", Note(kind="preparing", text=f"preparation begins: {steps}"), *notes)
+
+
+def _note_without_slot(workflow: Workflow, context: Context) -> tuple[Note, ...]:
+    if not counts_for_slots(workflow, context) or has_slot(workflow, context):
+        return ()
+    exemption = slot_exemption(workflow, context)
+    why = exemption_in_words(exemption, context)
+    return (Note(kind="without_slot", text=f"it begins without a slot of the fleet: {why}", detail=exemption),)
 
 
 def _prepare_again(workflow: Workflow, context: Context) -> Step:
@@ -132,7 +174,11 @@ def _preparing(workflow: Workflow, workflows: Workflows, context: Context) -> St
     if workflow.prepare.state != "running":
         return _end_preparation(workflow)
     step = run_next(workflow, "prepare", workflows, context)
-    if step is None and workflow.approval.state == "none" and ask_gates(workflow, context).answer == "yes":
+    if (
+        step is None
+        and workflow.approval.state == "none"
+        and ask_approval_gates(workflow, context).answer == "yes"
+    ):
         return request_approval(workflow, context)  # by ``approve: immediately``
     return step
 
@@ -153,12 +199,6 @@ def _why_unprepared(workflow: Workflow) -> Waits:
     return Waits(kind="prepare_failed" if workflow.prepare.state == "failed" else "prepare_canceled")
 
 
-def has_more_to_prepare(workflow: Workflow) -> bool:
-    """Whether a new decision needs more preparation for an event that was ready, or a failed hook is retried."""
-    state = workflow.prepare.state
-    return state == "running" or (state == "idle" and workflow.decision.has_preparation)
-
-
 def _prepare_more(workflow: Workflow, context: Context) -> Step | Waits | None:
     """In the phases prepared, held and approved."""
     if workflow.prepare.state == "idle":
@@ -173,7 +213,7 @@ def _approve(workflow: Workflow, context: Context) -> Step | Waits | None:
         return _stay_prepared(workflow)
     if workflow.approval.state == "confirmed":
         return _enter(workflow, "approved")
-    leave = ask_gates(workflow, context)
+    leave = ask_approval_gates(workflow, context)
     is_held = workflow.phase == "held"
     if leave.answer == "no" and not is_held:
         return _hold(workflow, leave.waits)
@@ -191,14 +231,6 @@ def _stay_prepared(workflow: Workflow) -> Step | Waits:
     if workflow.phase == "held":
         return _enter(workflow, "prepared")
     return Waits(kind="recommendation", at=recommendations.expires_at(workflow))
-
-
-def may_begin(workflow: Workflow) -> bool:
-    """Whether nothing was done yet, and time may let it begin."""
-    if workflow.phase == "waiting":
-        return True
-    is_ready = workflow.phase in ("prepared", "held", "approved")
-    return is_ready and workflow.prepare.state == "idle" and workflow.decision.has_preparation
 
 
 def is_reset_by_reboot(workflow: Workflow, context: Context) -> bool:

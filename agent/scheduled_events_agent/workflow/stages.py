@@ -181,3 +181,17 @@ def share_hooks(one: Workflow, other: Workflow) -> bool:
     """Whether the recovery of one event would undo what the other one needs prepared."""
     mine = {*one.decision.prepare, *one.decision.recover}
     return not mine.isdisjoint((*other.decision.prepare, *other.decision.recover))
+
+
+def may_begin(workflow: Workflow) -> bool:
+    """Whether nothing was done yet, and time may let it begin."""
+    if workflow.phase == "waiting":
+        return True
+    is_ready = workflow.phase in ("prepared", "held", "approved")
+    return is_ready and workflow.prepare.state == "idle" and workflow.decision.has_preparation
+
+
+def has_more_to_prepare(workflow: Workflow) -> bool:
+    """Whether a new decision needs more preparation for an event that was ready, or a failed hook is retried."""
+    state = workflow.prepare.state
+    return state == "running" or (state == "idle" and workflow.decision.has_preparation)

@@ -1,0 +1,235 @@
+"""One VM's side of the fleet: asks the store, writes what ``plan`` says, and knows when it asks again.
+
+Owns the ETags of its own writes, the pauses after failures, and how long events have waited. Starts no thread and
+reads no wall clock; ``sync`` blocks for its requests. The one invariant: a status comes only from a list that was
+sent after the own record was written and that was answered. Nothing is stored: a restart costs one write.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from msgspec.structs import replace
+
+from scheduled_events_agent.fleet.backend import Backend, BackendError, Record
+from scheduled_events_agent.fleet.plan import Plan, Write, plan, record_key, waits_for_text
+from scheduled_events_agent.workflow import FleetEventStatus, FleetRequest
+
+Waited = Literal["slot", "ready"]
+
+_MAX_ROUNDS = 4
+_SHORTEN_TO = 0.8
+"""Syncs of many VMs drift apart: each is earlier by up to a fifth, by chance."""
+_LATE_SECONDS = 125.0
+"""A write that raised, or one that was sent twice, may take effect up to two minutes later."""
+_MAX_BACK_OFF_SECONDS = 30.0
+_MAX_RETRY_AFTER_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class _Confirmed:
+    """An own record as this process has written it."""
+
+    etag: str
+    fields: Mapping[str, str]
+    written_at: float
+
+    def record(self, key: str, now: float) -> Record:
+        return Record(key, self.etag, now - self.written_at, self.fields)
+
+
+class FleetClient:
+    """For one thread."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        vm_id: str,
+        max_events: int | None,
+        random: Random,
+        monotonic: Callable[[], float],
+        on_wait_ended: Callable[[Waited, float], None] = lambda *_: None,
+    ) -> None:
+        """``on_wait_ended`` hears for how many seconds an event has waited for its slot, or for the other VMs."""
+        self._backend = backend
+        self._vm_id = vm_id
+        self._max_events = max_events
+        self._random = random
+        self._monotonic = monotonic
+        self._on_wait_ended = on_wait_ended
+        self._confirmed: dict[str, _Confirmed] = {}
+        self._events: dict[str, str] = {}
+        """The requested events by the keys of their own records."""
+        self._listed = 0
+        """How many records the last list had."""
+        self._must_list = True
+        """What the store has of this VM is not known."""
+        self._look_again_at: float | None = None
+        """When to look for what late requests have left."""
+        self._retry_at = 0.0
+        self._waiting_since: dict[tuple[str, Waited], float] = {}
+        self.statuses: Mapping[str, FleetEventStatus] = {}
+        """By event, as the last list has it."""
+        self.listed_at = float("-inf")
+        """When that list was sent, monotonic."""
+        self.next_sync_at: float | None = None
+        """Monotonic; None: not before the requests change."""
+        self.failures = 0
+        """How many syncs in a row have failed."""
+        self.error: BackendError | None = None
+        """Why the store cannot be used; None if it can."""
+        self.unavailable_from: float | None = None
+        """Since when, monotonic."""
+
+    def sync(self, requests: Iterable[FleetRequest]) -> None:
+        """Write and ask what is due. Never raises BackendError, see ``error``."""
+        requests = tuple(requests)
+        self._events = {record_key(request.event, request.vm): request.event for request in requests}
+        waiting = {request.event: _waits_for_others(request) for request in requests}
+        self.statuses = {
+            event: status if waiting[event] else replace(status, may_begin=False, is_all_ready=False)
+            for event, status in self.statuses.items()
+            if event in waiting
+        }
+        if self._monotonic() >= self._retry_at:
+            try:
+                self._sync(requests)
+            except BackendError as error:
+                self._back_off(error)
+            else:
+                self.failures = 0
+                self.error = None
+                self.unavailable_from = None
+        self._note_waits(requests)
+
+    def _sync(self, requests: tuple[FleetRequest, ...]) -> None:
+        seconds = self._write_known(requests)
+        if self._must_list or any(_waits_for_others(request) for request in requests) or self._is_late_due():
+            seconds = self._list_and_write(requests)
+        now = self._monotonic()
+        due = [self._look_again_at] if self._look_again_at is not None else []
+        if requests or self._must_list:
+            due.append(now + seconds * self._random.uniform(_SHORTEN_TO, 1.0))
+        self.next_sync_at = min(due, default=None)
+
+    def _is_late_due(self) -> bool:
+        return self._look_again_at is not None and self._look_again_at <= self._monotonic()
+
+    def _write_known(self, requests: tuple[FleetRequest, ...]) -> float:
+        """Write what does not depend on other VMs, without a list."""
+        if self._must_list:
+            return 0.0
+        now = self._monotonic()
+        settled = [request for request in requests if request.stage != "requested"]
+        waiting = {record_key(one.event, one.vm) for one in requests if one.stage == "requested"}
+        known = [one.record(key, now) for key, one in self._confirmed.items() if key not in waiting]
+        found = self._plan(known, settled, now)
+        self._carry_out(found.writes)
+        return found.next_sync_seconds
+
+    def _list_and_write(self, requests: tuple[FleetRequest, ...]) -> float:
+        """Until a list shows what was written; the last one counts. Returns when the next sync is due."""
+        for _ in range(_MAX_ROUNDS):
+            sent_at = self._monotonic()
+            records = self._backend.list()
+            if self._look_again_at is not None and self._look_again_at <= sent_at:
+                self._look_again_at = None
+            self._listed = len(records)
+            found = self._plan(records, requests, sent_at)
+            self.statuses = found.statuses
+            self.listed_at = sent_at
+            self._must_list = False
+            self._forget_changed(records)
+            if not self._carry_out(found.writes):
+                break
+        return found.next_sync_seconds
+
+    def _plan(self, records: list[Record], requests: Iterable[FleetRequest], listed_at: float) -> Plan:
+        return plan(
+            records,
+            requests,
+            vm_id=self._vm_id,
+            confirmed={key: one.etag for key, one in self._confirmed.items()},
+            max_events=self._max_events,
+            listed_at=listed_at,
+            listed=self._listed,
+        )
+
+    def _forget_changed(self, records: list[Record]) -> None:
+        """Another program, or a late request, has written or deleted an own record."""
+        listed = {record.key: record.etag for record in records}
+        self._confirmed = {key: one for key, one in self._confirmed.items() if listed.get(key) == one.etag}
+
+    def _carry_out(self, writes: Iterable[Write]) -> bool:
+        """Whether another list must show what has come of it."""
+        must_list = False
+        for write in writes:
+            is_own = write.fields is not None or write.key in self._confirmed
+            is_done = self._write(write)
+            is_claim = write.fields is not None and write.fields["state"] in ("claimed", "ready")
+            if is_own and not is_done:
+                self._must_list = True
+            must_list = must_list or is_claim or (is_own and not is_done)
+        return must_list
+
+    def _write(self, write: Write) -> bool:
+        """False: the record was changed meanwhile."""
+        self._confirmed.pop(write.key, None)
+        try:
+            if write.fields is None:
+                self._look_again_at = self._monotonic() + _LATE_SECONDS
+                return self._backend.delete(write.key, write.etag)
+            fields = {**write.fields, "waits_for": self._waits_for(write)}
+            etag = self._backend.put(write.key, fields, write.etag)
+        except BackendError:
+            self._must_list = True  # what has come of it is not known
+            self._look_again_at = self._monotonic() + _LATE_SECONDS
+            raise
+        if etag is None:
+            return False
+        self._confirmed[write.key] = _Confirmed(etag, fields, self._monotonic())
+        return True
+
+    def _waits_for(self, write: Write) -> str:
+        """For people who look at the fleet: whom a VM that is ready awaits."""
+        event = self._events.get(write.key, "")
+        if write.fields is None or write.fields["state"] != "ready" or event not in self.statuses:
+            return ""
+        return waits_for_text(self.statuses[event].not_ready)
+
+    def _back_off(self, error: BackendError) -> None:
+        """A growing pause, and not the same for all VMs, so that they do not come back together."""
+        now = self._monotonic()
+        self.failures += 1
+        pause = min(_MAX_BACK_OFF_SECONDS, 2.0 ** min(self.failures - 1, 10)) * self._random.uniform(0.5, 1.0)
+        asked = min(error.retry_after, _MAX_RETRY_AFTER_SECONDS) * self._random.uniform(1.0, 1.5)
+        self._retry_at = self.next_sync_at = now + max(pause, asked)
+        self.error = error
+        if self.unavailable_from is None:
+            self.unavailable_from = now
+
+    def _note_waits(self, requests: tuple[FleetRequest, ...]) -> None:
+        """Start and end the times that events wait. What is no longer requested has not ended its wait."""
+        now = self._monotonic()
+        known = {request.workflow_id for request in requests}
+        self._waiting_since = {key: at for key, at in self._waiting_since.items() if key[0] in known}
+        for request in requests:
+            status = self.statuses.get(request.event, FleetEventStatus())
+            waits: dict[Waited, bool] = {
+                "slot": request.stage == "requested" and request.needs_slot and not status.may_begin,
+                "ready": request.stage == "ready" and request.needs_all and not status.is_all_ready,
+            }
+            for what, is_waiting in waits.items():
+                key = (request.workflow_id, what)
+                if is_waiting:
+                    self._waiting_since.setdefault(key, now)
+                elif key in self._waiting_since:
+                    self._on_wait_ended(what, now - self._waiting_since.pop(key))
+
+
+def _waits_for_others(request: FleetRequest) -> bool:
+    if request.stage == "requested":
+        return request.needs_slot
+    return request.stage == "ready" and request.needs_all

@@ -1,0 +1,371 @@
+"""What this VM writes of its events in the fleet's store, and how they stand there: a pure function of one list.
+
+Each VM writes only its own records. An event has a slot as long as a VM of it has a record that is ``claimed``,
+``not_ready`` or ``ready``; nothing is released, a VM that has recovered deletes its record. Of two VMs that both
+write before they list, the later one sees the other: so no lock is needed. All ages are by the store's clock; no
+clock of a VM is compared with that of another one.
+
+    EVENT|VM    requested    it wants to begin
+                claimed      it wants to begin now, and checks whether it may
+                not_ready    it has begun: prepares, is held, is under way, recovers
+                ready        it is prepared
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from scheduled_events_agent.events import clean_text
+from scheduled_events_agent.fleet.backend import Record, plain_key
+from scheduled_events_agent.workflow import FleetEventStatus, FleetRequest
+
+SLOT_SECONDS = 1800.0
+"""So long a record counts for a slot: a VM that reboots for its event is silent and out of service."""
+_FRESH_INTERVALS = 3.0
+_RENEW_SECONDS = (20.0, 600.0)
+_RENEW_AT = 0.8
+_DAY_SECONDS = 86_400.0
+_MAX_OLD_DELETES = 20
+_MAX_NAMED = 3
+_MAX_VM_NAME = 80
+_UNKNOWN_TIME = "~"  # after all times
+
+# When the next sync is due, in seconds.
+_CLAIMED_SECONDS = 1.5
+_REQUESTED_SECONDS = 5.0
+_READY_SECONDS = 20.0
+_READY_SECONDS_PER_RECORD = 0.5
+_LEAVE_SECONDS = 5.0
+_QUIET_SECONDS = 60.0
+
+
+class Write(NamedTuple):
+    """One request to the store."""
+
+    key: str
+    etag: str
+    """"" creates the record."""
+    fields: Mapping[str, str] | None
+    """None deletes it."""
+
+
+class Plan(NamedTuple):
+    writes: tuple[Write, ...]
+    statuses: Mapping[str, FleetEventStatus]
+    """By event. Only those of requests that wait for something allow anything."""
+    next_sync_seconds: float
+
+
+class VmRecord(NamedTuple):
+    """A record that can be read, and what it counts for."""
+
+    record: Record
+    event: str
+    """The event's part of the key."""
+    vm_key: str
+    """The VM's part of the key."""
+    event_id: str
+    vm: str
+    vm_id: str
+    state: str
+    order: tuple[str, str]
+    """Events begin in this order: by NotBefore, then by key."""
+    renew_seconds: float
+    waits_for: str
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the VM was heard of lately; False if the store tells no ages."""
+        age = self.record.age
+        return age is not None and age <= _FRESH_INTERVALS * self.renew_seconds
+
+    @property
+    def counts_for_slot(self) -> bool:
+        age = self.record.age
+        return self.state in ("claimed", "not_ready", "ready") and (age is None or age <= SLOT_SECONDS)
+
+    @property
+    def has_begun(self) -> bool:
+        return self.counts_for_slot and self.state != "claimed"
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state == "requested" and self.is_fresh
+
+    @property
+    def may_be_alive(self) -> bool:
+        """Whether a VM may still write this record. One whose age is not known may."""
+        return self.is_fresh or self.record.age is None
+
+
+def event_key(event: str) -> str:
+    """The part of a record's key that stands for an event: 32 hex digits."""
+    return hashlib.sha256(event.encode(errors="replace")).hexdigest()[:32]
+
+
+def record_key(event: str, vm: str) -> str:
+    """The key of a VM's record for an event."""
+    return f"{event_key(event)}|{plain_key(vm)}"
+
+
+def read_record(record: Record) -> VmRecord:
+    """What any program may have written, with what is no text of the agent's made harmless."""
+    event, _, vm_key = record.key.partition("|")
+    fields = record.fields
+    event_id = fields.get("id", "")
+    is_id = re.fullmatch(r"[A-Za-z0-9._:-]{1,80}", event_id) is not None
+    return VmRecord(
+        record=record,
+        event=event,
+        vm_key=vm_key,
+        event_id=event_id if is_id else event[:8],
+        vm=clean_text(fields.get("vm", ""))[:_MAX_VM_NAME] or vm_key,
+        vm_id=clean_text(fields.get("vm_id", ""))[:_MAX_VM_NAME],
+        state=fields.get("state", ""),
+        order=(_time_in_order(fields.get("not_before", "")), event),
+        renew_seconds=_renew_seconds(fields.get("renew_seconds", "")),
+        waits_for=clean_text(fields.get("waits_for", "")),
+    )
+
+
+def _time_in_order(text: str) -> str:
+    try:
+        at = datetime.fromisoformat(text)
+        return _time_text(at if at.tzinfo else at.replace(tzinfo=UTC)) or _UNKNOWN_TIME
+    except (ValueError, OverflowError):
+        return _UNKNOWN_TIME
+
+
+def _time_text(at: datetime | None) -> str:
+    """In UTC, such that times sort as their texts do."""
+    return at.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ").zfill(20) if at else ""
+
+
+def _renew_seconds(text: str) -> float:
+    low, high = _RENEW_SECONDS
+    is_number = text.isascii() and text.isdigit() and len(text) < 10
+    return min(high, max(low, float(text))) if is_number else low
+
+
+def waits_for_text(names: tuple[str, ...]) -> str:
+    """Whom a VM that is ready awaits: three names, and how many more."""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{', '.join(name[:_MAX_VM_NAME] for name in names[:_MAX_NAMED])}{more}"
+
+
+def plan(
+    records: Iterable[Record],
+    requests: Iterable[FleetRequest],
+    *,
+    vm_id: str,
+    confirmed: Mapping[str, str],
+    max_events: int | None,
+    listed_at: float,
+    listed: int,
+) -> Plan:
+    """What to write by this list of the group's records, and how the requests stand by it.
+
+    ``confirmed``: by key, for the own records, the ETag of the last write of this process that was answered.
+    ``listed_at``: when the list was sent, on the clock of ``FleetRequest.seen_at``. ``listed``: how many records
+    the group has. If ``records`` are the own ones only, nothing counts but the writes of requests with stage
+    not_ready or ready.
+    """
+    group = _Group(
+        records={record.key: read_record(record) for record in records},
+        vm_id=vm_id,
+        confirmed=confirmed,
+        max_events=max_events,
+        listed_at=listed_at,
+        listed=listed,
+    )
+    requests = tuple(requests)
+    writes: list[Write] = []
+    statuses: dict[str, FleetEventStatus] = {}
+    seconds = [_QUIET_SECONDS]
+    for request in requests:
+        state = group.state_of(request)
+        statuses[request.event] = group.status_of(request, state)
+        interval = group.interval_of(request, state, statuses[request.event])
+        write = group.write_of(request, state, interval)
+        own = group.own(request)
+        if write is not None:
+            writes.append(write)
+        elif own is not None:
+            interval = min(interval, own.renew_seconds)  # then it is written again
+        seconds.append(_LEAVE_SECONDS if group.has_leave(request, statuses[request.event]) else interval)
+    writes += group.deletes({record_key(request.event, request.vm) for request in requests})
+    return Plan(tuple(writes), statuses, min(seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """The records of one list, by their keys, and what this VM knows besides; see ``plan``."""
+
+    records: Mapping[str, VmRecord]
+    vm_id: str
+    confirmed: Mapping[str, str]
+    max_events: int | None
+    listed_at: float
+    listed: int
+
+    def own(self, request: FleetRequest) -> VmRecord | None:
+        """The VM's own record for the event; None also if it is that of another VM with this name."""
+        found = self.records.get(record_key(request.event, request.vm))
+        return found if found is not None and found.vm_id == self.vm_id else None
+
+    def _other_of_the_name(self, request: FleetRequest) -> VmRecord | None:
+        """Another VM writes under the name of this one."""
+        found = self.records.get(record_key(request.event, request.vm))
+        is_other = found is not None and found.vm_id != self.vm_id and found.may_be_alive
+        return found if is_other else None
+
+    def _is_confirmed(self, own: VmRecord) -> bool:
+        """Whether the list was sent after this process heard that it has written the record as it is."""
+        return self.confirmed.get(own.record.key) == own.record.etag
+
+    # --- slots
+
+    def state_of(self, request: FleetRequest) -> str:
+        """What the own record must say."""
+        if request.stage != "requested" or not request.needs_slot or self.max_events is None:
+            return request.stage
+        own = self.own(request)
+        others = self._others_with_slot(request)
+        if self._has_joined(request):
+            return "claimed"
+        if own is None or own.state != "claimed" or not own.counts_for_slot:
+            is_room = len(others) + len(self._waiting_before(request)) < self.max_events
+            return "claimed" if is_room else "requested"
+        if len(others) < self.max_events:
+            return "claimed"
+        mine = self._order(request)
+        begun = [event for event in others if any(one.has_begun for one in self._of(event))]
+        has_earlier_claim = any(
+            one.order < mine
+            for event in others
+            for one in self._of(event)
+            if one.state == "claimed" and one.counts_for_slot
+        )
+        return "requested" if len(begun) >= self.max_events or has_earlier_claim else "claimed"
+
+    def _of(self, event: str) -> list[VmRecord]:
+        return [one for one in self.records.values() if one.event == event]
+
+    def _order(self, request: FleetRequest) -> tuple[str, str]:
+        return _time_text(request.not_before) or _UNKNOWN_TIME, event_key(request.event)
+
+    def _others_with_slot(self, request: FleetRequest) -> list[str]:
+        """The other events that count for a slot, in order."""
+        mine = event_key(request.event)
+        found = [one for one in self.records.values() if one.counts_for_slot and one.event != mine]
+        return list(dict.fromkeys(one.event for one in sorted(found, key=lambda one: one.order)))
+
+    def _waiting_before(self, request: FleetRequest) -> list[str]:
+        """The events that wait for a slot before this one, in order."""
+        mine = self._order(request)
+        with_slot = {*self._others_with_slot(request), mine[1]}
+        found = [
+            one
+            for one in self.records.values()
+            if one.is_waiting and one.order < mine and one.event not in with_slot
+        ]
+        return list(dict.fromkeys(one.event for one in sorted(found, key=lambda one: one.order)))
+
+    def _has_joined(self, request: FleetRequest) -> bool:
+        """Whether another VM of the event has begun: the slot belongs to the event."""
+        own = record_key(request.event, request.vm)
+        return any(one.has_begun and one.record.key != own for one in self._of(event_key(request.event)))
+
+    # --- what is asked
+
+    def status_of(self, request: FleetRequest, state: str) -> FleetEventStatus:
+        """``state``: what the own record must say."""
+        other = self._other_of_the_name(request)
+        if other is not None:
+            return FleetEventStatus(workflow_id=request.workflow_id, other_vm_id=other.vm_id or "unknown")
+        own = self.own(request)
+        is_written = own is not None and own.state == state and self._is_confirmed(own)
+        waits_for_slot = request.stage == "requested" and request.needs_slot
+        others = self._others_with_slot(request) if waits_for_slot else []
+        waiting = self._waiting_before(request) if waits_for_slot else []
+        is_room = self._has_joined(request) or len(others) < (self.max_events or len(others) + 1)
+        not_ready = self._not_ready(request) if request.needs_all else ()
+        return FleetEventStatus(
+            workflow_id=request.workflow_id,
+            may_begin=waits_for_slot and is_written and state == "claimed" and is_room,
+            is_all_ready=request.needs_all and request.stage == "ready" and is_written and not not_ready,
+            position=len(waiting) + 1 if waits_for_slot else 0,
+            ahead=tuple(self._event_id(event) for event in (*others, *waiting)),
+            not_ready=not_ready,
+        )
+
+    def has_leave(self, request: FleetRequest, status: FleetEventStatus) -> bool:
+        """Whether the event may go on, which the engine has not acted on yet."""
+        return status.may_begin or (request.stage == "ready" and status.is_all_ready)
+
+    def _event_id(self, event: str) -> str:
+        return next(one.event_id for one in self.records.values() if one.event == event)
+
+    def _not_ready(self, request: FleetRequest) -> tuple[str, ...]:
+        """Of the VMs that are awaited, and of those that have begun all the same."""
+        records = {one.vm_key: one for one in self._of(event_key(request.event))}
+        named = {plain_key(name): name for name in request.awaited}
+        unnamed = {key: one.vm for key, one in records.items() if one.counts_for_slot and key not in named}
+        seen_seconds = self.listed_at - request.seen_at
+        return tuple(
+            name
+            for key, name in {**named, **unnamed}.items()
+            if key not in records or not _is_ready(records[key], seen_seconds)
+        )
+
+    # --- what is written
+
+    def interval_of(self, request: FleetRequest, state: str, status: FleetEventStatus) -> float:
+        """How long nothing needs to be asked or written."""
+        if state == "claimed":
+            return _CLAIMED_SECONDS
+        if state == "requested":
+            return min(_REQUESTED_SECONDS * (1 + len(status.ahead)), _RENEW_SECONDS[1])
+        if state == "ready" and request.needs_all:
+            return min(max(_READY_SECONDS, _READY_SECONDS_PER_RECORD * self.listed), _RENEW_SECONDS[1])
+        return _QUIET_SECONDS
+
+    def write_of(self, request: FleetRequest, state: str, interval: float) -> Write | None:
+        """None: the record says what it must."""
+        if self._other_of_the_name(request) is not None:
+            return None
+        key = record_key(request.event, request.vm)
+        found = self.records.get(key)
+        fields = {
+            "id": request.event_id,
+            "vm": request.vm,
+            "vm_id": self.vm_id,
+            "state": state,
+            "not_before": _time_text(request.not_before),
+            "renew_seconds": f"{max(_RENEW_SECONDS[0], interval):.0f}",
+            "waits_for": "",
+        }
+        if found is not None and self.own(request) is not None and self._is_confirmed(found):
+            age = found.record.age
+            is_due = age is not None and age >= _RENEW_AT * found.renew_seconds
+            said = ("id", "state", "not_before")
+            if not is_due and all(found.record.fields.get(name) == fields[name] for name in said):
+                return None
+        return Write(key, found.record.etag if found else "", fields)
+
+    def deletes(self, requested: set[str]) -> list[Write]:
+        """Own records that nothing is requested for, and some of others that are older than a day."""
+        left = [one for one in self.records.values() if one.record.key not in requested]
+        mine = [one.record for one in left if one.vm_id == self.vm_id]
+        others = [one.record for one in left if one.vm_id != self.vm_id]
+        old = [record for record in others if record.age is not None and record.age > _DAY_SECONDS]
+        return [Write(record.key, record.etag, None) for record in (*mine, *old[:_MAX_OLD_DELETES])]
+
+
+def _is_ready(one: VmRecord, seen_seconds: float) -> bool:
+    """Not if it was written before this VM saw this appearance of the event: it may be about an earlier one."""
+    age = one.record.age
+    return one.state == "ready" and one.is_fresh and age is not None and age <= seen_seconds
