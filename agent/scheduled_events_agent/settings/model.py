@@ -230,8 +230,8 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     on_unavailable: Annotated[
         Literal["wait", "begin"],
         Meta(
-            description="While the table cannot be used, events wait for a slot until their latest begin; or begin "
-            "without one after a minute."
+            description="While the table cannot be used: wait for a slot until the latest begin; or begin without "
+            "one after a minute."
         ),
     ] = "wait"
 

@@ -29,8 +29,8 @@ _SHORT_ID = 8
 class FleetRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What this VM asks of its fleet for one event.
 
-    ``stage``: requested, it wants to begin; not_ready, it has begun and is not recovered; ready, it is prepared, and
-    only the fleet's gate still keeps it from being approved.
+    ``stage``: requested, it wants to begin; not_ready, it has begun and is not recovered from; ready, it is
+    prepared, and only the fleet's gate still keeps it from being approved.
     """
 
     event: str
