@@ -1,67 +1,86 @@
-"""The thread that asks the fleet's table: what log and metrics say of how the table answers."""
+"""The thread that asks the fleet's store: what log, metrics and the engine hear of how the store answers."""
 
 import queue
 import threading
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from memory_backend import MemoryBackend, MemoryStore
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from scheduled_events_agent.daemon.fleet import FleetThread
-from scheduled_events_agent.fleet.ledger import LedgerError, Row
-from scheduled_events_agent.fleet.memory import MemoryLedger
+from scheduled_events_agent.engine import FleetUpdate
+from scheduled_events_agent.fleet.backend import BackendError, ErrorKind, Record
+from scheduled_events_agent.fleet.client import FleetClient
 from scheduled_events_agent.metrics import Metrics
-from scheduled_events_agent.settings import Settings
-from scheduled_events_agent.settings.model import FleetSettings
-from scheduled_events_agent.workflow import Wish
+from scheduled_events_agent.settings import FleetSettings, Settings
+from scheduled_events_agent.workflow import FleetRequest
 
-WISH = Wish(
+REQUEST = FleetRequest(
     event="a",
-    workflow="a@1",
+    workflow_id="a@1",
     event_id="A",
-    resources=("web_1",),
     not_before=datetime.now(UTC) + timedelta(minutes=15),
-    own="web_1",
-    expected=("web_1",),
+    vm="web_1",
+    stage="requested",
     needs_slot=True,
     needs_all=False,
-    stage="begin",
+    awaited=("web_1",),
+    seen_at=0.0,
 )
+SETTINGS = Settings(fleet=FleetSettings(table="https://a.example/abc", max_events=1))
 
 
-class FailingLedger(MemoryLedger):
+class FailingBackend(MemoryBackend):
     """Fails in these ways, one after the other, and then works."""
 
-    def __init__(self, *kinds: str) -> None:
-        super().__init__()
-        self.kinds = list(kinds)
+    def __init__(self, *kinds: ErrorKind) -> None:
+        super().__init__(MemoryStore(time.monotonic))
+        self.kinds = [*kinds]
 
-    def list_rows(self, partition: str, prefix: str = "") -> list[Row]:
+    def list(self) -> list[Record]:
         if self.kinds:
-            raise LedgerError("it fails", kind=self.kinds.pop(0))
-        return super().list_rows(partition, prefix)
+            raise BackendError("it fails", kind=self.kinds.pop(0))
+        return super().list()
 
 
-def lived(*kinds: str) -> tuple[list[MutableMapping[str, Any]], str]:
-    """Log and metrics when a table fails so and then works, of a thread that hears news all the time."""
-    ledger, metrics = FailingLedger(*kinds), Metrics(list)
-    told: list[Any] = []
-    settings = Settings(fleet=FleetSettings(table="https://a.example/abc", max_events=1))
-    thread = FleetThread(told.append, metrics, settings, lambda *_: ledger)
+@contextmanager
+def running(thread: FleetThread) -> Iterator[list[MutableMapping[str, Any]]]:
+    """The log while the thread runs."""
     with capture_logs() as entries:
         runner = threading.Thread(target=thread.run)
         runner.start()
         try:
-            deadline = time.monotonic() + 60
-            while not (told and told[-1].standings.get("a") and told[-1].standings["a"].has_slot):
-                assert time.monotonic() < deadline, entries
-                thread.wish((WISH,), ("web_1",), "id", "web")
-                time.sleep(0.05)
+            yield entries
         finally:
             thread.stop()
             runner.join()
+
+
+def until(updates: "queue.Queue[FleetUpdate]", is_wanted: Any) -> FleetUpdate:
+    deadline = time.monotonic() + 60
+    while True:
+        update = updates.get(timeout=max(0.1, deadline - time.monotonic()))
+        if is_wanted(update):
+            return update
+
+
+def may_begin(update: FleetUpdate) -> bool:
+    return "a" in update.statuses and update.statuses["a"].may_begin
+
+
+def lived(*kinds: ErrorKind) -> tuple[list[MutableMapping[str, Any]], str]:
+    """Log and metrics when a store fails so and then works, until the event may begin."""
+    metrics, updates = Metrics(list), queue.Queue[FleetUpdate]()
+    backend = FailingBackend(*kinds)
+    thread = FleetThread(updates.put, metrics, SETTINGS, lambda *_: backend)
+    with running(thread) as entries:
+        thread.publish((REQUEST,), ("web_1",), "id", "web")
+        until(updates, may_begin)
     return entries, metrics.expose().decode()
 
 
@@ -77,27 +96,86 @@ def test_each_kind_of_failure_is_logged_once_and_only_tries_are_counted() -> Non
         assert series in metrics.splitlines()
 
 
-def test_a_table_that_works_is_counted_and_not_logged() -> None:
+def test_a_store_that_works_is_counted_and_not_logged() -> None:
     entries, metrics = lived()
     assert entries == []
-    assert 'scheduled_events_fleet_requests_total{operation="put_if_unchanged",result="ok"} 1.0' in metrics
-    assert 'scheduled_events_fleet_wait_seconds_count{what="slot"} 1.0' in metrics
-    assert 'scheduled_events_fleet_wait_seconds_count{what="ready"} 0.0' in metrics
-    assert "scheduled_events_fleet_table_away 0.0" in metrics
+    assert 'scheduled_events_fleet_requests_total{operation="create",result="ok"} 1.0' in metrics
+    assert 'scheduled_events_fleet_requests_total{operation="list",result="ok"} 2.0' in metrics
+    assert 'scheduled_events_fleet_wait_seconds_count{what="slot"} 0.0' in metrics, "it did not wait"
+    assert "scheduled_events_fleet_unavailable 0.0" in metrics
 
 
-def test_a_fleet_without_a_group_cannot_use_its_table() -> None:
-    metrics, told = Metrics(list), queue.Queue[Any]()
-    settings = Settings(fleet=FleetSettings(table="https://a.example/abc"))
-    thread = FleetThread(told.put, metrics, settings, lambda *_: MemoryLedger())
-    thread.wish((), (), "id", "")
-    with capture_logs() as entries:
-        runner = threading.Thread(target=thread.run)
-        runner.start()
-        try:
-            assert told.get(timeout=60).failure.startswith("the group is not known")
-        finally:
-            thread.stop()
-            runner.join()
-    assert [entry["event"] for entry in entries] == ["using the fleet's table fails"]
-    assert "scheduled_events_fleet_table_away 1.0" in metrics.expose().decode()
+def test_before_the_first_requests_nothing_is_asked() -> None:
+    backend = FailingBackend()
+    updates = queue.Queue[FleetUpdate]()
+    thread = FleetThread(updates.put, Metrics(list), SETTINGS, lambda *_: backend)
+    with running(thread):
+        thread.use(SETTINGS)
+        time.sleep(0.2)
+        assert backend.calls == []
+        thread.publish((), ("web_1",), "id", "web")
+        deadline = time.monotonic() + 60
+        while not backend.calls:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert backend.calls == ["list"]
+
+
+def test_what_was_published_before_does_not_wake_it_again(monkeypatch: Any) -> None:
+    syncs: list[object] = []
+    real = FleetClient.sync
+
+    def sync(self: FleetClient, requests: Any) -> None:
+        syncs.append(requests)
+        real(self, requests)
+
+    monkeypatch.setattr(FleetClient, "sync", sync)
+    updates = queue.Queue[FleetUpdate]()
+    thread = FleetThread(updates.put, Metrics(list), SETTINGS, lambda *_: FailingBackend())
+    with running(thread):
+        thread.publish((), ("web_1",), "id", "web")
+        until(updates, lambda update: not update.error)
+        for _ in range(100):
+            thread.publish((), ("web_1",), "id", "web")
+        thread.publish((REQUEST,), ("web_1",), "id", "web")
+        until(updates, may_begin)
+    assert len(syncs) == 2
+
+
+def test_a_fleet_without_a_group_or_a_vm_id_cannot_use_its_store() -> None:
+    metrics, updates = Metrics(list), queue.Queue[FleetUpdate]()
+    thread = FleetThread(updates.put, metrics, SETTINGS, lambda *_: FailingBackend())
+    with running(thread) as entries:
+        thread.publish((), (), "id", "")
+        assert until(updates, lambda update: update.error).error.startswith("the group is not known")
+        assert "scheduled_events_fleet_unavailable 1.0" in metrics.expose().decode()
+        thread.publish((), (), "", "web")
+        text = "the metadata service has not told the vmId of this VM yet"
+        update = until(updates, lambda update: update.error == text)
+        assert update.unavailable_since is not None
+        thread.publish((REQUEST,), ("web_1",), "id", "web")
+        until(updates, may_begin)
+    assert [entry["event"] for entry in entries] == [
+        "using the fleet's table fails", "using the fleet's table works again"
+    ]  # fmt: skip
+
+
+def test_what_is_not_set_up_right_is_an_error_in_the_log_once() -> None:
+    store = MemoryStore(time.monotonic)
+    first, second = queue.Queue[FleetUpdate](), queue.Queue[FleetUpdate]()
+    settings = Settings(fleet=FleetSettings(table="https://a.example/abc", max_events=1, members=("wbe_*",)))
+    one = FleetThread(first.put, Metrics(list), settings, lambda *_: MemoryBackend(store))
+    with running(one):
+        one.publish((REQUEST,), ("web_1",), "id", "web")
+        until(first, may_begin)
+    two = FleetThread(second.put, Metrics(list), settings, lambda *_: MemoryBackend(store))
+    with running(two) as entries:
+        two.publish((REQUEST,), ("web_1",), "id-2", "web")
+        update = until(second, lambda update: "a" in update.statuses)
+        assert update.statuses["a"].other_vm_id == "id"
+        two.publish((replace(REQUEST, seen_at=1.0),), ("web_1",), "id-2", "web")
+        time.sleep(0.2)
+    assert [(int(entry["log_id"]), entry["reason"], entry["log_level"]) for entry in entries] == [
+        (343, "members does not match this VM, web_1: all VMs are awaited", "error"),
+        (342, "another VM uses the name of this one: vmId id, this one has id-2", "error"),
+    ]

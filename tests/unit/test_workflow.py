@@ -35,7 +35,7 @@ from scheduled_events_agent.workflow import (
     Step,
     Waits,
     Workflow,
-    ask_gates,
+    ask_approval_gates,
     board,
     hook_deadline_at,
     is_ready,
@@ -756,7 +756,7 @@ def test_an_event_that_one_answer_lacks_is_not_over() -> None:
     assert agent.answer_once() == []
     assert agent.ends("checkpoint") == []  # the hook that ran went on; no approval follows
     assert not is_ready(agent.board)
-    assert ask_gates(agent.of(), agent.context).answer == "not yet"
+    assert ask_approval_gates(agent.of(), agent.context).answer == "not yet"
     assert agent.operator("approved") == []
     assert agent.answer_once(event) == ["A: approve A"]
     assert agent.of().outcome == ""
@@ -1496,7 +1496,7 @@ def test_an_observing_agent_runs_nothing_and_approves_nothing() -> None:
     agent, event = Agent(a_rule(on_start=("tell",)), is_acting=False), an_event()
     assert agent.document(event) == []
     assert agent.operator("approved") == []
-    assert ask_gates(agent.of(), agent.context).answer == "not yet"
+    assert ask_approval_gates(agent.of(), agent.context).answer == "not yet"
     assert is_ready(agent.board)
     assert agent.document(started(event)) == []
     assert agent.document() == []

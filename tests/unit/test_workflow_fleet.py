@@ -1,4 +1,4 @@
-"""The life of an event whose VM acts together with others: when it begins, when it is approved, what it wishes."""
+"""The life of an event whose VM acts together with others: when it begins, when it is approved, what it asks."""
 
 from datetime import timedelta
 from typing import Any
@@ -7,36 +7,38 @@ import pytest
 from msgspec.structs import replace
 from test_workflow import NOTICE, START, a_rule, an_event
 
-from scheduled_events_agent.engine.fleet import FleetPart
+from scheduled_events_agent.engine.fleet import FleetState
+from scheduled_events_agent.engine.parts import FleetUpdate
 from scheduled_events_agent.events import Gone, Seen
+from scheduled_events_agent.settings import FleetSettings, Settings
 from scheduled_events_agent.status.messages import wait_in_words
 from scheduled_events_agent.workflow import (
     ApprovalAnswered,
     Approve,
     Context,
-    Fleet,
+    FleetEventStatus,
+    FleetRequest,
+    FleetView,
     HookFinished,
     OperatorSpoke,
     RunHook,
     Signal,
-    Standing,
     Step,
-    Wish,
     Workflow,
+    fleet_requests,
     next_wake_at,
     proceed,
-    wishes,
     workflow_id,
 )
 
 NAMES = ("vm_1", "vm_2", "vm_3")
-FULL = Standing(workflow=workflow_id("a", START), holder="event 602d9444 of vm_9, until 08:40Z")
+FULL = FleetEventStatus(workflow_id=workflow_id("a", START), position=1, ahead=("602d9444-1234",))
 
 
 class Life:
     """One VM's board, moved by signals and by what its fleet tells."""
 
-    def __init__(self, fleet: Fleet | None, event: Any = None, **rule: Any) -> None:
+    def __init__(self, fleet: FleetView | None, event: Any = None, **rule: Any) -> None:
         rules = (a_rule(**{"prepare": ("drain",), "shared": "all-ready", **rule}),)
         self.context = Context(
             now=START,
@@ -63,8 +65,9 @@ class Life:
         self.context = replace(self.context, fleet=fleet, now=now, document_at=now)
         self.take()
 
-    def stands(self, **fields: Any) -> None:
-        self.tell(standings={"a": Standing(workflow=self.workflow.id, **fields)})
+    def status(self, **fields: Any) -> None:
+        status = FleetEventStatus(workflow_id=self.workflow.id, awaited=NAMES, **fields)
+        self.tell(statuses={"a": status})
 
     def finish(self, hook: str = "drain", outcome: Any = "succeeded") -> None:
         end = HookFinished(workflow_id=self.workflow.id, stage="prepare", hook=hook, run=1, outcome=outcome)
@@ -76,9 +79,13 @@ class Life:
         return workflow
 
     @property
-    def wish(self) -> Wish:
-        (wish,) = wishes(self.board, self.context)
-        return wish
+    def requests(self) -> tuple[FleetRequest, ...]:
+        return fleet_requests(self.board, self.context, {self.workflow.id: 7.0})
+
+    @property
+    def request(self) -> FleetRequest:
+        (request,) = self.requests
+        return request
 
     def phase(self) -> str:
         return self.workflow.phase
@@ -90,27 +97,28 @@ class Life:
         return [effect for step in self.steps for effect in step.effects if isinstance(effect, kind)]
 
 
-LIMITED = Fleet(max_events=1)
-READY = Fleet()
+LIMITED = FleetView(max_events=1)
+READY = FleetView()
 
 
 # --- leave to begin
 
 
 def test_it_does_not_begin_without_a_slot_and_says_what_it_waits_for() -> None:
-    life = Life(replace(LIMITED, standings={"a": FULL}))
+    life = Life(replace(LIMITED, statuses={"a": FULL}))
     assert life.phase() == "waiting"
     latest = f"{START + NOTICE - timedelta(minutes=5):%Y-%m-%dT%H:%M:%SZ}"
-    assert life.waits() == f"waits for a slot: {FULL.holder}; begins without one at {latest}"
-    assert life.wish.stage == "begin"
+    line = "1st in line, behind event 602d9444"
+    assert life.waits() == f"waits for a slot: {line}; begins without one at {latest}"
+    assert (life.request.stage, life.request.needs_slot) == ("requested", True)
 
 
 def test_it_begins_with_a_slot() -> None:
     life = Life(LIMITED)
-    assert life.waits() == "waits for the first answer of the fleet's table"
-    life.stands(has_slot=True)
+    assert life.waits() == "waits for an answer of the fleet's table"
+    life.status(may_begin=True)
     assert life.effects(RunHook)
-    assert life.wish.stage == "busy"
+    assert life.request.stage == "not_ready"
 
 
 def test_5_minutes_before_not_before_it_begins_without_a_slot_and_says_so() -> None:
@@ -119,8 +127,8 @@ def test_5_minutes_before_not_before_it_begins_without_a_slot_and_says_so() -> N
     assert next_wake_at(life.board, life.context) == latest
     life.tell(latest - START)
     assert life.effects(RunHook)
-    assert ("without_slot", "it begins without a slot of the fleet: Azure may start it within 5 minutes") in [
-        (note.kind, note.text) for step in life.steps for note in step.notes
+    assert ("without_slot", "it begins without a slot of the fleet: it can wait no longer", "late") in [
+        (note.kind, note.text, note.detail) for step in life.steps for note in step.notes
     ]
 
 
@@ -135,22 +143,63 @@ def test_an_operator_has_it_begin_at_once() -> None:
     assert life.effects(RunHook)
 
 
-def test_a_table_that_is_away_holds_it_until_5_minutes_before_not_before() -> None:
-    life = Life(replace(LIMITED, failure="no route", away_since=START))
-    assert "the table cannot be used (no route)" in life.waits()
-    life.tell(timedelta(minutes=9))
-    assert life.phase() == "waiting"
-    life.tell(timedelta(minutes=1))
+def test_hooks_that_need_longer_begin_earlier() -> None:
+    life = Life(LIMITED, drain_for=420.0)
+    life.context = replace(life.context, hook_seconds={"drain": 60.0}, reserve=10.0)
+    latest = START + NOTICE - timedelta(seconds=490)
+    assert next_wake_at(life.board, life.context) == latest
+    life.tell(latest - START)
     assert life.phase() == "preparing"
 
 
-def test_with_proceed_it_begins_when_the_table_has_been_away_for_a_minute() -> None:
-    life = Life(replace(LIMITED, when_away="proceed", failure="no route", away_since=START))
+@pytest.mark.parametrize("kind", ["Preempt", "Terminate"])
+def test_an_urgent_event_waits_for_no_slot_and_is_counted(kind: str) -> None:
+    life = Life(LIMITED, an_event(resources=("vm_1",), type=kind))
+    assert life.effects(RunHook)
+    assert (life.request.stage, life.request.needs_slot) == ("not_ready", False)
+    assert "urgent" in [note.detail for step in life.steps for note in step.notes]
+
+
+def test_an_unavailable_store_holds_it_until_its_latest_begin() -> None:
+    life = Life(replace(LIMITED, error="no route", unavailable_seconds=0.0))
+    assert "the table cannot be used (no route)" in life.waits()
+    life.tell(timedelta(minutes=9), unavailable_seconds=540.0)
+    assert life.phase() == "waiting"
+    life.tell(timedelta(minutes=1), unavailable_seconds=600.0)
+    assert life.phase() == "preparing"
+
+
+def test_with_begin_it_begins_when_the_store_has_been_unavailable_for_a_minute() -> None:
+    life = Life(replace(LIMITED, on_unavailable="begin", error="no route", unavailable_seconds=0.0))
     assert life.phase() == "waiting"
     assert life.waits().endswith(f"begins without one at {START + timedelta(minutes=1):%Y-%m-%dT%H:%M:%SZ}")
     assert next_wake_at(life.board, life.context) == START + timedelta(minutes=1)
-    life.tell(timedelta(minutes=1))
+    life.tell(unavailable_seconds=60.0)
     assert life.phase() == "preparing"
+    assert "unavailable" in [note.detail for step in life.steps for note in step.notes]
+
+
+def test_two_vms_of_one_name_wait_and_both_are_named() -> None:
+    life = Life(LIMITED)
+    life.status(other_vm_id="5f0c-other")
+    assert life.waits() == "another VM, with vmId 5f0c-other, uses the name of this one in the fleet"
+    assert life.phase() == "waiting"
+
+
+@pytest.mark.parametrize(
+    ("position", "ahead", "words"),
+    [
+        (1, (), "1st in line"),
+        (2, ("aaaaaaaa-1", "bbbbbbbb-2"), "2nd in line, behind events aaaaaaaa, bbbbbbbb"),
+        (3, tuple("abcde"), "3rd in line, behind events a, b, c and 2 more"),
+        (11, (), "11th in line"),
+        (22, (), "22nd in line"),
+    ],
+)
+def test_the_place_in_the_line_is_told(position: int, ahead: tuple[str, ...], words: str) -> None:
+    life = Life(LIMITED)
+    life.status(position=position, ahead=ahead)
+    assert life.waits().startswith(f"waits for a slot: {words}; begins")
 
 
 @pytest.mark.parametrize(
@@ -161,13 +210,13 @@ def test_what_prepares_nothing_needs_no_slot(rule: dict[str, Any]) -> None:
     rule.pop("when", None)
     life = Life(LIMITED, **{"prepare": (), "recover": (), "shared": "any", **rule})
     assert life.phase() == "prepared"
-    assert wishes(life.board, life.context) == ()
+    assert life.requests == ()
 
 
 def test_an_event_that_is_to_begin_later_asks_for_no_slot_yet() -> None:
     life = Life(LIMITED, an_event(resources=NAMES, not_before=START + timedelta(hours=2)), lead=600.0)
     assert life.waits().startswith("begins at")
-    assert life.wish.stage == "idle"
+    assert life.requests == ()
 
 
 # --- readiness
@@ -176,60 +225,67 @@ def test_an_event_that_is_to_begin_later_asks_for_no_slot_yet() -> None:
 def test_it_is_approved_when_all_are_ready() -> None:
     life = Life(READY)
     life.finish()
-    assert life.wish.stage == "ready"
-    assert life.waits() == "waits for the first answer of the fleet's table"
-    life.stands(ready=frozenset({"vm_1", "vm_3"}))
+    assert life.request.stage == "ready"
+    assert life.waits() == "waits for an answer of the fleet's table"
+    life.status(not_ready=("vm_2",))
     assert life.waits() == "waits for vm_2 to be ready"
     assert not life.effects(Approve)
-    life.stands(ready=frozenset(NAMES))
+    life.status(is_all_ready=True)
     assert life.effects(Approve)
 
 
-def test_it_does_not_approve_before_its_own_row_was_seen() -> None:
+def test_it_does_not_approve_before_its_own_record_was_seen() -> None:
     life = Life(READY)
     life.finish()
-    life.stands(ready=frozenset({"vm_2", "vm_3"}))
+    life.status(not_ready=("vm_1",))
     assert not life.effects(Approve)
 
 
 def test_all_ready_does_not_replace_its_own_preparation() -> None:
     life = Life(READY)
-    life.stands(ready=frozenset(NAMES))
+    life.status(is_all_ready=True)
     assert not life.effects(Approve)
-    assert life.wish.stage == "busy"
+    assert life.request.stage == "not_ready"
 
 
 def test_a_vm_that_joins_is_waited_for() -> None:
     life = Life(READY)
     life.finish()
+    life.tell(statuses={"a": FleetEventStatus(workflow_id=life.workflow.id, awaited=NAMES, not_ready=("vm_2",))})
+    life.context = replace(
+        life.context,
+        fleet=FleetView(
+            statuses={"a": FleetEventStatus(workflow_id=life.workflow.id, awaited=NAMES, is_all_ready=True)}
+        ),
+    )
     life.take(Seen(an_event(resources=(*NAMES, "vm_4"))))
-    life.stands(ready=frozenset(NAMES))
+    assert not life.effects(Approve), "all of those were ready that it named before"
     assert life.waits() == "waits for vm_4 to be ready"
-    assert life.wish.expected == (*NAMES, "vm_4")
+    assert life.request.awaited == (*NAMES, "vm_4")
 
 
 def test_names_are_compared_as_everywhere() -> None:
     life = Life(READY, an_event(resources=("_VM_1", "vm_1", "_Vm_2", "VM_2")))
-    assert life.wish.expected == ("vm_1", "vm_2")
+    assert life.request.awaited == ("vm_1", "vm_2")
     life.finish()
-    life.stands(ready=frozenset({"vm_1", "vm_2"}))
+    life.status(is_all_ready=True)
     assert life.effects(Approve)
 
 
-def test_vms_that_are_not_expected_do_not_count_but_this_one_does() -> None:
-    life = Life(replace(READY, expect=("vm_2",)))
-    assert life.wish.expected == ("vm_1", "vm_2")
+def test_vms_that_are_no_members_do_not_count_but_this_one_does() -> None:
+    life = Life(replace(READY, members=("vm_2",)))
+    assert life.request.awaited == ("vm_1", "vm_2")
 
 
 def test_an_event_of_this_vm_alone_needs_no_table() -> None:
     life = Life(READY, an_event(resources=("vm_1",)))
     life.finish()
     assert life.effects(Approve)
-    assert wishes(life.board, life.context) == ()
+    assert life.requests == ()
 
 
 @pytest.mark.parametrize("fleet", [READY, None])
-def test_without_an_answer_of_the_table_nothing_is_approved(fleet: Fleet | None) -> None:
+def test_without_an_answer_of_the_table_nothing_is_approved(fleet: FleetView | None) -> None:
     life = Life(fleet)
     life.finish()
     assert life.phase() == "prepared"
@@ -243,20 +299,22 @@ def test_an_operator_approves_although_others_are_not_ready() -> None:
     assert life.effects(Approve)
 
 
-def test_without_an_event_no_time_wakes_the_agent_while_the_table_is_away() -> None:
-    life = Life(replace(LIMITED, when_away="proceed", failure="no route", away_since=START))
+def test_without_an_event_no_time_wakes_the_agent_while_the_store_is_unavailable() -> None:
+    life = Life(replace(LIMITED, on_unavailable="begin", error="no route", unavailable_seconds=0.0))
     assert next_wake_at(life.board, life.context) is not None
     assert next_wake_at({}, life.context) is None
 
 
-def test_with_proceed_it_approves_alone_but_only_when_it_is_ready_itself() -> None:
-    life = Life(replace(READY, when_away="proceed", failure="no route", away_since=START))
-    life.tell(timedelta(minutes=2))
-    assert not life.effects(Approve)
+@pytest.mark.parametrize("word", ["wait", "begin"])
+def test_an_unavailable_store_never_waives_the_others(word: Any) -> None:
+    life = Life(replace(READY, on_unavailable=word, error="no route", unavailable_seconds=0.0))
     life.finish()
-    assert life.effects(Approve)
-    (note,) = [note for step in life.steps for note in step.notes if note.kind == "approving"]
-    assert note.text.endswith("the table cannot be used, and vm_2, vm_3 may not be ready")
+    life.tell(timedelta(minutes=10), unavailable_seconds=600.0)
+    assert not life.effects(Approve)
+    assert life.waits() == "waits for vm_2, vm_3 to be ready; the table cannot be used (no route)"
+    shown = FleetState(lambda _: None)
+    shown.committed(life.board, life.context, 0.0)
+    assert shown.not_ready == ("vm_2", "vm_3"), "not itself"
 
 
 @pytest.mark.parametrize("word", ["held", "failed"])
@@ -268,98 +326,95 @@ def test_a_held_or_failed_preparation_is_not_ready(word: Any) -> None:
     else:
         life.finish(outcome="failed")
     assert life.phase() == "held"
-    assert life.wish.stage == "busy"
+    assert life.request.stage == "not_ready"
 
 
 def test_many_names_are_cut_short() -> None:
     life = Life(READY, an_event(resources=tuple(f"vm_{number}" for number in range(1, 101))))
     life.finish()
-    life.stands(ready=frozenset({"vm_1"}))
+    life.status(not_ready=("vm_2", "vm_3"))
     assert life.waits() == "waits for vm_2, vm_3, vm_4 and 96 more to be ready"
 
 
-def test_nobody_counts_as_ready_while_the_table_cannot_be_used() -> None:
-    life = Life(READY)
-    life.stands(ready=frozenset(NAMES))
-    life.tell(failure="no route", away_since=START)
-    life.finish()
-    assert not life.effects(Approve)
-    assert life.waits() == "waits for vm_2, vm_3 to be ready; the table cannot be used (no route)"
-    shown = FleetPart(lambda _: None)
-    shown.committed(life.board, life.context)
-    assert shown.awaited == ("vm_2", "vm_3"), "not itself"
-    life.tell(failure="", away_since=None)
-    assert life.effects(Approve)
-
-
 def test_what_was_told_of_an_earlier_appearance_does_not_count() -> None:
-    old = Standing(workflow=workflow_id("a", START - NOTICE), has_slot=True, ready=frozenset(NAMES))
-    life = Life(Fleet(max_events=1, standings={"a": old}))
+    old = FleetEventStatus(
+        workflow_id=workflow_id("a", START - NOTICE), may_begin=True, is_all_ready=True, awaited=NAMES
+    )
+    life = Life(FleetView(max_events=1, statuses={"a": old}))
     assert life.phase() == "waiting"
-    life.stands(has_slot=True)
-    life.tell(standings={"a": old})
+    life.status(may_begin=True)
+    life.tell(statuses={"a": old})
     life.finish()
     assert life.phase() == "prepared"
     assert not life.effects(Approve)
 
 
-# --- wishes
+# --- requests
 
 
-@pytest.mark.parametrize(("has_started", "stage"), [(False, "gone"), (True, "away")])
-def test_a_vm_that_recovers_from_a_canceled_event_is_not_ready(has_started: bool, stage: str) -> None:
+@pytest.mark.parametrize("has_started", [False, True])
+def test_a_vm_that_recovers_is_not_ready(has_started: bool) -> None:
     life = Life(READY, recover=("resume",))
     life.finish()
     if has_started:
         life.take(Seen(an_event(resources=NAMES, status="Started")))
     life.take(Gone("a"))
     assert life.phase() == "recovering"
-    assert life.wish.stage == stage
+    assert life.request.stage == "not_ready"
 
 
 def test_a_prepared_vm_that_the_event_no_longer_names_keeps_its_slot() -> None:
     life = Life(LIMITED)
-    life.stands(has_slot=True)
+    life.status(may_begin=True)
     life.finish()
     life.take(Seen(an_event(resources=NAMES[1:])))
-    assert (life.wish.own, life.wish.needs_slot, life.wish.stage) == ("vm_1", True, "busy")
+    assert (life.request.vm, life.request.stage) == ("vm_1", "not_ready")
 
 
-def test_the_wish_follows_the_event_to_its_end() -> None:
-    life = Life(Fleet(max_events=1))
-    life.stands(has_slot=True, ready=frozenset(NAMES))
-    stages = [life.wish.stage]
+def test_the_request_follows_the_event_to_its_end() -> None:
+    life = Life(FleetView(max_events=1))
+    stages = [life.request.stage]
+    life.status(may_begin=True, is_all_ready=True)
+    stages.append(life.request.stage)
     life.finish()
-    stages.append(life.wish.stage)
+    stages.append(life.request.stage)
     life.take(ApprovalAnswered(workflow_id=life.workflow.id))
-    stages.append(life.wish.stage)
-    assert stages == ["busy", "ready", "away"]
+    stages.append(life.request.stage)
+    assert stages == ["requested", "not_ready", "ready", "not_ready"]
+    assert life.request.seen_at == 7.0
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("Terminate", "idle"), ("Preempt", "idle"), ("Reboot", "away")])
-def test_a_vm_that_is_deleted_gives_its_slot_back_at_the_start(kind: str, stage: str) -> None:
+@pytest.mark.parametrize(("kind", "has_request"), [("Terminate", False), ("Preempt", False), ("Reboot", True)])
+def test_a_vm_that_is_deleted_asks_for_nothing_once_that_has_started(kind: str, has_request: bool) -> None:
     life = Life(LIMITED, an_event(resources=("vm_1",), type=kind))
-    life.stands(has_slot=True)
-    assert life.wish.stage == "busy"
+    life.status(may_begin=True)
+    assert life.request.stage == "not_ready"
     life.take(Seen(an_event(resources=("vm_1",), type=kind, status="Started")))
-    assert life.wish.stage == stage
+    assert bool(life.requests) == has_request
+
+
+def test_an_event_of_this_vm_alone_is_never_ready_for_others() -> None:
+    life = Life(LIMITED, an_event(resources=("vm_1",)))
+    life.status(may_begin=True)
+    life.finish()
+    assert (life.request.stage, life.request.needs_all) == ("not_ready", False)
 
 
 def test_whom_it_waits_for_is_noted_once_and_told_as_it_is() -> None:
     life = Life(READY)
     life.finish()
-    life.stands(ready=frozenset({"vm_1"}))
+    life.status(not_ready=("vm_2", "vm_3"))
     assert noted_waits(life) == ["vm_2, vm_3 to be ready"]
-    life.stands(ready=frozenset({"vm_1", "vm_3"}))
+    life.status(not_ready=("vm_2",))
     assert life.waits() == "waits for vm_2 to be ready"
     assert noted_waits(life) == []
 
 
-def test_the_holder_of_the_slot_is_noted_as_soon_as_it_is_known() -> None:
+def test_the_place_in_the_line_is_noted_as_soon_as_it_is_known() -> None:
     life = Life(LIMITED)
     assert noted_waits(life) == []
-    life.stands(holder=FULL.holder)
-    assert noted_waits(life) == [FULL.holder]
+    life.status(position=1, ahead=FULL.ahead)
+    assert noted_waits(life) == ["1st in line, behind event 602d9444"]
 
 
 def noted_waits(life: Life) -> list[str]:
@@ -371,4 +426,41 @@ def test_an_event_under_a_new_id_keeps_its_key() -> None:
     life = Life(READY)
     life.take(Seen(an_event(id="B", resources=NAMES), "a"))
     assert life.workflow.event.id == "B"
-    assert (life.wish.event, life.wish.event_id) == ("a", "B")
+    assert (life.request.event, life.request.event_id) == ("a", "B")
+
+
+# --- what the engine keeps of it
+
+
+def test_a_list_allows_nothing_any_more_after_ten_seconds() -> None:
+    settings = Settings(fleet=FleetSettings(table="https://a.example/abc", max_events=1))
+    status = FleetEventStatus(workflow_id="a@1", may_begin=True, is_all_ready=True, position=1)
+    state = FleetState(lambda _: None)
+    state.update(FleetUpdate(statuses={"a": status}, listed_at=100.0, settings=settings.fleet))
+    young, old = state.view(settings, ("vm_1",), 110.0), state.view(settings, ("vm_1",), 110.1)
+    assert young is not None
+    assert old is not None
+    assert young.statuses == {"a": status}
+    assert old.statuses == {"a": replace(status, may_begin=False, is_all_ready=False)}
+
+
+def test_members_that_do_not_match_this_vm_are_read_as_all() -> None:
+    settings = Settings(fleet=FleetSettings(table="https://a.example/abc", members=("wbe_*",)))
+    assert settings.fleet is not None
+    view = FleetState(lambda _: None).view(settings, ("web_0",), 0.0)
+    assert view is not None
+    assert view.members == ("*",)
+    assert settings.fleet.members_fault(("web_0",)) == "members does not match this VM, web_0: all VMs are awaited"
+    assert settings.fleet.members_for(("_WBE_7",)) == ("wbe_*",)
+    assert settings.fleet.members_for(()) == ("wbe_*",), "nothing is known yet"
+
+
+def test_when_an_appearance_was_first_seen_is_kept_until_it_is_closed() -> None:
+    published: list[tuple[FleetRequest, ...]] = []
+    state = FleetState(published.append)
+    life = Life(LIMITED)
+    for now in (5.0, 9.0):
+        state.committed(life.board, life.context, now)
+    state.committed({}, life.context, 11.0)
+    state.committed(life.board, life.context, 12.0)
+    assert [[request.seen_at for request in requests] for requests in published] == [[5.0], [5.0], [], [12.0]]

@@ -30,6 +30,7 @@ from scheduled_events_agent.events import (
     Seen,
     parse_document,
     parse_event,
+    plain_names,
 )
 from scheduled_events_agent.hook_times import KnownTimes, decode, may_take_seconds
 from scheduled_events_agent.policy import Decision, Facts, decide, passed_over
@@ -307,7 +308,8 @@ def _willing_fleet(settings: Settings, event: ScheduledEvent, workflow: str) -> 
     fleet = settings.fleet
     if fleet is None:
         return None
-    status = FleetEventStatus(workflow_id=workflow, may_begin=True, is_all_ready=True)
+    names = tuple(plain_names(event.resources))
+    status = FleetEventStatus(workflow_id=workflow, may_begin=True, is_all_ready=True, awaited=names)
     return FleetView(max_events=fleet.max_events, members=fleet.members, statuses={event.key: status})
 
 

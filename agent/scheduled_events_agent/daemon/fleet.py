@@ -99,6 +99,7 @@ class FleetThread:
                 client = None
                 key = given.key
                 last = FleetUpdate(group=settings.group or given.group, settings=settings)
+                self._put(last)
             self._warn_of_members(settings, given.names)
             try:
                 if client is None:

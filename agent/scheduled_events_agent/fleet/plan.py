@@ -299,6 +299,7 @@ class _Group:
             is_all_ready=request.needs_all and request.stage == "ready" and is_written and not not_ready,
             position=len(waiting) + 1 if waits_for_slot else 0,
             ahead=tuple(self._event_id(event) for event in (*others, *waiting)),
+            awaited=request.awaited,
             not_ready=not_ready,
         )
 

@@ -143,10 +143,14 @@ def awaited(workflow: Workflow, context: Context) -> list[str]:
 def not_ready_others(workflow: Workflow, context: Context) -> list[str]:
     """Plain names of the other VMs that are not known to be ready now."""
     own = own_name(workflow, context)
-    status = _status(workflow, context)
-    known = status.workflow_id and not status.is_all_ready
-    names = status.not_ready if known else awaited(workflow, context)
-    return [name for name in names if name != own]
+    names = (*_status(workflow, context).not_ready, *_unasked(workflow, context))
+    return [name for name in dict.fromkeys(names) if name != own]
+
+
+def _unasked(workflow: Workflow, context: Context) -> list[str]:
+    """The awaited VMs of which the fleet's status does not tell: the event has come to name them since."""
+    asked = _status(workflow, context).awaited
+    return [name for name in awaited(workflow, context) if name not in asked]
 
 
 # --- A slot
@@ -256,7 +260,8 @@ def needs_all(workflow: Workflow) -> bool:
 def fleet_gate(workflow: Workflow, context: Context) -> Leave:
     """With ``shared: all-ready`` every VM that the event names must be ready; only an operator goes past that."""
     status = _status(workflow, context)
-    if workflow.operator == "approved" or not needs_all(workflow) or status.is_all_ready:
+    is_all_ready = status.is_all_ready and not _unasked(workflow, context)
+    if workflow.operator == "approved" or not needs_all(workflow) or is_all_ready:
         return YES
     return Leave("not yet", _why_not_all_ready(workflow, context))
 

@@ -316,8 +316,10 @@ class FleetEventStatus(msgspec.Struct, frozen=True, kw_only=True):
     """In the line of the events that wait for a slot, from 1; 0 if it does not wait."""
     ahead: tuple[str, ...] = ()
     """Ids of the events that have a slot, or wait before it."""
+    awaited: tuple[str, ...] = ()
+    """Plain names of the VMs that were asked for."""
     not_ready: tuple[str, ...] = ()
-    """Plain names of the awaited VMs that do not count as ready."""
+    """Plain names of those that do not count as ready, and of others that have begun all the same."""
     other_vm_id: str = ""
     """The vmId of another VM that goes by the name of this one; "" if there is none."""
 
