@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import psutil
 from harness import Agent, Simulator, installed_environment
 
-from scheduled_events_agent.fleet.ledger import Ledger
+from scheduled_events_agent.fleet.backend import Backend
 from scheduled_events_agent.fleet.table import connect
 from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
 from scheduled_events_agent.simulator.table import SimulatedTable
@@ -36,17 +36,17 @@ class HookRun(NamedTuple):
 class Fleet:
     """The agents by VM, in one group; a context manager, which starts them."""
 
-    def __init__(self, directory: Path, azure: Simulator, ledger: Ledger | None, **fleet: Any) -> None:
-        """``ledger``: their table, asked from here; None: they share nothing. ``fleet``: of their policy."""
+    def __init__(self, directory: Path, azure: Simulator, store: Backend | None, **fleet: Any) -> None:
+        """``store``: their table, asked from here; None: they share nothing. ``fleet``: of their policy."""
         self.azure = azure
         self.vms = tuple(azure.vms)
         self.random = Random(len(self.vms))
         self.patience = 120.0 + 5 * len(self.vms)
         self.agents = {vm: Agent(directory / vm, azure.endpoint(vm)) for vm in self.vms}
-        self._ledger = ledger
+        self._store = store
         self._stack = ExitStack()
-        rule = {"recover": ["resume"], "approve": "when-prepared", **({"shared": "all-ready"} if ledger else {})}
-        sections: dict[str, Any] = {"fleet": {"group": GROUP, **fleet}} if ledger else {}
+        rule = {"recover": ["resume"], "approve": "when-prepared", **({"shared": "all-ready"} if store else {})}
+        sections: dict[str, Any] = {"fleet": {"group": GROUP, **fleet}} if store else {}
         for agent in self.agents.values():
             agent.environment = installed_environment()
             agent.write_policy(
@@ -128,8 +128,8 @@ class Fleet:
             vms = self.azure.event(event).plan.vms
             self.wait(partial(self._is_gone, event), f"{event} was gone", vms[:3])
             self.wait_each(partial(self._is_back, event), vms, f"was back after {event}")
-        if self._ledger:
-            self.wait(self._are_slots_free, "all slots were free", self.vms[:3])
+        if self._store:
+            self.wait(self._are_records_deleted, "all records were deleted", self.vms[:3])
 
     def _is_gone(self, event: str) -> bool:
         return self.azure.event(event).status == "Gone"
@@ -143,23 +143,22 @@ class Fleet:
         return [process.memory_info().rss / 2**20 for process in processes]
 
     def measure_event(self) -> tuple[float, float]:
-        """Of an event of all: requests to the table until it is cleared away, ms from the last one ready on."""
+        """Of an event of all: requests until its records are deleted, and milliseconds from the last one ready on.
+
+        Each VM looks once more two minutes later.
+        """
         before = self._requests()
         event = self.schedule(self.vms)
         self.wait_over([event])
-        if self._ledger:
-            list_rows = self._ledger.list_rows
-            self.wait(lambda: not list_rows(f"vm|{GROUP}"), "the rows of the VMs were deleted")
         ready_at = max(run.ended for vm in self.vms for run in self.runs(vm, event) if run.hook == "drain")
         return self._requests() - before, 1000 * (self.azure.approvals(event)[0].monotonic - ready_at)
 
     def _requests(self) -> float:
         return sum(agent.metric("fleet_requests_total") for agent in self.agents.values())
 
-    def _are_slots_free(self) -> bool:
-        assert self._ledger
-        rows = self._ledger.list_rows(f"slot|{GROUP}")
-        return bool(rows) and not any(row.content.get("event") for row in rows)
+    def _are_records_deleted(self) -> bool:
+        assert self._store
+        return not self._store.list()
 
 
 @contextmanager
@@ -171,7 +170,7 @@ def open_fleet(count: int, *, has_table: bool = True) -> Iterator[Fleet]:
         sas_file.touch(mode=0o600)
         sas_file.write_text(SimulatedTable.SAS)
         settings = FleetSettings(table=table.url, credential=FleetCredential(sas_file=str(sas_file)))
-        ledger = connect(settings, azure.endpoint()) if has_table else None
+        store = connect(settings, GROUP, azure.endpoint()) if has_table else None
         section = {"table": table.url, "credential": {"sas_file": str(sas_file)}, "max_events": 1}
-        with Fleet(Path(name), azure, ledger, **section) as fleet:
+        with Fleet(Path(name), azure, store, **section) as fleet:
             yield fleet

@@ -5,14 +5,12 @@ system's, as it does when a clock is set. A sleep of the machine is then a stop,
 count it, after which the wall clock has gone on by an hour.
 """
 
-import os
-import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from false_clock import Clock, false_clock_library  # noqa: F401 - a fixture
 from faulty import DRAIN, FaultyAgent, Simulator, longest_gap_seconds, see_through
 
 if sys.platform == "win32":
@@ -23,43 +21,11 @@ pytest_plugins = ["stage"]
 HOUR = 3600
 
 
-@pytest.fixture(scope="session")
-def library() -> Path:
-    """The library that lies about the time."""
-
-    def found() -> Path | None:
-        return next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
-
-    if found() is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        command = ["apt-get", "install", "-q", "-y", "--no-install-recommends", "faketime"]
-        subprocess.run(command, capture_output=True, timeout=300, check=False)
-    return found() or pytest.skip("there is no libfaketime here, and only root on Debian or Ubuntu can install it")
-
-
-class Clock:
-    """The wall clock of one agent."""
-
-    def __init__(self, agent: FaultyAgent, library: Path) -> None:
-        self._file = agent.directory / "clock"
-        self.set(0)
-        agent.environment |= {
-            "LD_PRELOAD": str(library),
-            "FAKETIME_TIMESTAMP_FILE": str(self._file),
-            "FAKETIME_NO_CACHE": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "NO_FAKE_STAT": "1",
-        }
-
-    def set(self, seconds: int) -> None:
-        """So many seconds from the true time, from now on."""
-        new = self._file.with_suffix(".new")
-        new.write_text(f"{seconds:+d}\n")
-        new.replace(self._file)
-
-
 @pytest.fixture
 def clock(agent: FaultyAgent, library: Path) -> Clock:
-    return Clock(agent, library)
+    clock = Clock(agent.directory, library)
+    agent.environment |= clock.environment
+    return clock
 
 
 @pytest.mark.parametrize("jump", [HOUR, -HOUR], ids=["forward", "back"])

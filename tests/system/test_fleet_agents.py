@@ -57,7 +57,13 @@ def test_an_event_of_three_vms_is_approved_once_all_are_prepared(azure: Simulato
         agent.wait_phase(event, "prepared")
     first = agents[0]
     _wait_for_words(first, event, "waits for web_2 to be ready")
-    assert first.status()["fleet"] == {"group": "web", "failure": "", "away_since": None, "awaited": ["web_2"]}
+    assert first.status()["fleet"] == {
+        "group": "web",
+        "error": "",
+        "unavailable_since": None,
+        "not_ready": ["web_2"],
+        "warnings": [],
+    }
     assert "waits for web_2" in " ".join(first.run("status", "--state-dir", str(first.state_dir)).stdout.split())
     assert azure.event(event).status == "Scheduled"
     agents[2].let_go("go")
@@ -66,7 +72,7 @@ def test_an_event_of_three_vms_is_approved_once_all_are_prepared(azure: Simulato
         assert agent.ran() == ["drain", "resume"]
     last = agents[2]
     last.wait_until(lambda: last.metric("fleet_wait_seconds_count", what="ready"), "it counted")
-    assert last.metric("fleet_requests_total", operation="put", result="ok") > 0
+    assert last.metric("fleet_requests_total", operation="create", result="ok") > 0
 
 
 def test_of_two_events_the_second_begins_when_the_first_has_recovered(
@@ -75,7 +81,7 @@ def test_of_two_events_the_second_begins_when_the_first_has_recovered(
     first = azure.schedule("Reboot", vms=VMS[:1], notice_seconds=900, lasts_seconds=1.0)
     agents[0].wait_phase(first, "preparing")
     second = azure.schedule("Reboot", vms=VMS[1:2], notice_seconds=900, lasts_seconds=1.0)
-    _wait_for_words(agents[1], second, f"waits for a slot: event {first[:8]} of web_0, until")
+    _wait_for_words(agents[1], second, f"waits for a slot: 1st in line, behind event {first[:8]}; begins")
     assert agents[1].ran() == []
     agents[1].let_go("go")
     agents[0].let_go("go")
@@ -86,7 +92,7 @@ def test_of_two_events_the_second_begins_when_the_first_has_recovered(
     assert recovered < began
 
 
-def test_while_the_table_is_away_nothing_is_approved_and_then_it_is(
+def test_while_the_table_is_unavailable_nothing_is_approved_and_then_it_is(
     azure: Simulator, agents: list[Agent], azurite: Azurite
 ) -> None:
     event = azure.schedule("Reboot", vms=VMS, notice_seconds=900, lasts_seconds=1.0)
@@ -97,7 +103,7 @@ def test_while_the_table_is_away_nothing_is_approved_and_then_it_is(
             agent.let_go("go")
             agent.wait_phase(event, "prepared")
             _wait_for_words(agent, event, "the table cannot be used")
-            assert agent.status()["fleet"]["failure"]
+            assert agent.status()["fleet"]["error"]
         assert azure.event(event).status == "Scheduled"
     for agent in agents:
         agent.wait_log("closed", event_id=event)

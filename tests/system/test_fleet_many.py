@@ -1,7 +1,7 @@
 """A fleet of real agents with one simulator and one real table, in trouble. Judged from outside.
 
 The judge knows when hooks ran, from their own notes, when approvals came, from the simulator, and the table's
-rows.
+records.
 """
 
 import sys
@@ -18,25 +18,25 @@ from scheduled_events_agent.settings.model import FleetSettings
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from azurite import Azurite, running_azurite  # noqa: F401 - a fixture
+from flaky_proxy import FlakyProxy
 from harness import Simulator
-from lossy import LossyProxy
-from many_agents import Fleet
+from many_agents import GROUP, Fleet
 
 pytestmark = pytest.mark.timeout(1800)
 LIMIT = 2
 """Of events that are prepared for at a time."""
-WITHOUT_SLOT = "it begins without a slot of the fleet: Azure may start it within 5 minutes"
+WITHOUT_SLOT = "it begins without a slot of the fleet: it can wait no longer"
 
 
 class JudgedFleet(Fleet):
     """One with a real table, behind a proxy."""
 
-    def __init__(self, directory: Path, azure: Simulator, azurite: Azurite, proxy: LossyProxy) -> None:
+    def __init__(self, directory: Path, azure: Simulator, azurite: Azurite, proxy: FlakyProxy) -> None:
         self.azurite, self.proxy = azurite, proxy
         table = azurite.create_table()
-        ledger = connect(FleetSettings(table=table), azure.endpoint())
+        store = connect(FleetSettings(table=table), GROUP, azure.endpoint())
         url = f"{proxy.url}/{table.rpartition('/')[2]}"
-        super().__init__(directory, azure, ledger, table=url, max_events=LIMIT)
+        super().__init__(directory, azure, store, table=url, max_events=LIMIT)
 
     def begun_without_slot(self, events: Iterable[str]) -> set[str]:
         """Those of the events whose agents have said so in their log."""
@@ -74,7 +74,7 @@ def fleet(
     key = azurite.certificate.with_suffix(".key")
     with ExitStack() as stack:
         azure = stack.enter_context(Simulator(vms=vms, rate_limit=None))
-        proxy = stack.enter_context(LossyProxy(azurite.account_url, azurite.certificate, key))
+        proxy = stack.enter_context(FlakyProxy(azurite.account_url, azurite.certificate, key))
         yield stack.enter_context(JudgedFleet(tmp_path_factory.mktemp("fleet"), azure, azurite, proxy))
 
 
@@ -123,7 +123,9 @@ def test_while_the_table_stands_still_no_event_begins_and_none_is_approved(fleet
         fleet.let_go(fleet.vms)
         fleet.wait_each(lambda vm: fleet.is_drained(vm, shared), fleet.vms, "was prepared")
         fleet.wait_each(
-            lambda vm: fleet.agents[vm].status()["fleet"]["failure"], fleet.vms[:10], "knew that the table is away"
+            lambda vm: fleet.agents[vm].status()["fleet"]["error"],
+            fleet.vms[:10],
+            "knew that the table is unavailable",
         )
         fleet.wait(lambda: time.monotonic() > outage_ends_at, "a minute was over")
         assert fleet.azure.approvals(shared) == ()
