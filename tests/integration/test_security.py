@@ -15,8 +15,8 @@ import pytest
 from scheduled_events_agent import host
 from scheduled_events_agent.cli import doctor, main, run
 from scheduled_events_agent.cli.run import _PolicyFile
-from scheduled_events_agent.fleet.ledger import LedgerError
-from scheduled_events_agent.fleet.table import read_sas
+from scheduled_events_agent.fleet.backend import BackendError
+from scheduled_events_agent.fleet.credentials import read_sas
 from scheduled_events_agent.hooks import HookResult, HookRun
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.notices import SAMPLE, NoticeError, deliver
@@ -381,7 +381,7 @@ def test_what_needs_such_a_file_fails_with_the_reason(
     if settings.fleet is not None:
         assert isinstance(settings.fleet.credential, FleetCredential)
         assert settings.fleet.credential.sas_file is not None
-        with pytest.raises(LedgerError) as failed:
+        with pytest.raises(BackendError) as failed:
             read_sas(Path(settings.fleet.credential.sas_file))
         assert (failed.value.kind, str(failed.value)) == ("setup", fault)
         return

@@ -1,4 +1,4 @@
-"""The simulated table, asked by the real client of Table Storage, does what a ledger must."""
+"""The simulated table, asked as the agents of a fleet ask it, does what their backend must."""
 
 import json
 import socket
@@ -11,24 +11,28 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from scheduled_events_agent.fleet.ledger import Ledger
-from scheduled_events_agent.fleet.memory import MemoryLedger
+from scheduled_events_agent.fleet import table as table_module
+from scheduled_events_agent.fleet.backend import Backend
 from scheduled_events_agent.fleet.table import connect
 from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
 from scheduled_events_agent.simulator.table import SimulatedTable
 
 
-@pytest.fixture(params=["simulated", "memory"])
-def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ledger]:
-    if request.param == "memory":
-        yield MemoryLedger()
-        return
+@pytest.fixture
+def backends(tmp_path: Path) -> Iterator[tuple[Backend, Backend]]:
+    """Of two groups in one table."""
     sas_file = tmp_path / "sas"
     sas_file.touch(mode=0o600)
     sas_file.write_text(SimulatedTable.SAS)
     with SimulatedTable() as table:
-        credential = FleetCredential(sas_file=str(sas_file))
-        yield connect(FleetSettings(table=table.url, credential=credential), "http://127.0.0.1:9")
+        settings = FleetSettings(table=table.url, credential=FleetCredential(sas_file=str(sas_file)))
+        web, db = (connect(settings, group, "http://127.0.0.1:9") for group in ("web", "db"))
+        yield web, db
+
+
+@pytest.fixture
+def backend(backends: tuple[Backend, Backend]) -> Backend:
+    return backends[0]
 
 
 def test_a_client_that_gives_up_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
@@ -61,56 +65,79 @@ def test_simulate_serves_a_table(tmp_path: Path) -> None:
             (tmp_path / "sas").touch(mode=0o600)
             (tmp_path / "sas").write_text("sv=1&sig=1")
             fleet = FleetSettings(table=told[2]["url"], credential=FleetCredential(sas_file=str(tmp_path / "sas")))
-            ledger = connect(fleet, told[0]["url"])
-            ledger.put("vm|web", "a", {})
-            assert [row.key for row in ledger.list_rows("vm|web")] == ["a"]
+            backend = connect(fleet, "web", told[0]["url"])
+            assert backend.put("a", {}, "")
+            assert [record.key for record in backend.list()] == ["a"]
         finally:
             process.kill()
 
 
-def test_rows_are_listed_by_partition_in_the_order_of_their_keys(ledger: Ledger) -> None:
-    for key in ("b", "a"):
-        ledger.put("slot|web", key, {"event": f"of {key}"})
-    ledger.put("slot|db", "000", {})
-    assert [(row.key, row.content) for row in ledger.list_rows("slot|web")] == [
-        ("a", {"event": "of a"}),
-        ("b", {"event": "of b"}),
+def put(backend: Backend, key: str, fields: dict[str, str], etag: str = "") -> str:
+    new_etag = backend.put(key, fields, etag)
+    assert new_etag is not None
+    assert new_etag != etag
+    return new_etag
+
+
+def test_a_group_has_its_own_records(backends: tuple[Backend, Backend]) -> None:
+    web, db = backends
+    etags = {key: put(web, key, {"state": f"of {key}"}) for key in ("b", "a")}
+    put(db, "a", {})
+    records = web.list()
+    assert [(record.key, record.etag, record.fields) for record in records] == [
+        ("a", etags["a"], {"state": "of a"}),
+        ("b", etags["b"], {"state": "of b"}),
     ]
-    assert ledger.list_rows("vm|none") == []
+    assert all(record.age is not None and 0 <= record.age < 300 for record in records)
+    assert [record.fields for record in db.list()] == [{}]
 
 
-def test_a_row_is_replaced_and_deleted_whatever_was_there(ledger: Ledger) -> None:
-    ledger.put("vm|web", "e|vm_1", {"state": "ready", "at": "now"})
-    ledger.put("vm|web", "e|vm_1", {"state": "back"})
-    assert [row.content for row in ledger.list_rows("vm|web")] == [{"state": "back"}]
-    ledger.put("vm|web", "e|vm_1", None)
-    ledger.put("vm|web", "e|vm_1", None)
-    assert ledger.list_rows("vm|web") == []
+def test_a_record_is_created_only_if_there_is_none(backend: Backend) -> None:
+    first = put(backend, "e|vm_1", {"state": "requested"})
+    assert backend.put("e|vm_1", {"state": "ready"}, "") is None
+    assert backend.delete("e|vm_1", first)
+    put(backend, "e|vm_1", {"state": "ready"})
+    assert [record.fields for record in backend.list()] == [{"state": "ready"}]
 
 
-def test_rows_are_listed_by_how_their_keys_begin(ledger: Ledger) -> None:
-    for key in ("a|vm_1", "a|vm_2", "a", "a}", "ab|vm_1", "b|vm_1"):
-        ledger.put("vm|web", key, {})
-    assert [row.key for row in ledger.list_rows("vm|web", "a|")] == ["a|vm_1", "a|vm_2"]
-    assert len(ledger.list_rows("vm|web")) == 6
+def test_a_record_is_replaced_only_with_its_etag(backend: Backend) -> None:
+    first = put(backend, "e|vm_1", {"state": "claimed", "waits_for": "x"})
+    second = put(backend, "e|vm_1", {"state": "ready"}, first)
+    assert backend.put("e|vm_1", {"state": "claimed"}, first) is None
+    assert [(record.etag, record.fields) for record in backend.list()] == [(second, {"state": "ready"})]
+    assert backend.put("e|vm_2", {"state": "ready"}, second) is None, "there is none that could have it"
 
 
-def test_a_row_that_was_changed_meanwhile_is_not_deleted(ledger: Ledger) -> None:
-    ledger.put("vm|web", "e|vm_1", {"state": "back"})
-    (old,) = ledger.list_rows("vm|web")
-    ledger.put("vm|web", "e|vm_1", {"state": "ready"})
-    assert not ledger.put_if_unchanged("vm|web", "e|vm_1", None, old.version)
-    (row,) = ledger.list_rows("vm|web")
-    for _ in range(2):
-        assert ledger.put_if_unchanged("vm|web", "e|vm_1", None, row.version)
-    assert ledger.list_rows("vm|web") == []
+def test_a_record_is_deleted_only_with_its_etag(backend: Backend) -> None:
+    first = put(backend, "e|vm_1", {"state": "claimed"})
+    second = put(backend, "e|vm_1", {"state": "ready"}, first)
+    assert not backend.delete("e|vm_1", first)
+    assert len(backend.list()) == 1
+    assert backend.delete("e|vm_1", second)
+    assert backend.delete("e|vm_1", second), "it is gone"
+    assert backend.list() == []
 
 
-def test_one_of_two_that_want_the_same_row_gets_it(ledger: Ledger) -> None:
-    assert ledger.put_if_unchanged("slot|web", "000", {"event": "a"}, "")
-    assert not ledger.put_if_unchanged("slot|web", "000", {"event": "b"}, "")
-    (row,) = ledger.list_rows("slot|web")
-    assert ledger.put_if_unchanged("slot|web", "000", {"event": ""}, row.version)
-    assert not ledger.put_if_unchanged("slot|web", "000", {"event": "b"}, row.version)
-    assert not ledger.put_if_unchanged("slot|web", "001", {"event": "b"}, row.version)
-    assert [one.content for one in ledger.list_rows("slot|web")] == [{"event": ""}]
+def test_many_records_come_in_pages(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "_RECORDS_PER_PAGE", 3)
+    keys = [f"e|vm_{number}" for number in range(7)]
+    for key in keys:
+        put(backend, key, {})
+    assert [record.key for record in backend.list()] == keys
+
+
+@pytest.mark.parametrize(
+    ("method", "query", "body"),
+    [
+        ("POST", "", b'{"PartitionKey": "p"}'),
+        ("POST", "", b'{"PartitionKey": "p", "RowKey": 7}'),
+        ("PUT", "(PartitionKey='p',RowKey='k')", b"{}"),
+        ("DELETE", "(PartitionKey='p',RowKey='k')", b""),
+        ("GET", "?$filter=RowKey%20eq%20'k'", b""),
+        ("GET", "?$filter=PartitionKey%20eq%20'p'&$top=all", b""),
+    ],
+)
+def test_what_no_agent_asks_is_refused(method: str, query: str, body: bytes) -> None:
+    with SimulatedTable() as table:
+        answer = httpx.request(method, f"{table.url}{query}", content=body)
+    assert (answer.status_code, answer.json()["odata.error"]["code"]) == (400, "InvalidInput")

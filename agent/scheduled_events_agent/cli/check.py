@@ -137,7 +137,7 @@ def _refused(loaded: Loaded) -> Iterator[Finding]:
         return
     from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
 
-    yield from table.faults(fleet)
+    yield from table.errors(fleet)
     if not fleet.group:
         yield from _group_faults(loaded.settings)
 
@@ -163,7 +163,7 @@ def _target_doubts(settings: Settings) -> Iterator[Finding]:
     if settings.fleet:
         from scheduled_events_agent.fleet import table  # noqa: PLC0415  # as above
 
-        yield from table.doubts(settings.fleet)
+        yield from table.warnings(settings.fleet)
 
 
 def _policy_in_words(loaded: Loaded, terminal: Terminal) -> Iterator[str]:

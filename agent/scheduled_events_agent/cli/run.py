@@ -164,7 +164,7 @@ def _look_at_machine(loaded: Loaded) -> tuple[Problem, ...]:
     if loaded.settings.fleet:
         from scheduled_events_agent.fleet import table  # noqa: PLC0415  # most policies have none
 
-        findings += table.doubts(loaded.settings.fleet)
+        findings += table.warnings(loaded.settings.fleet)
     return (*check_files(loaded), *loaded.parsed.gather(findings))
 
 

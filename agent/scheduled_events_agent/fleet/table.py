@@ -1,102 +1,363 @@
-"""The way to the fleet's table; loads Microsoft's azure-data-tables, an extra, when it is first gone."""
+"""A fleet's records in Azure Table Storage: four requests of its REST interface, over the agent's own transport.
 
+Owns how a record is stored, and what each answer of the service means. The one invariant: each call ends in
+bounded time, and everything that goes wrong is a BackendError without the signature, or the URL that has it.
+"""
+
+import json
 import re
-from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
-from importlib.util import find_spec
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from email.utils import formatdate, parsedate_to_datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import parse_qs
+from time import monotonic
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
 
-from scheduled_events_agent import host
-from scheduled_events_agent.fleet.ledger import LedgerError, OnRequest
-from scheduled_events_agent.settings.files import read_named_file
-from scheduled_events_agent.settings.model import FleetCredential, FleetSettings, is_foreign_path, parse_table
+import httpx
 
-if TYPE_CHECKING:
-    from scheduled_events_agent.fleet.table_ledger import TableLedger
+from scheduled_events_agent import __version__, host
+from scheduled_events_agent.events import DocumentError, parse_json
+from scheduled_events_agent.fleet.backend import (
+    MAX_RECORDS,
+    BackendError,
+    ErrorKind,
+    OnRequest,
+    Record,
+    plain_key,
+)
+from scheduled_events_agent.fleet.credentials import ManagedIdentityCredential, read_sas, sas_warnings
+from scheduled_events_agent.settings.model import (
+    FleetCredential,
+    FleetSettings,
+    TableAddress,
+    is_foreign_path,
+    parse_table,
+)
+from scheduled_events_agent.transport import (
+    SecureTransport,
+    SetupError,
+    TooLargeError,
+    connect_fault,
+    parse_retry_after,
+    proxy_for,
+    trusting,
+)
 
 ROLE = "Storage Table Data Contributor"
 
-_MAX_SAS_BYTES = 16 * 1024
-_RENEW_BEFORE = timedelta(days=7)
-# The letters of its permissions, as the service names them.
-_NEEDED = {"r": "read", "a": "add", "u": "update", "d": "delete"}
-_NOT_INSTALLED = "azure-data-tables is not installed: pip install 'scheduled-events-agent[fleet]'"
+_EXCHANGE_SECONDS = 10.0
+_LIST_SECONDS = 30.0
+_MAX_ANSWER_BYTES = 8 * 1024 * 1024  # the service gives 4 MiB at a time
+_RECORDS_PER_PAGE = 1000  # the service gives no more
+_MAX_RETRY_AFTER_SECONDS = 300.0
+# With Azure's own names of clouds: https://ACCOUNT.table.core.windows.net, .usgovcloudapi.net, .chinacloudapi.cn.
+_AUDIENCE = "https://storage.azure.com"
+_AUDIENCES = {".usgovcloudapi.net": "https://storage.azure.us", ".chinacloudapi.cn": "https://storage.azure.cn"}
+_HEADERS = {
+    "x-ms-version": "2020-12-06",
+    "DataServiceVersion": "3.0",
+    "Accept": "application/json;odata=minimalmetadata",
+    "Accept-Encoding": "identity",
+    "User-Agent": f"scheduled-events-agent/{__version__}",
+    "Connection": "close",
+}
+_CODE = re.compile(r'"code"\s*:\s*"([A-Za-z]{1,64})"|<(?:\w+:)?code>([A-Za-z]{1,64})<', re.IGNORECASE)
+_OWN_NAMES = ("PartitionKey", "RowKey", "Timestamp")
+_CHANGED = {
+    (409, "EntityAlreadyExists"),
+    (412, "UpdateConditionNotSatisfied"),
+    (412, "ConditionNotMet"),
+    (404, "ResourceNotFound"),
+}
 
 
-def connect(settings: FleetSettings, endpoint: str, on_request: OnRequest = lambda *_: None) -> "TableLedger":
-    """The ledger of a policy; asks nothing yet. ``endpoint``: of the metadata service. Raises LedgerError."""
+def connect(
+    settings: FleetSettings,
+    group: str,
+    endpoint: str,
+    on_request: OnRequest = lambda *_: None,
+    *,
+    partition: str = "fleet",
+) -> "TableBackend":
+    """The records of a group; asks nothing yet. ``endpoint``: of the metadata service. Raises BackendError."""
     address = parse_table(settings.table)
     if address is None:
-        raise LedgerError("fleet.table is no URL of a table", kind="setup")
-    try:
-        from scheduled_events_agent.fleet.table_ledger import TableLedger  # noqa: PLC0415  # 5 MiB, and an extra
-    except ImportError as error:
-        raise LedgerError(f"{_NOT_INSTALLED} (no module {error.name})", kind="setup") from error
-    return TableLedger(settings, address, endpoint, on_request)
+        raise BackendError("fleet.table is no URL of a table", kind="setup")
+    return TableBackend(settings, address, endpoint, f"{partition}|{plain_key(group)}", on_request)
 
 
-def faults(settings: FleetSettings) -> Iterator[tuple[str, str]]:
+def errors(settings: FleetSettings) -> Iterator[tuple[str, str]]:
     """Why the table's secret cannot be used: path and message. An agent that runs tries it again."""
-    credential = settings.credential
-    sas_file = credential.sas_file if isinstance(credential, FleetCredential) else None
+    sas_file = _given(settings).sas_file
     if sas_file and not is_foreign_path(sas_file):
         try:
             read_sas(Path(sas_file))
-        except LedgerError as error:
+        except BackendError as error:
             yield "fleet.credential.sas_file", str(error)
 
 
-def doubts(settings: FleetSettings) -> Iterator[tuple[str, str]]:
-    """Why the table could not be used from this machine, or who else can read its secret: path and message."""
-    if find_spec("azure") is None or find_spec("azure.data") is None:
-        yield "fleet", _NOT_INSTALLED
-    credential = settings.credential
-    sas_file = credential.sas_file if isinstance(credential, FleetCredential) else None
+def warnings(settings: FleetSettings) -> Iterator[tuple[str, str]]:
+    """Who else can read the table's secret, and what it says against itself: path and message."""
+    sas_file = _given(settings).sas_file
     if not sas_file or is_foreign_path(sas_file):
         return
     if fault := host.exposure_fault(Path(sas_file)):
         yield "fleet.credential.sas_file", fault
-    for text in sas_doubts(Path(sas_file), datetime.now(UTC)):
+    for text in sas_warnings(Path(sas_file), datetime.now(UTC)):
         yield "fleet.credential.sas_file", text
 
 
-def sas_doubts(path: Path, now: datetime) -> Iterator[str]:
-    """What its own text says against the signature in a file, if it can be read: its end, and what it allows.
+def _given(settings: FleetSettings) -> FleetCredential:
+    return settings.credential if isinstance(settings.credential, FleetCredential) else FleetCredential()
 
-    One with a stored access policy (``si``) says neither; the account has that.
+
+class TableBackend:
+    """The records of one partition: see ``scheduled_events_agent.fleet.backend``. For one thread.
+
+    A write takes up to 40 seconds (a token and an exchange, both once more if the token is refused), a list 70,
+    and what the system takes to look up a name.
     """
-    try:
-        fields = parse_qs(read_sas(path))
-    except LedgerError:
-        return
-    try:
-        ends_at = datetime.fromisoformat(fields["se"][0])
-    except (KeyError, ValueError):
-        pass
-    else:
-        ends_at = ends_at if ends_at.tzinfo else ends_at.replace(tzinfo=UTC)
-        if ends_at - now < _RENEW_BEFORE:
-            ends = "has expired" if ends_at <= now else "expires soon"
-            at = f"{ends_at:%Y-%m-%dT%H:%M:%SZ}"
-            yield f"the signature in {path} {ends}, at {at}: write a new one into the file"
-    missing = [word for letter, word in _NEEDED.items() if "sp" in fields and letter not in fields["sp"][0]]
-    if missing:
-        yield f"the signature in {path} does not allow what the agent does: {', '.join(missing)}"
+
+    def __init__(
+        self,
+        settings: FleetSettings,
+        address: TableAddress,
+        endpoint: str,
+        partition: str,
+        on_request: OnRequest,
+    ) -> None:
+        """Raises BackendError."""
+        self._account_url, self._table = address
+        self._partition = partition
+        self._proxy = settings.proxy
+        self._on_request = on_request
+        given = _given(settings)
+        self._client_id = given.client_id
+        self._sas_file = Path(given.sas_file) if given.sas_file else None
+        url = urlsplit(self._account_url)
+        if self._sas_file is None and url.scheme != "https":
+            raise BackendError("the table cannot be asked: a token is sent over HTTPS only", kind="setup")
+        host_name = url.hostname or ""
+        audience = next((one for end, one in _AUDIENCES.items() if host_name.endswith(end)), _AUDIENCE)
+        self._identity = ManagedIdentityCredential(endpoint, given.client_id, audience, _EXCHANGE_SECONDS)
+        self.clock_skew_seconds: float | None = None
+        """How far this machine's clock was ahead of the service's, when it last answered."""
+
+    def list(self) -> list[Record]:
+        deadline = monotonic() + _LIST_SECONDS
+        records: list[Record] = []
+        query = {"$filter": f"PartitionKey eq '{self._partition}'", "$top": str(_RECORDS_PER_PAGE)}
+        next_page: dict[str, str] = {}
+        while True:
+            answer = self._ask("GET", f"()?{urlencode(query | next_page, quote_via=quote)}")
+            page = _parse_page(answer.content, _parse_date(answer))
+            if page is None:
+                text = f"{self._account_url}: the answer is not one of a table"
+                raise BackendError(text, kind="bad_response")
+            records += page
+            if len(records) > MAX_RECORDS:
+                raise BackendError(f"more than {MAX_RECORDS:,} records: {self._partition}", kind="bad_response")
+            next_page = _parse_continuation(answer.headers)
+            if not next_page:
+                return records
+            if monotonic() > deadline:
+                raise BackendError(f"no whole list within {_LIST_SECONDS:g} s", kind="timeout")
+
+    def put(self, key: str, fields: Mapping[str, str], etag: str) -> str | None:
+        try:
+            if etag:
+                answer = self._ask("PUT", self._entity(key), fields, etag)
+            else:
+                answer = self._ask("POST", "", {**fields, "PartitionKey": self._partition, "RowKey": key})
+        except _PreconditionFailedError:
+            return None
+        new_etag: str = answer.headers.get("etag", "")
+        if not new_etag:
+            text = f"{self._account_url} answers {answer.status_code} without an ETag"
+            raise BackendError(text, kind="bad_response")
+        return new_etag
+
+    def delete(self, key: str, etag: str) -> bool:
+        try:
+            self._ask("DELETE", self._entity(key), etag=etag)
+        except _PreconditionFailedError as error:
+            return error.is_gone
+        return True
+
+    def _entity(self, key: str) -> str:
+        return f"(PartitionKey='{quote(self._partition)}',RowKey='{quote(key)}')"
+
+    def _ask(
+        self, method: str, place: str, fields: Mapping[str, str] | None = None, etag: str = ""
+    ) -> httpx.Response:
+        """The answer, which is a success. ``place``: what follows the table's name. Raises BackendError."""
+        url = f"{self._account_url}/{self._table}{place}"
+        headers = _HEADERS | {"x-ms-date": formatdate(usegmt=True)}
+        if fields is not None:
+            headers |= {"Content-Type": "application/json", "Prefer": "return-no-content"}
+        if etag:
+            headers["If-Match"] = etag
+        body = b"" if fields is None else json.dumps(dict(fields)).encode()
+        if self._sas_file is not None:
+            separator = "&" if "?" in place else "?"
+            answer = self._send(method, f"{url}{separator}{read_sas(self._sas_file)}", headers, body)
+        else:
+            answer = self._send(method, url, headers | self._authorization(), body)
+            if answer.status_code == 401:  # it may have been withdrawn, or this machine's clock is wrong
+                self._identity.forget_token()
+                answer = self._send(method, url, headers | self._authorization(), body)
+        if answer.is_success:
+            return answer
+        raise self._refusal(answer)
+
+    def _authorization(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._identity.fetch_token()}"}
+
+    def _send(self, method: str, url: str, headers: Mapping[str, str], body: bytes) -> httpx.Response:
+        began = monotonic()
+        answer = _exchange(self._proxy, method, url, headers, body)
+        seconds = monotonic() - began
+        if isinstance(answer, BackendError):
+            if answer.kind != "setup":
+                self._on_request(method, answer.kind, seconds)
+            raise answer
+        self._on_request(method, answer.status_code, seconds)
+        date = _parse_date(answer)
+        if date is not None:
+            self.clock_skew_seconds = (datetime.now(UTC) - date).total_seconds()
+        return answer
+
+    def _refusal(self, answer: httpx.Response) -> BackendError:
+        """What an answer that is no success means."""
+        status = answer.status_code
+        code = _parse_code(answer.content)
+        says = f"{self._account_url} answers {status}"
+        if code:
+            says += f" ({code})"
+        if (status, code) in _CHANGED:
+            return _PreconditionFailedError(says, is_gone=status == 404)
+        if status == 404:
+            remedy = "create it, or correct fleet.table"
+            return BackendError(f"{says}: there is no table {self._table}: {remedy}", kind="not_found")
+        if status in (401, 403):
+            return BackendError(f"{says}: {self._access_remedy(code)}", kind="denied")
+        if status in (408, 429, 500, 502, 503, 504):
+            after = parse_retry_after(answer.headers.get("retry-after", "")) or 0.0
+            return BackendError(
+                f"{says}: it is busy",
+                kind="throttled" if status in (429, 503) else "timeout",
+                retry_after=min(max(0.0, after), _MAX_RETRY_AFTER_SECONDS),
+            )
+        return BackendError(f"{says}: not the answer of a table that can be used", kind="bad_response")
+
+    def _access_remedy(self, code: str) -> str:
+        if code == "KeyBasedAuthenticationNotPermitted":
+            return "the storage account takes no shared access signatures: use the identity of this VM"
+        if self._sas_file:
+            needs = "it must be valid now, for this table, and allow read, add, update and delete"
+            remedy = f"the shared access signature in {self._sas_file} is not accepted: {needs}"
+        else:
+            who = f"the identity {self._client_id}" if self._client_id else "the identity of this VM"
+            scope = f"the table {self._table} or its storage account"
+            remedy = f'{who} may not use it: assign the role "{ROLE}" to it, at the scope of {scope}'
+        if code == "AuthorizationFailure":
+            return f"the network rules of the storage account do not let this VM in, or {remedy}"
+        return remedy
 
 
-def read_sas(path: Path) -> str:
-    """The signature that a file holds, with or without a question mark before it. Raises LedgerError."""
+class _PreconditionFailedError(BackendError):
+    """The record is there though it must not be, has another ETag, or is gone."""
+
+    def __init__(self, message: str, *, is_gone: bool) -> None:
+        super().__init__(message, kind="bad_response")
+        self.is_gone = is_gone
+
+
+def _exchange(
+    proxy: str | None, method: str, url: str, headers: Mapping[str, str], body: bytes
+) -> httpx.Response | BackendError:
+    """The whole answer. An error is returned, not raised: so its traceback has no URL with a signature."""
+    kind: ErrorKind
     try:
-        text = read_named_file(path, _MAX_SAS_BYTES).decode("ascii").strip().removeprefix("?")
-    except host.HostError as error:
-        raise LedgerError(str(error), kind="setup") from None
-    except UnicodeDecodeError:
-        raise LedgerError(f"{path} is not in ASCII: write it without a byte order mark", kind="setup") from None
-    if text.startswith(("'", '"')):
-        raise LedgerError(f"{path} has quotes around the signature: take them out", kind="setup")
-    if not {"sv", "sig"} <= parse_qs(text).keys() or re.search(r"\s", text):
-        form = "a shared access signature such as sv=...&sig=..., in one line"
-        raise LedgerError(f"{path} does not hold {form}", kind="setup")
-    return text
+        target = httpx.URL(url)
+        context = trusting(None) if target.scheme == "https" else None
+        transport = SecureTransport(_MAX_ANSWER_BYTES, context, proxy_for(proxy, target))
+    except (SetupError, httpx.InvalidURL) as error:
+        return BackendError(f"the table cannot be asked: {error}", kind="setup")
+    try:
+        with httpx.Client(transport=transport, trust_env=False, timeout=_EXCHANGE_SECONDS) as client:
+            return client.request(method, target, headers=headers, content=body)
+    except httpx.TimeoutException:
+        kind, what = "timeout", f"no whole answer within {_EXCHANGE_SECONDS:g} s"
+    except httpx.ConnectError as error:
+        fault, what = connect_fault(error)
+        kind = "unreachable"
+        if fault == "tls":
+            trusting.cache_clear()  # they may be other ones by now
+    except httpx.ProxyError:
+        kind, what = "unreachable", "the proxy refuses"
+    except TooLargeError:
+        kind, what = "bad_response", f"the answer is over {_MAX_ANSWER_BYTES // 1024**2} MiB"
+    except httpx.NetworkError:
+        kind, what = "unreachable", "the connection was lost"
+    except (httpx.TransportError, ValueError):
+        kind, what = "bad_response", "not a whole HTTP answer"
+    return BackendError(f"{target.host} gives no answer: {what}", kind=kind)
+
+
+def _parse_page(body: bytes, date: datetime | None) -> list[Record] | None:
+    """The records of one page, which has this Date; None if it is no page."""
+    try:
+        entities = parse_json(body)["value"]
+    except (ValueError, RecursionError, DocumentError, KeyError, TypeError):
+        return None
+    if not isinstance(entities, list) or not all(isinstance(entity, dict) for entity in entities):
+        return None
+    return list(filter(None, [_parse_record(entity, date) for entity in entities]))
+
+
+def _parse_record(entity: Mapping[str, Any], date: datetime | None) -> Record | None:
+    """A record that any program may have written: only its texts count. None if it has no key or ETag."""
+    key = entity.get("RowKey")
+    etag = entity.get("odata.etag")
+    if not isinstance(key, str) or not isinstance(etag, str) or not etag.isascii() or not etag.isprintable():
+        return None
+    fields = {
+        name: value
+        for name, value in entity.items()
+        if isinstance(value, str)
+        and name not in _OWN_NAMES
+        and "odata." not in name
+        and f"{name}@odata.type" not in entity  # a number or a time, written as text
+    }
+    return Record(key, etag, _age(entity.get("Timestamp"), date), fields)
+
+
+def _age(written: Any, date: datetime | None) -> float | None:
+    """Seconds from the Timestamp of an entity to the Date of the answer; None without one of them."""
+    try:
+        seconds = (date - datetime.fromisoformat(written)).total_seconds() if date else None
+    except (ValueError, TypeError):
+        return None
+    return None if seconds is None else max(0.0, seconds)
+
+
+def _parse_date(answer: httpx.Response) -> datetime | None:
+    try:
+        date = parsedate_to_datetime(answer.headers.get("date", ""))
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return date if date.tzinfo else None
+
+
+def _parse_continuation(headers: httpx.Headers) -> dict[str, str]:
+    """What to ask for the next page with; empty if there is none."""
+    names = ("NextPartitionKey", "NextRowKey")
+    return {name: headers[f"x-ms-continuation-{name}"] for name in names if f"x-ms-continuation-{name}" in headers}
+
+
+def _parse_code(body: bytes) -> str:
+    """The code of an error, of Azure's or of a proxy's; "" if it has none."""
+    match = _CODE.search(body[:4096].decode("utf-8", "replace"))
+    return (match[1] or match[2]) if match else ""

@@ -2,8 +2,9 @@
 
 import re
 import threading
+from datetime import UTC, datetime
 from itertools import count
-from typing import Any, Self
+from typing import Self
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import msgspec
@@ -13,9 +14,10 @@ from scheduled_events_agent.simulator.server import LOOPBACK, Server
 
 _NAME = "the table"
 _ENTITY = re.compile(r"\(PartitionKey='(.*)',RowKey='(.*)'\)$")
-_FILTER = re.compile(r"PartitionKey eq '([^']*)'(?: and RowKey ge '([^']*)' and RowKey lt '([^']*)')?$")
+_FILTER = re.compile(r"PartitionKey eq '([^']*)'$")
+_MAX_PAGE = 1000
 
-Entity = dict[str, Any]
+Entity = dict[str, str]
 
 
 class SimulatedTable:
@@ -40,46 +42,60 @@ class SimulatedTable:
     def __exit__(self, *_: object) -> None:
         self._server.close()
 
-    def list_entities(self, partition: str, first: str = "", after: str = "") -> list[Entity]:
-        """The partition's entities, from the key ``first`` to before ``after``, if given."""
+    def list_entities(self, partition: str) -> list[Entity]:
+        """The partition's entities in the order of their keys."""
         with self._lock:
-            found = [(key, one) for (name, key), one in sorted(self._entities.items()) if name == partition]
-        return [one for key, one in found if first <= key and (not after or key < after)]
-
-    def write(self, partition: str, key: str, entity: Entity | None, version: str | None) -> tuple[int, str]:
-        """HTTP status and error code. ``version``: None: whatever is there, "": nothing must be; "*": anything."""
-        with self._lock:
-            found = self._entities.get((partition, key))
-            if version == "" and found:
-                return 409, "EntityAlreadyExists"
-            if version and not found:
-                return 404, "ResourceNotFound"
-            if version and found and version not in ("*", found["odata.etag"]):
-                return 412, "UpdateConditionNotSatisfied"
-            if entity is None:
-                del self._entities[partition, key]
-            else:
-                etag = f'W/"{next(self._versions)}"'
-                fields = {"odata.etag": etag, "PartitionKey": partition, "RowKey": key}
-                self._entities[partition, key] = {**entity, **fields}
-            return 204, ""
+            return [entity for (name, _), entity in sorted(self._entities.items()) if name == partition]
 
     def _answer(self, request: Request) -> Answer:
         target = urlsplit(request.target)
+        etag = request.headers.get("if-match", "")
         try:
             entity = msgspec.json.decode(request.body, type=Entity) if request.body else None
             match request.method:
-                case "GET" if found := _FILTER.match(parse_qs(target.query)["$filter"][0]):
-                    return make_answer(200, msgspec.json.encode({"value": self.list_entities(*found.groups(""))}))
+                case "GET":
+                    return self._page(parse_qs(target.query))
                 case "POST" if entity:
-                    status, code = self.write(entity["PartitionKey"], entity["RowKey"], entity, "")
-                case "PUT" | "DELETE" if found := _ENTITY.search(unquote(target.path)):
-                    status, code = self.write(found[1], found[2], entity, request.headers.get("if-match"))
-                case _:
-                    status = 400
-                    code = "InvalidInput"
-        except (msgspec.DecodeError, KeyError):
-            status = 400
-            code = "InvalidInput"
-        error = {"odata.error": {"code": code, "message": {"value": code}}}
-        return make_answer(status, msgspec.json.encode(error) if code else b"")
+                    return self._write(entity["PartitionKey"], entity["RowKey"], entity, "")
+                case "PUT" | "DELETE" if etag and (found := _ENTITY.search(unquote(target.path))):
+                    return self._write(found[1], found[2], entity, etag)
+        except (msgspec.DecodeError, KeyError, ValueError):
+            pass
+        return _error(400, "InvalidInput")
+
+    def _page(self, query: dict[str, list[str]]) -> Answer:
+        """At most as many entities as are asked for, and where the next page begins."""
+        found = _FILTER.match(query["$filter"][0])
+        if found is None:
+            return _error(400, "InvalidInput")
+        first = query.get("NextRowKey", [""])[0]
+        size = min(int(query.get("$top", [str(_MAX_PAGE)])[0]), _MAX_PAGE)
+        entities = [entity for entity in self.list_entities(found[1]) if entity["RowKey"] >= first]
+        headers: tuple[tuple[str, str], ...] = ()
+        if len(entities) > size:
+            names = ("PartitionKey", "RowKey")
+            headers = tuple([(f"x-ms-continuation-Next{name}", entities[size][name]) for name in names])
+        return make_answer(200, msgspec.json.encode({"value": entities[:size]}), headers=headers)
+
+    def _write(self, partition: str, key: str, entity: Entity | None, etag: str) -> Answer:
+        """Write it, or delete it if it is None. ``etag`` "": there must be none yet; ``*``: whatever is there."""
+        with self._lock:
+            found = self._entities.get((partition, key))
+            if not etag and found:
+                return _error(409, "EntityAlreadyExists")
+            if etag and not found:
+                return _error(404, "ResourceNotFound")
+            if found and etag not in ("*", found["odata.etag"]):
+                return _error(412, "UpdateConditionNotSatisfied")
+            if entity is None:
+                del self._entities[partition, key]
+                return make_answer(204)
+            own = {"PartitionKey": partition, "RowKey": key, "odata.etag": f'W/"{next(self._versions)}"'}
+            written = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
+            self._entities[partition, key] = {**entity, **own, "Timestamp": written}
+            return make_answer(204, headers=(("ETag", own["odata.etag"]),))
+
+
+def _error(status: int, code: str) -> Answer:
+    error = {"odata.error": {"code": code, "message": {"value": code}}}
+    return make_answer(status, msgspec.json.encode(error))
