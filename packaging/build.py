@@ -72,10 +72,6 @@ _UNNEEDED = (
 )
 # What httpx imports besides httpcore. (It also names anyio, which only asynchronous clients need.)
 IMPORTED_BY_HTTPX = ("certifi", "h11", "idna")
-# What azure-data-tables imports. (It also names requests and yarl, which other transports and credentials need.)
-IMPORTED_BY_TABLES = ("azure-core", "isodate", "typing-extensions")
-# Licences that a wheel names in words of its own, or by their text.
-_LICENSES = {"azure-data-tables": "MIT", "isodate": "BSD-3-Clause"}
 # Folders of the sources, and their places in a package.
 _FOLDERS = {
     "docs": _DOC,
@@ -286,7 +282,7 @@ def read_wheel(wheel: Path) -> tuple[Distribution, dict[str, bytes]]:
         if not name.endswith(_UNNEEDED) and "/tests/" not in name and ".dist-info/licenses/" not in name
     }
     name = str(metadata["Name"])
-    license_name = str(metadata["License-Expression"] or _LICENSES.get(name) or metadata["License"])
+    license_name = str(metadata["License-Expression"] or metadata["License"])
     return Distribution(name, str(metadata["Version"]), license_name, texts), files
 
 
@@ -498,7 +494,6 @@ def renew() -> None:
     """Write requirements.txt and tools.txt anew, with the newest versions that pyproject.toml allows."""
     project = tomllib.loads((SOURCES / "pyproject.toml").read_text("utf-8"))["project"]
     needed = [*(wish for wish in project["dependencies"] if "win32" not in wish), *IMPORTED_BY_HTTPX]
-    needed += [*project["optional-dependencies"]["fleet"], *IMPORTED_BY_TABLES]
     with tempfile.TemporaryDirectory() as directory:
         every = [_targets(architecture, python) for architecture in ARCHITECTURES for python in PYTHONS]
         for targets in every:

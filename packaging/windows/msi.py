@@ -37,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from build import (
     CACHE,
     IMPORTED_BY_HTTPX,
-    IMPORTED_BY_TABLES,
     MAINTAINER,
     NAME,
     PACKAGING,
@@ -330,7 +329,7 @@ def renew() -> None:
     project = tomllib.loads((SOURCES / "pyproject.toml").read_text("utf-8"))["project"]
     # pip judges conditions by the system that it runs on.
     needed = [wish.partition(";")[0].strip() for wish in project["dependencies"] if "== 'linux'" not in wish]
-    needed += [*project["optional-dependencies"]["fleet"], *IMPORTED_BY_HTTPX, *IMPORTED_BY_TABLES]
+    needed += IMPORTED_BY_HTTPX
     with tempfile.TemporaryDirectory() as directory:
         pip("download", *_target(), "--dest", directory, *needed, hashes=False)
         lines = ["# What the MSI contains; written by packaging/windows/msi.py renew.", *pins(Path(directory))]

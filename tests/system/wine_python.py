@@ -34,7 +34,7 @@ _VERSION = "311"
 # pip judges conditions such as sys_platform by the system it runs on, which is not the one it installs for here.
 # Later versions of a library that jsonschema needs want a newer Windows than Wine 8 is.
 _ADDITIONAL_PACKAGES = ("colorama", "jsonschema<4.18")
-_TEST_PACKAGES = ("azure-data-tables", "pytest", "hypothesis", "respx")
+_TEST_PACKAGES = ("pytest", "hypothesis", "respx")
 _SERVER = "/usr/lib/wine/wineserver64"
 _PYTHON = rf"C:\py{_VERSION}\python.exe"
 # Wine gives a service ten seconds until it answers, which a busy machine needs for Python alone.
