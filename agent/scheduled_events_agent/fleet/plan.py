@@ -184,7 +184,7 @@ def plan(
     requests = tuple(requests)
     writes: list[Write] = []
     statuses: dict[str, FleetEventStatus] = {}
-    seconds = [_QUIET_SECONDS]
+    seconds: list[float] = []
     for request in requests:
         state = group.state_of(request)
         statuses[request.event] = group.status_of(request, state)
@@ -197,7 +197,7 @@ def plan(
             interval = min(interval, own.renew_seconds)  # then it is written again
         seconds.append(_LEAVE_SECONDS if group.has_leave(request, statuses[request.event]) else interval)
     writes += group.deletes({record_key(request.event, request.vm) for request in requests})
-    return Plan(tuple(writes), statuses, min(seconds))
+    return Plan(tuple(writes), statuses, min(seconds, default=_QUIET_SECONDS))
 
 
 @dataclass(frozen=True, kw_only=True)
