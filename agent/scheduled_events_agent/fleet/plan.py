@@ -270,9 +270,13 @@ class _Group:
         found = [
             one
             for one in self.records.values()
-            if one.is_waiting and one.order < mine and one.event not in with_slot
+            if self._is_waiting(one) and one.order < mine and one.event not in with_slot
         ]
         return list(dict.fromkeys(one.event for one in sorted(found, key=lambda one: one.order)))
+
+    def _is_waiting(self, one: VmRecord) -> bool:
+        """This VM is alive: else two events of it would claim and step back for ever if no age is known."""
+        return one.is_waiting or (one.state == "requested" and self._is_confirmed(one))
 
     def _has_joined(self, request: FleetRequest) -> bool:
         """Whether another VM of the event has begun: the slot belongs to the event."""
