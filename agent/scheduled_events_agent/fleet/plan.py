@@ -346,7 +346,7 @@ class _Group:
         found = self.records.get(key)
         fields = {
             "id": request.event_id,
-            "vm": request.vm,
+            "vm": request.vm[:_MAX_VM_NAME],
             "vm_id": self.vm_id,
             "state": state,
             "not_before": _time_text(request.not_before),
