@@ -1,0 +1,568 @@
+"""One VM's side of the fleet on a store in memory, with a clock that the test moves."""
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from random import Random
+from typing import Any, TypeVar
+
+import pytest
+from memory_backend import MemoryStore
+from msgspec.structs import replace
+
+from scheduled_events_agent.fleet import client as client_module
+from scheduled_events_agent.fleet import plan as plan_module
+from scheduled_events_agent.fleet.backend import BackendError, Record
+from scheduled_events_agent.fleet.client import FleetClient
+from scheduled_events_agent.workflow import FleetEventStatus, FleetRequest
+
+T = TypeVar("T")
+START = datetime(2026, 3, 2, 8, 0, tzinfo=UTC)
+BOTH = ("web_0", "web_1")
+
+
+class Group:
+    """A store, and the time that all of its VMs have."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.store = MemoryStore(lambda: self.now)
+
+    def states(self) -> list[str]:
+        return sorted(f"{one.fields['id']} {one.fields['vm']} {one.fields['state']}" for one in self.store.list())
+
+    def run(self, seconds: float, *vms: "Vm") -> None:
+        """Each VM asks when it wants to."""
+        end = self.now + seconds
+        while True:
+            due = [(vm.client.next_sync_at, index) for index, vm in enumerate(vms)]
+            at, index = min(((at, index) for at, index in due if at is not None), default=(end, 0))
+            if at >= end:
+                break
+            self.now = max(self.now, at)
+            vms[index].client.sync(vms[index].requests.values())
+        self.now = end
+
+
+class Way:
+    """A VM's way to the store. ``faults``, of its next calls:
+
+    "" nothing; unavailable: it has no effect; lost: it has its effect, and the answer is lost; late: the answer is
+    lost, and it has its effect when the test says so; doubled: it has its effect now, and then once more.
+    """
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = store
+        self.faults: list[str] = []
+        self.retry_after = 0.0
+        self.calls: list[str] = []
+        self.later: list[Callable[[], object]] = []
+        self.before: Callable[[str], None] = lambda _: None
+
+    def list(self) -> list[Record]:
+        return self._call("list", self.store.list)
+
+    def put(self, key: str, fields: Mapping[str, str], etag: str) -> str | None:
+        return self._call("update" if etag else "create", partial(self.store.put, key, fields, etag))
+
+    def delete(self, key: str, etag: str) -> bool:
+        return self._call("delete", partial(self.store.delete, key, etag))
+
+    def _call(self, name: str, call: Callable[[], T]) -> T:
+        self.calls.append(name)
+        self.before(name)
+        fault = self.faults.pop(0) if self.faults else ""
+        if fault in ("late", "doubled"):
+            self.later.append(call)
+        if fault in ("late", "unavailable"):
+            raise BackendError("no answer", kind="timeout", retry_after=self.retry_after)
+        answer = call()
+        if fault == "lost":
+            raise BackendError("no answer", kind="timeout")
+        return answer
+
+
+class Vm:
+    def __init__(self, group: Group, name: str = "web_0", vm_id: str = "", max_events: int | None = 1) -> None:
+        self.group = group
+        self.name = name
+        self.requests: dict[str, FleetRequest] = {}
+        self.waited: list[tuple[str, float]] = []
+        self._options: dict[str, Any] = {"vm_id": vm_id or f"id-{name}", "max_events": max_events}
+        self.restart()
+
+    def restart(self) -> None:
+        self.way = Way(self.group.store)
+        self.client = FleetClient(
+            self.way,
+            random=Random(self.name),
+            monotonic=lambda: self.group.now,
+            on_wait_ended=lambda what, seconds: self.waited.append((what, seconds)),
+            **self._options,
+        )
+
+    def started(self) -> "Vm":
+        """It has asked once, without requests."""
+        self.client.sync(())
+        self.way.calls.clear()
+        return self
+
+    def want(self, stage: str, event: str = "a", names: tuple[str, ...] = (), **changes: Any) -> FleetEventStatus:
+        """The request of an event changes, and the client is asked at once."""
+        fields: dict[str, Any] = {
+            "event": event,
+            "workflow_id": f"{event}@1",
+            "event_id": event,
+            "not_before": START + timedelta(minutes=15),
+            "vm": self.name,
+            "stage": stage,
+            "needs_slot": self._options["max_events"] is not None,
+            "needs_all": len(names) > 1,
+            "awaited": names or (self.name,),
+            "seen_at": 0.0,
+        }
+        self.requests[event] = FleetRequest(**{**fields, **changes})
+        return self.sync(event)
+
+    def end(self, event: str = "a") -> None:
+        del self.requests[event]
+        self.sync()
+
+    def sync(self, event: str = "a") -> FleetEventStatus:
+        self.client.sync(self.requests.values())
+        return self.client.statuses.get(event, FleetEventStatus())
+
+    def take_calls(self) -> list[str]:
+        calls = list(self.way.calls)
+        self.way.calls.clear()
+        return calls
+
+
+# --- what it asks, and when
+
+
+def test_at_the_start_it_lists_once_and_is_silent() -> None:
+    group = Group()
+    vm = Vm(group)
+    vm.client.sync(())
+    assert vm.take_calls() == ["list"]
+    assert vm.client.next_sync_at is None
+
+
+def test_nothing_is_written_or_deleted_before_the_first_list() -> None:
+    group = Group()
+    before = Vm(group).started()
+    before.want("not_ready")
+    before.want("not_ready", "b")
+    vm = Vm(group)
+    vm.way.faults = ["unavailable"]
+    vm.want("not_ready")
+    assert vm.take_calls() == ["list"]
+    group.run(5.0, vm)
+    assert vm.take_calls() == ["list", "update", "delete"]
+    assert group.states() == ["a web_0 not_ready"]
+
+
+def test_an_event_without_a_wait_costs_six_requests() -> None:
+    group = Group()
+    vm = Vm(group).started()
+    assert vm.want("requested").may_begin
+    assert vm.take_calls() == ["list", "create", "list"]
+    vm.want("not_ready")
+    assert vm.take_calls() == ["update"]
+    vm.end()
+    assert vm.take_calls() == ["delete"]
+    group.run(124.0, vm)
+    assert vm.take_calls() == []
+    group.run(86_400.0, vm)
+    assert vm.take_calls() == ["list"]
+    assert vm.client.next_sync_at is None
+
+
+def test_what_does_not_wait_for_others_is_written_again_without_a_list() -> None:
+    group = Group()
+    vm = Vm(group).started()
+    vm.want("not_ready")
+    vm.take_calls()
+    group.run(600.0, vm)
+    assert set(vm.way.calls) == {"update"}
+    assert 10 <= len(vm.way.calls) <= 13
+    (record,) = group.store.list()
+    assert record.age is not None
+    assert record.age <= 60.0
+
+
+def test_ready_is_written_before_the_list_that_counts() -> None:
+    group = Group()
+    vms = [Vm(group, name, max_events=None).started() for name in BOTH]
+    assert not vms[0].want("ready", names=BOTH).is_all_ready
+    assert vms[1].want("ready", names=BOTH).is_all_ready
+    assert vms[1].take_calls()[-2:] == ["create", "list"]
+    group.run(20.0, vms[0])
+    assert vms[0].client.statuses["a"].is_all_ready
+
+
+def test_a_vm_that_starts_and_is_ready_hears_at_once_that_all_are() -> None:
+    group = Group()
+    Vm(group, "web_1", max_events=None).started().want("ready", names=BOTH)
+    vm = Vm(group, max_events=None)
+    assert vm.want("ready", names=BOTH).is_all_ready
+    assert vm.take_calls() == ["list", "create", "list"]
+
+
+def test_while_it_has_leave_it_asks_every_5_s() -> None:
+    group = Group()
+    vm = Vm(group).started()
+    vm.want("requested")
+    assert vm.client.next_sync_at is not None
+    assert 4.0 <= vm.client.next_sync_at - group.now <= 5.0
+
+
+def test_vms_do_not_ask_all_at_once() -> None:
+    group = Group()
+    Vm(group, "first").started().want("requested", "b")
+    seconds = set()
+    for number in range(50):
+        vm = Vm(group, f"web_{number}").started()
+        vm.want("requested")
+        seconds.add((vm.client.next_sync_at or 0.0) - group.now)
+        vm.end()
+    assert 8.0 <= min(seconds) < 8.5
+    assert 9.5 < max(seconds) <= 10.0
+    assert len(seconds) > 40
+
+
+def test_a_slow_list_counts_from_when_it_was_sent() -> None:
+    group = Group()
+    vm = Vm(group).started()
+
+    def is_slow(_: str) -> None:
+        group.now += 7.0
+
+    vm.way.before = is_slow
+    assert vm.want("requested").may_begin
+    assert vm.client.listed_at == 1000.0 + 14.0
+    assert group.now == 1000.0 + 21.0
+
+
+def test_it_lists_four_times_at_most() -> None:
+    group = Group()
+    vm = Vm(group).started()
+    vm.want("not_ready")
+    vm.take_calls()
+
+    def write_first(call: str) -> None:
+        """Another program is always faster."""
+        if call == "update":
+            (record,) = group.store.list()
+            group.store.put(record.key, record.fields, record.etag)
+
+    vm.way.before = write_first
+    assert not vm.want("ready", names=BOTH).is_all_ready
+    assert vm.way.calls.count("list") == 4
+    assert vm.client.error is None
+    vm.way.before = lambda _: None
+    group.run(20.0, vm)
+    assert group.states() == ["a web_0 ready"]
+
+
+def test_two_events_that_both_need_the_only_slot_are_one_after_the_other() -> None:
+    group = Group()
+    vms = [Vm(group, name).started() for name in BOTH]
+    vms[1].want("requested", "b", not_before=START)
+    assert not vms[0].want("requested", "a").may_begin
+    vms[1].want("not_ready", "b")
+    group.run(300.0, *vms)
+    assert group.states() == ["a web_0 requested", "b web_1 not_ready"]
+    vms[1].end("b")
+    group.run(10.0, vms[0])
+    assert vms[0].client.statuses["a"].may_begin
+
+
+def test_of_two_claims_at_one_moment_one_begins() -> None:
+    group = Group()
+    vms = [Vm(group, name).started() for name in BOTH]
+
+    def claim_too(call: str) -> None:
+        if call == "create":
+            vms[0].way.before = lambda _: None
+            vms[1].want("requested", "b", not_before=START)
+
+    vms[0].way.before = claim_too
+    assert not vms[0].want("requested", "a").may_begin
+    group.run(2.0, vms[1])
+    assert vms[1].client.statuses["b"].may_begin
+
+
+# --- statuses
+
+
+def test_a_status_loses_its_leave_when_the_stage_changes() -> None:
+    group = Group()
+    vms = [Vm(group, name).started() for name in BOTH]
+    assert vms[0].want("requested", names=BOTH).may_begin
+    vms[0].way.faults = ["unavailable"] * 3
+    assert not vms[0].want("not_ready", names=BOTH).may_begin
+    group.run(5.0, vms[0])
+    vms[0].way.faults = []
+    group.run(60.0, vms[0])
+    vms[1].want("ready", names=BOTH)
+    assert vms[0].want("ready", names=BOTH).is_all_ready
+    vms[0].way.faults = ["unavailable"]
+    assert not vms[0].want("not_ready", names=BOTH).is_all_ready
+    vms[0].end()
+    assert vms[0].client.statuses == {}
+
+
+def test_a_failure_leaves_the_list_before_it_as_old_as_it_is() -> None:
+    group = Group()
+    vm = Vm(group).started()
+    assert vm.want("requested").may_begin
+    vm.way.faults = ["unavailable"]
+    group.now += 5.0
+    assert vm.sync().may_begin
+    assert vm.client.listed_at == group.now - 5.0  # and the engine heeds it for 10 s
+
+
+# --- failures
+
+
+def pauses(vm: Vm, times: int) -> list[float]:
+    """While nothing can be reached."""
+    found = []
+    for _ in range(times):
+        vm.way.faults = ["unavailable"]
+        vm.sync()
+        assert vm.client.next_sync_at is not None
+        found.append(vm.client.next_sync_at - vm.group.now)
+        vm.group.now = vm.client.next_sync_at
+    return found
+
+
+def test_after_failures_the_pause_grows_to_half_a_minute() -> None:
+    found = pauses(Vm(Group()), 8)
+    for pause, most in zip(found, (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0), strict=True):
+        assert most / 2 <= pause <= most
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(("asked", "least"), [(60.0, 60.0), (300.0, 300.0), (86_400.0, 300.0)])
+def test_the_store_may_ask_for_a_pause_of_five_minutes(asked: float, least: float) -> None:
+    vm = Vm(Group())
+    vm.way.retry_after = asked
+    (pause,) = pauses(vm, 1)
+    assert least <= pause <= 1.5 * least  # not all VMs at once
+
+
+def test_in_a_pause_nothing_is_asked_whatever_changes() -> None:
+    vm = Vm(Group())
+    vm.way.faults = ["unavailable"]
+    vm.sync()
+    at = vm.client.next_sync_at
+    vm.want("not_ready")
+    assert vm.way.calls == ["list"]
+    assert vm.client.next_sync_at == at
+
+
+def test_it_tells_since_when_the_store_is_unavailable() -> None:
+    group = Group()
+    vm = Vm(group)
+    pauses(vm, 3)
+    assert vm.client.failures == 3
+    assert vm.client.error is not None
+    assert vm.client.error.kind == "timeout"
+    assert vm.client.unavailable_from == 1000.0
+    vm.sync()
+    client: Any = vm.client
+    assert (client.failures, client.error, client.unavailable_from) == (0, None, None)
+
+
+# --- requests that are lost, late or doubled
+
+
+def settle(vm: Vm, seconds: float = 300.0) -> None:
+    """Requests that are under way arrive, and the VM asks as it wants to."""
+    for call in vm.way.later:
+        call()
+    vm.group.run(seconds, vm)
+
+
+def test_a_write_whose_answer_was_lost_is_written_again() -> None:
+    group = Group()
+    vm = Vm(group).started()
+    vm.way.faults = ["", "lost"]
+    assert not vm.want("requested").may_begin
+    group.run(1.1, vm)
+    assert vm.client.statuses["a"].may_begin
+    assert vm.take_calls() == ["list", "create", "list", "update", "list"]
+
+
+def test_a_late_ready_does_not_undo_a_hold() -> None:
+    group = Group()
+    vms = [Vm(group, name, max_events=None).started() for name in BOTH]
+    vms[0].want("not_ready", names=BOTH)
+    vms[0].way.faults = ["late"]
+    vms[0].want("ready", names=BOTH)
+    vms[0].want("not_ready", names=BOTH)
+    group.run(5.0, vms[0])
+    settle(vms[0], 5.0)
+    assert group.states() == ["a web_0 not_ready"]
+    assert vms[1].want("ready", names=BOTH).not_ready == ("web_0",)
+
+
+def test_a_late_ready_is_written_over_when_it_comes_first() -> None:
+    group = Group()
+    vm = Vm(group, max_events=None).started()
+    vm.want("not_ready", names=BOTH)
+    vm.way.faults = ["late"]
+    vm.want("ready", names=BOTH)
+    vm.requests.clear()
+    vm.want("not_ready", names=BOTH)
+    settle(vm)
+    assert group.states() == ["a web_0 not_ready"]
+
+
+@pytest.mark.parametrize("fault", ["late", "doubled", "lost"])
+def test_what_late_requests_leave_is_deleted(fault: str) -> None:
+    """Also a create that comes once more after the record was deleted."""
+    group = Group()
+    vm = Vm(group).started()
+    vm.way.faults = [fault]
+    vm.want("not_ready")
+    vm.end()
+    group.run(30.0, vm)
+    assert group.states() == []
+    for call in vm.way.later:
+        call()
+    assert bool(group.states()) == (fault != "lost")
+    group.run(300.0, vm)
+    assert group.states() == []
+    assert vm.client.next_sync_at is None
+
+
+def test_a_late_delete_does_not_take_the_record_of_an_event_that_is_back() -> None:
+    group = Group()
+    vm = Vm(group).started()
+    vm.want("not_ready")
+    vm.way.faults = ["late"]
+    vm.end()
+    vm.want("not_ready", workflow_id="a@2")
+    group.run(5.0, vm)
+    settle(vm)
+    assert group.states() == ["a web_0 not_ready"]
+
+
+@pytest.mark.parametrize("stage", ["not_ready", "ready"])
+def test_an_own_record_that_is_gone_is_written_again(stage: str) -> None:
+    group = Group()
+    vm = Vm(group).started()
+    vm.want(stage, names=BOTH)
+    (record,) = group.store.list()
+    group.store.delete(record.key, record.etag)
+    group.run(61.0, vm)
+    assert group.states() == [f"a web_0 {stage}"]
+
+
+# --- waits
+
+
+def test_each_wait_is_told_once_when_it_ends() -> None:
+    group = Group()
+    first, vm = Vm(group, "first").started(), Vm(group).started()
+    first.want("requested", "b")
+    first.want("not_ready", "b")
+    vm.want("requested", names=BOTH)
+    group.run(100.0, vm)
+    first.end("b")
+    group.run(20.0, vm)
+    vm.want("not_ready", names=BOTH)
+    ((what, seconds),) = vm.waited
+    assert what == "slot"
+    assert 100.0 <= seconds <= 111.0
+    vm.want("ready", names=BOTH)
+    group.run(50.0, vm)
+    Vm(group, "web_1").started().want("ready", names=BOTH)
+    group.run(60.0, vm)
+    assert [what for what, _ in vm.waited] == ["slot", "ready"]
+    assert 50.0 <= vm.waited[1][1] <= 70.0
+
+
+def test_an_event_that_goes_has_not_ended_its_wait() -> None:
+    group = Group()
+    vm = Vm(group).started()
+    Vm(group, "first").started().want("not_ready", "b")
+    vm.want("requested")
+    vm.end()
+    assert vm.waited == []
+
+
+def test_a_ready_vm_says_whom_it_awaits() -> None:
+    group = Group()
+    names = tuple(f"web_{number}" for number in range(6))
+    vm = Vm(group, max_events=None).started()
+    vm.want("not_ready", names=names)
+    vm.want("ready", names=names)
+    group.run(60.0, vm)
+    (record,) = group.store.list()
+    assert record.fields["waits_for"] == "web_1, web_2, web_3 and 2 more"
+
+
+# --- restarts, clocks, names
+
+
+def test_after_a_restart_records_and_statuses_are_the_same_within_25_s() -> None:
+    group = Group()
+    vms = [Vm(group, f"web_{number}", max_events=2).started() for number in range(5)]
+    for vm in vms[:2]:
+        vm.want("ready", names=BOTH)
+    vms[2].want("requested", "b")
+    vms[3].want("requested", "c", not_before=START)
+    vms[4].want("not_ready", "d")
+    group.run(60.0, *vms)
+    states = group.states()
+    statuses = [vm.client.statuses for vm in vms]
+    assert statuses[1]["a"].is_all_ready
+    assert statuses[2]["b"].position == 2
+    for vm in vms:
+        vm.restart()
+        vm.requests = {event: replace(one, seen_at=group.now) for event, one in vm.requests.items()}
+        vm.client.sync(vm.requests.values())
+    group.run(25.0, *vms)
+    assert group.states() == states
+    assert [vm.client.statuses for vm in vms[:4]] == statuses[:4]  # of the last one nothing is asked
+
+
+def test_two_vms_of_one_name_leave_each_other_alone() -> None:
+    group = Group()
+    vms = [Vm(group, "web_0", f"id-{number}").started() for number in range(2)]
+    vms[0].want("requested")
+    status = vms[1].want("requested")
+    assert status.other_vm_id == "id-0"
+    assert not status.may_begin
+    group.run(600.0, *vms)
+    (record,) = group.store.list()
+    assert record.fields["vm_id"] == "id-0"
+    assert vms[1].client.statuses["a"].other_vm_id == "id-0"
+
+
+def test_a_vm_that_has_died_leaves_its_name_to_the_one_that_replaces_it() -> None:
+    group = Group()
+    vms = [Vm(group, "web_0", f"id-{number}").started() for number in range(2)]
+    vms[0].want("requested")
+    vms[1].want("requested")
+    group.run(70.0, vms[1])
+    (record,) = group.store.list()
+    assert record.fields["vm_id"] == "id-1"
+    assert vms[1].client.statuses["a"].may_begin
+
+
+@pytest.mark.parametrize("module", [client_module, plan_module])
+def test_no_wall_clock_is_read(module: Any) -> None:
+    tree = ast.parse(inspect.getsource(module))
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import)]
+    imported = {name.name for node in imports for name in node.names}
+    assert not names & {"now", "utcnow", "today", "time", "time_ns", "monotonic", "perf_counter"}
+    assert not imported & {"time", "date"}
