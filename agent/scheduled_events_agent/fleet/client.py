@@ -20,7 +20,7 @@ Waited = Literal["slot", "ready"]
 
 _MAX_ROUNDS = 4
 _SHORTEN_TO = 0.8
-"""Syncs of many VMs drift apart: each is earlier by up to a fifth, by chance."""
+"""Lists of many VMs drift apart: each is earlier by up to a fifth, by chance."""
 _LATE_SECONDS = 125.0
 """A write that raised, or one that was sent twice, may take effect up to two minutes later."""
 _MAX_BACK_OFF_SECONDS = 30.0
@@ -107,11 +107,11 @@ class FleetClient:
     def _sync(self, requests: tuple[FleetRequest, ...]) -> None:
         seconds = self._write_known(requests)
         if self._must_list or any(_waits_for_others(request) for request in requests) or self._is_late_due():
-            seconds = self._list_and_write(requests)
+            seconds = self._list_and_write(requests) * self._random.uniform(_SHORTEN_TO, 1.0)
         now = self._monotonic()
         due = [self._look_again_at] if self._look_again_at is not None else []
         if requests or self._must_list:
-            due.append(now + seconds * self._random.uniform(_SHORTEN_TO, 1.0))
+            due.append(now + seconds)
         self.next_sync_at = min(due, default=None)
 
     def _is_late_due(self) -> bool:
