@@ -3,7 +3,6 @@
     python tests/simulation --seeds 10000        seeds 0 to 9999, on all processors
     python tests/simulation --tell 4711          one seed, and every trouble left out that it does not need
     python tests/simulation --fleet --seeds 500  fleets of agents that share a ledger; with --tell as well
-    python tests/simulation --load 10000         how many requests the ledger of so many VMs gets
 
 Exit code 1 if an invariant does not hold; then the shortest story of the first such seed is told.
 """
@@ -15,12 +14,10 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
-from fleet_load import tell_load, tell_second
 from fleet_runs import FleetVerdict, judge_fleet_seeds, shorten_fleet
 from runs import Verdict, judge_seeds, shorten
 
 _CHUNK, _FLEET_CHUNK = 100, 10
-_VMS_OF_A_GROUP = 100
 
 
 def main() -> int:
@@ -29,12 +26,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first one (default: 0)")
     parser.add_argument("--tell", type=int, metavar="SEED", help="tell the story of this one")
     parser.add_argument("--fleet", action="store_true", help="fleets of agents, not one agent")
-    parser.add_argument("--load", type=int, metavar="VMS", help="count the requests of a fleet of so many VMs")
     arguments = parser.parse_args()
-    if arguments.load is not None:
-        tell_second()
-        world = tell_load(arguments.load, max(1, arguments.load // _VMS_OF_A_GROUP))
-        return 1 if world.held_slots() else 0
     if arguments.tell is not None:
         verdict = (shorten_fleet if arguments.fleet else shorten)(arguments.tell)
         print(verdict.text())

@@ -1,297 +1,114 @@
-"""How many requests the ledger of a large fleet gets: the real protocol on thousands of VMs, without faults.
+"""How many requests the store of a fleet gets: the real client and plan on simulated time, without faults.
 
-Each VM has a small model of the agent's workflow. Twelve hours: in the first a maintenance with an event for each
-VM reaches all of them within a minute, in the fourth one with an event for each group; each hour one event names
-five VMs of each group. Nothing is throttled: what is counted is what the VMs ask.
-
-And a hundred VMs of one event that are ready within a second, with a table that refuses lists over its target.
+Each VM has a small model of the agent's workflow: it begins when it may, or at its latest begin; its hooks take a
+while; it approves when all VMs of the event are ready; the event lasts; it recovers. Where requests take time,
+each sync has a thread of its own, of which one runs at a time: VMs then write between the requests of others.
 """
 
 import heapq
 import itertools
-import math
 import random
-import time
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
-from typing import NamedTuple
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Literal
 
-from world import START
+from memory_backend import MemoryStore
+from msgspec.structs import replace
 
-from scheduled_events_agent.fleet.ledger import LedgerError, Row
-from scheduled_events_agent.fleet.memory import MemoryLedger
-from scheduled_events_agent.fleet.protocol import Fleet
-from scheduled_events_agent.fleet.rows import is_held
-from scheduled_events_agent.workflow import Standing, Wish
-from scheduled_events_agent.workflow.wishes import WishStage
+from scheduled_events_agent.fleet.backend import Record
+from scheduled_events_agent.fleet.client import FleetClient
+from scheduled_events_agent.workflow import FleetRequest
 
-HOURS = 12
-_NOTICE = 900.0
-_LATEST_BEGIN = 300.0
-_LASTS = 10.0
-# How long hooks take, on each VM another time.
-_HOOKS = (20.0, 40.0)
-_TARGET_ROWS = 2000
-"""Of a partition in a second, as Azure documents it."""
-
-
-class Load(NamedTuple):
-    """Of some hours. ``partition``: in the busiest one; ``rows``: a list counts as many as it gives."""
-
-    name: str
-    vms: int
-    requests: int
-    busy_seconds: int
-    worst: int
-    mean: float
-    """Of the seconds with requests."""
-    high: int
-    """99.9 % of those have no more."""
-    partition_worst: int
-    partition_rows_worst: int
-
-    def text(self) -> str:
-        return (
-            f"{self.name}: {self.requests} requests of {self.vms} VMs in {self.busy_seconds} s; "
-            f"a second: mean {self.mean:.0f}, 99.9th percentile {self.high}, worst {self.worst}; "
-            f"in the busiest partition: worst {self.partition_worst} requests, {self.partition_rows_worst} rows"
-        )
-
-
-class CountedLedger:
-    """Counts by second and partition; refuses lists once a partition has given ``most_rows`` in a second."""
-
-    def __init__(self, world: "LoadWorld", most_rows: float) -> None:
-        self.ledger = MemoryLedger()
-        self.refused = 0
-        self._world = world
-        self._most_rows = most_rows
-        self.per_second: Counter[int] = Counter()
-        self.per_partition: Counter[tuple[int, str]] = Counter()
-        self.rows_per_partition: Counter[tuple[int, str]] = Counter()
-
-    def put(self, partition: str, key: str, content: Mapping[str, str] | None) -> None:
-        self._count(partition, 1)
-        self.ledger.put(partition, key, content)
-
-    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str] | None, version: str) -> bool:
-        self._count(partition, 1)
-        return self.ledger.put_if_unchanged(partition, key, content, version)
-
-    def list_rows(self, partition: str, prefix: str = "") -> list[Row]:
-        if self.rows_per_partition[int(self._world.at), partition] >= self._most_rows:
-            self._count(partition, 0)
-            self.refused += 1
-            raise LedgerError("busy", kind="throttled")
-        rows = self.ledger.list_rows(partition, prefix)
-        self._count(partition, max(1, len(rows)))
-        return rows
-
-    def _count(self, partition: str, rows: int) -> None:
-        second = int(self._world.at)
-        self.per_second[second] += 1
-        self.per_partition[second, partition] += 1
-        self.rows_per_partition[second, partition] += rows
-
-    def load(self, name: str, first: float, last: float) -> Load:
-        """Of the seconds from first to last."""
-        busy = sorted(count for second, count in self.per_second.items() if first <= second < last)
-
-        def worst(counter: Counter[tuple[int, str]]) -> int:
-            return max((count for (second, _), count in counter.items() if first <= second < last), default=0)
-
-        return Load(
-            name=name,
-            vms=len(self._world.vms),
-            requests=sum(busy),
-            busy_seconds=len(busy),
-            worst=busy[-1],
-            mean=sum(busy) / len(busy),
-            high=busy[int(len(busy) * 0.999)],
-            partition_worst=worst(self.per_partition),
-            partition_rows_worst=worst(self.rows_per_partition),
-        )
+START = datetime(2026, 3, 2, 8, 0, tzinfo=UTC)
+LATEST_BEGIN_SECONDS = 300.0
+_SEES_STARTED = (1.0, 2.0)
+Seconds = tuple[float, float]
+"""From, to; drawn anew each time."""
 
 
 @dataclass
 class Event:
-    """One event; all of its VMs approve it together."""
+    """All of its VMs approve it together, or none does and Azure starts it at NotBefore."""
 
     name: str
     vms: tuple[str, ...]
+    announced_at: float
     not_before: float
-    stages: dict[str, WishStage] = field(default_factory=dict)
-    """Of VMs that have not recovered."""
-    without_slot: int = 0
-    ready_at: float = 0.0
-    """When the last VM was ready."""
+    prepare: Seconds
+    lasts: Seconds
+    recover: Seconds
+    silent: tuple[str, ...] = ()
+    """VMs without an agent."""
     has_started: bool = False
-
-
-class Vm:
-    """A VM with the real protocol and a model of the workflow."""
-
-    def __init__(self, world: "LoadWorld", name: str, group: str) -> None:
-        self.name = name
-        self.events: dict[str, Event] = {}
-        self._world = world
-        self._standings: dict[str, Standing] = {}
-        self._visit_at = -1.0
-        self._fleet = Fleet(
-            world.ledger,
-            group=group,
-            vm_id=name,
-            max_events=1,
-            expect=("*",),
-            random=random.Random(f"{name} asks"),
-        )
-
-    def wake(self, seconds: float = 0.0) -> None:
-        world = self._world
-        self._visit_at = at = world.at + seconds
-        world.after(seconds, lambda: self._visit() if at == self._visit_at else None)
-
-    def _visit(self) -> None:
-        now = START + timedelta(seconds=self._world.at)
-        while True:
-            self._standings = self._fleet.visit(self._wishes(), (self.name,), now)
-            if not self._act():
-                break
-        at = self._fleet.next_at(now)
-        if at is not None:
-            self.wake(max(0.001, (at - now).total_seconds()))
-
-    def _wishes(self) -> Iterator[Wish]:
-        for event in self.events.values():
-            yield Wish(
-                event=event.name,
-                workflow=event.name,
-                event_id=event.name,
-                resources=event.vms,
-                not_before=START + timedelta(seconds=event.not_before),
-                own=self.name,
-                expected=event.vms,
-                needs_slot=True,
-                needs_all=len(event.vms) > 1,
-                stage=event.stages[self.name],
-            )
-
-    def _act(self) -> bool:
-        """What the workflow would do; whether that changes what it wishes."""
-        world, has_moved = self._world, False
-        for event in self.events.values():
-            standing, stage = self._standings.get(event.name, Standing()), event.stages[self.name]
-            is_late = world.at >= event.not_before - _LATEST_BEGIN
-            if stage == "begin" and (standing.has_slot or is_late):
-                has_moved = True
-                event.without_slot += not standing.has_slot
-                event.stages[self.name] = "busy"
-                world.after(world.hook_seconds(), lambda event=event: self._become(event, "ready"))  # type: ignore[misc]
-            if stage == "ready" and (len(event.vms) == 1 or standing.ready.issuperset(event.vms)):
-                world.start(event)
-        return has_moved
-
-    def see(self, event: Event) -> None:
-        event.stages[self.name] = "begin"
-        self.events[event.name] = event
-        self.wake()
-        self._world.after(max(0.0, event.not_before - _LATEST_BEGIN - self._world.at) + 0.001, self.wake)
-
-    def _become(self, event: Event, stage: WishStage) -> None:
-        event.stages[self.name] = stage
-        event.ready_at = self._world.at if stage == "ready" else event.ready_at
-        self.wake()
-
-    def recover(self, event: Event) -> None:
-        self._become(event, "away")
-        self._world.after(self._world.hook_seconds(), lambda: self._end(event))
-
-    def _end(self, event: Event) -> None:
-        del self.events[event.name], event.stages[self.name]
-        self.wake()
+    begun_at: dict[str, float] = field(default_factory=dict)
+    without_slot: set[str] = field(default_factory=set)
 
 
 class LoadWorld:
-    """So many VMs in so many groups."""
+    """One group, its store, and what will happen. ``latency``: how long each request takes."""
 
-    def __init__(
-        self,
-        vms: int,
-        groups: int,
-        hooks: tuple[float, float] = _HOOKS,
-        most_rows: float = math.inf,
-        seed: str = "load",
-    ) -> None:
-        self.at = 0.0
+    def __init__(self, vms: int, *, latency: Seconds = (0.0, 0.0), max_events: int = 1) -> None:
+        self.now = 0.0
+        self.latency = latency
+        self.max_events = max_events
+        self.store = MemoryStore(lambda: self.now)
+        self.chance = random.Random("load")
+        self.requests: Counter[str] = Counter()
+        """By VM."""
+        self.listed = 0
+        """How many records the lists gave."""
         self.events: list[Event] = []
-        self.ledger = CountedLedger(self, most_rows)
-        self._hooks = hooks
-        self._chance = random.Random(seed)
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self.groups = [[f"vm_{number}" for number in range(start, vms, groups)] for start in range(groups)]
-        self.vms = {
-            name: Vm(self, name, f"group-{number}") for number, names in enumerate(self.groups) for name in names
-        }
+        self.vms = {name: LoadVm(self, name) for name in (f"vm_{number}" for number in range(vms))}
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (self.at + seconds, next(self._order), what))
+        heapq.heappush(self._queue, (self.now + seconds, next(self._order), what))
 
-    def run(self) -> list[Load]:
-        """Live it; the load of the two maintenances, and of all."""
-        hour = 3600.0
-        self.after(hour, lambda: self._maintain([(name,) for names in self.groups for name in names]))
-        self.after(4 * hour, lambda: self._maintain([tuple(names) for names in self.groups]))
-        for number in range(HOURS):
-            self.after(number * hour + 1800.0, self._routine)
-        while self._queue and self._queue[0][0] < HOURS * hour:
-            self.at, _, what = heapq.heappop(self._queue)
+    def run(self, until: float = float("inf")) -> None:
+        """Without ``until``: until nothing more happens."""
+        while self._queue and self._queue[0][0] <= until:
+            self.now, _, what = heapq.heappop(self._queue)
             what()
-        return [
-            self.ledger.load("an event for each VM, within a minute", hour, hour + 1800.0),
-            self.ledger.load("an event for each group, within a minute", 4 * hour, 4 * hour + 1800.0),
-            self.ledger.load("twelve hours", 0.0, HOURS * hour),
-        ]
+        if until != float("inf"):
+            self.now = until
 
-    def hook_seconds(self) -> float:
-        return self._chance.uniform(*self._hooks)
-
-    def run_second(self) -> tuple[float, int]:
-        """One event of all VMs; how long after the last one was ready it starts, and how many rows are listed."""
+    def start_agents(self) -> None:
         for vm in self.vms.values():
-            vm.wake()  # it looks back
-        self.after(10.0, lambda: self._announce(tuple(self.vms)))
-        while not (self.events and self.events[0].has_started):
-            self.at, _, what = heapq.heappop(self._queue)
-            what()
-        since = self.events[0].ready_at - 1.0
-        rows = sum(rows for (second, _), rows in self.ledger.rows_per_partition.items() if second >= int(since))
-        return self.at - self.events[0].ready_at, rows
+            vm.sync()
+        self.run(self.now + 1.0)
 
-    def held_slots(self) -> int:
-        now: datetime = START + timedelta(seconds=self.at)
-        partitions = self.ledger.ledger.rows()
-        slots = [rows for name, rows in partitions.items() if name.startswith("slot|")]
-        return sum(is_held(row, now) for rows in slots for row in rows)
-
-    def _maintain(self, events: list[tuple[str, ...]]) -> None:
-        for vms in events:
-            self.after(self._chance.uniform(0.0, 60.0), lambda vms=vms: self._announce(vms))  # type: ignore[misc]
-
-    def _routine(self) -> None:
-        for names in self.groups:
-            vms = tuple(self._chance.sample(names, min(5, len(names))))
-            self.after(self._chance.uniform(0.0, 600.0), lambda vms=vms: self._announce(vms))  # type: ignore[misc]
-
-    def _announce(self, vms: tuple[str, ...]) -> None:
-        event = Event(f"e{next(self._order)}", vms, self.at + _NOTICE)
+    def announce(
+        self,
+        *vms: str,
+        notice: float = 900.0,
+        seen: Seconds = (0.0, 1.0),
+        prepare: Seconds = (20.0, 40.0),
+        lasts: Seconds = (10.0, 12.0),
+        recover: Seconds = (20.0, 40.0),
+        silent: tuple[str, ...] = (),
+    ) -> Event:
+        """``seen``: how long until each VM sees it."""
+        event = Event(
+            name=f"event-{len(self.events)}",
+            vms=vms,
+            announced_at=self.now,
+            not_before=self.now + notice,
+            prepare=prepare,
+            lasts=lasts,
+            recover=recover,
+            silent=silent,
+        )
         self.events.append(event)
         for name in vms:
-            vm = self.vms[name]
-            self.after(self._chance.uniform(0.0, 1.0), lambda vm=vm: vm.see(event))  # type: ignore[misc]
-        self.after(_NOTICE, lambda: self.start(event))
+            if name not in silent:
+                self.after(self.chance.uniform(*seen), partial(self.vms[name].see, event))
+        self.after(notice, partial(self.start, event))
+        return event
 
     def start(self, event: Event) -> None:
         """Azure starts it, once."""
@@ -299,34 +116,172 @@ class LoadWorld:
             return
         event.has_started = True
         for name in event.vms:
-            vm = self.vms[name]
-            seconds = 1.0 + _LASTS + self._chance.uniform(0.0, 1.0)
-            self.after(seconds, lambda vm=vm: vm.recover(event))  # type: ignore[misc]
+            if name not in event.silent:
+                self.after(self.chance.uniform(*_SEES_STARTED), partial(self.vms[name].see_started, event))
+                self.after(self.chance.uniform(*event.lasts), partial(self.vms[name].recover, event))
 
 
-def tell_second() -> None:
-    """A hundred VMs, all ready within a second."""
-    for most_rows in (math.inf, _TARGET_ROWS):
-        worlds = [
-            LoadWorld(100, 1, hooks=(20.0, 20.0), most_rows=most_rows, seed=f"second {number}")
-            for number in range(10)
-        ]
-        waits, rows = zip(*(world.run_second() for world in worlds), strict=True)
-        refused = max(world.ledger.refused for world in worlds)
-        limit = f"at most {most_rows:g} rows" if refused else "no limit"
-        told = (
-            f"{max(rows)} rows listed, {refused} lists refused, approved up to {max(waits):.1f} s after the last"
+class _Turn:
+    """A thread that runs while the world waits for it."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._has_turn, self._is_back = threading.Semaphore(0), threading.Semaphore(0)
+        self._work = work
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def resume(self) -> None:
+        """For the world."""
+        self._has_turn.release()
+        self._is_back.acquire()
+
+    def pause(self) -> None:
+        """For the thread."""
+        self._is_back.release()
+        self._has_turn.acquire()
+
+    def _run(self) -> None:
+        self._has_turn.acquire()
+        try:
+            self._work()
+        finally:
+            self._is_back.release()
+
+
+class LoadVm:
+    """A VM with a real client. Counts its requests."""
+
+    def __init__(self, world: LoadWorld, name: str) -> None:
+        self.name = name
+        self._world = world
+        self._requests: dict[str, FleetRequest] = {}
+        self._events: dict[str, Event] = {}
+        self._client = FleetClient(
+            self,
+            vm_id=f"id-{name}",
+            max_events=world.max_events,
+            random=random.Random(name),
+            monotonic=lambda: world.now,
         )
-        print(f"100 VMs ready within a second, {limit}: {told}")
+        self._turn: _Turn | None = None
+        self._is_syncing = False
+        self._has_news = False
+        self._woken = 0
 
+    # --- the store, as the client sees it
 
-def tell_load(vms: int, groups: int) -> LoadWorld:
-    """Live it, and print the figures."""
-    began = time.monotonic()
-    world = LoadWorld(vms, groups)
-    for load in world.run():
-        print(load.text())
-    alone = sum(event.without_slot for event in world.events)
-    print(f"{len(world.events)} events, {alone} begun without a slot, {world.held_slots()} slots held at the end")
-    print(f"{vms} VMs in {groups} groups, {HOURS} simulated hours in {time.monotonic() - began:.0f} s")
-    return world
+    def list(self) -> list[Record]:
+        self._spend()
+        found = self._world.store.list()
+        self._world.listed += len(found)
+        return found
+
+    def put(self, key: str, fields: Mapping[str, str], etag: str) -> str | None:
+        self._spend()
+        return self._world.store.put(key, fields, etag)
+
+    def delete(self, key: str, etag: str) -> bool:
+        self._spend()
+        return self._world.store.delete(key, etag)
+
+    def _spend(self) -> None:
+        self._world.requests[self.name] += 1
+        if self._turn is not None:
+            self._world.after(self._world.chance.uniform(*self._world.latency), self._turn.resume)
+            self._turn.pause()
+
+    # --- the fleet's thread
+
+    def sync(self) -> None:
+        """Now, or as soon as the sync that is under way has ended."""
+        self._has_news = True
+        if self._is_syncing:
+            return
+        self._is_syncing = True
+        if self._world.latency[1]:
+            self._turn = _Turn(self._sync)
+            self._turn.resume()
+        else:
+            self._sync()
+
+    def _sync(self) -> None:
+        while self._has_news:
+            self._has_news = False
+            self._client.sync(self._requests.values())
+            self._act()
+        self._is_syncing = False
+        self._woken += 1
+        at = self._client.next_sync_at
+        if at is not None:
+            self._world.after(max(0.0, at - self._world.now), partial(self._wake, self._woken))
+
+    def _wake(self, woken: int) -> None:
+        if woken == self._woken:
+            self.sync()
+
+    # --- the workflow
+
+    def _act(self) -> None:
+        for name, request in list(self._requests.items()):
+            status = self._client.statuses.get(name)
+            if status is None or status.workflow_id != request.workflow_id:
+                continue
+            if status.may_begin:
+                self._begin(self._events[name])
+            if status.is_all_ready:
+                self._approve(self._events[name])
+
+    def see(self, event: Event) -> None:
+        world = self._world
+        self._events[event.name] = event
+        self._requests[event.name] = FleetRequest(
+            event=event.name,
+            workflow_id=event.name,
+            event_id=event.name,
+            not_before=START + timedelta(seconds=event.not_before),
+            vm=self.name,
+            stage="requested",
+            needs_slot=True,
+            needs_all=len(event.vms) > 1,
+            awaited=event.vms,
+            seen_at=world.now,
+        )
+        world.after(event.not_before - LATEST_BEGIN_SECONDS - world.now, partial(self._begin_late, event))
+        self.sync()
+
+    def _begin_late(self, event: Event) -> None:
+        if self.name not in event.begun_at:
+            event.without_slot.add(self.name)
+            self._begin(event)
+
+    def _begin(self, event: Event) -> None:
+        if self.name in event.begun_at:
+            return
+        event.begun_at[self.name] = self._world.now
+        self._become(event, "not_ready")
+        self._world.after(self._world.chance.uniform(*event.prepare), partial(self._end_prepare, event))
+
+    def _end_prepare(self, event: Event) -> None:
+        if len(event.vms) == 1:
+            self._world.start(event)
+        elif not event.has_started:
+            self._become(event, "ready")
+
+    def _approve(self, event: Event) -> None:
+        self._become(event, "not_ready")
+        self._world.start(event)
+
+    def see_started(self, event: Event) -> None:
+        self._become(event, "not_ready")
+
+    def recover(self, event: Event) -> None:
+        self._world.after(self._world.chance.uniform(*event.recover), partial(self._end, event))
+
+    def _end(self, event: Event) -> None:
+        del self._requests[event.name], self._events[event.name]
+        self.sync()
+
+    def _become(self, event: Event, stage: Literal["ready", "not_ready"]) -> None:
+        request = self._requests[event.name]
+        if request.stage != stage:
+            self._requests[event.name] = replace(request, stage=stage, needs_slot=False)
+            self.sync()
