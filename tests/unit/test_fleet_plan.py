@@ -321,6 +321,7 @@ def test_two_vms_of_one_name_leave_each_other_alone() -> None:
     found = ask([other], request())
     assert found.writes == ()
     assert found.statuses["a"] == FleetEventStatus(workflow_id="a@1", other_vm_id="id-of-another")
+    assert found.next_sync_seconds == 5.0
 
 
 def test_the_record_of_a_silent_vm_of_the_same_name_is_replaced() -> None:

@@ -330,9 +330,9 @@ class _Group:
 
     def interval_of(self, request: FleetRequest, state: str, status: FleetEventStatus) -> float:
         """How long nothing needs to be asked or written."""
-        if state == "claimed":
+        if state == "claimed" and not status.other_vm_id:
             return _CLAIMED_SECONDS
-        if state == "requested":
+        if state in ("claimed", "requested"):
             return min(_REQUESTED_SECONDS * (1 + len(status.ahead)), _RENEW_SECONDS[1])
         if state == "ready" and request.needs_all:
             return min(max(_READY_SECONDS, _READY_SECONDS_PER_RECORD * self.listed), _RENEW_SECONDS[1])
