@@ -268,6 +268,18 @@ def test_it_lists_four_times_at_most() -> None:
     assert group.states() == ["a web_0 ready"]
 
 
+def test_twenty_old_records_of_others_are_deleted_in_a_sync_and_after_what_is_waited_for() -> None:
+    group = Group()
+    other = Vm(group, "web_1").started()
+    for number in range(50):
+        other.want("ready", f"old {number}")
+    group.now += 86_401.0
+    vm = Vm(group)
+    assert vm.want("requested").may_begin
+    assert vm.take_calls() == ["list", "create", "list", *["delete"] * 20]
+    assert len(group.states()) == 31
+
+
 def test_two_events_that_both_need_the_only_slot_are_one_after_the_other() -> None:
     group = Group()
     vms = [Vm(group, name).started() for name in BOTH]

@@ -167,6 +167,8 @@ class FleetClient:
         must_list = False
         for write in writes:
             is_own = write.fields is not None or write.key in self._confirmed
+            if must_list and not is_own:
+                continue  # first what is waited for; the next list shows this again
             is_done = self._write(write)
             is_claim = write.fields is not None and write.fields["state"] in ("claimed", "ready")
             if is_own and not is_done:
