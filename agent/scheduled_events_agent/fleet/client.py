@@ -141,7 +141,6 @@ class FleetClient:
             self.statuses = found.statuses
             self.listed_at = sent_at
             self._must_list = False
-            self._forget_changed(records)
             if not self._carry_out(found.writes):
                 break
         return found.next_sync_seconds
@@ -156,11 +155,6 @@ class FleetClient:
             listed_at=listed_at,
             listed=self._listed,
         )
-
-    def _forget_changed(self, records: list[Record]) -> None:
-        """Another program, or a late request, has written or deleted an own record."""
-        listed = {record.key: record.etag for record in records}
-        self._confirmed = {key: one for key, one in self._confirmed.items() if listed.get(key) == one.etag}
 
     def _carry_out(self, writes: Iterable[Write]) -> bool:
         """Whether another list must show what has come of it."""
