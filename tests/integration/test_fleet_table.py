@@ -337,6 +337,7 @@ def test_a_write_tells_apart_what_changed_and_what_is_gone(server: Server, table
         (error("409 Conflict", "TableBeingDeleted"), "bad_response", "answers 409 (TableBeingDeleted)"),
         (error("404 Not Found", "TableNotFound"), "not_found", "there is no table abc"),
         (answer("412 Failed", b"<html>"), "bad_response", "answers 412: not the answer of a table"),
+        (answer("200 OK", b"<html>", 'ETag: "1"'), "bad_response", "answers 200: not the answer of a table"),
         (error("503 Busy", "ServerBusy"), "throttled", "it is busy"),
         (b"", "unreachable", "the connection was lost"),
     ],

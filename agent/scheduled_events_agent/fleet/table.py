@@ -207,7 +207,7 @@ class TableBackend:
             if answer.status_code == 401:  # it may have been withdrawn, or this machine's clock is wrong
                 self._identity.forget_token()
                 answer = self._send(method, url, headers | self._authorization(), body)
-        if answer.is_success:
+        if answer.status_code == (200 if method == "GET" else 204):
             return answer
         raise self._refusal(answer)
 
