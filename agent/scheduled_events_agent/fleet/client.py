@@ -106,7 +106,8 @@ class FleetClient:
 
     def _sync(self, requests: tuple[FleetRequest, ...]) -> None:
         seconds = self._write_known(requests)
-        if self._must_list or any(_waits_for_others(request) for request in requests) or self._is_late_due():
+        must_list = self._must_list or self.error is not None  # only an answer tells that it is available again
+        if must_list or any(_waits_for_others(request) for request in requests) or self._is_late_due():
             seconds = self._list_and_write(requests) * self._random.uniform(_SHORTEN_TO, 1.0)
         now = self._monotonic()
         due = [self._look_again_at] if self._look_again_at is not None else []

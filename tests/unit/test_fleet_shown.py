@@ -1,0 +1,56 @@
+"""What a VM of a fleet says of a store that does not answer."""
+
+from datetime import UTC, datetime
+from random import Random
+
+from memory_backend import MemoryBackend, MemoryStore
+
+from scheduled_events_agent.fleet.client import FleetClient
+from scheduled_events_agent.workflow import FleetRequest
+
+WANTS = FleetRequest(
+    event="e",
+    workflow_id="e@1",
+    event_id="E",
+    not_before=datetime(2026, 3, 2, 9, 0, tzinfo=UTC),
+    vm="web_0",
+    stage="requested",
+    needs_slot=True,
+    needs_all=False,
+    awaited=("web_0",),
+    seen_at=0.0,
+)
+
+
+class Vm:
+    """With a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.fault = ""
+        self.backend = MemoryBackend(MemoryStore(lambda: self.now), lambda _: self.fault)
+        self.client = FleetClient(
+            self.backend,
+            vm_id="id",
+            max_events=1,
+            random=Random(1),
+            monotonic=lambda: self.now,
+        )
+
+
+def test_the_store_is_available_again_when_it_has_answered_not_before() -> None:
+    vm = Vm()
+    vm.client.sync([])
+    vm.fault = "unavailable"
+    vm.client.sync([WANTS])
+    for _ in range(10):  # the event is gone, and nothing more is asked of the fleet
+        assert vm.client.error is not None
+        assert vm.client.unavailable_from == 100.0
+        assert vm.client.next_sync_at is not None
+        vm.now = vm.client.next_sync_at
+        vm.client.sync([])
+    vm.fault = ""
+    vm.now += 60.0
+    vm.client.sync([])
+    assert vm.client.error is None
+    assert vm.client.next_sync_at is None
