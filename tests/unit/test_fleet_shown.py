@@ -1,9 +1,10 @@
-"""What a VM of a fleet says of a store that does not answer."""
+"""What people see of a VM of a fleet: whom it waits for, and whether its store answers."""
 
 from datetime import UTC, datetime
 from random import Random
 
 from memory_backend import MemoryBackend, MemoryStore
+from msgspec.structs import replace
 
 from scheduled_events_agent.fleet.client import FleetClient
 from scheduled_events_agent.workflow import FleetRequest
@@ -54,3 +55,12 @@ def test_the_store_is_available_again_when_it_has_answered_not_before() -> None:
     vm.client.sync([])
     assert vm.client.error is None
     assert vm.client.next_sync_at is None
+
+
+def test_a_vm_that_becomes_ready_does_not_say_that_it_waits_for_itself() -> None:
+    vm = Vm()
+    shared = replace(WANTS, needs_all=True, awaited=("web_0", "web_1"))
+    for stage in ("requested", "not_ready", "ready"):
+        vm.client.sync([replace(shared, stage=stage)])
+    (record,) = vm.backend.store.list()
+    assert (record.fields["state"], record.fields["waits_for"]) == ("ready", "web_1")

@@ -194,7 +194,8 @@ class FleetClient:
         event = self._events.get(write.key, "")
         if write.fields is None or write.fields["state"] != "ready" or event not in self.statuses:
             return ""
-        return waits_for_text(self.statuses[event].not_ready)
+        own = write.fields["vm"]  # not ready in the last list, which was before this write
+        return waits_for_text(tuple(name for name in self.statuses[event].not_ready if name != own))
 
     def _back_off(self, error: BackendError) -> None:
         """A growing pause, and not the same for all VMs, so that they do not come back together."""
