@@ -31,7 +31,7 @@ _COMMANDS = {
     "status": ("status", "what the agent does now, and why"),
     "history": ("history", "what was done about which event, and how it ended"),
     "notify": ("notify", "send a test to the services that are notified of events"),
-    "fleet": ("fleet", "slots and readiness of the VMs that act together; release frees a slot by hand"),
+    "fleet": ("fleet", "slots and readiness of the VMs that act together; release frees the slot of silent VMs"),
     "doctor": ("doctor", "would the agent do its work on this machine?"),
     "simulate": ("simulate", "serve a simulated Scheduled Events endpoint"),
     "demo": ("demo", "watch the agent handle five events of a simulated Azure"),

@@ -1,13 +1,12 @@
-"""``fleet``: the slots and the readiness of the group's VMs, as its table has them."""
+"""``fleet``: how far the VMs of the group are with their events, as the group's table has it."""
 
 import argparse
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -15,68 +14,56 @@ from scheduled_events_agent import AgentError, host
 from scheduled_events_agent.cli import add_config_option
 from scheduled_events_agent.cli.diagnosis import Finding, failure, ok, warning
 from scheduled_events_agent.cli.terminal import Row, Terminal, print_json, printable
-from scheduled_events_agent.events import plain_name
-from scheduled_events_agent.fleet.ledger import Ledger, LedgerError
-from scheduled_events_agent.fleet.ledger import Row as LedgerRow
-from scheduled_events_agent.fleet.rows import (
-    event_key_in,
-    is_held,
-    key_of,
-    partition_of_doctor,
-    partition_of_slots,
-    partition_of_vms,
-    prefix_of,
-    resources_of,
-    time_of,
-)
-from scheduled_events_agent.fleet.table import connect, sas_doubts
+from scheduled_events_agent.fleet.backend import Backend, BackendError, Record, plain_key
+from scheduled_events_agent.fleet.credentials import sas_warnings
+from scheduled_events_agent.fleet.plan import VmRecord, read_record
+from scheduled_events_agent.fleet.table import TableBackend, connect
 from scheduled_events_agent.host import processes
 from scheduled_events_agent.imds import ImdsError, resolve_endpoint
 from scheduled_events_agent.imds import connect as connect_imds
-from scheduled_events_agent.policy import matches_glob
 from scheduled_events_agent.settings import Settings, find_config, load_policy
 from scheduled_events_agent.settings.model import FleetCredential, FleetSettings
 from scheduled_events_agent.status import SCHEMA_VERSION
-from scheduled_events_agent.status.messages import clock
+from scheduled_events_agent.status.actions import short_ids
+from scheduled_events_agent.status.messages import utc
+from scheduled_events_agent.workflow import ordinal
 
-if TYPE_CHECKING:
-    from scheduled_events_agent.fleet.table_ledger import TableLedger
-
-_ID_SHOWN = 8
-_SKEW_WARNING_SECONDS = 30.0  # slots are taken for half an hour
-_AWAY = "check fleet.proxy, the look-up of the account's name, and the network rules of the storage account"
+_SKEW_WARNING_SECONDS = 30.0  # a token or a signature that begins in the future is refused
+_STATES = ("requested", "claimed", "not_ready", "ready")
+_KEEPS_SLOT = "a VM that runs the agent keeps its slot"
+_UNAVAILABLE = "check fleet.proxy, the look-up of the account's name, and the network rules of the storage account"
 _ADVICE = {
-    "unreachable": _AWAY,
-    "timeout": _AWAY,
+    "unreachable": _UNAVAILABLE,
+    "timeout": _UNAVAILABLE,
     "throttled": "run this again in a minute",
     "denied": "docs/fleet.md has the commands for the role and the signature; a new role counts after minutes",
-    "missing": "docs/fleet.md has the command for the table",
-    "bad_answer": "check fleet.table, and what else answers there",
-    "setup": "correct it: until then the agent acts as if the table were away",
+    "not_found": "docs/fleet.md has the command for the table",
+    "bad_response": "check fleet.table, and what else answers there",
+    "setup": "correct it: until then the agent cannot use the table",
 }
 
 
-class FleetSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """A place in the group: one event at a time may be prepared for in it."""
+class FleetVm(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a VM is with an event."""
 
-    slot: str
-    event_id: str
-    """"" if it is free."""
-    vm: str
-    """That took it for the event."""
-    until: datetime | None
+    name: str
+    state: str
+    """requested, claimed, not_ready, ready; or unknown."""
+    age_seconds: float | None
+    """Since it wrote that, by the table's clock; None if the table does not tell."""
+    waits_for: str
+    """Which other VMs it waits for."""
 
 
 class FleetEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the VMs of an event are."""
+    """An event of the group, and its VMs."""
 
     event_id: str
-    resources: tuple[str, ...]
-    ready: tuple[str, ...]
-    held: tuple[str, ...]
-    back: tuple[str, ...]
-    awaited: tuple[str, ...]
-    """VMs that count and have not told anything."""
+    has_slot: bool
+    position: int
+    """In the line for a slot, from 1 on; 0 if it does not wait there."""
+    not_before: datetime | None
+    vms: tuple[FleetVm, ...]
 
 
 class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,10 +73,12 @@ class FleetStatus(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     group: str
     table: str
+    slots_taken: int
     max_events: int | None
-    slots: tuple[FleetSlot, ...]
     events: tuple[FleetEvent, ...]
-    clock_skew_seconds: float | None = None
+    warnings: tuple[str, ...]
+    """What is not set up right."""
+    clock_skew_seconds: float | None
     """How far this machine's clock is ahead of the table's; None if the table did not tell the time."""
 
 
@@ -100,20 +89,21 @@ class FleetRelease(msgspec.Struct, frozen=True, kw_only=True):
     at: datetime
     group: str
     event_id: str
-    slots: tuple[str, ...]
-    """That are free now."""
+    vms: tuple[FleetVm, ...]
+    """Whose records are deleted."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fleet``."""
     parser.description = (
         "Asks the table of the policy's fleet, from any VM of the group; the agent need not run. status: which "
-        "events have a slot, and which VMs are ready. release: frees the slot of an event whose VMs are all gone, "
-        "so that the next event begins; while VMs say that they are out of service for it, give its full id. "
-        "Exit code 1: the table cannot be used, or there is no such slot."
+        "events have a slot or wait for one, and how far their VMs are. release: deletes the records of an event "
+        "whose VMs are all silent, so that the next event begins. A VM that reboots for its event is silent too: "
+        "release the event only if the VM does not come back. Exit code 1: the table cannot be used, there is no "
+        "such event, or a VM of it is not silent."
     )
     parser.add_argument("word", choices=("status", "release"), metavar="status|release", help="what to do")
-    parser.add_argument("event", nargs="?", metavar="EVENT", help="release: the event's id, or its beginning")
+    parser.add_argument("event", nargs="?", metavar="EVENT", help="release: the event's full id (status --json)")
     add_config_option(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=_run)
@@ -129,32 +119,45 @@ def _run(arguments: argparse.Namespace) -> int:
     group = settings.fleet.group or _ask_group(settings)
     skew = None
     try:
-        ledger = connect(settings.fleet, resolve_endpoint(settings.imds.endpoint))
+        backend = connect(settings.fleet, group, resolve_endpoint(settings.imds.endpoint))
         try:
-            return _carry_out(arguments, settings.fleet, group, ledger)
+            _carry_out(arguments, settings, settings.fleet, group, backend)
         finally:
-            skew = ledger.clock_skew_seconds
-    except LedgerError as error:
+            skew = backend.clock_skew_seconds
+    except BackendError as error:
         raise AgentError("; ".join(_explain(error, skew)), kind=error.kind) from error
+    return 0
 
 
-def _carry_out(arguments: argparse.Namespace, fleet: FleetSettings, group: str, ledger: "TableLedger") -> int:
+def _carry_out(
+    arguments: argparse.Namespace, settings: Settings, fleet: FleetSettings, group: str, backend: TableBackend
+) -> None:
     now = datetime.now(UTC)
+    terminal = Terminal.of(sys.stdout)
     if arguments.word == "release":
-        event_id, slots = release(ledger, group, arguments.event, now)
+        event_id, vms = release(backend, arguments.event)
         if arguments.json:
-            print_json(FleetRelease(at=now, group=group, event_id=event_id, slots=slots))
+            print_json(FleetRelease(at=now, group=group, event_id=event_id, vms=vms))
         else:
-            words = "slot" if len(slots) == 1 else "slots"
-            print(printable(f"{words} {', '.join(slots)} of group {group} free: event {event_id} had it"))
-        return 0
-    status = look(ledger, group, fleet, now)
-    status = msgspec.structs.replace(status, clock_skew_seconds=ledger.clock_skew_seconds)
+            print(*terminal.line(f"Event {event_id} is released, the records of its VMs are deleted:"), sep="\n")
+            print(*terminal.rows(map(_vm_row, vms)), sep="\n")
+        return
+    events = summarize(backend.list(), fleet.max_events)
+    members_fault = fleet.members_fault(_own_names(settings, fleet))
+    status = FleetStatus(
+        at=now,
+        group=group,
+        table=fleet.table,
+        slots_taken=sum(event.has_slot for event in events),
+        max_events=fleet.max_events,
+        events=events,
+        warnings=(members_fault,) if members_fault else (),
+        clock_skew_seconds=backend.clock_skew_seconds,
+    )
     if arguments.json:
         print_json(status)
     else:
-        print(*in_words(status, Terminal.of(sys.stdout)), sep="\n")
-    return 0
+        print(*in_words(status, terminal), sep="\n")
 
 
 def _ask_group(settings: Settings) -> str:
@@ -167,60 +170,16 @@ def _ask_group(settings: Settings) -> str:
     return group
 
 
-def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Finding:
-    """Whether this VM can use the table: for ``doctor``. Writes a row there and deletes it.
-
-    ``account``: the service's, if it is not this one.
-    """
-    given = fleet.credential if isinstance(fleet.credential, FleetCredential) else FleetCredential()
-    if given.sas_file and os.path.lexists(given.sas_file):
-        try:
-            if fault := processes.access_fault(Path(given.sas_file), "read", account):
-                return failure("fleet", fault, "let the account of the service read it")
-        except host.HostError as error:
-            return warning("fleet", str(error), "run this as root, or as the account of the service")
-    try:
-        group = fleet.group or _ask_group(settings)
-    except AgentError as error:
-        return failure("fleet", str(error), "give all VMs that act together the same fleet.group")
-    partition = partition_of_doctor(group)
-    key = key_of(settings.vm.name or socket.gethostname())
-    skew = None
-    try:
-        ledger = connect(fleet, resolve_endpoint(settings.imds.endpoint))
-        try:
-            is_new = ledger.put_if_unchanged(partition, key, {"by": "doctor"}, "")
-            ledger.put(partition, key, {"by": "doctor", "again": "yes"})
-        finally:
-            skew = ledger.clock_skew_seconds
-            ledger.put(partition, key, None)
-        ledger.list_rows(partition_of_slots(group))
-    except LedgerError as error:
-        return failure("fleet", *_explain(error, skew))
-    if not is_new:
-        return warning(
-            "fleet", "another doctor that ran as this VM left its row", "run this again: the row is gone"
-        )
-    if told := _skew_in_words(skew):
-        return warning("fleet", told, "synchronize the clock")
-    if given.sas_file and (doubt := "; ".join(sas_doubts(Path(given.sas_file), datetime.now(UTC)))):
-        return warning("fleet", doubt, "docs/fleet.md has the command for a new one")
-    if (names := _own_names(settings, fleet)) and not any(matches_glob(name, fleet.expect) for name in names):
-        text = f"expect does not match this VM, {names[0]}: the others approve before it is prepared"
-        return warning("fleet", text, "correct fleet.expect, unless that is meant")
-    return ok("fleet", f"group {group}: {fleet.table} can be read, written and deleted from")
-
-
 def _own_names(settings: Settings, fleet: FleetSettings) -> tuple[str, ...]:
     """What Resources may call this VM; nothing if it is not known, or does not matter."""
     try:
-        own = settings.vm.name or (fleet.expect != ("*",) and connect_imds(settings.imds).fetch_identity().name)
+        own = settings.vm.name or (fleet.members != ("*",) and connect_imds(settings.imds).fetch_identity().name)
     except ImdsError:  # the check of the endpoint tells of it
         return ()
     return (own, *settings.vm.aliases) if own else ()
 
 
-def _explain(error: LedgerError, skew: float | None) -> tuple[str, str]:
+def _explain(error: BackendError, skew: float | None) -> tuple[str, str]:
     """What is wrong, and the way out."""
     told = _skew_in_words(skew)
     if told and error.kind == "denied":
@@ -236,101 +195,175 @@ def _skew_in_words(seconds: float | None) -> str:
     return f"this clock is {abs(seconds):.0f} s {which} the table's"
 
 
-def look(ledger: Ledger, group: str, fleet: FleetSettings, now: datetime) -> FleetStatus:
-    """What the table has of a group. Raises LedgerError."""
-    taken = _taken(ledger, group, now)
-    names = {*(f"{number:03}" for number in range(fleet.max_events or 0)), *(row.key for row in taken)}
-    slots = {key: FleetSlot(slot=key, event_id="", vm="", until=None) for key in names}
-    slots |= {row.key: _slot(row) for row in taken}
-    rows: dict[str, list[LedgerRow]] = {}
-    for row in taken:
-        rows.setdefault(row.content["event"], []).append(row)
-    for row in ledger.list_rows(partition_of_vms(group)):
-        rows.setdefault(event_key_in(row), []).append(row)
-    events = [_event(key, rows[key], fleet.expect) for key in rows]
-    return FleetStatus(
-        at=now,
-        group=group,
-        table=fleet.table,
-        max_events=fleet.max_events,
-        slots=tuple([slots[key] for key in sorted(slots)]),
-        events=tuple(events),
+# --- status
+
+
+def summarize(records: Iterable[Record], max_events: int | None) -> tuple[FleetEvent, ...]:
+    """The events of a group as its records have them: those that have begun first, then those that wait."""
+    events: dict[str, list[VmRecord]] = {}
+    for record in records:
+        one = read_record(record)
+        events.setdefault(one.event, []).append(one)
+    begun = _with(events, lambda one: one.has_begun)
+    counting = list(dict.fromkeys([*begun, *_with(events, lambda one: one.counts_for_slot)]))
+    waiting = [event for event in _with(events, lambda one: one.is_waiting) if event not in counting]
+    shown = dict.fromkeys([*counting, *waiting, *_with(events, lambda _: True)])
+    with_slot = counting[: max_events or 0]
+    return tuple(
+        FleetEvent(
+            event_id=events[event][0].event_id,
+            has_slot=event in with_slot,
+            position=waiting.index(event) + 1 if event in waiting else 0,
+            not_before=_not_before(events[event]),
+            vms=tuple(_vm(one) for one in events[event]),
+        )
+        for event in shown
     )
 
 
-def release(ledger: Ledger, group: str, prefix: str, now: datetime) -> tuple[str, tuple[str, ...]]:
-    """Free the slots of the one event whose id begins so; its id, and the slots. Raises AgentError."""
-    folded = prefix.casefold()
-    taken = _taken(ledger, group, now)
-    found = [row for row in taken if _slot(row).event_id.casefold().startswith(folded)]
-    ids = {_slot(row).event_id for row in found}
-    if len(ids) != 1:
-        has = ", ".join(sorted({_slot(row).event_id for row in taken})) or "none"
-        how_many = f"{len(ids)} events with a slot begin" if ids else "no event with a slot begins"
-        raise AgentError(printable(f'{how_many} with "{prefix}"; events with one: {has}'))
-    event_id = ids.pop()
-    if folded != event_id.casefold() and (vms := _out_of_service(ledger, group, found)):
-        give = f"to free it all the same, give the full id: {event_id}"
-        raise AgentError(printable(f"{', '.join(vms)} may be out of service for this event; {give}"))
-    for row in found:
-        if not ledger.put_if_unchanged(partition_of_slots(group), row.key, {"event": ""}, row.version):
-            raise AgentError(f"slot {row.key} has changed meanwhile: look at fleet status, and try again")
-    return event_id, tuple(row.key for row in found)
+def _with(events: dict[str, list[VmRecord]], counts: Callable[[VmRecord], bool]) -> list[str]:
+    """The events that have such a record, in the order in which events begin."""
+    orders = {event: [one.order for one in ones if counts(one)] for event, ones in events.items()}
+    return sorted((event for event in events if orders[event]), key=lambda event: min(orders[event]))
 
 
-def _out_of_service(ledger: Ledger, group: str, slots: list[LedgerRow]) -> list[str]:
-    """The VMs that say they prepare for the events of these slots, or are ready, and not that they are back."""
-    partition = partition_of_vms(group)
-    keys = {slot.content["event"] for slot in slots}
-    told = [row.content for key in keys for row in ledger.list_rows(partition, prefix_of(key))]
-    return sorted({one.get("vm", "") for one in told if one.get("state") in ("ready", "held")})
+def _not_before(records: list[VmRecord]) -> datetime | None:
+    try:
+        return datetime.fromisoformat(min(one.order for one in records)[0])
+    except ValueError:
+        return None  # none of them has one
+
+
+def _vm(one: VmRecord) -> FleetVm:
+    state = one.state if one.state in _STATES else "unknown"
+    return FleetVm(name=one.vm, state=state, age_seconds=one.record.age, waits_for=one.waits_for)
 
 
 def in_words(status: FleetStatus, terminal: Terminal) -> Iterator[str]:
     """The lines to show."""
-    yield from terminal.line(f"Group {status.group}, in {status.table}", "bold")
+    slots = f": {status.slots_taken} of {status.max_events} slots taken" if status.max_events else ""
+    yield from terminal.line(f"Group {status.group}, in {status.table}{slots}", "bold", indent=2)
     if skew := _skew_in_words(status.clock_skew_seconds):
-        yield f"{skew[0].upper()}{skew[1:]}: slots may last longer or shorter than shown."
+        yield from terminal.line(f"{skew[0].upper()}{skew[1:]}.", "yellow")
+    for text in status.warnings:
+        yield from terminal.line(text, "yellow")
     if status.max_events is None:
-        yield "The policy has no max_events: events begin without a slot."
-    rows = []
-    for slot in status.slots:
-        until = clock(slot.until, status.at) if slot.until else "unknown"
-        text = f"event {slot.event_id[:_ID_SHOWN]} of {slot.vm}, until {until}" if slot.event_id else "free"
-        rows.append(Row(f"slot {slot.slot}", text))
+        yield from terminal.line("The policy has no max_events: events begin without a slot.")
+    short = short_ids(event.event_id for event in status.events)
     for event in status.events:
-        states = {"ready": event.ready, "not ready": event.held, "back": event.back, "awaited": event.awaited}
-        told = [f"{state}: {', '.join(names)}" for state, names in states.items() if names]
-        rows.append(Row(f"event {event.event_id[:_ID_SHOWN]}", "; ".join(told) or "no VM of it counts"))
+        yield from terminal.rows([Row(f"event {short[event.event_id]}", _event_in_words(event, status))])
+        yield from terminal.rows(map(_vm_row, event.vms), indent=4)
     if not status.events:
-        rows.append(Row("events", "none"))
-    yield from terminal.rows(rows)
+        yield from terminal.rows([Row("events", "none")])
 
 
-def _taken(ledger: Ledger, group: str, now: datetime) -> list[LedgerRow]:
-    return [row for row in ledger.list_rows(partition_of_slots(group)) if is_held(row, now)]
+def _event_in_words(event: FleetEvent, status: FleetStatus) -> str:
+    parts = []
+    if event.has_slot:
+        parts.append("has a slot")
+    elif event.position:
+        parts.append(f"waits, {ordinal(event.position)} in line")
+    elif status.max_events is not None:
+        parts.append("without a slot")
+    if event.not_before is not None:
+        verb = "Azure starts it at" if event.not_before > status.at else "NotBefore was"
+        parts.append(f"{verb} {utc(event.not_before, status.at)}")
+    return "; ".join(parts)
 
 
-def _slot(row: LedgerRow) -> FleetSlot:
-    content = row.content
-    event_id = content.get("id") or content["event"]
-    return FleetSlot(slot=row.key, event_id=event_id, vm=content.get("vm", ""), until=time_of(row, "until"))
+def _vm_row(vm: FleetVm) -> Row:
+    heard = "not known when it was heard" if vm.age_seconds is None else f"heard {_ago(vm.age_seconds)}"
+    waits = f"; waits for {vm.waits_for}" if vm.waits_for else ""
+    return Row(vm.name, f"{vm.state.replace('_', ' ')}, {heard}{waits}")
 
 
-def _event(key: str, rows: list[LedgerRow], expect: tuple[str, ...]) -> FleetEvent:
-    """``rows``: of its slots, which have no state, and of its VMs."""
-    states: dict[str, list[str]] = {"ready": [], "held": [], "back": []}
-    for row in rows:
-        states.get(row.content.get("state", ""), []).append(row.content.get("vm", ""))
-    known = {plain_name(name) for names in states.values() for name in names}
-    resources = tuple(dict.fromkeys([name for row in rows for name in resources_of(row)]))
-    return FleetEvent(
-        event_id=next(filter(None, (row.content.get("id") for row in rows)), key),
-        resources=resources,
-        ready=tuple(states["ready"]),
-        held=tuple(states["held"]),
-        back=tuple(states["back"]),
-        awaited=tuple(
-            [name for name in resources if matches_glob(name, expect) and plain_name(name) not in known]
-        ),
-    )
+def _ago(seconds: float) -> str:
+    """In one unit: the age of a record is about what its VM does now."""
+    for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds // unit:.0f} {name} ago"
+    return f"{seconds:.0f} s ago"
+
+
+# --- release
+
+
+def release(backend: Backend, event_id: str) -> tuple[str, tuple[FleetVm, ...]]:
+    """Delete the records of an event whose VMs are all silent: its id, and these VMs.
+
+    Raises AgentError; BackendError if the store cannot be used.
+    """
+    records = [read_record(record) for record in backend.list()]
+    events = {one.event for one in records if one.event_id.casefold() == event_id.casefold()}
+    if not events:
+        known = ", ".join(sorted({one.event_id for one in records})) or "none"
+        raise AgentError(printable(f'no event of the group has the id "{event_id}"; known are: {known}'))
+    found = [one for one in records if one.event in events]
+    for one in found:
+        if one.record.age is None:
+            text = f"the table does not tell when {one.vm} was heard"
+            raise AgentError(printable(f"{text}: {_KEEPS_SLOT}"))
+        if one.is_fresh:
+            raise AgentError(printable(f"{one.vm} was heard {_ago(one.record.age)}: {_KEEPS_SLOT}"))
+    for one in found:
+        if not backend.delete(one.record.key, one.record.etag):
+            raise AgentError(printable(f"{one.vm} was heard at this moment: {_KEEPS_SLOT}"))
+    return found[0].event_id, tuple(_vm(one) for one in found)
+
+
+# --- doctor
+
+
+def examine(settings: Settings, fleet: FleetSettings, account: str | None) -> Finding:
+    """Whether this VM can use the table: for ``doctor``. Writes a record there and deletes it.
+
+    ``account``: the service's, if it is not this one.
+    """
+    given = fleet.credential if isinstance(fleet.credential, FleetCredential) else FleetCredential()
+    if given.sas_file and os.path.lexists(given.sas_file):
+        try:
+            if fault := processes.access_fault(Path(given.sas_file), "read", account):
+                return failure("fleet", fault, "let the account of the service read it")
+        except host.HostError as error:
+            return warning("fleet", str(error), "run this as root, or as the account of the service")
+    try:
+        group = fleet.group or _ask_group(settings)
+    except AgentError as error:
+        return failure("fleet", str(error), "give all VMs that act together the same fleet.group")
+    skew = None
+    try:
+        backend = connect(fleet, group, resolve_endpoint(settings.imds.endpoint), partition="doctor")
+        try:
+            found = _try_rights(backend, plain_key(settings.vm.name or socket.gethostname()))
+        finally:
+            skew = backend.clock_skew_seconds
+    except BackendError as error:
+        return failure("fleet", *_explain(error, skew))
+    if fault := fleet.members_fault(_own_names(settings, fleet)):
+        return failure("fleet", fault, "correct fleet.members")
+    if found is None:
+        text = "another doctor that runs as this VM writes the same record"
+        return warning("fleet", text, "run this again when it has ended")
+    if found.age is None:
+        text = "the table does not tell when a record was written: no VM counts as ready, or as silent"
+        return warning("fleet", text, "keep proxies away that remove the header Date")
+    if told := _skew_in_words(skew):
+        return warning("fleet", told, "synchronize the clock")
+    if given.sas_file and (doubt := "; ".join(sas_warnings(Path(given.sas_file), datetime.now(UTC)))):
+        return warning("fleet", doubt, "docs/fleet.md has the command for a new one")
+    return ok("fleet", f"group {group}: {fleet.table} can be read, written and deleted from")
+
+
+def _try_rights(backend: Backend, key: str) -> Record | None:
+    """Create, update, list and delete a record, which is returned as listed; None if it was changed meanwhile."""
+    for record in backend.list():
+        if record.key == key:
+            backend.delete(key, record.etag)  # a doctor that was killed has left it
+    etag = backend.put(key, {"by": "doctor"}, "")
+    try:
+        if etag:
+            etag = backend.put(key, {"by": "doctor", "again": "yes"}, etag) or ""
+        return next((one for one in backend.list() if (one.key, one.etag) == (key, etag)), None)
+    finally:
+        if etag:
+            backend.delete(key, etag)

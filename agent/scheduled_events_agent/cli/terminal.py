@@ -65,18 +65,17 @@ class Terminal(NamedTuple):
         """The text in as many lines as it needs, all but the first indented by this (less in a narrow window)."""
         return [self.paint(part, style) for part in self._broken(printable(text), indent)]
 
-    def rows(self, rows: Iterable[Row]) -> list[str]:
-        """The rows, indented by two, with their texts in one column."""
+    def rows(self, rows: Iterable[Row], *, indent: int = 2) -> list[str]:
+        """The rows, indented, with their texts in one column."""
         rows = list(rows)
         column = max((len(row.label) for row in rows), default=0) + 2
         lines = []
         for row in rows:
-            parts = self._broken(f"{' ' * (2 + column)}{printable(row.text)}", 2 + column)
+            parts = self._broken(f"{' ' * (indent + column)}{printable(row.text)}", indent + column)
             for index, part in enumerate(parts):
                 label = "" if index else printable(row.label)
-                lines.append(
-                    f"  {self.paint(label.ljust(column), 'dim')}{self.paint(part.lstrip(' '), row.style)}"
-                )
+                painted = f"{self.paint(label.ljust(column), 'dim')}{self.paint(part.lstrip(' '), row.style)}"
+                lines.append(f"{' ' * indent}{painted}")
         return [line.rstrip() for line in lines]
 
     def _broken(self, text: str, indent: int) -> list[str]:

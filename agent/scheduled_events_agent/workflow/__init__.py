@@ -31,6 +31,7 @@ from scheduled_events_agent.workflow.fleet import (
     needs_all,
     needs_slot,
     not_ready_others,
+    ordinal,
     workflow_id,
 )
 from scheduled_events_agent.workflow.model import (
@@ -76,5 +77,5 @@ __all__ = [
     "Reconsider", "RememberedEvent", "RunHook", "Signal", "Stage", "Step", "Waits", "Word", "Workflow",
     "ask_approval_gates", "fleet_requests", "gate_answers", "has_obeyed", "hook_deadline_at", "is_ready",
     "known_events", "needed_seconds", "needs_all", "needs_slot", "next_wake_at",
-    "not_ready_others", "proceed", "workflow_id",
+    "not_ready_others", "ordinal", "proceed", "workflow_id",
 ]  # fmt: skip

@@ -234,7 +234,7 @@ def _why_no_slot(status: FleetEventStatus, fleet: FleetView | None, begins_at: d
         return Waits(kind="slot", at=begins_at, detail=f"the table cannot be used ({fleet.error})")
     if not status.position:
         return Waits(kind="fleet")
-    return Waits(kind="slot", at=begins_at, detail=f"{_ordinal(status.position)} in line{_behind(status.ahead)}")
+    return Waits(kind="slot", at=begins_at, detail=f"{ordinal(status.position)} in line{_behind(status.ahead)}")
 
 
 def _behind(events: tuple[str, ...]) -> str:
@@ -244,7 +244,8 @@ def _behind(events: tuple[str, ...]) -> str:
     return f", behind {what} {_some([event[:_SHORT_ID] for event in events])}"
 
 
-def _ordinal(number: int) -> str:
+def ordinal(number: int) -> str:
+    """Such as 1st, or 12th."""
     is_teen = number % 100 in (11, 12, 13)
     ending = "th" if is_teen else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
