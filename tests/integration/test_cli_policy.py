@@ -313,6 +313,25 @@ hooks:
     ]
 
 
+@pytest.mark.parametrize(
+    ("on_unavailable", "do"),
+    [("wait", "wait for a slot until their latest begin"), ("begin", "begin without a slot after a minute")],
+)
+def test_check_tells_what_becomes_of_events_while_the_table_is_unavailable(
+    run: Run, tmp_path: Path, on_unavailable: str, do: str
+) -> None:
+    policy = tmp_path / "p.yaml"
+    table = "https://a.example/abc"
+    keys = f"group: web, table: '{table}', max_events: 2, on_unavailable: {on_unavailable}, members: [db_*]"
+    policy.write_text(f"fleet: {{{keys}}}\nvm: {{name: web_0}}\n")
+    code, out, _ = run("check", "--no-files", "--config", str(policy))
+    assert code == 0
+    assert f"It acts with the VMs of group web through {table}, 2 events at a time.\n" in out
+    unavailable = f"While the table is unavailable, events {do}, and what names several VMs is not approved."
+    assert f"{unavailable}\n" in out
+    assert f"{policy}:1: fleet.members: members does not match this VM, web_0: all VMs are awaited\n" in out
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="modes are Linux's")
 def test_check_without_files_looks_at_the_policy_alone(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -118,8 +118,10 @@ def test_the_fault_form_is_the_documented_one() -> None:
         ("\nfleet: {table: 'https://a.example/abc', credential: {client_id: web}}", "fleet.credential.client_id: expected a client id in the form of a UUID; it is not shown here, for it may be secret"),
         ("\nfleet: {table: 'https://a.example/abc', credential: {sas_file: '?sig=KEY'}}", "fleet.credential.sas_file: expected an absolute path; it is not shown here, for it may be secret"),
         ("\nfleet: {table: 'https://a.example/abc', proxy: x}", "fleet.proxy: expected http://HOST:PORT or environment"),
-        ("\nfleet: {table: 'https://a.example/abc', expect: []}", 'fleet.expect: expected at least one; got an empty list: write ["*"] if all VMs count'),
+        ("\nfleet: {table: 'https://a.example/abc', members: []}", 'fleet.members: expected at least one; got an empty list: write ["*"] if all VMs run the agent'),
         ("\nfleet: {table: 'https://a.example/abc', max_events: 0}", "fleet.max_events: expected at least 1; got 0"),
+        ("\nfleet: {table: 'https://a.example/abc', max_events: 101}", "fleet.max_events: expected at most 100; got 101"),
+        ("\nfleet: {table: 'https://a.example/abc', on_unavailable: proceed}", 'fleet.on_unavailable: expected one of wait, begin; got "proceed"'),
         ("\nfleet: {table: 'https://a.example/abc', group: a/b}", 'fleet.group: expected a text that matches ^[A-Za-z0-9][A-Za-z0-9_.-]{0,79}$ (Letters, digits, . _ -; the same on all VMs. Default: the scale set\'s name.); got "a/b"'),
         ("\nfleet: {table: 'https://a.example/abc', credential: managed}", "fleet.credential: expected managed-identity; got a text, not shown here, for it may be secret"),
         ("\nrules: [{name: a, approve: when-prepared, shared: all-ready}]", "rules[0].shared: all-ready needs the table through which VMs tell that they are ready: add fleet"),
@@ -155,6 +157,7 @@ def test_a_wrong_table_does_not_make_the_rules_wrong() -> None:
     [
         ("fleet: {table: 'https://a.example/abc'}", "fleet: does nothing: it has no max_events, and no rule has shared: all-ready"),
         (FLEET + "rules: [{name: a, shared: all-ready}]", "rules[0].shared: does nothing with approve: never: use when-prepared"),
+        (f"{FLEET[:-2]}, members: ['wbe_*']}}\nvm: {{name: web_0}}", "fleet.members: members does not match this VM, web_0: all VMs are awaited"),
     ],
 )  # fmt: skip
 def test_what_a_fleet_does_not_do_is_a_warning(text: str, warning: str) -> None:
@@ -357,10 +360,10 @@ def test_a_drain_that_no_balancer_can_see_is_a_warning() -> None:
 
 def test_a_bracket_that_does_not_close_is_a_warning_in_every_glob() -> None:
     targets = "notify: [{name: a, to: 'https://x', when: {resource: 'SECRET['}}]\n"
-    fleet = "fleet: {table: 'https://a.example/abc', max_events: 1, expect: ['web[']}\n"
+    fleet = "fleet: {table: 'https://a.example/abc', max_events: 1, members: ['web[']}\n"
     assert [warning.split(": ")[1] for warning in warnings(targets + fleet)] == [
         "notify[0].when.resource",
-        "fleet.expect[0]",
+        "fleet.members[0]",
     ]
     assert "SECRET" not in str(warnings(targets))
 
