@@ -163,13 +163,13 @@ def test_of_a_healthy_agent_with_nothing_to_do_five_lines_are_told(state_dir: Pa
 @pytest.mark.parametrize(
     ("fleet", "expected"),
     [
-        (FleetState(group="web", failure="", away_since=None, awaited=()), "group web"),
+        (FleetState(group="web", error="", unavailable_since=None, not_ready=()), "group web"),
         (
-            FleetState(group="web", failure="", away_since=None, awaited=("web-2", "web-3")),
+            FleetState(group="web", error="", unavailable_since=None, not_ready=("web-2", "web-3")),
             "group web; waits for web-2, web-3",
         ),
         (
-            FleetState(group="", failure="no route", away_since=NOW - timedelta(seconds=90), awaited=()),
+            FleetState(group="", error="no route", unavailable_since=NOW - timedelta(seconds=90), not_ready=()),
             "group not known; its table cannot be used since 22:10:30Z: no route",
         ),
     ],
@@ -179,6 +179,13 @@ def test_the_fleet_has_a_line_with_what_it_waits_for(
 ) -> None:
     code, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, fleet=fleet), run)
     assert (code, out.splitlines()[-1]) == (0, f"  fleet      {expected}")
+
+
+def test_what_is_not_set_up_right_in_the_fleet_has_a_line_of_its_own(state_dir: Path, run: Run) -> None:
+    warning = "members does not match this VM, web-1: all VMs are awaited"
+    fleet = FleetState(group="web", error="", unavailable_since=None, not_ready=(), warnings=(warning,))
+    _, out, _ = answered(state_dir, msgspec.structs.replace(STATUS, fleet=fleet), run)
+    assert out.splitlines()[-2:] == ["  fleet      group web", f"  fleet      {warning}"]
 
 
 def test_each_pending_event_has_the_time_left_the_reason_and_a_command(state_dir: Path, run: Run) -> None:

@@ -214,7 +214,13 @@ TARGETS = (
         lost_reason="too old",
     ),
 )
-FLEET = FleetState(group="web", failure="acme answers 503: it is busy", away_since=NOW, awaited=("web_4", "web_5"))
+FLEET = FleetState(
+    group="web",
+    error="acme answers 503: it is busy",
+    unavailable_since=NOW,
+    not_ready=("web_4", "web_5"),
+    warnings=("members does not match this VM, web_3: all VMs are awaited",),
+)
 
 Scene = tuple[Status, list[History], list[JournalEntry]]
 SCENES: dict[str, Scene] = {
@@ -239,7 +245,13 @@ SCENES: dict[str, Scene] = {
             BAD,
             vm=Vm(names=("web_3", "<b>"), vm_id="<i>"),
             endpoint="http://<u>",
-            fleet=FleetState(group="<b>", failure=HOSTILE, away_since=NOW, awaited=MONSTER.resources),
+            fleet=FleetState(
+                group="<b>",
+                error=HOSTILE,
+                unavailable_since=NOW,
+                not_ready=MONSTER.resources,
+                warnings=(HOSTILE,),
+            ),
         ),
         [
             History(
@@ -419,8 +431,9 @@ FACTS = f"Object.fromEntries({PAIRS})"
 def test_what_is_broken_but_needs_no_operator_is_told_of_quietly(tab: Tab, server: WebServer) -> None:
     tab.look(DESKTOP)
     open_scene(tab, server, "fleet/")
-    failure = "the table cannot be used: acme answers 503: it is busy"
-    assert tab.ask(FACTS)["Fleet"] == f"group web; waits for web_4, web_5; {failure}"
+    error = "the table cannot be used: acme answers 503: it is busy"
+    fleet = f"group web; waits for web_4, web_5; {error}; {FLEET.warnings[0]}"
+    assert tab.ask(FACTS)["Fleet"] == fleet
     open_scene(tab, server, "refused/")
     assert tab.ask(FACTS)["Policy"].endswith(REFUSED)
     open_scene(tab, server, "quiet/")

@@ -129,7 +129,7 @@ NEEDED: dict[str, tuple[Status, str, str, str]] = {
         "scheduled-events-agent doctor",
     ),
     "fleet_unavailable": (
-        a_status(fleet=FleetState(group="web", failure="no route", away_since=NOW, awaited=())),
+        a_status(fleet=FleetState(group="web", error="no route", unavailable_since=NOW, not_ready=())),
         "fix",
         "The table of the fleet cannot be used: no route.",
         "scheduled-events-agent fleet status",

@@ -220,9 +220,10 @@
       ["Policy", [code(policy.file), ", read ", moment(policy.read_at), hash, rejected]],
       ["Needs a restart", policy.needs_restart.length ? listed(policy.needs_restart) : ""],
       ["Notifications", notifications()],
-      ["Fleet", fleet ? ["group ", words(fleet.group, MOST.inName) || "not known", fleet.awaited.length
-        ? ["; waits for ", listed(fleet.awaited), more(fleet.awaited.length - MOST.names, "VMs", "span")] : "",
-        fleet.failure ? ["; the table cannot be used: ", words(fleet.failure)] : ""] : ""],
+      ["Fleet", fleet ? ["group ", words(fleet.group, MOST.inName) || "not known", fleet.not_ready.length
+        ? ["; waits for ", listed(fleet.not_ready), more(fleet.not_ready.length - MOST.names, "VMs", "span")] : "",
+        fleet.error ? ["; the table cannot be used: ", words(fleet.error)] : "",
+        fleet.warnings.map((text) => ["; ", words(text)])] : ""],
       ["Rules", rules.length ? [listed(rules), more(rules.length - MOST.names, "rules", "span")] : "none"],
       ["History", unread ? ["cannot be shown: ", words(unread)] : ""],
       ["Version", ["scheduled-events-agent ", words(status.version), ", started ", moment(status.started_at)]],
