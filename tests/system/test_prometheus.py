@@ -44,7 +44,13 @@ TARGET = 'job="scheduled-events-agent",instance="vm-1:9769"'
 SCRAPE_SECONDS = 15
 DRAIN = {"name": "drain", "prepare": ["drain"], "recover": ["resume"], "approve": "when-prepared"}
 # Without a fleet they have nothing to show.
-FLEET_PANELS = {"Table away", "VMs awaited", "Wait for slots and VMs", "Requests to the table"}
+FLEET_PANELS = {
+    "Table unavailable",
+    "VMs not ready",
+    "Wait for slots and VMs",
+    "Requests to the table",
+    "Begun without a slot",
+}
 AT_ONCE = {"name": "at-once", "when": {"source": "User"}, "approve": "immediately"}
 # An agent with a bug in it: it cannot take in a Freeze.
 WITH_BUG = """
@@ -478,7 +484,7 @@ def live_unnotified(directory: Path) -> list[Timeline]:
 
 
 def live_without_table(directory: Path) -> list[Timeline]:
-    """An event waits for a slot, and the fleet's table goes away."""
+    """An event waits for a slot, and the fleet's table is unavailable; a later one can wait no longer."""
     directory.mkdir(parents=True)
     sas_file = directory / "sas"
     sas_file.touch(mode=0o600)
@@ -487,7 +493,7 @@ def live_without_table(directory: Path) -> list[Timeline]:
     fleet = {"group": "web", "table": table.url, "credential": {"sas_file": str(sas_file)}, "max_events": 1}
     with living(directory / "agent", fleet=fleet) as (sim, agent):
         with table:
-            wait_count(agent, 2, "fleet_requests_total", operation="list", result="ok")
+            wait_count(agent, 1, "fleet_requests_total", operation="list", result="ok")
             idle = expose(agent)
         event = sim.schedule("Redeploy", notice_seconds=900)
         wait_attention(agent, "fleet_unavailable")
@@ -495,11 +501,17 @@ def live_without_table(directory: Path) -> list[Timeline]:
         sim.cancel(event)
         wait_count(agent, 1, "closed_total")
         canceled = expose(agent)
-    timeline = Timeline("a table that is away")
+        late = sim.schedule("Redeploy", notice_seconds=200)
+        wait_count(agent, 1, "fleet_begun_without_slot_total", reason="late")
+        sim.cancel(late)
+        wait_count(agent, 2, "closed_total")
+        begun = expose(agent)
+    timeline = Timeline("a table that is unavailable")
     timeline.hold(idle, 10)
-    timeline.hold(waiting, 5, "EventPending")
-    timeline.hold(waiting, 3, "EventPending", "SetupBroken")
-    timeline.hold(canceled, 10, "SetupBroken")
+    timeline.hold(waiting, 8, "EventPending")
+    timeline.hold(waiting, 3, "EventPending", "FleetUnavailable")
+    timeline.hold(canceled, 10, "FleetUnavailable")
+    timeline.hold(begun, 10, "FleetUnavailable", "BegunWithoutSlot")
     return [timeline]
 
 
@@ -713,7 +725,7 @@ def test_promtool_accepts_what_the_readme_has_it_check(programs: Path) -> None:
     commands = re.findall(r"^\$ promtool (.+)$", (PACKAGE / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     said = [promtool(programs, *command.split()) for command in commands]
     assert [command.split()[0] for command in commands] == ["check", "test", "check"]
-    assert "SUCCESS: 19 rules found" in said[0]
+    assert "SUCCESS: 21 rules found" in said[0]
 
 
 def test_prometheus_accepts_the_configuration_with_all_that_is_commented_out(

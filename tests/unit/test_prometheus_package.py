@@ -259,7 +259,8 @@ def test_every_recorded_series_is_used_after_it_was_recorded() -> None:
 def test_the_commands_that_alerts_advise_exist() -> None:
     texts = [rule["annotations"]["description"] for rule in alerts().values()]
     commands = re.findall(r'"sudo scheduled-events-agent ([^"]+)"', " ".join(texts))
-    assert {command.split()[0] for command in commands} == {"check", "history", "hold", "status"}
+    known = {"check", "doctor", "fleet", "history", "hold", "status"}
+    assert {command.split()[0] for command in commands} == known
     parser = build_parser()
     for command in commands:
         parser.parse_args(
@@ -325,7 +326,8 @@ def test_the_dashboard_has_what_is_asked_of_an_agent() -> None:
         *("How events ended", "Hooks", "Failures", "Approvals", "Approval delay", "Polls", "Poll latency"),
         *("Measured pauses", "Agent trouble", "Versions", "Agent processor time", "Agent memory"),
         *("Age of the policy in force", "Notices", "Notices waiting", "Oldest waiting notice"),
-        *("Table away", "VMs awaited", "Wait for slots and VMs", "Requests to the table"),
+        *("Table unavailable", "VMs not ready", "Wait for slots and VMs", "Requests to the table"),
+        "Begun without a slot",
     ]
     shown = {selector.metric for _, query in dashboard_queries() for selector in parse_query(query).selectors}
     agents = {name for name in exposed(has_fleet=True) if name.startswith("scheduled_events_")}
