@@ -61,10 +61,10 @@ def running(thread: FleetThread) -> Iterator[list[MutableMapping[str, Any]]]:
             runner.join()
 
 
-def until(updates: "queue.Queue[FleetUpdate]", is_wanted: Any) -> FleetUpdate:
+def until(updates: "queue.Queue[Any]", is_wanted: Any) -> FleetUpdate:
     deadline = time.monotonic() + 60
     while True:
-        update = updates.get(timeout=max(0.1, deadline - time.monotonic()))
+        update: FleetUpdate = updates.get(timeout=max(0.1, deadline - time.monotonic()))
         if is_wanted(update):
             return update
 
@@ -75,9 +75,9 @@ def may_begin(update: FleetUpdate) -> bool:
 
 def lived(*kinds: ErrorKind) -> tuple[list[MutableMapping[str, Any]], str]:
     """Log and metrics when a store fails so and then works, until the event may begin."""
-    metrics, updates = Metrics(list), queue.Queue[FleetUpdate]()
+    metrics, updates = Metrics(list), queue.Queue[Any]()
     backend = FailingBackend(*kinds)
-    thread = FleetThread(updates.put, metrics, SETTINGS, lambda *_: backend)
+    thread = FleetThread(updates.put_nowait, metrics, SETTINGS, lambda *_: backend)
     with running(thread) as entries:
         thread.publish((REQUEST,), ("web_1",), "id", "web")
         until(updates, may_begin)
@@ -107,8 +107,8 @@ def test_a_store_that_works_is_counted_and_not_logged() -> None:
 
 def test_before_the_first_requests_nothing_is_asked() -> None:
     backend = FailingBackend()
-    updates = queue.Queue[FleetUpdate]()
-    thread = FleetThread(updates.put, Metrics(list), SETTINGS, lambda *_: backend)
+    updates = queue.Queue[Any]()
+    thread = FleetThread(updates.put_nowait, Metrics(list), SETTINGS, lambda *_: backend)
     with running(thread):
         thread.use(SETTINGS)
         time.sleep(0.2)
@@ -130,8 +130,8 @@ def test_what_was_published_before_does_not_wake_it_again(monkeypatch: Any) -> N
         real(self, requests)
 
     monkeypatch.setattr(FleetClient, "sync", sync)
-    updates = queue.Queue[FleetUpdate]()
-    thread = FleetThread(updates.put, Metrics(list), SETTINGS, lambda *_: FailingBackend())
+    updates = queue.Queue[Any]()
+    thread = FleetThread(updates.put_nowait, Metrics(list), SETTINGS, lambda *_: FailingBackend())
     with running(thread):
         thread.publish((), ("web_1",), "id", "web")
         until(updates, lambda update: not update.error)
@@ -143,8 +143,8 @@ def test_what_was_published_before_does_not_wake_it_again(monkeypatch: Any) -> N
 
 
 def test_a_fleet_without_a_group_or_a_vm_id_cannot_use_its_store() -> None:
-    metrics, updates = Metrics(list), queue.Queue[FleetUpdate]()
-    thread = FleetThread(updates.put, metrics, SETTINGS, lambda *_: FailingBackend())
+    metrics, updates = Metrics(list), queue.Queue[Any]()
+    thread = FleetThread(updates.put_nowait, metrics, SETTINGS, lambda *_: FailingBackend())
     with running(thread) as entries:
         thread.publish((), (), "id", "")
         assert until(updates, lambda update: update.error).error.startswith("the group is not known")
@@ -162,13 +162,13 @@ def test_a_fleet_without_a_group_or_a_vm_id_cannot_use_its_store() -> None:
 
 def test_what_is_not_set_up_right_is_an_error_in_the_log_once() -> None:
     store = MemoryStore(time.monotonic)
-    first, second = queue.Queue[FleetUpdate](), queue.Queue[FleetUpdate]()
+    first, second = queue.Queue[Any](), queue.Queue[Any]()
     settings = Settings(fleet=FleetSettings(table="https://a.example/abc", max_events=1, members=("wbe_*",)))
-    one = FleetThread(first.put, Metrics(list), settings, lambda *_: MemoryBackend(store))
+    one = FleetThread(first.put_nowait, Metrics(list), settings, lambda *_: MemoryBackend(store))
     with running(one):
         one.publish((REQUEST,), ("web_1",), "id", "web")
         until(first, may_begin)
-    two = FleetThread(second.put, Metrics(list), settings, lambda *_: MemoryBackend(store))
+    two = FleetThread(second.put_nowait, Metrics(list), settings, lambda *_: MemoryBackend(store))
     with running(two) as entries:
         two.publish((REQUEST,), ("web_1",), "id-2", "web")
         update = until(second, lambda update: "a" in update.statuses)

@@ -56,11 +56,8 @@ class Machine(Agent):
         self.wait_until(lambda: self.lists() >= before + count, f"it had asked {count} times")
 
     def began_at(self, event: str) -> float:
-        return next(
-            note["monotonic"]
-            for note in self.notes("start")
-            if note["hook"] == "drain" and note["given"]["ID"] == event
-        )
+        runs = [note for note in self.notes("start") if note["hook"] == "drain" and note["given"]["ID"] == event]
+        return float(runs[0]["monotonic"])
 
 
 @pytest.fixture

@@ -44,8 +44,8 @@ from scheduled_events_agent.workflow import (
     Workflow,
     board,
     known_events,
-    phases,
     proceed,
+    stages,
 )
 
 VM = "vm_1"
@@ -399,7 +399,7 @@ def test_whatever_changes_nothing_is_done_too_early_or_twice_or_never_undone(par
 
 
 def without(phase: str) -> Callable[[Workflow], bool]:
-    real = phases.has_more_to_prepare
+    real = stages.has_more_to_prepare
     return lambda workflow: workflow.phase != phase and real(workflow)
 
 
