@@ -2,7 +2,8 @@
 
     python tests/simulation --seeds 10000        seeds 0 to 9999, on all processors
     python tests/simulation --tell 4711          one seed, and every trouble left out that it does not need
-    python tests/simulation --fleet --seeds 500  fleets of agents that share a ledger; with --tell as well
+    python tests/simulation --fleet --seeds 500  fleets of agents that share a store; with --tell as well
+    python tests/simulation --fleet --no-ages    the same with a store that tells no ages
 
 Exit code 1 if an invariant does not hold; then the shortest story of the first such seed is told.
 """
@@ -11,13 +12,14 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 from fleet_runs import FleetVerdict, judge_fleet_seeds, shorten_fleet
 from runs import Verdict, judge_seeds, shorten
 
-_CHUNK, _FLEET_CHUNK = 100, 10
+_CHUNK = 20
 
 
 def main() -> int:
@@ -26,34 +28,46 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first one (default: 0)")
     parser.add_argument("--tell", type=int, metavar="SEED", help="tell the story of this one")
     parser.add_argument("--fleet", action="store_true", help="fleets of agents, not one agent")
+    parser.add_argument("--no-ages", action="store_true", help="with --fleet: the store tells no ages")
     arguments = parser.parse_args()
-    if arguments.tell is not None:
-        verdict = (shorten_fleet if arguments.fleet else shorten)(arguments.tell)
-        print(verdict.text())
-        return 1 if verdict.broken else 0
-    return _live_through(arguments.first, arguments.first + arguments.seeds, is_fleet=arguments.fleet)
+    shorten_one: Callable[[int], Verdict | FleetVerdict] = shorten
+    judge_some: Callable[[range], tuple[int, Sequence[Verdict | FleetVerdict]]] = judge_seeds
+    if arguments.fleet:
+        shorten_one = partial(shorten_fleet, has_ages=not arguments.no_ages)
+        judge_some = partial(judge_fleet_seeds, has_ages=not arguments.no_ages)
+    if arguments.tell is None:
+        seeds = range(arguments.first, arguments.first + arguments.seeds)
+        return _live_through(seeds, judge_some, shorten_one)
+    verdict = shorten_one(arguments.tell)
+    print(verdict.text())
+    return 1 if verdict.broken else 0
 
 
-def _live_through(first: int, last: int, *, is_fleet: bool) -> int:
+def _live_through(
+    seeds: range,
+    judge_some: Callable[[range], tuple[int, Sequence[Verdict | FleetVerdict]]],
+    shorten_one: Callable[[int], Verdict | FleetVerdict],
+) -> int:
     began = told = time.monotonic()
-    done, lives, broken = 0, 0, list[Verdict | FleetVerdict]()
-    size = _FLEET_CHUNK if is_fleet else _CHUNK
-    chunks = [range(start, min(start + size, last)) for start in range(first, last, size)]
-    results: Iterable[tuple[int, Sequence[Verdict | FleetVerdict]]]
+    done = 0
+    lives = 0
+    broken: list[Verdict | FleetVerdict] = []
+    chunks = [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        results = pool.map(judge_fleet_seeds, chunks) if is_fleet else pool.map(judge_seeds, chunks)
-        for seeds, (events, found) in zip(chunks, results, strict=True):
-            done, lives, broken = done + len(seeds), lives + events, [*broken, *found]
+        for chunk, (events, found) in zip(chunks, pool.map(judge_some, chunks), strict=True):
+            done += len(chunk)
+            lives += events
+            broken += found
             for verdict in found:
                 print(f"seed {verdict.seed}: {verdict.broken}", flush=True)
             if time.monotonic() - told > 10.0:
                 told = time.monotonic()
-                print(f"{done} of {last - first} seeds, {len(broken)} broken", flush=True)
+                print(f"{done} of {len(seeds)} seeds, {len(broken)} broken", flush=True)
     seconds = time.monotonic() - began
     print(f"{done} seeds, {lives} events, {seconds:.0f} s: {len(broken)} broken")
     if not broken:
         return 0
-    print((shorten_fleet if is_fleet else shorten)(broken[0].seed).text())
+    print(shorten_one(broken[0].seed).text())
     return 1
 
 

@@ -1,34 +1,43 @@
-"""What must hold in a fleet, judged from outside: by hooks, approvals, and what the ledger holds.
+"""What must hold in a fleet, judged from outside: by hooks, approvals, and what the store holds.
 
-(1) An event is approved only when all of its VMs that count are prepared.
-(2) No more events than the limit are prepared for at a time, but for those begun at the latest time, or alone.
-(3) What all are prepared for is approved soon.
-(4) An event for which a slot is free begins soon; with or without a slot, at the latest time.
-(5) What was prepared for is recovered from.
-(6) In the end no slot is held, and no row is left.
-(7) No agent turns for ever.
+(1) At most so many events as the limit are under way that began with a slot, and have a VM heard of within 30 min.
+(2) An event is approved only when all awaited VMs are prepared.
+(3) Evictions and terminations begin within a second of being seen.
+(4) Each event begins by its latest begin.
+(5) With room it begins soon; behind a VM that died with a slot, 31 minutes after its last write.
+(6) Of two events that wait the one with the earlier NotBefore begins first.
+(7) What all are ready for is approved soon.
+(8) What was prepared for is recovered from; then no record is left but of VMs that died, and nothing is asked.
+(9) Clocks change nothing (see ``fleet_runs``).
+(10) After a kill and a start, own records and statuses are the same soon.
 """
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from math import inf
+from typing import TYPE_CHECKING, Any, Literal
 
 from judge import BrokenError
 
-from scheduled_events_agent.fleet.ledger import Row
-from scheduled_events_agent.fleet.protocol import SLOT_LASTS
-from scheduled_events_agent.fleet.rows import event_key_of, partition_of_slots, prefix_of, time_of
+from scheduled_events_agent.fleet.plan import event_key
 from scheduled_events_agent.policy import matches_glob
 
 if TYPE_CHECKING:
-    from fleet_machines import Vm
+    from fleet_machines import Sent, Vm
     from fleet_world import FleetWorld
 
-LATEST_BEGIN = 300.0
-SOON = 60.0
-"""A VM whose request fails waits for up to 30 s, and for a slot asks every 15 s."""
-AT_ONCE = 3.0
-"""If nothing has gone wrong: a few requests, and less than the first two VMs wait to look again."""
+_SLOT_SECONDS = 1800.0
+_STATUS_SECONDS = 10.0
+"""So old a list may be by which an event begins, or is approved."""
+_DATE_SECONDS = 1.0
+"""Ages come out shorter by up to this: a Date has whole seconds."""
+_COUNTED = ("claimed", "not_ready", "ready")
+_URGENT = ("Preempt", "Terminate")
+_LEAST_LEAD = 300.0
+_ROUND_TRIP = 0.11
 _TICK = 10.0
+_DAY = 86400.0
 
 State = Literal["", "preparing", "prepared", "not prepared", "recovering"]
 
@@ -40,9 +49,45 @@ class Work:
     state: State = ""
     has_begun: bool = False
     """And is not recovered."""
-    may_exceed: bool = False
+    is_without_slot: bool = False
     """It has begun without a slot, and rightly so."""
+    has_run: bool = False
+    """A hook has run for it."""
+    operator: str = ""
     since: float = 0.0
+    """When it last came into its state."""
+    ceased_at: float = -inf
+    """When it last ceased to be ready."""
+    changed_at: float = inf
+    """When a write was first answered since then."""
+    heard_at: float = -inf
+    """When the last write had its effect that was answered."""
+    returned_at: float = -inf
+    """When it was heard of again, after its record counted no more."""
+    ready_written_at: float = -inf
+    """When ``ready`` last came into the store."""
+    ready_answered_at: float = -inf
+    renew_seconds: float = 20.0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "prepared" and self.operator != "held"
+
+
+@dataclass
+class Kept:
+    """One record, as the store has it."""
+
+    vm_id: str
+    state: str
+    written_at: float
+    renew_seconds: float
+    made_at: float
+    claimed_at: float = inf
+    """Since when it is claimed, or was."""
+
+    def counts(self, at: float) -> bool:
+        return self.state in _COUNTED and at - self.written_at <= _SLOT_SECONDS + _DATE_SECONDS
 
 
 @dataclass
@@ -51,13 +96,12 @@ class Life:
 
     name: str
     announced_at: float
-    changed_at: float
     works: dict[str, Work] = field(default_factory=dict)
-    touched_at: float = 0.0
-    """When a VM last began, recovered or died."""
-    is_posted: bool = False
-    lagged_at: float = 0.0
-    """When a list of its VMs was last stale."""
+    """By vmId."""
+    records: dict[str, Kept] = field(default_factory=dict)
+    """By the VM's part of the key."""
+    is_approved: bool = False
+    over_at: float = 0.0
 
 
 class FleetJudge:
@@ -66,199 +110,559 @@ class FleetJudge:
     def __init__(self, world: "FleetWorld") -> None:
         self._world = world
         self.lives: dict[str, Life] = {}
+        self.judged: Counter[int] = Counter()
+        """How often each invariant was looked at."""
+        self._by_key: dict[str, Life] = {}
+        self._looks: dict[tuple[str, str], float] = {}
+        self._room_since: dict[str, float] = {}
         self._has_tick = False
+        self._changed_at = 0.0
+        """When something last happened that may change what records and statuses say."""
+        self._last_effect_at = 0.0
+        self._recovered_at = 0.0
+
+    # --- what happens
 
     def announced(self, name: str) -> None:
-        at = self._world.at
-        self.lives[name] = Life(name, announced_at=at, changed_at=at, touched_at=at)
-        self._tick_later()
+        life = self.lives[name] = Life(name, announced_at=self._world.at)
+        self._by_key[event_key(name.casefold())] = life
+        self.changed(name)
+        if len(self.lives) == 1:
+            self._world.after(1.2 * _DAY, self._look_at_rest)
 
     def changed(self, name: str) -> None:
         """Azure names more VMs, or the event was hidden, or is in the document again."""
-        self.lives[name].changed_at = self._world.at
+        del name
+        self._changed_at = self._world.at
+        if not self._has_tick:
+            self._has_tick = True
+            self._world.after(_TICK, self._tick)
 
-    def lagged(self, partition: str, prefix: str) -> None:
-        """A stale list was given."""
-        del partition
-        for life in self.lives.values():
-            if prefix == prefix_of(event_key_of(life.name.casefold())):
-                life.lagged_at = self._world.at
+    def over(self, name: str) -> None:
+        """It is no longer in the document."""
+        self.lives[name].over_at = self._changed_at = self._world.at
 
-    # --- what the VMs do
-
-    def started(self, vm: "Vm", name: str, stage: str) -> None:
-        world, work = self._world, self._work(name, vm)
-        world.tell(f"{vm.name}: {stage} hook for {name} starts")
-        work.since = world.at
-        if stage == "recover":
-            work.state = "recovering"
-            # It also undoes what was prepared for an event that is left out for a while.
-            for life in self.lives.values():
-                other = life.works.get(vm.name)
-                if other is not None and other.has_begun and world.is_hidden(life.name):
-                    other.state = "recovering"
-            return
-        work.state = "preparing"
-        if not work.has_begun:
-            fleet = world.settings.fleet
-            assert fleet is not None
-            is_late = world.not_before(name) - LATEST_BEGIN <= world.at + 0.01
-            is_alone = fleet.when_away == "proceed" and world.at - vm.failed_at < SOON
-            work.has_begun, work.may_exceed = True, is_late or is_alone
-            self.lives[name].touched_at = world.at
-            self._count()
-
-    def ended(self, vm: "Vm", name: str, stage: str, outcome: str) -> None:
-        world, work = self._world, self._work(name, vm)
-        world.tell(f"{vm.name}: {stage} hook for {name} ends: {outcome}")
-        work.since = world.at
+    def hook_started(self, vm: "Vm", name: str, stage: str) -> None:
+        world = self._world
+        work = self._work(name, vm)
+        world.tell(f"{vm.vm_id}: {stage} hook for {name} starts")
+        self._changed_at = world.at
         if stage == "prepare":
-            work.state = "prepared" if outcome == "succeeded" else "not prepared"
+            self.begun(vm, name)
+            work.has_run = True
+            self._enter(work, "preparing")
+            return
+        # It also undoes what was prepared for other events that are over, or left out for a while.
+        for life, other in self._undone_by_recovery(vm, name):
+            del life
+            self._enter(other, "recovering")
+
+    def hook_ended(self, vm: "Vm", name: str, stage: str, outcome: str) -> None:
+        world = self._world
+        work = self._work(name, vm)
+        world.tell(f"{vm.vm_id}: {stage} hook for {name} ends: {outcome}")
+        self._changed_at = world.at
+        if stage == "prepare":
+            self._enter(work, "prepared" if outcome == "succeeded" else "not prepared")
             self._look_at_readiness(name)
         elif outcome == "succeeded":
-            # One recovery counts for all events that are over.
-            for life in self.lives.values():
-                work = life.works.get(vm.name, Work())
-                if work.has_begun and (
-                    life.name == name or world.is_over(life.name) or world.is_hidden(life.name)
-                ):
-                    work.state, work.has_begun, work.since = "", False, world.at
-                    life.touched_at = world.at
+            for life, other in self._undone_by_recovery(vm, name):
+                self._recovered(life, other)
+            self.looks(vm)
 
-    def posted(self, vm: "Vm", name: str) -> None:
-        world, life, fleet = self._world, self.lives[name], self._world.settings.fleet
-        world.tell(f"{vm.name} approves {name}")
-        assert fleet is not None
-        expected = self._expected(vm.documents[name], vm.name)
-        if fleet.when_away == "proceed" and world.at - vm.failed_at < SOON:
-            expected = [vm.name]
-        missing = [one for one in expected if life.works.get(one, Work()).state != "prepared"]
-        if missing:
-            raise BrokenError(f"(1) {vm.name} approves {name} before {', '.join(missing)} prepared")
-        life.is_posted = True
+    def _undone_by_recovery(self, vm: "Vm", name: str) -> list[tuple[Life, Work]]:
+        world = self._world
+        return [
+            (life, life.works[vm.vm_id])
+            for life in self.lives.values()
+            if vm.vm_id in life.works
+            and life.works[vm.vm_id].has_begun
+            and (life.name == name or world.is_over(life.name) or world.is_hidden(life.name))
+        ]
 
-    def killed(self, vm: "Vm") -> None:
+    def _recovered(self, life: Life, work: Work) -> None:
+        del life
+        self._enter(work, "")
+        work.has_begun = work.is_without_slot = work.has_run = False
+        self._recovered_at = self._world.at
+
+    def closed(self, vm: "Vm", name: str) -> None:
+        """The agent has done with the event."""
+        work = self._work(name, vm)
+        if work.has_begun and not work.has_run:
+            self._recovered(self.lives[name], work)
+
+    def operator_said(self, vm: "Vm", name: str, word: str) -> None:
+        """The agent has taken it in."""
+        work = self._work(name, vm)
+        if work.is_ready and word == "held":
+            self._cease(work)
+        work.operator = word
+        work.since = self._changed_at = self._world.at
+        self._look_at_readiness(name)
+
+    def stopped(self, vm: "Vm", *, is_killed: bool = False) -> None:
+        """It stands still, or its agent is killed."""
+        if not is_killed:
+            self._changed_at = self._world.at
+            return
         for life in self.lives.values():
-            work = life.works.get(vm.name)
+            work = life.works.get(vm.vm_id)
             if work is not None and work.state == "preparing":
-                work.state = "not prepared"
+                self._enter(work, "not prepared")
+        self._look_at_kill(vm)
+
+    def rebooted(self, vm: "Vm") -> None:
+        """What was prepared is undone."""
+        for life in self.lives.values():
+            work = life.works.get(vm.vm_id)
+            if work is not None and work.state == "prepared":
+                self._enter(work, "not prepared")
+        self._changed_at = self._world.at
 
     def died(self, vm: "Vm") -> None:
-        for life in self.lives.values():
-            if vm.name in self._world.resources(life.name):
-                life.touched_at = self._world.at
+        self.rebooted(vm)
+
+    def _enter(self, work: Work, state: State) -> None:
+        if work.is_ready and state != "prepared":
+            self._cease(work)
+        work.state = state
+        work.since = self._world.at
+
+    def _cease(self, work: Work) -> None:
+        work.ceased_at = self._world.at
+        work.changed_at = inf
 
     def _work(self, name: str, vm: "Vm") -> Work:
-        return self.lives[name].works.setdefault(vm.name, Work())
+        return self.lives[name].works.setdefault(vm.vm_id, Work())
 
-    def _expected(self, resources: tuple[str, ...], own: str = "") -> list[str]:
-        fleet = self._world.settings.fleet
+    # --- the store
+
+    def key_in_words(self, key: str) -> str:
+        event, _, vm = key.partition("|")
+        life = self._by_key.get(event)
+        name = life.name if life else event
+        return f"{name}|{vm}"
+
+    def written(self, vm: "Vm", sent: "Sent") -> None:
+        """It has its effect."""
+        world = self._world
+        event, _, vm_key = sent.key.partition("|")
+        life = self._by_key[event]
+        found = life.records.get(vm_key)
+        self._last_effect_at = world.at
+        if sent.fields is None:
+            if found is not None:
+                self._changed_at = world.at
+                world.tell(f"{vm.vm_id} deletes {self.key_in_words(sent.key)}")
+                del life.records[vm_key]
+            return
+        state = sent.fields["state"]
+        if found is not None and found.vm_id != vm.vm_id:
+            self.released(sent.key)
+            found = None
+        if found is None or found.state != state:
+            self._changed_at = world.at
+            world.tell(f"{vm.vm_id} writes {self.key_in_words(sent.key)}: {state}")
+        kept = life.records[vm_key] = Kept(
+            vm_id=vm.vm_id,
+            state=state,
+            written_at=world.at,
+            renew_seconds=float(sent.fields["renew_seconds"]),
+            made_at=found.made_at if found else world.at,
+            claimed_at=found.claimed_at if found and found.state == "claimed" else world.at,
+        )
+        work = self._work(life.name, vm)
+        if state == "ready":
+            work.ready_written_at = world.at
+            work.renew_seconds = kept.renew_seconds
+
+    def answered(self, vm: "Vm", sent: "Sent", written_at: float) -> None:
+        """A write that had its effect then is answered."""
+        event, _, _ = sent.key.partition("|")
+        work = self._work(self._by_key[event].name, vm)
+        if work.ceased_at > -inf and written_at >= work.ceased_at:
+            is_ready = sent.fields is not None and sent.fields["state"] == "ready"
+            work.changed_at = min(work.changed_at, inf if is_ready else self._world.at)
+        if sent.fields is None:
+            return
+        if written_at - work.heard_at > _SLOT_SECONDS:
+            work.returned_at = self._world.at
+        work.heard_at = written_at
+        if sent.fields["state"] == "ready":
+            work.ready_answered_at = self._world.at
+
+    def released(self, key: str) -> None:
+        """The record was deleted, or another VM has it now: until its VM is heard of again it counts no more."""
+        event, _, vm_key = key.partition("|")
+        found = self._by_key[event].records.pop(vm_key, None)
+        self._changed_at = self._world.at
+        if found is not None:
+            work = self._by_key[event].works.get(found.vm_id)
+            if work is not None:
+                work.heard_at = -inf
+
+    # --- trouble
+
+    def _trouble_until(self, vms: "Iterable[Vm]") -> float:
+        return max((max(vm.disturbed_until, vm.killed_until) for vm in vms), default=0.0)
+
+    def _has_twin(self, name: str) -> bool:
+        """Whether two VMs have a name that the event has."""
+        return any(len(self._world.named(one)) > 1 for one in self._world.resources(name))
+
+    # --- (1), (6) an event begins
+
+    def begun(self, vm: "Vm", name: str) -> None:
+        """Called for each VM; nothing if it is known."""
+        world = self._world
+        life = self.lives[name]
+        work = self._work(name, vm)
+        if work.has_begun:
+            return
+        self._changed_at = world.at
+        work.has_begun = True
+        work.is_without_slot = self._may_begin_without_slot(vm, name)
+        how = " without a slot" if work.is_without_slot else ""
+        world.tell(f"{vm.vm_id} begins {name}{how}")
+        if self._limit is None or work.is_without_slot:
+            return
+        self.judged[1] += 1
+        busy = [one.name for one in self.lives.values() if self._is_under_way(one)]
+        if len(busy) > self._limit:
+            raise BrokenError(f"(1) {', '.join(busy)} are under way at a time")
+        if not any(other.has_begun for other in life.works.values() if other is not work):
+            self._look_at_order(vm, life)
+
+    def _may_begin_without_slot(self, vm: "Vm", name: str) -> bool:
+        world = self._world
+        fleet = world.settings.fleet
         assert fleet is not None
-        return [name for name in resources if name == own or matches_glob(name, fleet.expect)]
-
-    # --- the limit
-
-    def _count(self) -> None:
-        limit = self._limit()
-        busy = [life.name for life in self.lives.values() if self._is_out(life)]
-        if limit is not None and len(busy) > limit:
-            raise BrokenError(f"(2) {', '.join(busy)} are out at a time")
-
-    def _is_out(self, life: Life) -> bool:
-        return any(
-            work.has_begun and not work.may_exceed and not self._world.vms[name].is_dead
-            for name, work in life.works.items()
+        is_away = vm.unavailable_from is not None and vm.monotonic() - vm.unavailable_from >= 59.0
+        return (
+            world.type_of(name) in _URGENT
+            or self._work(name, vm).operator == "approved"
+            or self._latest_begin(vm, name) <= world.at + 0.01
+            or (fleet.on_unavailable == "begin" and is_away)
         )
 
+    def _latest_begin(self, vm: "Vm", name: str) -> float:
+        """By the VM's own clock."""
+        return self._world.not_before(name) - max(_LEAST_LEAD, vm.needed_seconds()) - vm.wall_offset
+
+    @property
     def _limit(self) -> int | None:
         fleet = self._world.settings.fleet
         assert fleet is not None
         return fleet.max_events
 
-    def _may_hold_until(self, life: Life) -> float:
-        """How long it may have a slot."""
+    def _is_under_way(self, life: Life) -> bool:
+        at = self._world.at
+        works = [work for work in life.works.values() if work.has_begun]
+        if any(work.is_without_slot for work in works):
+            return False
+        return any(
+            at - work.heard_at <= _SLOT_SECONDS and at - work.returned_at > _STATUS_SECONDS
+            for work in works
+            if work.heard_at > -inf
+        ) or any(work.heard_at == -inf and work.since == at for work in works)
+
+    def _order(self, name: str) -> tuple[float, str]:
+        return self._world.not_before(name), event_key(name.casefold())
+
+    def _look_at_order(self, vm: "Vm", life: Life) -> None:
+        """(6) It has begun; none that waits should have been before it."""
+        world = self._world
+        own = next((one for one in life.records.values() if one.vm_id == vm.vm_id), None)
+        if own is None or self._limit is None or not self._world.has_ages:
+            return
+        for other in self.lives.values():
+            if other is life or not self._is_waiting(other) or self._order(other.name) > self._order(life.name):
+                continue
+            known_at = min((one.made_at for one in other.records.values()), default=inf)
+            is_calm = self._trouble_until(world.vms.values()) <= other.announced_at
+            if not is_calm or self._has_twin(other.name) or self._has_twin(life.name):
+                continue
+            self.judged[6] += 1
+            if known_at <= own.claimed_at - _ROUND_TRIP and len(self._busy(other)) >= self._limit:
+                raise BrokenError(f"(6) {life.name} begins before {other.name}, which waits and starts earlier")
+
+    def _is_waiting(self, life: Life) -> bool:
+        """Whether it waits for a slot."""
+        world = self._world
+        is_visible = world.is_scheduled(life.name) and not world.is_hidden(life.name)
+        return is_visible and any(self._waits(vm, life.name) for vm in world.alive())
+
+    def _waits(self, vm: "Vm", name: str) -> bool:
+        return any(
+            request.stage == "requested" and request.needs_slot and self._world.name_of(request.event_id) == name
+            for request in vm.requests
+        )
+
+    def _busy(self, life: Life) -> list[Life]:
+        """The other events that have a slot, or rightly one."""
+        at = self._world.at
         vms = self._world.vms
-        working = [name for name, work in life.works.items() if work.has_begun and not vms[name].is_dead]
-        if working:
-            return float("inf")
-        has_dead = any(vms[name].is_dead for name in self._world.resources(life.name) if name in vms)
-        # Two that are back and have not seen each other leave it as well.
-        is_left = has_dead or life.lagged_at > life.touched_at - SOON
-        return life.touched_at + (SLOT_LASTS.total_seconds() if is_left else 0.0)
+        return [
+            other
+            for other in self.lives.values()
+            if other is not life
+            and (
+                any(work.has_begun and not vms[vm_id].is_dead for vm_id, work in other.works.items())
+                or any(one.counts(at) for one in other.records.values())
+            )
+        ]
 
-    # --- what must come soon
+    # --- (3), (4) it must begin
 
-    def _look_at_readiness(self, name: str) -> None:
-        """Call it when a VM is prepared; looks again when the approval is due."""
-        world, life = self._world, self.lives[name]
-        resources = world.resources(name)
-        expected = self._expected(resources)
-        vms = [world.vms[one] for one in resources if one in world.vms]
-        works = [life.works.get(one, Work()) for one in expected]
-        is_ready = all(work.state == "prepared" for work in works)
-        if life.is_posted or world.is_hidden(name) or not is_ready or any(vm.is_dead for vm in vms):
+    def looks(self, vm: "Vm") -> None:
+        """The agent has decided, or may do so again."""
+        for name in vm.seen_at:
+            self._look_at_begin(vm, name)
+
+    def _look_at_begin(self, vm: "Vm", name: str) -> None:
+        world = self._world
+        due = self._begin_due(vm, name)
+        if due is None:
             return
-        trouble = max([vm.disturbed_at for vm in vms if vm.name in expected], default=0.0)
-        since = max(*(work.since for work in works), life.changed_at + 1.0)
-        due = since + AT_ONCE
-        if trouble + SOON > life.announced_at:
-            due = max(since, trouble) + SOON
-        if due >= world.not_before(name):
-            return
+        key = vm.vm_id, name
         if world.at >= due:
-            raise BrokenError(f"(3) {name} is not approved, though all are prepared since {since:.0f}")
-        world.after(due - world.at + 0.001, lambda: self._look_at_readiness(name))
+            number = 3 if world.type_of(name) in _URGENT else 4
+            raise BrokenError(f"({number}) {vm.vm_id} does not begin for {name}")
+        if not world.at < self._looks.get(key, -1.0) <= due:
+            self._looks[key] = due
+            world.after(due - world.at, lambda: self._look_at_begin(vm, name))
 
-    def _tick_later(self) -> None:
-        if not self._has_tick:
-            self._has_tick = True
-            self._world.after(_TICK, self._tick)
+    def _begin_due(self, vm: "Vm", name: str) -> float | None:
+        """When it must have begun; None: it need not, or has."""
+        world = self._world
+        work = self._work(name, vm)
+        is_named = vm.name in vm.documents.get(name, ()) and name in vm.seen_at
+        is_open = is_named and world.is_scheduled(name) and not world.is_hidden(name)
+        if vm.is_frozen or vm.engine is None or not is_open or work.has_begun or work.operator == "held":
+            return None
+        since = max(vm.seen_at[name], vm.up_since, work.since)
+        if world.type_of(name) in _URGENT:
+            self.judged[3] += 1
+            return since + 1.0 + 1e-6
+        self.judged[4] += 1
+        return max(self._latest_begin(vm, name), since) + 2.0
+
+    # --- (5) with room it begins soon
+
+    def requested(self, vm: "Vm") -> None:
+        """The VM asks its fleet for something new."""
+        world = self._world
+        at = world.at
+        self._changed_at = at
+        for request in vm.requests:
+            if request.stage == "requested" and request.needs_slot:
+                name = world.name_of(request.event_id)
+                if self._has_room(self.lives[name]) and self._trouble_until(world.vms.values()) < at:
+                    id_ = request.workflow_id
+                    world.after(5.0, lambda name=name, id_=id_: self._look_at_wait(vm, name, id_, at))  # type: ignore[misc]
+
+    def _look_at_wait(self, vm: "Vm", name: str, workflow_id: str, since: float) -> None:
+        is_same = any(one.workflow_id == workflow_id for one in vm.requests) and self._waits(vm, name)
+        has_trouble = self._trouble_until(self._world.vms.values()) >= since or self._has_twin(name)
+        if not is_same or has_trouble or not self._is_waiting(self.lives[name]):
+            return
+        self.judged[5] += 1
+        if self._has_room(self.lives[name]):
+            raise BrokenError(f"(5) {vm.vm_id} waits for {name} for 5 s, and there is room")
+
+    def _has_room(self, life: Life) -> bool:
+        limit = self._limit
+        busy = self._busy(life)
+        before = [
+            other
+            for other in self.lives.values()
+            if other is not life
+            and other not in busy
+            and self._order(other.name) < self._order(life.name)
+            and (self._is_waiting(other) or any(one.state == "requested" for one in other.records.values()))
+        ]
+        return limit is None or len(busy) + len(before) < limit
 
     def _tick(self) -> None:
         self._has_tick = False
         world = self._world
-        scheduled = [life for life in self.lives.values() if world.is_scheduled(life.name)]
-        for life in scheduled:
-            if not world.is_hidden(life.name):
-                self._look_for_waiting(life)
-                self._look_at_readiness(life.name)
-        if scheduled:
-            self._tick_later()
+        open_ = [life for life in self.lives.values() if not world.is_over(life.name)]
+        for life in open_:
+            self._look_for_room(life, len(open_))
+            self._look_at_readiness(life.name)
+        if open_:
+            self._has_tick = True
+            world.after(_TICK, self._tick)
 
-    def _look_for_waiting(self, life: Life) -> None:
-        world, limit = self._world, self._limit()
-        latest = world.not_before(life.name) - LATEST_BEGIN
-        resources = world.resources(life.name)
-        if any(world.vms[name].is_dead for name in resources if name in world.vms):
+    def _look_for_room(self, life: Life, others: int) -> None:
+        world = self._world
+        is_calm = self._trouble_until(world.vms.values()) < world.at and not self._has_twin(life.name)
+        if not (is_calm and self._is_waiting(life) and self._has_room(life) and world.has_ages):
+            self._room_since.pop(life.name, None)
             return
-        trouble = max(vm.disturbed_at for vm in world.vms.values() if not vm.is_dead)
-        others = [other for other in self.lives.values() if other is not life]
-        holding = [other.name for other in others if self._may_hold_until(other) + SOON > world.at]
-        has_slot = any(work.has_begun and not work.may_exceed for work in life.works.values())
-        for name in resources:
-            vm, work = world.vms.get(name), life.works.get(name, Work())
-            if vm is None or work.has_begun or vm.seen_at.get(life.name) is None:
-                continue
-            since = max(vm.seen_at[life.name], life.changed_at + 1.0, work.since, vm.disturbed_at)
-            if world.at > max(since, latest) + SOON:
-                raise BrokenError(f"(4) {name} does not begin for {life.name}, which may start any time")
-            is_free = limit is None or has_slot or len(holding) < limit
-            # It may have become free by what has just happened.
-            since = max(since, trouble, life.touched_at)
-            if is_free and world.at > since + SOON:
-                raise BrokenError(f"(4) {name} waits for {life.name}, and only {holding} may hold slots")
+        since = self._room_since.setdefault(life.name, world.at)
+        self.judged[5] += 1
+        if world.at - since > 5.0 * (1 + others) + 10.0:
+            raise BrokenError(f"(5) {life.name} waits, and there is room since {since:.0f}")
 
-    # --- the end
+    # --- (2), (7) approvals
 
-    def finished(self, rows: dict[str, list[Row]]) -> None:
+    def approved(self, vm: "Vm", name: str, *, by_operator: bool) -> None:
+        world = self._world
+        life = self.lives[name]
+        how = ", as an operator has said" if by_operator else ""
+        world.tell(f"{vm.vm_id} approves {name}{how}")
+        self._changed_at = world.at
+        life.is_approved = True
+        if by_operator:
+            return
+        self.judged[2] += 1
+        resources = vm.documents.get(name, (vm.name,))
+        if not self._work(name, vm).is_ready:
+            raise BrokenError(f"(2) {vm.vm_id} approves {name} and is not prepared")
+        if len(resources) == 1:
+            return
+        appeared_at = vm.appeared_at.get(name, 0.0)
+        missing = []
+        for one in self._awaited(vm, resources):
+            works = [life.works.get(other.vm_id, Work()) for other in world.named(one)]
+            if not any(work.is_ready or self._may_seem_ready(work, vm, appeared_at) for work in works):
+                missing.append(one)
+        for kept in life.records.values():
+            other = world.vms[kept.vm_id]
+            work = life.works.get(kept.vm_id, Work())
+            is_known = kept.counts(world.at) and kept.made_at < max(vm.listed_at, world.at - _STATUS_SECONDS)
+            is_ready = work.is_ready or self._may_seem_ready(work, vm, appeared_at)
+            if is_known and other.name not in resources and not is_ready:
+                missing.append(other.name)
+        if missing:
+            raise BrokenError(f"(2) {vm.vm_id} approves {name} before {', '.join(missing)} prepared")
+
+    def _awaited(self, vm: "Vm", resources: Iterable[str]) -> list[str]:
+        fleet = self._world.settings.fleet
+        assert fleet is not None
+        members = fleet.members if matches_glob(vm.name, fleet.members) else ("*",)
+        return [one for one in resources if one == vm.name or matches_glob(one, members)]
+
+    def _may_seem_ready(self, work: Work, vm: "Vm", appeared_at: float) -> bool:
+        """Whether it has ceased to be ready a short while ago, and could not say so yet.
+
+        A late request may have said ``ready`` after that; and what was said before the event appeared to the VM
+        that approves is about another appearance.
+        """
+        at = self._world.at
+        seen_until = max(vm.listed_at, at - _STATUS_SECONDS)
+        last = max(work.ceased_at, work.ready_written_at)
+        is_recent = at - last <= 3.0 * work.renew_seconds + _STATUS_SECONDS + _DATE_SECONDS
+        is_of_this = work.ready_written_at >= appeared_at - _DATE_SECONDS
+        return work.ceased_at > -inf and is_recent and is_of_this and work.changed_at >= seen_until
+
+    def _look_at_readiness(self, name: str) -> None:
+        """(7) Call it when a VM is ready; looks again when the approval is due."""
+        world = self._world
+        life = self.lives[name]
+        is_open = world.is_scheduled(name) and not world.is_hidden(name) and not life.is_approved
+        due = self._approval_due(life) if is_open and world.has_ages and not self._has_twin(name) else None
+        if due is None or due >= world.not_before(name):
+            return
+        self.judged[7] += 1
+        if world.at >= due:
+            raise BrokenError(f"(7) {name} is not approved, though all are ready")
+        world.after(due - world.at + 0.001, lambda: self._look_at_readiness(name))
+
+    def _approval_due(self, life: Life) -> float | None:
+        """None: not all are ready."""
+        world = self._world
+        fleet = world.settings.fleet
+        assert fleet is not None
+        resources = world.resources(life.name)
+        vms = [vm for one in resources for vm in world.named(one)]
+        is_known = len(vms) == len(resources) or fleet.members == ("vm_*",)
+        works = {vm.vm_id: life.works.get(vm.vm_id, Work()) for vm in vms}
+        is_ready = all(work.is_ready for work in works.values())
+        if not (vms and is_known and is_ready) or any(vm.is_dead for vm in vms):
+            return None
+        last = max(vms, key=lambda vm: works[vm.vm_id].since)
+        last_at = works[last.vm_id].since
+        trouble_until = max(vm.disturbed_until for vm in vms)
+        # The others approve if the agent of the last one dies once it has said that it is ready.
+        has_said = works[last.vm_id].ready_answered_at > last_at and len(vms) > 1
+        for vm in vms:
+            if vm is not last or not has_said:
+                trouble_until = max(trouble_until, vm.killed_until)
+        slow = max(25.0, 0.5 * len(life.records) + 5.0)
+        seen_at = max(vm.seen_at.get(life.name, world.at) for vm in vms)
+        if trouble_until > life.announced_at:
+            return max(last_at, trouble_until, seen_at) + slow + 5.0
+        is_quick = seen_at < min(work.since for work in works.values()) and not last.killed_until > last_at
+        return last_at + (3.0 if is_quick else slow)
+
+    # --- (10) a kill and a start
+
+    def _look_at_kill(self, vm: "Vm") -> None:
+        world = self._world
+        killed_at = world.at
+        others = [other for other in world.vms.values() if other is not vm]
+        is_calm = max(vm.disturbed_until, self._trouble_until(others)) < killed_at - 60.0
+        if self._changed_at > killed_at - 30.0 or not is_calm or vm.is_dead:
+            return
+        before = self._own(vm)
+
+        def look() -> None:
+            is_calm = max(vm.disturbed_until, self._trouble_until(others)) < killed_at - 60.0
+            is_up = vm.engine is not None and vm.up_since > killed_at
+            if self._changed_at <= killed_at and is_calm and is_up:
+                if world.at < vm.up_since + 25.0:
+                    world.after(vm.up_since + 25.0 - world.at, look)
+                    return
+                self.judged[10] += 1
+                after = self._own(vm)
+                if after != before:
+                    raise BrokenError(f"(10) {vm.vm_id} was killed: {before} is now {after}")
+
+        world.after(26.0, look)
+        world.after(66.0, look)
+
+    def _own(self, vm: "Vm") -> tuple[Any, ...]:
+        records = sorted(
+            (life.name, one.state)
+            for life in self.lives.values()
+            for one in life.records.values()
+            if one.vm_id == vm.vm_id
+        )
+        return records, vm.statuses()
+
+    # --- (8) the end
+
+    def _look_at_rest(self) -> None:
+        """Long after the last event, and before a new one."""
+        world = self._world
+        over_at = max(self.lives[name].over_at for name in self.lives)
+        rest_at = max(over_at, self._recovered_at, self._trouble_until(world.alive())) + 180.0
+        for life in self.lives.values():
+            for vm_id, work in life.works.items():
+                if work.has_begun and not world.vms[vm_id].is_dead:
+                    raise BrokenError(f"(8) {vm_id} has not recovered from {life.name}")
+        self.judged[8] += 1
+        self._look_for_records(may_be_dead=True)
+        if self._last_effect_at > rest_at:
+            raise BrokenError(f"(8) something is written at {self._last_effect_at:.0f}, after {rest_at:.0f}")
+        late = [at for at, _, _ in world.network.log if at > rest_at]
+        if late:
+            raise BrokenError(f"(8) {len(late)} requests after {rest_at:.0f}, the first at {late[0]:.0f}")
+
+    def _look_for_records(self, *, may_be_dead: bool) -> None:
+        for life in self.lives.values():
+            for vm_key, one in life.records.items():
+                if not (may_be_dead and self._world.vms[one.vm_id].is_dead):
+                    raise BrokenError(f"(8) the record {life.name}|{vm_key}: {one.state} is left")
+
+    def finished(self) -> None:
+        """After the event of another day."""
         world = self._world
         for life in self.lives.values():
-            for name, work in life.works.items():
-                if work.has_begun and not world.vms[name].is_dead:
-                    raise BrokenError(f"(5) {name} has not recovered from {life.name}")
-        for partition, found in rows.items():
-            for row in found:
-                if partition != partition_of_slots("web"):
-                    raise BrokenError(f"(6) row {partition} {row.key} is left")
-                if row.content.get("event") and time_of(row, "until").timestamp() > world.epoch():
-                    raise BrokenError(f"(6) slot {row.key} is held by {row.content}")
+            for vm_id, work in life.works.items():
+                if work.has_begun and not world.vms[vm_id].is_dead:
+                    raise BrokenError(f"(8) {vm_id} has not recovered from {life.name}")
+        self._look_for_records(may_be_dead=not world.has_ages or not world.alive())

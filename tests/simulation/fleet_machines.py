@@ -1,7 +1,7 @@
-"""A VM of a simulated fleet: the real engine on a store in memory, and the real protocol on the world's ledger.
+"""One VM of a simulated fleet: a whole engine, and the fleet's client beside it as in its thread.
 
-Simulated are its threads, hooks, the network and the process, which may be killed between any two requests and
-any two transactions.
+Real are the engine with its store (in memory), FleetClient and ``plan``. Simulated are the threads, the hooks, the
+network and the process, which may be killed between any two requests and any two transactions.
 """
 
 import random
@@ -10,145 +10,265 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import world as alone
 from fleet_strands import KilledError, Strand
 from judge import BrokenError
 from msgspec.structs import replace
 
-from scheduled_events_agent.engine import Engine, FleetTold, HookStart, Machine, key_of
-from scheduled_events_agent.events import parse_document
-from scheduled_events_agent.fleet.ledger import LedgerError, Row
-from scheduled_events_agent.fleet.protocol import Fleet
+from scheduled_events_agent.daemon import fleet as thread
+from scheduled_events_agent.engine import Engine, FleetUpdate, HookStart, Machine, Paused, key_of
+from scheduled_events_agent.fleet.backend import BackendError, Record
+from scheduled_events_agent.fleet.client import FleetClient
 from scheduled_events_agent.imds import Identity
 from scheduled_events_agent.policy import Hook
-from scheduled_events_agent.store import Store, file
-from scheduled_events_agent.workflow import ApprovalAnswered, Approve, HookOutcome, RunHook, Wish
+from scheduled_events_agent.store import RequestWord, Store, file
+from scheduled_events_agent.workflow import (
+    ApprovalAnswered,
+    Approve,
+    FleetEventStatus,
+    FleetRequest,
+    HookOutcome,
+    RunHook,
+)
 
 if TYPE_CHECKING:
     from fleet_world import FleetWorld
 
-T = TypeVar("T")
-_VERSION = "2020-07-01"
 _POLL_SECONDS = 1.0
-_MOST_PAST_WAKES = 100
-_EMPTY = b'{"DocumentIncarnation":0,"Events":[]}'
-_MAX_WAIT_SECONDS = 60.0
-_LOOKS_WITHIN = 150.0
-"""So soon a VM that missed a gap learns of it from the ledger."""
+_MAX_PAST_WAKES = 100
+_KILL_CHANCE = 0.003
+_DEAD_SECONDS = 200.0
+"""A VM that dies while it waits holds up those behind it for three of its intervals."""
+_NO_PATH = Path("/nonexistent/state.db")
+
+Kind = Literal["list", "create", "update", "delete"]
+
+
+class Sent(NamedTuple):
+    """One request to the store."""
+
+    kind: Kind
+    key: str = ""
+    etag: str = ""
+    fields: Mapping[str, str] | None = None
 
 
 class Vm(Machine):
     """One VM. ``engine`` is None while its agent does not run."""
 
-    def __init__(self, world: "FleetWorld", name: str) -> None:
-        self.world, self.name = world, name
+    def __init__(self, world: "FleetWorld", vm_id: str, name: str) -> None:
+        """``name``: what Azure calls it. Two VMs may have one."""
+        self.world = world
+        self.vm_id = vm_id
+        self.name = name
+        self.wall_offset = 0
+        """How wrong its wall clock is, in seconds."""
         self.is_dead = False
-        self.disturbed_at = 0.0
-        """When something last went wrong for it, other than with its hooks."""
-        self.failed_at = -1e9
-        """When a request of it last failed."""
+        self.frozen_until = 0.0
+        self.disturbed_until = 0.0
+        """Until when something is wrong with it, or follows from that."""
+        self.killed_until = 0.0
+        """Until when its agent is down, and what follows from that."""
+        self.appeared_at: dict[str, float] = {}
+        """When it first saw this appearance of an event."""
+        self.up_since = 0.0
+        """Since when its agent runs, and the VM does not stand still."""
+        self.unavailable_from: float | None = None
+        """Since when no request of it was answered as it should."""
         self.documents: dict[str, tuple[str, ...]] = {}
         """Resources of the events, as it has last read them."""
-        self._polls_again_at = 0.0
         self.seen_at: dict[str, float] = {}
-        """Since when it knows of an event."""
+        """When the process that runs has first decided on the event."""
+        self.requests: tuple[FleetRequest, ...] = ()
+        """What it asks of its fleet."""
+        self.listed_at = 0.0
+        """When the last list was sent that has been answered."""
         self.life = 0
+        self.boot = 0
         self.engine: Engine | None = None
         self.executor = Hooks(cast("alone.World", self))
         self._strand = Strand()
+        self._frozen: list[Callable[[], None]] = []
+        """What goes on when the VM does."""
+        self._operators: dict[str, str] = {}
+        self._begun: set[str] = set()
+        self._known: dict[str, str] = {}
+        """Workflow id -> event, of the open workflows."""
         self._names: dict[str, str] = {}
-        """Workflow id -> event."""
         self._connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         file._migrate(self._connection, 0)
 
     # --- the machine
 
     def now(self) -> datetime:
-        return alone.START + timedelta(seconds=self.world.at)
+        return alone.START + timedelta(seconds=self.world.at + self.wall_offset)
 
     def monotonic(self) -> float:
         return 1000.0 + self.world.at
 
     def boot_id(self) -> str:
-        return "boot 0"
+        return f"boot {self.boot}"
 
     def is_shutting_down(self) -> bool:
         return False
 
     def chance(self, what: str) -> random.Random:
-        return self.world.chance(f"{self.name}: {what}")
+        return self.world.chance(f"{self.vm_id}: {what}")
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.world.at < self.frozen_until
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
-        """Do it then, if the agent lives so long."""
+        """Do it then, if the agent lives so long; if the VM stands still, when it goes on."""
         life = self.life
-        self.world.after(seconds, lambda: what() if life == self.life and self.engine is not None else None)
+
+        def go() -> None:
+            if life != self.life or self.engine is None:
+                return
+            if self.is_frozen:
+                self._frozen.append(go)
+            else:
+                what()
+
+        self.world.after(seconds, go)
+
+    def freeze(self, seconds: float) -> None:
+        """The VM stands still."""
+        if self.is_dead or self.is_frozen:
+            return
+        self.world.tell(f"{self.vm_id} stands still for {seconds:.0f} s")
+        self.frozen_until = self.world.at + seconds
+        self.disturb(seconds + 5.0)
+        self.world.judge.stopped(self)
+        self.world.after(seconds, lambda: self._thaw(seconds))
+
+    def _thaw(self, seconds: float) -> None:
+        if self.is_dead:
+            return
+        self.world.tell(f"{self.vm_id} goes on")
+        self.up_since = self.world.at
+        waiting, self._frozen = self._frozen, []
+        if self.engine is not None:
+            self._mail.append(Paused(seconds))
+            self.poll_soon()
+        for go in waiting:
+            go()
+        self.world.judge.looks(self)
+
+    def disturb(self, seconds: float) -> None:
+        """Something is wrong with it for so long."""
+        self.disturbed_until = max(self.disturbed_until, self.world.at + seconds)
+
+    def set_clock(self, offset: int) -> None:
+        self.world.tell(f"{self.vm_id}: its clock is set, now {offset:+d} s")
+        self.wall_offset = offset
+        self.turn_soon()
+        self.world.judge.looks(self)
 
     # --- the agent's life
 
     def start(self) -> None:
-        """Nothing of the fleet is stored: it comes from the ledger again."""
+        """Nothing of the fleet is stored: it comes from the store again."""
         if self.is_dead or self.engine is not None:
             return
-        self._mail: list[Any] = [Identity(name=self.name, vm_id=self.name, group="web")]
-        self._body, self._was_empty = b"", False
+        fleet = self.world.settings.fleet
+        self._mail: list[Any] = [Identity(name=self.name, vm_id=self.vm_id, group="web")]
+        self._body = b""
         self._read_at: datetime | None = None
-        self._wishes: tuple[Wish, ...] | None = None
-        self._fleet: Fleet | None = None
+        self._client: FleetClient | None = None
+        self._published: tuple[FleetRequest, ...] | None = None
+        self.requests = ()
         self._has_news = False
-        self._told: FleetTold | None = None
-        self._turn_at = self._poll_at = self._visit_at = -1.0
+        self._last = FleetUpdate(group="web", settings=fleet)
+        self._turn_at = self._poll_at = self._sync_at = -1.0
         self._past_wakes = 0
-        store = CrashingStore(self._connection, Path(self.name))
+        self._sent = 0
+        self.seen_at = {}
+        self.documents = {}
+        self.up_since = self.world.at
+        store = CrashingStore(self._connection, _NO_PATH)
         store.vm = self
         self.executor = Hooks(cast("alone.World", self))
         try:
             self.engine = Engine(
-                self.world.settings, store, self.world.metrics, self.executor, self, wish=self._take_wishes
+                self.world.settings,
+                store,
+                self.world.metrics,
+                self.executor,
+                self,
+                publish_fleet_requests=self._publish,
             )
             self.engine.start()
         except KilledError:
-            self.crash("while it started")
+            self.crash("while it starts")
             return
         self.poll_soon()
 
-    def crash(self, how: str = "", *, may_restart: bool = True) -> None:
-        """Kill -9."""
-        self.world.tell(f"{self.name}: its agent is killed {how}".rstrip())
-        self.disturbed_at = self.world.at
+    def crash(self, how: str = "", *, down_seconds: float | None = None) -> None:
+        """Kill -9. ``down_seconds``: until it starts again; by default what chance gives."""
+        self.world.tell(f"{self.vm_id}: its agent is killed {how}".rstrip())
         self.executor.close()
         self.life += 1
         self.engine = None
         if self._strand.is_busy:
             self._strand.resume(KilledError())
-        self.world.judge.killed(self)
-        if may_restart and not self.is_dead:
-            self.world.after(self.chance("restart").choice((0.1, 5.0, 40.0)), self._restart)
+        if down_seconds is None:
+            down_seconds = self.chance("restart").choice((0.1, 5.0, 40.0))
+        self.world.judge.stopped(self, is_killed=True)
+        self.killed_until = max(self.killed_until, self.world.at + down_seconds + 2.0)
+        self.world.after(down_seconds, self._restart)
 
     def _restart(self) -> None:
-        if not self.is_dead and self.engine is None:
-            self.world.tell(f"{self.name}: its agent starts")
-            self.disturbed_at = self.world.at
-            self.start()
+        if self.is_dead or self.engine is not None:
+            return
+        if self.is_frozen:
+            self._frozen.append(self._restart)
+            return
+        self.world.tell(f"{self.vm_id}: its agent starts")
+        self.start()
 
     def kill(self) -> None:
-        if self.engine is not None:
+        if self.engine is not None and not self.is_frozen:
             self.crash()
+
+    def reboot(self, down_seconds: float) -> None:
+        """What was prepared is undone."""
+        if self.is_dead or self.is_frozen or self.engine is None:
+            return
+        self.world.tell(f"{self.vm_id} reboots, for {down_seconds:.0f} s")
+        self.boot += 1
+        self.crash("by the reboot", down_seconds=down_seconds)
+        self.disturb(down_seconds + 2.0)
+        self.world.judge.rebooted(self)
 
     def die(self) -> None:
         """The VM is gone for good."""
         if self.is_dead:
             return
         self.is_dead = True
-        self.world.tell(f"{self.name} dies")
+        self.world.tell(f"{self.vm_id} dies")
         self.crash("with its VM")
+        self.disturb(_DEAD_SECONDS)
+        self.requests = ()
         self.world.judge.died(self)
 
     def end(self) -> None:
         """The world ends."""
         self._strand.end()
         self._connection.close()
+
+    def operator_says(self, word: RequestWord) -> None:
+        """Of one of its events."""
+        if self.engine is None or self.is_frozen or not self.engine.board:
+            return
+        workflow = self.chance("operator").choice([*self.engine.board.values()])
+        name = self.world.name_of(workflow.event.id)
+        self.world.tell(f"{self.vm_id}: an operator says of {name}: {word or 'release'}")
+        Store(self._connection, _NO_PATH).add_request(workflow.id, word, "kim", self.now())
+        self.turn_soon()
 
     # --- documents and turns
 
@@ -158,32 +278,14 @@ class Vm(Machine):
             self._poll_at = at
             self.after(at - self.world.at, lambda: self._poll() if at == self._poll_at else None)
 
-    def miss_polls(self, seconds: float) -> None:
-        """What is in the document meanwhile it does not see."""
-        self._polls_again_at = self.world.at + seconds
-        self.disturbed_at = max(self.disturbed_at, self._polls_again_at + _LOOKS_WITHIN)
-
     def _poll(self) -> None:
         assert self.engine is not None
-        world, self._poll_at = self.world, -1.0
-        if world.at < self._polls_again_at:
-            self.after(self._polls_again_at - world.at, self.poll_soon)
-            return
-        body = world.document()
-        is_chosen = world.has("empty answers") and self.chance("empty answers").random() < 0.1
-        self._was_empty = is_chosen and not self._was_empty
-        if self._was_empty:
-            body = _EMPTY
-            self.disturbed_at = world.at
-            self.after(0.0, self.poll_soon)
+        self._poll_at = -1.0
+        body, document = self.world.document()
         if body != self._body or self.engine.needs_answer():
             self._body = body
-            document = replace(parse_document(body), answered=self.monotonic())
-            self._mail.append(document)
-            self.documents = {world.name_of(event.id): event.resources for event in document.events}
-            for name, resources in self.documents.items():
-                if self.name in resources:
-                    self.seen_at.setdefault(name, world.at)
+            self._mail.append(replace(document, answered=self.monotonic()))
+            self.documents = {self.world.name_of(event.id): event.resources for event in document.events}
             self.turn_soon()
         self._read_at = self.now()
 
@@ -194,25 +296,61 @@ class Vm(Machine):
             self.after(seconds, lambda: self._turn() if at == self._turn_at else None)
 
     def _turn(self) -> None:
-        engine, self._turn_at = self.engine, -1.0
+        engine = self.engine
         assert engine is not None
+        self._turn_at = -1.0
         mail, self._mail = self._mail, []
+        if self._read_at is not None and self._body == self.world.document()[0]:
+            self._read_at = self.now()  # it polls once a second; what it reads again is left out here
         try:
             for item in mail:
                 engine.take(item)
             if not engine.turn(self._read_at):
-                raise BrokenError(f"{self.name} cannot write its state: {engine.store_failure}")
+                raise BrokenError(f"{self.vm_id} cannot write its state: {engine.store_failure}")
         except KilledError:
             self.crash("in a turn")
             return
+        self._look_at_board(engine)
         if engine.needs_answer():
             self.after(1.0, self.poll_soon)
         if engine.wake_at is not None:
             seconds = (engine.wake_at - self.now()).total_seconds()
             self._past_wakes = self._past_wakes + 1 if seconds <= 0.0 else 0
-            if self._past_wakes > _MOST_PAST_WAKES:
-                raise BrokenError(f"(7) {self.name} turns again and again for {engine.wake_at}, which is past")
+            if self._past_wakes > _MAX_PAST_WAKES:
+                raise BrokenError(f"{self.vm_id} turns again and again for {engine.wake_at}, which is past")
             self.turn_soon(max(0.001, seconds))
+
+    def _look_at_board(self, engine: Engine) -> None:
+        """What the judge must know of this turn."""
+        judge = self.world.judge
+        known: dict[str, str] = {}
+        for workflow in engine.board.values():
+            name = known[workflow.id] = self.world.name_of(workflow.event.id)
+            if workflow.id not in self._known:
+                self.appeared_at[name] = self.world.at
+            self.seen_at.setdefault(name, self.world.at)
+            if self._operators.get(workflow.id, "") != workflow.operator:
+                self._operators[workflow.id] = workflow.operator
+                judge.operator_said(self, name, workflow.operator)
+            if workflow.id not in self._begun and workflow.prepare.state != "idle":
+                self._begun.add(workflow.id)
+                judge.begun(self, name)
+        present = set(known.values())
+        for workflow_id, name in self._known.items():
+            if workflow_id not in known and name not in present:
+                judge.closed(self, name)
+        self._known = known
+        self.seen_at = {name: at for name, at in self.seen_at.items() if name in self.documents}
+        judge.looks(self)
+
+    def needed_seconds(self) -> float:
+        """What the preparation may take, as the agent has it."""
+        assert self.engine is not None
+        return self.engine._hook_runs.seconds["drain"] + self.engine.settings.agent.reserve
+
+    def statuses(self) -> dict[str, FleetEventStatus]:
+        """How its events stand, as it has last heard."""
+        return dict(self._last.statuses)
 
     def give(self, life: int, item: Any) -> None:
         """Into the inbox of the agent that asked for it."""
@@ -222,84 +360,83 @@ class Vm(Machine):
 
     # --- the thread of the fleet
 
-    def _take_wishes(self, wishes: tuple[Wish, ...]) -> None:
-        self._wishes, self._has_news = wishes, True
+    def _publish(self, requests: tuple[FleetRequest, ...]) -> None:
+        if requests == self._published:
+            return
+        self._published = self.requests = requests
+        self._has_news = True
+        self.world.judge.requested(self)
         if not self._strand.is_busy:
-            self._visit_in(0.0)
+            self._sync_in(0.0)
 
-    def _visit_in(self, seconds: float) -> None:
-        self._visit_at = at = self.world.at + seconds
-        self.after(seconds, lambda: self._visit() if at == self._visit_at and not self._strand.is_busy else None)
+    def _sync_in(self, seconds: float) -> None:
+        self._sync_at = at = self.world.at + seconds
+        self.after(seconds, lambda: self._sync() if at == self._sync_at and not self._strand.is_busy else None)
 
-    def _visit(self) -> None:
-        assert self._wishes is not None
-        wishes, self._has_news = self._wishes, False
-        settings = self.world.settings.fleet
-        assert settings is not None
-        if self._fleet is None:
-            self._fleet = Fleet(
+    def _sync(self) -> None:
+        fleet = self.world.settings.fleet
+        assert fleet is not None
+        self._has_news = False
+        requests = self.requests
+        if self._client is None:
+            self._client = FleetClient(
                 Requests(self),
-                group="web",
-                vm_id=self.name,
-                max_events=settings.max_events,
-                expect=settings.expect,
+                vm_id=self.vm_id,
+                max_events=fleet.max_events,
                 random=self.chance("fleet"),
+                monotonic=self.monotonic,
             )
-        fleet, now = self._fleet, self.now()
-
-        def visit() -> None:
-            standings = fleet.visit(wishes, (self.name,), now)
-            told = FleetTold("web", fleet.failure, fleet.away_since, standings, settings)
-            at = fleet.next_at(now)
-            self._has_visited(told, at)
-
-        self._strand.begin(visit)
+        client = self._client
+        self._strand.begin(lambda: client.sync(requests))
         self._look_at_strand()
 
-    def _go_on(self) -> None:
-        """The request has arrived, or its answer."""
-        self._strand.resume()
-        self._look_at_strand()
+    def go_on(self, number: int, answer: Any) -> None:
+        """The answer to this request has arrived."""
+        if number == self._sent and self._strand.is_busy:
+            self._answer = answer
+            self._strand.resume()
+            self._look_at_strand()
 
     def _look_at_strand(self) -> None:
-        failure = None if self._strand.is_busy else self._strand.failure
+        if self._strand.is_busy:
+            return
+        failure = self._strand.failure
         if isinstance(failure, KilledError):
             self.crash("at a request")
         elif failure is not None:
             raise failure
+        else:
+            self._has_synced()
 
-    def _has_visited(self, told: FleetTold, at: datetime | None) -> None:
-        if told != self._told:
-            self._told = told
-            self._mail.append(told)
+    def _has_synced(self) -> None:
+        client = self._client
+        assert client is not None
+        update = thread._update(self._last, client)
+        self.unavailable_from = None if client.error is None else client.unavailable_from
+        if thread._is_news(self._last, update):
+            self._mail.append(update)
             self.turn_soon()
+        self._last = update
+        if client.error is not None:
+            self.disturb((client.next_sync_at or 0.0) - self.monotonic() + 1.0)
         if self._has_news:
-            self._visit_in(0.0)
-        elif at is not None:
-            self._visit_in(min(max(0.0, (at - self.now()).total_seconds()), _MAX_WAIT_SECONDS))
+            self._sync_in(0.0)
+        elif client.next_sync_at is not None:
+            self._sync_in(max(0.0, client.next_sync_at - self.monotonic()))
 
-    def request(self, partition: str, call: Callable[[], T], prefix: str = "") -> T:
-        """A request meets what it meets on its way there and back; only in the strand."""
-        self._travel()
-        self.world.asking, self.world.asked = self, (partition, prefix)
-        try:
-            answer = call()
-        except LedgerError:
-            self.failed_at = self.world.at
-            self._travel()
-            raise
-        self._travel()
-        return answer
-
-    def _travel(self) -> None:
-        chance, world = self.chance("requests"), self.world
-        seconds = chance.uniform(0.002, 0.05)
-        if world.is_slow and chance.random() < 0.3:
-            seconds = chance.uniform(0.0, 8.0)
-            self.disturbed_at = max(self.disturbed_at, world.at + seconds)
-        self.after(seconds, self._go_on)
+    def request(self, sent: Sent, call: Callable[[], Any]) -> Any:
+        """Ask the store; only in the strand."""
+        self._may_be_killed()
+        self._sent += 1
+        self.world.network.send(self, self._sent, sent, call)
         self._strand.pause()
-        if world.has("kills") and chance.random() < 0.004:
+        self._may_be_killed()
+        if isinstance(self._answer, BackendError):
+            raise self._answer
+        return self._answer
+
+    def _may_be_killed(self) -> None:
+        if self.world.has("kills") and self.chance("kills at requests").random() < _KILL_CHANCE:
             raise KilledError
 
     # --- what the agent does (called by its executor)
@@ -307,39 +444,45 @@ class Vm(Machine):
     def hook_starts(self, effect: HookStart, environment: Mapping[str, str]) -> None:
         name = self.world.name_of(environment["SCHEDULED_EVENT_ID"])
         self._names[effect.workflow_id] = name
-        self.world.judge.started(self, name, effect.stage)
+        self.world.judge.hook_started(self, name, effect.stage)
 
     def hook_ends(self, effect: HookStart, outcome: HookOutcome) -> None:
         assert isinstance(effect, RunHook)
-        self.world.judge.ended(self, self._names[effect.workflow_id], effect.stage, outcome)
+        self.world.judge.hook_ended(self, self._names[effect.workflow_id], effect.stage, outcome)
 
     def hook_is_told_to_end(self, effect: HookStart) -> None:
         del effect
 
     def post(self, approvals: Sequence[Approve]) -> None:
         """A request to approve, which arrives."""
+        assert self.engine is not None
         life = self.life
         for approve in approvals:
-            self.world.approve(self, approve.event_id)
+            by_operator = self._operators.get(approve.workflow_id) == "approved"
+            self.world.approve(self, approve.event_id, by_operator=by_operator)
             answer = ApprovalAnswered(workflow_id=approve.workflow_id)
             self.after(0.05, lambda answer=answer: self.give(life, answer))  # type: ignore[misc]
 
 
 class Requests:
-    """The ledger as one VM reaches it."""
+    """The store as one VM reaches it."""
 
     def __init__(self, vm: Vm) -> None:
         self._vm = vm
-        self._ledger = vm.world.ledger
+        self._store = vm.world.store
 
-    def put(self, partition: str, key: str, content: Mapping[str, str] | None) -> None:
-        self._vm.request(partition, lambda: self._ledger.put(partition, key, content))
+    def list(self) -> list[Record]:
+        found: list[Record] = self._vm.request(Sent("list"), self._store.list)
+        return found
 
-    def put_if_unchanged(self, partition: str, key: str, content: Mapping[str, str] | None, version: str) -> bool:
-        return self._vm.request(partition, lambda: self._ledger.put_if_unchanged(partition, key, content, version))
+    def put(self, key: str, fields: Mapping[str, str], etag: str) -> str | None:
+        sent = Sent("update" if etag else "create", key, etag, fields)
+        found: str | None = self._vm.request(sent, lambda: self._store.put(key, fields, etag))
+        return found
 
-    def list_rows(self, partition: str, prefix: str = "") -> list[Row]:
-        return self._vm.request(partition, lambda: self._ledger.list_rows(partition, prefix), prefix)
+    def delete(self, key: str, etag: str) -> bool:
+        found: bool = self._vm.request(Sent("delete", key, etag), lambda: self._store.delete(key, etag))
+        return found
 
 
 class CrashingStore(Store):
@@ -350,11 +493,11 @@ class CrashingStore(Store):
     @contextmanager
     def _transaction(self) -> Iterator[None]:
         chance = self.vm.chance("transactions").random() if self.vm.world.has("kills") else 1.0
-        if chance < 0.004:
+        if chance < _KILL_CHANCE:
             raise KilledError
         with super()._transaction():
             yield
-        if chance < 0.008:
+        if chance < 2 * _KILL_CHANCE:
             raise KilledError
 
 
@@ -372,16 +515,16 @@ class Hooks(alone.Executor):
         event_id: str = "",
     ) -> None:
         del hook, stdin, event_id
-        vm, key = cast("Vm", self._world), key_of(effect)
+        vm = cast("Vm", self._world)
+        key = key_of(effect)
         vm.hook_starts(effect, environment)
         self._runs[key] = effect
         self._live.add(key)
         number = self._numbers[key] = next(self._count)
-        chance = vm.chance(f"hook of {effect.stage}")
-        seconds, outcome = chance.choice((0.5, 2.0, 20.0, 90.0)), "succeeded"
-        if effect.stage == "prepare" and vm.world.has("bad hooks") and chance.random() < 0.1:
-            outcome = "failed"
+        seconds = vm.chance(f"hook of {effect.stage}").choice((0.5, 2.0, 20.0, 90.0))
+        outcome: HookOutcome = "succeeded"
         left = max(0.0, deadline - vm.monotonic()) if deadline is not None else seconds
         if seconds > left:
-            seconds, outcome = left, "timed_out"
-        vm.after(seconds, lambda: self._end(key, number, cast("HookOutcome", outcome)))
+            seconds = left
+            outcome = "timed_out"
+        vm.after(seconds, lambda: self._end(key, number, outcome))

@@ -1,14 +1,17 @@
 """Runs of the fleet's simulation: one seed, many, and the shortest that still goes wrong."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fleet_world import FleetTrouble, FleetWorld
+from fleet_world import CLOCKS, FleetTrouble, FleetWorld
 from judge import BrokenError
 
 _LARGE = 200
-_EACH = 50
+_LARGE_EVERY = 200
 """Of so many seeds one has a large fleet."""
+_CLOCKS_EVERY = 10
+"""Of so many seeds one is lived with right clocks and with wrong ones, and must go the same way."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,9 @@ class FleetVerdict:
     events: int
     troubles: frozenset[FleetTrouble]
     requests: int
-    """To the ledger."""
+    """To the store."""
+    judged: Counter[int]
+    """How often each invariant was looked at."""
 
     def text(self) -> str:
         """The story and its end, with the way to hear it again."""
@@ -31,29 +36,59 @@ class FleetVerdict:
         return "\n".join((*self.story, f"seed {self.seed}: {end}", again))
 
 
-def judge_fleet_seed(seed: int, troubles: frozenset[FleetTrouble] | None = None) -> FleetVerdict:
-    """One run; ``troubles`` as for a FleetWorld."""
-    world = FleetWorld(seed, troubles, size=_LARGE if seed % _EACH == _EACH - 1 else None)
+def judge_fleet_seed(
+    seed: int, troubles: frozenset[FleetTrouble] | None = None, *, has_ages: bool = True
+) -> FleetVerdict:
+    """One run; ``troubles`` and ``has_ages`` as for a FleetWorld."""
+    if seed % _CLOCKS_EVERY == _CLOCKS_EVERY - 2 and has_ages:
+        return _judge_clocks(seed, troubles)
+    size = _LARGE if seed % _LARGE_EVERY == _LARGE_EVERY - 1 else None
+    return _live(FleetWorld(seed, troubles, size=size, has_ages=has_ages))
+
+
+def _live(world: FleetWorld, broken: str = "") -> FleetVerdict:
     try:
         world.run()
-        broken = ""
     except BrokenError as error:
         broken = str(error)
-    story = tuple(world.story)
-    return FleetVerdict(seed, broken, story, len(world.judge.lives), world.troubles, world.ledger.calls)
+    return FleetVerdict(
+        seed=world.seed,
+        broken=broken,
+        story=tuple(world.story),
+        events=len(world.judge.lives),
+        troubles=world.troubles,
+        requests=len(world.network.log),
+        judged=world.judge.judged,
+    )
 
 
-def judge_fleet_seeds(seeds: Iterable[int]) -> tuple[int, list[FleetVerdict]]:
+def _judge_clocks(seed: int, troubles: frozenset[FleetTrouble] | None) -> FleetVerdict:
+    """(9) The requests are the same whatever the clocks say."""
+    troubles = FleetWorld(seed).troubles if troubles is None else troubles
+    right = FleetWorld(seed, troubles - CLOCKS, is_long=True)
+    wrong = FleetWorld(seed, troubles | CLOCKS, is_long=True)
+    verdict = _live(right)
+    if not verdict.broken:
+        verdict = _live(wrong)
+    verdict.judged[9] += 1
+    if verdict.broken or right.network.log == wrong.network.log:
+        return verdict
+    pairs = zip(right.network.log, wrong.network.log, strict=False)
+    first = next((pair for pair in pairs if pair[0] != pair[1]), "one has more")
+    return FleetVerdict(**{**vars(verdict), "broken": f"(9) clocks change a request: {first}"})
+
+
+def judge_fleet_seeds(seeds: Iterable[int], *, has_ages: bool = True) -> tuple[int, list[FleetVerdict]]:
     """Many runs: how many events there were, and what went wrong."""
-    verdicts = [judge_fleet_seed(seed) for seed in seeds]
+    verdicts = [judge_fleet_seed(seed, has_ages=has_ages) for seed in seeds]
     return sum(verdict.events for verdict in verdicts), [verdict for verdict in verdicts if verdict.broken]
 
 
-def shorten_fleet(seed: int) -> FleetVerdict:
+def shorten_fleet(seed: int, *, has_ages: bool = True) -> FleetVerdict:
     """The seed, without every trouble that it goes wrong without as well."""
-    verdict = judge_fleet_seed(seed)
+    verdict = judge_fleet_seed(seed, has_ages=has_ages)
     for trouble in sorted(verdict.troubles) if verdict.broken else ():
-        shorter = judge_fleet_seed(seed, verdict.troubles - {trouble})
+        shorter = judge_fleet_seed(seed, verdict.troubles - {trouble}, has_ages=has_ages)
         if shorter.broken[:3] == verdict.broken[:3]:
             verdict = shorter
     return verdict

@@ -1,4 +1,4 @@
-"""A fleet of VMs under a simulated Azure, with one ledger that fails: whole engines, and the real protocol.
+"""A fleet of VMs under a simulated Azure, with one store: whole engines, and the real client and ``plan``.
 
 Owns the clock, what goes wrong and when; ``fleet_judge`` knows what is right. One seed makes one world, always the
 same one. While a request of one VM is under way, all others go on.
@@ -8,89 +8,87 @@ import heapq
 import itertools
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import world as alone
-from fleet_judge import LATEST_BEGIN, FleetJudge
-from fleet_machines import Vm
+from fleet_judge import FleetJudge
+from fleet_machines import Sent, Vm
 from judge import BrokenError
+from memory_backend import MemoryStore
 from msgspec.structs import replace
 
-from scheduled_events_agent.fleet.ledger import Row
-from scheduled_events_agent.fleet.memory import MemoryLedger
+from scheduled_events_agent.events import Document, parse_document
+from scheduled_events_agent.fleet.backend import BackendError
+from scheduled_events_agent.fleet.plan import read_record
+from scheduled_events_agent.metrics import Metrics
 from scheduled_events_agent.policy import Hook, Rule
 from scheduled_events_agent.settings import AgentSettings, FleetSettings, Settings
-from scheduled_events_agent.simulator.azure import Azure, Plan
+from scheduled_events_agent.simulator.azure import Azure, EventType, Plan
+from scheduled_events_agent.store import RequestWord
 
 FleetTrouble = Literal[
-    "kills", "away", "cut off", "slow", "lost answers", "stale lists", "dead VMs", "growth", "bad hooks",
-    "empty answers", "back again", "missed gaps", "canceled",
+    # requests
+    "lost", "late", "doubled", "refused", "cut off", "unavailable",
+    # agents and VMs
+    "kills", "pauses", "dead VMs", "reboots", "one name", "wrong clocks", "set clocks",
+    # events
+    "back again", "cancels", "renames", "growth",
+    # operators
+    "holds", "releases",
 ]  # fmt: skip
 FLEET_TROUBLES: tuple[FleetTrouble, ...] = get_args(FleetTrouble)
+CLOCKS: frozenset[FleetTrouble] = frozenset({"wrong clocks", "set clocks"})
 BUSY_SECONDS = 2400.0
 """Trouble ends here; the dead stay dead."""
+_START = alone.START.timestamp()
 _DAY = 86400.0
-_STALE_SECONDS = 5.0
-_MOST_AT_A_TIME = 10_000
+_MAX_AT_A_TIME = 10_000
 _VERSION = "2020-07-01"
-
-
-class LaggingLedger(MemoryLedger):
-    """A stale list is some seconds old, which is more than a ledger may do to the protocol.
-
-    All but one rule hold all the same, for here no VM takes back within these seconds what it has said: two that
-    are back and do not see each other leave their slot until it expires.
-    """
-
-    def __init__(self, fault: Callable[[str], str]) -> None:
-        super().__init__(fault)
-        self._history: dict[str, list[tuple[float, dict[str, Row]]]] = {}
-        self.at = 0.0
-
-    def lag(self, partition: str, since: float) -> bool:
-        """The next stale list shows what there was then. False: that is what there is."""
-        history = self._history.get(partition, [])
-        before = [rows for at, rows in history if at <= since]
-        self._before[partition] = before[-1] if before else {}
-        return bool(history) and history[-1][0] > since
-
-    def _write(self, partition: str, key: str, content: Mapping[str, str] | None) -> None:
-        super()._write(partition, key, content)
-        self._history.setdefault(partition, []).append((self.at, self._partitions[partition]))
+_HOUR = 3600
 
 
 class FleetWorld:
     """One run. ``story`` tells what happened, a line for each thing."""
 
     def __init__(
-        self, seed: int, troubles: frozenset[FleetTrouble] | None = None, size: int | None = None
+        self,
+        seed: int,
+        troubles: frozenset[FleetTrouble] | None = None,
+        *,
+        size: int | None = None,
+        has_ages: bool = True,
+        is_long: bool = False,
     ) -> None:
-        """``troubles``: exactly these; by default, what chance gives to the seed. ``size``: how many VMs."""
-        self.seed, self.at = seed, 0.0
+        """``troubles``: exactly these; by default, what chance gives to the seed. ``size``: how many VMs.
+
+        ``is_long``: no event reaches its latest begin, whatever the clocks say.
+        """
+        self.seed = seed
+        self.at = 0.0
+        self.has_ages = has_ages
         self._chances: dict[str, random.Random] = {}
         self.story: list[str] = []
         given = (trouble for trouble in FLEET_TROUBLES if self.chance(f"has {trouble}").random() < 0.3)
         self.troubles = frozenset(given) if troubles is None else troubles
+        self._is_long = is_long
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self.metrics = alone._metrics()
+        self.metrics = _metrics()
         self.settings = self._a_policy()
-        self.ledger = LaggingLedger(self._fault)
-        self.asking: Vm | None = None
-        """Whose request arrives."""
-        self.asked = "", ""
-        """The partition that it is about, and how the keys begin."""
-        self.is_slow = False
-        self._faults: set[str] = set()
-        self._cut_off: set[str] = set()
-        names = [f"vm_{number}" for number in range(size or self.chance("size").randint(5, 12))]
-        self._azure = Azure((*names, "db_0"), new_id=lambda: f"E{next(self._order)}")
+        self.store = MemoryStore(lambda: self.at, has_ages=has_ages)
+        self.network = Network(self)
+        names = [f"vm_{number}" for number in range(size or self.chance("size").randint(2, 9))]
+        ids_of_events = itertools.count(1)
+        self._azure = Azure((*names, "db_0"), new_id=lambda: f"E{next(ids_of_events)}")
         self._azure_told = 0
         self._hidden: set[str] = set()
-        self._document: tuple[int, bytes] = (-1, b"")
+        self._document: tuple[bytes, Document] | None = None
         self.judge = FleetJudge(self)
-        self.vms = {name: Vm(self, name) for name in names}
+        ids = [(f"id-{name}", name) for name in names]
+        if "one name" in self.troubles:
+            ids.append(("id-twin", self.chance("one name").choice(names)))
+        self.vms = {vm_id: Vm(self, vm_id, name) for vm_id, name in ids}
 
     # --- chance and time
 
@@ -105,13 +103,20 @@ class FleetWorld:
         return trouble in self.troubles and self.at < BUSY_SECONDS
 
     def epoch(self) -> float:
-        return alone.START.timestamp() + self.at
+        return _START + self.at
 
     def tell(self, text: str) -> None:
         self.story.append(f"{self.at:9.2f}  {text}")
 
     def after(self, seconds: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.at + seconds, next(self._order), what))
+
+    def named(self, name: str) -> list[Vm]:
+        """The VMs that Azure calls so."""
+        return [vm for vm in self.vms.values() if vm.name == name]
+
+    def alive(self) -> list[Vm]:
+        return [vm for vm in self.vms.values() if not vm.is_dead]
 
     # --- the run
 
@@ -123,12 +128,12 @@ class FleetWorld:
             while self._queue:
                 at, _, what = heapq.heappop(self._queue)
                 steps = steps + 1 if at <= self.at else 0
-                if at > 2 * _DAY or steps > _MOST_AT_A_TIME:
+                if at > 2 * _DAY or steps > _MAX_AT_A_TIME:
                     raise BrokenError("the world does not come to rest")
                 self.at = max(self.at, at)
                 what()
                 self._watch_azure()
-            self.judge.finished(self.ledger.rows())
+            self.judge.finished()
         except BrokenError:
             raise
         except Exception as error:
@@ -140,24 +145,38 @@ class FleetWorld:
     def _prepare(self) -> None:
         fleet = self.settings.fleet
         assert fleet is not None
-        self.tell(f"{len(self.vms)} VMs, max_events {fleet.max_events}, when_away {fleet.when_away}")
-        self.tell(f"trouble: {', '.join(sorted(self.troubles)) or 'none'}")
+        self.tell(f"{len(self.vms)} VMs, max_events {fleet.max_events}, on_unavailable {fleet.on_unavailable}")
+        self.tell(f"members {' '.join(fleet.members)}, trouble: {', '.join(sorted(self.troubles)) or 'none'}")
         for vm in self.vms.values():
             self.after(self.chance("starts").uniform(0.0, 1.0), vm.start)
         chance = self.chance("events")
         for number in range(chance.randint(2, 5)):
             at = chance.uniform(0.0, 900.0 if number else 60.0)
             self.after(at, lambda number=number: self._announce(number))  # type: ignore[misc]
-        for trouble in ("away", "cut off", "slow", "lost answers", "stale lists"):
-            for _ in range(2) if trouble in self.troubles else ():
-                self.after(chance.uniform(5.0, 1200.0), lambda trouble=trouble: self._fail(trouble))  # type: ignore[misc]
-        if "kills" in self.troubles:
-            for _ in range(3):
-                self.after(chance.uniform(5.0, BUSY_SECONDS), self._kill)
-        if "dead VMs" in self.troubles:
-            self.after(chance.uniform(5.0, 600.0), self._lose_vms)
-        # Rows are deleted by their age when a later event ends.
-        self.after(1.2 * _DAY, self._announce_last)
+        self._plan_trouble()
+        # Records of dead VMs are deleted by their age when a later event comes.
+        self.after(1.5 * _DAY, self._announce_last)
+
+    def _plan_trouble(self) -> None:
+        chance = self.chance("wrong clocks")
+        if "wrong clocks" in self.troubles:
+            for vm in self.vms.values():
+                vm.wall_offset = chance.choice((0, -_HOUR, _HOUR, chance.randint(-_HOUR, _HOUR)))
+        mishaps: list[tuple[FleetTrouble, int, Callable[[], None]]] = [
+            ("cut off", 2, self._cut_off),
+            ("unavailable", 1, self._lose_store),
+            ("kills", 3, lambda: self._one("kills").kill()),
+            ("pauses", 3, self._pause),
+            ("dead VMs", 1, self._lose_vms),
+            ("reboots", 2, self._reboot),
+            ("set clocks", 3, self._set_clock),
+            ("holds", 4, self._operate),
+            ("releases", 6, self._release),
+        ]
+        for trouble, count, what in mishaps:
+            chance = self.chance(f"when {trouble}")
+            for _ in range(count if trouble in self.troubles else 0):
+                self.after(chance.uniform(5.0, BUSY_SECONDS if trouble == "releases" else 1200.0), what)
 
     def _a_policy(self) -> Settings:
         chance = self.chance("policy")
@@ -171,36 +190,51 @@ class FleetWorld:
                     shared="all-ready",
                 ),
             ),
-            hooks={name: Hook(run=("/bin/true",), timeout=600.0) for name in ("drain", "resume")},
+            hooks={
+                "drain": Hook(run=("/bin/true",), timeout=chance.choice((120.0, 600.0))),
+                "resume": Hook(run=("/bin/true",), timeout=600.0),
+            },
             fleet=FleetSettings(
                 group="web",
                 table="https://account.table.core.windows.net/events",
                 max_events=chance.choice((1, 1, 1, 2, 3, None)),
-                when_away=chance.choice(("hold", "hold", "hold", "proceed")),
-                expect=chance.choice((("*",), ("vm_*",))),
+                on_unavailable=chance.choice(("wait", "wait", "wait", "begin")),
+                members=chance.choice((("*",), ("*",), ("vm_*",), ("vm_[0-4]",))),
             ),
             agent=AgentSettings(listen="off"),
         )
 
     # --- Azure
 
-    def document(self) -> bytes:
+    def document(self) -> tuple[bytes, Document]:
+        """What all VMs read now: the same objects until something changes."""
         self._azure.advance(self.epoch())
-        if not self._hidden:
-            return self._azure.document(_VERSION)
-        document = json.loads(self._azure.document(_VERSION))
-        document["Events"] = [event for event in document["Events"] if event["EventId"] not in self._hidden]
-        document["DocumentIncarnation"] += 1000
-        return json.dumps(document).encode()
+        body = self._azure.document(_VERSION)
+        if self._hidden:
+            document = json.loads(body)
+            shown = [event for event in document["Events"] if self.name_of(event["EventId"]) not in self._hidden]
+            document["Events"] = shown
+            document["DocumentIncarnation"] += 1000
+            body = json.dumps(document).encode()
+        if self._document is None or self._document[0] != body:
+            self._document = body, parse_document(body)
+        return self._document
 
     def name_of(self, event_id: str) -> str:
         return self._azure.event(event_id).ids[0]
+
+    def ids_of(self, name: str) -> tuple[str, ...]:
+        """All ids that the event has had."""
+        return self._azure.event(name).ids
+
+    def type_of(self, name: str) -> EventType:
+        return self._azure.event(name).plan.type
 
     def resources(self, name: str) -> tuple[str, ...]:
         return self._azure.event(name).plan.vms
 
     def not_before(self, name: str) -> float:
-        return self._azure.event(name).not_before_at.timestamp() - alone.START.timestamp()
+        return self._azure.event(name).not_before_at.timestamp() - _START
 
     def is_scheduled(self, name: str) -> bool:
         return self._azure.event(name).status == "Scheduled"
@@ -212,23 +246,32 @@ class FleetWorld:
         return name in self._hidden
 
     def _announce(self, number: int) -> None:
-        chance, fleet = self.chance(f"event {number}"), self.settings.fleet
-        assert fleet is not None
-        alive = [name for name, vm in self.vms.items() if not vm.is_dead]
-        vms = chance.sample(alive, min(len(alive), chance.choice((1, 2, 3, 5))))
-        if chance.random() < 0.2 and fleet.expect != ("*",):
+        chance = self.chance(f"event {number}")
+        names = sorted({vm.name for vm in self.alive()})
+        vms = chance.sample(names, min(len(names), chance.choice((1, 1, 2, 3, 5))))
+        if chance.random() < 0.2 and self.settings.fleet and "*" not in self.settings.fleet.members:
             vms.append("db_0")
-        self._schedule(
-            Plan(
-                type=chance.choice(("Freeze", "Reboot", "Redeploy")),
-                vms=tuple(vms),
-                notice_seconds=chance.choice((200.0, 400.0, 900.0, 3600.0, 6000.0)),
-                lasts_seconds=chance.choice((2.0, 30.0)),
-                start_delay_seconds=1.0,
-                new_id_at_start=chance.random() < 0.3,
-            ),
-            chance,
-        )
+        type_: EventType = chance.choice(("Freeze", "Freeze", "Reboot", "Redeploy", "Preempt", "Terminate"))
+        notice = chance.choice((200.0, 400.0, 900.0, 3600.0, 6000.0))
+        if self._is_long:
+            type_ = "Freeze" if type_ in ("Preempt", "Terminate") else type_
+            notice = chance.choice((16_000.0, 18_000.0, 20_000.0))
+        elif type_ == "Preempt":
+            notice = 30.0
+        if type_ in ("Preempt", "Terminate"):
+            vms = vms[: chance.choice((1, 1, 2))] if len(names) > 3 else []
+        if vms:
+            self._schedule(
+                Plan(
+                    type=type_,
+                    vms=tuple(vms),
+                    notice_seconds=notice,
+                    lasts_seconds=chance.choice((2.0, 30.0)),
+                    start_delay_seconds=1.0,
+                    new_id_at_start="renames" in self.troubles and chance.random() < 0.6,
+                ),
+                chance,
+            )
 
     def _schedule(self, plan: Plan, chance: random.Random) -> None:
         name = self._azure.schedule(self.epoch(), plan)
@@ -236,23 +279,39 @@ class FleetWorld:
         notice = plan.notice_seconds or 0.0
         if self.has("growth") and chance.random() < 0.7:
             self.after(chance.uniform(1.0, min(notice, 300.0)), lambda: self._grow(name, chance))
-        if self.has("canceled") and chance.random() < 0.3:
-            self.after(chance.uniform(30.0, notice), lambda: self._cancel(name))
+        if self.has("cancels") and chance.random() < 0.3:
+            self.after(chance.uniform(30.0, min(notice, BUSY_SECONDS)), lambda: self._cancel(name))
         if self.has("back again") and chance.random() < 0.6:
             self.after(chance.uniform(5.0, min(notice / 2, 120.0)), lambda: self._hide(name, chance))
-        if self.has("kills"):
-            for vm in plan.vms:
-                if chance.random() < 0.4 and vm in self.vms:
-                    self.after(chance.expovariate(1 / 20.0), self.vms[vm].kill)
+        self._plan_mishaps_beside(plan)
+
+    def _plan_mishaps_beside(self, plan: Plan) -> None:
+        """Mishaps are worth most while there is something to do."""
+        for vm in (vm for name in plan.vms for vm in self.named(name)):
+            self._plan_mishaps_of(vm)
+
+    def _plan_mishaps_of(self, vm: Vm) -> None:
+        chance = vm.chance("mishaps beside an event")
+        seconds = [chance.expovariate(1 / 20.0) for _ in range(4)]
+        if self.has("kills") and chance.random() < 0.3:
+            self.after(seconds[0], vm.kill)
+        if self.has("holds") and chance.random() < 0.3:
+            self.after(seconds[1], lambda: self._operate(vm))
+        if self.has("pauses") and chance.random() < 0.3:
+            self.after(seconds[2], lambda: vm.freeze(chance.uniform(5.0, 300.0)))
+        if self.has("reboots") and chance.random() < 0.2:
+            self.after(3.0 * seconds[3], lambda: vm.reboot(60.0))
 
     def _announce_last(self) -> None:
         """When all is long over."""
-        alive = tuple(name for name, vm in self.vms.items() if not vm.is_dead)
-        self._schedule(Plan(type="Freeze", vms=alive, notice_seconds=900.0), self.chance("last event"))
+        alive = tuple(sorted({vm.name for vm in self.alive()}))
+        notice = 16_000.0 if self._is_long else 900.0
+        if alive:
+            self._schedule(Plan(type="Freeze", vms=alive, notice_seconds=notice), self.chance("last event"))
 
     def _grow(self, name: str, chance: random.Random) -> None:
         event = self._azure.event(name)
-        others = [vm for vm, one in self.vms.items() if vm not in event.plan.vms and not one.is_dead]
+        others = sorted({vm.name for vm in self.alive()} - set(event.plan.vms))
         if event.status != "Scheduled" or event.approved_at or not others:
             return
         more = chance.choice(others)
@@ -269,15 +328,11 @@ class FleetWorld:
 
     def _hide(self, name: str, chance: random.Random) -> None:
         """The event is not in the document for a while."""
-        seconds = chance.choice((20.0, 120.0))
-        if not self.is_scheduled(name) or self.at + seconds + LATEST_BEGIN > self.not_before(name):
+        if not self.is_scheduled(name):
             return
+        seconds = chance.choice((5.0, 20.0, 120.0))
         self.tell(f"Azure: {name} is left out for {seconds:.0f} s")
         self._hidden.add(name)
-        if self.has("missed gaps"):
-            missing = self.chance("missed gaps").choice([*self.vms.values()])
-            self.tell(f"{missing.name} does not poll meanwhile")
-            missing.miss_polls(seconds)
         self.judge.changed(name)
         self._poll_all()
 
@@ -289,8 +344,8 @@ class FleetWorld:
 
         self.after(seconds, show)
 
-    def approve(self, vm: Vm, event_id: str) -> None:
-        self.judge.posted(vm, self.name_of(event_id))
+    def approve(self, vm: Vm, event_id: str, *, by_operator: bool) -> None:
+        self.judge.approved(vm, self.name_of(event_id), by_operator=by_operator)
         if self._azure.is_pending(event_id):
             self._azure.approve(self.epoch(), event_id, vm.name)
 
@@ -301,14 +356,31 @@ class FleetWorld:
             return
         for happening in self._azure.history[self._azure_told :]:
             event = happening.event
-            if event is not None:
-                plan = event.plan
-                until = f" until {self.not_before(event.id):.0f}" if happening.kind == "scheduled" else ""
-                self.tell(f"Azure: {happening.kind} {event.ids[0]} of {', '.join(plan.vms)}{until}")
+            if event is None:
+                continue
+            name = event.ids[0]
+            until = f" until {self.not_before(name):.0f}" if happening.kind == "scheduled" else ""
+            self.tell(f"Azure: {happening.kind} {event.plan.type} {name} of {', '.join(event.plan.vms)}{until}")
+            if happening.kind == "started":
+                self._strike(name)
+            elif happening.kind == "gone":
+                self.judge.over(name)
         self._azure_told = told
         self._poll_all()
         if self._azure.next_due < float("inf"):
             self.after(max(0.0, self._azure.next_due - self.epoch()) + 1e-6, lambda: None)
+
+    def _strike(self, name: str) -> None:
+        """What Azure does to the VMs of an event that starts."""
+        type_ = self.type_of(name)
+        for vm in (vm for one in self.resources(name) for vm in self.named(one)):
+            chance = vm.chance("what events do")
+            if type_ in ("Preempt", "Terminate"):
+                self.after(3.0, vm.die)
+            elif type_ == "Freeze":
+                self.after(0.5, lambda vm=vm, chance=chance: vm.freeze(chance.choice((1.0, 5.0, 30.0))))  # type: ignore[misc]
+            else:
+                self.after(0.5, lambda vm=vm, chance=chance: vm.reboot(chance.choice((20.0, 60.0, 300.0))))  # type: ignore[misc]
 
     def _poll_all(self) -> None:
         for vm in self.vms.values():
@@ -316,51 +388,140 @@ class FleetWorld:
 
     # --- what goes wrong
 
-    def _kill(self) -> None:
-        self.chance("kills").choice([*self.vms.values()]).kill()
+    def _one(self, trouble: str) -> Vm:
+        return self.chance(trouble).choice([*self.vms.values()])
+
+    def _pause(self) -> None:
+        self._one("pauses").freeze(self.chance("pauses").uniform(5.0, 300.0))
+
+    def _reboot(self) -> None:
+        self._one("reboots").reboot(self.chance("reboots").choice((5.0, 60.0, 600.0)))
+
+    def _set_clock(self) -> None:
+        self._one("set clocks").set_clock(self.chance("set clocks").randint(-_HOUR, _HOUR))
+
+    def _operate(self, vm: Vm | None = None) -> None:
+        words: tuple[RequestWord, ...] = ("held", "held", "", "approved")
+        (vm or self._one("holds")).operator_says(self.chance("holds").choice(words))
+
+    def _cut_off(self) -> None:
+        chance = self.chance("cut off")
+        self.network.lose([self._one("cut off")], chance.uniform(30.0, 900.0))
+
+    def _lose_store(self) -> None:
+        self.network.lose([*self.vms.values()], self.chance("unavailable").choice((60.0, 400.0, 3000.0)))
 
     def _lose_vms(self) -> None:
         """All VMs of one event, or one VM."""
         chance = self.chance("dead VMs")
-        begun = [life for life in self.judge.lives.values() if any(w.has_begun for w in life.works.values())]
-        names: Any = self.resources(chance.choice(begun).name) if begun else [chance.choice([*self.vms])]
-        alive = [vm for vm in self.vms.values() if not vm.is_dead]
-        lost = [self.vms[name] for name in names if name in self.vms]
+        begun = [life.name for life in self.judge.lives.values() if any(w.has_begun for w in life.works.values())]
+        names: Any = self.resources(chance.choice(begun)) if begun else [chance.choice([*self.vms.values()]).name]
+        lost = [vm for name in names for vm in self.named(name)]
         if chance.random() < 0.3:
             lost = lost[:1]
-        if len(alive) - len(lost) >= 2:
+        if len(self.alive()) - len(lost) >= 2:
             for vm in lost:
                 vm.die()
 
-    def _fail(self, trouble: str) -> None:
-        """The ledger fails, in its own way and for a while."""
-        chance = self.chance(trouble)
-        seconds = chance.choice((10.0, 60.0, 400.0))
-        who = {chance.choice([*self.vms])} if trouble == "cut off" else set()
-        self.tell(f"ledger: {trouble} {''.join(who)} for {seconds:.0f} s")
-        self._faults.add(trouble)
-        self._cut_off |= who
-        self.is_slow |= trouble == "slow"
+    def _release(self) -> None:
+        """An operator deletes the records of an event whose VMs are all silent."""
+        records = self.store.list()
+        by_event: dict[str, list[Any]] = {}
+        for record in records:
+            by_event.setdefault(record.key.partition("|")[0], []).append(record)
+        silent = [found for found in by_event.values() if not any(read_record(one).may_be_alive for one in found)]
+        if silent:
+            for record in self.chance("releases").choice(silent):
+                self.tell(f"fleet release deletes {self.judge.key_in_words(record.key)}")
+                self.store.delete(record.key, record.etag)
+                self.judge.released(record.key)
 
-        def mend() -> None:
-            self.tell(f"ledger: not {trouble} any more")
-            self._faults.discard(trouble)
-            self._cut_off -= who
-            self.is_slow &= trouble != "slow"
 
-        self.after(seconds, mend)
+class Network:
+    """What requests meet on their way to the store and back."""
 
-    def _fault(self, call: str) -> str:
-        fault, vm, chance = "", self.asking, self.chance("faults")
-        self.ledger.at = self.at
-        if "away" in self._faults or (vm is not None and vm.name in self._cut_off):
-            fault = "away"
-        elif "lost answers" in self._faults and chance.random() < 0.2:
-            fault = "lost"
-        elif "stale lists" in self._faults and call == "list_rows" and chance.random() < 0.3:
-            since = self.at - chance.uniform(0.0, _STALE_SECONDS)
-            fault = "stale" if self.ledger.lag(self.asked[0], since) else ""
-            self.judge.lagged(*self.asked)
-        if fault and vm is not None:
-            vm.disturbed_at = max(vm.disturbed_at, self.at)
-        return fault
+    def __init__(self, world: FleetWorld) -> None:
+        self._world = world
+        self._lost_until: dict[str, float] = {}
+        self.log: list[tuple[float, str, Sent]] = []
+        """All requests, as they were sent."""
+
+    def lose(self, vms: list[Vm], seconds: float) -> None:
+        """The VMs are cut off from the store."""
+        world = self._world
+        world.tell(f"{', '.join(vm.vm_id for vm in vms)} cut off from the store for {seconds:.0f} s")
+        for vm in vms:
+            self._lost_until[vm.vm_id] = max(self._lost_until.get(vm.vm_id, 0.0), world.at + seconds)
+            vm.disturb(seconds + 35.0)
+
+    def send(self, vm: Vm, number: int, sent: Sent, call: Callable[[], Any]) -> None:
+        """``go_on`` of the VM gets the answer."""
+        world = self._world
+        self.log.append((world.at, vm.vm_id, sent))
+        chance = vm.chance("requests")
+        there = chance.uniform(0.002, 0.05)
+        back = chance.uniform(0.002, 0.05)
+        timeout = 30.0
+        if self._lost_until.get(vm.vm_id, 0.0) > world.at:
+            seconds = chance.choice((0.01, 0.01, timeout))
+            self._fail(vm, number, seconds, "unreachable")
+            return
+        if world.has("refused") and chance.random() < 0.06:
+            retry_after = chance.choice((0.0, 0.0, 5.0, 60.0, 300.0))
+            vm.disturb(1.5 * retry_after + 35.0)
+            self._fail(vm, number, there + back, "throttled", retry_after)
+            return
+        if world.has("lost") and chance.random() < 0.06:
+            vm.disturb(timeout + 35.0)
+            if chance.random() < 0.5:
+                self._fail(vm, number, timeout, "timeout")
+                return
+            back = timeout * 2
+        if world.has("late") and chance.random() < 0.06:
+            there = chance.uniform(1.0, 60.0)
+            vm.disturb(there + 200.0)
+        if there + back > timeout:
+            self._fail(vm, number, timeout, "timeout")
+        sent_at = world.at
+        life = vm.life
+
+        def arrive() -> None:
+            answer = self._take_effect(vm, sent, call)
+            arrived_at = world.at
+            if there + back <= timeout and life == vm.life:
+                vm.after(back, lambda: self._answer(vm, number, sent, answer, (sent_at, arrived_at)))
+
+        world.after(there, arrive)
+        if sent.kind != "list" and world.has("doubled") and chance.random() < 0.1:
+            again = there + chance.uniform(0.0, 30.0)
+            vm.disturb(again + 200.0)
+            world.after(again, lambda: self._take_effect(vm, sent, call))
+
+    def _fail(self, vm: Vm, number: int, seconds: float, kind: Any, retry_after: float = 0.0) -> None:
+        error = BackendError(f"the store: {kind}", kind=kind, retry_after=retry_after)
+        vm.after(seconds, lambda: vm.go_on(number, error))
+
+    def _take_effect(self, vm: Vm, sent: Sent, call: Callable[[], Any]) -> Any:
+        answer = call()
+        if sent.kind != "list" and answer:
+            self._world.judge.written(vm, sent)
+        return answer
+
+    def _answer(self, vm: Vm, number: int, sent: Sent, answer: Any, times: tuple[float, float]) -> None:
+        """``times``: when it was sent, and had its effect."""
+        if sent.kind == "list":
+            vm.listed_at = times[0]
+        elif answer:
+            self._world.judge.answered(vm, sent, times[1])
+        vm.go_on(number, answer)
+
+
+_METRICS: list[Metrics] = []
+
+
+def _metrics() -> Metrics:
+    """One for all worlds of this process."""
+    if not _METRICS:
+        _METRICS.append(alone._metrics())
+        _METRICS[0].add_fleet()
+    return _METRICS[0]
