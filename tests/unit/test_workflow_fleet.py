@@ -9,7 +9,7 @@ from test_workflow import NOTICE, START, a_rule, an_event
 
 from scheduled_events_agent.engine.fleet import FleetState
 from scheduled_events_agent.engine.parts import FleetUpdate
-from scheduled_events_agent.events import Gone, Seen
+from scheduled_events_agent.events import Gone, Missing, Seen
 from scheduled_events_agent.settings import FleetSettings, Settings
 from scheduled_events_agent.status.messages import wait_in_words
 from scheduled_events_agent.workflow import (
@@ -464,3 +464,24 @@ def test_when_an_appearance_was_first_seen_is_kept_until_it_is_closed() -> None:
     state.committed({}, life.context, 11.0)
     state.committed(life.board, life.context, 12.0)
     assert [[request.seen_at for request in requests] for requests in published] == [[5.0], [5.0], [], [12.0]]
+
+
+def test_an_event_that_is_back_and_prepared_for_again_is_ready_while_its_first_recovery_waits_for_it() -> None:
+    life = Life(READY)
+    event = life.workflow.event
+    first = life.workflow.id
+    life.finish()
+    life.take(Missing(event.key))
+    life.take(Gone(event.key))
+    (recovery,) = life.effects(RunHook)
+    assert fleet_requests(life.board, life.context, {})[0].stage == "not_ready"
+    life.context = replace(life.context, now=START + timedelta(seconds=20))
+    life.take(Seen(event))
+    (second,) = life.board.keys() - {first}
+    life.take(
+        HookFinished(workflow_id=first, stage="recover", hook=recovery.hook, run=recovery.run, outcome="canceled")
+    )
+    life.take(HookFinished(workflow_id=second, stage="prepare", hook="drain", run=1, outcome="succeeded"))
+    assert life.board[first].phase == "recovering"
+    (request,) = fleet_requests(life.board, life.context, {})
+    assert (request.workflow_id, request.stage) == (second, "ready")

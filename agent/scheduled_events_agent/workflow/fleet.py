@@ -55,17 +55,25 @@ def fleet_requests(board: Board, context: Context, seen_at: Mapping[str, float])
 
     ``seen_at``: when this process first saw each workflow.
     """
-    found: dict[str, FleetRequest] = {}
+    found: dict[str, tuple[int, FleetRequest]] = {}
     for workflow in board.values():
         request = _request(workflow, context, seen_at)
-        # An event may come back under its id while its first appearance is still recovered from: that goes first.
-        if request is not None and _rank(request) <= _rank(found.get(request.event)):
-            found[request.event] = request
-    return tuple(found.values())
+        if request is None:
+            continue
+        rank = _rank(workflow, request)
+        if request.event not in found or rank < found[request.event][0]:
+            found[request.event] = rank, request
+    return tuple(request for _, request in found.values())
 
 
-def _rank(request: FleetRequest | None) -> int:
-    return 3 if request is None else ("not_ready", "ready", "requested").index(request.stage)
+def _rank(workflow: Workflow, request: FleetRequest) -> int:
+    """Which appearance goes first: an event may come back while its first one is still recovered from.
+
+    Once it is prepared for again, that recovery waits for it.
+    """
+    if request.stage == "requested":
+        return 2
+    return 1 if workflow.is_over else 0
 
 
 def _request(workflow: Workflow, context: Context, seen_at: Mapping[str, float]) -> FleetRequest | None:
