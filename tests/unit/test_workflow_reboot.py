@@ -278,3 +278,17 @@ def test_a_preparation_that_had_only_waited_is_not_recovered_from_after_a_reboot
     assert agent.waits_for() == "waits for another run of hook drain"
     assert "A: recover resume" not in agent.restart("boot 2", preempt)
     assert agent.all_of("A") == []
+
+
+def test_after_a_reboot_an_event_that_comes_back_is_prepared_for_from_its_first_hook() -> None:
+    """Its recovery waited for another event, so that it was as prepared as before, but for the reboot."""
+    other = an_event(id="B")
+    agent = Agent(a_rule(prepare=("drain",), approve="manual", lead=3600.0))
+    agent.document(EVENT, other, after=30)
+    agent.ends("drain", event="A")
+    agent.ends("drain", event="B")
+    agent.document(other)
+    assert agent.of("A").phase == "recovering"
+    assert agent.restart("boot 2", other) == ["B: prepare drain"]
+    assert "A: prepare drain" in agent.document(EVENT, other)
+    assert agent.of("A").phase == "preparing"

@@ -115,7 +115,7 @@ def _see(workflow: Workflow, event: ScheduledEvent, context: Context) -> Step:
     back: list[Note] = []
     if workflow.is_missing or workflow.is_over:
         back.append(Note(kind="changed", text="is in the document again"))
-        workflow = _bring_back(workflow)
+        workflow = _without_what_a_reboot_has_undone(_bring_back(workflow), context)
     if event.key != old.key:
         back.append(Note(kind="renamed", text=f"goes on under the id {event.id} (was {old.id})"))
     changed = {name for name in event.__struct_fields__ if getattr(event, name) != getattr(old, name)}
