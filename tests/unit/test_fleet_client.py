@@ -454,6 +454,24 @@ def test_what_late_requests_leave_is_deleted(fault: str) -> None:
     assert vm.client.next_sync_at is None
 
 
+def test_a_refused_create_that_comes_once_more_is_deleted() -> None:
+    """It found the record of another VM of this name, which is gone when it comes again."""
+    group = Group()
+    other = Vm(group, "web_0", "id-0").started()
+    vm = Vm(group, "web_0", "id-1").started()
+    other.want("not_ready")
+    vm.way.faults = ["doubled"]
+    vm.want("not_ready")
+    vm.end()
+    other.end()
+    (call,) = vm.way.later
+    call()
+    assert group.states() == ["a web_0 not_ready"]
+    group.run(300.0, vm)
+    assert group.states() == []
+    assert vm.client.next_sync_at is None
+
+
 def test_a_late_delete_does_not_take_the_record_of_an_event_that_is_back() -> None:
     group = Group()
     vm = Vm(group).started()

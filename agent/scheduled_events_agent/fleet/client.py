@@ -176,14 +176,14 @@ class FleetClient:
         self._confirmed.pop(write.key, None)
         try:
             if write.fields is None:
-                self._look_again_at = self._monotonic() + _LATE_SECONDS
                 return self._backend.delete(write.key, write.etag)
             fields = {**write.fields, "waits_for": self._waits_for(write)}
             etag = self._backend.put(write.key, fields, write.etag)
         except BackendError:
             self._must_list = True  # what has come of it is not known
-            self._look_again_at = self._monotonic() + _LATE_SECONDS
             raise
+        finally:
+            self._look_again_at = self._monotonic() + _LATE_SECONDS
         if etag is None:
             return False
         self._confirmed[write.key] = _Confirmed(etag, fields, self._monotonic())
