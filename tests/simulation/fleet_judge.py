@@ -49,10 +49,10 @@ class Work:
     state: State = ""
     has_begun: bool = False
     """And is not recovered."""
-    is_without_slot: bool = False
-    """It has begun without a slot, and rightly so."""
     has_run: bool = False
     """A hook has run for it."""
+    undone_at: float = -inf
+    """When a recovery of the VM last ended."""
     operator: str = ""
     since: float = 0.0
     """When it last came into its state."""
@@ -101,6 +101,8 @@ class Life:
     records: dict[str, Kept] = field(default_factory=dict)
     """By the VM's part of the key."""
     is_approved: bool = False
+    is_without_slot: bool = False
+    """One of its VMs has begun without a slot, and rightly so, and not all have recovered since."""
     over_at: float = 0.0
 
 
@@ -127,8 +129,6 @@ class FleetJudge:
         life = self.lives[name] = Life(name, announced_at=self._world.at)
         self._by_key[event_key(name.casefold())] = life
         self.changed(name)
-        if len(self.lives) == 1:
-            self._world.after(1.2 * _DAY, self._look_at_rest)
 
     def changed(self, name: str) -> None:
         """Azure names more VMs, or the event was hidden, or is in the document again."""
@@ -153,8 +153,7 @@ class FleetJudge:
             self._enter(work, "preparing")
             return
         # It also undoes what was prepared for other events that are over, or left out for a while.
-        for life, other in self._undone_by_recovery(vm, name):
-            del life
+        for _, other in self._undone_by_recovery(vm, name):
             self._enter(other, "recovering")
 
     def hook_ended(self, vm: "Vm", name: str, stage: str, outcome: str) -> None:
@@ -168,6 +167,9 @@ class FleetJudge:
         elif outcome == "succeeded":
             for life, other in self._undone_by_recovery(vm, name):
                 self._recovered(life, other)
+            for life in self.lives.values():
+                if vm.vm_id in life.works:
+                    life.works[vm.vm_id].undone_at = world.at
             self.looks(vm)
 
     def _undone_by_recovery(self, vm: "Vm", name: str) -> list[tuple[Life, Work]]:
@@ -181,15 +183,15 @@ class FleetJudge:
         ]
 
     def _recovered(self, life: Life, work: Work) -> None:
-        del life
         self._enter(work, "")
-        work.has_begun = work.is_without_slot = work.has_run = False
+        work.has_begun = work.has_run = False
+        life.is_without_slot &= any(other.has_begun for other in life.works.values())
         self._recovered_at = self._world.at
 
     def closed(self, vm: "Vm", name: str) -> None:
-        """The agent has done with the event."""
+        """The agent has done with the event: nothing was done, or one recovery counted for several events."""
         work = self._work(name, vm)
-        if work.has_begun and not work.has_run:
+        if work.has_begun and (not work.has_run or work.undone_at > work.since):
             self._recovered(self.lives[name], work)
 
     def operator_said(self, vm: "Vm", name: str, word: str) -> None:
@@ -321,11 +323,14 @@ class FleetJudge:
         if work.has_begun:
             return
         self._changed_at = world.at
+        has_slot = self._is_under_way(life)
         work.has_begun = True
-        work.is_without_slot = self._may_begin_without_slot(vm, name)
-        how = " without a slot" if work.is_without_slot else ""
+        is_without_slot = self._may_begin_without_slot(vm, name)
+        life.is_without_slot |= is_without_slot
+        how = " without a slot" if is_without_slot else ""
         world.tell(f"{vm.vm_id} begins {name}{how}")
-        if self._limit is None or work.is_without_slot:
+        self.judged[3 if world.type_of(name) in _URGENT else 4] += 1
+        if self._limit is None or is_without_slot or has_slot:
             return
         self.judged[1] += 1
         busy = [one.name for one in self.lives.values() if self._is_under_way(one)]
@@ -359,7 +364,7 @@ class FleetJudge:
     def _is_under_way(self, life: Life) -> bool:
         at = self._world.at
         works = [work for work in life.works.values() if work.has_begun]
-        if any(work.is_without_slot for work in works):
+        if life.is_without_slot:
             return False
         return any(
             at - work.heard_at <= _SLOT_SECONDS and at - work.returned_at > _STATUS_SECONDS
@@ -377,14 +382,17 @@ class FleetJudge:
         if own is None or self._limit is None or not self._world.has_ages:
             return
         for other in self.lives.values():
-            if other is life or not self._is_waiting(other) or self._order(other.name) > self._order(life.name):
+            if other is life or not self._is_waiting(other):
                 continue
             known_at = min((one.made_at for one in other.records.values()), default=inf)
             is_calm = self._trouble_until(world.vms.values()) <= other.announced_at
             if not is_calm or self._has_twin(other.name) or self._has_twin(life.name):
                 continue
             self.judged[6] += 1
-            if known_at <= own.claimed_at - _ROUND_TRIP and len(self._busy(other)) >= self._limit:
+            is_later = (
+                self._order(other.name) < self._order(life.name) and known_at <= own.claimed_at - _ROUND_TRIP
+            )
+            if is_later and len(self._busy(other)) >= self._limit:
                 raise BrokenError(f"(6) {life.name} begins before {other.name}, which waits and starts earlier")
 
     def _is_waiting(self, life: Life) -> bool:
@@ -443,10 +451,8 @@ class FleetJudge:
             return None
         since = max(vm.seen_at[name], vm.up_since, work.since)
         if world.type_of(name) in _URGENT:
-            self.judged[3] += 1
             return since + 1.0 + 1e-6
-        self.judged[4] += 1
-        return max(self._latest_begin(vm, name), since) + 2.0
+        return max(self._latest_begin(vm, name), since, vm.clock_set_at) + 2.0
 
     # --- (5) with room it begins soon
 
@@ -454,7 +460,6 @@ class FleetJudge:
         """The VM asks its fleet for something new."""
         world = self._world
         at = world.at
-        self._changed_at = at
         for request in vm.requests:
             if request.stage == "requested" and request.needs_slot:
                 name = world.name_of(request.event_id)
@@ -463,12 +468,11 @@ class FleetJudge:
                     world.after(5.0, lambda name=name, id_=id_: self._look_at_wait(vm, name, id_, at))  # type: ignore[misc]
 
     def _look_at_wait(self, vm: "Vm", name: str, workflow_id: str, since: float) -> None:
-        is_same = any(one.workflow_id == workflow_id for one in vm.requests) and self._waits(vm, name)
-        has_trouble = self._trouble_until(self._world.vms.values()) >= since or self._has_twin(name)
-        if not is_same or has_trouble or not self._is_waiting(self.lives[name]):
+        if self._trouble_until(self._world.vms.values()) >= since or self._has_twin(name):
             return
         self.judged[5] += 1
-        if self._has_room(self.lives[name]):
+        is_same = any(one.workflow_id == workflow_id for one in vm.requests) and self._waits(vm, name)
+        if is_same and self._is_waiting(self.lives[name]) and self._has_room(self.lives[name]):
             raise BrokenError(f"(5) {vm.vm_id} waits for {name} for 5 s, and there is room")
 
     def _has_room(self, life: Life) -> bool:
@@ -525,7 +529,8 @@ class FleetJudge:
             return
         appeared_at = vm.appeared_at.get(name, 0.0)
         missing = []
-        for one in self._awaited(vm, resources):
+        awaited = self._awaited(vm, resources)
+        for one in awaited:
             works = [life.works.get(other.vm_id, Work()) for other in world.named(one)]
             if not any(work.is_ready or self._may_seem_ready(work, vm, appeared_at) for work in works):
                 missing.append(one)
@@ -534,7 +539,7 @@ class FleetJudge:
             work = life.works.get(kept.vm_id, Work())
             is_known = kept.counts(world.at) and kept.made_at < max(vm.listed_at, world.at - _STATUS_SECONDS)
             is_ready = work.is_ready or self._may_seem_ready(work, vm, appeared_at)
-            if is_known and other.name not in resources and not is_ready:
+            if is_known and other.name not in awaited and not is_ready:
                 missing.append(other.name)
         if missing:
             raise BrokenError(f"(2) {vm.vm_id} approves {name} before {', '.join(missing)} prepared")
@@ -635,11 +640,11 @@ class FleetJudge:
 
     # --- (8) the end
 
-    def _look_at_rest(self) -> None:
+    def look_at_rest(self) -> None:
         """Long after the last event, and before a new one."""
         world = self._world
-        over_at = max(self.lives[name].over_at for name in self.lives)
-        rest_at = max(over_at, self._recovered_at, self._trouble_until(world.alive())) + 180.0
+        over_at = max((life.over_at for life in self.lives.values()), default=0.0)
+        rest_at = max(over_at, self._recovered_at, self._trouble_until(world.vms.values())) + 180.0
         for life in self.lives.values():
             for vm_id, work in life.works.items():
                 if work.has_begun and not world.vms[vm_id].is_dead:
@@ -665,4 +670,5 @@ class FleetJudge:
             for vm_id, work in life.works.items():
                 if work.has_begun and not world.vms[vm_id].is_dead:
                     raise BrokenError(f"(8) {vm_id} has not recovered from {life.name}")
-        self._look_for_records(may_be_dead=not world.has_ages or not world.alive())
+        has_list = any(sent.kind == "list" for at, _, sent in world.network.log if at > _DAY)
+        self._look_for_records(may_be_dead=not (world.has_ages and has_list))

@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
+from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
@@ -36,7 +37,7 @@ from scheduled_events_agent.workflow import (
 if TYPE_CHECKING:
     from fleet_world import FleetWorld
 
-_POLL_SECONDS = 1.0
+_POLL_SECONDS = 1
 _MAX_PAST_WAKES = 100
 _KILL_CHANCE = 0.003
 _DEAD_SECONDS = 200.0
@@ -65,6 +66,7 @@ class Vm(Machine):
         self.name = name
         self.wall_offset = 0
         """How wrong its wall clock is, in seconds."""
+        self.clock_set_at = 0.0
         self.is_dead = False
         self.frozen_until = 0.0
         self.disturbed_until = 0.0
@@ -89,6 +91,7 @@ class Vm(Machine):
         self.boot = 0
         self.engine: Engine | None = None
         self.executor = Hooks(cast("alone.World", self))
+        self._poll_phase = self.chance("polls").random()
         self._strand = Strand()
         self._frozen: list[Callable[[], None]] = []
         """What goes on when the VM does."""
@@ -163,8 +166,15 @@ class Vm(Machine):
         self.disturbed_until = max(self.disturbed_until, self.world.at + seconds)
 
     def set_clock(self, offset: int) -> None:
+        if self.is_frozen:
+            self._frozen.append(lambda: self.set_clock(offset))
+            return
         self.world.tell(f"{self.vm_id}: its clock is set, now {offset:+d} s")
+        if self.engine is not None and self._read_at is not None:
+            # Until the next poll the wall clock says how old the document is: that is not judged here.
+            self._read_at += timedelta(seconds=offset - self.wall_offset)
         self.wall_offset = offset
+        self.clock_set_at = self.world.at
         self.turn_soon()
         self.world.judge.looks(self)
 
@@ -273,7 +283,7 @@ class Vm(Machine):
     # --- documents and turns
 
     def poll_soon(self) -> None:
-        at = self.world.at + self.chance("polls").uniform(0.0, _POLL_SECONDS)
+        at = self._poll_phase + floor(self.world.at - self._poll_phase + 0.001) + _POLL_SECONDS
         if self.engine is not None and (self._poll_at < self.world.at or at < self._poll_at):
             self._poll_at = at
             self.after(at - self.world.at, lambda: self._poll() if at == self._poll_at else None)
@@ -312,7 +322,7 @@ class Vm(Machine):
             return
         self._look_at_board(engine)
         if engine.needs_answer():
-            self.after(1.0, self.poll_soon)
+            self.poll_soon()
         if engine.wake_at is not None:
             seconds = (engine.wake_at - self.now()).total_seconds()
             self._past_wakes = self._past_wakes + 1 if seconds <= 0.0 else 0
@@ -322,6 +332,7 @@ class Vm(Machine):
 
     def _look_at_board(self, engine: Engine) -> None:
         """What the judge must know of this turn."""
+        self._look_at_operators(engine)
         judge = self.world.judge
         known: dict[str, str] = {}
         for workflow in engine.board.values():
@@ -329,19 +340,22 @@ class Vm(Machine):
             if workflow.id not in self._known:
                 self.appeared_at[name] = self.world.at
             self.seen_at.setdefault(name, self.world.at)
-            if self._operators.get(workflow.id, "") != workflow.operator:
-                self._operators[workflow.id] = workflow.operator
-                judge.operator_said(self, name, workflow.operator)
             if workflow.id not in self._begun and workflow.prepare.state != "idle":
                 self._begun.add(workflow.id)
                 judge.begun(self, name)
-        present = set(known.values())
+        begun = {known[workflow.id] for workflow in engine.board.values() if workflow.prepare.state != "idle"}
         for workflow_id, name in self._known.items():
-            if workflow_id not in known and name not in present:
+            if workflow_id not in known and name not in begun:
                 judge.closed(self, name)
         self._known = known
         self.seen_at = {name: at for name, at in self.seen_at.items() if name in self.documents}
         judge.looks(self)
+
+    def _look_at_operators(self, engine: Engine) -> None:
+        for workflow in engine.board.values():
+            if self._operators.get(workflow.id, "") != workflow.operator:
+                self._operators[workflow.id] = workflow.operator
+                self.world.judge.operator_said(self, self.world.name_of(workflow.event.id), workflow.operator)
 
     def needed_seconds(self) -> float:
         """What the preparation may take, as the agent has it."""
@@ -349,8 +363,14 @@ class Vm(Machine):
         return self.engine._hook_runs.seconds["drain"] + self.engine.settings.agent.reserve
 
     def statuses(self) -> dict[str, FleetEventStatus]:
-        """How its events stand, as it has last heard."""
-        return dict(self._last.statuses)
+        """How the events stand that wait for its fleet, as it has last heard."""
+        waiting = {
+            request.event
+            for request in self.requests
+            if (request.stage == "requested" and request.needs_slot)
+            or (request.stage == "ready" and request.needs_all)
+        }
+        return {event: status for event, status in self._last.statuses.items() if event in waiting}
 
     def give(self, life: int, item: Any) -> None:
         """Into the inbox of the agent that asked for it."""
@@ -442,6 +462,8 @@ class Vm(Machine):
     # --- what the agent does (called by its executor)
 
     def hook_starts(self, effect: HookStart, environment: Mapping[str, str]) -> None:
+        assert self.engine is not None
+        self._look_at_operators(self.engine)
         name = self.world.name_of(environment["SCHEDULED_EVENT_ID"])
         self._names[effect.workflow_id] = name
         self.world.judge.hook_started(self, name, effect.stage)
@@ -456,6 +478,7 @@ class Vm(Machine):
     def post(self, approvals: Sequence[Approve]) -> None:
         """A request to approve, which arrives."""
         assert self.engine is not None
+        self._look_at_operators(self.engine)
         life = self.life
         for approve in approvals:
             by_operator = self._operators.get(approve.workflow_id) == "approved"
@@ -492,7 +515,9 @@ class CrashingStore(Store):
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        chance = self.vm.chance("transactions").random() if self.vm.world.has("kills") else 1.0
+        # If the clock is set there are more transactions, which must not change by chance what happens.
+        may_end = self.vm.world.has("kills") and not self.vm.world.is_short
+        chance = self.vm.chance("transactions").random() if may_end else 1.0
         if chance < _KILL_CHANCE:
             raise KilledError
         with super()._transaction():

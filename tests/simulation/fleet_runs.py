@@ -63,18 +63,19 @@ def _live(world: FleetWorld, broken: str = "") -> FleetVerdict:
 
 
 def _judge_clocks(seed: int, troubles: frozenset[FleetTrouble] | None) -> FleetVerdict:
-    """(9) The requests are the same whatever the clocks say."""
-    troubles = FleetWorld(seed).troubles if troubles is None else troubles
-    right = FleetWorld(seed, troubles - CLOCKS, is_long=True)
-    wrong = FleetWorld(seed, troubles | CLOCKS, is_long=True)
+    """(9) The requests are the same whatever the clocks say, as long as no event reaches its latest begin."""
+    given = FleetWorld(seed).troubles if troubles is None else troubles
+    given -= {"one name"}  # one of the two waits until its latest begin
+    right = FleetWorld(seed, given - CLOCKS, is_short=True)
+    wrong = FleetWorld(seed, given | CLOCKS, is_short=True)
     verdict = _live(right)
     if not verdict.broken:
         verdict = _live(wrong)
     verdict.judged[9] += 1
-    if verdict.broken or right.network.log == wrong.network.log:
+    logs = [[one for one in world.network.log if one[0] < right.stops_at] for world in (right, wrong)]
+    if verdict.broken or logs[0] == logs[1]:
         return verdict
-    pairs = zip(right.network.log, wrong.network.log, strict=False)
-    first = next((pair for pair in pairs if pair[0] != pair[1]), "one has more")
+    first = next((pair for pair in zip(*logs, strict=False) if pair[0] != pair[1]), "one has more")
     return FleetVerdict(**{**vars(verdict), "broken": f"(9) clocks change a request: {first}"})
 
 

@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable
+from math import inf
 from typing import Any, Literal, get_args
 
 import world as alone
@@ -39,13 +40,16 @@ FleetTrouble = Literal[
 ]  # fmt: skip
 FLEET_TROUBLES: tuple[FleetTrouble, ...] = get_args(FleetTrouble)
 CLOCKS: frozenset[FleetTrouble] = frozenset({"wrong clocks", "set clocks"})
+MAX_CLOCK_SECONDS = 3600
+"""So wrong a wall clock is at most."""
 BUSY_SECONDS = 2400.0
 """Trouble ends here; the dead stay dead."""
 _START = alone.START.timestamp()
 _DAY = 86400.0
+_MAX_NEEDED_SECONDS = 610.0
+"""Hooks begin so long before NotBefore at the latest."""
 _MAX_AT_A_TIME = 10_000
 _VERSION = "2020-07-01"
-_HOUR = 3600
 
 
 class FleetWorld:
@@ -58,11 +62,11 @@ class FleetWorld:
         *,
         size: int | None = None,
         has_ages: bool = True,
-        is_long: bool = False,
+        is_short: bool = False,
     ) -> None:
         """``troubles``: exactly these; by default, what chance gives to the seed. ``size``: how many VMs.
 
-        ``is_long``: no event reaches its latest begin, whatever the clocks say.
+        ``is_short``: it ends before an event reaches its latest begin, whatever the clocks say.
         """
         self.seed = seed
         self.at = 0.0
@@ -71,7 +75,8 @@ class FleetWorld:
         self.story: list[str] = []
         given = (trouble for trouble in FLEET_TROUBLES if self.chance(f"has {trouble}").random() < 0.3)
         self.troubles = frozenset(given) if troubles is None else troubles
-        self._is_long = is_long
+        self.is_short = is_short
+        self.stops_at = inf
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self.metrics = _metrics()
@@ -130,6 +135,8 @@ class FleetWorld:
                 steps = steps + 1 if at <= self.at else 0
                 if at > 2 * _DAY or steps > _MAX_AT_A_TIME:
                     raise BrokenError("the world does not come to rest")
+                if at > self.stops_at:
+                    return
                 self.at = max(self.at, at)
                 what()
                 self._watch_azure()
@@ -150,18 +157,23 @@ class FleetWorld:
         for vm in self.vms.values():
             self.after(self.chance("starts").uniform(0.0, 1.0), vm.start)
         chance = self.chance("events")
-        for number in range(chance.randint(2, 5)):
-            at = chance.uniform(0.0, 900.0 if number else 60.0)
+        # Most is to be seen where events come together.
+        spread = chance.choice((0.5, 30.0, 300.0, 900.0))
+        first = chance.uniform(0.0, 60.0)
+        for number in range(chance.randint(2, 6)):
+            at = first + chance.uniform(0.0, spread if number else 0.0)
             self.after(at, lambda number=number: self._announce(number))  # type: ignore[misc]
         self._plan_trouble()
+        self.after(1.2 * _DAY, self.judge.look_at_rest)
         # Records of dead VMs are deleted by their age when a later event comes.
         self.after(1.5 * _DAY, self._announce_last)
 
     def _plan_trouble(self) -> None:
         chance = self.chance("wrong clocks")
+        most = MAX_CLOCK_SECONDS
         if "wrong clocks" in self.troubles:
             for vm in self.vms.values():
-                vm.wall_offset = chance.choice((0, -_HOUR, _HOUR, chance.randint(-_HOUR, _HOUR)))
+                vm.wall_offset = chance.choice((0, -most, most, chance.randint(-most, most)))
         mishaps: list[tuple[FleetTrouble, int, Callable[[], None]]] = [
             ("cut off", 2, self._cut_off),
             ("unavailable", 1, self._lose_store),
@@ -253,9 +265,9 @@ class FleetWorld:
             vms.append("db_0")
         type_: EventType = chance.choice(("Freeze", "Freeze", "Reboot", "Redeploy", "Preempt", "Terminate"))
         notice = chance.choice((200.0, 400.0, 900.0, 3600.0, 6000.0))
-        if self._is_long:
+        if self.is_short:
             type_ = "Freeze" if type_ in ("Preempt", "Terminate") else type_
-            notice = chance.choice((16_000.0, 18_000.0, 20_000.0))
+            notice = chance.choice((6500.0, 7000.0, 8000.0))
         elif type_ == "Preempt":
             notice = 30.0
         if type_ in ("Preempt", "Terminate"):
@@ -277,6 +289,9 @@ class FleetWorld:
         name = self._azure.schedule(self.epoch(), plan)
         self.judge.announced(name)
         notice = plan.notice_seconds or 0.0
+        if self.is_short:
+            latest_begin = self.not_before(name) - _MAX_NEEDED_SECONDS - MAX_CLOCK_SECONDS
+            self.stops_at = min(self.stops_at, latest_begin)
         if self.has("growth") and chance.random() < 0.7:
             self.after(chance.uniform(1.0, min(notice, 300.0)), lambda: self._grow(name, chance))
         if self.has("cancels") and chance.random() < 0.3:
@@ -305,9 +320,8 @@ class FleetWorld:
     def _announce_last(self) -> None:
         """When all is long over."""
         alive = tuple(sorted({vm.name for vm in self.alive()}))
-        notice = 16_000.0 if self._is_long else 900.0
         if alive:
-            self._schedule(Plan(type="Freeze", vms=alive, notice_seconds=notice), self.chance("last event"))
+            self._schedule(Plan(type="Freeze", vms=alive, notice_seconds=900.0), self.chance("last event"))
 
     def _grow(self, name: str, chance: random.Random) -> None:
         event = self._azure.event(name)
@@ -398,7 +412,8 @@ class FleetWorld:
         self._one("reboots").reboot(self.chance("reboots").choice((5.0, 60.0, 600.0)))
 
     def _set_clock(self) -> None:
-        self._one("set clocks").set_clock(self.chance("set clocks").randint(-_HOUR, _HOUR))
+        offset = self.chance("set clocks").randint(-MAX_CLOCK_SECONDS, MAX_CLOCK_SECONDS)
+        self._one("set clocks").set_clock(offset)
 
     def _operate(self, vm: Vm | None = None) -> None:
         words: tuple[RequestWord, ...] = ("held", "held", "", "approved")

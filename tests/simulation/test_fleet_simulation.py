@@ -4,7 +4,67 @@ A few lives here; ``python tests/simulation --fleet`` lives thousands. Each bug 
 prevent is planted once, and must be found.
 """
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+from fleet_machines import Requests, Vm
 from fleet_runs import judge_fleet_seed
+from fleet_world import FLEET_TROUBLES, FleetTrouble, FleetWorld
+from memory_backend import MemoryStore
+from msgspec.structs import replace
+from mutants import break_workflow
+
+from scheduled_events_agent.fleet import client, plan
+from scheduled_events_agent.fleet.backend import Record
+from scheduled_events_agent.fleet.plan import VmRecord
+from scheduled_events_agent.workflow import Context, FleetEventStatus, FleetRequest, Workflow
+from scheduled_events_agent.workflow.fleet import awaited
+
+WORKFLOW = "scheduled_events_agent.workflow"
+GROUP = plan._Group
+REAL_STATUS = GROUP.status_of
+REAL_WRITE = GROUP.write_of
+REAL_NOT_READY = GROUP._not_ready
+REAL_READ = plan.read_record
+REAL_LIST = Requests.list
+REAL_START = Vm.start
+
+
+def test_a_fleet_keeps_its_rules_in_trouble() -> None:
+    judged: Counter[int] = Counter()
+    events = 0
+    for seed in range(40):
+        verdict = judge_fleet_seed(seed)
+        assert not verdict.broken, verdict.text()
+        judged += verdict.judged
+        events += verdict.events
+    assert events > 100
+    assert set(judged) >= {1, 2, 3, 4, 5, 7, 8, 9}
+
+
+def test_every_rule_is_judged_without_much_trouble() -> None:
+    judged: Counter[int] = Counter()
+    for seed in range(30):
+        verdict = judge_fleet_seed(seed, frozenset({"kills"}))
+        assert not verdict.broken, verdict.text()
+        judged += verdict.judged
+    assert set(judged) == {1, 2, 3, 4, 5, 6, 7, 8, 9, 10}
+
+
+def test_two_hundred_vms_keep_them_as_well() -> None:
+    verdict = judge_fleet_seed(199, frozenset({"lost"}))
+    assert not verdict.broken, verdict.text()
+    assert "200 VMs" in verdict.story[0]
+
+
+def test_a_fleet_keeps_them_with_a_store_that_tells_no_ages() -> None:
+    for seed in range(10):
+        verdict = judge_fleet_seed(seed, has_ages=False)
+        assert not verdict.broken, verdict.text()
 
 
 def test_a_seed_of_a_fleet_has_one_story() -> None:
@@ -13,7 +73,134 @@ def test_a_seed_of_a_fleet_has_one_story() -> None:
     assert len(one.story) > 20
 
 
-def test_a_fleet_without_trouble_keeps_its_rules() -> None:
-    for seed in range(5):
-        verdict = judge_fleet_seed(seed, frozenset())
-        assert not verdict.broken, verdict.text()
+def test_every_trouble_of_a_fleet_comes_up() -> None:
+    assert frozenset[str]().union(*(FleetWorld(seed).troubles for seed in range(30))) == set(FLEET_TROUBLES)
+
+
+# --- Each bug planted on purpose.
+
+
+def _begin_on_any_list(self: Any, request: FleetRequest, state: str) -> FleetEventStatus:
+    """Also on the list from before its claim."""
+    status = REAL_STATUS(self, request, state)
+    is_room = len(self._others_with_slot(request)) < (self.max_events or 1)
+    may_begin = request.stage == "requested" and request.needs_slot and state == "claimed" and is_room
+    return replace(status, may_begin=status.may_begin or may_begin)
+
+
+def _has_begun(self: VmRecord) -> bool:
+    age = self.record.age
+    return self.state in ("not_ready", "ready") and (age is None or age <= plan.SLOT_SECONDS)
+
+
+def _was_ready_once(one: VmRecord, seen_seconds: float) -> bool:
+    age = one.record.age
+    return one.state == "ready" and age is not None and age <= seen_seconds
+
+
+def _was_ready_before(one: VmRecord, seen_seconds: float) -> bool:
+    del seen_seconds
+    return one.state == "ready" and one.is_fresh
+
+
+def _put_always(self: MemoryStore, key: str, fields: Mapping[str, str], etag: str) -> str:
+    del etag
+    new = f"etag-{next(self._etags)}"
+    self._records[key] = (new, self._clock(), dict(fields))
+    return new
+
+
+def _leave_unconfirmed(self: Any, request: FleetRequest, state: str, interval: float) -> Any:
+    own = self.own(request)
+    is_left = own is not None and own.state == state and not self._is_confirmed(own)
+    return None if is_left else REAL_WRITE(self, request, state, interval)
+
+
+def _await_all_but_the_last(workflow: Workflow, context: Context) -> list[str]:
+    return awaited(workflow, context)[:-1]
+
+
+def _await_members_only(self: Any, request: FleetRequest) -> tuple[str, ...]:
+    return tuple(name for name in REAL_NOT_READY(self, request) if name in request.awaited)
+
+
+def _list_by_own_clock(self: Requests) -> list[Record]:
+    offset = self._vm.wall_offset
+    return [one._replace(age=max(0.0, (one.age or 0.0) + offset)) for one in REAL_LIST(self)]
+
+
+def _read_in_order_of_arrival(record: Record) -> VmRecord:
+    found = REAL_READ(record)
+    return found._replace(order=(_arrival(found.event_id), found.event))
+
+
+def _order_of_arrival(self: Any, request: FleetRequest) -> tuple[str, str]:
+    del self
+    return _arrival(request.event_id), plan.event_key(request.event)
+
+
+def _arrival(event_id: str) -> str:
+    return event_id[1:].zfill(6)
+
+
+def _list_at_once(self: Vm) -> None:
+    REAL_START(self)
+    if self.engine is not None:
+        self._publish(())
+
+
+@dataclass(frozen=True)
+class Plant:
+    """Something done wrong, and the beginning of what the judge says to it."""
+
+    faults: tuple[tuple[Any, str, Any], ...]
+    """Where, the name of what is replaced, and by what."""
+    found: str
+    troubles: str
+    """Those that bring it up."""
+
+
+PLANTS = {
+    "begins on the list from before its claim": Plant(
+        ((GROUP, "status_of", _begin_on_any_list), (client, "_MAX_ROUNDS", 1)), "(1)", "pauses"
+    ),
+    "counts confirmed claims only": Plant(((VmRecord, "counts_for_slot", property(_has_begun)),), "(1)", "late"),
+    "ready does not expire": Plant(((plan, "_is_ready", _was_ready_once),), "(2)", "reboots, dead VMs"),
+    "ready from before this appearance counts": Plant(
+        ((plan, "_is_ready", _was_ready_before),), "(2)", "back again, cut off"
+    ),
+    "a slot lasts a minute": Plant(((plan, "SLOT_SECONDS", 60.0),), "(1)", "reboots, cut off"),
+    "a slot does not lapse": Plant(((plan, "SLOT_SECONDS", 1e9),), "(5)", "dead VMs"),
+    "writes without a condition": Plant(
+        ((MemoryStore, "put", _put_always),), "(", "late, doubled, holds, reboots"
+    ),
+    "leaves an unconfirmed record": Plant(((GROUP, "write_of", _leave_unconfirmed),), "(", "kills"),
+    "awaits all but the last": Plant(((WORKFLOW, "awaited", _await_all_but_the_last),), "(2)", ""),
+    "members overrules a record": Plant(((GROUP, "_not_ready", _await_members_only),), "(2)", ""),
+    "ages by the VM's own clock": Plant(((Requests, "list", _list_by_own_clock),), "(", "wrong clocks"),
+    "begins in order of arrival": Plant(
+        ((plan, "read_record", _read_in_order_of_arrival), (GROUP, "_order", _order_of_arrival)), "(6)", ""
+    ),
+    "lists at once": Plant(((Vm, "start", _list_at_once),), "(1)", "kills"),
+}
+
+
+@contextmanager
+def planted(plant: Plant) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for where, name, fault in plant.faults:
+            if where is WORKFLOW:
+                break_workflow(patch, name, fault)
+            else:
+                patch.setattr(where, name, fault)
+        yield
+
+
+@pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS.keys())
+def test_the_judge_finds_a_planted_bug(plant: Plant) -> None:
+    troubles = cast("frozenset[FleetTrouble]", frozenset(filter(None, plant.troubles.split(", "))))
+    with planted(plant):
+        verdicts = (judge_fleet_seed(seed, troubles) for seed in range(300))
+        found = next((verdict for verdict in verdicts if verdict.broken.startswith(plant.found)), None)
+    assert found is not None
+    print(found.text())
