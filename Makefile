@@ -24,6 +24,7 @@ lint: $(VENV)/.ready          ## Style and types, for Linux and for Windows
 simulation: $(VENV)/.ready    ## Ten thousand lives of the agent, and a thousand fleets, under every kind of trouble
 	$(BIN)/python tests/simulation --seeds $(SEEDS)
 	$(BIN)/python tests/simulation --fleet --seeds $$(($(SEEDS) / 10))
+	$(BIN)/python tests/simulation --fleet --no-ages --seeds $$(($(SEEDS) / 100))
 
 audit: $(VENV)/.ready         ## Known vulnerabilities of what the packages bring (needs a database of them on the network)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check pip-audit

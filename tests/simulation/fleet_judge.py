@@ -86,8 +86,10 @@ class Kept:
     claimed_at: float = inf
     """Since when it is claimed, or was."""
 
-    def counts(self, at: float) -> bool:
-        return self.state in _COUNTED and at - self.written_at <= _SLOT_SECONDS + _DATE_SECONDS
+    def counts(self, at: float, *, has_ages: bool) -> bool:
+        """Whether it counts for a slot; for ever if the store tells no ages."""
+        is_young = at - self.written_at <= _SLOT_SECONDS + _DATE_SECONDS
+        return self.state in _COUNTED and (is_young or not has_ages)
 
 
 @dataclass
@@ -288,7 +290,7 @@ class FleetJudge:
             work.changed_at = min(work.changed_at, inf if is_ready else self._world.at)
         if sent.fields is None:
             return
-        if written_at - work.heard_at > _SLOT_SECONDS:
+        if work.has_begun and written_at - work.heard_at > _SLOT_SECONDS:
             work.returned_at = self._world.at
         work.heard_at = written_at
         if sent.fields["state"] == "ready":
@@ -332,6 +334,8 @@ class FleetJudge:
         self.judged[3 if world.type_of(name) in _URGENT else 4] += 1
         if self._limit is None or is_without_slot or has_slot:
             return
+        # It must have been heard of: its claim was listed a few seconds ago at most.
+        work.heard_at = max(work.heard_at, world.at - _STATUS_SECONDS)
         self.judged[1] += 1
         busy = [one.name for one in self.lives.values() if self._is_under_way(one)]
         if len(busy) > self._limit:
@@ -367,10 +371,8 @@ class FleetJudge:
         if life.is_without_slot:
             return False
         return any(
-            at - work.heard_at <= _SLOT_SECONDS and at - work.returned_at > _STATUS_SECONDS
-            for work in works
-            if work.heard_at > -inf
-        ) or any(work.heard_at == -inf and work.since == at for work in works)
+            at - work.heard_at <= _SLOT_SECONDS and at - work.returned_at > _STATUS_SECONDS for work in works
+        )
 
     def _order(self, name: str) -> tuple[float, str]:
         return self._world.not_before(name), event_key(name.casefold())
@@ -417,7 +419,7 @@ class FleetJudge:
             if other is not life
             and (
                 any(work.has_begun and not vms[vm_id].is_dead for vm_id, work in other.works.items())
-                or any(one.counts(at) for one in other.records.values())
+                or any(one.counts(at, has_ages=self._world.has_ages) for one in other.records.values())
             )
         ]
 
@@ -537,7 +539,9 @@ class FleetJudge:
         for kept in life.records.values():
             other = world.vms[kept.vm_id]
             work = life.works.get(kept.vm_id, Work())
-            is_known = kept.counts(world.at) and kept.made_at < max(vm.listed_at, world.at - _STATUS_SECONDS)
+            is_known = kept.counts(world.at, has_ages=world.has_ages) and kept.made_at < max(
+                vm.listed_at, world.at - _STATUS_SECONDS
+            )
             is_ready = work.is_ready or self._may_seem_ready(work, vm, appeared_at)
             if is_known and other.name not in awaited and not is_ready:
                 missing.append(other.name)
@@ -610,6 +614,7 @@ class FleetJudge:
         killed_at = world.at
         others = [other for other in world.vms.values() if other is not vm]
         is_calm = max(vm.disturbed_until, self._trouble_until(others)) < killed_at - 60.0
+        is_calm &= vm.killed_until < killed_at - 30.0
         if self._changed_at > killed_at - 30.0 or not is_calm or vm.is_dead:
             return
         before = self._own(vm)

@@ -355,6 +355,8 @@ class FleetWorld:
             self._hidden.discard(name)
             self.judge.changed(name)
             self._poll_all()
+            if self.has("back again") and chance.random() < 0.5:
+                self.after(chance.uniform(2.0, 60.0), lambda: self._hide(name, chance))
 
         self.after(seconds, show)
 
@@ -492,8 +494,8 @@ class Network:
                 self._fail(vm, number, timeout, "timeout")
                 return
             back = timeout * 2
-        if world.has("late") and chance.random() < 0.06:
-            there = chance.uniform(1.0, 60.0)
+        if world.has("late") and chance.random() < 0.1:
+            there = chance.uniform(0.1, chance.choice((3.0, 60.0)))
             vm.disturb(there + 200.0)
         if there + back > timeout:
             self._fail(vm, number, timeout, "timeout")

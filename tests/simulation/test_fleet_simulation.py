@@ -162,12 +162,12 @@ class Plant:
 
 PLANTS = {
     "begins on the list from before its claim": Plant(
-        ((GROUP, "status_of", _begin_on_any_list), (client, "_MAX_ROUNDS", 1)), "(1)", "pauses"
+        ((GROUP, "status_of", _begin_on_any_list), (client, "_MAX_ROUNDS", 1)), "(1)", "late"
     ),
     "counts confirmed claims only": Plant(((VmRecord, "counts_for_slot", property(_has_begun)),), "(1)", "late"),
     "ready does not expire": Plant(((plan, "_is_ready", _was_ready_once),), "(2)", "reboots, dead VMs"),
     "ready from before this appearance counts": Plant(
-        ((plan, "_is_ready", _was_ready_before),), "(2)", "back again, cut off"
+        ((plan, "_is_ready", _was_ready_before),), "(2)", "back again, cut off, reboots"
     ),
     "a slot lasts a minute": Plant(((plan, "SLOT_SECONDS", 60.0),), "(1)", "reboots, cut off"),
     "a slot does not lapse": Plant(((plan, "SLOT_SECONDS", 1e9),), "(5)", "dead VMs"),
