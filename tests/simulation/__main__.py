@@ -15,6 +15,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "fixtures"))  # as pytest has it
 
 from fleet_runs import FleetVerdict, judge_fleet_seeds, shorten_fleet
 from runs import Verdict, judge_seeds, shorten
