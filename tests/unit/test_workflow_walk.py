@@ -7,7 +7,8 @@ invariants, which it works out for itself and not from the fields of a workflow:
 1. no approval before every prepare hook has succeeded, unless the rule or an operator says otherwise
 2. no approval for an event of another VM, one that has started, is over, or is held
 3. a prepare or on_start hook starts once for each appearance of the event, and once more after each crash
-   that found it running; after a reboot all prepare hooks of an event that is still Scheduled start once more;
+   that found it running; after a reboot all prepare hooks of an event that has not started start once more,
+   also if it is away then and comes back;
    none starts beside a hook of an earlier appearance
 4. a recover hook starts only when something is owed to it, never beside or before the preparation that
    another event still needs, and in the end nothing is owed; after a failure it and the rest of its stage wait
@@ -508,9 +509,7 @@ class World:
         self.boot += is_reboot
         self.used -= {(name, stage, flight.hook) for (name, stage), flight in self.flights.items()}
         if is_reboot:
-            for name in [
-                name for name in self.names.values() if not self.is_over(name) and name not in self.started
-            ]:
+            for name in [name for name in self.names.values() if name not in self.started]:
                 self.used = frozenset(item for item in self.used if item[:2] != (name, "prepare"))
                 self.succeeded = frozenset(item for item in self.succeeded if item[0] != name)
                 self.failed.pop(name, None)
